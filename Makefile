@@ -1,0 +1,32 @@
+# `make` lists the targets. Each is a line or two; what they do is in xtask/.
+
+CARGO ?= cargo
+XTASK = $(CARGO) run --quiet --package xtask --
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup check compare clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
+	@$(XTASK) demo
+
+test: setup ## Install what is missing (see setup), then run every check
+	@$(XTASK) check --all
+
+setup: ## Install what the tests need (Debian packages; with sudo when not root)
+	@sh xtask/setup.sh
+
+check: rust ## The quick checks: format, tidy, clippy, unit tests
+	@$(XTASK) check
+
+compare: rust ## Measure against qemu-storage-daemon; root for zram and loop devices
+	@$(XTASK) compare
+
+clean: ## Remove what was built
+	@$(CARGO) clean
+
+.PHONY: rust
+rust:
+	@sh xtask/setup.sh --rust

@@ -1,0 +1,240 @@
+//! The options, named as fio names them.
+
+#![forbid(unsafe_code)]
+
+use std::num::{NonZeroU32, NonZeroU64};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::pattern::{BlockSplit, Rw};
+use crate::units::{CpuList, parse_bytes, parse_duration};
+
+/// What `ringhaul bench` is asked to do.
+///
+/// Sizes are in bytes and take the suffixes k, m, g, t, p (powers of 1024). Times are in seconds
+/// and take the suffixes us, ms, s, m, h, d.
+#[derive(Clone, Debug, clap::Args)]
+pub struct BenchArgs {
+    /// Unix socket of the vhost-user-blk server
+    #[arg(long, value_name = "PATH")]
+    pub socket_path: PathBuf,
+
+    /// Pattern: read, write, randread, randwrite, rw (mixed), randrw
+    ///
+    /// Random offsets are drawn independently of each other (fio's norandommap) from the whole
+    /// region. Sequential jobs each walk their own even share of the region, over and over.
+    /// With rw, reads and writes advance separately.
+    #[arg(long, alias = "readwrite", value_name = "PATTERN", default_value = "read",
+          value_parser = Rw::parse)]
+    pub rw: Rw,
+
+    /// Share of reads in mixed patterns, in percent (0 to 100)
+    #[arg(long, value_name = "PERCENT", default_value_t = 50,
+          value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub rwmixread: u8,
+
+    /// Block size in bytes, or two of them as READ,WRITE
+    #[arg(long, alias = "blocksize", value_name = "BYTES", default_value = "4k",
+          value_parser = BlockSplit::parse_sizes)]
+    pub bs: BlockSplit,
+
+    /// Mix of block sizes, SIZE/PERCENT:SIZE/PERCENT:…, instead of --bs
+    ///
+    /// Sizes without a percentage share what is left evenly. Two mixes with a comma between
+    /// them are for reads and for writes. Offsets are multiples of the smallest size.
+    #[arg(long, value_name = "MIX", value_parser = BlockSplit::parse_mix)]
+    pub bssplit: Option<BlockSplit>,
+
+    /// Requests kept in flight by each job
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub iodepth: NonZeroU32,
+
+    /// Number of jobs; each drives one virtqueue of its own
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub numjobs: NonZeroU32,
+
+    /// Measured time [default: 10 s, or no limit with --io_size or --number_ios]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub runtime: Option<Duration>,
+
+    /// Time to run before measuring
+    #[arg(long = "ramp_time", value_name = "TIME", default_value = "0",
+          value_parser = parse_duration)]
+    pub ramp_time: Duration,
+
+    /// First byte of the region to use; a multiple of the logical block size
+    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_bytes)]
+    pub offset: u64,
+
+    /// Bytes in the region to use [default: up to the end of the disk]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub size: Option<u64>,
+
+    /// End each job after this many bytes, ramp time included [default: no limit]
+    #[arg(long = "io_size", value_name = "BYTES", value_parser = parse_bytes)]
+    pub io_size: Option<u64>,
+
+    /// End each job after this many reads and writes, ramp time included [default: no limit]
+    #[arg(long = "number_ios", value_name = "N")]
+    pub number_ios: Option<NonZeroU64>,
+
+    /// Descriptors in each virtqueue; a power of two up to 32768 [default: what --iodepth needs]
+    ///
+    /// A request takes one descriptor for each segment of its data and two more. Most servers
+    /// take at most 1024.
+    #[arg(long, value_name = "N")]
+    pub queue_size: Option<u16>,
+
+    /// Split the data of a request into segments (descriptors) of at most this many bytes
+    /// [default: one segment]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub seg_size: Option<u64>,
+
+    /// Check data: every block carries its sector, a generation and a checksum
+    ///
+    /// OVERWRITES THE REGION, with --rw read and randread too: these write all of it first, in a
+    /// pass that is not measured, and then check what they read. The other patterns check the
+    /// blocks that this run has written, while it runs and in a read-back at the end that is not
+    /// measured. No two requests in flight overlap.
+    #[arg(long)]
+    pub verify: bool,
+
+    /// Flush after every N writes of a job; 0 for never
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub fsync: u64,
+
+    /// Seed of the random numbers; the same seed gives the same sequence of I/O
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub randseed: u64,
+
+    /// CPUs that the load generator may run on, as in 0,2-3 [default: all]
+    #[arg(long = "cpus_allowed", value_name = "LIST", value_parser = CpuList::parse)]
+    pub cpus_allowed: Option<CpuList>,
+
+    /// Use one thread for each job [default: one thread for all jobs]
+    #[arg(long)]
+    pub threads: bool,
+
+    /// Spin on the used rings instead of sleeping on the call eventfds
+    #[arg(long)]
+    pub busy_poll: bool,
+
+    /// Process whose CPU time is counted [default: the peer of the socket]
+    #[arg(long, value_name = "PID")]
+    pub server_pid: Option<NonZeroU32>,
+
+    /// Give up when the server has not answered for this long
+    #[arg(long, value_name = "TIME", default_value = "30", value_parser = parse_duration)]
+    pub timeout: Duration,
+
+    /// Progress on standard error; auto shows it on a terminal only
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = Eta::Auto)]
+    pub eta: Eta,
+
+    /// Format of the result
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = OutputFormat::Normal)]
+    pub output_format: OutputFormat,
+
+    /// File to write the result to [default: standard output]
+    #[arg(long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+impl BenchArgs {
+    /// Measured time when neither `--runtime` nor a number of bytes or I/Os bounds the run.
+    const DEFAULT_RUNTIME: Duration = Duration::from_secs(10);
+
+    /// Returns how long to measure; `None` when only the amount of I/O bounds the run.
+    pub(crate) fn effective_runtime(&self) -> Option<Duration> {
+        let bounded = self.io_size.is_some() || self.number_ios.is_some();
+        self.runtime.or_else(|| (!bounded).then_some(Self::DEFAULT_RUNTIME))
+    }
+
+    /// Returns the block sizes, from `--bssplit` when it is given, else from `--bs`.
+    pub(crate) fn block_sizes(&self) -> &BlockSplit {
+        self.bssplit.as_ref().unwrap_or(&self.bs)
+    }
+}
+
+/// When to show progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Eta {
+    /// When standard error is a terminal.
+    Auto,
+    /// Always; one line each second when standard error is not a terminal.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// How to write the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum OutputFormat {
+    /// Text for people.
+    Normal,
+    /// One JSON object, described at [`Report`](crate::Report).
+    Json,
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    pub(crate) fn parse(options: &str) -> Result<BenchArgs, String> {
+        let words = ["bench", "--socket-path", "s"].into_iter().chain(options.split_whitespace());
+        Cli::try_parse_from(words).map(|cli| cli.args).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn fio_options_are_understood() {
+        let args = parse(
+            "--rw=randrw --rwmixread=70 --bs=8k --iodepth=32 --numjobs=2 --runtime=500ms \
+             --ramp_time=1 --size=1g --offset=1m --io_size=4m --number_ios=7 --fsync=8 \
+             --randseed=5 --cpus_allowed=1 --eta=never --output-format=json",
+        )
+        .unwrap();
+        assert_eq!(args.rw, Rw::RandRw);
+        assert_eq!(args.effective_runtime(), Some(Duration::from_millis(500)));
+        assert_eq!((args.size, args.offset), (Some(1 << 30), 1 << 20));
+        assert_eq!(args.block_sizes().sizes(), vec![8192]);
+        assert_eq!((args.fsync, args.randseed), (8, 5));
+    }
+
+    #[test]
+    fn bssplit_takes_precedence_over_bs() {
+        let args = parse("--bs=8k --bssplit=512/50:1k/50").unwrap();
+        assert_eq!(args.block_sizes().sizes(), vec![512, 1024]);
+    }
+
+    #[test]
+    fn a_bound_replaces_the_default_runtime() {
+        assert_eq!(parse("").unwrap().effective_runtime(), Some(BenchArgs::DEFAULT_RUNTIME));
+        assert_eq!(parse("--number_ios=1").unwrap().effective_runtime(), None);
+        let both = parse("--number_ios=1 --runtime=2").unwrap();
+        assert_eq!(both.effective_runtime(), Some(Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn bad_values_are_named_in_the_first_line() {
+        for (options, word) in [
+            ("--rw=randomread", "randomread"),
+            ("--rwmixread=101", "101"),
+            ("--bs=4q", "4q"),
+            ("--bs=0", "0"),
+            ("--iodepth=0", "0"),
+            ("--bssplit=4k/60:8k/60", "more than 100"),
+            ("--runtime=soon", "soon"),
+        ] {
+            let message = parse(options).unwrap_err();
+            let first = message.lines().next().unwrap();
+            assert!(first.contains(word), "{first}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! `ringhaul bench`: a virtio-blk driver over vhost-user that generates load and says how fast
+//! the server is.
+//!
+//! It is a real driver: it negotiates features, shares its memory with the server, fills
+//! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. Nothing
+//! is allocated and no system call is made for a single I/O; kicks and sleeps are paid for each
+//! batch. [`run`] is the command, [`measure`] the same without printing.
+//!
+//! # Reading guide
+//!
+//! `args` (what can be asked for) → `plan` (checked against the device) → `phases` (fill,
+//! measured run, read-back) → `worker` (the loop of a driver thread) → `job` (one virtqueue) →
+//! `driver` (the only file with `unsafe`). `pattern` says which I/O comes next, `verify` what
+//! the blocks contain, `server` what the server spent, `report` what is shown.
+//!
+//! # How the numbers are taken
+//!
+//! * Latency is per request, from the refill that queued it to the pass that found it completed.
+//!   The clock is read once for each pass over the virtqueues, so all requests of one batch
+//!   share that reading.
+//! * The measured window opens after `--ramp_time` and closes when the run time is over; what is
+//!   in flight then is waited for and checked, but not counted. A run bounded by `--io_size` or
+//!   `--number_ios` ends with its last completion and counts everything.
+//! * Calls are the sum of the call eventfds' counters, so calls that the kernel merged before
+//!   the driver looked are all counted.
+
+#![deny(unsafe_code)]
+
+mod args;
+#[allow(unsafe_code)]
+mod driver;
+mod error;
+mod job;
+mod pattern;
+mod phases;
+mod plan;
+mod progress;
+mod report;
+mod server;
+mod stats;
+mod text;
+mod units;
+mod verify;
+mod worker;
+
+use std::fs::File;
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Context;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::{register, register_conditional_shutdown};
+
+pub use args::{BenchArgs, Eta, OutputFormat};
+pub use error::BenchError;
+pub use pattern::{BlockSplit, Rw};
+pub use phases::measure;
+pub use report::{DirectionReport, FORMAT_VERSION, LatencyReport, PERCENTILES, Report};
+pub use units::CpuList;
+
+/// Runs the command: drives the server as `args` say and prints the result.
+///
+/// The result goes to standard output or to `--output`, progress and errors to standard error.
+/// The exit code is 0 when all went well, 1 when blocks did not verify, I/O failed or the server
+/// went away, 2 when the options cannot work or the server cannot be reached.
+///
+/// SIGINT and SIGTERM end the run early; what was measured until then is printed, marked as
+/// interrupted, and decides the exit code. A second signal ends the process at once.
+///
+/// # Errors
+///
+/// Only when the result could not be written to its destination.
+pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
+    let mut output = match args.output.as_ref().map(|path| (path, File::create(path))) {
+        None => None,
+        Some((_, Ok(file))) => Some(file),
+        Some((path, Err(error))) => {
+            eprintln!("error: cannot create the --output file '{}': {error}", path.display());
+            return Ok(ExitCode::from(BenchError::USAGE_EXIT));
+        }
+    };
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order, so that the first signal ends the run and the second the process.
+        register_conditional_shutdown(signal, BenchError::RUN_EXIT.into(), interrupted.clone())
+            .and_then(|_| register(signal, interrupted.clone()))
+            .context("setting up a signal handler")?;
+    }
+    let report = match phases::measure_until(args, &interrupted) {
+        Ok(report) => report,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return Ok(ExitCode::from(error.exit_code()));
+        }
+    };
+    let text = match args.output_format {
+        OutputFormat::Json => {
+            serde_json::to_string_pretty(&report).context("encoding the result as JSON")? + "\n"
+        }
+        OutputFormat::Normal => text::render(&report),
+    };
+    match (&mut output, &args.output) {
+        (Some(file), Some(path)) => file
+            .write_all(text.as_bytes())
+            .with_context(|| format!("writing the result to '{}'", path.display()))?,
+        _ => std::io::stdout()
+            .write_all(text.as_bytes())
+            .context("writing the result to standard output")?,
+    }
+    Ok(if report.failed() { ExitCode::from(BenchError::RUN_EXIT) } else { ExitCode::SUCCESS })
+}

@@ -1,0 +1,495 @@
+//! Which I/O comes next: the patterns, the mixes of block sizes, the sweeps over a region.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::units::{parse_bytes, show_bytes};
+use crate::verify::BlockMap;
+
+/// A pattern of `--rw`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rw {
+    /// Sequential reads.
+    Read,
+    /// Sequential writes.
+    Write,
+    /// Reads at random offsets.
+    RandRead,
+    /// Writes at random offsets.
+    RandWrite,
+    /// Sequential reads and writes mixed.
+    Rw,
+    /// Reads and writes at random offsets mixed.
+    RandRw,
+}
+
+impl Rw {
+    const ALL: [Self; 6] =
+        [Self::Read, Self::Write, Self::RandRead, Self::RandWrite, Self::Rw, Self::RandRw];
+
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let wanted = if text == "readwrite" { "rw" } else { text };
+        Self::ALL.into_iter().find(|rw| rw.name() == wanted).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("unknown pattern '{text}': use one of {names}")
+        })
+    }
+
+    /// Returns the name as fio spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::RandRead => "randread",
+            Self::RandWrite => "randwrite",
+            Self::Rw => "rw",
+            Self::RandRw => "randrw",
+        }
+    }
+
+    /// Returns whether offsets are random.
+    pub const fn is_random(self) -> bool {
+        matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
+    }
+
+    /// Returns whether the pattern reads and writes.
+    pub const fn is_mixed(self) -> bool {
+        matches!(self, Self::Rw | Self::RandRw)
+    }
+
+    /// Returns whether the pattern has writes.
+    pub const fn writes(self) -> bool {
+        !matches!(self, Self::Read | Self::RandRead)
+    }
+}
+
+impl fmt::Display for Rw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Op {
+    Read,
+    Write,
+    Flush,
+}
+
+impl Op {
+    pub(crate) const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Flush];
+
+    /// Position in tables that have one entry for each operation.
+    pub(crate) const fn index(self) -> usize {
+        match self {
+            Self::Read => 0,
+            Self::Write => 1,
+            Self::Flush => 2,
+        }
+    }
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Flush => "flush",
+        }
+    }
+}
+
+/// One request to make. `offset` and `len` are in bytes and 0 for a flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Io {
+    pub(crate) op: Op,
+    pub(crate) offset: u64,
+    pub(crate) len: u32,
+}
+
+/// Block sizes of reads and of writes, each a single size or a mix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockSplit {
+    read: Mix,
+    write: Mix,
+}
+
+/// Sizes in bytes, each with the sum of its percentage and those before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Mix(Vec<(u32, u8)>);
+
+impl BlockSplit {
+    /// Parses `--bs`: one size, or one for reads and one for writes with a comma between.
+    pub(crate) fn parse_sizes(text: &str) -> Result<Self, String> {
+        Self::parse_pair(text, |size| Ok(Mix(vec![(parse_block_size(size)?, 100)])))
+    }
+
+    /// Parses `--bssplit`.
+    pub(crate) fn parse_mix(text: &str) -> Result<Self, String> {
+        Self::parse_pair(text, Mix::parse)
+    }
+
+    fn parse_pair(text: &str, parse: fn(&str) -> Result<Mix, String>) -> Result<Self, String> {
+        let (read, write) = text.split_once(',').unwrap_or((text, text));
+        Ok(Self { read: parse(read)?, write: parse(write)? })
+    }
+
+    fn mix(&self, op: Op) -> &Mix {
+        if op == Op::Read { &self.read } else { &self.write }
+    }
+
+    /// Returns the distinct sizes in bytes in ascending order.
+    pub(crate) fn sizes(&self) -> Vec<u32> {
+        let mut sizes: Vec<_> =
+            self.read.0.iter().chain(&self.write.0).map(|(size, _)| *size).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    /// Returns the largest size in bytes.
+    pub(crate) fn largest(&self) -> u32 {
+        self.sizes().last().copied().unwrap_or(0)
+    }
+
+    /// Returns the largest number of bytes that divides all sizes.
+    pub(crate) fn common_divisor(&self) -> u32 {
+        self.sizes().into_iter().fold(0, |mut a, mut b| {
+            while b != 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        })
+    }
+}
+
+impl fmt::Display for BlockSplit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.read)?;
+        if self.read == self.write { Ok(()) } else { write!(f, ",{}", self.write) }
+    }
+}
+
+impl Mix {
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut entries = Vec::new();
+        for part in text.split(':') {
+            let (size, percent) = part.split_once('/').unwrap_or((part, ""));
+            let percent = match percent.trim_end_matches('%') {
+                "" => None,
+                number => Some(
+                    number
+                        .parse::<u8>()
+                        .ok()
+                        .filter(|percent| *percent <= 100)
+                        .ok_or_else(|| format!("'{part}': the percentage must be 0 to 100"))?,
+                ),
+            };
+            entries.push((parse_block_size(size)?, percent));
+        }
+        let given: u32 = entries.iter().filter_map(|(_, percent)| *percent).map(u32::from).sum();
+        let open = entries.iter().filter(|(_, percent)| percent.is_none()).count();
+        let left = 100_u32
+            .checked_sub(given)
+            .ok_or_else(|| format!("the percentages of '{text}' add up to more than 100"))?;
+        if open == 0 && left > 0 {
+            return Err(format!("the percentages of '{text}' add up to {given}, not 100"));
+        }
+        Ok(Self::accumulate(&entries, left, open))
+    }
+
+    /// Turns percentages into running sums, spreading `left` over the `open` entries.
+    fn accumulate(entries: &[(u32, Option<u8>)], left: u32, open: usize) -> Self {
+        let open = u32::try_from(open).unwrap_or(u32::MAX);
+        let (mut sum, mut opened) = (0, 0);
+        let sums = entries.iter().map(|(size, percent)| {
+            sum += match percent {
+                Some(percent) => u32::from(*percent),
+                None => {
+                    opened += 1;
+                    left * opened / open - left * (opened - 1) / open
+                }
+            };
+            (*size, u8::try_from(sum).unwrap_or(100))
+        });
+        Self(sums.collect())
+    }
+
+    fn draw(&self, rng: &mut fastrand::Rng) -> u32 {
+        if let [(size, _)] = self.0[..] {
+            return size;
+        }
+        let point = rng.u8(0..100);
+        self.0.iter().find(|(_, sum)| point < *sum).map_or(self.0[0].0, |(size, _)| *size)
+    }
+
+    fn smallest(&self) -> u32 {
+        self.0.iter().map(|(size, _)| *size).min().unwrap_or(1)
+    }
+}
+
+impl fmt::Display for Mix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let [(size, _)] = self.0[..] {
+            return f.write_str(&show_bytes(size.into()));
+        }
+        let mut before = 0;
+        for (index, (size, sum)) in self.0.iter().enumerate() {
+            let separator = if index == 0 { "" } else { ":" };
+            write!(f, "{separator}{}/{}", show_bytes((*size).into()), sum - before)?;
+            before = *sum;
+        }
+        Ok(())
+    }
+}
+
+fn parse_block_size(text: &str) -> Result<u32, String> {
+    match u32::try_from(parse_bytes(text)?) {
+        Ok(0) => Err(format!("'{text}': a block size cannot be 0")),
+        Ok(size) => Ok(size),
+        Err(_) => Err(format!("'{text}': a block size must be less than 4g")),
+    }
+}
+
+/// Where a job takes its I/O from.
+#[derive(Debug)]
+pub(crate) enum Source {
+    Workload(Workload),
+    Sweep(Sweep),
+}
+
+impl Source {
+    /// Returns the next I/O, which is made only if it is then passed to [`accept`](Self::accept);
+    /// `None` when there is no more. A random workload proposes something else each time.
+    pub(crate) fn propose(&mut self, map: Option<&BlockMap>) -> Option<Io> {
+        match self {
+            Self::Workload(workload) => workload.propose(),
+            Self::Sweep(sweep) => sweep.propose(map),
+        }
+    }
+
+    /// Takes note that a proposed I/O is being made.
+    pub(crate) fn accept(&mut self, io: &Io) {
+        match self {
+            Self::Workload(workload) => workload.accept(io),
+            Self::Sweep(sweep) => sweep.next = io.offset + u64::from(io.len),
+        }
+    }
+
+    /// Returns how many different proposals are worth a try when the blocks are taken.
+    pub(crate) fn attempts(&self) -> u32 {
+        const RANDOM_ATTEMPTS: u32 = 8;
+        match self {
+            Self::Workload(workload) if workload.rw.is_random() => RANDOM_ATTEMPTS,
+            _ => 1,
+        }
+    }
+}
+
+/// A pattern that goes on until its bounds are reached, if it has any.
+#[derive(Debug)]
+pub(crate) struct Workload {
+    rw: Rw,
+    percent_reads: u8,
+    sizes: BlockSplit,
+    /// Bytes of the disk that this job uses.
+    area: Range<u64>,
+    rng: fastrand::Rng,
+    /// Where sequential reads and writes go on.
+    next: [u64; 2],
+    ios_left: u64,
+    bytes_left: u64,
+}
+
+impl Workload {
+    /// `area` must hold the largest block. Bounds of `None` mean no limit.
+    pub(crate) fn new(
+        (rw, percent_reads): (Rw, u8),
+        sizes: &BlockSplit,
+        area: Range<u64>,
+        seed: u64,
+        (ios, bytes): (Option<u64>, Option<u64>),
+    ) -> Self {
+        Self {
+            rw,
+            percent_reads,
+            sizes: sizes.clone(),
+            next: [area.start; 2],
+            area,
+            rng: fastrand::Rng::with_seed(seed),
+            ios_left: ios.unwrap_or(u64::MAX),
+            bytes_left: bytes.unwrap_or(u64::MAX),
+        }
+    }
+
+    fn propose(&mut self) -> Option<Io> {
+        if self.ios_left == 0 || self.bytes_left == 0 {
+            return None;
+        }
+        let op = match self.rw {
+            Rw::Read | Rw::RandRead => Op::Read,
+            Rw::Write | Rw::RandWrite => Op::Write,
+            Rw::Rw | Rw::RandRw if self.rng.u8(0..100) < self.percent_reads => Op::Read,
+            Rw::Rw | Rw::RandRw => Op::Write,
+        };
+        let mix = self.sizes.mix(op);
+        let len = mix.draw(&mut self.rng);
+        let last = self.area.end.checked_sub(u64::from(len))?;
+        let offset = if self.rw.is_random() {
+            let align = u64::from(mix.smallest());
+            self.area.start + self.rng.u64(0..=(last - self.area.start) / align) * align
+        } else {
+            let next = self.next[op.index()];
+            if next <= last { next } else { self.area.start }
+        };
+        Some(Io { op, offset, len })
+    }
+
+    fn accept(&mut self, io: &Io) {
+        self.next[io.op.index()] = io.offset + u64::from(io.len);
+        self.ios_left -= 1;
+        self.bytes_left = self.bytes_left.saturating_sub(io.len.into());
+    }
+}
+
+/// One pass over a region, front to back.
+#[derive(Debug)]
+pub(crate) struct Sweep {
+    op: Op,
+    next: u64,
+    end: u64,
+    len: u32,
+    only_written: bool,
+}
+
+impl Sweep {
+    /// Writes all of `area`, in blocks of `len` bytes and a shorter last one.
+    pub(crate) fn fill(area: Range<u64>, len: u32) -> Self {
+        Self { op: Op::Write, next: area.start, end: area.end, len, only_written: false }
+    }
+
+    /// Reads what was written in `area`, in blocks of `len` bytes and a shorter last one.
+    pub(crate) fn read_back(area: Range<u64>, len: u32) -> Self {
+        Self { op: Op::Read, next: area.start, end: area.end, len, only_written: true }
+    }
+
+    fn propose(&mut self, map: Option<&BlockMap>) -> Option<Io> {
+        if self.only_written {
+            self.next = map?.next_written(self.next..self.end)?;
+        }
+        let left = self.end.checked_sub(self.next).filter(|left| *left > 0)?;
+        let len = u32::try_from(left).map_or(self.len, |left| left.min(self.len));
+        Some(Io { op: self.op, offset: self.next, len })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn workload(rw: Rw, sizes: &str, area: Range<u64>) -> Source {
+        let sizes = BlockSplit::parse_mix(sizes).unwrap();
+        Source::Workload(Workload::new((rw, 30), &sizes, area, 7, (None, None)))
+    }
+
+    fn take(source: &mut Source, count: usize) -> Vec<Io> {
+        let mut ios = Vec::new();
+        while ios.len() < count
+            && let Some(io) = source.propose(None)
+        {
+            source.accept(&io);
+            ios.push(io);
+        }
+        ios
+    }
+
+    #[test]
+    fn bssplit_follows_fio() {
+        let split = BlockSplit::parse_mix("512/10:1k/5:4k/85").unwrap();
+        assert_eq!(split.read.0, vec![(512, 10), (1024, 15), (4096, 100)]);
+        let open = BlockSplit::parse_mix("4k/10:64k/:32k").unwrap();
+        assert_eq!(open.read.0, vec![(4096, 10), (65536, 55), (32768, 100)]);
+        assert_eq!(open.to_string(), "4k/10:64k/45:32k/45");
+        let pair = BlockSplit::parse_mix("2k/100,4k/50:8k/50").unwrap();
+        assert_eq!((pair.sizes(), pair.largest()), (vec![2048, 4096, 8192], 8192));
+        assert_eq!(BlockSplit::parse_mix("3k/50:4k/50").unwrap().common_divisor(), 1024);
+    }
+
+    #[test]
+    fn bad_bssplit_is_refused() {
+        for text in ["", "4k/50", "4k/101", "4k/60:8k/60", "4k/x", "0/100", "4k/50:8q/50", "8g"] {
+            assert!(BlockSplit::parse_mix(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_mix_is_drawn_in_its_proportions() {
+        let ios = take(&mut workload(Rw::RandRead, "512/10:4k/90", 0..1 << 20), 10_000);
+        let small = ios.iter().filter(|io| io.len == 512).count();
+        assert!((800..1200).contains(&small), "{small}");
+    }
+
+    #[test]
+    fn mixed_patterns_follow_rwmixread() {
+        let ios = take(&mut workload(Rw::RandRw, "4k", 0..1 << 20), 10_000);
+        let reads = ios.iter().filter(|io| io.op == Op::Read).count();
+        assert!((2700..3300).contains(&reads), "{reads}");
+    }
+
+    #[test]
+    fn sequential_wraps_at_the_end_of_the_area() {
+        let ios = take(&mut workload(Rw::Write, "4k", 8192..20480), 5);
+        let offsets: Vec<_> = ios.iter().map(|io| io.offset).collect();
+        assert_eq!(offsets, [8192, 12288, 16384, 8192, 12288]);
+    }
+
+    #[test]
+    fn random_reaches_the_last_block_and_repeats_with_its_seed() {
+        let ios = take(&mut workload(Rw::RandRead, "4k", 4096..36864), 1000);
+        assert_eq!(ios, take(&mut workload(Rw::RandRead, "4k", 4096..36864), 1000));
+        let blocks: std::collections::BTreeSet<_> = ios.iter().map(|io| io.offset).collect();
+        assert_eq!(
+            blocks.into_iter().collect::<Vec<_>>(),
+            (1..9).map(|i| i * 4096).collect::<Vec<_>>()
+        );
+    }
+
+    #[test]
+    fn bounds_end_a_workload() {
+        let sizes = BlockSplit::parse_sizes("4k").unwrap();
+        let bounded = |bounds| {
+            let workload = Workload::new((Rw::Read, 0), &sizes, 0..1 << 20, 0, bounds);
+            take(&mut Source::Workload(workload), 100).len()
+        };
+        assert_eq!(bounded((Some(5), None)), 5);
+        assert_eq!(bounded((None, Some(8192))), 2);
+        assert_eq!(bounded((None, Some(8193))), 3);
+        assert_eq!(bounded((None, None)), 100);
+    }
+
+    #[test]
+    fn a_sweep_covers_its_area_once() {
+        let ios = take(&mut Source::Sweep(Sweep::fill(512..10_752, 4096)), 100);
+        let covered: Vec<_> = ios.iter().map(|io| (io.offset, io.len)).collect();
+        assert_eq!(covered, [(512, 4096), (4608, 4096), (8704, 2048)]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_io_stays_in_its_area_and_aligned(
+            random in any::<bool>(),
+            start in 0_u64..8,
+            blocks in 8_u64..64,
+        ) {
+            let area = start * 512..(start + blocks) * 512;
+            let rw = if random { Rw::RandRw } else { Rw::Rw };
+            for io in take(&mut workload(rw, "512/30:1k/30:4k", area.clone()), 200) {
+                prop_assert!(io.offset >= area.start);
+                prop_assert!(io.offset + u64::from(io.len) <= area.end);
+                prop_assert_eq!(io.offset % 512, 0);
+            }
+        }
+    }
+}

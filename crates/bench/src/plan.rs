@@ -1,0 +1,348 @@
+//! The options checked against the device.
+
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use crate::args::BenchArgs;
+use crate::driver::{DeviceFacts, QueueShape};
+use crate::error::BenchError;
+use crate::pattern::{Source, Sweep, Workload};
+use crate::units::show_bytes;
+
+/// A run that the device can be asked for.
+#[derive(Debug)]
+pub(crate) struct Plan<'a> {
+    pub(crate) args: &'a BenchArgs,
+    /// Bytes of the disk to use, a whole number of blocks.
+    pub(crate) region: Range<u64>,
+    /// The largest number of bytes that divides all block sizes.
+    pub(crate) block_bytes: u32,
+    pub(crate) depth: u32,
+    pub(crate) shape: QueueShape,
+}
+
+/// Shorthand for an error about the options.
+fn refuse<T>(message: String) -> Result<T, BenchError> {
+    Err(BenchError::Usage(message))
+}
+
+impl<'a> Plan<'a> {
+    /// Checks the options against the device and fills in what they leave open.
+    pub(crate) fn new(args: &'a BenchArgs, facts: &DeviceFacts) -> Result<Self, BenchError> {
+        check_limits(args)?;
+        check_device(args, facts)?;
+        check_alignment(args, facts)?;
+        let block_bytes = args.block_sizes().common_divisor();
+        let region = find_region(args, facts, block_bytes)?;
+        check_map_size(args, &region, block_bytes)?;
+        let shape = find_shape(args, facts)?;
+        Ok(Self { args, region, block_bytes, depth: args.iodepth.get(), shape })
+    }
+
+    /// Returns the even share of the region that belongs to a job, in whole blocks.
+    fn share(&self, job: usize) -> Range<u64> {
+        share(&self.region, self.block_bytes, self.shape.queues, job)
+    }
+
+    /// Returns what a job does in the measured run.
+    pub(crate) fn workload(&self, job: usize) -> Source {
+        let args = self.args;
+        let area = if args.rw.is_random() { self.region.clone() } else { self.share(job) };
+        Source::Workload(Workload::new(
+            (args.rw, args.rwmixread),
+            args.block_sizes(),
+            area,
+            self.seed(job),
+            (args.number_ios.map(u64::from), args.io_size),
+        ))
+    }
+
+    /// Returns a pass that writes a job's share of the region.
+    pub(crate) fn fill(&self, job: usize) -> Source {
+        Source::Sweep(Sweep::fill(self.share(job), self.args.block_sizes().largest()))
+    }
+
+    /// Returns a pass that reads what was written in a job's share of the region.
+    pub(crate) fn read_back(&self, job: usize) -> Source {
+        Source::Sweep(Sweep::read_back(self.share(job), self.args.block_sizes().largest()))
+    }
+
+    /// Returns the seed of a job, different for each.
+    pub(crate) fn seed(&self, job: usize) -> u64 {
+        fastrand::Rng::with_seed(self.args.randseed ^ (u64::try_from(job).unwrap_or(0) << 32))
+            .u64(..)
+    }
+}
+
+fn share(region: &Range<u64>, block_bytes: u32, jobs: usize, job: usize) -> Range<u64> {
+    let to_u64 = |value: usize| u64::try_from(value).unwrap_or(u64::MAX);
+    let block = u64::from(block_bytes);
+    let blocks = u128::from((region.end - region.start) / block);
+    let border = |index: usize| {
+        let before = blocks * u128::from(to_u64(index)) / u128::from(to_u64(jobs.max(1)));
+        region.start + u64::try_from(before).unwrap_or(u64::MAX) * block
+    };
+    border(job)..border(job + 1)
+}
+
+/// Checks what needs no device.
+pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
+    for (name, zero) in [
+        ("--runtime", args.runtime.is_some_and(|time| time.is_zero())),
+        ("--timeout", args.timeout.is_zero()),
+        ("--io_size", args.io_size == Some(0)),
+        ("--size", args.size == Some(0)),
+        ("--seg-size", args.seg_size == Some(0)),
+    ] {
+        if zero {
+            return refuse(format!("{name} must be more than 0"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks what the device must be able to do.
+fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
+    let jobs = args.numjobs.get();
+    if usize::try_from(jobs).unwrap_or(usize::MAX) > facts.max_queues {
+        return refuse(format!(
+            "--numjobs={jobs} needs {jobs} virtqueues, but the server has {}",
+            facts.max_queues
+        ));
+    }
+    if facts.read_only && args.rw.writes() {
+        return refuse(format!("--rw={} needs to write, but the disk is read-only", args.rw));
+    }
+    if facts.read_only && args.verify {
+        return refuse("--verify writes the region first, but the disk is read-only".to_owned());
+    }
+    if args.fsync > 0 && !facts.can_flush {
+        return refuse("--fsync needs flushes, which the device does not offer".to_owned());
+    }
+    Ok(())
+}
+
+fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
+    let block = u64::from(facts.logical_block_bytes);
+    let sizes = args.block_sizes().sizes().into_iter().map(|size| ("block size", size.into()));
+    let limits = [("--offset", args.offset), ("--size", args.size.unwrap_or(0))];
+    for (name, bytes) in sizes.chain(limits) {
+        if bytes % block != 0 {
+            return refuse(format!(
+                "{name} {} is not a multiple of the disk's logical block size, {block} bytes",
+                show_bytes(bytes)
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn find_region(
+    args: &BenchArgs,
+    facts: &DeviceFacts,
+    block_bytes: u32,
+) -> Result<Range<u64>, BenchError> {
+    let disk = facts.disk_bytes;
+    let start = args.offset;
+    let end = match args.size {
+        Some(size) => start.checked_add(size).filter(|end| *end <= disk),
+        None => Some(disk).filter(|end| *end > start),
+    };
+    let Some(end) = end else {
+        return refuse(format!(
+            "the region (--offset={} --size={}) is not inside the disk of {disk} bytes",
+            show_bytes(start),
+            args.size.map_or_else(|| "the rest".to_owned(), show_bytes)
+        ));
+    };
+    let end = end - (end - start) % u64::from(block_bytes);
+    let region = start..end;
+    let jobs = usize::try_from(args.numjobs.get()).unwrap_or(usize::MAX);
+    let parts = if args.rw.is_random() { 1 } else { jobs };
+    let smallest = (0..parts).map(|job| share(&region, block_bytes, parts, job));
+    let smallest = smallest.map(|part| part.end - part.start).min().unwrap_or(0);
+    let largest = args.block_sizes().largest();
+    if smallest < u64::from(largest) {
+        return refuse(format!(
+            "the region of {} bytes{} is smaller than one block of {}",
+            end - start,
+            if parts > 1 { format!(", shared by {parts} jobs,") } else { String::new() },
+            show_bytes(largest.into())
+        ));
+    }
+    Ok(region)
+}
+
+/// Keeps the generations of `--verify` from taking more memory than anyone would expect.
+fn check_map_size(
+    args: &BenchArgs,
+    region: &Range<u64>,
+    block_bytes: u32,
+) -> Result<(), BenchError> {
+    /// One GiB of generations; with blocks of 4 KiB that is a region of 1 TiB.
+    const MAX_BLOCKS: u64 = 1 << 28;
+    let blocks = (region.end - region.start) / u64::from(block_bytes);
+    if args.verify && blocks > MAX_BLOCKS {
+        return refuse(format!(
+            "--verify keeps 4 bytes in memory for each of {blocks} blocks, more than {MAX_BLOCKS}: \
+             use --size, or larger blocks"
+        ));
+    }
+    Ok(())
+}
+
+fn find_shape(args: &BenchArgs, facts: &DeviceFacts) -> Result<QueueShape, BenchError> {
+    /// What Linux and most servers agree on without being told.
+    const DEFAULT_SIZE: u16 = 128;
+    /// More than this is refused, or not expected, by most servers.
+    const USUAL_LIMIT: u16 = 1024;
+    const SECTOR_BYTES: u64 = 512;
+
+    let largest = u64::from(args.block_sizes().largest());
+    let size_max = facts.size_max.map(u64::from);
+    let segment = args.seg_size.or(size_max).unwrap_or(largest).min(largest);
+    if segment % SECTOR_BYTES != 0 {
+        return refuse(format!("--seg-size={segment} is not a multiple of {SECTOR_BYTES}"));
+    }
+    if let Some(limit) = size_max.filter(|limit| segment > *limit) {
+        return refuse(format!("--seg-size={segment} is more than the device takes, {limit}"));
+    }
+    let segments = largest.div_ceil(segment);
+    if let Some(limit) = facts.seg_max.filter(|limit| segments > u64::from(*limit)) {
+        return refuse(format!(
+            "a block of {} in segments of {} takes {segments} segments, but the device takes \
+             {limit}: use a larger --seg-size",
+            show_bytes(largest),
+            show_bytes(segment)
+        ));
+    }
+    let needed = (segments + 2) * u64::from(args.iodepth.get());
+    let most = u64::from(args.queue_size.unwrap_or(USUAL_LIMIT));
+    if needed > most {
+        return refuse(format!(
+            "--iodepth={} needs {needed} descriptors, {} for each request, but the queue has \
+             {most}: use a lower --iodepth or a larger --queue-size, if the server takes it",
+            args.iodepth,
+            segments + 2
+        ));
+    }
+    let size = match args.queue_size {
+        Some(size) => size,
+        None => u16::try_from(needed).map_or(USUAL_LIMIT, u16::next_power_of_two).max(DEFAULT_SIZE),
+    };
+    if !size.is_power_of_two() || size > 1 << 15 {
+        return refuse(format!("--queue-size={size} is not a power of two up to 32768"));
+    }
+    let page = rustix::param::page_size();
+    let to_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+    Ok(QueueShape {
+        queues: to_usize(args.numjobs.get().into()),
+        size,
+        slots: to_usize(args.iodepth.get().into()),
+        slot_bytes: to_usize(largest).next_multiple_of(page),
+        segment_bytes: to_usize(segment),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::tests::parse;
+
+    fn facts() -> DeviceFacts {
+        DeviceFacts {
+            disk_bytes: 64 << 20,
+            logical_block_bytes: 512,
+            max_queues: 2,
+            read_only: false,
+            can_flush: true,
+            size_max: None,
+            seg_max: Some(126),
+        }
+    }
+
+    fn refusal(options: &str, facts: &DeviceFacts) -> String {
+        let args = parse(options).unwrap();
+        let error = Plan::new(&args, facts).unwrap_err();
+        assert!(matches!(error, BenchError::Usage(_)));
+        let text = error.to_string();
+        assert!(!text.contains('\n'), "{text}");
+        text
+    }
+
+    #[test]
+    fn what_the_device_cannot_do_is_refused() {
+        for (options, word) in [
+            ("--numjobs=3", "has 2"),
+            ("--bs=1000", "logical block size"),
+            ("--bssplit=4k/50:513/50", "513"),
+            ("--offset=100", "--offset"),
+            ("--size=65m", "not inside the disk"),
+            ("--offset=64m", "not inside the disk"),
+            ("--offset=63m --size=2m", "not inside the disk"),
+            ("--offset=16383p --size=16383p", "not inside the disk"),
+            ("--size=4k --bs=8k", "smaller than one block"),
+            ("--size=8k --bs=8k --numjobs=2", "smaller than one block"),
+            ("--iodepth=342", "1026 descriptors"),
+            ("--queue-size=100", "power of two"),
+            ("--queue-size=128 --iodepth=64", "192 descriptors"),
+            ("--seg-size=1000 --bs=4k", "multiple of 512"),
+            ("--seg-size=512 --bs=128k", "256 segments"),
+            ("--runtime=0", "--runtime"),
+            ("--timeout=0", "--timeout"),
+        ] {
+            let text = refusal(options, &facts());
+            assert!(text.contains(word), "{options}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_read_only_disk_is_not_written() {
+        let facts = DeviceFacts { read_only: true, ..facts() };
+        assert!(refusal("--rw=randrw", &facts).contains("read-only"));
+        assert!(refusal("--rw=read --verify", &facts).contains("read-only"));
+        assert!(Plan::new(&parse("--rw=read").unwrap(), &facts).is_ok());
+    }
+
+    #[test]
+    fn flushes_and_segment_sizes_follow_the_device() {
+        let facts = DeviceFacts { can_flush: false, size_max: Some(4096), ..facts() };
+        assert!(refusal("--rw=write --fsync=1", &facts).contains("flushes"));
+        assert!(refusal("--bs=64k --seg-size=8k", &facts).contains("4096"));
+        let args = parse("--bs=64k --iodepth=4").unwrap();
+        assert_eq!(Plan::new(&args, &facts).unwrap().shape.segment_bytes, 4096);
+    }
+
+    #[test]
+    fn a_4k_disk_refuses_512() {
+        let facts = DeviceFacts { logical_block_bytes: 4096, ..facts() };
+        assert!(refusal("--bs=512", &facts).contains("4096 bytes"));
+    }
+
+    #[test]
+    fn queues_are_as_large_as_the_depth_needs() {
+        let size =
+            |options: &str| Plan::new(&parse(options).unwrap(), &facts()).unwrap().shape.size;
+        assert_eq!(size("--iodepth=1"), 128);
+        assert_eq!(size("--iodepth=64"), 256);
+        assert_eq!(size("--iodepth=341"), 1024);
+        assert_eq!(size("--iodepth=64 --queue-size=1024"), 1024);
+        assert_eq!(size("--bs=32k --seg-size=4k --iodepth=64"), 1024);
+    }
+
+    #[test]
+    fn shares_cover_the_region_in_whole_blocks() {
+        let region = 4096..4096 + 7 * 1024;
+        let shares: Vec<_> = (0..3).map(|job| share(&region, 1024, 3, job)).collect();
+        assert_eq!(shares, [4096..6144, 6144..8192, 8192..11_264]);
+    }
+
+    #[test]
+    fn jobs_have_different_seeds() {
+        let args = parse("--rw=randread").unwrap();
+        let plan = Plan::new(&args, &facts()).unwrap();
+        assert_ne!(plan.seed(0), plan.seed(1));
+        assert_eq!(plan.seed(1), plan.seed(1));
+    }
+}

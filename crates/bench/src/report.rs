@@ -1,0 +1,404 @@
+//! The result of a run, and its JSON form.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+use crate::driver::DeviceFacts;
+use crate::pattern::Op;
+use crate::plan::Plan;
+use crate::server::ServerUsage;
+use crate::stats::{Counters, OpStats};
+
+/// Version of the JSON form. Grows when a key changes its meaning or goes away; new keys may
+/// come without that.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// The percentiles of latency that are reported: fio's.
+pub const PERCENTILES: [f64; 17] = [
+    1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
+    99.99,
+];
+
+/// The result of a run.
+///
+/// As JSON it is one flat object with the fields of this structure as keys, except that each
+/// [`DirectionReport`] becomes keys with a prefix, as described there: none for `total`, and
+/// `read_`, `write_`, `flush_`. What is not known, or would be a division by zero, is `null`.
+/// "Per I/O" means per completed read, write or flush. Counts are those of the measured window
+/// unless it says otherwise.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// Version of this program.
+    pub tool_version: &'static str,
+    /// Socket of the server.
+    pub socket_path: String,
+    /// Pattern, as given to `--rw`.
+    pub rw: &'static str,
+    /// Share of reads asked for in a mixed pattern; `null` for other patterns.
+    pub rwmixread_percent: Option<u8>,
+    /// Block size or mix of them, as given to `--bs` or `--bssplit`.
+    pub block_size: String,
+    /// Requests kept in flight by each job.
+    pub iodepth: u32,
+    /// Jobs, which is also the number of virtqueues used.
+    pub numjobs: u32,
+    /// Descriptors in each virtqueue.
+    pub queue_size: u16,
+    /// Largest number of bytes in one descriptor.
+    pub segment_size_bytes: u64,
+    /// Whether each job had a thread of its own.
+    pub threads: bool,
+    /// Whether the driver spun instead of sleeping.
+    pub busy_poll: bool,
+    /// Writes between two flushes; 0 when there were no flushes.
+    pub fsync_every_writes: u64,
+    /// Seed of the random numbers.
+    pub randseed: u64,
+    /// First byte of the region.
+    pub region_offset_bytes: u64,
+    /// Length of the region.
+    pub region_size_bytes: u64,
+    /// Capacity of the disk.
+    pub disk_size_bytes: u64,
+    /// Logical block size of the disk.
+    pub logical_block_size_bytes: u32,
+    /// Time that was run before measuring.
+    pub ramp_time_s: f64,
+    /// Length of the measured window.
+    pub runtime_s: f64,
+    /// Whether the run was ended early by a signal.
+    pub interrupted: bool,
+    /// Reads and writes together.
+    #[serde(flatten)]
+    pub total: DirectionReport,
+    /// Reads.
+    #[serde(flatten)]
+    pub read: DirectionReport,
+    /// Writes.
+    #[serde(flatten)]
+    pub write: DirectionReport,
+    /// Flushes.
+    #[serde(flatten)]
+    pub flush: DirectionReport,
+    /// Whether data was verified.
+    pub verify: bool,
+    /// Size of a verified block; `null` without `--verify`.
+    pub verify_block_size_bytes: Option<u32>,
+    /// Blocks compared with what was written, in the whole run.
+    pub verified_blocks: u64,
+    /// Reads that returned a block other than what was written, in the whole run.
+    pub verify_mismatches: u64,
+    /// Calls from the server: the sum of the counters of the call eventfds.
+    pub calls: u64,
+    /// Calls per second.
+    pub calls_per_s: f64,
+    /// Completed requests per call.
+    pub completions_per_call: Option<f64>,
+    /// Kicks to the server.
+    pub kicks: u64,
+    /// Kicks per second.
+    pub kicks_per_s: f64,
+    /// Kicks per I/O.
+    pub kicks_per_io: Option<f64>,
+    /// The server's process; `null` when it is not visible, and then so are the next nine.
+    pub server_pid: Option<u32>,
+    /// Threads of the server at the end.
+    pub server_threads: Option<usize>,
+    /// CPU time that the server spent, in all its threads.
+    pub server_cpu_us: Option<f64>,
+    /// Share of one CPU that the server used.
+    pub server_cpu_percent: Option<f64>,
+    /// CPU time of the server per I/O.
+    pub server_cpu_us_per_io: Option<f64>,
+    /// The part of it spent in user mode, by the share that the kernel's ticks show.
+    pub server_cpu_user_us_per_io: Option<f64>,
+    /// The part of it spent in the kernel, by the share that the kernel's ticks show.
+    pub server_cpu_system_us_per_io: Option<f64>,
+    /// Context switches of the server because it slept, per I/O.
+    pub server_voluntary_switches_per_io: Option<f64>,
+    /// Context switches of the server because something else had to run, per I/O.
+    pub server_involuntary_switches_per_io: Option<f64>,
+}
+
+/// I/O of one kind.
+///
+/// In JSON every key has the direction's prefix: `ios`, `iops`, `bytes`,
+/// `bandwidth_bytes_per_s`, `errors` (requests that the server failed, in the whole run), and
+/// the latency as `latency_min_us`, `latency_max_us`, `latency_mean_us`, `latency_stddev_us` and
+/// `latency_pN_us` for each of [`PERCENTILES`], with an underscore for the decimal point, as in
+/// `read_latency_p99_9_us`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DirectionReport {
+    /// `""`, `"read_"`, `"write_"` or `"flush_"`.
+    pub prefix: &'static str,
+    /// Completed without error in the measured window.
+    pub ios: u64,
+    /// Those per second.
+    pub iops: f64,
+    /// Bytes moved by them.
+    pub bytes: u64,
+    /// Those per second.
+    pub bandwidth_bytes_per_s: f64,
+    /// Requests that the server failed, in the whole run.
+    pub errors: u64,
+    /// Time from being queued to being found completed; `None` when there was no I/O.
+    pub latency: Option<LatencyReport>,
+}
+
+/// Latency in microseconds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LatencyReport {
+    /// Shortest.
+    pub min_us: f64,
+    /// Longest.
+    pub max_us: f64,
+    /// Arithmetic mean.
+    pub mean_us: f64,
+    /// Standard deviation.
+    pub stddev_us: f64,
+    /// In the order of [`PERCENTILES`].
+    pub percentiles_us: [f64; PERCENTILES.len()],
+}
+
+/// What a report is made from.
+pub(crate) struct Measured<'a> {
+    pub(crate) plan: &'a Plan<'a>,
+    pub(crate) facts: &'a DeviceFacts,
+    pub(crate) counters: &'a Counters,
+    pub(crate) elapsed: Duration,
+    pub(crate) server_pid: Option<u32>,
+    pub(crate) usage: Option<&'a ServerUsage>,
+    pub(crate) verify_block_bytes: Option<u32>,
+    pub(crate) interrupted: bool,
+}
+
+impl Report {
+    pub(crate) fn new(measured: &Measured<'_>) -> Self {
+        let Measured { plan, facts, counters, usage, .. } = *measured;
+        let args = plan.args;
+        let seconds = measured.elapsed.as_secs_f64();
+        let [read, write, flush] = &counters.ops;
+        let mut both = read.clone();
+        both.merge(write);
+        let errors = |op: Op| counters.errors[op.index()];
+        let direction =
+            |prefix, stats, errors| DirectionReport::new(prefix, stats, errors, seconds);
+        let ios = both.ios + flush.ios;
+        let server = |pick: fn(&ServerUsage) -> f64| usage.map(pick);
+        let server_per_io = |pick: fn(&ServerUsage) -> f64| ratio(usage.map(pick)?, ios as f64);
+        let by_mode = |share: fn(f64) -> f64| {
+            let user_share = usage?.user_share?;
+            ratio(usage?.cpu_us * share(user_share), ios as f64)
+        };
+        Self {
+            format_version: FORMAT_VERSION,
+            tool_version: env!("CARGO_PKG_VERSION"),
+            socket_path: args.socket_path.display().to_string(),
+            rw: args.rw.name(),
+            rwmixread_percent: args.rw.is_mixed().then_some(args.rwmixread),
+            block_size: args.block_sizes().to_string(),
+            iodepth: plan.depth,
+            numjobs: args.numjobs.get(),
+            queue_size: plan.shape.size,
+            segment_size_bytes: u64::try_from(plan.shape.segment_bytes).unwrap_or(u64::MAX),
+            threads: args.threads,
+            busy_poll: args.busy_poll,
+            fsync_every_writes: args.fsync,
+            randseed: args.randseed,
+            region_offset_bytes: plan.region.start,
+            region_size_bytes: plan.region.end - plan.region.start,
+            disk_size_bytes: facts.disk_bytes,
+            logical_block_size_bytes: facts.logical_block_bytes,
+            ramp_time_s: args.ramp_time.as_secs_f64(),
+            runtime_s: seconds,
+            interrupted: measured.interrupted,
+            total: direction("", &both, errors(Op::Read) + errors(Op::Write)),
+            read: direction("read_", read, errors(Op::Read)),
+            write: direction("write_", write, errors(Op::Write)),
+            flush: direction("flush_", flush, errors(Op::Flush)),
+            verify: args.verify,
+            verify_block_size_bytes: measured.verify_block_bytes,
+            verified_blocks: counters.verified,
+            verify_mismatches: counters.mismatches,
+            calls: counters.calls,
+            calls_per_s: ratio(counters.calls as f64, seconds).unwrap_or(0.0),
+            completions_per_call: ratio(ios as f64, counters.calls as f64),
+            kicks: counters.kicks,
+            kicks_per_s: ratio(counters.kicks as f64, seconds).unwrap_or(0.0),
+            kicks_per_io: ratio(counters.kicks as f64, ios as f64),
+            server_pid: measured.server_pid,
+            server_threads: usage.map(|usage| usage.threads),
+            server_cpu_us: server(|usage| usage.cpu_us),
+            server_cpu_percent: server(|usage| usage.cpu_us)
+                .and_then(|us| ratio(us / 10_000.0, seconds)),
+            server_cpu_us_per_io: server_per_io(|usage| usage.cpu_us),
+            server_cpu_user_us_per_io: by_mode(|user| user),
+            server_cpu_system_us_per_io: by_mode(|user| 1.0 - user),
+            server_voluntary_switches_per_io: server_per_io(|u| u.voluntary_switches as f64),
+            server_involuntary_switches_per_io: server_per_io(|u| u.involuntary_switches as f64),
+        }
+    }
+
+    /// Returns whether I/O failed or blocks did not verify.
+    pub fn failed(&self) -> bool {
+        self.total.errors > 0 || self.flush.errors > 0 || self.verify_mismatches > 0
+    }
+}
+
+/// `None` for a division by zero.
+fn ratio(numerator: f64, denominator: f64) -> Option<f64> {
+    (denominator > 0.0).then(|| numerator / denominator)
+}
+
+impl DirectionReport {
+    fn new(prefix: &'static str, stats: &OpStats, errors: u64, seconds: f64) -> Self {
+        Self {
+            prefix,
+            ios: stats.ios,
+            iops: ratio(stats.ios as f64, seconds).unwrap_or(0.0),
+            bytes: stats.bytes,
+            bandwidth_bytes_per_s: ratio(stats.bytes as f64, seconds).unwrap_or(0.0),
+            errors,
+            latency: (stats.ios > 0).then(|| LatencyReport::new(&stats.latency)),
+        }
+    }
+}
+
+impl LatencyReport {
+    fn new(latency_ns: &Histogram<u64>) -> Self {
+        const NS_PER_US: f64 = 1000.0;
+        let at = |percent| latency_ns.value_at_percentile(percent) as f64 / NS_PER_US;
+        Self {
+            min_us: latency_ns.min() as f64 / NS_PER_US,
+            max_us: latency_ns.max() as f64 / NS_PER_US,
+            mean_us: latency_ns.mean() / NS_PER_US,
+            stddev_us: latency_ns.stdev() / NS_PER_US,
+            percentiles_us: PERCENTILES.map(at),
+        }
+    }
+}
+
+impl Serialize for DirectionReport {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let prefix = self.prefix;
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry(&format!("{prefix}ios"), &self.ios)?;
+        map.serialize_entry(&format!("{prefix}iops"), &self.iops)?;
+        map.serialize_entry(&format!("{prefix}bytes"), &self.bytes)?;
+        let bandwidth = self.bandwidth_bytes_per_s;
+        map.serialize_entry(&format!("{prefix}bandwidth_bytes_per_s"), &bandwidth)?;
+        map.serialize_entry(&format!("{prefix}errors"), &self.errors)?;
+        let latency = self.latency.as_ref();
+        for (name, value) in [
+            ("min", latency.map(|latency| latency.min_us)),
+            ("max", latency.map(|latency| latency.max_us)),
+            ("mean", latency.map(|latency| latency.mean_us)),
+            ("stddev", latency.map(|latency| latency.stddev_us)),
+        ] {
+            map.serialize_entry(&format!("{prefix}latency_{name}_us"), &value)?;
+        }
+        for (index, percent) in PERCENTILES.iter().enumerate() {
+            let name = percent.to_string().replace('.', "_");
+            let value = latency.map(|latency| latency.percentiles_us[index]);
+            map.serialize_entry(&format!("{prefix}latency_p{name}_us"), &value)?;
+        }
+        map.end()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::args::tests::parse;
+
+    /// A thousand reads of 4 KiB with latencies of 1 to 1000 µs, and one flush, in two seconds.
+    pub(crate) fn sample() -> Report {
+        let args = parse("--rw=randread --iodepth=8 --fsync=1").unwrap();
+        let facts = DeviceFacts {
+            disk_bytes: 1 << 30,
+            logical_block_bytes: 512,
+            max_queues: 1,
+            read_only: false,
+            can_flush: true,
+            size_max: None,
+            seg_max: None,
+        };
+        let plan = Plan::new(&args, &facts).unwrap();
+        let mut counters = Counters::new();
+        for us in 1..=1000 {
+            counters.ops[Op::Read.index()].record(4096, us * 1000);
+        }
+        counters.ops[Op::Flush.index()].record(0, 5000);
+        (counters.calls, counters.kicks) = (7, 91);
+        let usage = ServerUsage {
+            cpu_us: 2002.0,
+            user_share: Some(0.25),
+            voluntary_switches: 1001,
+            involuntary_switches: 0,
+            threads: 3,
+        };
+        Report::new(&Measured {
+            plan: &plan,
+            facts: &facts,
+            counters: &counters,
+            elapsed: Duration::from_secs(2),
+            server_pid: Some(17),
+            usage: Some(&usage),
+            verify_block_bytes: None,
+            interrupted: false,
+        })
+    }
+
+    #[test]
+    fn json_is_flat_and_has_units() {
+        let json = serde_json::to_value(sample()).unwrap();
+        let number = |key: &str| {
+            json.get(key).and_then(serde_json::Value::as_f64).unwrap_or_else(|| panic!("{key}"))
+        };
+        for (key, expected) in [
+            ("format_version", 1.0),
+            ("iops", 500.0),
+            ("read_iops", 500.0),
+            ("write_iops", 0.0),
+            ("read_bandwidth_bytes_per_s", 2_048_000.0),
+            ("completions_per_call", 143.0),
+            ("calls_per_s", 3.5),
+            ("kicks_per_io", 91.0 / 1001.0),
+            ("server_cpu_us_per_io", 2.0),
+            ("server_cpu_user_us_per_io", 0.5),
+            ("server_cpu_system_us_per_io", 1.5),
+            ("server_voluntary_switches_per_io", 1.0),
+        ] {
+            assert!((number(key) - expected).abs() < 1e-9, "{key}: {}", number(key));
+        }
+        for (key, expected) in [
+            ("latency_mean_us", 500.5),
+            ("read_latency_p50_us", 500.0),
+            ("read_latency_p99_us", 990.0),
+            ("read_latency_p99_9_us", 999.0),
+            ("flush_latency_max_us", 5.0),
+        ] {
+            assert!((number(key) / expected - 1.0).abs() < 0.002, "{key}: {}", number(key));
+        }
+        assert!(json["write_latency_p50_us"].is_null());
+        let object = json.as_object().unwrap();
+        assert!(object.values().all(|value| !value.is_object() && !value.is_array()));
+    }
+
+    #[test]
+    fn errors_and_mismatches_fail_the_run() {
+        assert!(!sample().failed());
+        let mut report = sample();
+        report.flush.errors = 1;
+        assert!(report.failed());
+        let report = Report { verify_mismatches: 1, ..sample() };
+        assert!(report.failed());
+    }
+}

@@ -1,0 +1,189 @@
+//! Counters of a run: one writer each, merged when the run is over.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+
+use crate::pattern::{Io, Op};
+
+/// I/O of one kind that completed without error in the measured window.
+#[derive(Debug, Clone)]
+pub(crate) struct OpStats {
+    pub(crate) ios: u64,
+    pub(crate) bytes: u64,
+    /// Nanoseconds.
+    pub(crate) latency: Histogram<u64>,
+}
+
+impl OpStats {
+    /// Latencies from here on are counted as this much.
+    const LONGEST: Duration = Duration::from_secs(60 * 60);
+    /// Decimal digits to which latencies are kept apart.
+    const DIGITS: u8 = 3;
+
+    pub(crate) fn new() -> Self {
+        let longest = u64::try_from(Self::LONGEST.as_nanos()).unwrap_or(u64::MAX);
+        let latency = Histogram::new_with_bounds(1, longest, Self::DIGITS)
+            .expect("the bounds are constants that the histogram takes");
+        Self { ios: 0, bytes: 0, latency }
+    }
+
+    pub(crate) fn record(&mut self, bytes: u32, latency_ns: u64) {
+        self.ios += 1;
+        self.bytes += u64::from(bytes);
+        self.latency.saturating_record(latency_ns);
+    }
+
+    pub(crate) fn merge(&mut self, other: &Self) {
+        self.ios += other.ios;
+        self.bytes += other.bytes;
+        // All histograms have the same bounds, which is all that this could fail for.
+        let _ = self.latency.add(&other.latency);
+    }
+}
+
+/// What one job has counted.
+#[derive(Debug, Clone)]
+pub(crate) struct Counters {
+    /// By [`Op::index`]; in the measured window.
+    pub(crate) ops: [OpStats; Op::ALL.len()],
+    /// In the measured window.
+    pub(crate) kicks: u64,
+    /// In the measured window.
+    pub(crate) calls: u64,
+    /// By [`Op::index`]; in the whole run.
+    pub(crate) errors: [u64; Op::ALL.len()],
+    /// Blocks compared, in the whole run.
+    pub(crate) verified: u64,
+    /// Reads with a block that was not as written, in the whole run.
+    pub(crate) mismatches: u64,
+}
+
+impl Counters {
+    pub(crate) fn new() -> Self {
+        Self {
+            ops: std::array::from_fn(|_| OpStats::new()),
+            kicks: 0,
+            calls: 0,
+            errors: [0; Op::ALL.len()],
+            verified: 0,
+            mismatches: 0,
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: &Self) {
+        for (mine, theirs) in self.ops.iter_mut().zip(&other.ops) {
+            mine.merge(theirs);
+        }
+        for (mine, theirs) in self.errors.iter_mut().zip(&other.errors) {
+            *mine += theirs;
+        }
+        self.kicks += other.kicks;
+        self.calls += other.calls;
+        self.verified += other.verified;
+        self.mismatches += other.mismatches;
+    }
+}
+
+/// What a job has done so far in the current phase, for the progress display. Has cache lines of
+/// its own, so that looking at it does not slow the job down.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Live {
+    ios: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Live {
+    /// Sets the totals; only the job does this.
+    pub(crate) fn publish(&self, (ios, bytes): (u64, u64)) {
+        self.ios.store(ios, Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns I/Os and bytes.
+    pub(crate) fn read(&self) -> (u64, u64) {
+        (self.ios.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
+    }
+}
+
+/// Messages about failed I/O and wrong data, on their way to standard error.
+#[derive(Debug, Default)]
+pub(crate) struct Notices {
+    waiting: Mutex<Vec<String>>,
+    seen: AtomicU64,
+}
+
+impl Notices {
+    /// How many messages are shown; the rest is only counted.
+    const SHOWN: u64 = 8;
+
+    /// Adds a message, made only if it will be shown.
+    pub(crate) fn add(&self, message: impl FnOnce() -> String) {
+        if self.seen.fetch_add(1, Ordering::Relaxed) < Self::SHOWN {
+            // A panic elsewhere does not make the messages wrong.
+            let mut waiting = self.waiting.lock().unwrap_or_else(|poison| poison.into_inner());
+            waiting.push(message());
+        }
+    }
+
+    /// Takes the messages that have come since this was last called.
+    pub(crate) fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.waiting.lock().unwrap_or_else(|poison| poison.into_inner()))
+    }
+}
+
+/// Describes an I/O that the server has failed. `result` is a negative errno.
+pub(crate) fn describe_failure(io: &Io, result: i32) -> String {
+    let status = match -result {
+        libc::EIO => "status 1, I/O error",
+        libc::ENOTSUP => "status 2, not supported",
+        _ => "a status that is not in the specification",
+    };
+    match io.op {
+        Op::Flush => format!("flush failed: {status}"),
+        op => format!("{} of {} bytes at offset {} failed: {status}", op.name(), io.len, io.offset),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_those_of_what_was_recorded() {
+        let mut stats = OpStats::new();
+        for latency in 1..=1000 {
+            stats.record(512, latency * 1000);
+        }
+        let mut other = OpStats::new();
+        other.record(512, u64::MAX);
+        stats.merge(&other);
+        let at = |percent| stats.latency.value_at_percentile(percent) as f64;
+        assert!((at(50.0) / 500_500.0 - 1.0).abs() < 0.01, "{}", at(50.0));
+        assert!((at(99.0) / 990_000.0 - 1.0).abs() < 0.01, "{}", at(99.0));
+        assert_eq!((stats.ios, stats.bytes), (1001, 1001 * 512));
+        assert!(at(100.0) >= 3.6e12, "a latency out of bounds must count as the longest");
+    }
+
+    #[test]
+    fn only_the_first_notices_are_kept() {
+        let notices = Notices::default();
+        for index in 0..20 {
+            notices.add(|| index.to_string());
+        }
+        assert_eq!(notices.take(), (0..8).map(|i| i.to_string()).collect::<Vec<_>>());
+        assert!(notices.take().is_empty());
+    }
+
+    #[test]
+    fn a_failure_names_offset_and_status() {
+        let io = Io { op: Op::Read, offset: 4096, len: 512 };
+        let text = describe_failure(&io, -libc::EIO);
+        assert!(text.contains("read of 512 bytes at offset 4096 failed: status 1"), "{text}");
+    }
+}

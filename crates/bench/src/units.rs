@@ -1,0 +1,187 @@
+//! Numbers as people write them: sizes, durations, lists of CPUs.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+use rustix::thread::CpuSet;
+
+/// Parses a number of bytes with fio's suffixes, for example `512`, `4k`, `1M`, `2gib`.
+///
+/// All suffixes are powers of 1024. Returns a message for the user when the text is not a size.
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
+    let (number, suffix) = split_number(text)?;
+    let exponent = match suffix.to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "ki" | "kib" => 1,
+        "m" | "mb" | "mi" | "mib" => 2,
+        "g" | "gb" | "gi" | "gib" => 3,
+        "t" | "tb" | "ti" | "tib" => 4,
+        "p" | "pb" | "pi" | "pib" => 5,
+        _ => {
+            return Err(format!("'{text}' has an unknown suffix: use k, m, g, t or p"));
+        }
+    };
+    number
+        .checked_mul(1 << (10 * exponent))
+        .ok_or_else(|| format!("'{text}' is more than 64 bits can hold"))
+}
+
+/// Parses a duration with fio's suffixes; a bare number is in seconds: `10`, `500ms`, `2m`.
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
+    let (number, suffix) = split_number(text)?;
+    let seconds = |factor: u64| number.checked_mul(factor).map(Duration::from_secs);
+    match suffix.to_ascii_lowercase().as_str() {
+        "us" | "usec" => Some(Duration::from_micros(number)),
+        "ms" | "msec" => Some(Duration::from_millis(number)),
+        "" | "s" => seconds(1),
+        "m" => seconds(60),
+        "h" => seconds(60 * 60),
+        "d" => seconds(24 * 60 * 60),
+        _ => {
+            return Err(format!("'{text}' has an unknown suffix: use us, ms, s, m, h or d"));
+        }
+    }
+    .filter(|duration| *duration < Duration::from_secs(LONGEST_DURATION_S))
+    .ok_or_else(|| format!("'{text}' is too long a time"))
+}
+
+/// A hundred years: far below where adding to the clock could overflow.
+const LONGEST_DURATION_S: u64 = 100 * 365 * 24 * 60 * 60;
+
+fn split_number(text: &str) -> Result<(u64, &str), String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, suffix) = text.split_at(digits);
+    if number.is_empty() {
+        return Err(format!("'{text}' does not begin with a number"));
+    }
+    let number = number.parse().map_err(|_| format!("'{text}' is more than 64 bits can hold"))?;
+    Ok((number, suffix))
+}
+
+/// A set of CPUs, written as `0,2-3`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuList {
+    cpus: Vec<usize>,
+}
+
+impl CpuList {
+    /// Parses a comma-separated list of CPU numbers and ranges.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let bad = || format!("'{text}' is not a list of CPUs: use numbers and ranges, as in 0,2-3");
+        let number = |part: &str| part.trim().parse::<usize>().map_err(|_| bad());
+        let mut cpus = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = match part.split_once('-') {
+                Some((first, last)) => (number(first)?, number(last)?),
+                None => (number(part)?, number(part)?),
+            };
+            if first > last {
+                return Err(bad());
+            }
+            if last >= CpuSet::MAX_CPU {
+                return Err(format!("CPU {last} is beyond {}, the last one", CpuSet::MAX_CPU - 1));
+            }
+            cpus.extend(first..=last);
+        }
+        Ok(Self { cpus })
+    }
+
+    /// Returns the set as the kernel takes it.
+    pub(crate) fn to_set(&self) -> CpuSet {
+        let mut set = CpuSet::new();
+        for cpu in &self.cpus {
+            set.set(*cpu);
+        }
+        set
+    }
+}
+
+/// Shows a size as it would be given on the command line: `4k`, `1m`, `513`.
+pub(crate) fn show_bytes(bytes: u64) -> String {
+    for (shift, suffix) in [(40, "t"), (30, "g"), (20, "m"), (10, "k")] {
+        if bytes != 0 && bytes.trailing_zeros() >= shift {
+            return format!("{}{suffix}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
+}
+
+/// Shows an amount of data to three or four digits with a binary unit: `4.88 GiB`.
+pub(crate) fn show_amount(bytes: f64) -> String {
+    let (value, unit) = scale(bytes, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
+    format!("{value} {unit}")
+}
+
+/// Shows a count to three or four digits: `123k`, `4.86M`.
+pub(crate) fn show_count(count: f64) -> String {
+    let (value, unit) = scale(count, 1000.0, &["", "k", "M", "G", "T"]);
+    format!("{value}{unit}")
+}
+
+fn scale<'a>(mut value: f64, base: f64, units: &[&'a str]) -> (String, &'a str) {
+    let mut index = 0;
+    while value >= base && index + 1 < units.len() {
+        value /= base;
+        index += 1;
+    }
+    let decimals = match value {
+        v if index == 0 && v.fract() == 0.0 => 0,
+        v if v < 10.0 => 2,
+        v if v < 100.0 => 1,
+        _ => 0,
+    };
+    (format!("{value:.decimals$}"), units[index])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_take_suffixes_of_1024() {
+        assert_eq!(parse_bytes("512"), Ok(512));
+        assert_eq!(parse_bytes("4k"), Ok(4096));
+        assert_eq!(parse_bytes("128K"), Ok(131_072));
+        assert_eq!(parse_bytes("2gib"), Ok(2 << 30));
+        assert_eq!(parse_bytes("16383p"), Ok(16383 << 50));
+    }
+
+    #[test]
+    fn bad_sizes_are_named() {
+        for text in ["", "k", "-1", "4q", "1.5k", "16384p", "99999999999999999999"] {
+            let message = parse_bytes(text).unwrap_err();
+            assert!(message.contains(&format!("'{text}'")), "{message}");
+        }
+    }
+
+    #[test]
+    fn durations_default_to_seconds() {
+        assert_eq!(parse_duration("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_duration("2m"), Ok(Duration::from_secs(120)));
+        assert!(parse_duration("2 weeks").is_err());
+        assert!(parse_duration("18446744073709551615d").is_err());
+        assert!(parse_duration("18446744073709551615").is_err());
+    }
+
+    #[test]
+    fn cpu_lists_take_ranges() {
+        assert_eq!(CpuList::parse("0,2-3"), Ok(CpuList { cpus: vec![0, 2, 3] }));
+        for text in ["", "a", "3-2", "1-", "0,,1", "100000"] {
+            assert!(CpuList::parse(text).is_err(), "{text}");
+        }
+        let set = CpuList { cpus: vec![1, 5] }.to_set();
+        assert!(set.is_set(1) && set.is_set(5) && set.count() == 2);
+    }
+
+    #[test]
+    fn sizes_are_shown_as_they_are_given() {
+        for text in ["4k", "513", "1m", "12g", "0"] {
+            assert_eq!(parse_bytes(text).map(show_bytes), Ok(text.to_owned()));
+        }
+        assert_eq!(show_amount(5_242_880.0), "5.00 MiB");
+        assert_eq!(show_count(123_456.0), "123k");
+        assert_eq!(show_count(7.0), "7");
+    }
+}

@@ -1,0 +1,321 @@
+//! A driver thread: the loop that keeps the queues of its jobs full.
+
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::io::Errno;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+
+use crate::error::BenchError;
+use crate::job::{Job, Pass};
+use crate::stats::Notices;
+
+/// How often a thread that waits looks at its surroundings: stage, server gone, server stuck.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Where a phase stands, told by the supervising thread to all driver threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Stage {
+    /// I/O is made and not counted.
+    Warming,
+    /// I/O is made and counted.
+    Measuring,
+    /// No I/O is made any more; what is in flight is waited for.
+    Stopping,
+}
+
+/// The stage of a phase.
+#[derive(Debug)]
+pub(crate) struct Control(AtomicU8);
+
+impl Control {
+    const STAGES: [Stage; 3] = [Stage::Warming, Stage::Measuring, Stage::Stopping];
+
+    pub(crate) fn new(stage: Stage) -> Self {
+        let control = Self(AtomicU8::new(0));
+        control.set(stage);
+        control
+    }
+
+    pub(crate) fn set(&self, stage: Stage) {
+        let index = Self::STAGES.iter().position(|other| *other == stage).unwrap_or(0);
+        self.0.store(u8::try_from(index).unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Stage {
+        Self::STAGES[usize::from(self.0.load(Ordering::Relaxed))]
+    }
+}
+
+/// The jobs of one thread and what it waits for.
+pub(crate) struct Worker {
+    pub(crate) jobs: Vec<Job>,
+    epoll: OwnedFd,
+    /// Fires each [`TICK`].
+    timer: OwnedFd,
+    socket: Option<Arc<OwnedFd>>,
+    busy_poll: bool,
+    timeout: Duration,
+    clock: Instant,
+    /// When requests were last seen to complete, or were made with none in flight.
+    progress_at_ns: u64,
+    looked_at_ns: u64,
+    stage: Stage,
+    window: Window,
+}
+
+/// The part of a phase that was measured, in the time of one thread.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window {
+    pub(crate) start: Instant,
+    pub(crate) end: Instant,
+}
+
+/// What a ready event is for.
+const CALL: u64 = 0;
+const TIMER: u64 = 1;
+const SOCKET: u64 = 2;
+
+impl Worker {
+    /// Takes jobs. `socket` is the vhost-user connection, to see the server go away;
+    /// `timeout` is how long requests may be in flight without any completing.
+    pub(crate) fn new(
+        mut jobs: Vec<Job>,
+        socket: Option<Arc<OwnedFd>>,
+        busy_poll: bool,
+        timeout: Duration,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let tick = Timespec::try_from(TICK).map_err(io::Error::other)?;
+        let ticks = Itimerspec { it_interval: tick, it_value: tick };
+        timerfd_settime(&timer, TimerfdTimerFlags::empty(), &ticks)?;
+        // Edge-triggered, so that calls need no read each time: they add up in their eventfd
+        // and are read when the measured window closes.
+        let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &timer, epoll::EventData::new_u64(TIMER), edge)?;
+        for job in &mut jobs {
+            let call = job.queue().call_fd();
+            epoll::add(&epoll, call, epoll::EventData::new_u64(CALL), edge)?;
+        }
+        if let Some(socket) = &socket {
+            let data = epoll::EventData::new_u64(SOCKET);
+            epoll::add(&epoll, &**socket, data, epoll::EventFlags::RDHUP)?;
+        }
+        let clock = Instant::now();
+        Ok(Self {
+            jobs,
+            epoll,
+            timer,
+            socket,
+            busy_poll,
+            timeout,
+            clock,
+            progress_at_ns: 0,
+            looked_at_ns: 0,
+            stage: Stage::Warming,
+            window: Window { start: clock, end: clock },
+        })
+    }
+
+    /// Runs one phase: until all sources are exhausted or `control` says stop, and then until
+    /// nothing is in flight.
+    pub(crate) fn run(
+        &mut self,
+        control: &Control,
+        notices: &Notices,
+    ) -> Result<Window, BenchError> {
+        self.drive(control, notices).map_err(|error| {
+            let in_flight: usize = self.jobs.iter().map(Job::in_flight).sum();
+            BenchError::Run(format!(
+                "the server failed with {in_flight} requests in flight: {error}"
+            ))
+        })
+    }
+
+    fn drive(&mut self, control: &Control, notices: &Notices) -> io::Result<Window> {
+        self.stage = Stage::Warming;
+        self.progress_at_ns = self.now_ns();
+        for job in &mut self.jobs {
+            job.queue().disarm();
+        }
+        let mut idle_spins = 0_u32;
+        loop {
+            let stage = control.get();
+            if stage != self.stage {
+                self.enter(stage)?;
+            }
+            if self.has_work() {
+                idle_spins = 0;
+                self.turn(notices)?;
+            } else if self.is_finished() {
+                break;
+            } else if self.busy_poll {
+                idle_spins = idle_spins.wrapping_add(1);
+                self.spin(idle_spins)?;
+            } else {
+                self.sleep()?;
+            }
+        }
+        if self.stage == Stage::Measuring {
+            self.enter(Stage::Stopping)?;
+        }
+        Ok(self.window)
+    }
+
+    /// One pass over the queues, with one reading of the clock.
+    fn turn(&mut self, notices: &Notices) -> io::Result<()> {
+        let pass = Pass {
+            now_ns: self.now_ns(),
+            recording: self.stage == Stage::Measuring,
+            stopping: self.stage == Stage::Stopping,
+            notices,
+        };
+        let idle = self.jobs.iter().all(|job| job.in_flight() == 0);
+        let mut completed = 0;
+        for job in &mut self.jobs {
+            completed += job.turn(&pass)?;
+        }
+        if completed > 0 || idle {
+            self.progress_at_ns = pass.now_ns;
+        }
+        if completed > 0 {
+            // What one job has completed may be what another found taken.
+            self.unblock();
+        }
+        Ok(())
+    }
+
+    fn has_work(&mut self) -> bool {
+        let stopping = self.stage == Stage::Stopping;
+        self.jobs
+            .iter_mut()
+            .any(|job| job.queue().has_completions() || (!stopping && job.can_refill()))
+    }
+
+    fn is_finished(&self) -> bool {
+        let stopping = self.stage == Stage::Stopping;
+        self.jobs.iter().all(|job| job.in_flight() == 0 && (stopping || job.is_exhausted()))
+    }
+
+    /// Opens or closes the measured window.
+    fn enter(&mut self, stage: Stage) -> io::Result<()> {
+        let now = Instant::now();
+        for job in &mut self.jobs {
+            let calls = job.queue().take_calls()?;
+            if self.stage == Stage::Measuring {
+                job.counters.calls += calls;
+            }
+        }
+        match stage {
+            Stage::Measuring => self.window = Window { start: now, end: now },
+            _ if self.stage == Stage::Measuring => self.window.end = now,
+            _ => {}
+        }
+        self.stage = stage;
+        Ok(())
+    }
+
+    /// Waits for a call, unless something completes while that is being asked for.
+    fn sleep(&mut self) -> io::Result<()> {
+        if self.retry_blocked() {
+            return Ok(());
+        }
+        let mut completed = false;
+        for job in &mut self.jobs {
+            completed |= job.queue().arm();
+        }
+        let outcome = if completed { Ok(false) } else { self.wait() };
+        for job in &mut self.jobs {
+            job.queue().disarm();
+        }
+        if outcome? { self.look() } else { Ok(()) }
+    }
+
+    /// Sleeps until something happens; returns whether it was anything but a call.
+    fn wait(&self) -> io::Result<bool> {
+        /// Events taken at once; what does not fit comes with the next wait.
+        const EVENTS: usize = 16;
+        let mut events = [const { MaybeUninit::uninit() }; EVENTS];
+        match epoll::wait(&self.epoll, &mut events, None) {
+            Ok((ready, _)) => {
+                if ready.iter().any(|event| event.data.u64() == TIMER) {
+                    // The kernel arms a periodic timer again only when it is read. How often
+                    // it has fired does not matter, nor if it has not.
+                    let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+                }
+                Ok(ready.iter().any(|event| event.data.u64() != CALL))
+            }
+            Err(Errno::INTR) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits a moment without sleeping, and looks around once in a while.
+    fn spin(&mut self, idle_spins: u32) -> io::Result<()> {
+        /// Passes that find nothing between two readings of the clock.
+        const SPINS_PER_LOOK: u32 = 1024;
+        std::hint::spin_loop();
+        if !idle_spins.is_multiple_of(SPINS_PER_LOOK) || self.retry_blocked() {
+            return Ok(());
+        }
+        let now = self.now_ns();
+        if Duration::from_nanos(now.saturating_sub(self.looked_at_ns)) < TICK {
+            return Ok(());
+        }
+        self.looked_at_ns = now;
+        self.look()
+    }
+
+    /// Lets jobs try again that found all blocks taken by other threads' requests. Nothing would
+    /// wake this thread when those complete. Returns whether there was any.
+    fn retry_blocked(&mut self) -> bool {
+        let waiting = self.jobs.iter().any(|job| job.in_flight() > 0);
+        if waiting || self.stage == Stage::Stopping {
+            return false;
+        }
+        self.unblock();
+        std::thread::yield_now();
+        true
+    }
+
+    fn unblock(&mut self) {
+        for job in &mut self.jobs {
+            job.unblock();
+        }
+    }
+
+    /// Finds out whether the server has gone away or is stuck.
+    fn look(&mut self) -> io::Result<()> {
+        if let Some(socket) = &self.socket {
+            let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::RDHUP)];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            if poll(&mut fds, Some(&now))? > 0 {
+                return Err(io::Error::other("it has closed the connection or died"));
+            }
+        }
+        let waiting = self.jobs.iter().any(|job| job.in_flight() > 0);
+        let stuck_for = Duration::from_nanos(self.now_ns().saturating_sub(self.progress_at_ns));
+        if waiting && stuck_for > self.timeout {
+            let seconds = self.timeout.as_secs_f64();
+            let text = format!("it has completed nothing for {seconds} s (see --timeout)");
+            return Err(io::Error::other(text));
+        }
+        Ok(())
+    }
+
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}

@@ -1,0 +1,246 @@
+//! Disks: what a request addresses.
+//!
+//! A [`DiskSource`] is opened once; each IoThread attaches a [`Disk`] of its own. Above `Disk`, I/O
+//! is all or error: short reads and writes are finished here, the end of a file reads as zeroes,
+//! and memory that the device cannot take as it is gets bounced.
+
+mod file;
+
+use std::io;
+use std::path::Path;
+use std::rc::Rc;
+
+use crate::buf::Buffers;
+use crate::error::Error;
+use crate::io_thread::Io;
+use file::{FileDisk, FileSource};
+
+/// How a disk is opened.
+#[derive(Debug, Clone, Default)]
+pub struct DiskOptions {
+    /// Bypass the page cache (`O_DIRECT`).
+    pub direct: bool,
+    /// Refuse everything that changes data.
+    pub read_only: bool,
+    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what the
+    /// disk asks for.
+    pub logical_block_bytes: Option<u32>,
+}
+
+/// What a disk is like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskInfo {
+    /// Bytes; a multiple of `logical_block_bytes`.
+    pub size_bytes: u64,
+    /// Offsets and lengths of requests are multiples of it.
+    pub logical_block_bytes: u32,
+    /// Writes of less than this may cost the disk a read. A multiple of `logical_block_bytes`.
+    pub physical_block_bytes: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+}
+
+/// A disk that is open, for any number of IoThreads. Clones are of the same disk.
+#[derive(Debug, Clone)]
+pub struct DiskSource {
+    info: DiskInfo,
+    kind: SourceKind,
+}
+
+#[derive(Debug, Clone)]
+enum SourceKind {
+    File(FileSource),
+    Null,
+}
+
+impl DiskSource {
+    /// Opens a regular file or a block device. Writable disks are locked against a second opening
+    /// by this program, block devices also against being mounted.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be opened, is in use, is neither a file nor a block device, has no size, or
+    /// has a size or an alignment that does not fit the options.
+    pub fn file(path: &Path, options: &DiskOptions) -> Result<Self, Error> {
+        let (file, info) = FileSource::open(path, options)?;
+        Ok(Self { info, kind: SourceKind::File(file) })
+    }
+
+    /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
+    /// for measuring everything else.
+    ///
+    /// # Errors
+    ///
+    /// When the size is zero or no multiple of the logical block.
+    pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
+        let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+        if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
+            return Err(Error::Options(format!(
+                "a disk of {size_bytes} bytes is not possible: the size must be a multiple of \
+                 its logical block of {logical_block_bytes} bytes, and not zero"
+            )));
+        }
+        let info = DiskInfo {
+            size_bytes,
+            logical_block_bytes,
+            physical_block_bytes: logical_block_bytes,
+            read_only: options.read_only,
+            direct: options.direct,
+        };
+        Ok(Self { info, kind: SourceKind::Null })
+    }
+
+    /// What the disk is like.
+    #[must_use]
+    pub fn info(&self) -> &DiskInfo {
+        &self.info
+    }
+
+    /// Whether it is a null disk, which never needs an engine.
+    #[must_use]
+    pub fn is_null(&self) -> bool {
+        matches!(self.kind, SourceKind::Null)
+    }
+
+    /// The disk for tasks on `io`.
+    #[must_use]
+    pub fn attach(&self, io: &Rc<Io>) -> Disk {
+        let kind = match &self.kind {
+            SourceKind::File(source) => Kind::File(source.attach(Rc::clone(io))),
+            SourceKind::Null => Kind::Null,
+        };
+        Disk { info: self.info, kind }
+    }
+}
+
+/// A disk on one IoThread.
+pub struct Disk {
+    info: DiskInfo,
+    kind: Kind,
+}
+
+enum Kind {
+    File(FileDisk),
+    Null,
+}
+
+impl Disk {
+    /// What the disk is like.
+    #[must_use]
+    pub fn info(&self) -> &DiskInfo {
+        &self.info
+    }
+
+    /// Fills all of `buffers` from byte `offset` on. The buffers come back with the result; their
+    /// ranges may have been used up.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk. The
+    /// buffers' content is undefined then.
+    pub async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
+        if let Err(error) = self.check(offset, buffers.bytes() as u64) {
+            return (Err(error), buffers);
+        }
+        match &self.kind {
+            Kind::File(disk) => disk.read(offset, buffers).await,
+            Kind::Null => (Ok(()), buffers),
+        }
+    }
+
+    /// Writes all of `buffers` from byte `offset` on. With `fua`, the data is on stable storage
+    /// when this returns.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on. A
+    /// part may have been written then.
+    pub async fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> (io::Result<()>, Buffers) {
+        if let Err(error) = self.check_write(offset, buffers.bytes() as u64) {
+            return (Err(error), buffers);
+        }
+        match &self.kind {
+            Kind::File(disk) => disk.write(offset, buffers, fua).await,
+            Kind::Null => (Ok(()), buffers),
+        }
+    }
+
+    /// Brings all writes that have completed to stable storage.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says. Data may be lost then.
+    pub async fn flush(&self) -> io::Result<()> {
+        match &self.kind {
+            Kind::File(disk) => disk.flush().await,
+            Kind::Null => Ok(()),
+        }
+    }
+
+    /// Says that `len` bytes are not needed any more. A hint: a disk that cannot use it does
+    /// nothing. What the range reads as afterwards is undefined.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write).
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.check_write(offset, len)?;
+        match &self.kind {
+            Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write).
+    pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+        self.check_write(offset, len)?;
+        match &self.kind {
+            Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
+            _ => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn check(&self, offset: u64, len: u64) -> io::Result<()> {
+        let align = u64::from(self.info.logical_block_bytes);
+        let in_range = offset.checked_add(len).is_some_and(|end| end <= self.info.size_bytes);
+        if in_range && (offset | len) & (align - 1) == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::from_raw_os_error(libc::EINVAL))
+        }
+    }
+
+    #[inline]
+    fn check_write(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.info.read_only {
+            return Err(io::Error::from_raw_os_error(libc::EROFS));
+        }
+        self.check(offset, len)
+    }
+}
+
+/// Checks a logical block size.
+fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+    if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
+        return Ok(bytes);
+    }
+    Err(Error::Options(format!(
+        "a logical block of {bytes} bytes is not possible: it must be a power of two from 512 to \
+         65536"
+    )))
+}
+
+#[cfg(test)]
+mod tests;

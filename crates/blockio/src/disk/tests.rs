@@ -1,0 +1,256 @@
+//! Disks over the real kernel, with each engine.
+
+use super::*;
+use crate::engine::EngineKind;
+use crate::io_thread::{IoThread, IoThreadConfig};
+use std::os::unix::fs::MetadataExt;
+use tempfile::NamedTempFile;
+
+const ENGINES: [EngineKind; 2] = [EngineKind::Aio, EngineKind::Threads];
+const MIB: u64 = 1 << 20;
+
+fn thread(engine: EngineKind) -> IoThread {
+    IoThread::new(&IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() }).unwrap()
+}
+
+/// A file next to the sources: the system's temporary folder may lack direct I/O.
+fn temp_file(bytes: u64) -> NamedTempFile {
+    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    file.as_file().set_len(bytes).unwrap();
+    file
+}
+
+fn options(direct: bool) -> DiskOptions {
+    DiskOptions { direct, ..DiskOptions::default() }
+}
+
+/// Runs `test` with a disk over a fresh file, for each engine, direct and with the page cache.
+fn with_each(bytes: u64, test: impl Fn(&IoThread, &Disk, &NamedTempFile)) {
+    for engine in ENGINES {
+        for direct in [true, false] {
+            let file = temp_file(bytes);
+            let thread = thread(engine);
+            let source = DiskSource::file(file.path(), &options(direct)).unwrap();
+            test(&thread, &source.attach(thread.io()), &file);
+            assert_eq!(thread.io().ops(), 0, "slots are left over");
+        }
+    }
+}
+
+fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|i| u8::try_from((i * 7 + seed * 13 + i / 509) % 251).unwrap()).collect()
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    with_each(MIB, |thread, disk, file| {
+        let data = pattern(1, 8192);
+        let buffers = Buffers::aligned(8192, 4096);
+        buffers.copy_from(0, &data);
+        thread.block_on(disk.write(4096, buffers, true)).unwrap().0.unwrap();
+        thread.block_on(disk.flush()).unwrap().unwrap();
+        let target = Buffers::aligned(8192, 4096);
+        let view = target.again();
+        thread.block_on(disk.read(4096, target)).unwrap().0.unwrap();
+        assert_eq!(view.to_vec(), data);
+        assert_eq!(std::fs::read(file.path()).unwrap()[4096..12288], data);
+    });
+}
+
+#[test]
+fn misaligned_memory_is_bounced_only_where_it_must_be() {
+    with_each(4 * MIB, |thread, disk, _| {
+        for bytes in [512usize * 8, 3 << 20] {
+            let bytes_with_skew = bytes + 3;
+            let mut source = Buffers::aligned(bytes_with_skew, 4096);
+            source.copy_from(0, &pattern(5, bytes_with_skew));
+            source.advance(3);
+            let expected = source.to_vec();
+            thread.block_on(disk.write(0, source, false)).unwrap().0.unwrap();
+            let mut target = Buffers::aligned(bytes_with_skew, 4096);
+            target.advance(3);
+            let view = target.again();
+            thread.block_on(disk.read(0, target)).unwrap().0.unwrap();
+            assert!(view.to_vec() == expected, "data differ");
+        }
+        let bounced = thread.io().stats().bounced.get();
+        assert_eq!(bounced, if disk.info().direct { 4 } else { 0 });
+    });
+}
+
+#[test]
+fn many_requests_of_one_task_are_in_the_kernel_together() {
+    for engine in ENGINES {
+        let file = temp_file(MIB);
+        let thread = thread(engine);
+        let source = DiskSource::file(file.path(), &options(true)).unwrap();
+        let disk = std::rc::Rc::new(source.attach(thread.io()));
+        let done = std::rc::Rc::new(std::cell::Cell::new(0u32));
+        let (io, count) = (std::rc::Rc::clone(thread.io()), std::rc::Rc::clone(&done));
+        let finished = std::rc::Rc::clone(&io);
+        thread.io().spawn(async move {
+            let mut requests = crate::TaskSet::new(io);
+            for i in 0..200u64 {
+                let (disk, count) = (std::rc::Rc::clone(&disk), std::rc::Rc::clone(&count));
+                let request = async move {
+                    let offset = i % 256 * 4096;
+                    let (result, _) = disk.read(offset, Buffers::aligned(4096, 4096)).await;
+                    result.unwrap();
+                    count.set(count.get() + 1);
+                };
+                requests.start(request).await;
+            }
+            requests.finish().await;
+            finished.stop();
+        });
+        thread.run().unwrap();
+        assert_eq!(done.get(), 200);
+        let stats = thread.io().stats();
+        assert_eq!(stats.read.ops.get(), 200);
+        assert_eq!(stats.read.bytes.get(), 200 * 4096);
+        assert!(stats.submitted_at_once.percentile(50.0) >= 50, "submits are not batched");
+    }
+}
+
+#[test]
+fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
+    with_each(MIB, |thread, disk, file| {
+        std::fs::write(file.path(), pattern(2, 1 << 20)).unwrap();
+        file.as_file().set_len(5000).unwrap();
+        let target = Buffers::aligned(8192, 4096);
+        target.copy_from(0, &[0xff; 8192]);
+        let view = target.again();
+        thread.block_on(disk.read(0, target)).unwrap().0.unwrap();
+        let mut expected = pattern(2, 5000);
+        expected.resize(8192, 0);
+        assert!(view.to_vec() == expected, "direct {}", disk.info().direct);
+        let far = Buffers::aligned(4096, 4096);
+        far.copy_from(0, &[7; 4096]);
+        thread.block_on(disk.write(512 << 10, far, false)).unwrap().0.unwrap();
+        assert_eq!(std::fs::metadata(file.path()).unwrap().len(), (512 << 10) + 4096);
+    });
+}
+
+#[test]
+fn discard_gives_space_back_and_zeroing_zeroes() {
+    with_each(4 * MIB, |thread, disk, file| {
+        let fill = || {
+            let data = Buffers::aligned(4 << 20, 4096);
+            data.copy_from(0, &vec![0xab; 4 << 20]);
+            thread.block_on(disk.write(0, data, false)).unwrap().0.unwrap();
+            thread.block_on(disk.flush()).unwrap().unwrap();
+        };
+        let blocks = || std::fs::metadata(file.path()).unwrap().blocks();
+        fill();
+        let full = blocks();
+        thread.block_on(disk.discard(MIB, 2 * MIB)).unwrap().unwrap();
+        assert!(blocks() <= full - 2 * 2000, "{full} sectors, then {}", blocks());
+        for may_unmap in [false, true] {
+            fill();
+            thread.block_on(disk.write_zeroes(MIB + 512, 2 * MIB, may_unmap)).unwrap().unwrap();
+            let data = std::fs::read(file.path()).unwrap();
+            let (start, end) = ((1 << 20) + 512, (3 << 20) + 512);
+            assert!(data[..start].iter().chain(&data[end..]).all(|byte| *byte == 0xab));
+            assert!(data[start..end].iter().all(|byte| *byte == 0));
+            assert_eq!(blocks() < full, may_unmap);
+        }
+    });
+}
+
+#[test]
+fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
+    with_each(4 * MIB, |thread, disk, file| {
+        std::fs::write(file.path(), pattern(3, 4 << 20)).unwrap();
+        let Kind::File(inner) = &disk.kind else { panic!("not a file") };
+        thread.block_on(inner.write_zero_bytes(4096, 3 * MIB)).unwrap().unwrap();
+        let data = std::fs::read(file.path()).unwrap();
+        assert!(data[4096..4096 + (3 << 20)].iter().all(|byte| *byte == 0));
+        assert_eq!(data[..4096], pattern(3, 4 << 20)[..4096]);
+        assert!(data[4096 + (3 << 20)..] == pattern(3, 4 << 20)[4096 + (3 << 20)..]);
+    });
+}
+
+#[test]
+fn a_full_file_system_is_reported_as_such() {
+    let info = *DiskSource::null(MIB, &options(false)).unwrap().info();
+    let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/full")) };
+    // Linux AIO does not take this device.
+    let thread = thread(EngineKind::Threads);
+    let disk = source.attach(thread.io());
+    let (result, _) = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
+    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+}
+
+#[test]
+fn ranges_are_checked_and_read_only_is_kept() {
+    let file = temp_file(MIB);
+    let thread = thread(EngineKind::Threads);
+    let options = DiskOptions { read_only: true, ..options(false) };
+    let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
+    for (offset, bytes) in
+        [(MIB, 512), (MIB - 512, 1024), (1, 512), (0, 100), (u64::MAX - 511, 512)]
+    {
+        let (result, _) = thread.block_on(disk.read(offset, Buffers::aligned(bytes, 512))).unwrap();
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EINVAL), "{offset} {bytes}");
+    }
+    let (result, _) = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
+    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EROFS));
+    assert!(thread.block_on(disk.discard(0, 512)).unwrap().is_err());
+    assert!(thread.block_on(disk.write_zeroes(0, 512, true)).unwrap().is_err());
+}
+
+fn open_error(path: &Path, options: &DiskOptions) -> String {
+    DiskSource::file(path, options).unwrap_err().to_string()
+}
+
+#[test]
+fn what_cannot_be_a_disk_is_refused_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = options(false);
+    let missing = folder.path().join("missing");
+    assert!(open_error(&missing, &plain).contains("No such file"));
+    assert!(open_error(folder.path(), &plain).contains("is a directory"));
+    assert!(open_error(Path::new("/dev/null"), &plain).contains("neither a regular file"));
+    assert!(open_error(temp_file(0).path(), &plain).contains("truncate -s"));
+    assert!(open_error(temp_file(1000).path(), &plain).contains("truncate -s 1024"));
+    let four_k = DiskOptions { logical_block_bytes: Some(4096), ..options(false) };
+    assert!(open_error(temp_file(4096 + 512).path(), &four_k).contains("truncate -s 8192"));
+    for bytes in [256, 1000, 131_072] {
+        let odd = DiskOptions { logical_block_bytes: Some(bytes), ..options(false) };
+        assert!(open_error(temp_file(MIB).path(), &odd).contains("power of two"));
+    }
+    assert!(DiskSource::null(100, &plain).is_err());
+}
+
+#[test]
+fn a_file_is_written_by_one_daemon_only() {
+    let file = temp_file(MIB);
+    let first = DiskSource::file(file.path(), &options(false)).unwrap();
+    assert!(open_error(file.path(), &options(false)).contains("locked"));
+    drop(first);
+    let read_only = DiskOptions { read_only: true, ..options(false) };
+    let _one = DiskSource::file(file.path(), &read_only).unwrap();
+    let _two = DiskSource::file(file.path(), &read_only).unwrap();
+    assert!(open_error(file.path(), &options(false)).contains("locked"));
+}
+
+#[test]
+fn disks_of_one_thread_share_its_engine() {
+    let files = [temp_file(MIB), temp_file(MIB)];
+    let thread = thread(EngineKind::Aio);
+    let disks = files
+        .each_ref()
+        .map(|f| DiskSource::file(f.path(), &options(true)).unwrap().attach(thread.io()));
+    let both = async {
+        for (seed, disk) in disks.iter().enumerate() {
+            let data = Buffers::aligned(4096, 4096);
+            data.copy_from(0, &pattern(seed, 4096));
+            disk.write(8192, data, false).await.0.unwrap();
+        }
+    };
+    thread.block_on(both).unwrap();
+    for (seed, file) in files.iter().enumerate() {
+        assert!(std::fs::read(file.path()).unwrap()[8192..12288] == pattern(seed, 4096));
+    }
+    assert_eq!(thread.io().stats().write.ops.get(), 2);
+}

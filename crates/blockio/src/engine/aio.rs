@@ -1,0 +1,557 @@
+//! Engine `aio`: Linux AIO over raw system calls.
+//!
+//! All disks of an IoThread share one context. A submit is one `io_submit` for everything queued,
+//! and completions are read from the ring in userspace (see `aio_ring.rs`), for the first time
+//! right after the submit: a fast device has finished by then.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use super::aio_ring::AioRing;
+use super::threads::Threads;
+use super::{Completer, EngineKind};
+use crate::error::Error;
+use crate::op::{OpKind, OpView, Slots};
+
+/// `aio_context_t`: the address of the mapped completion ring.
+pub(super) type AioContext = libc::c_ulong;
+
+/// `struct io_event` of linux/aio_abi.h.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct IoEvent {
+    pub(super) data: u64,
+    pub(super) obj: u64,
+    pub(super) res: i64,
+    pub(super) res2: i64,
+}
+
+/// `struct iocb` of linux/aio_abi.h, for little-endian machines.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Iocb {
+    data: u64,
+    key: u32,
+    rw_flags: libc::c_int,
+    opcode: u16,
+    reqprio: i16,
+    fd: libc::c_int,
+    buf: u64,
+    nbytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    resfd: libc::c_int,
+}
+
+const _: () = assert!(size_of::<Iocb>() == 64);
+#[cfg(target_endian = "big")]
+compile_error!("struct iocb has key and rw_flags the other way round on big-endian machines");
+
+const IOCB_CMD_PREAD: u16 = 0;
+const IOCB_CMD_PWRITE: u16 = 1;
+const IOCB_CMD_FDSYNC: u16 = 3;
+const IOCB_CMD_PREADV: u16 = 7;
+const IOCB_CMD_PWRITEV: u16 = 8;
+const IOCB_FLAG_RESFD: u32 = 1;
+
+/// The first wait before a refused submit is tried again; it doubles up to [`RETRY_MAX`].
+const RETRY_MIN: Duration = Duration::from_millis(1);
+const RETRY_MAX: Duration = Duration::from_millis(64);
+/// After so many refusals in a row, with nothing in the kernel, the pool takes the ops.
+const RETRIES: u32 = 8;
+
+/// Why the kernel takes no more ops for now, and what ends that.
+enum Blocked {
+    No,
+    /// Ops are in the kernel; the next completion makes room.
+    UntilCompletion,
+    /// Nothing of ours is in the kernel, so only time helps.
+    Until(Instant),
+}
+
+/// Where completions are read.
+enum Completions {
+    Ring(AioRing),
+    /// The ring's header is not as we know it: the kernel copies the events out.
+    Getevents(Vec<IoEvent>),
+}
+
+pub(crate) struct Aio {
+    context: AioContext,
+    completions: Completions,
+    has_fdsync: bool,
+    depth: usize,
+    queued: VecDeque<u32>,
+    in_kernel: usize,
+    blocked: Blocked,
+    refusals: u32,
+    iocbs: Vec<Iocb>,
+    iocb_addresses: Vec<*mut Iocb>,
+    threads: Threads,
+}
+
+impl Aio {
+    /// Sets up a context for `depth` ops in the kernel.
+    pub(super) fn new(depth: u32, threads: Threads) -> Result<Self, Error> {
+        let context = setup(depth)?;
+        let has_fdsync = probe_fdsync(context);
+        // SAFETY: the context was just made, and is destroyed only when `self` is dropped.
+        let (completions, room) = match unsafe { AioRing::new(context) } {
+            Ok(ring) => {
+                let room = ring.capacity() - 1;
+                (Completions::Ring(ring), room)
+            }
+            Err(_) => (getevents_from_now_on(depth), depth),
+        };
+        Ok(Self {
+            context,
+            completions,
+            has_fdsync,
+            depth: depth.min(room) as usize,
+            queued: VecDeque::new(),
+            in_kernel: 0,
+            blocked: Blocked::No,
+            refusals: 0,
+            iocbs: Vec::new(),
+            iocb_addresses: Vec::new(),
+            threads,
+        })
+    }
+
+    pub(super) fn threads(&self) -> &Threads {
+        &self.threads
+    }
+
+    pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
+        match slots.kind(slot) {
+            Some(OpKind::Read | OpKind::Write { .. }) => self.queued.push_back(slot),
+            Some(OpKind::Flush) if self.has_fdsync => self.queued.push_back(slot),
+            _ => self.threads.queue(slot),
+        }
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.queued.len() + self.threads.queued()
+    }
+
+    pub(super) fn in_kernel(&self) -> usize {
+        self.in_kernel + self.threads.in_kernel()
+    }
+
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        match self.blocked {
+            Blocked::Until(when) => Some(when),
+            _ => None,
+        }
+    }
+
+    pub(super) fn submit(&mut self, done: &mut Completer<'_>) {
+        self.threads.submit(done);
+        match self.blocked {
+            Blocked::UntilCompletion => return,
+            Blocked::Until(when) if when > done.now => return,
+            _ => self.blocked = Blocked::No,
+        }
+        while !self.queued.is_empty() {
+            let room = self.depth - self.in_kernel;
+            if room == 0 {
+                self.blocked = Blocked::UntilCompletion;
+                return;
+            }
+            if !self.submit_batch(self.queued.len().min(room), done) {
+                return;
+            }
+        }
+    }
+
+    /// Submits the first `count` queued ops. False when the kernel takes no more for now.
+    fn submit_batch(&mut self, count: usize, done: &mut Completer<'_>) -> bool {
+        self.prepare(count, done);
+        done.stats.syscalls.io_submit.add(1);
+        // SAFETY: the context is live, and each address is that of a filled iocb in `iocbs`. The
+        // kernel copies iocbs and iovecs before it returns; the memory behind these belongs to
+        // slots that keep it until the completion (see `op.rs`).
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_io_submit,
+                self.context,
+                self.iocb_addresses.len(),
+                self.iocb_addresses.as_mut_ptr(),
+            )
+        };
+        match usize::try_from(result) {
+            Ok(accepted) => {
+                self.refusals = 0;
+                self.queued.drain(..accepted.min(count));
+                self.in_kernel += accepted;
+                done.stats.submitted_at_once.record(accepted as u64);
+                accepted > 0
+            }
+            Err(_) => self.refused(done),
+        }
+    }
+
+    /// Fills one iocb for each of the first `count` queued ops.
+    fn prepare(&mut self, count: usize, done: &mut Completer<'_>) {
+        self.iocbs.clear();
+        self.iocb_addresses.clear();
+        let wake = self.threads.eventfd().as_raw_fd();
+        for &slot in self.queued.iter().take(count) {
+            // Queued slots hold ops: only a completion empties them.
+            if let Some(view) = done.slots.view(slot, done.now) {
+                self.iocbs.push(iocb(slot, &view, wake));
+            }
+        }
+        // Only now: pushing may have moved the array.
+        self.iocb_addresses.extend(self.iocbs.iter_mut().map(std::ptr::from_mut));
+    }
+
+    /// Deals with an `io_submit` that took nothing: its error concerns the first op alone, or says
+    /// that the kernel has no room. True: go on with the rest.
+    fn refused(&mut self, done: &mut Completer<'_>) -> bool {
+        let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        if error == libc::EINTR {
+            return true;
+        }
+        if error != libc::EAGAIN {
+            if let Some(slot) = self.queued.pop_front() {
+                done.complete(slot, -i64::from(error));
+            }
+            return true;
+        }
+        done.stats.submit_again.add(1);
+        if self.in_kernel > 0 {
+            self.blocked = Blocked::UntilCompletion;
+            return false;
+        }
+        self.refusals += 1;
+        if self.refusals > RETRIES {
+            self.refusals = 0;
+            self.blocked = Blocked::No;
+            tracing::warn!("Linux AIO has had no room for a while; pool threads take over");
+            self.queued.drain(..).for_each(|slot| self.threads.queue(slot));
+            self.threads.submit(done);
+            return false;
+        }
+        let wait = RETRY_MIN.saturating_mul(1 << (self.refusals - 1)).min(RETRY_MAX);
+        self.blocked = Blocked::Until(done.now + wait);
+        false
+    }
+
+    /// A look without a system call: where the ring cannot be read, only the pool is seen.
+    pub(super) fn has_completions(&self) -> bool {
+        let in_ring = match &self.completions {
+            Completions::Ring(ring) => self.in_kernel > 0 && ring.has_events(),
+            Completions::Getevents(_) => false,
+        };
+        in_ring || self.threads.has_completions()
+    }
+
+    pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
+        let from_pool = self.threads.harvest(done);
+        if self.in_kernel == 0 {
+            return from_pool;
+        }
+        let count = match &mut self.completions {
+            Completions::Ring(ring) => match ring.consume(|event| deliver(event, done)) {
+                Ok(count) => count,
+                Err(_) => {
+                    let depth = u32::try_from(self.depth).unwrap_or(u32::MAX);
+                    self.completions = getevents_from_now_on(depth);
+                    return from_pool + self.harvest(done);
+                }
+            },
+            Completions::Getevents(events) => {
+                done.stats.syscalls.io_getevents.add(1);
+                let events = getevents(self.context, events);
+                events.iter().for_each(|event| deliver(*event, done));
+                events.len() as u64
+            }
+        };
+        self.in_kernel -= usize::try_from(count).unwrap_or(usize::MAX).min(self.in_kernel);
+        if count > 0 {
+            self.blocked = Blocked::No;
+        }
+        from_pool + count
+    }
+}
+
+impl Drop for Aio {
+    fn drop(&mut self) {
+        // SAFETY: the context is live and is not used again. The kernel waits for ops that it
+        // still has; an IoThread drains them before it drops its engine.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+    }
+}
+
+/// Stores the result of the op whose slot number `iocb` put into the event.
+fn deliver(event: IoEvent, done: &mut Completer<'_>) {
+    if let Ok(slot) = u32::try_from(event.data) {
+        done.complete(slot, event.res);
+    }
+}
+
+fn iocb(slot: u32, view: &OpView, wake: libc::c_int) -> Iocb {
+    let single = view.iovecs_len == 1;
+    let (opcode, rw_flags) = match view.kind {
+        OpKind::Read if single => (IOCB_CMD_PREAD, 0),
+        OpKind::Read => (IOCB_CMD_PREADV, 0),
+        OpKind::Write { fua } => (
+            if single { IOCB_CMD_PWRITE } else { IOCB_CMD_PWRITEV },
+            if fua { libc::RWF_DSYNC } else { 0 },
+        ),
+        _ => (IOCB_CMD_FDSYNC, 0),
+    };
+    let (buf, nbytes, offset) = if opcode == IOCB_CMD_FDSYNC {
+        (0, 0, 0)
+    } else if single {
+        // SAFETY: a list of one iovec has a first.
+        let range = unsafe { *view.iovecs };
+        (range.iov_base as u64, range.iov_len as u64, view.offset)
+    } else {
+        (view.iovecs as u64, view.iovecs_len as u64, view.offset)
+    };
+    Iocb {
+        data: u64::from(slot),
+        key: 0,
+        rw_flags,
+        opcode,
+        reqprio: 0,
+        fd: view.fd,
+        buf,
+        nbytes,
+        offset: i64::try_from(offset).unwrap_or(i64::MAX),
+        reserved: 0,
+        flags: IOCB_FLAG_RESFD,
+        resfd: wake,
+    }
+}
+
+fn setup(depth: u32) -> Result<AioContext, Error> {
+    let mut context: AioContext = 0;
+    // SAFETY: io_setup writes one context id to the address given.
+    let result = unsafe { libc::syscall(libc::SYS_io_setup, depth, &raw mut context) };
+    if result == 0 {
+        return Ok(context);
+    }
+    let error = io::Error::last_os_error();
+    Err(if error.raw_os_error() == Some(libc::EAGAIN) {
+        Error::AioExhausted { requested: depth }
+    } else {
+        Error::AioUnavailable { error }
+    })
+}
+
+/// Whether the kernel has `IOCB_CMD_FDSYNC` (Linux 4.18), found out by one on a memory file. Its
+/// event is waited for, so the ring is empty again afterwards.
+fn probe_fdsync(context: AioContext) -> bool {
+    let Ok(file) = rustix::fs::memfd_create("fdsync-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
+        return false;
+    };
+    let view = OpView {
+        kind: OpKind::Flush,
+        fd: file.as_raw_fd(),
+        offset: 0,
+        iovecs: std::ptr::null(),
+        iovecs_len: 0,
+    };
+    let mut iocb = Iocb { flags: 0, ..iocb(0, &view, 0) };
+    let mut address = &raw mut iocb;
+    let mut event = IoEvent::default();
+    // SAFETY: the context is live; the kernel reads one iocb, which has no data, and writes at
+    // most one event. io_getevents waits for it, so nothing is left in the kernel.
+    unsafe {
+        libc::syscall(libc::SYS_io_submit, context, 1, &raw mut address) == 1
+            && libc::syscall(libc::SYS_io_getevents, context, 1, 1, &raw mut event, 0usize) == 1
+            && event.res == 0
+    }
+}
+
+fn getevents_from_now_on(depth: u32) -> Completions {
+    tracing::warn!(
+        "the completion ring of Linux AIO is not laid out as known; \
+         engine {} uses io_getevents instead, one system call for each look",
+        EngineKind::Aio
+    );
+    Completions::Getevents(vec![IoEvent::default(); depth as usize])
+}
+
+/// Events that are there now, copied out by the kernel.
+fn getevents(context: AioContext, events: &mut [IoEvent]) -> &[IoEvent] {
+    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the context is live, the kernel writes at most `events.len()` events.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_io_getevents,
+            context,
+            0,
+            events.len(),
+            events.as_mut_ptr(),
+            &raw const zero,
+        )
+    };
+    &events[..usize::try_from(result).unwrap_or(0)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buf::Buffers;
+    use crate::op::{FileRef, Op};
+    use crate::stats::Stats;
+    use crate::task::TaskKey;
+    use rustix::event::{EventfdFlags, eventfd};
+    use std::os::fd::OwnedFd;
+    use std::os::unix::fs::OpenOptionsExt;
+    use std::rc::Rc;
+    use std::sync::Arc;
+
+    struct Bench {
+        engine: Aio,
+        slots: Slots,
+        stats: Stats,
+        woken: Vec<TaskKey>,
+    }
+
+    impl Bench {
+        fn new(depth: u32) -> Self {
+            let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            Self {
+                engine: Aio::new(depth, Threads::new(wake)).unwrap(),
+                slots: Slots::default(),
+                stats: Stats::default(),
+                woken: Vec::new(),
+            }
+        }
+
+        fn queue(&mut self, file: &FileRef, kind: OpKind, offset: u64) -> u32 {
+            let buffers = match kind {
+                OpKind::Read | OpKind::Write { .. } => Buffers::aligned(4096, 4096),
+                _ => Buffers::empty(),
+            };
+            let op = Op { kind, file: Rc::clone(file), offset, buffers };
+            let slot = self.slots.insert(op, TaskKey::default());
+            self.engine.queue(slot, &self.slots);
+            slot
+        }
+
+        fn round(&mut self) {
+            let Self { engine, slots, stats, woken } = self;
+            let mut done = Completer { slots, stats, woken, now: Instant::now() };
+            engine.submit(&mut done);
+            engine.harvest(&mut done);
+        }
+
+        fn finish(&mut self) {
+            while self.engine.queued() + self.engine.in_kernel() > 0 {
+                self.round();
+                std::thread::yield_now();
+            }
+        }
+
+        fn result(&mut self, slot: u32) -> io::Result<usize> {
+            self.slots.take(slot, TaskKey::default()).unwrap().result
+        }
+    }
+
+    fn file(direct: bool) -> (tempfile::NamedTempFile, FileRef) {
+        // In the build folder: the system's temporary folder may be a tmpfs without direct I/O.
+        let path = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        path.as_file().set_len(1 << 20).unwrap();
+        let flags = if direct { libc::O_DIRECT } else { 0 };
+        let file =
+            std::fs::File::options().read(true).write(true).custom_flags(flags).open(path.path());
+        (path, Rc::new(Arc::new(file.unwrap().into())))
+    }
+
+    #[test]
+    fn more_ops_than_the_context_holds_all_complete() {
+        let (_path, file) = file(true);
+        let mut bench = Bench::new(4);
+        let slots: Vec<u32> =
+            (0..100).map(|i| bench.queue(&file, OpKind::Read, i * 4096)).collect();
+        bench.round();
+        assert!(bench.engine.in_kernel() <= 4);
+        bench.finish();
+        for slot in slots {
+            assert_eq!(bench.result(slot).unwrap(), 4096);
+        }
+        assert_eq!(bench.slots.occupied(), 0);
+    }
+
+    #[test]
+    fn a_rejected_op_fails_alone() {
+        let (_path, file) = file(true);
+        let write_only = std::fs::File::options().write(true).open(_path.path()).unwrap();
+        let write_only = Rc::new(Arc::new(OwnedFd::from(write_only)));
+        let mut bench = Bench::new(64);
+        let slots: Vec<u32> = (0..9)
+            .map(|i| bench.queue(if i % 4 == 0 { &write_only } else { &file }, OpKind::Read, 0))
+            .collect();
+        bench.finish();
+        for (i, slot) in slots.into_iter().enumerate() {
+            match bench.result(slot) {
+                Ok(bytes) => assert!(i % 4 != 0 && bytes == 4096),
+                Err(error) => {
+                    assert!(i % 4 == 0, "op {i} failed: {error}");
+                    assert_eq!(error.raw_os_error(), Some(libc::EBADF));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn io_getevents_serves_a_ring_that_cannot_be_read() {
+        let (_path, file) = file(true);
+        let mut bench = Bench::new(16);
+        bench.engine.completions = getevents_from_now_on(16);
+        let slots: Vec<u32> = (0..40).map(|i| bench.queue(&file, OpKind::Read, i * 4096)).collect();
+        bench.finish();
+        for slot in slots {
+            assert_eq!(bench.result(slot).unwrap(), 4096);
+        }
+        assert!(bench.stats.syscalls.io_getevents.get() > 0);
+    }
+
+    #[test]
+    fn the_kernel_here_gives_a_readable_ring_and_fdsync() {
+        let (_path, file) = file(true);
+        let mut bench = Bench::new(16);
+        assert!(matches!(bench.engine.completions, Completions::Ring(_)));
+        assert!(bench.engine.has_fdsync);
+        let write = bench.queue(&file, OpKind::Write { fua: true }, 0);
+        let flush = bench.queue(&file, OpKind::Flush, 0);
+        bench.finish();
+        assert_eq!(bench.result(write).unwrap(), 4096);
+        assert_eq!(bench.result(flush).unwrap(), 0);
+        assert_eq!(bench.stats.syscalls.io_getevents.get(), 0);
+    }
+
+    #[test]
+    fn a_kernel_without_room_is_asked_again_and_in_the_end_the_pool_serves() {
+        let (_path, file) = file(true);
+        let mut bench = Bench::new(16);
+        let slot = bench.queue(&file, OpKind::Read, 0);
+        let mut now = Instant::now();
+        let mut waits = Vec::new();
+        while bench.engine.threads.in_kernel() == 0 {
+            let Bench { engine, slots, stats, woken } = &mut bench;
+            let mut done = Completer { slots, stats, woken, now };
+            // SAFETY: errno is this thread's own; it stands for a refused io_submit.
+            unsafe { *libc::__errno_location() = libc::EAGAIN };
+            assert!(!engine.refused(&mut done));
+            if let Some(when) = engine.retry_at() {
+                assert!(when > now, "a retry must not spin");
+                waits.push(when - now);
+                now = when;
+            }
+            assert!(waits.len() <= RETRIES as usize, "the pool never took over");
+        }
+        assert!(waits.is_sorted() && waits.len() == RETRIES as usize);
+        bench.finish();
+        assert_eq!(bench.result(slot).unwrap(), 4096);
+    }
+}

@@ -1,0 +1,198 @@
+//! IoThreads as a whole: turns, wakes, stops.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::buf::Buffers;
+use crate::disk::{DiskOptions, DiskSource};
+use crate::io_thread::{Activity, IoThread, IoThreadConfig, Wait};
+use crate::reactor::Source;
+use rustix::event::{PollFd, PollFlags, poll};
+
+fn thread(engine: EngineKind) -> IoThread {
+    IoThread::new(&IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() }).unwrap()
+}
+
+#[test]
+fn another_thread_wakes_a_sleeping_loop() {
+    for engine in [EngineKind::Aio, EngineKind::Threads] {
+        let thread = thread(engine);
+        let remote = thread.remote();
+        let other = std::thread::spawn(move || {
+            for i in 0..1000u32 {
+                assert_eq!(remote.call(move |_| i + 1), Some(i + 1));
+            }
+            remote.post(|io| io.stop());
+            remote
+        });
+        thread.run().unwrap();
+        let remote = other.join().unwrap();
+        drop(thread);
+        assert_eq!(remote.call(|_| ()), None, "a loop that has ended still answers");
+    }
+}
+
+#[test]
+fn a_waker_used_on_another_thread_wakes_its_task() {
+    let thread = thread(EngineKind::Threads);
+    let flag = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let seen = Arc::clone(&flag);
+    let mut started = None;
+    let io = Rc::clone(thread.io());
+    thread.io().spawn(async move {
+        poll_fn(|cx| {
+            if seen.load(std::sync::atomic::Ordering::Acquire) {
+                return Poll::Ready(());
+            }
+            if started.is_none() {
+                let (waker, flag) = (cx.waker().clone(), Arc::clone(&flag));
+                started = Some(std::thread::spawn(move || {
+                    flag.store(true, std::sync::atomic::Ordering::Release);
+                    waker.wake();
+                }));
+            }
+            Poll::Pending
+        })
+        .await;
+        io.stop();
+    });
+    thread.run().unwrap();
+}
+
+#[test]
+fn timers_come_in_order_and_not_early() {
+    let thread = thread(EngineKind::Threads);
+    let order = Rc::new(RefCell::new(Vec::new()));
+    let start = Instant::now();
+    for ms in [30u64, 10, 20] {
+        let (io, order) = (Rc::clone(thread.io()), Rc::clone(&order));
+        thread.io().spawn(async move {
+            let when = start + Duration::from_millis(ms);
+            io.sleep_until(when).await;
+            assert!(Instant::now() >= when);
+            order.borrow_mut().push(ms);
+            if order.borrow().len() == 3 {
+                io.stop();
+            }
+        });
+    }
+    thread.run().unwrap();
+    assert_eq!(*order.borrow(), [10, 20, 30]);
+}
+
+/// A source whose "ring" is a counter.
+#[derive(Default)]
+struct Ring {
+    work: Cell<u32>,
+    armed: Cell<bool>,
+    notified: Cell<u32>,
+}
+
+impl Source for Ring {
+    fn notify(&self) {
+        self.notified.set(self.notified.get() + 1);
+    }
+    fn arm(&self) -> bool {
+        self.armed.set(true);
+        self.work.get() > 0
+    }
+    fn disarm(&self) {
+        self.armed.set(false);
+    }
+    fn has_work(&self) -> bool {
+        self.work.get() > 0
+    }
+}
+
+/// A loop with a task that takes work from a ring, and that ring's kick.
+fn serving() -> (IoThread, Rc<Ring>, rustix::fd::OwnedFd, Rc<Cell<u32>>) {
+    let thread = thread(EngineKind::Threads);
+    let ring = Rc::new(Ring::default());
+    let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+    let watched = kick.try_clone().unwrap();
+    let served = Rc::new(Cell::new(0));
+    let (io, source, count) = (Rc::clone(thread.io()), Rc::clone(&ring), Rc::clone(&served));
+    thread.io().spawn(async move {
+        let id = io.add_source(Rc::<Ring>::clone(&source), Some(watched)).unwrap();
+        loop {
+            while source.work.get() > 0 {
+                source.work.set(source.work.get() - 1);
+                count.set(count.get() + 1);
+                io.notify_at_end(id);
+            }
+            io.suspend().await;
+        }
+    });
+    (thread, ring, kick, served)
+}
+
+#[test]
+fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
+    let (thread, ring, kick, served) = serving();
+    ring.work.set(5);
+    assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
+    assert_eq!((served.get(), ring.notified.get()), (5, 1));
+    assert!(ring.armed.get(), "asleep with kicks disarmed");
+    for round in 1..=3u32 {
+        ring.work.set(2);
+        rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+        let mut readable = [PollFd::new(&thread, PollFlags::IN)];
+        assert_eq!(poll(&mut readable, None).unwrap(), 1, "an embedding loop sees no kick");
+        assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Ready);
+        assert!(!ring.armed.get(), "kicks stay armed while the ring is served");
+        assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
+        assert_eq!((served.get(), ring.notified.get()), (5 + 2 * round, 1 + round));
+    }
+}
+
+#[test]
+fn work_that_comes_without_a_kick_is_found_while_arming() {
+    let (thread, ring, _kick, served) = serving();
+    assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
+    ring.work.set(0);
+    let io = Rc::clone(thread.io());
+    let source = Rc::clone(&ring);
+    thread.io().spawn(async move {
+        source.work.set(3);
+        io.suspend().await;
+    });
+    // The ring is armed already, so only a kick tells; a fresh one is looked at while arming.
+    let (second, fresh, _kick2, served2) = serving();
+    fresh.work.set(1);
+    second.turn(Wait::Never).unwrap();
+    second.turn(Wait::Never).unwrap();
+    assert_eq!(served2.get(), 1);
+    thread.turn(Wait::Never).unwrap();
+    assert_eq!(served.get(), 0);
+}
+
+#[test]
+fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
+    for engine in [EngineKind::Aio, EngineKind::Threads] {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let options = DiskOptions { direct: true, ..DiskOptions::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let thread = thread(engine);
+        let io = Rc::downgrade(thread.io());
+        for i in 0..50u64 {
+            let disk = source.attach(thread.io());
+            thread.io().spawn(async move {
+                let data = Buffers::aligned(4096, 4096);
+                data.copy_from(0, &[0x5a; 4096]);
+                disk.write(i * 4096, data, false).await.0.unwrap();
+                std::future::pending::<()>().await;
+            });
+        }
+        thread.turn(Wait::Never).unwrap();
+        drop(thread);
+        assert!(io.upgrade().is_none(), "tasks and loop keep each other alive");
+        let data = std::fs::read(file.path()).unwrap();
+        assert!(data[..50 * 4096].iter().all(|byte| *byte == 0x5a), "a write was lost");
+    }
+}

@@ -1,0 +1,280 @@
+//! Engine `threads`: blocking system calls on a small pool.
+//!
+//! The pool grows while ops wait and no thread is idle, and a thread that was idle for a while
+//! ends. Other engines keep one for the operations that the kernel cannot do asynchronously.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::fd::OwnedFd;
+
+use super::{Completer, WakeFd, wake_fd};
+use crate::op::{OpKind, OpView};
+
+/// As many as QEMU's thread pool has: enough to keep a disk array busy.
+const THREADS_MAX: usize = 64;
+/// A thread without work for this long ends.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// One op on its way to a pool thread.
+struct Job {
+    slot: u32,
+    view: OpView,
+}
+
+// SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
+// names until its completion (see `op.rs`), and completing it is the last thing done with them.
+unsafe impl Send for Job {}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+    stop: bool,
+}
+
+struct Shared {
+    jobs: Mutex<Jobs>,
+    work: Condvar,
+    done: Mutex<Vec<(u32, i64)>>,
+    /// Length of `done`, so that a harvest that finds nothing takes no lock.
+    done_len: AtomicUsize,
+    wake: WakeFd,
+}
+
+impl Shared {
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn done(&self) -> MutexGuard<'_, Vec<(u32, i64)>> {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pool of threads and the ops that wait for it.
+pub(crate) struct Threads {
+    shared: Arc<Shared>,
+    queued: VecDeque<u32>,
+    in_kernel: usize,
+    harvested: Vec<(u32, i64)>,
+    handles: Vec<JoinHandle<()>>,
+}
+
+impl Threads {
+    pub(super) fn new(wake: OwnedFd) -> Self {
+        let shared = Shared {
+            jobs: Mutex::default(),
+            work: Condvar::new(),
+            done: Mutex::default(),
+            done_len: AtomicUsize::new(0),
+            wake: Arc::new(wake),
+        };
+        Self {
+            shared: Arc::new(shared),
+            queued: VecDeque::new(),
+            in_kernel: 0,
+            harvested: Vec::new(),
+            handles: Vec::new(),
+        }
+    }
+
+    pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
+        wake_fd(&self.shared.wake)
+    }
+
+    pub(super) fn queue(&mut self, slot: u32) {
+        self.queued.push_back(slot);
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.queued.len()
+    }
+
+    pub(super) fn in_kernel(&self) -> usize {
+        self.in_kernel
+    }
+
+    pub(super) fn submit(&mut self, done: &mut Completer<'_>) {
+        if self.queued.is_empty() {
+            return;
+        }
+        let count = self.queued.len();
+        let mut jobs = self.shared.jobs();
+        for slot in self.queued.drain(..) {
+            if let Some(view) = done.slots.view(slot, done.now) {
+                self.in_kernel += 1;
+                jobs.waiting.push_back(Job { slot, view });
+            }
+        }
+        let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
+        let room = THREADS_MAX - jobs.threads;
+        drop(jobs);
+        done.stats.submitted_at_once.record(count as u64);
+        self.grow(wanted.min(room), done);
+        for _ in 0..count {
+            self.shared.work.notify_one();
+        }
+    }
+
+    /// Starts `wanted` threads. When the machine gives none and none are there, nobody would ever
+    /// serve the jobs, so they fail.
+    fn grow(&mut self, wanted: usize, done: &mut Completer<'_>) {
+        self.handles.retain(|handle| !handle.is_finished());
+        for _ in 0..wanted {
+            let shared = Arc::clone(&self.shared);
+            self.shared.jobs().threads += 1;
+            let thread = std::thread::Builder::new()
+                .name("ringhaul-pool".into())
+                .stack_size(128 << 10)
+                .spawn(move || pool_thread(&shared));
+            match thread {
+                Ok(handle) => self.handles.push(handle),
+                Err(error) => {
+                    self.shared.jobs().threads -= 1;
+                    self.fail_jobs_without_threads(&error, done);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn fail_jobs_without_threads(&mut self, error: &io::Error, done: &mut Completer<'_>) {
+        let mut jobs = self.shared.jobs();
+        if jobs.threads > 0 {
+            return;
+        }
+        tracing::error!("cannot start a pool thread: {error}; operations fail until one starts");
+        for job in jobs.waiting.drain(..) {
+            self.in_kernel -= 1;
+            done.complete(job.slot, -i64::from(libc::EAGAIN));
+        }
+    }
+
+    pub(super) fn has_completions(&self) -> bool {
+        self.shared.done_len.load(Ordering::Acquire) > 0
+    }
+
+    pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
+        if !self.has_completions() {
+            return 0;
+        }
+        {
+            let mut results = self.shared.done();
+            std::mem::swap(&mut *results, &mut self.harvested);
+            self.shared.done_len.store(0, Ordering::Relaxed);
+        }
+        let count = self.harvested.len();
+        self.in_kernel -= count;
+        for (slot, result) in self.harvested.drain(..) {
+            done.complete(slot, result);
+        }
+        count as u64
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.shared.jobs().stop = true;
+        self.shared.work.notify_all();
+        for handle in self.handles.drain(..) {
+            // A pool thread runs system calls only; a panic in one has been printed.
+            let _ = handle.join();
+        }
+    }
+}
+
+fn pool_thread(shared: &Shared) {
+    while let Some(job) = next_job(shared) {
+        let result = execute(&job.view);
+        let was_empty = {
+            let mut results = shared.done();
+            results.push((job.slot, result));
+            shared.done_len.store(results.len(), Ordering::Release);
+            results.len() == 1
+        };
+        if was_empty {
+            // The counter cannot overflow, and nothing else can fail on an open eventfd.
+            let _ = rustix::io::write(&*shared.wake, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The next job; `None` when this thread is to end.
+fn next_job(shared: &Shared) -> Option<Job> {
+    let mut jobs = shared.jobs();
+    loop {
+        if let Some(job) = jobs.waiting.pop_front() {
+            return Some(job);
+        }
+        if jobs.stop {
+            jobs.threads -= 1;
+            return None;
+        }
+        jobs.idle += 1;
+        let (guard, wait) =
+            shared.work.wait_timeout(jobs, IDLE).unwrap_or_else(PoisonError::into_inner);
+        jobs = guard;
+        jobs.idle -= 1;
+        if wait.timed_out() && jobs.waiting.is_empty() {
+            jobs.threads -= 1;
+            return None;
+        }
+    }
+}
+
+/// Runs one op to its end. Returns bytes, 0, or a negative errno.
+fn execute(view: &OpView) -> i64 {
+    loop {
+        let result = execute_once(view);
+        if result >= 0 {
+            return result;
+        }
+        let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        if error != libc::EINTR {
+            return -i64::from(error);
+        }
+    }
+}
+
+fn execute_once(view: &OpView) -> i64 {
+    let offset = i64::try_from(view.offset).unwrap_or(i64::MAX);
+    let count = libc::c_int::try_from(view.iovecs_len).unwrap_or(libc::c_int::MAX);
+    // SAFETY: the slot of this op owns the file and the iovecs, and the memory behind these,
+    // until the completion that is posted after this call (see `op.rs`).
+    unsafe {
+        match view.kind {
+            OpKind::Read => libc::preadv(view.fd, view.iovecs, count, offset) as i64,
+            OpKind::Write { fua } => {
+                let flags = if fua { libc::RWF_DSYNC } else { 0 };
+                libc::pwritev2(view.fd, view.iovecs, count, offset, flags) as i64
+            }
+            OpKind::Flush => i64::from(libc::fdatasync(view.fd)),
+            OpKind::Fallocate { mode, len } => {
+                let len = i64::try_from(len).unwrap_or(i64::MAX);
+                i64::from(libc::fallocate(view.fd, mode, offset, len))
+            }
+            OpKind::DiscardBlocks { len } => block_range(view, BLKDISCARD, len),
+            OpKind::ZeroBlocks { len } => block_range(view, BLKZEROOUT, len),
+        }
+    }
+}
+
+/// `_IO(0x12, 119)` and `_IO(0x12, 127)` of linux/fs.h.
+const BLKDISCARD: libc::c_ulong = 0x1277;
+const BLKZEROOUT: libc::c_ulong = 0x127f;
+
+/// # Safety
+///
+/// The view's file must be open.
+unsafe fn block_range(view: &OpView, request: libc::c_ulong, len: u64) -> i64 {
+    let range = [view.offset, len];
+    // SAFETY: both requests read two 64-bit numbers from the address given.
+    i64::from(unsafe { libc::ioctl(view.fd, request as _, range.as_ptr()) })
+}

@@ -1,0 +1,45 @@
+//! How other threads reach an IoThread.
+
+use std::rc::Rc;
+use std::sync::{Arc, mpsc};
+
+use crate::io_thread::Io;
+use crate::stats::Stats;
+use crate::task::ForeignWakes;
+
+/// Reaches an IoThread from other threads.
+#[derive(Clone)]
+pub struct Remote {
+    foreign: Arc<ForeignWakes>,
+    stats: Arc<Stats>,
+}
+
+impl Remote {
+    pub(crate) fn new(foreign: Arc<ForeignWakes>, stats: Arc<Stats>) -> Self {
+        Self { foreign, stats }
+    }
+
+    /// Has `call` run on the IoThread between two turns. False when that thread has ended.
+    pub fn post(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
+        self.foreign.post(|inbox| inbox.calls.push(Box::new(call)))
+    }
+
+    /// As [`post`](Self::post), and waits for the result. `None` when that thread has ended.
+    pub fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&Rc<Io>) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.post(move |io| {
+            // The receiver waits below; if its thread was killed, nobody wants the result.
+            let _ = sender.send(call(io));
+        });
+        receiver.recv().ok()
+    }
+
+    /// What the IoThread counts.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<Stats> {
+        &self.stats
+    }
+}

@@ -1,0 +1,180 @@
+//! virtio-blk (virtio 1.3, section 5.2).
+//!
+//! [`BlkDevice`] needs nothing of vhost-user: it works on a memory map, rings and eventfds, so a
+//! VMM can run it with an IoThread of its own process (see `examples/embed.rs`).
+
+pub mod config;
+pub(crate) mod request;
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use blockio::{Disk, DiskSource, Io, Remote};
+
+use crate::log_limit::LogLimit;
+use crate::queue::{Queue, QueueHandle, QueueSetup, StartError};
+use crate::queue_task;
+use config::{BlkOptions, ConfigSpace};
+
+/// A virtio-blk device, shared by all its queues and whoever controls it.
+#[derive(Clone)]
+pub struct BlkDevice {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    source: DiskSource,
+    options: BlkOptions,
+    /// What the driver negotiated.
+    features: AtomicU64,
+    /// The `writeback` byte of the configuration space.
+    writeback: AtomicBool,
+    /// For lines that the guest can cause.
+    log: LogLimit,
+}
+
+impl BlkDevice {
+    /// A device for `source`.
+    #[must_use]
+    pub fn new(source: DiskSource, options: BlkOptions) -> Self {
+        let writeback = AtomicBool::new(options.write_cache);
+        let features = AtomicU64::new(0);
+        let shared = Shared { source, options, features, writeback, log: LogLimit::default() };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The most queues that a driver may use.
+    #[must_use]
+    pub fn num_queues(&self) -> u16 {
+        self.shared.options.num_queues
+    }
+
+    /// The features that the device offers: bits of virtio 1.3, sections 5.2.3 and 6.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        config::features(self.shared.source.info(), &self.shared.options)
+    }
+
+    /// Takes what the driver negotiated. Call it while no queue runs.
+    ///
+    /// # Errors
+    ///
+    /// When a bit was never offered.
+    pub fn set_features(&self, features: u64) -> io::Result<()> {
+        let unknown = features & !self.features();
+        if unknown != 0 {
+            let text = format!("the driver negotiated features that are not offered: {unknown:#x}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        self.shared.features.store(features, Ordering::Relaxed);
+        if self.has(config::F_CONFIG_WCE) && !self.has(config::F_FLUSH) {
+            // A driver that cannot flush starts without a cache (virtio 1.3, section 5.2.5.2).
+            self.shared.writeback.store(false, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Back to the state before any driver: call it when a driver goes away.
+    pub fn reset(&self) {
+        self.shared.features.store(0, Ordering::Relaxed);
+        self.shared.writeback.store(self.shared.options.write_cache, Ordering::Relaxed);
+    }
+
+    /// The configuration space as it is now.
+    #[must_use]
+    pub fn config_space(&self) -> ConfigSpace {
+        let writeback = self.shared.writeback.load(Ordering::Relaxed);
+        config::space(self.shared.source.info(), &self.shared.options, writeback)
+    }
+
+    /// Takes a write to the configuration space. Only `writeback` can be written, and it changes
+    /// only where the device was set up with a write cache, and for a driver that can flush it: a
+    /// device without a cache keeps its promise whatever the driver asks.
+    ///
+    /// # Errors
+    ///
+    /// When any other field is written, or a value that is neither 0 nor 1.
+    pub fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        match data {
+            [value @ (0 | 1)] if offset == config::WRITEBACK_OFFSET => {
+                if self.shared.options.write_cache && self.has(config::F_FLUSH) {
+                    self.shared.writeback.store(*value == 1, Ordering::Relaxed);
+                }
+                Ok(())
+            }
+            _ => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("the driver wrote {} bytes at {offset} of the configuration", data.len()),
+            )),
+        }
+    }
+
+    /// Starts a queue on the IoThread behind `thread`. It is processed once unasked, and calls the
+    /// driver once.
+    ///
+    /// # Errors
+    ///
+    /// When the rings are not as the specification demands, the kick cannot be watched, or the
+    /// IoThread has ended.
+    pub fn start_queue(
+        &self,
+        thread: &Remote,
+        setup: QueueSetup,
+    ) -> Result<QueueHandle, StartError> {
+        let device = self.clone();
+        thread
+            .call(move |io| {
+                let (queue, handle) = Queue::new(setup, io, device.event_idx(), device.indirect())?;
+                let blk = Blk::new(io, &device);
+                io.spawn(queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk)));
+                Ok(handle)
+            })
+            .unwrap_or(Err(StartError::ThreadEnded))
+    }
+
+    fn has(&self, feature: u32) -> bool {
+        self.shared.features.load(Ordering::Relaxed) & (1 << feature) != 0
+    }
+
+    fn event_idx(&self) -> bool {
+        self.has(config::F_EVENT_IDX)
+    }
+
+    fn indirect(&self) -> bool {
+        self.has(config::F_INDIRECT_DESC)
+    }
+
+    /// Whether writes must be on stable storage before they are answered: unless the driver
+    /// negotiated a write cache, which it can flush (virtio 1.3, section 5.2.5.2).
+    fn write_through(&self) -> bool {
+        let cached = if self.has(config::F_CONFIG_WCE) {
+            self.shared.writeback.load(Ordering::Relaxed)
+        } else {
+            self.has(config::F_FLUSH) && self.shared.options.write_cache
+        };
+        !cached
+    }
+}
+
+/// The device on one IoThread.
+pub(crate) struct Blk {
+    disk: Disk,
+    device: BlkDevice,
+}
+
+impl Blk {
+    fn new(io: &Rc<Io>, device: &BlkDevice) -> Self {
+        let disk = device.shared.source.attach(io);
+        Self { disk, device: device.clone() }
+    }
+
+    pub(crate) fn log(&self) -> &LogLimit {
+        &self.device.shared.log
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.device.shared.options.name
+    }
+}

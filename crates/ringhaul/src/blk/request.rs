@@ -1,0 +1,267 @@
+//! One virtio-blk request (virtio 1.3, section 5.2.6), from its chain to its status.
+
+use std::io;
+use std::rc::Rc;
+
+use blockio::Buffers;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
+    VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+use virtqueue::{Chain, QueueError, Segments};
+
+use super::Blk;
+use super::config::{
+    DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
+};
+use crate::queue::Queue;
+
+const HEADER_BYTES: usize = 16;
+const SEGMENT_BYTES: usize = 16;
+
+/// Why a request fails.
+#[derive(Debug, thiserror::Error)]
+enum RequestError {
+    #[error("the chain is malformed: {0}")]
+    Chain(#[from] virtqueue::ChainFault),
+    #[error("the header is {0} bytes long, not {HEADER_BYTES}")]
+    Header(usize),
+    #[error("{0}")]
+    Malformed(&'static str),
+    #[error("request type {0} is not supported")]
+    Type(u32),
+    #[error("flags {0:#x} are not supported")]
+    Flags(u32),
+    #[error("{action} at byte {offset}: {source}")]
+    Disk { action: &'static str, offset: u64, source: io::Error },
+}
+
+impl RequestError {
+    /// The status byte (virtio 1.3, section 5.2.6): the one place where it is chosen.
+    fn status(&self) -> u32 {
+        match self {
+            Self::Type(_) | Self::Flags(_) => VIRTIO_BLK_S_UNSUPP,
+            _ => VIRTIO_BLK_S_IOERR,
+        }
+    }
+}
+
+/// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
+pub(crate) async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
+    let head = chain.head;
+    let Some(status) = chain.writable.take_last_byte() else {
+        // There is nowhere to say that the request failed.
+        blk.no_status(&queue, head);
+        return;
+    };
+    // All of these bytes are written below, whatever happens: with data, or with zeroes.
+    let written = if chain.fault.is_none() { chain.writable.bytes() + 1 } else { 0 };
+    let result = match chain.fault {
+        None => execute(&blk, &queue, chain.readable, chain.writable).await,
+        Some(fault) => Err(fault.into()),
+    };
+    match result {
+        Ok(()) => status.write(status_byte(VIRTIO_BLK_S_OK)),
+        Err(error) => {
+            blk.failed(&error);
+            status.write(status_byte(error.status()));
+        }
+    }
+    queue.push(head, u32::try_from(written).unwrap_or(u32::MAX));
+}
+
+fn status_byte(status: u32) -> u8 {
+    u8::try_from(status).unwrap_or(1)
+}
+
+async fn execute(
+    blk: &Blk,
+    queue: &Queue,
+    mut readable: Segments,
+    writable: Segments,
+) -> Result<(), RequestError> {
+    let mut header = [0; HEADER_BYTES];
+    let copied = readable.copy_to(0, &mut header);
+    readable.advance(HEADER_BYTES);
+    let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
+    let sector = u64::from_le_bytes(sector);
+    let result = match u32::from_le_bytes([t0, t1, t2, t3]) {
+        _ if copied < HEADER_BYTES => Err(RequestError::Header(copied)),
+        VIRTIO_BLK_T_IN => return read(blk, queue, sector, writable).await,
+        VIRTIO_BLK_T_OUT => write(blk, queue, sector, readable).await,
+        VIRTIO_BLK_T_FLUSH => flush(blk).await,
+        VIRTIO_BLK_T_GET_ID => return get_id(blk, &writable),
+        VIRTIO_BLK_T_DISCARD => discard(blk, &readable).await,
+        VIRTIO_BLK_T_WRITE_ZEROES => write_zeroes(blk, &readable).await,
+        other => Err(RequestError::Type(other)),
+    };
+    // None of these answers with data, but the used length counts what the driver gave.
+    if !writable.is_empty() {
+        queue.buffers(writable).zero_from(0);
+    }
+    result
+}
+
+/// The byte offset of a sector.
+fn offset_of(sector: u64) -> Result<u64, RequestError> {
+    sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
+}
+
+async fn read(
+    blk: &Blk,
+    queue: &Queue,
+    sector: u64,
+    writable: Segments,
+) -> Result<(), RequestError> {
+    let buffers = queue.buffers(writable);
+    let offset = match offset_of(sector) {
+        Ok(offset) => offset,
+        Err(error) => {
+            buffers.zero_from(0);
+            return Err(error);
+        }
+    };
+    let (result, buffers) = blk.disk.read(offset, buffers).await;
+    if result.is_err() {
+        // What was read is gone from the list; the rest must not show what memory held before.
+        buffers.zero_from(0);
+    }
+    queue.recycle(buffers);
+    result.map_err(|source| RequestError::Disk { action: "read", offset, source })
+}
+
+async fn write(
+    blk: &Blk,
+    queue: &Queue,
+    sector: u64,
+    readable: Segments,
+) -> Result<(), RequestError> {
+    let offset = offset_of(sector)?;
+    let fua = blk.device.write_through();
+    let (result, buffers): (_, Buffers) =
+        blk.disk.write(offset, queue.buffers(readable), fua).await;
+    queue.recycle(buffers);
+    result.map_err(|source| RequestError::Disk { action: "write", offset, source })
+}
+
+async fn flush(blk: &Blk) -> Result<(), RequestError> {
+    let result = blk.disk.flush().await;
+    result.map_err(|source| RequestError::Disk { action: "flush", offset: 0, source })
+}
+
+/// Writes the serial, padded with zeroes to 20 bytes and beyond.
+fn get_id(blk: &Blk, writable: &Segments) -> Result<(), RequestError> {
+    if writable.is_empty() {
+        return Err(RequestError::Malformed("there is no room for the id"));
+    }
+    let mut id = vec![0; writable.bytes().min(4096)];
+    let serial = blk.device.shared.options.serial.as_bytes();
+    let len = serial.len().min(SERIAL_BYTES).min(id.len());
+    id[..len].copy_from_slice(&serial[..len]);
+    let mut offset = 0;
+    while offset < writable.bytes() {
+        offset += writable.copy_from(offset, &id);
+        id.fill(0);
+    }
+    Ok(())
+}
+
+/// One range of a discard or write-zeroes request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Range {
+    offset: u64,
+    len: u64,
+    unmap: bool,
+}
+
+/// Reads the segments (virtio 1.3, section 5.2.6.2): all are checked before any is carried out.
+fn ranges(data: &Segments, sectors_max: u32, size: u64) -> Result<Vec<Range>, RequestError> {
+    let count = data.bytes() / SEGMENT_BYTES;
+    if count == 0 || !data.bytes().is_multiple_of(SEGMENT_BYTES) || count > SEGMENTS_MAX as usize {
+        return Err(RequestError::Malformed("there are no segments, too many, or half ones"));
+    }
+    (0..count)
+        .map(|index| {
+            let mut segment = [0; SEGMENT_BYTES];
+            data.copy_to(index * SEGMENT_BYTES, &mut segment);
+            range(&segment, sectors_max, size)
+        })
+        .collect()
+}
+
+fn range(
+    segment: &[u8; SEGMENT_BYTES],
+    sectors_max: u32,
+    size: u64,
+) -> Result<Range, RequestError> {
+    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = *segment;
+    let sectors = u32::from_le_bytes([n0, n1, n2, n3]);
+    let flags = u32::from_le_bytes(flags);
+    if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 {
+        return Err(RequestError::Flags(flags));
+    }
+    if sectors > sectors_max {
+        return Err(RequestError::Malformed("a segment is longer than the device announced"));
+    }
+    let offset = offset_of(u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]))?;
+    let len = u64::from(sectors) * SECTOR_BYTES;
+    if offset.checked_add(len).is_none_or(|end| end > size) {
+        return Err(RequestError::Malformed("a segment is beyond the end of the disk"));
+    }
+    Ok(Range { offset, len, unmap: flags != 0 })
+}
+
+async fn discard(blk: &Blk, readable: &Segments) -> Result<(), RequestError> {
+    let ranges = ranges(readable, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
+    if ranges.iter().any(|range| range.unmap) {
+        return Err(RequestError::Flags(VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP));
+    }
+    for Range { offset, len, .. } in ranges {
+        let result = blk.disk.discard(offset, len).await;
+        result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
+    }
+    settle(blk).await
+}
+
+async fn write_zeroes(blk: &Blk, readable: &Segments) -> Result<(), RequestError> {
+    let ranges = ranges(readable, WRITE_ZEROES_SECTORS_MAX, blk.disk.info().size_bytes)?;
+    for Range { offset, len, unmap } in ranges {
+        let result = blk.disk.write_zeroes(offset, len, unmap).await;
+        result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
+    }
+    settle(blk).await
+}
+
+/// Without a write cache, what was done is on stable storage before it is answered.
+async fn settle(blk: &Blk) -> Result<(), RequestError> {
+    if blk.device.write_through() { flush(blk).await } else { Ok(()) }
+}
+
+impl Blk {
+    fn failed(&self, error: &RequestError) {
+        if let Some(left_out) = self.log().permit() {
+            let name = self.name();
+            tracing::warn!(left_out, "{name}: a request failed: {error}");
+        }
+    }
+
+    /// A chain without a status byte cannot be answered, so its ring is stopped.
+    fn no_status(&self, queue: &Queue, head: u16) {
+        if let Some(left_out) = self.log().permit() {
+            let name = self.name();
+            tracing::warn!(left_out, "{name}: chain {head} has no status byte; its queue stops");
+        }
+        queue.push(head, 0);
+        queue.set_broken();
+    }
+
+    /// A ring that makes no sense is left alone; the other queues go on.
+    pub(crate) fn ring_is_bad(&self, queue: &Queue, error: &QueueError) {
+        if let Some(left_out) = self.log().permit() {
+            let name = self.name();
+            tracing::warn!(left_out, "{name}: a queue stops, its ring is bad: {error}");
+        }
+        queue.set_broken();
+    }
+}

@@ -1,0 +1,67 @@
+//! The IoThreads of the daemon.
+
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result};
+use blockio::{IoThread, IoThreadConfig, Remote};
+
+/// IoThreads that run until they are dropped.
+pub struct IoThreads {
+    remotes: Vec<Remote>,
+    handles: Vec<JoinHandle<()>>,
+}
+
+impl IoThreads {
+    /// Starts `count` threads, each with a loop and an engine.
+    ///
+    /// # Errors
+    ///
+    /// What [`IoThread::new`] says, or that the kernel has no thread left.
+    pub fn start(count: usize, config: &IoThreadConfig) -> Result<Self> {
+        let mut threads = Self { remotes: Vec::new(), handles: Vec::new() };
+        for index in 0..count {
+            let (sender, receiver) = mpsc::sync_channel(1);
+            let config = config.clone();
+            let handle = std::thread::Builder::new()
+                .name(format!("iothread-{index}"))
+                .spawn(move || run(&config, &sender))
+                .context("cannot start an IoThread")?;
+            threads.handles.push(handle);
+            let remote = receiver.recv().context("an IoThread ended at its start")??;
+            threads.remotes.push(remote);
+        }
+        Ok(threads)
+    }
+
+    /// Ways to reach the threads.
+    #[must_use]
+    pub fn remotes(&self) -> &[Remote] {
+        &self.remotes
+    }
+}
+
+fn run(config: &IoThreadConfig, started: &mpsc::SyncSender<Result<Remote, blockio::Error>>) {
+    let thread = match IoThread::new(config) {
+        Ok(thread) => thread,
+        Err(error) => {
+            let _ = started.send(Err(error));
+            return;
+        }
+    };
+    let _ = started.send(Ok(thread.remote()));
+    if let Err(error) = thread.run() {
+        tracing::error!("an IoThread has ended: {error}");
+    }
+}
+
+impl Drop for IoThreads {
+    fn drop(&mut self) {
+        for remote in &self.remotes {
+            remote.post(|io| io.stop());
+        }
+        for handle in self.handles.drain(..) {
+            let _ = handle.join();
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! Ringhaul serves disks to virtual machines.
+//!
+//! The program is in `main.rs`. This library holds its parts, so that a VMM can embed a device:
+//! [`blk::BlkDevice`] is a virtio-blk device that works on a memory map, rings and eventfds.
+
+pub mod blk;
+pub mod export;
+mod guest_buf;
+pub mod io_threads;
+mod log_limit;
+pub mod options;
+pub mod queue;
+mod queue_task;
+pub mod serve;
+mod vhost_user;

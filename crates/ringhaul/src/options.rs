@@ -1,0 +1,344 @@
+//! The command line.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use blockio::{DiskOptions, DiskSource, EngineKind};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::blk::config::{BlkOptions, SERIAL_BYTES};
+
+/// Serves disks to virtual machines over vhost-user.
+#[derive(Debug, Parser)]
+#[command(name = "ringhaul", version, about, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Export a disk as a virtio-blk device on a vhost-user socket, in the foreground.
+    ///
+    /// Ends cleanly on SIGTERM and SIGINT: requests that were taken are answered first. Without a
+    /// command, options are taken as those of `serve`, which is how management programs start
+    /// vhost-user back-ends.
+    Serve(ServeArgs),
+    /// Drive a vhost-user-blk socket and say how fast it is. Options are named as fio names them.
+    Bench(ringhaul_bench::BenchArgs),
+}
+
+/// Options of `ringhaul serve`.
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    /// Listen on this Unix socket. It is made at start and removed at the end.
+    #[arg(long, value_name = "PATH", conflicts_with = "fd")]
+    pub socket_path: Option<PathBuf>,
+    /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
+    /// to.
+    #[arg(long, value_name = "FD", allow_negative_numbers = true)]
+    pub fd: Option<i32>,
+    /// Serve this regular file or block device.
+    #[arg(long, value_name = "PATH", conflicts_with = "disk")]
+    pub blk_file: Option<PathBuf>,
+    /// Serve this disk: `null,size=SIZE` (answers at once, keeps nothing: for measuring) or
+    /// `file,path=PATH`. SIZE takes the suffixes K, M, G and T (powers of 1024).
+    #[arg(long, value_name = "KIND,KEY=VALUE")]
+    pub disk: Option<String>,
+    /// Refuse writes.
+    #[arg(long)]
+    pub read_only: bool,
+    /// Print what this program can do, as JSON, and exit; other options do not matter then.
+    #[arg(long)]
+    pub print_capabilities: bool,
+    /// The most queues that a front-end may use.
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub num_queues: u16,
+    /// Entries of a queue that the limit on segments is meant for: a power of two from 4 to 1024.
+    /// The front-end may choose any size up to 1024.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
+    pub queue_size: u16,
+    /// Threads that serve queues; queue I is served by thread I modulo N.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub iothreads: u16,
+    /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
+    /// It does so only while that has paid lately; 0 is never.
+    #[arg(long, value_name = "US", default_value_t = 64,
+          value_parser = clap::value_parser!(u16).range(0..=10_000))]
+    pub poll_max_us: u16,
+    /// How operations reach the kernel. `auto` chooses and says why.
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    pub engine: EngineOption,
+    /// What stands between the guest and the disk, in QEMU's words. `none` and `directsync` bypass
+    /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
+    /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
+    /// Default: `none`, or `writeback` where the file system has no direct I/O.
+    #[arg(long, value_name = "MODE")]
+    pub cache: Option<CacheMode>,
+    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: the file's name.
+    #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
+    pub serial: Option<String>,
+    /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
+    /// the disk asks for.
+    #[arg(long, value_name = "BYTES")]
+    pub logical_block_size: Option<u32>,
+}
+
+/// Values of `--engine`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EngineOption {
+    /// The best that works for this disk.
+    Auto,
+    /// Linux AIO.
+    Aio,
+    /// Blocking system calls on a pool of threads.
+    Threads,
+}
+
+/// Values of `--cache`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CacheMode {
+    /// Direct I/O; the guest flushes the disk's own write cache.
+    None,
+    /// Direct I/O; every write is on stable storage when it is answered.
+    Directsync,
+    /// The page cache; the guest flushes it.
+    Writeback,
+    /// The page cache; every write is on stable storage when it is answered.
+    Writethrough,
+}
+
+impl CacheMode {
+    fn is_direct(self) -> bool {
+        matches!(self, Self::None | Self::Directsync)
+    }
+
+    fn has_write_cache(self) -> bool {
+        matches!(self, Self::None | Self::Writeback)
+    }
+}
+
+/// What `--print-capabilities` prints ("Backend program conventions" of the vhost-user
+/// specification).
+pub const CAPABILITIES: &str = r#"{
+  "type": "block",
+  "features": [
+    "read-only",
+    "blk-file"
+  ]
+}"#;
+
+/// What `--disk` or `--blk-file` names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum DiskSpec {
+    File(PathBuf),
+    Null { size_bytes: u64 },
+}
+
+/// A disk that is open, and the options of its device.
+pub struct OpenDisk {
+    /// The disk.
+    pub source: DiskSource,
+    /// The device on it.
+    pub options: BlkOptions,
+    /// One line on what was opened.
+    pub summary: String,
+}
+
+impl ServeArgs {
+    /// Opens the disk.
+    ///
+    /// # Errors
+    ///
+    /// When none is named, or it cannot be used.
+    pub fn open_disk(&self) -> Result<OpenDisk> {
+        let spec = match (&self.blk_file, &self.disk) {
+            (Some(path), _) => DiskSpec::File(path.clone()),
+            (None, Some(text)) => {
+                parse_disk(text).with_context(|| format!("cannot understand --disk {text}"))?
+            }
+            (None, None) => bail!("no disk is named; use --blk-file PATH or --disk null,size=SIZE"),
+        };
+        let (source, cache, name) = match &spec {
+            DiskSpec::File(path) => {
+                let (source, cache) = self.open_file(path)?;
+                (source, cache, path.display().to_string())
+            }
+            DiskSpec::Null { size_bytes } => {
+                let source = DiskSource::null(*size_bytes, &self.disk_options(false))?;
+                (source, self.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
+            }
+        };
+        let info = source.info();
+        let summary = format!(
+            "{name}: {} MiB, logical block {} bytes, cache {}{}",
+            info.size_bytes >> 20,
+            info.logical_block_bytes,
+            name_of(cache),
+            if info.read_only { ", read-only" } else { "" },
+        );
+        let options = BlkOptions {
+            name,
+            serial: self.serial.clone().unwrap_or_else(|| default_serial(&spec)),
+            num_queues: self.num_queues,
+            queue_size: self.queue_size,
+            write_cache: cache.has_write_cache(),
+        };
+        Ok(OpenDisk { source, options, summary })
+    }
+
+    fn disk_options(&self, direct: bool) -> DiskOptions {
+        DiskOptions {
+            direct,
+            read_only: self.read_only,
+            logical_block_bytes: self.logical_block_size,
+        }
+    }
+
+    /// Opens a file as `--cache` says, or without it in the best way that works.
+    fn open_file(&self, path: &Path) -> Result<(DiskSource, CacheMode)> {
+        let cache = self.cache.unwrap_or(CacheMode::None);
+        let error = match DiskSource::file(path, &self.disk_options(cache.is_direct())) {
+            Ok(source) => return Ok((source, cache)),
+            Err(error) => error,
+        };
+        if cache.is_direct()
+            && let Ok(source) = DiskSource::file(path, &self.disk_options(false))
+        {
+            if self.cache.is_some() {
+                bail!("{error} (--cache writeback or --cache writethrough)");
+            }
+            tracing::warn!("{error}; falling back to --cache writeback");
+            return Ok((source, CacheMode::Writeback));
+        }
+        Err(error.into())
+    }
+
+    /// The engine for a disk, and why.
+    #[must_use]
+    pub fn choose_engine(&self, source: &DiskSource) -> (EngineKind, &'static str) {
+        match self.engine {
+            EngineOption::Aio if !source.info().direct => {
+                (EngineKind::Aio, "as asked; with the page cache its submits wait for the disk")
+            }
+            EngineOption::Aio => (EngineKind::Aio, "as asked"),
+            EngineOption::Threads => (EngineKind::Threads, "as asked"),
+            EngineOption::Auto if source.is_null() => {
+                (EngineKind::Threads, "a null disk has no operations for it")
+            }
+            EngineOption::Auto if source.info().direct => {
+                (EngineKind::Aio, "Linux AIO is asynchronous for direct I/O")
+            }
+            EngineOption::Auto => (
+                EngineKind::Threads,
+                "Linux AIO would wait for the disk when it uses the page cache",
+            ),
+        }
+    }
+}
+
+fn name_of(cache: CacheMode) -> String {
+    cache.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+/// The file's name, as far as it fits and a guest can print it.
+fn default_serial(spec: &DiskSpec) -> String {
+    let name = match spec {
+        DiskSpec::File(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        DiskSpec::Null { .. } => "null".to_owned(),
+    };
+    name.chars().filter(char::is_ascii_graphic).take(SERIAL_BYTES).collect()
+}
+
+fn parse_serial(text: &str) -> Result<String, String> {
+    if text.len() > SERIAL_BYTES || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
+        return Err(format!("a serial number is up to {SERIAL_BYTES} bytes of printable ASCII"));
+    }
+    Ok(text.to_owned())
+}
+
+fn parse_queue_size(text: &str) -> Result<u16, String> {
+    match text.parse::<u16>() {
+        Ok(size) if size.is_power_of_two() && (4..=1024).contains(&size) => Ok(size),
+        _ => Err("a queue size is a power of two from 4 to 1024".to_owned()),
+    }
+}
+
+fn parse_disk(text: &str) -> Result<DiskSpec> {
+    let mut parts = text.split(',');
+    let kind = parts.next().unwrap_or_default();
+    if !["null", "file"].contains(&kind) {
+        bail!("'{kind}' is no kind of disk; there are null and file");
+    }
+    let mut size = None;
+    let mut path = None;
+    for part in parts {
+        match (kind, part.split_once('=')) {
+            ("null", Some(("size", value))) => size = Some(parse_size(value)?),
+            ("file", Some(("path", value))) if !value.is_empty() => {
+                path = Some(PathBuf::from(value))
+            }
+            ("file", Some(("path", _))) => {}
+            _ => bail!("'{part}' is not an option of a disk of kind {kind}"),
+        }
+    }
+    match (kind, size, path) {
+        ("null", Some(size_bytes), _) => Ok(DiskSpec::Null { size_bytes }),
+        ("file", _, Some(path)) => Ok(DiskSpec::File(path)),
+        ("null", ..) => bail!("a null disk needs a size, as in null,size=64G"),
+        _ => bail!("a file needs a path, as in file,path=disk.img"),
+    }
+}
+
+fn parse_size(text: &str) -> Result<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        suffix => bail!("{suffix} is no suffix of a size; there are K, M, G and T"),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(1 << shift))
+        .with_context(|| format!("'{text}' is no size, such as 64G"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_understood() {
+        let null = |size_bytes| Some(DiskSpec::Null { size_bytes });
+        assert_eq!(parse_disk("null,size=64G").ok(), null(64 << 30));
+        assert_eq!(parse_disk("null,size=512").ok(), null(512));
+        assert_eq!(parse_disk("file,path=a=b").ok(), Some(DiskSpec::File("a=b".into())));
+        for bad in ["null", "null,size=1X", "null,size=", "null,path=x", "file", "qcow2,path=x", ""]
+        {
+            assert!(parse_disk(bad).is_err(), "{bad} was taken");
+        }
+        assert!(parse_size("99999999999T").is_err());
+    }
+
+    #[test]
+    fn capabilities_are_json_of_a_block_back_end() {
+        let value: serde_json::Value = serde_json::from_str(CAPABILITIES).unwrap();
+        assert_eq!(value["type"], "block");
+        assert_eq!(value["features"].as_array().map(Vec::len), Some(2));
+    }
+
+    #[test]
+    fn a_serial_is_made_of_the_file_name() {
+        let serial = |path: &str| default_serial(&DiskSpec::File(path.into()));
+        assert_eq!(serial("/srv/my disk.img"), "mydisk.img");
+        assert_eq!(serial("/srv/a-very-long-name-of-a-disk.qcow").len(), SERIAL_BYTES);
+    }
+}

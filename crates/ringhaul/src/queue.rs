@@ -1,0 +1,290 @@
+//! One virtqueue of a device: the ring, its eventfds, and how it is told to stop.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::task::Waker;
+
+use blockio::{Buffers, Source, io_thread::Io};
+use rustix::fd::OwnedFd;
+use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
+
+use crate::guest_buf::GuestOwner;
+
+/// What a queue starts with.
+pub struct QueueSetup {
+    /// The memory that the ring's addresses and the driver's buffers are in.
+    pub memory: Arc<GuestMemory>,
+    /// Where the ring is.
+    pub ring: Ring,
+    /// Written by the driver when it has made chains available. `None`: the driver never kicks.
+    pub kick: Option<OwnedFd>,
+    /// Written when the driver is to look at the used ring. `None`: the driver polls.
+    pub call: Option<OwnedFd>,
+    /// Written when the ring is bad.
+    pub err: Option<OwnedFd>,
+}
+
+/// A split virtqueue's place in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ring {
+    /// Entries: a power of two, at most 1024.
+    pub size: u16,
+    /// Guest address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest address of the avail ring.
+    pub avail_ring: u64,
+    /// Guest address of the used ring.
+    pub used_ring: u64,
+    /// The avail entry to begin with.
+    pub next_avail: u16,
+}
+
+/// Why a queue does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The ring is not as the specification demands.
+    #[error(transparent)]
+    Ring(#[from] QueueError),
+    /// The queue's IoThread has ended.
+    #[error("the IoThread of the queue has ended")]
+    ThreadEnded,
+}
+
+/// What a running queue can be told.
+enum Command {
+    SetCall(Option<OwnedFd>),
+    SetErr(Option<OwnedFd>),
+    /// Stop taking chains, finish those taken, then answer with the next avail entry.
+    Stop(mpsc::SyncSender<u16>),
+}
+
+#[derive(Default)]
+struct Control {
+    /// Whether there are commands: looked at in each run, without a lock.
+    pending: AtomicBool,
+    inner: Mutex<ControlInner>,
+}
+
+#[derive(Default)]
+struct ControlInner {
+    commands: Vec<Command>,
+    waker: Option<Waker>,
+}
+
+impl Control {
+    fn send(&self, command: Command) {
+        let waker = {
+            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            inner.commands.push(command);
+            self.pending.store(true, Ordering::Release);
+            inner.waker.clone()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+/// A running queue, for the thread that controls it. Dropping it does not stop the queue.
+pub struct QueueHandle {
+    control: Arc<Control>,
+}
+
+impl QueueHandle {
+    /// Replaces the call eventfd.
+    pub fn set_call(&self, call: Option<OwnedFd>) {
+        self.control.send(Command::SetCall(call));
+    }
+
+    /// Replaces the eventfd for ring errors.
+    pub fn set_err(&self, err: Option<OwnedFd>) {
+        self.control.send(Command::SetErr(err));
+    }
+
+    /// Stops the queue: no more chains are taken, and this returns when all that were taken have
+    /// been answered, however long the disk needs. Returns the next avail entry, or `None` when
+    /// the IoThread has ended.
+    #[must_use]
+    pub fn stop(self) -> Option<u16> {
+        let (reply, next_avail) = mpsc::sync_channel(1);
+        self.control.send(Command::Stop(reply));
+        drop(self);
+        next_avail.recv().ok()
+    }
+}
+
+/// A queue on its IoThread.
+pub(crate) struct Queue {
+    ring: RefCell<SplitQueue>,
+    guest: GuestOwner,
+    kick: Cell<Option<OwnedFd>>,
+    call: RefCell<Option<OwnedFd>>,
+    err: RefCell<Option<OwnedFd>>,
+    control: Arc<Control>,
+    /// Used elements were pushed that the driver does not see yet.
+    unpublished: Cell<bool>,
+    /// The ring made no sense: it is left alone until it is stopped.
+    broken: Cell<bool>,
+    stats: Arc<blockio::stats::Stats>,
+}
+
+impl Queue {
+    pub(crate) fn new(
+        setup: QueueSetup,
+        io: &Io,
+        event_idx: bool,
+        indirect: bool,
+    ) -> Result<(Self, QueueHandle), StartError> {
+        let memory = LocalMemory::new(setup.memory);
+        let config = QueueConfig {
+            size: setup.ring.size,
+            desc_table: setup.ring.desc_table,
+            avail_ring: setup.ring.avail_ring,
+            used_ring: setup.ring.used_ring,
+            event_idx,
+            indirect,
+            next_avail: setup.ring.next_avail,
+        };
+        let ring = SplitQueue::new(memory.clone(), config)?;
+        let control = Arc::new(Control::default());
+        let queue = Self {
+            ring: RefCell::new(ring),
+            guest: GuestOwner::new(memory),
+            kick: Cell::new(setup.kick),
+            call: RefCell::new(setup.call),
+            err: RefCell::new(setup.err),
+            control: Arc::clone(&control),
+            // A call is forced at the first notify.
+            unpublished: Cell::new(true),
+            broken: Cell::new(false),
+            stats: Arc::clone(io.stats()),
+        };
+        Ok((queue, QueueHandle { control }))
+    }
+
+    /// The kick eventfd, once, for the reactor.
+    pub(crate) fn take_kick(&self) -> Option<OwnedFd> {
+        self.kick.take()
+    }
+
+    /// Lets commands wake the task that polls with this waker.
+    pub(crate) fn set_waker(&self, waker: &Waker) {
+        let mut inner = self.control.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.waker = Some(waker.clone());
+    }
+
+    /// Carries out commands. Returns whom to answer when the queue is to stop.
+    pub(crate) fn take_commands(&self) -> Option<mpsc::SyncSender<u16>> {
+        if !self.control.pending.load(Ordering::Acquire) {
+            return None;
+        }
+        let commands = {
+            let mut inner = self.control.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            self.control.pending.store(false, Ordering::Relaxed);
+            std::mem::take(&mut inner.commands)
+        };
+        let mut stop = None;
+        for command in commands {
+            match command {
+                Command::SetCall(call) => {
+                    *self.call.borrow_mut() = call;
+                    // What was published in between may have called the old eventfd.
+                    self.ring.borrow_mut().force_call();
+                    self.unpublished.set(true);
+                }
+                Command::SetErr(err) => *self.err.borrow_mut() = err,
+                Command::Stop(reply) => stop = Some(reply),
+            }
+        }
+        stop
+    }
+
+    /// The next chain; `None` when there is none, or the ring is bad.
+    #[inline]
+    pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
+        if self.broken.get() {
+            return Ok(None);
+        }
+        self.ring.borrow_mut().pop()
+    }
+
+    /// Answers a chain. The driver sees it after the next notify.
+    #[inline]
+    pub(crate) fn push(&self, head: u16, written_bytes: u32) {
+        self.ring.borrow_mut().push(head, written_bytes);
+        self.unpublished.set(true);
+    }
+
+    /// Leaves the ring alone from now on, and tells the front-end.
+    pub(crate) fn set_broken(&self) {
+        self.broken.set(true);
+        if let Some(err) = &*self.err.borrow() {
+            write_eventfd(err);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn has_unpublished(&self) -> bool {
+        self.unpublished.get()
+    }
+
+    pub(crate) fn next_avail(&self) -> u16 {
+        self.ring.borrow().next_avail()
+    }
+
+    /// Segments of a chain as buffers for a disk.
+    #[inline]
+    pub(crate) fn buffers(&self, segments: Segments) -> Buffers {
+        self.guest.buffers(segments)
+    }
+
+    /// Takes used buffers back, for their storage.
+    #[inline]
+    pub(crate) fn recycle(&self, buffers: Buffers) {
+        self.guest.recycle(buffers);
+    }
+}
+
+impl Source for Queue {
+    fn notify(&self) {
+        self.unpublished.set(false);
+        if self.ring.borrow_mut().publish()
+            && let Some(call) = &*self.call.borrow()
+        {
+            self.stats.syscalls.eventfd_write.add(1);
+            write_eventfd(call);
+        }
+    }
+
+    fn arm(&self) -> bool {
+        !self.broken.get() && self.ring.borrow_mut().enable_kicks()
+    }
+
+    fn disarm(&self) {
+        self.ring.borrow_mut().disable_kicks();
+    }
+
+    fn has_work(&self) -> bool {
+        !self.broken.get() && self.ring.borrow().has_available()
+    }
+}
+
+/// Adds one to an eventfd of the front-end. A full counter means that it has yet to look, and no
+/// other failure is ours to handle: the descriptor is the front-end's choice.
+fn write_eventfd(fd: &OwnedFd) {
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}
+
+/// Keeps a source for as long as it is in scope.
+pub(crate) struct Registration {
+    pub(crate) io: Rc<Io>,
+    pub(crate) id: blockio::SourceId,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.io.remove_source(self.id);
+    }
+}

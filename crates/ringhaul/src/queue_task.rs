@@ -1,0 +1,127 @@
+//! The task of one virtqueue: wait for a kick, pop, start requests, stop. Read this second, after
+//! `blockio::io_thread`.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::mpsc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use blockio::{Io, Source, TaskSet};
+
+use crate::blk::{Blk, request};
+use crate::queue::{Queue, Registration};
+
+/// Chains popped in one run. Between runs ops are submitted, completions harvested and the driver
+/// called, so a smaller number lets the driver go on earlier, and a larger one saves system calls.
+const CHAINS_PER_RUN: usize = 16;
+
+/// How often a queue without a kick is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_micros(100);
+
+/// Serves `queue` until it is told to stop.
+pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
+    poll_fn(|cx| {
+        queue.set_waker(cx.waker());
+        Poll::Ready(())
+    })
+    .await;
+    let source: Rc<dyn Source> = Rc::<Queue>::clone(&queue);
+    let kick = queue.take_kick();
+    let mut look = kick.is_none().then(Instant::now);
+    let source = match io.add_source(source, kick) {
+        Ok(id) => Registration { io: Rc::clone(&io), id },
+        Err(error) => {
+            tracing::error!("{}: {error}; the queue is not served", blk.name());
+            queue.set_broken();
+            wait_for_stop(&io, &queue).await.answer(&queue);
+            return;
+        }
+    };
+    let mut requests = TaskSet::new(Rc::clone(&io));
+    let stop = loop {
+        let popped = poll_fn(|cx| {
+            requests.run_woken(cx);
+            for popped in 0..CHAINS_PER_RUN {
+                match queue.pop() {
+                    Ok(Some(chain)) => {
+                        let request = request::serve(Rc::clone(&blk), Rc::clone(&queue), chain);
+                        requests.spawn(cx, request);
+                    }
+                    Ok(None) => return Poll::Ready(popped),
+                    Err(error) => {
+                        blk.ring_is_bad(&queue, &error);
+                        return Poll::Ready(popped);
+                    }
+                }
+            }
+            Poll::Ready(CHAINS_PER_RUN)
+        })
+        .await;
+        if let Some(reply) = queue.take_commands() {
+            break Stop(reply);
+        }
+        if queue.has_unpublished() {
+            io.notify_at_end(source.id);
+        }
+        if popped == CHAINS_PER_RUN {
+            // There may be more: after this run's submit, harvest and notify.
+            io.wake_me();
+        }
+        if let Some(due) = &mut look
+            && *due <= Instant::now()
+        {
+            *due = Instant::now() + LOOK_INTERVAL;
+            io.wake_me_at(*due);
+        }
+        io.suspend().await;
+    };
+    finish(&io, &queue, &source, &mut requests).await;
+    drop(source);
+    stop.answer(&queue);
+}
+
+/// Waits until the requests that were popped are answered, and their answers are visible.
+async fn finish<F: Future<Output = ()>>(
+    io: &Io,
+    queue: &Queue,
+    source: &Registration,
+    requests: &mut TaskSet<F>,
+) {
+    loop {
+        poll_fn(|cx| {
+            requests.run_woken(cx);
+            Poll::Ready(())
+        })
+        .await;
+        // Eventfds may be replaced while a slow disk keeps the queue from stopping.
+        let _ = queue.take_commands();
+        if requests.is_empty() {
+            break;
+        }
+        if queue.has_unpublished() {
+            io.notify_at_end(source.id);
+        }
+        io.suspend().await;
+    }
+    queue.notify();
+}
+
+async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
+    loop {
+        if let Some(reply) = queue.take_commands() {
+            return Stop(reply);
+        }
+        io.suspend().await;
+    }
+}
+
+/// Somebody waits to hear that the queue has stopped.
+struct Stop(mpsc::SyncSender<u16>);
+
+impl Stop {
+    fn answer(self, queue: &Queue) {
+        // Whoever asked may be gone; then nobody needs the answer.
+        let _ = self.0.send(queue.next_avail());
+    }
+}

@@ -1,0 +1,262 @@
+//! Descriptor chains: walking one, and the buffers of the guest that it names.
+
+use libc::iovec;
+
+use crate::error::{ChainFault, QueueError};
+use crate::memory::{Descriptor, Direction, GuestByte, HostRanges, LocalMemory, Translator};
+use crate::split::MAX_INDIRECT_ENTRIES;
+
+/// The chain goes on at `next` (virtio 1.3, section 2.7.5).
+const DESC_F_NEXT: u16 = 1;
+/// The buffer is for the device to write.
+const DESC_F_WRITE: u16 = 2;
+/// The buffer is a table of descriptors.
+const DESC_F_INDIRECT: u16 = 4;
+
+/// Bytes of a descriptor, as the length of an indirect table counts them.
+const DESCRIPTOR_LEN: u32 = 16;
+
+/// A driver must not make longer chains (virtio 1.3, section 2.7.5.2), and used lengths have 32
+/// bits.
+const MAX_BYTES: usize = u32::MAX as usize;
+
+/// One request of the driver, popped from the avail ring.
+#[derive(Debug)]
+pub struct Chain {
+    /// What [`SplitQueue::push`](crate::SplitQueue::push) wants back, once for each chain.
+    pub head: u16,
+    /// What the driver wrote for the device. Empty when there is a fault.
+    pub readable: Segments,
+    /// Where the device answers. When there is a fault, this is the last byte of the last
+    /// device-writable buffer, where virtio-blk has its status, or empty when that byte is not in
+    /// guest memory or there is no such buffer.
+    pub writable: Segments,
+    /// Why the request cannot be carried out.
+    pub fault: Option<ChainFault>,
+}
+
+/// Buffers of the guest in one direction, as ranges of this process, and what keeps them mapped.
+///
+/// A buffer that goes over the border of two memory regions becomes two ranges; no range is empty.
+/// The storage goes back to the [`LocalMemory`] when this is dropped.
+#[derive(Debug)]
+pub struct Segments(HostRanges);
+
+impl Segments {
+    /// Bytes that are left.
+    #[inline]
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// Whether no byte is left.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.bytes() == 0
+    }
+
+    /// The ranges that are left, in order. They are guest memory: good for the kernel to read or
+    /// write for as long as these segments live, and never to be made a Rust reference.
+    #[inline]
+    pub fn iovecs(&self) -> &[iovec] {
+        self.0.as_slice()
+    }
+
+    /// What keeps the ranges mapped.
+    #[inline]
+    pub fn memory(&self) -> &LocalMemory {
+        self.0.memory()
+    }
+
+    /// Copies out of guest memory from `offset` on, across ranges, until `dst` is full or the
+    /// segments end. Returns the bytes copied.
+    #[inline]
+    pub fn copy_to(&self, offset: usize, dst: &mut [u8]) -> usize {
+        self.0.read(offset, dst)
+    }
+
+    /// Copies into guest memory from `offset` on, across ranges, until `src` or the segments end.
+    /// Returns the bytes copied.
+    ///
+    /// Nothing stops a device from writing to what is device-readable; the specification does.
+    #[inline]
+    pub fn copy_from(&self, offset: usize, src: &[u8]) -> usize {
+        self.0.write(offset, src)
+    }
+
+    /// Drops bytes from the front, at most all.
+    #[inline]
+    pub fn advance(&mut self, bytes: usize) {
+        self.0.advance(bytes);
+    }
+
+    /// Takes the last byte off: the status byte of virtio-blk.
+    #[inline]
+    pub fn take_last_byte(&mut self) -> Option<GuestByte> {
+        self.0.take_last_byte()
+    }
+
+    /// The list of ranges, the index of the first that is left, and what must be kept while they
+    /// are used. Give the list to [`LocalMemory::recycle`] or
+    /// [`SplitQueue::recycle`](crate::SplitQueue::recycle) afterwards.
+    #[inline]
+    pub fn into_raw_parts(self) -> (Vec<iovec>, usize, LocalMemory) {
+        self.0.into_raw_parts()
+    }
+}
+
+/// Reads the chain that starts at `head`, and leaves its buffers in the translator.
+///
+/// # Errors
+///
+/// When the descriptors themselves make no sense, so that the chain's end is not known.
+#[inline]
+pub(crate) fn walk(
+    translator: &mut Translator,
+    head: u16,
+    indirect: bool,
+) -> Result<Option<ChainFault>, QueueError> {
+    translator.start_chain();
+    let mut links = Links { head, left: translator.entries(), indirect, in_indirect: false };
+    let mut descriptor = links.first(translator)?;
+    let mut writable_seen = false;
+    loop {
+        let direction = direction(descriptor);
+        if direction == Direction::Readable && writable_seen {
+            return links.walk_on(translator, descriptor, ChainFault::ReadableAfterWritable);
+        }
+        writable_seen = direction == Direction::Writable;
+        if descriptor.len > 0
+            && let Err(fault) = translator.append(direction, descriptor.addr, descriptor.len)
+        {
+            return links.walk_on(translator, descriptor, fault);
+        }
+        match links.after(translator, descriptor)? {
+            Some(next) => descriptor = next,
+            None => break,
+        }
+    }
+    if translator.bytes() > MAX_BYTES {
+        let bytes = translator.bytes();
+        translator.keep_last_byte();
+        return Ok(Some(ChainFault::TooLong { bytes }));
+    }
+    Ok(None)
+}
+
+/// The chain whose buffers are in the translator.
+#[inline]
+pub(crate) fn finish(translator: &mut Translator, head: u16, fault: Option<ChainFault>) -> Chain {
+    let (readable, writable) = translator.finish_chain();
+    Chain { head, readable: Segments(readable), writable: Segments(writable), fault }
+}
+
+#[inline]
+fn direction(descriptor: Descriptor) -> Direction {
+    if descriptor.flags & DESC_F_WRITE != 0 { Direction::Writable } else { Direction::Readable }
+}
+
+/// How descriptors follow each other: through the queue's table, and at its end at most one
+/// indirect table.
+struct Links {
+    head: u16,
+    /// Descriptors that the chain may still have in this table, if it does not loop.
+    left: u16,
+    /// Whether indirect tables were negotiated.
+    indirect: bool,
+    in_indirect: bool,
+}
+
+impl Links {
+    #[inline]
+    fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
+        let (head, entries) = (self.head, translator.entries());
+        let first =
+            translator.descriptor(head).ok_or(QueueError::HeadOutOfRange { head, entries })?;
+        self.resolve(translator, first)
+    }
+
+    /// The descriptor after one that names a buffer.
+    #[inline]
+    fn after(
+        &mut self,
+        translator: &mut Translator,
+        descriptor: Descriptor,
+    ) -> Result<Option<Descriptor>, QueueError> {
+        if descriptor.flags & DESC_F_NEXT == 0 {
+            return Ok(None);
+        }
+        let (head, next, entries) = (self.head, descriptor.next, translator.entries());
+        self.left -= 1;
+        if self.left == 0 {
+            return Err(QueueError::Loop { head, entries });
+        }
+        let descriptor = translator.descriptor(next).ok_or(QueueError::NextOutOfRange {
+            head,
+            next,
+            entries,
+        })?;
+        self.resolve(translator, descriptor).map(Some)
+    }
+
+    /// The descriptor itself, or the first of the table that it names (virtio 1.3, section
+    /// 2.7.5.3; the `WRITE` flag of such a descriptor means nothing).
+    #[inline]
+    fn resolve(
+        &mut self,
+        translator: &mut Translator,
+        descriptor: Descriptor,
+    ) -> Result<Descriptor, QueueError> {
+        let Descriptor { addr, len, flags, .. } = descriptor;
+        if flags & DESC_F_INDIRECT == 0 {
+            return Ok(descriptor);
+        }
+        let head = self.head;
+        if !self.indirect {
+            return Err(QueueError::IndirectNotNegotiated { head });
+        }
+        if self.in_indirect {
+            return Err(QueueError::NestedIndirect { head });
+        }
+        if flags & DESC_F_NEXT != 0 {
+            return Err(QueueError::IndirectWithNext { head });
+        }
+        let max = MAX_INDIRECT_ENTRIES;
+        let entries = match u16::try_from(len / DESCRIPTOR_LEN) {
+            Ok(entries @ 1..=MAX_INDIRECT_ENTRIES) if len.is_multiple_of(DESCRIPTOR_LEN) => entries,
+            _ => return Err(QueueError::IndirectLength { head, len, max }),
+        };
+        if !translator.enter_indirect(addr, entries) {
+            return Err(QueueError::IndirectUnmapped { head, addr, len });
+        }
+        (self.in_indirect, self.left) = (true, entries);
+        match translator.descriptor(0) {
+            Some(first) if first.flags & DESC_F_INDIRECT != 0 => {
+                Err(QueueError::NestedIndirect { head })
+            }
+            Some(first) => Ok(first),
+            None => Err(QueueError::IndirectUnmapped { head, addr, len }),
+        }
+    }
+
+    /// Walks on after a fault in `descriptor`, for the end of the chain and its last writable byte.
+    #[cold]
+    #[inline(never)]
+    fn walk_on(
+        mut self,
+        translator: &mut Translator,
+        mut descriptor: Descriptor,
+        fault: ChainFault,
+    ) -> Result<Option<ChainFault>, QueueError> {
+        translator.keep_last_byte();
+        loop {
+            if direction(descriptor) == Direction::Writable && descriptor.len > 0 {
+                translator.keep_last_byte_of(descriptor.addr, descriptor.len);
+            }
+            match self.after(translator, descriptor)? {
+                Some(next) => descriptor = next,
+                None => return Ok(Some(fault)),
+            }
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! What can be wrong with a memory map, with a ring, and with one request.
+
+use std::fmt;
+
+/// Why a memory map was refused, or why an access to it failed.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// More regions than the vhost-user specification lets a front-end add.
+    #[error("cannot map {count} memory regions: at most {max} are supported")]
+    TooManyRegions {
+        /// How many regions the map would have.
+        count: usize,
+        /// How many it may have.
+        max: usize,
+    },
+    /// A region of no bytes.
+    #[error("cannot map the memory region at guest address {guest_addr:#x}: its size is zero")]
+    EmptyRegion {
+        /// Start of the region.
+        guest_addr: u64,
+    },
+    /// A region whose end does not fit 64 bits, in any of its address spaces or in its file.
+    #[error(
+        "cannot map the memory region at guest address {guest_addr:#x} (front-end address \
+         {user_addr:#x}, file offset {file_offset:#x}): its size {size:#x} passes the end of the \
+         address space"
+    )]
+    AddressWrap {
+        /// Start of the region in guest memory.
+        guest_addr: u64,
+        /// Start of the region in the front-end.
+        user_addr: u64,
+        /// Start of the region in its file.
+        file_offset: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// Two regions have addresses in common.
+    #[error(
+        "cannot map the memory region at {space} address {second:#x}: it overlaps the region at \
+         {first:#x}, remove that one first"
+    )]
+    Overlap {
+        /// `guest` or `front-end`: the address space in which they overlap.
+        space: &'static str,
+        /// The region with the lower start.
+        first: u64,
+        /// The region with the higher start.
+        second: u64,
+    },
+    /// The file ends before the region does, so that touching the rest would raise SIGBUS.
+    #[error(
+        "cannot map the memory region at guest address {guest_addr:#x}: it needs {needed} bytes \
+         of its file, which has {length}"
+    )]
+    FileTooShort {
+        /// Start of the region.
+        guest_addr: u64,
+        /// Offset in the file at which the region ends.
+        needed: u64,
+        /// Length of the file.
+        length: u64,
+    },
+    /// The file is of a kind that cannot be guest memory, such as a socket or a block device.
+    #[error(
+        "cannot map the memory region at guest address {guest_addr:#x}: its descriptor is not of \
+         memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device)"
+    )]
+    NotMemory {
+        /// Start of the region.
+        guest_addr: u64,
+    },
+    /// The file cannot be examined.
+    #[error(
+        "cannot examine the file of the memory region at guest address {guest_addr:#x}: {cause}"
+    )]
+    Stat {
+        /// Start of the region.
+        guest_addr: u64,
+        /// What `fstat` said.
+        cause: std::io::Error,
+    },
+    /// The kernel refused the mapping.
+    #[error(
+        "cannot map the memory region at guest address {guest_addr:#x} ({size:#x} bytes) for \
+         reading and writing: {cause}"
+    )]
+    Map {
+        /// Start of the region.
+        guest_addr: u64,
+        /// Bytes.
+        size: u64,
+        /// What `mmap` said.
+        cause: vm_memory::mmap::MmapRegionError,
+    },
+    /// No region has exactly these addresses and this size.
+    #[error(
+        "cannot remove the memory region at guest address {guest_addr:#x} (front-end address \
+         {user_addr:#x}, {size:#x} bytes): there is no such region"
+    )]
+    UnknownRegion {
+        /// Start of the region in guest memory.
+        guest_addr: u64,
+        /// Start of the region in the front-end.
+        user_addr: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// An access to guest memory that no region holds. What lay before it has been copied.
+    #[error("guest address {addr:#x} is in no memory region")]
+    Unmapped {
+        /// The first address that is not mapped.
+        addr: u64,
+    },
+}
+
+/// One of the three parts of a split virtqueue (virtio 1.3, section 2.7).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RingPart {
+    /// The Descriptor Area.
+    DescTable,
+    /// The Driver Area.
+    AvailRing,
+    /// The Device Area.
+    UsedRing,
+}
+
+impl fmt::Display for RingPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::DescTable => "descriptor table",
+            Self::AvailRing => "avail ring",
+            Self::UsedRing => "used ring",
+        })
+    }
+}
+
+/// The ring is bad: the device must stop this queue, and this queue alone.
+///
+/// After an error from [`SplitQueue::pop`](crate::SplitQueue::pop) nothing more can be learned from
+/// the ring. Chains that were popped before may still be pushed and published.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum QueueError {
+    /// The queue size is not a power of two, or out of range.
+    #[error("queue size {size} is not a power of two between 1 and {max}")]
+    Size {
+        /// What was asked for.
+        size: u16,
+        /// The largest size.
+        max: u16,
+    },
+    /// A part of the ring is not aligned as the specification demands.
+    #[error("the {part} at guest address {addr:#x} is not aligned to {align} bytes")]
+    Misaligned {
+        /// Which part.
+        part: RingPart,
+        /// Where it starts.
+        addr: u64,
+        /// Bytes.
+        align: usize,
+    },
+    /// A part of the ring is not inside one memory region.
+    #[error("the {part} at guest address {addr:#x} ({len} bytes) is not within one memory region")]
+    Unmapped {
+        /// Which part.
+        part: RingPart,
+        /// Where it starts.
+        addr: u64,
+        /// Bytes.
+        len: usize,
+    },
+    /// The driver's avail idx is further ahead than the ring is long.
+    #[error("avail idx {avail_idx} is more than the queue size {size} ahead of {next_avail}")]
+    AvailIndex {
+        /// What the driver wrote.
+        avail_idx: u16,
+        /// The next entry that the device would take.
+        next_avail: u16,
+        /// The queue size.
+        size: u16,
+    },
+    /// The driver made more chains available than the ring has descriptors for.
+    #[error("{available} more chains are available while the device has {in_device} of {size}")]
+    TooManyChains {
+        /// Chains that the device has not popped.
+        available: u16,
+        /// Chains that the device has popped and not pushed.
+        in_device: u16,
+        /// The queue size.
+        size: u16,
+    },
+    /// The avail ring names a descriptor that does not exist.
+    #[error("head {head} is outside of the descriptor table of {entries}")]
+    HeadOutOfRange {
+        /// What the driver wrote.
+        head: u16,
+        /// Entries of the table.
+        entries: u16,
+    },
+    /// A descriptor names a next one that does not exist.
+    #[error("chain {head} goes on at descriptor {next}, outside of a table of {entries}")]
+    NextOutOfRange {
+        /// Head of the chain.
+        head: u16,
+        /// What the driver wrote.
+        next: u16,
+        /// Entries of the (possibly indirect) table.
+        entries: u16,
+    },
+    /// A chain has more descriptors than its table, which is to say that it loops.
+    #[error("chain {head} loops: it has more descriptors than its table of {entries}")]
+    Loop {
+        /// Head of the chain.
+        head: u16,
+        /// Entries of the (possibly indirect) table.
+        entries: u16,
+    },
+    /// An indirect descriptor although the feature was not negotiated.
+    #[error("chain {head} has an indirect descriptor, which was not negotiated")]
+    IndirectNotNegotiated {
+        /// Head of the chain.
+        head: u16,
+    },
+    /// An indirect descriptor in an indirect table.
+    #[error("chain {head} has an indirect descriptor in an indirect table")]
+    NestedIndirect {
+        /// Head of the chain.
+        head: u16,
+    },
+    /// A descriptor with both `INDIRECT` and `NEXT`.
+    #[error("chain {head} has an indirect descriptor that is not its last")]
+    IndirectWithNext {
+        /// Head of the chain.
+        head: u16,
+    },
+    /// An indirect table whose length is zero, not a multiple of 16, or too large.
+    #[error("chain {head} has an indirect table of {len} bytes, not 1 to {max} descriptors of 16")]
+    IndirectLength {
+        /// Head of the chain.
+        head: u16,
+        /// Bytes.
+        len: u32,
+        /// The most descriptors that a table may have.
+        max: u16,
+    },
+    /// An indirect table that is not wholly in guest memory.
+    #[error("chain {head} has an indirect table at {addr:#x} ({len} bytes), which is not mapped")]
+    IndirectUnmapped {
+        /// Head of the chain.
+        head: u16,
+        /// Guest address.
+        addr: u64,
+        /// Bytes.
+        len: u32,
+    },
+}
+
+/// The request is bad, but its chain has an end: the device answers it with an error status when
+/// [`Segments::take_last_byte`](crate::Segments::take_last_byte) gives it a status byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ChainFault {
+    /// A buffer that is not wholly in guest memory.
+    #[error("the buffer at guest address {addr:#x} ({len} bytes) is not mapped")]
+    Unmapped {
+        /// Guest address.
+        addr: u64,
+        /// Bytes.
+        len: u32,
+    },
+    /// A descriptor for the device to read after one to write (virtio 1.3, section 2.7.4.2).
+    #[error("a device-readable descriptor follows a device-writable one")]
+    ReadableAfterWritable,
+    /// The descriptors add up to more than 2^32 - 1 bytes.
+    #[error("the chain is {bytes} bytes long, more than {max}", max = u32::MAX)]
+    TooLong {
+        /// The sum.
+        bytes: usize,
+    },
+    /// Buffers that cross so many memory regions that their list would grow out of bounds.
+    #[error("the buffers of the chain are in more than {max} pieces of guest memory")]
+    TooManyPieces {
+        /// The most host ranges that a chain may have in each direction.
+        max: usize,
+    },
+}

@@ -1,0 +1,62 @@
+//! Guest memory and split virtqueues, device side.
+//!
+//! The crate knows rings and memory, and does no disk I/O. A device builds a [`GuestMemory`] from
+//! the regions that it was given, wraps it in a [`LocalMemory`] on the thread that serves the
+//! queue, and makes a [`SplitQueue`]. Then it pops [`Chain`]s, moves data through their
+//! [`Segments`], pushes used elements, and publishes them once for each batch:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use virtqueue::{GuestMemory, LocalMemory, QueueConfig, SplitQueue};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)])?);
+//! // What a driver does: one writable descriptor of 512 bytes, made available.
+//! memory.write(0x0000, &0x4000_u64.to_le_bytes())?;
+//! memory.write(0x0008, &512_u32.to_le_bytes())?;
+//! memory.write(0x000c, &2_u16.to_le_bytes())?;
+//! memory.write(0x1002, &1_u16.to_le_bytes())?;
+//!
+//! let config = QueueConfig {
+//!     size: 16,
+//!     desc_table: 0x0000,
+//!     avail_ring: 0x1000,
+//!     used_ring: 0x2000,
+//!     event_idx: false,
+//!     indirect: true,
+//!     next_avail: 0,
+//! };
+//! let mut queue = SplitQueue::new(LocalMemory::new(memory), config)?;
+//! while let Some(mut chain) = queue.pop()? {
+//!     let status = chain.writable.take_last_byte();
+//!     let written = chain.writable.copy_from(0, &[0x5a; 511]);
+//!     if let Some(status) = status {
+//!         status.write(0);
+//!     }
+//!     queue.push(chain.head, u32::try_from(written)? + 1);
+//! }
+//! assert!(queue.publish(), "the first publish always calls the driver");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Everything that comes from the guest is hostile: a bad request shows as a [`ChainFault`], a bad
+//! ring as a [`QueueError`], and neither can make the crate touch memory outside the regions. Each
+//! field of the rings is read once, so that a driver that changes it later changes nothing.
+//!
+//! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7.
+
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("guest addresses and lengths are 64 bits wide and must fit a usize");
+
+mod chain;
+mod error;
+mod memory;
+mod region;
+mod split;
+
+pub use chain::{Chain, Segments};
+pub use error::{ChainFault, MemoryError, QueueError, RingPart};
+pub use memory::{GuestByte, GuestMemory, LocalMemory};
+pub use region::{MAX_REGIONS, RegionConfig};
+pub use split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, QueueConfig, SplitQueue};

@@ -1,0 +1,257 @@
+//! From descriptors and guest addresses to ranges of this process.
+
+use std::ptr;
+
+use libc::iovec;
+
+use super::{DESCRIPTOR_BYTES, GuestMemory, HostRanges, HostRegion, LocalMemory, Table, to_usize};
+use crate::error::ChainFault;
+use crate::split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
+
+/// The most pieces that the buffers of one chain may be in, for each direction. Descriptors alone
+/// cannot pass it; buffers that cross many small regions can.
+pub(crate) const MAX_PIECES: usize = 2 * (MAX_QUEUE_SIZE as usize + MAX_INDIRECT_ENTRIES as usize);
+
+/// One descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    /// Decodes the two little-endian words of a descriptor, as loaded.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "takes the fields of a word apart")]
+    pub(super) fn from_words([low, high]: [u64; 2]) -> Self {
+        let (addr, rest) = (u64::from_le(low), u64::from_le(high));
+        Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
+    }
+}
+
+impl Table {
+    /// `host` is the address of all entries if they are within one region.
+    #[inline]
+    fn new(guest_addr: u64, entries: u16, host: Option<*mut u8>) -> Self {
+        let aligned = host.filter(|host| host.addr().is_multiple_of(align_of::<u64>()));
+        Self {
+            guest_addr,
+            entries,
+            host: aligned.map_or(ptr::null(), |host| host.cast_const().cast()),
+        }
+    }
+
+    #[cold]
+    pub(super) fn read_bytes(&self, memory: &GuestMemory, index: usize) -> Option<Descriptor> {
+        let (mut low, mut high) = ([0; size_of::<u64>()], [0; size_of::<u64>()]);
+        let addr = self.guest_addr + (index * DESCRIPTOR_BYTES) as u64;
+        memory.read(addr, &mut low).ok()?;
+        memory.read(addr + low.len() as u64, &mut high).ok()?;
+        Some(Descriptor::from_words([u64::from_ne_bytes(low), u64::from_ne_bytes(high)]))
+    }
+}
+
+/// In which direction a buffer goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Readable,
+    Writable,
+}
+
+/// The buffers of a chain in one direction, while they are gathered.
+#[derive(Debug)]
+struct List {
+    iovecs: Vec<iovec>,
+    bytes: usize,
+}
+
+impl List {
+    #[inline]
+    fn push(&mut self, host: *mut u8, len: usize) {
+        self.bytes += len;
+        self.iovecs.push(iovec { iov_base: host.cast(), iov_len: len });
+    }
+
+    fn clear(&mut self) {
+        self.iovecs.clear();
+        self.bytes = 0;
+    }
+
+    /// Hands the list over and starts an empty one.
+    #[inline]
+    fn take(&mut self, memory: &LocalMemory) -> HostRanges {
+        let iovecs = if self.iovecs.is_empty() {
+            Vec::new()
+        } else {
+            std::mem::replace(&mut self.iovecs, memory.storage())
+        };
+        let bytes = std::mem::take(&mut self.bytes);
+        HostRanges { iovecs, first: 0, bytes, memory: memory.clone() }
+    }
+}
+
+/// Reads the descriptors of a queue and turns guest addresses into host ranges, for one map.
+#[derive(Debug)]
+pub(crate) struct Translator {
+    memory: LocalMemory,
+    /// The region that was hit last; always of `memory`.
+    last: HostRegion,
+    main: Table,
+    current: Table,
+    readable: List,
+    writable: List,
+}
+
+impl Translator {
+    /// For a queue whose descriptor table is at `desc_table`; none when the table is not wholly
+    /// inside one region.
+    pub(crate) fn new(memory: LocalMemory, desc_table: u64, entries: u16) -> Option<Self> {
+        let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
+        let main = Table::new(desc_table, entries, Some(host));
+        let list = || List { iovecs: memory.storage(), bytes: 0 };
+        let (readable, writable) = (list(), list());
+        Some(Self { memory, last: HostRegion::NONE, main, current: main, readable, writable })
+    }
+
+    /// The map.
+    pub(crate) fn memory(&self) -> &LocalMemory {
+        &self.memory
+    }
+
+    /// Forgets the chain before and goes back to the queue's own table.
+    #[inline]
+    pub(crate) fn start_chain(&mut self) {
+        self.current = self.main;
+        if self.bytes() > 0 {
+            // Left by a chain whose end was not found.
+            self.clear();
+        }
+    }
+
+    /// Goes on in an indirect table. False, and nothing changes, when it is not wholly mapped. It
+    /// need not be aligned (virtio 1.3, section 2.7.5.3 asks for nothing) and may cross regions.
+    #[inline]
+    pub(crate) fn enter_indirect(&mut self, guest_addr: u64, entries: u16) -> bool {
+        let len = usize::from(entries) * DESCRIPTOR_BYTES;
+        let host = match self.last.tail(guest_addr) {
+            Some((host, tail)) if len <= tail => Some(host),
+            _ => self.memory.host_of(guest_addr, len),
+        };
+        if host.is_none() && self.memory.for_each_piece(guest_addr, len, |_, _| ()).is_err() {
+            return false;
+        }
+        self.current = Table::new(guest_addr, entries, host);
+        true
+    }
+
+    /// Entries of the table that the chain is in.
+    #[inline]
+    pub(crate) fn entries(&self) -> u16 {
+        self.current.entries
+    }
+
+    /// Reads a descriptor of the table that the chain is in; none when it has no such entry.
+    #[inline]
+    pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
+        self.current.read(&self.memory, index)
+    }
+
+    /// Adds a buffer of the guest, which is not empty. After a fault the buffers of its direction
+    /// are of no use; what was added in the other one stands.
+    #[inline]
+    pub(crate) fn append(
+        &mut self,
+        direction: Direction,
+        addr: u64,
+        len: u32,
+    ) -> Result<(), ChainFault> {
+        let bytes = to_usize(u64::from(len));
+        let host = match self.last.tail(addr) {
+            Some((host, tail)) if bytes <= tail => host,
+            _ => match self.find(addr, bytes) {
+                Some(host) => host,
+                None => return self.append_pieces(direction, addr, len),
+            },
+        };
+        self.list(direction).push(host, bytes);
+        Ok(())
+    }
+
+    /// The sum of what was added.
+    #[inline]
+    pub(crate) fn bytes(&self) -> usize {
+        self.readable.bytes + self.writable.bytes
+    }
+
+    /// Drops what was added, except for the last byte that is writable.
+    pub(crate) fn keep_last_byte(&mut self) {
+        let last = self.writable.iovecs.last().copied();
+        self.clear();
+        if let Some(last) = last {
+            let host = last.iov_base.cast::<u8>().wrapping_add(last.iov_len - 1);
+            self.writable.push(host, 1);
+        }
+    }
+
+    /// Drops what was added, and adds the last byte of a buffer, which is not empty, if it is
+    /// mapped.
+    pub(crate) fn keep_last_byte_of(&mut self, addr: u64, len: u32) {
+        self.clear();
+        if let Some(host) = addr.checked_add(u64::from(len) - 1).and_then(|addr| self.find(addr, 1))
+        {
+            self.writable.push(host, 1);
+        }
+    }
+
+    /// What the device may read and write, in the order in which it was added.
+    #[inline]
+    pub(crate) fn finish_chain(&mut self) -> (HostRanges, HostRanges) {
+        (self.readable.take(&self.memory), self.writable.take(&self.memory))
+    }
+
+    #[cold]
+    fn clear(&mut self) {
+        self.readable.clear();
+        self.writable.clear();
+    }
+
+    #[inline]
+    fn list(&mut self, direction: Direction) -> &mut List {
+        match direction {
+            Direction::Readable => &mut self.readable,
+            Direction::Writable => &mut self.writable,
+        }
+    }
+
+    /// Where a range is if it is inside one region, which is then the one that was hit last.
+    fn find(&mut self, addr: u64, bytes: usize) -> Option<*mut u8> {
+        self.last = *self.memory.find(addr)?;
+        let (host, tail) = self.last.tail(addr)?;
+        (bytes <= tail).then_some(host)
+    }
+
+    #[cold]
+    fn append_pieces(
+        &mut self,
+        direction: Direction,
+        addr: u64,
+        len: u32,
+    ) -> Result<(), ChainFault> {
+        let memory = self.memory.clone();
+        let list = self.list(direction);
+        let found = memory.for_each_piece(addr, to_usize(u64::from(len)), |host, len| {
+            if list.iovecs.len() <= MAX_PIECES {
+                list.push(host, len);
+            }
+        });
+        match found {
+            Err(_) => Err(ChainFault::Unmapped { addr, len }),
+            Ok(()) if list.iovecs.len() > MAX_PIECES => {
+                Err(ChainFault::TooManyPieces { max: MAX_PIECES })
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+}

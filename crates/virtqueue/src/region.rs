@@ -1,0 +1,183 @@
+//! One region of guest memory: its description, its checks and its mapping.
+
+use std::fs::{File, Metadata};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::sync::Arc;
+
+use vm_memory::{FileOffset, MmapRegion};
+
+use crate::error::MemoryError;
+
+/// The most regions of a memory map: what QEMU asks for with configurable memory slots.
+pub const MAX_REGIONS: usize = 509;
+
+/// Block sizes of files up to this are taken for page sizes: the largest huge page there is.
+const MAX_PAGE_SIZE: u64 = 16 << 30;
+
+/// Where a region of guest memory is (vhost-user specification, "Memory region description").
+#[derive(Debug, Clone)]
+pub struct RegionConfig {
+    /// Start in the guest's physical address space.
+    pub guest_addr: u64,
+    /// Bytes; not zero.
+    pub size: u64,
+    /// Start in the front-end's address space, in which it names ring addresses.
+    pub user_addr: u64,
+    /// What to map, open for reading and writing. The map keeps it open.
+    pub file: Arc<File>,
+    /// Where in the file the region starts, in bytes; need not be aligned.
+    pub file_offset: u64,
+}
+
+/// A mapped region. Maps that follow each other share it.
+#[derive(Debug)]
+pub(crate) struct Region {
+    guest_addr: u64,
+    size: u64,
+    user_addr: u64,
+    /// Bytes of the mapping that lie before the region, because offsets of mappings are aligned.
+    lead: usize,
+    mapping: MmapRegion,
+}
+
+impl Region {
+    /// Checks the description and maps the file, shared, for reading and writing.
+    pub(crate) fn map(config: &RegionConfig) -> Result<Self, MemoryError> {
+        let RegionConfig { guest_addr, size, user_addr, file_offset, .. } = *config;
+        let wrap = || MemoryError::AddressWrap { guest_addr, user_addr, file_offset, size };
+        check_addresses(guest_addr, user_addr, size, file_offset)?;
+        let metadata =
+            config.file.metadata().map_err(|cause| MemoryError::Stat { guest_addr, cause })?;
+        let end = file_offset.checked_add(size).ok_or_else(wrap)?;
+        check_file(guest_addr, &metadata, end)?;
+
+        // hugetlbfs gives its page size as the block size, and neither maps nor unmaps parts of a
+        // page. The mapping may pass the end of the file; nothing beyond the region is touched.
+        let page = mapping_alignment(&metadata);
+        let start = file_offset & !(page - 1);
+        let length = (end - start).checked_next_multiple_of(page).ok_or_else(wrap)?;
+        let mapping = MmapRegion::from_file(
+            FileOffset::from_arc(Arc::clone(&config.file), start),
+            usize::try_from(length).map_err(|_| wrap())?,
+        )
+        .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
+        let lead = usize::try_from(file_offset - start).map_err(|_| wrap())?;
+        Ok(Self { guest_addr, size, user_addr, lead, mapping })
+    }
+
+    /// Private memory of this process, at the same guest and front-end address.
+    pub(crate) fn anonymous(guest_addr: u64, size: u64) -> Result<Self, MemoryError> {
+        check_addresses(guest_addr, guest_addr, size, 0)?;
+        let length = usize::try_from(size).map_err(|_| MemoryError::AddressWrap {
+            guest_addr,
+            user_addr: guest_addr,
+            file_offset: 0,
+            size,
+        })?;
+        let mapping = MmapRegion::new(length).map_err(|cause| MemoryError::Map {
+            guest_addr,
+            size,
+            cause,
+        })?;
+        Ok(Self { guest_addr, size, user_addr: guest_addr, lead: 0, mapping })
+    }
+
+    /// Start in guest memory.
+    pub(crate) fn guest_addr(&self) -> u64 {
+        self.guest_addr
+    }
+
+    /// Bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Where guest memory has what the front-end has at `user_addr`, when that is in this region.
+    pub(crate) fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
+        let offset = user_addr.checked_sub(self.user_addr)?;
+        (offset < self.size).then(|| self.guest_addr + offset)
+    }
+
+    /// Whether a front-end means this region when it names these.
+    pub(crate) fn is(&self, guest_addr: u64, user_addr: u64, size: u64) -> bool {
+        (self.guest_addr, self.user_addr, self.size) == (guest_addr, user_addr, size)
+    }
+
+    /// Start of the region in this process. `size` bytes from there are mapped for as long as the
+    /// region lives.
+    pub(crate) fn host(&self) -> *mut u8 {
+        self.mapping.as_ptr().wrapping_add(self.lead)
+    }
+}
+
+/// Sorts regions by guest address and checks that they can be one map.
+pub(crate) fn sort_and_check(regions: &mut [Arc<Region>]) -> Result<(), MemoryError> {
+    check_count(regions.len())?;
+    regions.sort_unstable_by_key(|region| region.user_addr);
+    check_overlap("front-end", regions, |region| region.user_addr)?;
+    regions.sort_unstable_by_key(|region| region.guest_addr);
+    check_overlap("guest", regions, |region| region.guest_addr)
+}
+
+/// Checks the number of regions, before any of them is mapped.
+pub(crate) fn check_count(count: usize) -> Result<(), MemoryError> {
+    if count > MAX_REGIONS {
+        return Err(MemoryError::TooManyRegions { count, max: MAX_REGIONS });
+    }
+    Ok(())
+}
+
+fn check_addresses(
+    guest_addr: u64,
+    user_addr: u64,
+    size: u64,
+    file_offset: u64,
+) -> Result<(), MemoryError> {
+    if size == 0 {
+        return Err(MemoryError::EmptyRegion { guest_addr });
+    }
+    // The end of a region is a valid number too, so that no later sum can wrap.
+    if guest_addr.checked_add(size).is_none() || user_addr.checked_add(size).is_none() {
+        return Err(MemoryError::AddressWrap { guest_addr, user_addr, file_offset, size });
+    }
+    Ok(())
+}
+
+fn check_file(guest_addr: u64, metadata: &Metadata, end: u64) -> Result<(), MemoryError> {
+    let kind = metadata.file_type();
+    if kind.is_file() {
+        if metadata.len() < end {
+            let length = metadata.len();
+            return Err(MemoryError::FileTooShort { guest_addr, needed: end, length });
+        }
+    } else if kind.is_block_device() || kind.is_dir() || kind.is_fifo() || kind.is_socket() {
+        return Err(MemoryError::NotMemory { guest_addr });
+    }
+    // What is left, DAX devices and anonymous inodes, has no length to look at; the kernel refuses
+    // to map them past their end.
+    Ok(())
+}
+
+fn mapping_alignment(metadata: &Metadata) -> u64 {
+    let page = u64::try_from(rustix::param::page_size()).unwrap_or(u64::MAX);
+    let block = metadata.blksize();
+    if metadata.is_file() && block.is_power_of_two() && block > page && block <= MAX_PAGE_SIZE {
+        block
+    } else {
+        page
+    }
+}
+
+fn check_overlap(
+    space: &'static str,
+    sorted: &[Arc<Region>],
+    start: impl Fn(&Region) -> u64,
+) -> Result<(), MemoryError> {
+    for pair in sorted.windows(2) {
+        let (first, second) = (start(&pair[0]), start(&pair[1]));
+        if second - first < pair[0].size {
+            return Err(MemoryError::Overlap { space, first, second });
+        }
+    }
+    Ok(())
+}

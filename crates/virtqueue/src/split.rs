@@ -1,0 +1,455 @@
+//! The device side of a split virtqueue (virtio 1.3, section 2.7).
+//!
+//! The rings are checked once, when the queue is set up, and then accessed through host pointers.
+//! The avail idx is read only when all chains that it announced have been popped; the used idx is
+//! written once for each batch.
+
+use std::ptr;
+use std::sync::atomic::{AtomicU16, Ordering, fence};
+
+use libc::iovec;
+
+use crate::chain::{self, Chain};
+use crate::error::{QueueError, RingPart};
+use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, Translator};
+
+/// The largest queue that is served; the specification has up to 32768.
+pub const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// The most descriptors of an indirect table. The specification has up to the queue size, but
+/// Linux makes tables as long as the device allows segments, whatever the size of the queue.
+pub const MAX_INDIRECT_ENTRIES: u16 = 1024;
+
+const DESC_TABLE_ALIGN: usize = 16;
+const AVAIL_RING_ALIGN: usize = 2;
+const USED_RING_ALIGN: usize = 4;
+
+/// Offset of `idx` in both rings; `flags` is at 0.
+const RING_IDX: usize = 2;
+/// Offset of the entries in both rings.
+const RING_ENTRIES: usize = 4;
+const AVAIL_ENTRY_BYTES: usize = 2;
+const USED_ENTRY_BYTES: usize = 8;
+/// `used_event` after the avail ring's entries, `avail_event` after the used ring's.
+const RING_EVENT_BYTES: usize = 2;
+
+/// The driver wants no calls; not used with event idx (virtio 1.3, section 2.7.6).
+const AVAIL_F_NO_INTERRUPT: u16 = 1;
+/// The device wants no kicks; not used with event idx (virtio 1.3, section 2.7.8).
+const USED_F_NO_NOTIFY: u16 = 1;
+
+/// How the driver set up the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueueConfig {
+    /// Entries: a power of two from 1 to [`MAX_QUEUE_SIZE`].
+    pub size: u16,
+    /// Guest address of the descriptor table, aligned to 16 bytes.
+    pub desc_table: u64,
+    /// Guest address of the avail ring, aligned to 2 bytes.
+    pub avail_ring: u64,
+    /// Guest address of the used ring, aligned to 4 bytes.
+    pub used_ring: u64,
+    /// Whether `VIRTIO_F_EVENT_IDX` was negotiated.
+    pub event_idx: bool,
+    /// Whether `VIRTIO_F_INDIRECT_DESC` was negotiated.
+    pub indirect: bool,
+    /// The avail entry to begin with: 0, or where the queue was stopped.
+    pub next_avail: u16,
+}
+
+/// A split virtqueue, as the device sees it. Belongs to one thread.
+///
+/// Chains are popped, and pushed when they are done, in any order. Pushed elements become visible
+/// to the driver with [`SplitQueue::publish`]. Dropping the queue touches no ring; chains keep
+/// their memory by themselves.
+#[derive(Debug)]
+pub struct SplitQueue {
+    translator: Translator,
+    rings: Rings,
+    config: QueueConfig,
+    /// The avail entry to pop next.
+    next_avail: u16,
+    /// The driver's avail idx as last read.
+    avail_shadow: u16,
+    /// The used entry to write next.
+    next_used: u16,
+    /// The used idx in the ring. The event-idx check was made for all before it.
+    published_used: u16,
+    in_device: u16,
+    /// The driver's last event is not known, so call it whatever it says.
+    call_forced: bool,
+}
+
+impl SplitQueue {
+    /// Takes over a queue that the driver has set up.
+    ///
+    /// The used idx is taken from the ring, kicks are disabled, and the first
+    /// [`publish`](Self::publish) asks for a call.
+    ///
+    /// # Errors
+    ///
+    /// When the size is no power of two from 1 to [`MAX_QUEUE_SIZE`], or a part of the ring is
+    /// misaligned or not within one memory region.
+    pub fn new(memory: LocalMemory, config: QueueConfig) -> Result<Self, QueueError> {
+        if !config.size.is_power_of_two() || config.size > MAX_QUEUE_SIZE {
+            return Err(QueueError::Size { size: config.size, max: MAX_QUEUE_SIZE });
+        }
+        let (translator, rings) = map_parts(memory, &config)?;
+        let next_used = rings.load_used_idx();
+        let queue = Self {
+            translator,
+            rings,
+            config,
+            next_avail: config.next_avail,
+            avail_shadow: config.next_avail,
+            next_used,
+            published_used: next_used,
+            in_device: 0,
+            call_forced: true,
+        };
+        queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
+        Ok(queue)
+    }
+
+    /// Takes the next chain that the driver made available, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// When the ring is bad: the device must stop this queue. No chain has been lost before.
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
+        if self.next_avail == self.avail_shadow && !self.look_for_more()? {
+            return Ok(None);
+        }
+        let head = self.rings.avail_entry(self.next_avail);
+        let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
+        self.next_avail = self.next_avail.wrapping_add(1);
+        self.in_device += 1;
+        Ok(Some(match fault {
+            None => chain::finish(&mut self.translator, head, None),
+            Some(fault) => chain::finish(&mut self.translator, head, Some(fault)),
+        }))
+    }
+
+    /// Writes a used element: the chain with this head is done, and the device wrote this many
+    /// bytes to it, counted from the start of what is writable. The driver does not see it yet.
+    ///
+    /// Chains may be pushed in any order, each once. Pushing what was not popped confuses the
+    /// driver and harms nothing else.
+    #[inline]
+    pub fn push(&mut self, head: u16, written_bytes: u32) {
+        debug_assert!(self.in_device > 0, "chain {head} was pushed twice or never popped");
+        self.rings.store_used_entry(self.next_used, head, written_bytes);
+        self.next_used = self.next_used.wrapping_add(1);
+        self.in_device = self.in_device.saturating_sub(1);
+    }
+
+    /// Makes all pushed elements visible to the driver, and returns whether it wants a call for
+    /// them. Also true when a call is forced, with or without new elements.
+    ///
+    /// A batch must not pass the size of the queue, which holds by itself: at most that many
+    /// chains are in the device.
+    #[inline]
+    #[must_use = "the driver may sleep until it is called"]
+    pub fn publish(&mut self) -> bool {
+        let (old, new) = (self.published_used, self.next_used);
+        if old != new {
+            self.rings.store_used_idx(new);
+            self.published_used = new;
+        }
+        if self.call_forced {
+            self.call_forced = false;
+            return true;
+        }
+        if old == new {
+            return false;
+        }
+        // The driver writes its event (or flag) and then looks at used idx; we write used idx and
+        // then look at the event. Only a full fence on both sides lets one of us see the other.
+        fence(Ordering::SeqCst);
+        if self.config.event_idx {
+            need_event(self.rings.load_used_event(), new, old)
+        } else {
+            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
+        }
+    }
+
+    /// Makes the next [`publish`](Self::publish) ask for a call: after a call may have got lost,
+    /// such as when the call eventfd was replaced.
+    pub fn force_call(&mut self) {
+        self.call_forced = true;
+    }
+
+    /// Whether there is something to pop: a cheap look, for busy-polling.
+    #[inline]
+    pub fn has_available(&self) -> bool {
+        self.next_avail != self.avail_shadow || self.next_avail != self.rings.load_avail_idx()
+    }
+
+    /// Asks the driver for a kick with the next chain it makes available.
+    ///
+    /// Returns true when chains are available already, for which no kick may come: then go on with
+    /// [`disable_kicks`](Self::disable_kicks) and pop them. On false it is safe to sleep.
+    #[must_use = "chains that are available already may come without a kick"]
+    pub fn enable_kicks(&mut self) -> bool {
+        if self.config.event_idx {
+            self.rings.store_avail_event(self.next_avail);
+        } else {
+            self.rings.store_used_flags(0);
+        }
+        // The counterpart of the fence in `publish`, for avail idx and the kick.
+        fence(Ordering::SeqCst);
+        self.next_avail != self.rings.load_avail_idx()
+    }
+
+    /// Tells the driver that it need not kick. With event idx nothing is written: the event falls
+    /// behind by itself.
+    pub fn disable_kicks(&mut self) {
+        if !self.config.event_idx {
+            self.rings.store_used_flags(USED_F_NO_NOTIFY);
+        }
+    }
+
+    /// The avail entry that will be popped next: what a front-end wants to know when it stops the
+    /// queue, provided that nothing is in the device.
+    pub fn next_avail(&self) -> u16 {
+        self.next_avail
+    }
+
+    /// Entries of the ring.
+    pub fn size(&self) -> u16 {
+        self.config.size
+    }
+
+    /// How many chains were popped and not pushed yet.
+    #[inline]
+    pub fn in_device(&self) -> u16 {
+        self.in_device
+    }
+
+    /// Goes on in a changed memory map, in which the rings have the guest addresses they had.
+    /// Chains that were popped keep the old map.
+    ///
+    /// # Errors
+    ///
+    /// As [`SplitQueue::new`]; then the queue still uses the old map.
+    pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
+        (self.translator, self.rings) = map_parts(memory, &self.config)?;
+        Ok(())
+    }
+
+    /// Gives the storage of [`Segments::into_raw_parts`](crate::Segments::into_raw_parts) back for
+    /// later chains; drops it when enough is kept already.
+    #[inline]
+    pub fn recycle(&mut self, storage: Vec<iovec>) {
+        self.translator.memory().recycle(storage);
+    }
+
+    /// Reads avail idx; true when it announces chains that were not popped.
+    #[inline]
+    fn look_for_more(&mut self) -> Result<bool, QueueError> {
+        // Acquire: what the driver wrote before avail idx, entries and descriptors, is seen after.
+        let avail_idx = self.rings.load_avail_idx();
+        let available = avail_idx.wrapping_sub(self.next_avail);
+        let QueueConfig { size, .. } = self.config;
+        if available > size - self.in_device {
+            return Err(if available > size {
+                QueueError::AvailIndex { avail_idx, next_avail: self.next_avail, size }
+            } else {
+                QueueError::TooManyChains { available, in_device: self.in_device, size }
+            });
+        }
+        self.avail_shadow = avail_idx;
+        Ok(available > 0)
+    }
+}
+
+/// Whether publishing the entries from `old` up to `new` passes the entry that the other side waits
+/// for (virtio 1.3, section 2.7.7.1). All of it wraps.
+#[inline]
+fn need_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+fn map_parts(memory: LocalMemory, config: &QueueConfig) -> Result<(Translator, Rings), QueueError> {
+    let desc_table_bytes = usize::from(config.size) * DESCRIPTOR_BYTES;
+    map_part(&memory, RingPart::DescTable, config.desc_table, desc_table_bytes, DESC_TABLE_ALIGN)?;
+    let rings = Rings::new(&memory, config)?;
+    let translator =
+        Translator::new(memory, config.desc_table, config.size).ok_or(QueueError::Unmapped {
+            part: RingPart::DescTable,
+            addr: config.desc_table,
+            len: desc_table_bytes,
+        })?;
+    Ok((translator, rings))
+}
+
+/// Checks a part of the ring. The host address is what must be aligned for atomic accesses; it is
+/// when the guest address is, unless a front-end placed a region at an odd address.
+fn map_part(
+    memory: &LocalMemory,
+    part: RingPart,
+    addr: u64,
+    len: usize,
+    align: usize,
+) -> Result<*mut u8, QueueError> {
+    let host = memory.host_of(addr, len).ok_or(QueueError::Unmapped { part, addr, len })?;
+    if !addr.is_multiple_of(align as u64) || !host.addr().is_multiple_of(align) {
+        return Err(QueueError::Misaligned { part, addr, align });
+    }
+    Ok(host)
+}
+
+/// Host pointers of the avail and used rings.
+///
+/// Both were checked to be aligned and within one memory region each, with as many entries as
+/// `mask` lets through and with their event if event idx is on. The queue's translator keeps the
+/// map, and [`SplitQueue::set_memory`] replaces both together, so the pointers are good while the
+/// queue has them. The driver accesses the same memory, so every access is atomic or volatile.
+#[derive(Debug)]
+struct Rings {
+    avail: *mut u8,
+    used: *mut u8,
+    /// Null without event idx.
+    used_event: *mut u8,
+    /// Null without event idx.
+    avail_event: *mut u8,
+    /// Queue size - 1.
+    mask: u16,
+}
+
+impl Rings {
+    fn new(memory: &LocalMemory, config: &QueueConfig) -> Result<Self, QueueError> {
+        let event_bytes = if config.event_idx { RING_EVENT_BYTES } else { 0 };
+        let size = usize::from(config.size);
+        let avail_event_offset = RING_ENTRIES + size * USED_ENTRY_BYTES;
+        let used_event_offset = RING_ENTRIES + size * AVAIL_ENTRY_BYTES;
+        let avail = map_part(
+            memory,
+            RingPart::AvailRing,
+            config.avail_ring,
+            used_event_offset + event_bytes,
+            AVAIL_RING_ALIGN,
+        )?;
+        let used = map_part(
+            memory,
+            RingPart::UsedRing,
+            config.used_ring,
+            avail_event_offset + event_bytes,
+            USED_RING_ALIGN,
+        )?;
+        let event = |ring: *mut u8, offset| {
+            if config.event_idx { ring.wrapping_add(offset) } else { ptr::null_mut() }
+        };
+        Ok(Self {
+            avail,
+            used,
+            used_event: event(avail, used_event_offset),
+            avail_event: event(used, avail_event_offset),
+            mask: config.size - 1,
+        })
+    }
+
+    #[inline]
+    fn load_avail_idx(&self) -> u16 {
+        // SAFETY: the avail ring is mapped and aligned, see `Rings`.
+        unsafe { load(self.avail.add(RING_IDX), Ordering::Acquire) }
+    }
+
+    #[inline]
+    fn load_avail_flags(&self) -> u16 {
+        // SAFETY: the avail ring is mapped and aligned, see `Rings`.
+        unsafe { load(self.avail, Ordering::Relaxed) }
+    }
+
+    #[inline]
+    fn avail_entry(&self, index: u16) -> u16 {
+        let offset = RING_ENTRIES + usize::from(index & self.mask) * AVAIL_ENTRY_BYTES;
+        // SAFETY: the avail ring is mapped and aligned and has `mask` + 1 entries, see `Rings`.
+        unsafe { load(self.avail.add(offset), Ordering::Relaxed) }
+    }
+
+    /// Only with event idx.
+    #[inline]
+    fn load_used_event(&self) -> u16 {
+        // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
+        unsafe { load(self.used_event, Ordering::Relaxed) }
+    }
+
+    fn load_used_idx(&self) -> u16 {
+        // SAFETY: the used ring is mapped and aligned, see `Rings`.
+        unsafe { load(self.used.add(RING_IDX), Ordering::Relaxed) }
+    }
+
+    /// Release: whoever sees the idx also sees the entries, and the data that the device wrote.
+    #[inline]
+    fn store_used_idx(&self, index: u16) {
+        // SAFETY: the used ring is mapped and aligned, see `Rings`.
+        unsafe { store(self.used.add(RING_IDX), index, Ordering::Release) }
+    }
+
+    #[inline]
+    fn store_used_entry(&self, index: u16, head: u16, written_bytes: u32) {
+        let offset = RING_ENTRIES + usize::from(index & self.mask) * USED_ENTRY_BYTES;
+        // SAFETY: the used ring is mapped and aligned to 4 and has `mask` + 1 entries of two u32,
+        // see `Rings`.
+        unsafe {
+            let entry = self.used.add(offset).cast::<u32>();
+            entry.write_volatile(u32::from(head).to_le());
+            entry.add(1).write_volatile(written_bytes.to_le());
+        }
+    }
+
+    fn store_used_flags(&self, flags: u16) {
+        // SAFETY: the used ring is mapped and aligned, see `Rings`.
+        unsafe { store(self.used, flags, Ordering::Relaxed) }
+    }
+
+    /// Only with event idx.
+    fn store_avail_event(&self, index: u16) {
+        // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
+        unsafe { store(self.avail_event, index, Ordering::Relaxed) }
+    }
+}
+
+/// # Safety
+///
+/// `host` must be two bytes of mapped guest memory, aligned to two.
+#[inline]
+unsafe fn load(host: *mut u8, order: Ordering) -> u16 {
+    // SAFETY: the caller vouches for the bytes. A reference to an atomic claims nothing about what
+    // others do to it, and this one ends with the statement.
+    u16::from_le(unsafe { AtomicU16::from_ptr(host.cast()) }.load(order))
+}
+
+/// # Safety
+///
+/// `host` must be two bytes of mapped guest memory, aligned to two.
+#[inline]
+unsafe fn store(host: *mut u8, value: u16, order: Ordering) {
+    // SAFETY: as in `load`.
+    unsafe { AtomicU16::from_ptr(host.cast()) }.store(value.to_le(), order);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::need_event;
+
+    #[test]
+    fn an_event_is_passed_exactly_when_it_is_among_what_is_published() {
+        for old in 0..=u16::MAX {
+            for count in [0, 1, 2, 3, 1024, 0x8000, u16::MAX] {
+                let new = old.wrapping_add(count);
+                // Those around both ends of what is published decide.
+                for near in [old, new] {
+                    for event in
+                        [near.wrapping_sub(2), near.wrapping_sub(1), near, near.wrapping_add(1)]
+                    {
+                        let position = event.wrapping_sub(old);
+                        assert_eq!(need_event(event, new, old), position < count);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Whether the fences are there: two threads write and then look, at the same moment, over and
+//! over. Without a full fence on both sides, each can miss what the other wrote, even on x86-64. It
+//! takes optimised code to show: run it with `--release`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use virtqueue::{LocalMemory, SplitQueue};
+
+use crate::ring::{F_WRITE, ISLAND, Ring};
+
+/// The machine decides how many rounds there are in this time, or it is enough.
+const BUDGET: Duration = Duration::from_millis(700);
+const ROUNDS: u64 = 300_000;
+
+/// Where two threads meet, as close together as can be.
+#[derive(Default)]
+struct Meeting(AtomicU64);
+
+impl Meeting {
+    /// The `round`th meeting, from 1.
+    fn meet(&self, round: u64) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+        let mut spins = 0_u32;
+        while self.0.load(Ordering::Acquire) < 2 * round {
+            spins += 1;
+            if spins.is_multiple_of(1000) {
+                std::thread::yield_now();
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// Before the device looks after its ring, before the race, and after it.
+#[derive(Default)]
+struct Round {
+    settled: Meeting,
+    start: Meeting,
+    end: Meeting,
+    last: AtomicBool,
+    device_saw: AtomicBool,
+}
+
+/// A thread that fails lets the other one go.
+struct Leave<'a>(&'a Round);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.0.last.store(true, Ordering::Release);
+        for meeting in [&self.0.settled, &self.0.start, &self.0.end] {
+            meeting.0.store(u64::MAX / 2, Ordering::Release);
+        }
+    }
+}
+
+/// Runs `driver` and `device` at the same time in each round; they return whether they saw what the
+/// other did, and at least one must. `prepare` and `settle` have the ring for themselves.
+fn race(
+    event_idx: bool,
+    prepare: impl Fn(&mut Ring, u64),
+    driver: impl Fn(&mut Ring, u64) -> bool,
+    device: impl Fn(&mut SplitQueue) -> bool + Send,
+    settle: impl Fn(&mut SplitQueue) + Send,
+) {
+    let mut ring = Ring::new(16, event_idx);
+    ring.chain(0, &[(ISLAND, 1, F_WRITE)]);
+    ring.set_avail_idx(0);
+    let (memory, config) = (Arc::clone(&ring.memory), ring.config);
+    let state = Round::default();
+    let mut missed = None;
+    std::thread::scope(|scope| {
+        let shared = &state;
+        scope.spawn(move || {
+            let _leave = Leave(shared);
+            let mut queue =
+                SplitQueue::new(LocalMemory::new(memory), config).expect("the ring is good");
+            assert!(queue.publish(), "forced");
+            for round in 1.. {
+                settle(&mut queue);
+                shared.settled.meet(round);
+                shared.start.meet(round);
+                if shared.last.load(Ordering::Acquire) {
+                    return;
+                }
+                let saw = device(&mut queue);
+                shared.device_saw.store(saw, Ordering::Release);
+                shared.end.meet(round);
+            }
+        });
+        let _leave = Leave(shared);
+        let began = Instant::now();
+        for round in 1.. {
+            shared.settled.meet(round);
+            if missed.is_some() || round > ROUNDS || began.elapsed() > BUDGET {
+                return;
+            }
+            prepare(&mut ring, round);
+            shared.start.meet(round);
+            // Come a little later each time, so that all the ways to overlap are tried.
+            for _ in 0..round % 24 {
+                std::hint::spin_loop();
+            }
+            let saw = driver(&mut ring, round);
+            shared.end.meet(round);
+            if !saw && !shared.device_saw.load(Ordering::Acquire) {
+                missed = Some(round);
+            }
+        }
+    });
+    assert_eq!(missed, None, "in this round each missed what the other wrote");
+}
+
+fn low(round: u64) -> u16 {
+    let [low, high, ..] = round.to_le_bytes();
+    u16::from_le_bytes([low, high])
+}
+
+/// A driver that is about to sleep and a device that publishes: a call comes, or the driver sees
+/// the used idx.
+fn publish_race(event_idx: bool) {
+    race(
+        event_idx,
+        |ring, round| {
+            // Used idx is round - 1; an event before that asks for nothing.
+            ring.set_used_event(low(round).wrapping_sub(2));
+            ring.set_avail_flags(1);
+            ring.make_available(0);
+        },
+        move |ring, round| {
+            if event_idx {
+                ring.set_used_event(low(round).wrapping_sub(1));
+            } else {
+                ring.set_avail_flags(0);
+            }
+            fence(Ordering::SeqCst);
+            ring.used_idx() == low(round)
+        },
+        |queue| {
+            let chain = queue.pop().expect("the ring is good").expect("one is available");
+            queue.push(chain.head, 0);
+            queue.publish()
+        },
+        |_| (),
+    );
+}
+
+/// A device that is about to sleep and a driver that makes a chain available: a kick comes, or the
+/// device sees the avail idx.
+fn kick_race(event_idx: bool) {
+    race(
+        event_idx,
+        |_, _| (),
+        move |ring, round| {
+            ring.make_available(0);
+            fence(Ordering::SeqCst);
+            if event_idx {
+                ring.avail_event() == low(round).wrapping_sub(1)
+            } else {
+                ring.used_flags() == 0
+            }
+        },
+        SplitQueue::enable_kicks,
+        |queue| {
+            queue.disable_kicks();
+            if let Some(chain) = queue.pop().expect("the ring is good") {
+                queue.push(chain.head, 0);
+                let _ = queue.publish();
+            }
+        },
+    );
+}
+
+#[test]
+fn a_driver_that_goes_to_sleep_is_called() {
+    publish_race(true);
+    publish_race(false);
+}
+
+#[test]
+fn a_device_that_goes_to_sleep_is_kicked() {
+    kick_race(true);
+    kick_race(false);
+}

@@ -1,0 +1,11 @@
+//! The crate against rings that a test writes by hand, against `virtio-queue` as an oracle, and
+//! against the driver side of `virtio-driver`.
+
+mod chains;
+mod driver;
+mod front_end;
+mod litmus;
+mod memory;
+mod oracle;
+mod queue;
+mod ring;

@@ -1,0 +1,6 @@
+//! What the end-to-end tests share: servers under test and what attaches to them.
+
+pub mod cli;
+pub mod daemon;
+pub mod frontend;
+pub mod guest;

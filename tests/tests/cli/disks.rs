@@ -1,0 +1,285 @@
+//! Disks that cannot be served, and disks that can in another way only.
+
+use std::ffi::OsString;
+use std::fs::{File, Permissions, set_permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{Refusals, Running, Scene, bench, ringhaul_under, run, serve};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::process::Signal;
+
+use crate::{DISK_BYTES, is_root, scene};
+
+/// The way around permissions that root has.
+const OVERRIDE: &str = "-dac_override,-dac_read_search";
+
+fn serve_with(scene: &Scene, file: &Path, options: &str) -> Result<Command> {
+    let mut command = serve(&scene.socket("refused.sock"), file)?;
+    command.args(options.split_whitespace());
+    Ok(command)
+}
+
+/// A file with room for a disk that is none.
+fn not_a_disk(scene: &Scene) -> Result<PathBuf> {
+    let path = scene.path("pipe");
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).context("making a pipe")?;
+    Ok(path)
+}
+
+#[test]
+fn files_that_are_no_disks_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let missing = scene.path("missing.img");
+    let missing_name = missing.to_string_lossy();
+    let folder = scene.path("");
+    let empty = scene.disk("empty.img", 0)?;
+    let odd = scene.disk("odd.img", 1000)?;
+    let half = scene.disk("half.img", 4096 + 512)?;
+    let mut refusals = Refusals::default();
+    let mut check = |what: &str, file: &Path, options: &str, words: &[&str]| {
+        refusals.check(what, serve_with(&scene, file, options), words);
+    };
+
+    check("missing", &missing, "", &[&missing_name, "No such file", "; check the path"]);
+    check("missing, page cache", &missing, "--cache writeback", &["No such file"]);
+    check("missing, read-only", &missing, "--read-only", &["No such file"]);
+    check("folder", &folder, "", &["is a directory", "name a file or a block device"]);
+    check("folder, read-only", &folder, "--read-only", &["is a directory"]);
+    check("pipe", &not_a_disk(&scene)?, "", &["neither a regular file nor a block device"]);
+    check("terminal", Path::new("/dev/null"), "", &["neither a regular file nor a block device"]);
+    check("empty", &empty, "", &["empty.img", "size is zero", "truncate -s"]);
+    check("odd", &odd, "", &["odd.img", "1000 bytes", "multiple", "truncate -s 1024"]);
+    check("odd, page cache", &odd, "--cache writeback", &["1000 bytes", "truncate -s 1024"]);
+    check(
+        "half a block",
+        &half,
+        "--logical-block-size 4096",
+        &["4608 bytes", "logical block of 4096", "truncate -s 8192"],
+    );
+    refusals.finish()
+}
+
+#[test]
+fn permissions_are_respected() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let without_override: &[&str] =
+        if is_root() { &["setpriv", "--bounding-set", OVERRIDE] } else { &[] };
+    let serve = |options: &str| -> Result<Command> {
+        let mut command = ringhaul_under(without_override)?;
+        command.arg("serve").arg("--socket-path").arg(scene.socket("refused.sock"));
+        command.arg("--blk-file").arg(&file).args(options.split_whitespace());
+        Ok(command)
+    };
+    let mut refusals = Refusals::default();
+    set_permissions(&file, Permissions::from_mode(0o000))?;
+    let words = ["disk.img", "Permission denied", "check its permissions"];
+    refusals.check("unreadable", serve(""), &words);
+    refusals.check("unreadable, read-only", serve("--read-only"), &words);
+    set_permissions(&file, Permissions::from_mode(0o444))?;
+    refusals.check("not writable", serve(""), &["Permission denied", "read-only"]);
+    refusals.finish()?;
+
+    let mut daemon = Running::serve(&mut serve("--read-only")?)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_disk_that_is_in_use_is_refused() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let mut refusals = Refusals::default();
+    let words = ["disk.img", "locked", "stop that first"];
+
+    let writer = Running::serve(&mut serve(&scene.socket("writer.sock"), &file)?)?;
+    refusals.check("second writer", serve_with(&scene, &file, ""), &words);
+    refusals.check("reader", serve_with(&scene, &file, "--read-only"), &words);
+    drop(writer);
+
+    // Any number may read, and then nobody writes.
+    let read_only = |name: &str| -> Result<Running> {
+        Running::serve(serve(&scene.socket(name), &file)?.arg("--read-only"))
+    };
+    let _readers = (read_only("one.sock")?, read_only("two.sock")?);
+    refusals.check("writer", serve_with(&scene, &file, ""), &words);
+    refusals.finish()
+}
+
+/// `ringhaul` with mounts of its own, made by `script`, which go away with it. `None`, after
+/// saying so, where that is not possible.
+fn ringhaul_with_mounts(script: &str, variables: &[(&str, &Path)]) -> Result<Option<Command>> {
+    let namespaces: &[&str] =
+        if is_root() { &["--mount"] } else { &["--user", "--map-root-user", "--mount"] };
+    let script = OsString::from(format!("set -e\n{script}\nexec \"$@\""));
+    let probe = Command::new("unshare")
+        .args(namespaces)
+        .args(["sh", "-c", "mount -t ramfs none /mnt"])
+        .output()
+        .context("starting unshare")?;
+    if !probe.status.success() {
+        let why = String::from_utf8_lossy(&probe.stderr);
+        eprintln!("skipped: no mounts of its own for a process: {why}");
+        return Ok(None);
+    }
+    let mut words: Vec<OsString> = vec!["unshare".into()];
+    words.extend(namespaces.iter().map(Into::into));
+    words.extend(["sh".into(), "-c".into(), script, "sh".into()]);
+    let mut command = ringhaul_under(&words)?;
+    command.envs(variables.iter().copied());
+    Ok(Some(command))
+}
+
+#[test]
+fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("disk.sock");
+    // A file system whose files cannot be opened with O_DIRECT.
+    let script = "mount -t ramfs none \"$FOLDER\" && truncate -s 16M \"$FOLDER/disk.img\"";
+    let serve = |options: &[&str]| -> Result<Option<Command>> {
+        let folder = scene.path("");
+        let Some(mut command) = ringhaul_with_mounts(script, &[("FOLDER", &folder)])? else {
+            return Ok(None);
+        };
+        command.arg("serve").arg("--socket-path").arg(&socket);
+        command.arg("--blk-file").arg(folder.join("disk.img")).args(options);
+        Ok(Some(command))
+    };
+    let mut refusals = Refusals::default();
+    for mode in ["none", "directsync"] {
+        let Some(command) = serve(&["--cache", mode])? else { return Ok(()) };
+        let words = ["disk.img", "direct I/O", "--cache writeback", "--cache writethrough"];
+        refusals.check(mode, Ok(command), &words);
+    }
+    refusals.finish()?;
+
+    let Some(mut command) = serve(&[])? else { return Ok(()) };
+    let mut daemon = Running::start(&mut command)?;
+    daemon.wait_for("falling back to --cache writeback")?;
+    daemon.wait_for("engine threads: ")?;
+    let ready = daemon.wait_for("serving on")?;
+    ensure!(ready.contains("cache writeback"), "{ready}");
+    let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
+    run(&mut bench(&socket, options)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Some kernels offer direct I/O on a tmpfs, some do not: the daemon finds out, and says it.
+#[test]
+fn a_disk_on_tmpfs_is_served_either_way() -> Result<()> {
+    const TMPFS: &str = "/dev/shm";
+    let Ok(scene) = Scene::new(TMPFS) else {
+        eprintln!("skipped: nothing can be written to {TMPFS}");
+        return Ok(());
+    };
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let mut daemon = Running::serve(&mut serve(&scene.socket("disk.sock"), &file)?)?;
+    let fell_back = daemon.stderr().contains("falling back to --cache writeback");
+    ensure!(fell_back != daemon.stderr().contains("cache none"), "{}", daemon.stderr());
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    let mut command = serve_with(&scene, &file, "--cache none")?;
+    if fell_back {
+        run(&mut command)?.expect_refusal(&["direct I/O", "--cache writeback"])?;
+    } else {
+        Running::serve(&mut command)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_read_only_file_system_is_refused_for_writing() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let script = "mount --bind \"$FOLDER\" \"$FOLDER\"\n\
+                  mount -o remount,bind,ro \"$FOLDER\"";
+    let folder = scene.path("");
+    let Some(mut command) = ringhaul_with_mounts(script, &[("FOLDER", &folder)])? else {
+        return Ok(());
+    };
+    command.arg("serve").arg("--socket-path").arg(scene.socket("disk.sock"));
+    command.arg("--blk-file").arg(&file);
+    run(&mut command)?.expect_refusal(&["disk.img", "Read-only file system", "open it read-only"])
+}
+
+/// A loop device, for as long as this value is there.
+struct LoopDevice {
+    path: PathBuf,
+    /// It was detached at once, which takes effect when the last who has it open closes it. So
+    /// nothing is left behind, however the test ends.
+    _open: File,
+}
+
+impl LoopDevice {
+    /// A device for `file`; `None`, after saying so, where there are none.
+    fn attach(file: &Path, options: &[&str]) -> Result<Option<Self>> {
+        let losetup = |arguments: &[&str], file: &Path| {
+            Command::new("losetup").args(arguments).arg(file).output().context("starting losetup")
+        };
+        let arguments: Vec<&str> = ["--find", "--show"].iter().chain(options).copied().collect();
+        let output = losetup(&arguments, file)?;
+        if !output.status.success() {
+            eprintln!("skipped: no loop device: {}", String::from_utf8_lossy(&output.stderr));
+            return Ok(None);
+        }
+        let path = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+        let open = File::open(&path).with_context(|| format!("opening {}", path.display()));
+        let detached = losetup(&["--detach"], &path)?;
+        ensure!(detached.status.success(), "{}", String::from_utf8_lossy(&detached.stderr));
+        Ok(Some(Self { path, _open: open? }))
+    }
+}
+
+#[test]
+fn a_block_device_is_served_to_one() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let Some(device) = LoopDevice::attach(&file, &[])? else { return Ok(()) };
+    let socket = scene.socket("disk.sock");
+    let mut daemon = Running::serve(&mut serve(&socket, &device.path)?)?;
+    let mut refusals = Refusals::default();
+    let words = ["/dev/loop", "busy", "mounted or used by another program", "stop that first"];
+    refusals.check("claimed", serve_with(&scene, &device.path, ""), &words);
+    let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
+    run(&mut bench(&socket, options)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+
+    let made = Command::new("mkfs.ext4").arg("-q").arg(&device.path).output();
+    if made.is_ok_and(|output| output.status.success()) {
+        let mount_point = scene.path("");
+        let variables = [("DEVICE", device.path.as_path()), ("FOLDER", &mount_point)];
+        let script = "mount \"$DEVICE\" \"$FOLDER\"";
+        if let Some(mut command) = ringhaul_with_mounts(script, &variables)? {
+            command.arg("--socket-path").arg(&socket).arg("--blk-file").arg(&device.path);
+            refusals.check("mounted", Ok(command), &words);
+        }
+    } else {
+        eprintln!("skipped: a mounted device, because mkfs.ext4 does not work");
+    }
+    refusals.finish()
+}
+
+#[test]
+fn a_read_only_block_device_is_refused_for_writing() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let Some(device) = LoopDevice::attach(&file, &["--read-only"])? else { return Ok(()) };
+    let mut daemon = Running::serve(serve_with(&scene, &device.path, "")?.arg("--read-only"))?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    // Linux lets it be opened, and fails each write.
+    let mut refusals = Refusals::default();
+    refusals.check(
+        "for writing",
+        serve_with(&scene, &device.path, ""),
+        &["read-only", "/dev/loop"],
+    );
+    refusals.finish()
+}

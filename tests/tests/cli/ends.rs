@@ -1,0 +1,101 @@
+//! How a daemon ends, and what its clients see of it.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{EXIT_RUN, Running, Scene, bench, serve};
+use rustix::process::Signal;
+
+use crate::{DISK_BYTES, scene};
+
+/// A run that only the end of the server ends: a client that noticed it by a time limit alone
+/// would be taken for hanging. The progress lines say when it is on its way.
+const ENDLESS: &str =
+    "--rw randrw --iodepth 16 --numjobs 2 --runtime 1h --timeout 1h --eta always --verify";
+
+fn start(scene: &Scene, socket: &Path, engine: &str) -> Result<Running> {
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    Running::serve(serve(socket, &file)?.args(["--engine", engine]))
+}
+
+/// A load generator in the middle of its run.
+fn start_load(socket: &Path) -> Result<Running> {
+    let mut client = Running::start(&mut bench(socket, ENDLESS)?)?;
+    client.wait_for("IOPS")?;
+    Ok(client)
+}
+
+/// Fails unless the load generator has ended because the server has gone, and says so.
+fn expect_server_gone(client: Running) -> Result<()> {
+    let finished = client.finish()?.expect_code(EXIT_RUN)?;
+    let errors: Vec<&str> =
+        finished.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    ensure!(
+        matches!(errors[..], [error] if error.contains("server")),
+        "not one error about the server:\n{}",
+        finished.stderr
+    );
+    Ok(())
+}
+
+#[test]
+fn signals_end_an_idle_daemon() -> Result<()> {
+    for (signal, name) in [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT")] {
+        let scene = scene()?;
+        let socket = scene.socket("disk.sock");
+        let mut daemon = start(&scene, &socket, "auto")?;
+        ensure!(socket.exists(), "there is no socket");
+        daemon.signal(signal)?;
+        daemon.wait_for(name)?;
+        let finished = daemon.finish()?.expect_code(0).context(name)?;
+        ensure!(!socket.exists(), "{name}: the socket is still there");
+        ensure!(finished.stdout.is_empty(), "{name}: on stdout:\n{}", finished.stdout);
+    }
+    Ok(())
+}
+
+#[test]
+fn signals_end_a_daemon_under_load() -> Result<()> {
+    for (signal, engine) in [(Signal::TERM, "aio"), (Signal::INT, "threads")] {
+        let scene = scene()?;
+        let socket = scene.socket("disk.sock");
+        let mut daemon = start(&scene, &socket, engine)?;
+        let client = start_load(&socket)?;
+        daemon.signal(signal)?;
+        let finished = daemon.finish()?.expect_code(0).context(engine)?;
+        ensure!(!socket.exists(), "{engine}: the socket is still there");
+        ensure!(!finished.stderr.contains("failed"), "{engine}:\n{}", finished.stderr);
+        expect_server_gone(client).context(engine)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("disk.sock");
+    let mut daemon = start(&scene, &socket, "auto")?;
+    let _silent = UnixStream::connect(&socket).context("connecting")?;
+    // This one waits in the backlog.
+    let _second = UnixStream::connect(&socket).context("connecting once more")?;
+    daemon.wait_for("a front-end has attached")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!socket.exists(), "the socket is still there");
+    Ok(())
+}
+
+#[test]
+fn a_client_says_that_its_server_was_killed() -> Result<()> {
+    for engine in ["aio", "threads"] {
+        let scene = scene()?;
+        let socket = scene.socket("disk.sock");
+        let mut daemon = start(&scene, &socket, engine)?;
+        let client = start_load(&socket)?;
+        daemon.signal(Signal::KILL)?;
+        daemon.finish()?;
+        expect_server_gone(client).context(engine)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,21 @@
+//! The commands of `ringhaul` as their users see them: options, messages and exit statuses.
+
+mod bench;
+mod disks;
+mod ends;
+mod options;
+mod sockets;
+
+use anyhow::Result;
+use ringhaul_tests::cli::Scene;
+
+/// A size that fits everything that these tests do.
+const DISK_BYTES: u64 = 16 << 20;
+
+fn scene() -> Result<Scene> {
+    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}

@@ -1,0 +1,214 @@
+//! Options that are impossible, options that take effect, and what the back-end program
+//! conventions of vhost-user ask for.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{Finished, READY, Refusals, Running, bench, ringhaul, run, serve};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::{DISK_BYTES, scene};
+
+/// The discovery file, to be installed in /usr/share/qemu/vhost-user.
+const DISCOVERY: &str = include_str!("../../../contrib/50-ringhaul.json");
+
+#[test]
+fn impossible_options_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("refused.sock");
+    let mut refusals = Refusals::default();
+    let with = |option: &str, value: &str| -> Result<Command> {
+        let mut command = serve(&socket, &file)?;
+        command.args([option, value]);
+        Ok(command)
+    };
+    for (option, value, allowed) in [
+        ("--queue-size", "3", "power of two from 4 to 1024"),
+        ("--queue-size", "2048", "power of two from 4 to 1024"),
+        ("--queue-size", "many", "power of two from 4 to 1024"),
+        ("--num-queues", "0", "1..=1024"),
+        ("--num-queues", "9999", "1..=1024"),
+        ("--iothreads", "0", "1..=256"),
+        ("--iothreads", "99999", "1..=256"),
+        ("--serial", "123456789012345678901", "20 bytes"),
+        ("--serial", "größe", "printable ASCII"),
+        ("--engine", "fast", "auto, aio, threads"),
+        ("--cache", "unsafe", "none, directsync, writeback, writethrough"),
+    ] {
+        let named = format!("'{value}' for '{option} ");
+        refusals.check(&named, with(option, value), &[&named, allowed]);
+    }
+    for (option, value, words) in [
+        ("--logical-block-size", "100", ["100 bytes", "power of two from 512 to 65536"]),
+        ("--logical-block-size", "1048576", ["1048576 bytes", "power of two from 512 to 65536"]),
+        ("--nonsense", "1", ["--nonsense", "unexpected argument"]),
+        ("--disk", "null,size=1G", ["--disk", "--blk-file"]),
+        ("--fd", "0", ["--fd", "--socket-path"]),
+    ] {
+        refusals.check(option, with(option, value), &words);
+    }
+    refusals.finish()
+}
+
+#[test]
+fn impossible_disks_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("refused.sock");
+    let mut refusals = Refusals::default();
+    for (disk, words) in [
+        ("null", ["needs a size", "null,size=64G"]),
+        ("null,size=", ["null,size=", "no size"]),
+        ("null,size=1X", ["X is no suffix", "K, M, G and T"]),
+        ("null,size=-1", ["null,size=-1", "no size"]),
+        ("null,size=0", ["0 bytes", "not zero"]),
+        ("null,size=100", ["100 bytes", "multiple"]),
+        ("null,size=99999999999T", ["99999999999T", "no size"]),
+        ("null,path=x", ["path=x", "not an option"]),
+        ("null,size", ["size", "not an option"]),
+        ("file", ["needs a path", "file,path=disk.img"]),
+        ("file,path=", ["needs a path", "file,path=disk.img"]),
+        ("file,path=/nonexistent", ["/nonexistent", "No such file"]),
+        ("file,size=1G", ["size=1G", "not an option"]),
+        ("qcow2,path=x", ["qcow2", "is no kind of disk; there are null and file"]),
+        ("tape", ["tape", "is no kind of disk; there are null and file"]),
+    ] {
+        let command = ringhaul().map(|mut command| {
+            command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);
+            command
+        });
+        refusals.check(disk, command, &words);
+    }
+    let command = ringhaul().map(|mut command| {
+        command.arg("serve").arg("--socket-path").arg(&socket);
+        command
+    });
+    refusals.check("none", command, &["no disk is named", "--blk-file", "--disk"]);
+    let command = ringhaul().map(|mut command| {
+        command.arg("export");
+        command
+    });
+    refusals.check("no such command", command, &["export", "unrecognized"]);
+    refusals.finish()
+}
+
+/// How management programs start a back-end.
+#[test]
+fn options_alone_are_those_of_serve() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("disk.sock");
+    let (socket_name, file_name) = (socket.display(), file.display());
+    let spaced = [format!("--socket-path={socket_name}"), format!("--blk-file={file_name}")];
+    let swapped = [format!("--blk-file={file_name}"), format!("--socket-path={socket_name}")];
+    let flag_first = ["--read-only".to_owned(), spaced[0].clone(), spaced[1].clone()];
+    for arguments in [&spaced[..], &swapped[..], &flag_first[..]] {
+        let mut daemon = Running::serve(ringhaul()?.args(arguments))?;
+        run(&mut bench(&socket, "--rw randread --number_ios 50")?)?.expect_code(0)?;
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn auto_says_what_it_chose_and_why() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?.display().to_string();
+    let socket = scene.socket("disk.sock");
+    let file_options = ["--blk-file", file.as_str()];
+    for (options, said) in [
+        (&["--cache", "none"][..], "engine aio: Linux AIO is asynchronous for direct I/O"),
+        (&["--cache", "directsync"], "engine aio: Linux AIO is asynchronous for direct I/O"),
+        (&["--cache", "writeback"], "engine threads: Linux AIO would wait"),
+        (&["--cache", "writethrough"], "engine threads: Linux AIO would wait"),
+        (&["--engine", "threads"], "engine threads: as asked"),
+        (&["--engine", "aio"], "engine aio: as asked"),
+        (
+            &["--engine", "aio", "--cache", "writeback"],
+            "engine aio: as asked; with the page cache its submits wait",
+        ),
+    ] {
+        let mut command = ringhaul()?;
+        command.arg("serve").arg("--socket-path").arg(&socket).args(file_options).args(options);
+        let mut daemon = Running::start(&mut command)?;
+        daemon.wait_for(said).with_context(|| format!("{options:?}"))?;
+        daemon.wait_for(READY)?;
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn queues_are_spread_over_iothreads() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("disk.sock");
+    let mut command = serve(&socket, &file)?;
+    let mut daemon = Running::serve(command.args(["--iothreads", "2", "--num-queues", "4"]))?;
+    let options = "--rw randread --numjobs 4 --number_ios 100 --iodepth 4";
+    run(&mut bench(&socket, options)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    let ended = daemon.finish()?.expect_code(0)?;
+    for thread in ["iothread-0: 200 reads", "iothread-1: 200 reads"] {
+        ensure!(ended.stderr.contains(thread), "no {thread:?}:\n{}", ended.stderr);
+    }
+    Ok(())
+}
+
+fn capabilities(arguments: &[&str]) -> Result<Value> {
+    let finished = run(ringhaul()?.args(arguments))?.expect_code(0)?;
+    let Finished { stdout, stderr, .. } = &finished;
+    ensure!(stderr.is_empty(), "on stderr:\n{stderr}");
+    serde_json::from_str(stdout).with_context(|| format!("no JSON:\n{stdout}"))
+}
+
+/// "Other options and arguments should be ignored."
+#[test]
+fn capabilities_are_printed_whatever_else_is_asked() -> Result<()> {
+    for arguments in [
+        &["--print-capabilities"][..],
+        &["serve", "--print-capabilities"],
+        &["--socket-path", "/nonexistent/socket", "--print-capabilities"],
+        &["--print-capabilities", "--blk-file", "/nonexistent", "--disk", "null,size=1G"],
+        &["--print-capabilities", "--unknown-option"],
+        &["--fd=3", "--print-capabilities", "argument"],
+    ] {
+        let printed = capabilities(arguments).with_context(|| format!("{arguments:?}"))?;
+        ensure!(printed["type"] == "block", "{arguments:?}: {printed}");
+    }
+    Ok(())
+}
+
+/// The schema is docs/interop/vhost-user.json of the QEMU project: `VhostUserBackend` for the
+/// file, `VHostUserBackendCapabilities` for what is printed.
+#[test]
+fn the_discovery_file_fits_the_schema_and_the_program() -> Result<()> {
+    let file: Value = serde_json::from_str(DISCOVERY).context("the discovery file is no JSON")?;
+    let object = file.as_object().context("the discovery file is no object")?;
+    let known = ["description", "type", "binary", "tags"];
+    let unknown: Vec<&String> = object.keys().filter(|key| !known.contains(&&***key)).collect();
+    ensure!(unknown.is_empty(), "the schema has no {unknown:?}");
+    for key in ["description", "type", "binary"] {
+        let text = file[key].as_str().with_context(|| format!("{key} is no string"))?;
+        ensure!(!text.is_empty(), "{key} is empty");
+    }
+    let binary = file["binary"].as_str().map(Path::new).context("there is no binary")?;
+    ensure!(binary.is_absolute() && binary.ends_with("ringhaul"), "{}", binary.display());
+    let tags = file["tags"].as_array().context("the tags are no list")?;
+    ensure!(tags.iter().all(Value::is_string), "not all tags are strings");
+
+    let printed = capabilities(&["--print-capabilities"])?;
+    ensure!(printed["type"] == file["type"], "{} and {}", printed["type"], file["type"]);
+    let features = printed["features"].as_array().context("the features are no list")?;
+    // All that the schema has for block devices; the options of these names exist, as other tests
+    // here show.
+    for feature in ["read-only", "blk-file"] {
+        ensure!(features.contains(&feature.into()), "{feature} is missing in {printed}");
+    }
+    ensure!(features.len() == 2, "the schema has no such features: {printed}");
+    Ok(())
+}

@@ -1,0 +1,218 @@
+//! Sockets that cannot be used, sockets that are left over, and sockets of somebody else.
+
+use std::fs::{self, File, Permissions, set_permissions};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{
+    READY, Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve,
+};
+use rustix::net::{AddressFamily, SocketType};
+use rustix::process::Signal;
+use vhost::VhostBackend;
+use vhost::vhost_user::Frontend;
+
+use crate::{DISK_BYTES, is_root, scene};
+
+/// The number under which a descriptor is handed over.
+const FD: &str = "5";
+
+/// Some I/O that takes a moment.
+const SOME_IO: &str = "--rw randrw --number_ios 200 --iodepth 8 --size 4m --verify";
+
+/// `ringhaul serve` of a new disk on descriptor [`FD`], which is `descriptor`.
+fn serve_fd(scene: &Scene, descriptor: OwnedFd) -> Result<Command> {
+    let file = scene.disk("inherited.img", DISK_BYTES)?;
+    let mut command =
+        ringhaul_under(&["sh", "-c", &format!("exec \"$@\" {FD}<&0 </dev/null"), "sh"])?;
+    command.args(["serve", "--fd", FD, "--blk-file"]).arg(file).stdin(Stdio::from(descriptor));
+    Ok(command)
+}
+
+#[test]
+fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let mut refusals = Refusals::default();
+
+    let regular = scene.socket("regular");
+    fs::write(&regular, "precious")?;
+    let words = [&*regular.to_string_lossy(), "no socket", "choose another --socket-path"];
+    refusals.check("regular file", serve(&regular, &file), &words);
+    ensure!(fs::read(&regular)? == b"precious", "the file was touched");
+
+    let folder = scene.socket("");
+    refusals.check("folder", serve(&folder, &file), &["no socket", "--socket-path"]);
+
+    let astray = scene.socket("missing/disk.sock");
+    let words = [&*astray.to_string_lossy(), "No such file or directory", "--socket-path"];
+    refusals.check("missing folder", serve(&astray, &file), &words);
+
+    // sun_path has 108 bytes, one of them for the end.
+    let long = scene.socket(&"x".repeat(108));
+    refusals.check("long", serve(&long, &file), &["too long", "107", "--socket-path"]);
+
+    let mut nowhere = ringhaul()?;
+    nowhere.arg("serve").arg("--blk-file").arg(&file);
+    refusals.check("none", Ok(nowhere), &["no socket is named", "--socket-path", "--fd"]);
+    refusals.finish()
+}
+
+#[test]
+fn a_folder_that_may_not_be_written_is_refused() -> Result<()> {
+    let scene = scene()?;
+    let folder = scene.socket("locked");
+    fs::create_dir(&folder)?;
+    set_permissions(&folder, Permissions::from_mode(0o555))?;
+    let without_override: &[&str] =
+        if is_root() { &["setpriv", "--bounding-set", "-dac_override"] } else { &[] };
+    let mut command = ringhaul_under(without_override)?;
+    command.arg("--socket-path").arg(folder.join("disk.sock")).args(["--disk", "null,size=1G"]);
+    run(&mut command)?.expect_refusal(&["disk.sock", "Permission denied", "--socket-path"])
+}
+
+#[test]
+fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
+    let scene = scene()?;
+    let (file, other) = (scene.disk("a.img", DISK_BYTES)?, scene.disk("b.img", DISK_BYTES)?);
+    let socket = scene.socket("disk.sock");
+    let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
+    let words = ["disk.sock", "another program listens", "choose another --socket-path"];
+    let mut refusals = Refusals::default();
+    refusals.check("in use", serve(&socket, &other), &words);
+    refusals.finish()?;
+    run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_left_over_socket_is_replaced() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("disk.sock");
+    let mut killed = Running::serve(&mut serve(&socket, &file)?)?;
+    killed.signal(Signal::KILL)?;
+    killed.finish()?;
+    ensure!(socket.exists(), "there is no socket left over");
+
+    let mut daemon = Running::start(&mut serve(&socket, &file)?)?;
+    let said = daemon.wait_for("replaced")?;
+    ensure!(said.contains("disk.sock"), "{said}");
+    daemon.wait_for(READY)?;
+    run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!socket.exists(), "the socket was left behind");
+    Ok(())
+}
+
+#[test]
+fn a_socket_that_another_program_has_made_meanwhile_is_not_removed() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("disk.sock");
+    let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
+    fs::rename(&socket, scene.socket("moved.sock"))?;
+    let _listener = UnixListener::bind(&socket).context("listening")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(socket.exists(), "the socket of another program was removed");
+    Ok(())
+}
+
+#[test]
+fn descriptors_that_are_no_sockets_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let mut refusals = Refusals::default();
+    let by_number = |number: &str| -> Result<Command> {
+        let mut command = ringhaul()?;
+        command.args(["serve", "--fd", number, "--blk-file"]).arg(&file);
+        Ok(command)
+    };
+    let words = ["--fd", "must be an open Unix stream socket"];
+    refusals.check("closed", by_number("77"), &["--fd 77", "Bad file descriptor", words[1]]);
+    refusals.check("stdin", by_number("0"), &words);
+    refusals.check("no number", by_number("socket"), &["--fd", "socket"]);
+    refusals.check("negative", by_number("-1"), &["--fd -1", words[1]]);
+
+    let stream = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
+    let tcp = TcpListener::bind(("127.0.0.1", 0)).context("listening")?;
+    for (what, descriptor) in [
+        ("regular file", OwnedFd::from(File::open(&file)?)),
+        ("TCP", tcp.into()),
+        ("datagrams", UnixDatagram::pair()?.0.into()),
+        ("neither connected nor listening", stream),
+    ] {
+        refusals.check(what, serve_fd(&scene, descriptor), &words);
+    }
+    refusals.finish()
+}
+
+/// The front-end of a descriptor that is a connection: a management program has connected.
+#[test]
+fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
+    let scene = scene()?;
+    let path = scene.socket("manager.sock");
+    let listener = UnixListener::bind(&path).context("listening")?;
+    let client = Running::start(&mut bench(&path, SOME_IO)?)?;
+    let (connection, _) = listener.accept().context("accepting the load generator")?;
+    let mut command = serve_fd(&scene, connection.into())?;
+    let mut daemon = Running::start(&mut command)?;
+    // It has a copy of the descriptor, and the connection ends with the last one.
+    drop(command);
+    client.finish()?.expect_code(0)?;
+    daemon.wait_for("the front-end has gone")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_connection_that_closes_early_ends_the_daemon_too() -> Result<()> {
+    let scene = scene()?;
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut command = serve_fd(&scene, theirs.into())?;
+    let daemon = Running::start(&mut command)?;
+    drop(command);
+    let frontend = Frontend::from_stream(ours, 1);
+    frontend.set_owner().context("SET_OWNER")?;
+    let features = frontend.get_features().context("GET_FEATURES")?;
+    ensure!(features != 0, "the daemon offers nothing");
+    drop(frontend);
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn sigterm_ends_a_daemon_on_a_connection() -> Result<()> {
+    let scene = scene()?;
+    let (_ours, theirs) = UnixStream::pair()?;
+    let mut daemon = Running::serve(&mut serve_fd(&scene, theirs.into())?)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_listening_descriptor_serves_one_client_after_the_other() -> Result<()> {
+    let scene = scene()?;
+    let path = scene.socket("manager.sock");
+    let listener = UnixListener::bind(&path).context("listening")?;
+    let mut daemon = Running::serve(&mut serve_fd(&scene, listener.into())?)?;
+    for client in 1..=2 {
+        run(&mut bench(&path, SOME_IO)?)?
+            .expect_code(0)
+            .with_context(|| format!("client {client}"))?;
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(Path::new(&path).exists(), "a socket that the daemon did not make was removed");
+    Ok(())
+}

@@ -1,0 +1,165 @@
+//! Guest memory that comes and goes in many pieces.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use ringhaul_tests::daemon::{DaemonOptions, GUEST_MEMORY, SECTOR_BYTES, sector_content};
+use ringhaul_tests::for_each_engine;
+use ringhaul_tests::frontend::memory::{Memory, Region, take_count, wait_readable};
+use ringhaul_tests::frontend::message::{Message, code};
+use ringhaul_tests::frontend::ring::{Desc, Ring};
+use ringhaul_tests::frontend::{
+    BORDER, DATA, Frontend, MEMORY_END, Setup, blk, feature, protocol_feature,
+};
+use ringhaul_tests::guest::Engine;
+
+use crate::start;
+
+for_each_engine! {
+    as_many_regions_as_are_announced,
+    a_region_goes_and_comes_back,
+    a_table_replaces_a_table,
+    a_session_without_protocol_features,
+}
+
+const REGIONS: u64 = 509;
+const REGION_BYTES: u64 = 0x1_0000;
+
+fn as_many_regions_as_are_announced(engine: Engine) -> Result<()> {
+    let mut options = DaemonOptions::new(engine);
+    options.num_queues = 1;
+    let daemon = start(&options)?;
+    let setup = Setup { queues: 1, ..Setup::default() };
+    let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
+    // Two are there. The others are added while the queue runs, each right behind the one before.
+    let file = Region::new(MEMORY_END, (REGIONS - 2) * REGION_BYTES)?;
+    let region = |n: u64| Region {
+        guest_addr: file.guest_addr + n * REGION_BYTES,
+        bytes: REGION_BYTES,
+        user_addr: 0x100_0000_0000 + n * REGION_BYTES,
+        file_offset: file.file_offset + n * REGION_BYTES,
+        file: Arc::clone(&file.file),
+    };
+    for n in 0..REGIONS - 2 {
+        frontend.tell(Message::add_region(&region(n)))?;
+    }
+    let mut regions = frontend.memory.regions.clone();
+    regions.push(file.clone());
+    let memory = Arc::new(Memory::new(regions)?);
+    // In the last one, and in all of the last eight.
+    let last = region(REGIONS - 3).guest_addr;
+    for (data, bytes) in
+        [(last, 4096), (last + REGION_BYTES - 512, 512), (last - 0x7_0000, 0x7_8000)]
+    {
+        let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
+        let used = frontend.execute(
+            0,
+            &[Desc::readable(header, 16), Desc::writable(data, bytes), Desc::writable(status, 1)],
+        )?;
+        assert_eq!((used, memory.read(status, 1)?[0]), (bytes + 1, blk::OK));
+        let bytes = usize::try_from(bytes)?;
+        let sectors = u64::try_from(bytes / SECTOR_BYTES)?;
+        let content = (5..5 + sectors).flat_map(sector_content).collect::<Vec<_>>();
+        assert!(memory.read(data, bytes)? == content, "{bytes} bytes at {data:#x}");
+    }
+    Ok(())
+}
+
+fn a_region_goes_and_comes_back(engine: Engine) -> Result<()> {
+    let daemon = start(&DaemonOptions::new(engine))?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    let regions = frontend.memory.regions.clone();
+    let read_at = |frontend: &mut Frontend, data: u64| {
+        let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
+        frontend.execute(
+            0,
+            &[Desc::readable(header, 16), Desc::writable(data, 1024), Desc::writable(status, 1)],
+        )?;
+        anyhow::Ok(frontend.memory.read(status, 1)?[0])
+    };
+    for _ in 0..3 {
+        // The one with data only: the queues go on, and the data is nowhere.
+        assert_eq!(read_at(&mut frontend, BORDER)?, blk::OK);
+        frontend.tell(Message::remove_region(&regions[1]))?;
+        for data in [BORDER, BORDER - 512] {
+            assert_eq!(read_at(&mut frontend, data)?, blk::IOERR);
+        }
+        assert_eq!(read_at(&mut frontend, BORDER - 1024)?, blk::OK);
+        frontend.tell(Message::add_region(&regions[1]))?;
+        assert_eq!(read_at(&mut frontend, BORDER - 512)?, blk::OK);
+        // The one with the rings: they wait until it is back, and go on where they were.
+        frontend.tell(Message::remove_region(&regions[0]))?;
+        let (header, status) = frontend.put_header(0, 0, blk::IN, 6)?;
+        frontend.rings[0].put_chain(
+            0,
+            &[Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)],
+        )?;
+        frontend.rings[0].submit(0)?;
+        frontend.tell(Message::add_region(&regions[0]))?;
+        assert_eq!(frontend.rings[0].wait_used()?.bytes, 513);
+        assert!(frontend.memory.read(DATA, SECTOR_BYTES)? == sector_content(6));
+        frontend.read(1, 7, SECTOR_BYTES)?;
+    }
+    assert_eq!(daemon.mappings(GUEST_MEMORY)?, 2, "a region is mapped twice, or not");
+    drop(frontend);
+    Ok(())
+}
+
+fn a_table_replaces_a_table(engine: Engine) -> Result<()> {
+    let daemon = start(&DaemonOptions::new(engine))?;
+    let protocol_features = Some(protocol_feature::MQ | protocol_feature::REPLY_ACK);
+    let setup = Setup { protocol_features, ..Setup::default() };
+    let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
+    frontend.write(0, 9, &[1; 512])?;
+    // The same regions in other files: what was in the old ones is gone, rings included.
+    for _ in 0..3 {
+        let regions = [
+            Region::new(frontend.memory.regions[0].guest_addr, frontend.memory.regions[0].bytes)?,
+            Region::new(frontend.memory.regions[1].guest_addr, frontend.memory.regions[1].bytes)?,
+        ];
+        let memory = Arc::new(Memory::new(regions.to_vec())?);
+        for queue in [0, 1] {
+            frontend.stop_queue(queue)?;
+            let Ring { place, event_idx, .. } = frontend.rings[queue];
+            frontend.rings[queue] = Ring::new(&memory, place, event_idx)?;
+        }
+        frontend.memory = memory;
+        frontend.share_memory()?;
+        for queue in [0, 1] {
+            frontend.start_queue(queue, 0)?;
+            assert!(frontend.read(queue, 9, 512)? == vec![1; 512]);
+        }
+        assert_eq!(daemon.mappings(GUEST_MEMORY)?, 2, "old regions are still mapped");
+    }
+    Ok(())
+}
+
+fn a_session_without_protocol_features(engine: Engine) -> Result<()> {
+    let daemon = start(&DaemonOptions::new(engine))?;
+    for without in [0, feature::EVENT_IDX] {
+        let setup = Setup { protocol_features: None, ..Setup::default() }.without(without);
+        let mut frontend = Frontend::connect(daemon.socket(), &setup)?;
+        frontend.negotiate()?;
+        assert_eq!(frontend.features & feature::PROTOCOL_FEATURES, 0);
+        // Rings first, memory after them: the order is free.
+        for queue in [0, 1] {
+            frontend.start_queue(queue, 0)?;
+        }
+        frontend.share_memory()?;
+        for queue in [0, 1] {
+            // Nobody enables a ring here: the kick's descriptor starts it.
+            wait_readable(&frontend.rings[queue].call, "call at the start of a queue")?;
+            take_count(&frontend.rings[queue].call);
+            frontend.write(queue, 11, &[7; 1024])?;
+            assert!(frontend.read(queue, 11, 1024)? == vec![7; 1024]);
+        }
+        assert_eq!(frontend.stop_queue(0)?, 2);
+        let message = Message::ring_state(code::SET_VRING_ENABLE, 1, 0);
+        frontend.channel.send(&message)?;
+        ensure!(
+            frontend.channel.receive().is_ok_and(|reply| reply.is_none()),
+            "SET_VRING_ENABLE belongs to the protocol features"
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,414 @@
+//! A real Linux guest in QEMU uses a disk that the daemon serves.
+//!
+//! A boot takes seconds, so each test does as much with one guest as it can. Where no KVM works,
+//! guests run under TCG, and all of this takes a few minutes.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::guest::{Cache, Engine, Export, Program, Server, allocated_bytes};
+use tempfile::TempDir;
+use xtask::guest::{Accelerator, Disk, Image, Vm, VmOptions};
+
+const ATTRIBUTES: &str = include_str!("../guest/attributes.sh");
+const FIO_VERIFY: &str = include_str!("../guest/fio-verify.sh");
+const WRITE_ZEROES: &str = include_str!("../guest/write-zeroes.sh");
+const FILES_WRITE: &str = include_str!("../guest/files-write.sh");
+const FILES_CHECK: &str = include_str!("../guest/files-check.sh");
+const LOAD_START: &str = include_str!("../guest/load-start.sh");
+const LOAD_STOP: &str = include_str!("../guest/load-stop.sh");
+
+/// Large enough for a file system with a few dozen files, and no power of two.
+const DISK_BYTES: u64 = 128 * 1024 * 1024 + 3 * 4096;
+
+const SECTOR_BYTES: u64 = 512;
+
+/// For one script or one boot. Only a hang takes this long, also on a busy machine under TCG.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// Longer than a daemon needs to finish what the kernel has of its requests.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a file system on the host may keep of a file that is one hole.
+const HOLE_BYTES: u64 = 64 * 1024;
+
+/// Feature bits of virtio 1.3: 5.2.3 (block device) and 6 (all devices).
+const F_SEG_MAX: usize = 2;
+const F_RO: usize = 5;
+const F_BLK_SIZE: usize = 6;
+const F_FLUSH: usize = 9;
+const F_TOPOLOGY: usize = 10;
+const F_CONFIG_WCE: usize = 11;
+const F_MQ: usize = 12;
+const F_DISCARD: usize = 13;
+const F_WRITE_ZEROES: usize = 14;
+const F_INDIRECT_DESC: usize = 28;
+const F_EVENT_IDX: usize = 29;
+const F_VERSION_1: usize = 32;
+
+/// Folders for one test: disks where O_DIRECT works, sockets where paths are short.
+struct Scene {
+    program: Program,
+    disks: TempDir,
+    sockets: TempDir,
+}
+
+impl Scene {
+    fn new() -> Result<Self> {
+        let disks = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))
+            .context("making a folder for disks")?;
+        let sockets = tempfile::tempdir().context("making a folder for sockets")?;
+        Ok(Self { program: Program::from_environment()?, disks, sockets })
+    }
+
+    /// An empty disk and how it is to be served.
+    fn export(&self, name: &str, engine: Engine, cache: Cache) -> Result<Export> {
+        let file = self.disks.path().join(format!("{name}.img"));
+        let disk = File::create(&file).with_context(|| format!("creating {}", file.display()))?;
+        disk.set_len(DISK_BYTES).with_context(|| format!("making {} larger", file.display()))?;
+        Ok(Export {
+            socket: self.sockets.path().join(format!("{name}.sock")),
+            file,
+            engine,
+            cache,
+            num_queues: 2,
+            queue_size: 256,
+            serial: format!("rh-{name}"),
+            logical_block_bytes: 512,
+            read_only: false,
+        })
+    }
+
+    fn serve(&self, export: &Export) -> Result<Server> {
+        Server::start(self.program, export)
+    }
+}
+
+fn boot(exports: &[&Export]) -> Result<Vm> {
+    let image = Image::prepare()?;
+    let accelerator = Accelerator::choose(&image)?;
+    let disks = exports.iter().map(|export| Disk {
+        socket: export.socket.clone(),
+        num_queues: export.num_queues,
+        queue_size: export.queue_size,
+    });
+    let options = VmOptions { disks: disks.collect(), ..VmOptions::default() };
+    Vm::boot(&image, accelerator, &options)
+}
+
+/// `script` with shell variables set in front of it.
+fn with(script: &str, variables: &[(&str, &str)]) -> String {
+    let mut text = String::new();
+    for (name, value) in variables {
+        text.push_str(&format!("{name}='{value}'\n"));
+    }
+    text + script
+}
+
+/// What the guest knows of a disk.
+struct Attributes(HashMap<String, String>);
+
+impl Attributes {
+    fn read(vm: &mut Vm, disk: &str) -> Result<Self> {
+        let text = vm.check(&with(ATTRIBUTES, &[("DISK", disk)]), LIMIT)?;
+        let pairs = text.lines().filter_map(|line| line.split_once('='));
+        Ok(Self(pairs.map(|(name, value)| (name.to_owned(), value.trim().to_owned())).collect()))
+    }
+
+    fn get(&self, name: &str) -> &str {
+        self.0.get(name).map_or("", String::as_str)
+    }
+
+    fn number(&self, name: &str) -> Result<u64> {
+        let value = self.get(name);
+        value.parse().with_context(|| format!("the guest says that {name} is {value:?}"))
+    }
+
+    fn has_feature(&self, bit: usize) -> bool {
+        self.get("features").as_bytes().get(bit) == Some(&b'1')
+    }
+}
+
+fn check_attributes(vm: &mut Vm, disk: &str, server: &Server) -> Result<()> {
+    let seen = Attributes::read(vm, disk)?;
+    let export = server.export();
+    assert_eq!(seen.number("sectors")?, DISK_BYTES / SECTOR_BYTES);
+    assert_eq!(seen.get("serial"), server.expected_serial());
+    assert_eq!(seen.number("logical_block_size")?, u64::from(export.logical_block_bytes));
+    assert_eq!(seen.number("queues")?, u64::from(export.num_queues));
+    assert_eq!(seen.get("write_cache"), server.expected_write_cache());
+    assert_eq!(seen.number("read_only")?, u64::from(export.read_only));
+
+    let features = seen.get("features");
+    assert_eq!(seen.has_feature(F_RO), export.read_only, "{features}");
+    for bit in [
+        F_SEG_MAX,
+        F_BLK_SIZE,
+        F_FLUSH,
+        F_TOPOLOGY,
+        F_CONFIG_WCE,
+        F_MQ,
+        F_INDIRECT_DESC,
+        F_EVENT_IDX,
+        F_VERSION_1,
+    ] {
+        assert!(seen.has_feature(bit), "feature {bit} is missing: {features}");
+    }
+    if !export.read_only {
+        assert!(seen.has_feature(F_DISCARD), "{features}");
+        assert!(seen.has_feature(F_WRITE_ZEROES), "{features}");
+        assert!(seen.number("discard_max_bytes")? > 0);
+        assert!(seen.number("write_zeroes_max_bytes")? > 0);
+    }
+    Ok(())
+}
+
+/// The MD5 of the whole disk, as the guest reads it and as the host has it.
+fn check_same_bytes(vm: &mut Vm, disk: &str, file: &Path) -> Result<()> {
+    let script = format!("echo 3 >/proc/sys/vm/drop_caches\nmd5sum </dev/{disk}\n");
+    let seen = vm.check(&script, LIMIT)?;
+    let input = File::open(file).with_context(|| format!("opening {}", file.display()))?;
+    let output = Command::new("md5sum").stdin(input).output().context("running md5sum")?;
+    let stored = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success(), "md5sum failed");
+    assert_eq!(seen.trim(), stored.trim(), "guest and host see different bytes");
+    Ok(())
+}
+
+/// Lets e2fsck look at a file system that nobody uses, from the host.
+fn check_file_system(file: &Path) -> Result<()> {
+    let output = Command::new("/sbin/e2fsck")
+        .args(["-f", "-n"])
+        .arg(file)
+        .output()
+        .context("running e2fsck; apt-get install e2fsprogs")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "e2fsck on the host:\n{text}");
+    Ok(())
+}
+
+fn check_clean_exit(server: &mut Server) -> Result<()> {
+    let status = server.terminate(STOP_LIMIT)?;
+    let messages = server.messages();
+    assert_eq!(status.code(), Some(0), "after SIGTERM: {status}\n{messages}");
+    let socket = &server.export().socket;
+    assert!(!socket.exists(), "{} is still there", socket.display());
+    Ok(())
+}
+
+/// Everything that reads, writes and discards, with one engine and one cache mode.
+fn data(engine: Engine, cache: Cache, logical_block_bytes: u32, queue_size: u16) -> Result<()> {
+    let scene = Scene::new()?;
+    let name = format!("{engine}-{cache}");
+    let export = Export { logical_block_bytes, queue_size, ..scene.export(&name, engine, cache)? };
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+    let disk = ("DISK", "vda");
+
+    check_attributes(&mut vm, "vda", &server)?;
+    let min_bytes = logical_block_bytes.to_string();
+    vm.check(&with(FIO_VERIFY, &[disk, ("MIN_BYTES", &min_bytes)]), LIMIT)?;
+    check_same_bytes(&mut vm, "vda", &export.file)?;
+    check_discard(&mut vm, &export.file)?;
+    vm.check(&with(WRITE_ZEROES, &[disk]), LIMIT)?;
+
+    vm.check(&with(FILES_WRITE, &[disk]), LIMIT)?;
+    vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
+    vm.check("e2fsck -f -n /dev/vda", LIMIT)?;
+    check_same_bytes(&mut vm, "vda", &export.file)?;
+
+    vm.power_off(LIMIT)?;
+    server.check_running()?;
+    check_clean_exit(&mut server)?;
+    check_file_system(&export.file)
+}
+
+/// Discards a disk that holds data: it must read as zeroes and take no space on the host.
+fn check_discard(vm: &mut Vm, file: &Path) -> Result<()> {
+    vm.check("dd if=/dev/urandom of=/dev/vda bs=1M count=16 conv=fsync", LIMIT)?;
+    let before = allocated_bytes(file)?;
+    assert!(before > 16 * 1024 * 1024, "only {before} bytes are allocated");
+    vm.check("/usr/sbin/blkdiscard /dev/vda", LIMIT)?;
+    let after = allocated_bytes(file)?;
+    assert!(after <= HOLE_BYTES, "{after} of {before} bytes are still allocated");
+    let script = "echo 3 >/proc/sys/vm/drop_caches\ntr -d '\\0' </dev/vda | wc -c\n";
+    assert_eq!(vm.check(script, LIMIT)?, "0", "bytes that are not zero");
+    Ok(())
+}
+
+#[test]
+fn data_with_aio_direct() -> Result<()> {
+    data(Engine::Aio, Cache::None, 512, 128)
+}
+
+#[test]
+fn data_with_aio_in_the_page_cache() -> Result<()> {
+    data(Engine::Aio, Cache::Writeback, 4096, 256)
+}
+
+#[test]
+fn data_with_threads_direct() -> Result<()> {
+    data(Engine::Threads, Cache::None, 4096, 1024)
+}
+
+#[test]
+fn data_with_threads_in_the_page_cache() -> Result<()> {
+    data(Engine::Threads, Cache::Writeback, 512, 64)
+}
+
+/// A file system made on the host can be read in the guest, and nothing can be written to it.
+#[test]
+fn a_read_only_disk_refuses_writes() -> Result<()> {
+    let scene = Scene::new()?;
+    let export = Export {
+        read_only: true,
+        logical_block_bytes: 4096,
+        ..scene.export("read-only", Engine::Aio, Cache::None)?
+    };
+    let contents = make_file_system(&scene, &export.file)?;
+    let before = std::fs::read(&export.file).context("reading the disk")?;
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+
+    check_attributes(&mut vm, "vda", &server)?;
+    let mount = "mount -t ext4 -o ro,noload /dev/vda /mnt\nmd5sum </mnt/data\numount /mnt";
+    assert_eq!(vm.check(mount, LIMIT)?.trim(), contents.trim());
+    for write in [
+        "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync",
+        "dd if=/dev/zero of=/dev/vda bs=4096 count=1 oflag=direct",
+        "/usr/sbin/blkdiscard /dev/vda",
+        "/usr/sbin/blkdiscard --zeroout /dev/vda",
+        // busybox mounts a read-only disk all the same, but read-only.
+        "mount -t ext4 -o rw,noload /dev/vda /mnt\ntouch /mnt/new",
+    ] {
+        let output = vm.run(write, LIMIT)?;
+        assert_ne!(output.status, 0, "{write} was successful:\n{}", output.text);
+    }
+
+    vm.power_off(LIMIT)?;
+    check_clean_exit(&mut server)?;
+    let after = std::fs::read(&export.file).context("reading the disk again")?;
+    assert!(before == after, "the disk has changed");
+    Ok(())
+}
+
+/// Makes an ext4 file system with one file, `data`, and gives the file's MD5 as md5sum prints it.
+fn make_file_system(scene: &Scene, file: &Path) -> Result<String> {
+    let folder = scene.disks.path().join("content");
+    std::fs::create_dir(&folder).context("making a folder")?;
+    let data = folder.join("data");
+    let test = std::env::current_exe().context("finding the running test")?;
+    // Any few megabytes that do not repeat will do; the test itself is at hand.
+    std::fs::copy(test, &data).context("copying the test")?;
+    let status = Command::new("/sbin/mke2fs")
+        .args(["-q", "-t", "ext4", "-b", "4096", "-d"])
+        .args([&folder, file])
+        .status()
+        .context("running mke2fs; apt-get install e2fsprogs")?;
+    ensure!(status.success(), "mke2fs on the host ended with {status}");
+    let output = Command::new("md5sum")
+        .stdin(File::open(&data).context("opening the copy")?)
+        .output()
+        .context("running md5sum")?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The cache modes without a write cache, and that the guest can switch it on and off.
+#[test]
+fn a_guest_can_switch_the_write_cache() -> Result<()> {
+    let scene = Scene::new()?;
+    let exports = [
+        scene.export("directsync", Engine::Aio, Cache::Directsync)?,
+        scene.export("writethrough", Engine::Threads, Cache::Writethrough)?,
+    ];
+    let mut servers =
+        exports.iter().map(|export| scene.serve(export)).collect::<Result<Vec<_>>>()?;
+    let mut vm = boot(&[&exports[0], &exports[1]])?;
+    for (disk, server) in ["vda", "vdb"].into_iter().zip(&servers) {
+        check_attributes(&mut vm, disk, server)?;
+        vm.check(&with(FIO_VERIFY, &[("DISK", disk), ("MIN_BYTES", "4096")]), LIMIT)?;
+        for mode in ["write back", "write through"] {
+            let script = format!(
+                "cd /sys/block/{disk}\necho '{mode}' >cache_type\ncat cache_type\n\
+                 dd if=/dev/urandom of=/dev/{disk} bs=64k count=4 oflag=direct conv=fsync 2>&1\n"
+            );
+            let seen = vm.check(&script, LIMIT)?;
+            assert!(seen.starts_with(mode), "asked for {mode}:\n{seen}");
+        }
+        check_same_bytes(&mut vm, disk, &server.export().file)?;
+    }
+    vm.power_off(LIMIT)?;
+    servers.iter_mut().try_for_each(check_clean_exit)
+}
+
+/// The guest boots again by itself, is reset in the middle of writing, and is replaced by another
+/// one; the daemon serves them all, and what was written stays.
+#[test]
+fn guests_come_and_go() -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export("reboot", Engine::Aio, Cache::None)?;
+    let mut server = scene.serve(&export)?;
+    let disk = ("DISK", "vda");
+    let recover = "e2fsck -p /dev/vda || [ $? = 1 ]\ne2fsck -f -n /dev/vda";
+
+    let mut vm = boot(&[&export])?;
+    vm.check(&with(FILES_WRITE, &[disk]), LIMIT)?;
+    vm.reboot()?;
+    vm.check(recover, LIMIT)?;
+    vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
+
+    vm.check("mount -t ext4 /dev/vda /mnt", LIMIT)?;
+    let load = [disk, ("TARGET", "/mnt/load")];
+    vm.check(&with(LOAD_START, &load), LIMIT)?;
+    vm.reset()?;
+    check_attributes(&mut vm, "vda", &server)?;
+    vm.check(recover, LIMIT)?;
+    vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
+
+    vm.check("mount -t ext4 /dev/vda /mnt", LIMIT)?;
+    vm.check(&with(LOAD_START, &load), LIMIT)?;
+    drop(vm); // Kills QEMU, as a crash does.
+
+    server.check_running()?;
+    let mut vm = boot(&[&export])?;
+    check_attributes(&mut vm, "vda", &server)?;
+    vm.check(recover, LIMIT)?;
+    vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
+    vm.power_off(LIMIT)?;
+    check_clean_exit(&mut server)?;
+    check_file_system(&export.file)
+}
+
+/// SIGTERM ends the daemon in good order while the guest keeps both queues full, and the next
+/// daemon goes on where it ended.
+fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("term-{engine}"), engine, cache)?;
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+    let load = [("DISK", "vda"), ("TARGET", "/dev/vda")];
+    vm.check(&with(LOAD_START, &load), LIMIT)?;
+    check_clean_exit(&mut server)?;
+
+    // QEMU connects again and takes the used index for how far the daemon came. What was taken
+    // and not answered before the connection ended would be served twice.
+    let mut server = scene.serve(&export)?;
+    vm.check(LOAD_STOP, LIMIT)?;
+    check_same_bytes(&mut vm, "vda", &export.file)?;
+    vm.power_off(LIMIT)?;
+    check_clean_exit(&mut server)
+}
+
+#[test]
+fn sigterm_under_load_with_aio() -> Result<()> {
+    sigterm_under_load(Engine::Aio, Cache::None)
+}
+
+#[test]
+fn sigterm_under_load_with_threads() -> Result<()> {
+    sigterm_under_load(Engine::Threads, Cache::Writeback)
+}

@@ -1,0 +1,172 @@
+//! `cargo xtask check`: every check of the tree, and a summary.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use crate::process::{Interrupt, Running, describe};
+use crate::workspace;
+
+/// Options of `cargo xtask check`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Also documentation, dependencies and the tests with real guests
+    #[arg(long)]
+    all: bool,
+}
+
+/// One check: a name and a cargo command line.
+struct Step {
+    name: &'static str,
+    cargo: &'static [&'static str],
+    /// An environment variable for it.
+    env: Option<(&'static str, &'static str)>,
+    /// The others cannot go on without it.
+    essential: bool,
+    /// Not in the quick run.
+    slow: bool,
+}
+
+const STEP: Step = Step { name: "", cargo: &[], env: None, essential: false, slow: false };
+
+const STEPS: &[Step] = &[
+    Step { name: "format", cargo: &["fmt", "--all", "--check"], ..STEP },
+    Step { name: "tidy", cargo: &["run", "--quiet", "--package", "xtask", "tidy"], ..STEP },
+    Step {
+        name: "clippy",
+        cargo: &["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"],
+        ..STEP
+    },
+    Step {
+        name: "documentation",
+        cargo: &["doc", "--workspace", "--no-deps", "--document-private-items"],
+        // Private items are documented too, so links to them are fine.
+        env: Some(("RUSTDOCFLAGS", "--deny warnings --allow rustdoc::private-intra-doc-links")),
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "dependencies",
+        // Not the advisories: they change without us, and are fetched from elsewhere.
+        cargo: &["deny", "--workspace", "check", "bans", "licenses", "sources"],
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "release build",
+        cargo: &["build", "--release", "--package", "ringhaul"],
+        essential: true,
+        slow: true,
+        ..STEP
+    },
+    Step {
+        // A missing fence shows in optimised code only.
+        name: "fences",
+        cargo: &["test", "--release", "--package", "virtqueue", "--test", "it", "litmus"],
+        slow: true,
+        ..STEP
+    },
+    Step { name: "tests", cargo: &["test", "--workspace", "--no-fail-fast"], slow: true, ..STEP },
+];
+
+/// What the quick run does in place of `tests`.
+const UNIT_TESTS: Step =
+    Step { name: "unit tests", cargo: &["test", "--workspace", "--lib", "--bins"], ..STEP };
+
+/// How a check ended.
+enum Outcome {
+    Passed(Duration),
+    Failed(String),
+    Skipped(&'static str),
+}
+
+/// Runs the checks, all of them even when one fails, and prints a summary.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let interrupt = Interrupt::install()?;
+    let mut outcomes: Vec<(&str, Outcome)> = Vec::new();
+    let mut blocked = false;
+    for step in selected(args.all) {
+        println!("== {}", step.name);
+        let outcome = if blocked {
+            Outcome::Skipped("the release build failed")
+        } else if step.name == "dependencies" && workspace::find_program("cargo-deny").is_none() {
+            Outcome::Skipped("cargo-deny is missing: cargo install --locked cargo-deny")
+        } else {
+            execute(step, args.all, &interrupt)?
+        };
+        blocked |= step.essential && matches!(outcome, Outcome::Failed(_));
+        outcomes.push((step.name, outcome));
+    }
+    summarize(&outcomes)
+}
+
+fn selected(all: bool) -> impl Iterator<Item = &'static Step> {
+    let unit_tests = (!all).then_some(&UNIT_TESTS);
+    STEPS.iter().filter(move |step| all || !step.slow).chain(unit_tests)
+}
+
+fn execute(step: &Step, with_binary: bool, interrupt: &Interrupt) -> Result<Outcome> {
+    let mut command = workspace::cargo();
+    command.args(step.cargo).envs(step.env);
+    if with_binary && step.name == "tests" {
+        set_binary(&mut command)?;
+    }
+    let start = Instant::now();
+    let status = Running::start(step.name, &mut command, interrupt)?.wait(Duration::MAX)?;
+    Ok(match status.success() {
+        true => Outcome::Passed(start.elapsed()),
+        false => {
+            Outcome::Failed(format!("{} of: cargo {}", describe(status), step.cargo.join(" ")))
+        }
+    })
+}
+
+/// Tells the end-to-end tests which daemon to start, unless the user did.
+fn set_binary(command: &mut Command) -> Result<()> {
+    if std::env::var_os("RINGHAUL_BIN").is_none() {
+        let binary = workspace::target_dir()?.join(Path::new("release/ringhaul"));
+        command.env("RINGHAUL_BIN", std::path::absolute(binary)?);
+    }
+    Ok(())
+}
+
+fn summarize(outcomes: &[(&str, Outcome)]) -> Result<()> {
+    println!("== summary");
+    for (name, outcome) in outcomes {
+        match outcome {
+            Outcome::Passed(time) => println!("passed   {name:<15} {:>6.1} s", time.as_secs_f64()),
+            Outcome::Failed(how) => println!("FAILED   {name:<15} {how}"),
+            Outcome::Skipped(why) => println!("skipped  {name:<15} {why}"),
+        }
+    }
+    let failed =
+        outcomes.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Failed(_))).count();
+    if failed > 0 {
+        bail!("{failed} of {} checks failed", outcomes.len());
+    }
+    println!("no check failed");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quick_run_leaves_out_what_is_slow() {
+        let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
+        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests"]);
+        assert!(names(true).ends_with(&["release build", "fences", "tests"]));
+    }
+
+    #[test]
+    fn one_failure_fails_all() {
+        let passed = || ("a", Outcome::Passed(Duration::ZERO));
+        let failed = ("b", Outcome::Failed("exit status 1".to_owned()));
+        summarize(&[passed(), ("c", Outcome::Skipped("why"))]).unwrap();
+        let error = summarize(&[passed(), failed]).unwrap_err();
+        assert_eq!(error.to_string(), "1 of 2 checks failed");
+    }
+}

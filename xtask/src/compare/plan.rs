@@ -1,0 +1,65 @@
+//! What is measured on each disk.
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+use super::targets::Target;
+
+/// A pattern, a block size and a depth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Workload {
+    /// The load generator's `--rw`.
+    pub(super) rw: &'static str,
+    /// The load generator's `--bs`.
+    pub(super) bs: &'static str,
+    /// The load generator's `--iodepth`.
+    pub(super) depth: u32,
+}
+
+const fn workload(rw: &'static str, bs: &'static str, depth: u32) -> Workload {
+    Workload { rw, bs, depth }
+}
+
+/// Reads come first: writes change what a compressing disk has to do for a read.
+const WORKLOADS: &[Workload] = &[
+    workload("randread", "4k", 1),
+    workload("randread", "4k", 8),
+    workload("randread", "4k", 64),
+    workload("read", "128k", 8),
+    workload("randwrite", "4k", 1),
+    workload("randwrite", "4k", 8),
+    workload("randwrite", "4k", 64),
+];
+
+impl fmt::Display for Workload {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}-{}-depth-{}", self.rw, self.bs, self.depth)
+    }
+}
+
+impl Serialize for Workload {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// The workloads whose name on `target` contains `pattern`.
+pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
+    let matches = |workload: &&Workload| format!("{target}/{workload}").contains(pattern);
+    WORKLOADS.iter().filter(matches).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_chooses_targets_and_workloads() {
+        assert_eq!(wanted(Target::Zram, "").len(), WORKLOADS.len());
+        assert_eq!(wanted(Target::Zram, "zram").len(), WORKLOADS.len());
+        assert!(wanted(Target::File, "zram").is_empty());
+        let one = wanted(Target::File, "file/randread-4k-depth-64");
+        assert_eq!(one, [workload("randread", "4k", 64)]);
+    }
+}

@@ -1,0 +1,207 @@
+//! The host's ends of what QEMU talks over: its output, the guest's second serial port and QMP.
+//!
+//! Each stream has a thread that reads it, so that QEMU never stands still because nobody reads,
+//! and so that every wait can have a limit.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// How often a wait looks whether the user asked to stop.
+pub(crate) const STOP_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How many of the last lines of the console an error shows.
+const SHOWN_LINES: usize = 200;
+
+/// How long QEMU has to answer a monitor command.
+const MONITOR_LIMIT: Duration = Duration::from_secs(30);
+
+/// Whether the user asked to stop; raised by a signal handler or another thread.
+pub type Stop = Arc<AtomicBool>;
+
+/// Everything that the guest's kernel and QEMU itself have written.
+#[derive(Clone, Default)]
+pub(crate) struct Console {
+    lines: Arc<Mutex<Vec<String>>>,
+    echo: bool,
+}
+
+impl Console {
+    /// With `echo`, each line is shown on stderr when it comes.
+    pub(crate) fn new(echo: bool) -> Self {
+        Self { lines: Arc::default(), echo }
+    }
+
+    /// Starts a thread that takes in `stream` until its end.
+    pub(crate) fn follow(&self, stream: impl Read + Send + 'static) -> JoinHandle<()> {
+        let console = self.clone();
+        std::thread::spawn(move || {
+            each_line(stream, |line| {
+                if console.echo {
+                    eprintln!("{line}");
+                }
+                let mut lines = console.lines.lock().unwrap_or_else(PoisonError::into_inner);
+                lines.push(line);
+                true
+            });
+        })
+    }
+
+    /// The last lines, for an error.
+    pub(crate) fn tail(&self) -> String {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let hidden = lines.len().saturating_sub(SHOWN_LINES);
+        lines[hidden..].join("\n")
+    }
+}
+
+/// Calls `take` for each line of `stream`, until that answers `false` or the stream ends.
+fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
+    let mut reader = BufReader::new(stream);
+    let mut bytes = Vec::new();
+    // An error is the end as well: the other side has gone.
+    while reader.read_until(b'\n', &mut bytes).is_ok_and(|read| read > 0) {
+        let line = String::from_utf8_lossy(&bytes).trim_end_matches(['\r', '\n']).to_owned();
+        bytes.clear();
+        if !take(line) {
+            return;
+        }
+    }
+}
+
+/// A socket to QEMU, read line by line.
+pub(crate) struct LineChannel {
+    name: &'static str,
+    stream: UnixStream,
+    lines: Receiver<String>,
+    stop: Stop,
+}
+
+impl LineChannel {
+    /// Takes over `stream`; `name` is what errors call it. The thread ends with the stream.
+    pub(crate) fn new(name: &'static str, stream: UnixStream, stop: Stop) -> Result<Self> {
+        let reader =
+            stream.try_clone().with_context(|| format!("duplicating the socket of {name}"))?;
+        let (sender, lines) = channel();
+        std::thread::spawn(move || each_line(reader, |line| sender.send(line).is_ok()));
+        Ok(Self { name, stream, lines, stop })
+    }
+
+    /// Writes all of `text`.
+    pub(crate) fn send(&mut self, text: &str) -> Result<()> {
+        self.stream.write_all(text.as_bytes()).with_context(|| format!("writing to {}", self.name))
+    }
+
+    /// The next line; `None` if there is none until `deadline`.
+    ///
+    /// # Errors
+    /// When the user asked to stop and when QEMU has closed the socket.
+    pub(crate) fn poll_line(&self, deadline: Instant) -> Result<Option<String>> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left.min(STOP_INTERVAL)) {
+                Ok(line) => return Ok(Some(line)),
+                Err(RecvTimeoutError::Disconnected) => bail!("QEMU closed {}", self.name),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                bail!("stopped by a signal");
+            }
+            if left.is_zero() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// The next line.
+    ///
+    /// # Errors
+    /// As [`Self::poll_line`], and at `deadline`.
+    pub(crate) fn next_line(&self, deadline: Instant) -> Result<String> {
+        let line = self.poll_line(deadline)?;
+        line.with_context(|| format!("{} said nothing more in time", self.name))
+    }
+}
+
+/// QEMU's monitor, in its machine protocol (QMP).
+pub(crate) struct Monitor {
+    channel: LineChannel,
+}
+
+impl Monitor {
+    /// Takes over the socket and leaves QMP's negotiation mode.
+    pub(crate) fn new(stream: UnixStream, stop: Stop) -> Result<Self> {
+        let channel = LineChannel::new("the QEMU monitor", stream, stop)?;
+        let mut monitor = Self { channel };
+        monitor.execute("qmp_capabilities")?;
+        Ok(monitor)
+    }
+
+    /// Runs a command without arguments and waits for its answer.
+    ///
+    /// # Errors
+    /// When QEMU refuses it, or does not answer.
+    pub(crate) fn execute(&mut self, command: &str) -> Result<Value> {
+        let deadline = Instant::now() + MONITOR_LIMIT;
+        self.channel.send(&format!("{}\n", json!({ "execute": command })))?;
+        loop {
+            let line = self.channel.next_line(deadline)?;
+            // The greeting and events come in between; only answers have these keys.
+            let mut answer: Value = serde_json::from_str(&line)
+                .with_context(|| format!("reading what QEMU answered: {line}"))?;
+            if let Some(value) = answer.get_mut("return") {
+                return Ok(value.take());
+            }
+            if let Some(error) = answer.get("error") {
+                bail!("QEMU refused {command}: {error}");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_guest_is_an_error_at_the_deadline() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let channel = LineChannel::new("the guest", ours, Stop::default()).unwrap();
+        let error = channel.next_line(Instant::now()).unwrap_err();
+        assert!(error.to_string().contains("nothing more in time"), "{error}");
+    }
+
+    #[test]
+    fn a_closed_socket_and_a_stop_end_the_wait() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let stop = Stop::default();
+        let channel = LineChannel::new("the guest", ours, Arc::clone(&stop)).unwrap();
+        let far = Instant::now() + Duration::from_secs(3600);
+        stop.store(true, Ordering::Relaxed);
+        assert!(channel.next_line(far).unwrap_err().to_string().contains("signal"));
+        drop(theirs);
+        assert!(channel.next_line(far).unwrap_err().to_string().contains("closed"));
+    }
+
+    #[test]
+    fn a_monitor_skips_greeting_and_events() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs
+            .write_all(
+                b"{\"QMP\": {}}\n{\"return\": {}}\n{\"event\": \"RESET\"}\n\
+                  {\"return\": {\"status\": \"running\"}}\n{\"error\": {\"desc\": \"no\"}}\n",
+            )
+            .unwrap();
+        let mut monitor = Monitor::new(ours, Stop::default()).unwrap();
+        let status = monitor.execute("query-status").unwrap();
+        assert_eq!(status["status"], "running");
+        assert!(monitor.execute("nonsense").is_err());
+    }
+}

@@ -1,0 +1,56 @@
+//! Development tasks of the workspace: `cargo xtask check`, `tidy`, `demo`, `compare` and `guest`.
+
+mod checks;
+mod compare;
+mod demo;
+mod process;
+#[cfg(test)]
+mod setup;
+mod tidy;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use xtask::guest;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Development tasks of Ringhaul")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run the checks of the tree and summarize them
+    Check(checks::Args),
+    /// Check the style that rustfmt and clippy do not know
+    Tidy(tidy::Args),
+    /// Serve a sample disk and drive it for ten seconds
+    Demo(demo::Args),
+    /// Measure Ringhaul against qemu-storage-daemon
+    Compare(compare::Args),
+    /// Boot real guests with vhost-user disks
+    Guest(guest::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Check(args) => checks::run(&args),
+        Command::Tidy(args) => tidy::run(&args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Compare(args) => compare::run(&args),
+        Command::Guest(args) => match guest::run(&args) {
+            Ok(status) => return status,
+            Err(error) => Err(error),
+        },
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! `cargo xtask tidy`: style as a test.
+//!
+//! What rustfmt and clippy do not know: lengths, where `unsafe` may stand, the borders between
+//! crates, the words of the project, links that lead nowhere. The limits are in `tables.rs`.
+
+mod links;
+mod rust;
+mod tables;
+mod text;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use crate::workspace;
+
+/// Options of `cargo xtask tidy`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Files to check, in place of all files of the tree
+    files: Vec<PathBuf>,
+}
+
+/// A rule that a line breaks.
+#[derive(Debug)]
+struct Problem {
+    file: String,
+    line: usize,
+    /// What was found.
+    what: String,
+    /// Why that is wrong and what to do.
+    advice: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}:{}: {}: {}", self.file, self.line, self.what, self.advice)
+    }
+}
+
+/// A file of the tree, read.
+struct Source {
+    /// Relative to the root, with `/`.
+    path: String,
+    text: String,
+}
+
+impl Source {
+    fn problem(&self, line: usize, what: String, advice: impl Into<String>) -> Problem {
+        Problem { file: self.path.clone(), line, what, advice: advice.into() }
+    }
+
+    fn has_extension(&self, extension: &str) -> bool {
+        Path::new(&self.path).extension().is_some_and(|found| found == extension)
+    }
+
+    /// Whether it is a program of some language, or the Makefile.
+    fn is_code(&self) -> bool {
+        let name = self.path.rsplit('/').next().unwrap_or_default();
+        self.has_extension("rs")
+            || self.has_extension("sh")
+            || self.path.starts_with(".ci/")
+            || name == "Makefile"
+    }
+}
+
+/// Checks the tree (or the named files) and prints every problem.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let root = workspace::root();
+    let mut paths = Vec::new();
+    if args.files.is_empty() {
+        walk(root, &mut paths)?;
+    }
+    for file in &args.files {
+        paths.push(file.canonicalize().with_context(|| format!("opening {}", file.display()))?);
+    }
+    let private_paths = text::private_paths(root);
+    let mut problems = Vec::new();
+    let mut count = 0_usize;
+    for path in &paths {
+        let Some(source) = read(root, path)? else {
+            continue;
+        };
+        count += 1;
+        problems.extend(check(&source, root, &private_paths));
+    }
+    for problem in &problems {
+        println!("{problem}");
+    }
+    if !problems.is_empty() {
+        bail!("tidy: {} problems in {count} files", problems.len());
+    }
+    println!("tidy: {count} files, no problems");
+    Ok(())
+}
+
+/// All problems of one file.
+fn check(source: &Source, root: &Path, private_paths: &[String]) -> Vec<Problem> {
+    let mut problems = text::check(source, private_paths);
+    if source.has_extension("rs") {
+        problems.extend(rust::check(source));
+    }
+    if source.has_extension("md") {
+        problems.extend(links::check(source, root));
+    }
+    problems.sort_by_key(|problem| problem.line);
+    problems
+}
+
+/// Reads a file; None if it is not text.
+fn read(root: &Path, path: &Path) -> Result<Option<Source>> {
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let Ok(text) = String::from_utf8(bytes) else {
+        return Ok(None);
+    };
+    let relative = path.strip_prefix(root).unwrap_or(path);
+    Ok(Some(Source { path: relative.to_string_lossy().into_owned(), text }))
+}
+
+/// Collects the files below `folder`, in the order of their names.
+///
+/// A walk and not `git ls-files`, because a tarball of the tree has no git.
+fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
+    let context = || format!("listing {}", folder.display());
+    let mut entries = std::fs::read_dir(folder)
+        .with_context(context)?
+        .collect::<Result<Vec<_>, _>>()
+        .with_context(context)?;
+    entries.sort_by_key(std::fs::DirEntry::file_name);
+    for entry in entries {
+        let kind = entry.file_type().with_context(context)?;
+        let skipped = tables::SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
+        if kind.is_dir() && !skipped {
+            walk(&entry.path(), paths)?;
+        } else if kind.is_file() && entry.file_name() != "Cargo.lock" {
+            paths.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+/// Whether `path` fits `pattern`, in which each `*` stands for any characters but `/`.
+fn fits(pattern: &str, path: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == path,
+        Some((start, rest)) => path.strip_prefix(start).is_some_and(|tail| {
+            let folder_end = tail.find('/').unwrap_or(tail.len());
+            (0..=folder_end)
+                .filter(|&end| tail.is_char_boundary(end))
+                .any(|end| fits(rest, &tail[end..]))
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `check` finds in `text` if it stood in `path`, as `line what`.
+    pub(super) fn found(path: &str, text: &str) -> Vec<String> {
+        let source = Source { path: path.to_owned(), text: text.to_owned() };
+        let private_paths = ["/srv/project".to_owned()];
+        check(&source, workspace::root(), &private_paths)
+            .into_iter()
+            .map(|problem| format!("{} {}", problem.line, problem.what))
+            .collect()
+    }
+
+    #[test]
+    fn a_star_stays_in_its_folder() {
+        assert!(fits("a/*.rs", "a/b.rs"));
+        assert!(fits("a/*", "a/b.rs"));
+        assert!(!fits("a/*.rs", "a/b/c.rs"));
+        assert!(!fits("a/*.rs", "b/a.rs"));
+        assert!(fits("a.rs", "a.rs"));
+        assert!(!fits("a.rs", "a.rsx"));
+    }
+
+    #[test]
+    fn a_clean_file_has_no_problems() {
+        let text = "//! Adds.\n\n/// The sum.\npub fn sum(a: u32, b: u32) -> u32 {\n    a + b\n}\n";
+        assert_eq!(found("crates/blockio/src/sum.rs", text), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_walk_finds_files_and_leaves_out_build_output() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in ["a/b.rs", "target/c.rs", ".git/d", "e.md", "Cargo.lock"] {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "").unwrap();
+        }
+        let mut paths = Vec::new();
+        walk(folder.path(), &mut paths).unwrap();
+        assert_eq!(paths, [folder.path().join("a/b.rs"), folder.path().join("e.md")]);
+    }
+}
