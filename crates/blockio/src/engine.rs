@@ -9,25 +9,35 @@
 
 mod aio;
 mod aio_ring;
+mod epoll;
+mod io_uring;
+mod retry;
 mod threads;
 
 use std::fmt;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
 
 use crate::error::Error;
+use crate::io_thread::IoThreadConfig;
 use crate::op::Slots;
 use crate::stats::Stats;
 use crate::task::TaskKey;
 use aio::Aio;
+use epoll::Epoll;
+use io_uring::IoUring;
 use threads::Threads;
 
 /// Which engine an IoThread has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
+    /// io_uring: one ring for submissions, completions and everything that the loop waits for.
+    IoUring,
     /// Linux AIO with the completion ring read in userspace. Asynchronous for files opened with
     /// `O_DIRECT`; with the page cache a submit waits for the disk.
     Aio,
@@ -38,10 +48,21 @@ pub enum EngineKind {
 impl fmt::Display for EngineKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::IoUring => "io_uring",
             Self::Aio => "aio",
             Self::Threads => "threads",
         })
     }
+}
+
+/// Where engine `aio` finds completions: for measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CompletionRing {
+    /// In the ring that the kernel shares with the process, without a system call.
+    #[default]
+    Userspace,
+    /// By `io_getevents`, as a program does that does not know the ring.
+    Getevents,
 }
 
 /// Where an engine stores results and whom it wakes.
@@ -62,30 +83,113 @@ impl Completer<'_> {
     }
 }
 
-/// One IoThread's way to the kernel.
+/// The token of an engine's own eventfd, which says that there are completions.
+pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;
+
+/// One IoThread's way to the kernel, and what it waits with.
 pub(crate) enum Engine {
-    Aio(Aio),
-    Threads(Threads),
+    Aio(Aio, Epoll),
+    Threads(Threads, Epoll),
+    IoUring(Box<IoUring>),
 }
 
 impl Engine {
-    pub(crate) fn new(kind: EngineKind, depth: u32) -> Result<Self, Error> {
+    pub(crate) fn new(config: &IoThreadConfig) -> Result<Self, Error> {
         // Never read: it is watched edge-triggered, so each write is a new event, and taking that
         // event is what clears it, before the handler looks for completions.
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::system("create an eventfd for completions"))?;
         let threads = Threads::new(wake);
-        Ok(match kind {
-            EngineKind::Aio => Self::Aio(Aio::new(depth, threads)?),
-            EngineKind::Threads => Self::Threads(threads),
-        })
+        let mut engine = match config.engine {
+            EngineKind::Aio => Self::Aio(Aio::new(config, threads)?, Epoll::new()?),
+            EngineKind::Threads => Self::Threads(threads, Epoll::new()?),
+            EngineKind::IoUring => Self::IoUring(Box::new(IoUring::new(config, threads)?)),
+        };
+        engine.watch_own_eventfd().map_err(Error::system("watch an eventfd"))?;
+        Ok(engine)
     }
 
-    /// The eventfd that is written when completions arrive. It is to be watched edge-triggered.
-    pub(crate) fn eventfd(&self) -> BorrowedFd<'_> {
+    fn watch_own_eventfd(&mut self) -> Result<(), Errno> {
         match self {
-            Self::Aio(engine) => engine.threads().eventfd(),
-            Self::Threads(engine) => engine.eventfd(),
+            Self::Aio(engine, epoll) => epoll.watch(engine.threads().eventfd(), TOKEN_ENGINE),
+            Self::Threads(engine, epoll) => epoll.watch(engine.eventfd(), TOKEN_ENGINE),
+            Self::IoUring(engine) => engine.watch_own_eventfd(),
+        }
+    }
+
+    /// A descriptor that is readable when something has happened.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.as_fd(),
+            Self::IoUring(engine) => engine.as_fd(),
+        }
+    }
+
+    /// Watches an eventfd, edge-triggered: it is never read.
+    pub(crate) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
+        match self {
+            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.watch(fd, token),
+            Self::IoUring(engine) => engine.watch(fd, token),
+        }
+    }
+
+    /// Ends the watch of `fd` that has this token.
+    pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: u64) {
+        match self {
+            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.unwatch(fd),
+            Self::IoUring(engine) => engine.unwatch(token),
+        }
+    }
+
+    /// Waits until something happens or `deadline` comes (`None`: for ever). An engine that can
+    /// submits its queued ops in the same system call. Appends to `happened` the tokens of
+    /// eventfds that were written; some engines find them at the next harvest only.
+    pub(crate) fn wait(
+        &mut self,
+        deadline: Option<Instant>,
+        done: &mut Completer<'_>,
+        happened: &mut Vec<u64>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Aio(_, epoll) | Self::Threads(_, epoll) => {
+                epoll.wait(deadline, happened, done.stats)
+            }
+            Self::IoUring(engine) => engine.wait(deadline, done),
+        }
+    }
+
+    /// Whether a wait submits what is queued.
+    pub(crate) fn waits_with_submit(&self) -> bool {
+        matches!(self, Self::IoUring(_))
+    }
+
+    /// Has the kernel look `file` up once instead of for each op, where the engine can.
+    pub(crate) fn register_file(&mut self, file: BorrowedFd<'_>) {
+        if let Self::IoUring(engine) = self {
+            engine.register_file(file);
+        }
+    }
+
+    /// Ends what `register_file` began. Ops that are on their way finish.
+    pub(crate) fn unregister_file(&mut self, file: BorrowedFd<'_>) {
+        if let Self::IoUring(engine) = self {
+            engine.unregister_file(file);
+        }
+    }
+
+    /// Has the kernel keep the pages of `memory` at hand, where the engine can. Returns whether
+    /// it does.
+    pub(crate) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<bool> {
+        match self {
+            Self::IoUring(engine) => engine.register_memory(memory).map(|()| true),
+            _ => Ok(false),
+        }
+    }
+
+    /// Ends what `register_memory` began. Ops that are on their way finish.
+    pub(crate) fn unregister_memory(&mut self, memory: &[libc::iovec]) {
+        if let Self::IoUring(engine) = self {
+            engine.unregister_memory(memory);
         }
     }
 
@@ -93,62 +197,81 @@ impl Engine {
     #[inline]
     pub(crate) fn queue(&mut self, slot: u32, slots: &Slots) {
         match self {
-            Self::Aio(engine) => engine.queue(slot, slots),
-            Self::Threads(engine) => engine.queue(slot),
+            Self::Aio(engine, _) => engine.queue(slot, slots),
+            Self::Threads(engine, _) => engine.queue(slot),
+            Self::IoUring(engine) => engine.queue(slot, slots),
         }
     }
 
-    /// Gives queued ops to the kernel. One system call if all goes well, none if there are none.
+    /// Gives queued ops to the kernel, at most `max` of them: one system call if all goes well,
+    /// none if there are none. True: the kernel would take more.
     #[inline]
-    pub(crate) fn submit(&mut self, done: &mut Completer<'_>) {
+    pub(crate) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
         match self {
-            Self::Aio(engine) => engine.submit(done),
-            Self::Threads(engine) => engine.submit(done),
+            Self::Aio(engine, _) => engine.submit(max, done),
+            Self::Threads(engine, _) => engine.submit(max, done),
+            Self::IoUring(engine) => engine.submit(max, done),
         }
     }
 
-    /// Finds completions that are visible now.
+    /// Finds completions that are visible now; returns how many. Appends to `happened` the tokens
+    /// of eventfds that were written, as far as they are seen here.
     #[inline]
-    pub(crate) fn harvest(&mut self, done: &mut Completer<'_>) {
+    pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
         let found = match self {
-            Self::Aio(engine) => engine.harvest(done),
-            Self::Threads(engine) => engine.harvest(done),
+            Self::Aio(engine, _) => engine.harvest(done),
+            Self::Threads(engine, _) => engine.harvest(done),
+            Self::IoUring(engine) => engine.harvest(done, happened),
         };
         if found > 0 {
             done.stats.harvested_at_once.record(found);
         }
+        found
     }
 
     /// Whether a harvest would find something: a cheap look, for busy-polling.
     #[inline]
     pub(crate) fn has_completions(&self) -> bool {
         match self {
-            Self::Aio(engine) => engine.has_completions(),
-            Self::Threads(engine) => engine.has_completions(),
+            Self::Aio(engine, _) => engine.has_completions(),
+            Self::Threads(engine, _) => engine.has_completions(),
+            Self::IoUring(engine) => engine.has_completions(),
+        }
+    }
+
+    /// Whether there is nothing to submit and nothing to harvest.
+    #[inline]
+    pub(crate) fn is_quiet(&self) -> bool {
+        match self {
+            Self::IoUring(engine) => engine.is_quiet(),
+            _ => self.queued() == 0 && self.in_kernel() == 0,
         }
     }
 
     /// Ops that wait for a submit.
     pub(crate) fn queued(&self) -> usize {
         match self {
-            Self::Aio(engine) => engine.queued(),
-            Self::Threads(engine) => engine.queued(),
+            Self::Aio(engine, _) => engine.queued(),
+            Self::Threads(engine, _) => engine.queued(),
+            Self::IoUring(engine) => engine.queued(),
         }
     }
 
     /// Ops that were submitted and have not completed.
     pub(crate) fn in_kernel(&self) -> usize {
         match self {
-            Self::Aio(engine) => engine.in_kernel(),
-            Self::Threads(engine) => engine.in_kernel(),
+            Self::Aio(engine, _) => engine.in_kernel(),
+            Self::Threads(engine, _) => engine.in_kernel(),
+            Self::IoUring(engine) => engine.in_kernel(),
         }
     }
 
     /// When a submit that the kernel refused is to be tried again.
     pub(crate) fn retry_at(&self) -> Option<Instant> {
         match self {
-            Self::Aio(engine) => engine.retry_at(),
-            Self::Threads(_) => None,
+            Self::Aio(engine, _) => engine.retry_at(),
+            Self::Threads(..) => None,
+            Self::IoUring(engine) => engine.retry_at(),
         }
     }
 }

@@ -33,6 +33,16 @@ pub enum Error {
         /// What the kernel said.
         error: io::Error,
     },
+    /// The kernel, a sysctl, or a sandbox around this process offers no io_uring that is good
+    /// enough.
+    #[error(
+        "cannot set up io_uring: {error}; it takes Linux 5.13 and kernel.io_uring_disabled=0 (see \
+         sysctl), or use the engine `aio`"
+    )]
+    IoUringUnavailable {
+        /// What the kernel said.
+        error: io::Error,
+    },
     /// A disk cannot be opened.
     #[error("cannot open {}: {error}{advice}", path.display())]
     Open {

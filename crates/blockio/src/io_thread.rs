@@ -1,6 +1,10 @@
 //! IoThread and its [`turn`](IoThread::turn): one OS thread's loop. Read this first.
 
+mod memory;
+mod submit;
 mod wait;
+
+pub use memory::RegisteredMemory;
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -13,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::engine::{Completer, Engine, EngineKind};
+use crate::engine::{CompletionRing, Engine, EngineKind};
 use crate::error::Error;
 use crate::op::{Completion, Op, OpFuture, Slots};
 use crate::poll_window::PollWindow;
@@ -33,11 +37,29 @@ pub struct IoThreadConfig {
     /// The longest that the loop busy-polls before it sleeps. It polls only as long as that has
     /// paid lately; zero is never.
     pub poll_max: Duration,
+    /// Engine `io_uring`: a kernel thread takes submissions in, so that a submit needs no system
+    /// call. It burns a core while there is work.
+    pub sqpoll: bool,
+    /// For measurement: whether completions are looked for right after each submit. If not, they
+    /// are found only when the kernel wakes the loop.
+    pub harvest_on_submit: bool,
+    /// For measurement: the most ops that one submit gives to the kernel, at least 1.
+    pub submit_max: u32,
+    /// For measurement: where engine `aio` finds completions.
+    pub completion_ring: CompletionRing,
 }
 
 impl Default for IoThreadConfig {
     fn default() -> Self {
-        Self { engine: EngineKind::Threads, depth: 1024, poll_max: Duration::from_micros(64) }
+        Self {
+            engine: EngineKind::Threads,
+            depth: 1024,
+            poll_max: Duration::from_micros(64),
+            sqpoll: false,
+            harvest_on_submit: true,
+            submit_max: u32::MAX,
+            completion_ring: CompletionRing::default(),
+        }
     }
 }
 
@@ -70,7 +92,7 @@ const ROUNDS_BETWEEN_LOOKS: u32 = 16;
 /// Dropping it ends in good order: ops in the kernel are waited for, then tasks are dropped.
 pub struct IoThread {
     io: Rc<Io>,
-    epoll: Rc<OwnedFd>,
+    descriptor: OwnedFd,
     /// Empty between rounds; kept so that they allocate nothing.
     ready: Cell<Vec<u32>>,
 }
@@ -83,10 +105,18 @@ pub struct Io {
     foreign: Arc<ForeignWakes>,
     stats: Arc<Stats>,
     engine_kind: EngineKind,
+    submit_max: usize,
+    harvest_on_submit: bool,
+    /// Without `harvest_on_submit`: the kernel has said that there are completions.
+    harvest_is_due: Cell<bool>,
     current: Cell<TaskKey>,
     in_turn: Cell<bool>,
+    /// An op that belongs to no task has completed: `block_on` is to ask its future.
+    root_woken: Cell<bool>,
     stopped: Cell<bool>,
     rounds_since_look: Cell<u32>,
+    /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
+    found: Cell<Vec<TaskKey>>,
     poll_window: PollWindow,
 }
 
@@ -94,6 +124,8 @@ struct Ops {
     slots: Slots,
     engine: Engine,
     woken: Vec<TaskKey>,
+    /// Tokens of eventfds that were written; empty except on the way to the reactor.
+    happened: Vec<u64>,
 }
 
 impl IoThread {
@@ -107,26 +139,33 @@ impl IoThread {
             let depth = config.depth;
             return Err(Error::Options(format!("an IoThread's depth is 1 to 65535, not {depth}")));
         }
-        let engine = Engine::new(config.engine, config.depth)?;
+        let mut engine = Engine::new(config)?;
         let foreign = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::system("create an eventfd for wakes"))?;
         let foreign = Arc::new(ForeignWakes::new(foreign));
-        let reactor = Reactor::new(engine.eventfd(), foreign.eventfd().as_fd())?;
-        let epoll = reactor.epoll();
+        let reactor = Reactor::new(&mut engine, foreign.eventfd().as_fd())?;
+        let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
+            .map_err(Error::system("duplicate a descriptor"))?;
+        let (slots, woken, happened) = (Slots::default(), Vec::new(), Vec::new());
         let io = Io {
             executor: RefCell::default(),
-            ops: RefCell::new(Ops { slots: Slots::default(), engine, woken: Vec::new() }),
+            ops: RefCell::new(Ops { slots, engine, woken, happened }),
             reactor: RefCell::new(reactor),
             foreign,
             stats: Arc::default(),
             engine_kind: config.engine,
+            submit_max: config.submit_max.max(1) as usize,
+            harvest_on_submit: config.harvest_on_submit,
+            harvest_is_due: Cell::new(false),
             current: Cell::new(NO_TASK),
             in_turn: Cell::new(false),
+            root_woken: Cell::new(false),
             stopped: Cell::new(false),
             rounds_since_look: Cell::new(0),
+            found: Cell::default(),
             poll_window: PollWindow::new(config.poll_max),
         };
-        Ok(Self { io: Rc::new(io), epoll, ready: Cell::default() })
+        Ok(Self { io: Rc::new(io), descriptor, ready: Cell::default() })
     }
 
     /// What tasks and disks on this thread need.
@@ -165,7 +204,9 @@ impl IoThread {
         io.in_turn.set(true);
         while io.has_ready() && io.count_round() {
             self.run_ready_tasks();
-            io.submit_and_harvest();
+            if !io.may_submit_in_wait(wait) {
+                io.submit_and_harvest();
+            }
             io.notify();
         }
         io.in_turn.set(false);
@@ -189,10 +230,17 @@ impl IoThread {
     /// When the kernel refuses to wait for events.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> Result<T, Error> {
         let mut future = pin!(future);
-        // The future runs outside of any task, so nothing marks it ready: it is asked each turn.
+        // The future runs outside of any task: it is asked each turn, and a turn does not sleep
+        // when one of its ops has completed.
         let mut cx = Context::from_waker(Waker::noop());
         loop {
-            if let Poll::Ready(value) = future.as_mut().poll(&mut cx) {
+            // As in a turn, all ops of one poll share a submit.
+            self.io.root_woken.set(false);
+            self.io.in_turn.set(true);
+            let poll = future.as_mut().poll(&mut cx);
+            self.io.in_turn.set(false);
+            self.io.submit_and_harvest();
+            if let Poll::Ready(value) = poll {
                 return Ok(value);
             }
             self.turn(Wait::ForEvent)?;
@@ -208,7 +256,7 @@ impl IoThread {
 
 impl AsFd for IoThread {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
+        self.descriptor.as_fd()
     }
 }
 
@@ -311,12 +359,13 @@ impl Io {
         source: Rc<dyn Source>,
         kick: Option<OwnedFd>,
     ) -> Result<SourceId, Error> {
-        self.reactor.borrow_mut().add(source, kick, self.this_task().0)
+        let engine = &mut self.ops.borrow_mut().engine;
+        self.reactor.borrow_mut().add(engine, source, kick, self.this_task().0)
     }
 
     /// Ends the service of a source. Its kick is closed.
     pub fn remove_source(&self, id: SourceId) {
-        self.reactor.borrow_mut().remove(id);
+        self.reactor.borrow_mut().remove(&mut self.ops.borrow_mut().engine, id);
     }
 
     /// Has [`Source::notify`] called at the end of this round.
@@ -390,22 +439,6 @@ impl Io {
         self.executor.borrow_mut().take_woken_children(self.current.get().task, list)
     }
 
-    /// One system call for all queued ops, then completions that are visible without one.
-    fn submit_and_harvest(&self) {
-        let mut ops = self.ops.borrow_mut();
-        let Ops { slots, engine, woken } = &mut *ops;
-        if engine.queued() == 0 && engine.in_kernel() == 0 {
-            return;
-        }
-        let mut done = Completer { slots, stats: &self.stats, woken, now: Instant::now() };
-        engine.submit(&mut done);
-        engine.harvest(&mut done);
-        let mut executor = self.executor.borrow_mut();
-        for key in woken.drain(..) {
-            executor.wake(key);
-        }
-    }
-
     fn notify(&self) {
         self.reactor.borrow_mut().notify();
     }
@@ -421,23 +454,6 @@ impl Io {
             call(self);
         }
         true
-    }
-
-    /// Waits until the kernel has answered every op.
-    fn drain(&self) {
-        loop {
-            self.submit_and_harvest();
-            let ops = self.ops.borrow();
-            if ops.engine.queued() + ops.engine.in_kernel() == 0 {
-                return;
-            }
-            let retry = ops.engine.retry_at();
-            drop(ops);
-            let mut woken = Vec::new();
-            if self.reactor.borrow_mut().wait(retry, &mut woken, &self.stats).is_err() {
-                std::thread::yield_now();
-            }
-        }
     }
 }
 

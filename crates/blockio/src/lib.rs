@@ -16,6 +16,7 @@
 //! ```
 
 pub mod buf;
+pub mod choose;
 pub mod disk;
 pub mod engine;
 mod error;
@@ -29,7 +30,7 @@ pub mod task;
 
 pub use buf::Buffers;
 pub use disk::{Disk, DiskOptions, DiskSource};
-pub use engine::EngineKind;
+pub use engine::{CompletionRing, EngineKind};
 pub use error::Error;
 pub use io_thread::{Activity, Io, IoThread, IoThreadConfig, Wait};
 pub use reactor::{Source, SourceId};

@@ -5,14 +5,10 @@ use std::collections::BinaryHeap;
 use std::rc::Rc;
 use std::time::Instant;
 
-use rustix::buffer::spare_capacity;
-use rustix::event::Timespec;
-use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::io::Errno;
 
+use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
-use crate::stats::Stats;
 use crate::task::TaskKey;
 
 /// Something that makes work appear in shared memory and announces it with an eventfd: a ring with
@@ -43,14 +39,11 @@ struct Entry {
     to_notify: bool,
 }
 
-const TOKEN_ENGINE: u64 = u64::MAX;
-const TOKEN_FOREIGN: u64 = u64::MAX - 1;
-/// Events taken by one epoll_wait.
-const EVENTS_MAX: usize = 64;
+/// The token of the wakes by other threads.
+const TOKEN_FOREIGN: u64 = TOKEN_ENGINE - 1;
 
+#[derive(Default)]
 pub(crate) struct Reactor {
-    epoll: Rc<OwnedFd>,
-    events: Vec<Event>,
     sources: Vec<Option<Entry>>,
     free: Vec<u32>,
     /// Sources that are not armed: they are, before the loop sleeps.
@@ -60,30 +53,15 @@ pub(crate) struct Reactor {
 }
 
 impl Reactor {
-    pub(crate) fn new(engine: BorrowedFd<'_>, foreign: BorrowedFd<'_>) -> Result<Self, Error> {
-        let epoll = epoll::create(CreateFlags::CLOEXEC)
-            .map_err(Error::system("create an epoll instance"))?;
-        for (fd, token) in [(engine, TOKEN_ENGINE), (foreign, TOKEN_FOREIGN)] {
-            watch(&epoll, fd, token).map_err(Error::system("watch an eventfd"))?;
-        }
-        Ok(Self {
-            epoll: Rc::new(epoll),
-            events: Vec::with_capacity(EVENTS_MAX),
-            sources: Vec::new(),
-            free: Vec::new(),
-            disarmed: Vec::new(),
-            to_notify: Vec::new(),
-            timers: BinaryHeap::new(),
-        })
-    }
-
-    pub(crate) fn epoll(&self) -> Rc<OwnedFd> {
-        Rc::clone(&self.epoll)
+    pub(crate) fn new(engine: &mut Engine, foreign: BorrowedFd<'_>) -> Result<Self, Error> {
+        engine.watch(foreign, TOKEN_FOREIGN).map_err(Error::system("watch an eventfd"))?;
+        Ok(Self::default())
     }
 
     /// Adds a source that starts disarmed. `kick` is never read: it is watched edge-triggered.
     pub(crate) fn add(
         &mut self,
+        engine: &mut Engine,
         source: Rc<dyn Source>,
         kick: Option<OwnedFd>,
         task: TaskKey,
@@ -93,7 +71,7 @@ impl Reactor {
             u32::try_from(self.sources.len() - 1).unwrap_or_else(|_| unreachable!("2^32 sources"))
         });
         if let Some(kick) = &kick
-            && let Err(errno) = watch(&self.epoll, kick.as_fd(), u64::from(id))
+            && let Err(errno) = engine.watch(kick.as_fd(), u64::from(id))
         {
             self.free.push(id);
             return Err(Error::system("watch the kick eventfd of a queue")(errno));
@@ -104,14 +82,12 @@ impl Reactor {
         Ok(SourceId(id))
     }
 
-    pub(crate) fn remove(&mut self, id: SourceId) {
+    pub(crate) fn remove(&mut self, engine: &mut Engine, id: SourceId) {
         let Some(entry) = self.sources.get_mut(id.0 as usize).and_then(Option::take) else {
             return;
         };
         if let Some(kick) = &entry.kick {
-            // Explicitly: the peer may hold another descriptor of the same eventfd, and then
-            // closing ours would not end the watch.
-            let _ = epoll::delete(&*self.epoll, kick);
+            engine.unwatch(kick.as_fd(), u64::from(id.0));
         }
         self.disarmed.retain(|&other| other != id.0);
         self.to_notify.retain(|&other| other != id.0);
@@ -179,41 +155,21 @@ impl Reactor {
         self.timers.peek().map(|Reverse((when, ..))| *when)
     }
 
-    /// Waits for events until `deadline` (`None`: for ever). Appends tasks to wake.
-    pub(crate) fn wait(
-        &mut self,
-        deadline: Option<Instant>,
-        woken: &mut Vec<TaskKey>,
-        stats: &Stats,
-    ) -> Result<(), Error> {
-        let timeout = deadline.map(|when| {
-            let left = when.saturating_duration_since(Instant::now());
-            Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 })
-        });
-        stats.syscalls.epoll_wait.add(1);
-        match epoll::wait(&*self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(Error::system("wait for events")(errno)),
-        }
-        for event in self.events.drain(..) {
-            match event.data.u64() {
-                // Taking the event has cleared it. The loop looks for completions and for what
-                // was posted in any case.
-                TOKEN_ENGINE | TOKEN_FOREIGN => {}
-                token => {
-                    let index = usize::try_from(token).unwrap_or(usize::MAX);
-                    if let Some(Some(entry)) = self.sources.get_mut(index) {
-                        woken.push(entry.task);
-                        if entry.armed {
-                            entry.armed = false;
-                            entry.source.disarm();
-                            self.disarmed.extend(u32::try_from(token));
-                        }
-                    }
+    /// Takes in what has happened to the eventfds. Appends tasks to wake.
+    pub(crate) fn dispatch(&mut self, happened: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
+        for token in happened.drain(..) {
+            // The loop looks for completions and for what was posted in any case, so the other
+            // two tokens need nothing more.
+            let index = usize::try_from(token).unwrap_or(usize::MAX);
+            if let Some(Some(entry)) = self.sources.get_mut(index) {
+                woken.push(entry.task);
+                if entry.armed {
+                    entry.armed = false;
+                    entry.source.disarm();
+                    self.disarmed.extend(u32::try_from(token));
                 }
             }
         }
-        Ok(())
     }
 
     /// Appends the tasks whose timers are due.
@@ -229,8 +185,4 @@ impl Reactor {
             woken.push(TaskKey { task, child });
         }
     }
-}
-
-fn watch(epoll: &OwnedFd, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-    epoll::add(epoll, fd, EventData::new_u64(token), EventFlags::IN | EventFlags::ET)
 }

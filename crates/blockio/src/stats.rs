@@ -116,6 +116,8 @@ pub struct Syscalls {
     pub io_submit: Counter,
     /// `io_getevents`, made only where the completion ring cannot be read in userspace.
     pub io_getevents: Counter,
+    /// `io_uring_enter`: submits, waits, or both.
+    pub io_uring_enter: Counter,
     /// `epoll_wait`.
     pub epoll_wait: Counter,
     /// Writes to eventfds of others (calls to the driver).

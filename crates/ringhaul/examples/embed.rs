@@ -43,9 +43,8 @@ pub(crate) fn main() -> Result<()> {
     let options = BlkOptions {
         name: "embedded".into(),
         serial: "embed-0".into(),
-        num_queues: 1,
         queue_size: RING.size,
-        write_cache: true,
+        ..BlkOptions::default()
     };
     let device = BlkDevice::new(source, options);
     let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };

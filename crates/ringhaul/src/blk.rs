@@ -11,10 +11,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use blockio::io_thread::RegisteredMemory;
 use blockio::{Disk, DiskSource, Io, Remote};
 
 use crate::log_limit::LogLimit;
-use crate::queue::{Queue, QueueHandle, QueueSetup, StartError};
+use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
 use crate::queue_task;
 use config::{BlkOptions, ConfigSpace};
 
@@ -126,9 +127,14 @@ impl BlkDevice {
         let device = self.clone();
         thread
             .call(move |io| {
-                let (queue, handle) = Queue::new(setup, io, device.event_idx(), device.indirect())?;
+                let (queue, handle) = Queue::new(setup, io, &device.queue_options())?;
                 let blk = Blk::new(io, &device);
-                io.spawn(queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk)));
+                let memory = device.register_memory(io, &queue);
+                let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk));
+                io.spawn(async move {
+                    task.await;
+                    drop(memory);
+                });
                 Ok(handle)
             })
             .unwrap_or(Err(StartError::ThreadEnded))
@@ -138,12 +144,31 @@ impl BlkDevice {
         self.shared.features.load(Ordering::Relaxed) & (1 << feature) != 0
     }
 
-    fn event_idx(&self) -> bool {
-        self.has(config::F_EVENT_IDX)
+    fn queue_options(&self) -> QueueOptions {
+        QueueOptions {
+            event_idx: self.has(config::F_EVENT_IDX),
+            indirect: self.has(config::F_INDIRECT_DESC),
+            notify_batch: self.shared.options.notify_batch,
+        }
     }
 
-    fn indirect(&self) -> bool {
-        self.has(config::F_INDIRECT_DESC)
+    fn register_memory(&self, io: &Rc<Io>, queue: &Queue) -> Option<RegisteredMemory> {
+        if !self.shared.options.fixed_buffers {
+            return None;
+        }
+        match queue.register_memory(io) {
+            Ok(memory) => Some(memory),
+            Err(error) => {
+                if self.shared.log.permit().is_some() {
+                    tracing::warn!(
+                        "{}: cannot register the guest's memory with io_uring: {error}; going on \
+                         without (the usual reason is the limit on locked memory, ulimit -l)",
+                        self.shared.options.name
+                    );
+                }
+                None
+            }
+        }
     }
 
     /// Whether writes must be on stable storage before they are answered: unless the driver

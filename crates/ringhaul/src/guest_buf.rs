@@ -36,6 +36,12 @@ impl GuestOwner {
         unsafe { Buffers::from_raw_parts(ranges, first, owner) }
     }
 
+    /// All of the memory map, for an engine that keeps its pages at hand.
+    pub(crate) fn whole(&self) -> Buffers {
+        // SAFETY: as in `buffers`; these are the ranges of the map itself.
+        unsafe { Buffers::from_raw_parts(self.memory.host_ranges(), 0, Rc::clone(&self.owner)) }
+    }
+
     /// Takes the storage of used buffers back for later chains.
     pub(crate) fn recycle(&self, buffers: Buffers) {
         self.memory.recycle(buffers.into_storage());

@@ -1,12 +1,16 @@
 //! The command line.
 
+pub mod switches;
+
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockio::{DiskOptions, DiskSource, EngineKind};
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThreadConfig};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::blk::config::{BlkOptions, SERIAL_BYTES};
+use switches::Switches;
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
@@ -70,9 +74,21 @@ pub struct ServeArgs {
     #[arg(long, value_name = "US", default_value_t = 64,
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,
-    /// How operations reach the kernel. `auto` chooses and says why.
+    /// How operations reach the kernel. `auto` tries what there is and says what it chose and why.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub engine: EngineOption,
+    /// With io_uring, let a kernel thread take submissions in: fewer system calls, and up to one
+    /// more core for each IoThread.
+    #[arg(long)]
+    pub sqpoll: bool,
+    /// With io_uring, register the guest's memory, which saves the kernel work for each request.
+    /// All of that memory is pinned. Only for guests without a memory balloon, free page
+    /// reporting or virtio-mem: when the front-end takes pages away, data would go to the old ones.
+    #[arg(long)]
+    pub fixed_buffers: bool,
+    /// Options for measurement.
+    #[command(flatten)]
+    pub switches: Switches,
     /// What stands between the guest and the disk, in QEMU's words. `none` and `directsync` bypass
     /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
     /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
@@ -93,6 +109,9 @@ pub struct ServeArgs {
 pub enum EngineOption {
     /// The best that works for this disk.
     Auto,
+    /// io_uring.
+    #[value(name = "io_uring")]
+    IoUring,
     /// Linux AIO.
     Aio,
     /// Blocking system calls on a pool of threads.
@@ -187,6 +206,8 @@ impl ServeArgs {
             num_queues: self.num_queues,
             queue_size: self.queue_size,
             write_cache: cache.has_write_cache(),
+            notify_batch: self.switches.notify_batch.into(),
+            fixed_buffers: self.fixed_buffers,
         };
         Ok(OpenDisk { source, options, summary })
     }
@@ -218,25 +239,28 @@ impl ServeArgs {
         Err(error.into())
     }
 
-    /// The engine for a disk, and why.
+    /// The engine that was asked for; `None` is the best one.
     #[must_use]
-    pub fn choose_engine(&self, source: &DiskSource) -> (EngineKind, &'static str) {
+    pub fn engine(&self) -> Option<EngineKind> {
         match self.engine {
-            EngineOption::Aio if !source.info().direct => {
-                (EngineKind::Aio, "as asked; with the page cache its submits wait for the disk")
-            }
-            EngineOption::Aio => (EngineKind::Aio, "as asked"),
-            EngineOption::Threads => (EngineKind::Threads, "as asked"),
-            EngineOption::Auto if source.is_null() => {
-                (EngineKind::Threads, "a null disk has no operations for it")
-            }
-            EngineOption::Auto if source.info().direct => {
-                (EngineKind::Aio, "Linux AIO is asynchronous for direct I/O")
-            }
-            EngineOption::Auto => (
-                EngineKind::Threads,
-                "Linux AIO would wait for the disk when it uses the page cache",
-            ),
+            EngineOption::Auto => None,
+            EngineOption::IoUring => Some(EngineKind::IoUring),
+            EngineOption::Aio => Some(EngineKind::Aio),
+            EngineOption::Threads => Some(EngineKind::Threads),
+        }
+    }
+
+    /// How each IoThread is set up, with `engine`.
+    #[must_use]
+    pub fn io_thread_config(&self, engine: EngineKind) -> IoThreadConfig {
+        IoThreadConfig {
+            engine,
+            poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
+            sqpoll: self.sqpoll,
+            harvest_on_submit: self.switches.harvest_on_submit.into(),
+            submit_max: if self.switches.submit_batch.into() { u32::MAX } else { 1 },
+            completion_ring: self.switches.completion_ring.into(),
+            ..IoThreadConfig::default()
         }
     }
 }

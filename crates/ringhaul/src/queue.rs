@@ -1,12 +1,14 @@
 //! One virtqueue of a device: the ring, its eventfds, and how it is told to stop.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::Waker;
 
-use blockio::{Buffers, Source, io_thread::Io};
+use blockio::io_thread::{Io, RegisteredMemory};
+use blockio::{Buffers, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
 
@@ -115,6 +117,13 @@ impl QueueHandle {
     }
 }
 
+/// What was negotiated for a queue, and how it works.
+pub(crate) struct QueueOptions {
+    pub(crate) event_idx: bool,
+    pub(crate) indirect: bool,
+    pub(crate) notify_batch: bool,
+}
+
 /// A queue on its IoThread.
 pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
@@ -127,6 +136,8 @@ pub(crate) struct Queue {
     unpublished: Cell<bool>,
     /// The ring made no sense: it is left alone until it is stopped.
     broken: Cell<bool>,
+    /// Off: each pushed element has its own notify.
+    notify_batch: bool,
     stats: Arc<blockio::stats::Stats>,
 }
 
@@ -134,8 +145,7 @@ impl Queue {
     pub(crate) fn new(
         setup: QueueSetup,
         io: &Io,
-        event_idx: bool,
-        indirect: bool,
+        options: &QueueOptions,
     ) -> Result<(Self, QueueHandle), StartError> {
         let memory = LocalMemory::new(setup.memory);
         let config = QueueConfig {
@@ -143,8 +153,8 @@ impl Queue {
             desc_table: setup.ring.desc_table,
             avail_ring: setup.ring.avail_ring,
             used_ring: setup.ring.used_ring,
-            event_idx,
-            indirect,
+            event_idx: options.event_idx,
+            indirect: options.indirect,
             next_avail: setup.ring.next_avail,
         };
         let ring = SplitQueue::new(memory.clone(), config)?;
@@ -159,6 +169,7 @@ impl Queue {
             // A call is forced at the first notify.
             unpublished: Cell::new(true),
             broken: Cell::new(false),
+            notify_batch: options.notify_batch,
             stats: Arc::clone(io.stats()),
         };
         Ok((queue, QueueHandle { control }))
@@ -215,6 +226,9 @@ impl Queue {
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
         self.ring.borrow_mut().push(head, written_bytes);
         self.unpublished.set(true);
+        if !self.notify_batch {
+            self.notify();
+        }
     }
 
     /// Leaves the ring alone from now on, and tells the front-end.
@@ -238,6 +252,12 @@ impl Queue {
     #[inline]
     pub(crate) fn buffers(&self, segments: Segments) -> Buffers {
         self.guest.buffers(segments)
+    }
+
+    /// Has the engine keep the pages of the memory map at hand, until the result is dropped. An
+    /// engine that cannot goes on without.
+    pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
+        io.register_memory(self.guest.whole())
     }
 
     /// Takes used buffers back, for their storage.

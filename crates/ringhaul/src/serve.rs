@@ -2,11 +2,11 @@
 
 use std::process::ExitCode;
 use std::sync::mpsc;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockio::EngineKind;
+use blockio::choose::Choice;
 use blockio::stats::{OpStats, Stats};
-use blockio::{EngineKind, IoThreadConfig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -14,7 +14,7 @@ use signal_hook::iterator::Signals;
 use crate::blk::BlkDevice;
 use crate::export::{Endpoint, Export};
 use crate::io_threads::IoThreads;
-use crate::options::{EngineOption, OpenDisk, ServeArgs};
+use crate::options::{OpenDisk, ServeArgs};
 
 /// Why the daemon ends.
 enum End {
@@ -86,19 +86,24 @@ fn raise_descriptor_limit() {
 
 /// Starts the IoThreads, with the engine that was asked for or the best that works.
 fn start_threads(args: &ServeArgs, source: &blockio::DiskSource) -> Result<IoThreads> {
-    let (engine, why) = args.choose_engine(source);
     let count = usize::from(args.iothreads);
-    let poll_max = Duration::from_micros(u64::from(args.poll_max_us));
-    let start = |engine| {
-        let config = IoThreadConfig { engine, poll_max, ..IoThreadConfig::default() };
-        IoThreads::start(count, &config)
-    };
-    match start(engine) {
+    let start = |engine| IoThreads::start(count, &args.io_thread_config(engine));
+    if let Some(engine) = args.engine() {
+        let threads = start(engine)?;
+        let waits = engine == EngineKind::Aio && !source.info().direct;
+        let but = if waits { "; with the page cache its submits wait for the disk" } else { "" };
+        tracing::info!("engine {engine}: as asked{but}");
+        return Ok(threads);
+    }
+    let choice = blockio::choose::best_engine(source);
+    let Choice { engine, why } = &choice;
+    match start(*engine) {
         Ok(threads) => {
             tracing::info!("engine {engine}: {why}");
             Ok(threads)
         }
-        Err(error) if args.engine == EngineOption::Auto && engine != EngineKind::Threads => {
+        // The trial had room for one context, and there are more IoThreads.
+        Err(error) if *engine != EngineKind::Threads => {
             tracing::warn!("{error:#}; falling back to engine threads");
             start(EngineKind::Threads)
         }
@@ -120,6 +125,6 @@ fn summary_of(stats: &Stats) -> String {
         of("discards and zeroings", &stats.deallocate),
         stats.syscalls.eventfd_write.get(),
         stats.submitted_at_once.count(),
-        stats.syscalls.epoll_wait.get(),
+        stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),
     )
 }

@@ -130,6 +130,16 @@ impl GuestMemory {
         self.regions.iter().find_map(|region| region.guest_addr_of_user(user_addr))
     }
 
+    /// Where the regions are mapped in this process.
+    pub fn host_ranges(&self) -> Vec<iovec> {
+        let range = |region: &HostRegion| iovec {
+            iov_base: region.host.cast(),
+            // A mapped size fits the address space.
+            iov_len: usize::try_from(region.size).unwrap_or(usize::MAX),
+        };
+        self.hosts.iter().map(range).collect()
+    }
+
     /// How many regions the map has.
     pub fn num_regions(&self) -> usize {
         self.regions.len()

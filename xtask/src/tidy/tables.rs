@@ -15,6 +15,7 @@ pub(super) const SKIPPED_FOLDERS: &[&str] = &[".git", "target"];
 /// Files that may say `unsafe`, and why.
 pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/*.rs", "system calls on memory that the kernel goes on using"),
+    ("crates/blockio/src/engine/io_uring/*.rs", "the ring of engine io_uring"),
     ("crates/blockio/src/buf.rs", "buffers in memory that others may write"),
     ("crates/virtqueue/src/memory.rs", "guest memory: translation and volatile access"),
     ("crates/virtqueue/src/split.rs", "split rings in guest memory"),

@@ -106,9 +106,11 @@ impl FileSource {
     }
 
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
+        let file = Rc::new(Arc::clone(&self.file));
+        io.register_file(&file);
         FileDisk {
             io,
-            file: Rc::new(Arc::clone(&self.file)),
+            file,
             is_block_device: self.is_block_device,
             memory_align: self.memory_align as usize,
             request_align: self.request_align as usize,
@@ -239,6 +241,12 @@ pub(super) struct FileDisk {
     has_discard: Cell<bool>,
     has_punch_zeroes: Cell<bool>,
     has_zero_range: Cell<bool>,
+}
+
+impl Drop for FileDisk {
+    fn drop(&mut self) {
+        self.io.unregister_file(&self.file);
+    }
 }
 
 impl FileDisk {

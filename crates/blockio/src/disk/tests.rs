@@ -6,7 +6,7 @@ use crate::io_thread::{IoThread, IoThreadConfig};
 use std::os::unix::fs::MetadataExt;
 use tempfile::NamedTempFile;
 
-const ENGINES: [EngineKind; 2] = [EngineKind::Aio, EngineKind::Threads];
+const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 const MIB: u64 = 1 << 20;
 
 fn thread(engine: EngineKind) -> IoThread {

@@ -7,12 +7,14 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::aio_ring::AioRing;
+use super::retry::Retry;
 use super::threads::Threads;
-use super::{Completer, EngineKind};
+use super::{Completer, CompletionRing, EngineKind};
 use crate::error::Error;
+use crate::io_thread::IoThreadConfig;
 use crate::op::{OpKind, OpView, Slots};
 
 /// `aio_context_t`: the address of the mapped completion ring.
@@ -57,21 +59,6 @@ const IOCB_CMD_PREADV: u16 = 7;
 const IOCB_CMD_PWRITEV: u16 = 8;
 const IOCB_FLAG_RESFD: u32 = 1;
 
-/// The first wait before a refused submit is tried again; it doubles up to [`RETRY_MAX`].
-const RETRY_MIN: Duration = Duration::from_millis(1);
-const RETRY_MAX: Duration = Duration::from_millis(64);
-/// After so many refusals in a row, with nothing in the kernel, the pool takes the ops.
-const RETRIES: u32 = 8;
-
-/// Why the kernel takes no more ops for now, and what ends that.
-enum Blocked {
-    No,
-    /// Ops are in the kernel; the next completion makes room.
-    UntilCompletion,
-    /// Nothing of ours is in the kernel, so only time helps.
-    Until(Instant),
-}
-
 /// Where completions are read.
 enum Completions {
     Ring(AioRing),
@@ -86,16 +73,16 @@ pub(crate) struct Aio {
     depth: usize,
     queued: VecDeque<u32>,
     in_kernel: usize,
-    blocked: Blocked,
-    refusals: u32,
+    retry: Retry,
     iocbs: Vec<Iocb>,
     iocb_addresses: Vec<*mut Iocb>,
     threads: Threads,
 }
 
 impl Aio {
-    /// Sets up a context for `depth` ops in the kernel.
-    pub(super) fn new(depth: u32, threads: Threads) -> Result<Self, Error> {
+    /// Sets up a context for `config.depth` ops in the kernel.
+    pub(super) fn new(config: &IoThreadConfig, threads: Threads) -> Result<Self, Error> {
+        let depth = config.depth;
         let context = setup(depth)?;
         let has_fdsync = probe_fdsync(context);
         // SAFETY: the context was just made, and is destroyed only when `self` is dropped.
@@ -106,6 +93,12 @@ impl Aio {
             }
             Err(_) => (getevents_from_now_on(depth), depth),
         };
+        let completions = match config.completion_ring {
+            CompletionRing::Userspace => completions,
+            CompletionRing::Getevents => {
+                Completions::Getevents(vec![IoEvent::default(); depth as usize])
+            }
+        };
         Ok(Self {
             context,
             completions,
@@ -113,8 +106,7 @@ impl Aio {
             depth: depth.min(room) as usize,
             queued: VecDeque::new(),
             in_kernel: 0,
-            blocked: Blocked::No,
-            refusals: 0,
+            retry: Retry::default(),
             iocbs: Vec::new(),
             iocb_addresses: Vec::new(),
             threads,
@@ -142,29 +134,21 @@ impl Aio {
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
-        match self.blocked {
-            Blocked::Until(when) => Some(when),
-            _ => None,
-        }
+        self.retry.retry_at()
     }
 
-    pub(super) fn submit(&mut self, done: &mut Completer<'_>) {
-        self.threads.submit(done);
-        match self.blocked {
-            Blocked::UntilCompletion => return,
-            Blocked::Until(when) if when > done.now => return,
-            _ => self.blocked = Blocked::No,
+    pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
+        let more_jobs = self.threads.submit(max, done);
+        if self.queued.is_empty() || self.retry.is_blocked(done.now) {
+            return more_jobs;
         }
-        while !self.queued.is_empty() {
-            let room = self.depth - self.in_kernel;
-            if room == 0 {
-                self.blocked = Blocked::UntilCompletion;
-                return;
-            }
-            if !self.submit_batch(self.queued.len().min(room), done) {
-                return;
-            }
+        let room = self.depth - self.in_kernel;
+        if room == 0 {
+            self.retry.full();
+            return more_jobs;
         }
+        let goes_on = self.submit_batch(self.queued.len().min(room).min(max), done);
+        more_jobs || (goes_on && self.queued() > 0)
     }
 
     /// Submits the first `count` queued ops. False when the kernel takes no more for now.
@@ -184,7 +168,7 @@ impl Aio {
         };
         match usize::try_from(result) {
             Ok(accepted) => {
-                self.refusals = 0;
+                self.retry.accepted();
                 self.queued.drain(..accepted.min(count));
                 self.in_kernel += accepted;
                 done.stats.submitted_at_once.record(accepted as u64);
@@ -223,21 +207,11 @@ impl Aio {
             return true;
         }
         done.stats.submit_again.add(1);
-        if self.in_kernel > 0 {
-            self.blocked = Blocked::UntilCompletion;
-            return false;
-        }
-        self.refusals += 1;
-        if self.refusals > RETRIES {
-            self.refusals = 0;
-            self.blocked = Blocked::No;
+        if self.retry.refused(self.in_kernel, done.now) {
             tracing::warn!("Linux AIO has had no room for a while; pool threads take over");
             self.queued.drain(..).for_each(|slot| self.threads.queue(slot));
-            self.threads.submit(done);
-            return false;
+            return true;
         }
-        let wait = RETRY_MIN.saturating_mul(1 << (self.refusals - 1)).min(RETRY_MAX);
-        self.blocked = Blocked::Until(done.now + wait);
         false
     }
 
@@ -273,7 +247,7 @@ impl Aio {
         };
         self.in_kernel -= usize::try_from(count).unwrap_or(usize::MAX).min(self.in_kernel);
         if count > 0 {
-            self.blocked = Blocked::No;
+            self.retry.completed();
         }
         from_pool + count
     }
@@ -419,8 +393,9 @@ mod tests {
     impl Bench {
         fn new(depth: u32) -> Self {
             let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            let config = IoThreadConfig { depth, ..IoThreadConfig::default() };
             Self {
-                engine: Aio::new(depth, Threads::new(wake)).unwrap(),
+                engine: Aio::new(&config, Threads::new(wake)).unwrap(),
                 slots: Slots::default(),
                 stats: Stats::default(),
                 woken: Vec::new(),
@@ -441,7 +416,7 @@ mod tests {
         fn round(&mut self) {
             let Self { engine, slots, stats, woken } = self;
             let mut done = Completer { slots, stats, woken, now: Instant::now() };
-            engine.submit(&mut done);
+            while engine.submit(usize::MAX, &mut done) {}
             engine.harvest(&mut done);
         }
 
@@ -542,15 +517,20 @@ mod tests {
             let mut done = Completer { slots, stats, woken, now };
             // SAFETY: errno is this thread's own; it stands for a refused io_submit.
             unsafe { *libc::__errno_location() = libc::EAGAIN };
-            assert!(!engine.refused(&mut done));
+            if engine.refused(&mut done) {
+                engine.submit(usize::MAX, &mut done);
+            }
             if let Some(when) = engine.retry_at() {
                 assert!(when > now, "a retry must not spin");
                 waits.push(when - now);
                 now = when;
             }
-            assert!(waits.len() <= RETRIES as usize, "the pool never took over");
+            assert!(
+                waits.len() <= crate::engine::retry::RETRIES as usize,
+                "the pool never took over"
+            );
         }
-        assert!(waits.is_sorted() && waits.len() == RETRIES as usize);
+        assert!(waits.is_sorted() && waits.len() == crate::engine::retry::RETRIES as usize);
         bench.finish();
         assert_eq!(bench.result(slot).unwrap(), 4096);
     }

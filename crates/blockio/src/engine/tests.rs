@@ -20,7 +20,7 @@ fn thread(engine: EngineKind) -> IoThread {
 
 #[test]
 fn another_thread_wakes_a_sleeping_loop() {
-    for engine in [EngineKind::Aio, EngineKind::Threads] {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let thread = thread(engine);
         let remote = thread.remote();
         let other = std::thread::spawn(move || {
@@ -173,7 +173,7 @@ fn work_that_comes_without_a_kick_is_found_while_arming() {
 
 #[test]
 fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
-    for engine in [EngineKind::Aio, EngineKind::Threads] {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };

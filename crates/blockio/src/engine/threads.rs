@@ -101,13 +101,13 @@ impl Threads {
         self.in_kernel
     }
 
-    pub(super) fn submit(&mut self, done: &mut Completer<'_>) {
+    pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
         if self.queued.is_empty() {
-            return;
+            return false;
         }
-        let count = self.queued.len();
+        let count = self.queued.len().min(max);
         let mut jobs = self.shared.jobs();
-        for slot in self.queued.drain(..) {
+        for slot in self.queued.drain(..count) {
             if let Some(view) = done.slots.view(slot, done.now) {
                 self.in_kernel += 1;
                 jobs.waiting.push_back(Job { slot, view });
@@ -121,6 +121,7 @@ impl Threads {
         for _ in 0..count {
             self.shared.work.notify_one();
         }
+        !self.queued.is_empty()
     }
 
     /// Starts `wanted` threads. When the machine gives none and none are there, nobody would ever

@@ -3,52 +3,90 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use super::{Activity, Io, ROUNDS_BETWEEN_LOOKS, Wait};
+use super::{Activity, Io, Ops, ROUNDS_BETWEEN_LOOKS, Wait};
+use crate::engine::Completer;
 use crate::error::Error;
 use crate::reactor::Reactor;
 use crate::task::TaskKey;
 
 impl Io {
+    /// Whether the wait that ends this turn is to submit, so that both cost one system call.
+    /// While the loop busy-polls, ops go to the kernel before it does.
+    #[inline]
+    pub(super) fn may_submit_in_wait(&self, wait: Wait) -> bool {
+        wait == Wait::ForEvent
+            && self.poll_window.get().is_zero()
+            && self.ops.borrow().engine.waits_with_submit()
+            && self.submit_max >= u32::MAX as usize
+            && !self.has_ready()
+            && !self.foreign.is_posted()
+            && !self.stopped.get()
+    }
+
     /// Busy-polls for as long as that pays, arms the sources, looks once more, and sleeps if there
     /// is still nothing to do.
     pub(super) fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
-        let mut woken = std::mem::take(&mut self.ops.borrow_mut().woken);
-        let mut reactor = self.reactor.borrow_mut();
-        let mut busy = self.has_ready() || self.foreign.is_posted() || self.stopped.get();
+        let mut woken = self.found.take();
+        let mut busy = self.has_ready()
+            || self.foreign.is_posted()
+            || self.root_woken.get()
+            || self.stopped.get();
         let since = (!busy && wait == Wait::ForEvent).then(Instant::now);
         if let Some(since) = since {
-            busy = self.busy_poll(since, &reactor, &mut woken);
+            busy = self.busy_poll(since, &self.reactor.borrow(), &mut woken);
         }
         if !busy {
-            reactor.arm(&mut woken);
+            self.reactor.borrow_mut().arm(&mut woken);
             busy = !woken.is_empty();
         }
         let look_is_due = self.rounds_since_look.get() >= ROUNDS_BETWEEN_LOOKS;
         if look_is_due {
             self.rounds_since_look.set(0);
         }
-        if !busy || (look_is_due && reactor.has_armed()) {
-            self.assert_may_sleep();
-            let deadline = if busy || wait == Wait::Never {
-                Some(Instant::now())
-            } else {
-                Self::earlier(reactor.next_timer(), self.ops.borrow().engine.retry_at())
-            };
-            reactor.wait(deadline, &mut woken, &self.stats)?;
+        let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
+        if !busy || looks {
+            let sleeps = !busy && wait == Wait::ForEvent;
+            self.sleep(sleeps)?;
             if let Some(since) = since
-                && !busy
+                && sleeps
             {
                 self.poll_window.slept(since.elapsed());
             }
         }
-        reactor.expire_timers(&mut woken);
-        drop(reactor);
+        self.reactor.borrow_mut().expire_timers(&mut woken);
         for key in woken.drain(..) {
             self.executor.borrow_mut().wake(key);
         }
-        self.ops.borrow_mut().woken = woken;
+        self.found.set(woken);
         self.submit_and_harvest();
         Ok(if self.run_foreign() || self.has_ready() { Activity::Ready } else { Activity::Idle })
+    }
+
+    /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
+    fn sleep(&self, sleeps: bool) -> Result<(), Error> {
+        let mut ops = self.ops.borrow_mut();
+        assert_may_sleep(&ops);
+        let deadline = if sleeps {
+            Self::earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at())
+        } else {
+            Some(Instant::now())
+        };
+        self.wait_in_kernel(&mut ops, deadline)
+    }
+
+    pub(super) fn wait_in_kernel(
+        &self,
+        ops: &mut Ops,
+        deadline: Option<Instant>,
+    ) -> Result<(), Error> {
+        let Ops { slots, engine, woken, happened } = &mut *ops;
+        let mut done = Completer { slots, stats: &self.stats, woken, now: Instant::now() };
+        engine.wait(deadline, &mut done, happened)?;
+        if engine.waits_with_submit() {
+            self.harvest_is_due.set(true);
+        }
+        self.take_in(ops);
+        Ok(())
     }
 
     /// Spins on the rings. True when there is something to do.
@@ -60,7 +98,10 @@ impl Io {
         let ops = self.ops.borrow();
         loop {
             reactor.look(woken);
-            if !woken.is_empty() || ops.engine.has_completions() || self.foreign.is_posted() {
+            if !woken.is_empty()
+                || (self.harvest_on_submit && ops.engine.has_completions())
+                || self.foreign.is_posted()
+            {
                 return true;
             }
             if since.elapsed() >= window {
@@ -70,18 +111,6 @@ impl Io {
         }
     }
 
-    /// The loop must not sleep on ops that nothing will ever submit.
-    fn assert_may_sleep(&self) {
-        let ops = self.ops.borrow();
-        debug_assert!(
-            ops.engine.queued() == 0
-                || ops.engine.in_kernel() > 0
-                || ops.engine.retry_at().is_some(),
-            "going to sleep with {} ops queued and none in the kernel",
-            ops.engine.queued()
-        );
-    }
-
     pub(super) fn deadline(&self) -> Option<Instant> {
         Self::earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
     }
@@ -89,4 +118,17 @@ impl Io {
     fn earlier(a: Option<Instant>, b: Option<Instant>) -> Option<Instant> {
         [a, b].into_iter().flatten().min()
     }
+}
+
+/// The loop must not sleep on ops that nothing will ever submit.
+fn assert_may_sleep(ops: &Ops) {
+    let engine = &ops.engine;
+    debug_assert!(
+        engine.queued() == 0
+            || engine.in_kernel() > 0
+            || engine.retry_at().is_some()
+            || engine.waits_with_submit(),
+        "going to sleep with {} ops queued and none in the kernel",
+        engine.queued()
+    );
 }

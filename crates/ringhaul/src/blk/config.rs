@@ -43,6 +43,26 @@ pub struct BlkOptions {
     pub queue_size: u16,
     /// Whether the driver sees a write cache, which it has to flush.
     pub write_cache: bool,
+    /// Whether completed requests share one notify at the end of a run. Off is for measurement:
+    /// then each has its own.
+    pub notify_batch: bool,
+    /// Whether the memory of the driver is registered with engines that can keep its pages at
+    /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
+    pub fixed_buffers: bool,
+}
+
+impl Default for BlkOptions {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            serial: String::new(),
+            num_queues: 1,
+            queue_size: 128,
+            write_cache: true,
+            notify_batch: true,
+            fixed_buffers: false,
+        }
+    }
 }
 
 /// The bytes of the configuration space.
@@ -117,6 +137,7 @@ mod tests {
             num_queues: 4,
             queue_size: 128,
             write_cache: true,
+            ..BlkOptions::default()
         }
     }
 

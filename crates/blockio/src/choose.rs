@@ -1,0 +1,181 @@
+//! Which engine is the best for a disk: found out by a trial.
+
+use std::future::{Future, poll_fn};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use crate::buf::Buffers;
+use crate::disk::{Disk, DiskSource};
+use crate::engine::EngineKind;
+use crate::error::Error;
+use crate::io_thread::{IoThread, IoThreadConfig};
+
+/// Reads in flight in a round of the trial.
+const READS: u32 = 32;
+/// Rounds for each engine; the fastest one counts, which is the least disturbed.
+const ROUNDS: usize = 8;
+/// A slow disk gets fewer rounds: its engine does not matter anyway.
+const TRIAL_MAX: Duration = Duration::from_millis(100);
+/// Linux AIO must be faster by this much in percent. io_uring never waits in a submit, so it wins
+/// where both are about as fast.
+const AIO_ADVANTAGE_PERCENT: u128 = 25;
+
+/// An engine, and why it is the best.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The engine.
+    pub engine: EngineKind,
+    /// One line without a full stop, for a log.
+    pub why: String,
+}
+
+impl Choice {
+    fn new(engine: EngineKind, why: impl Into<String>) -> Self {
+        Self { engine, why: why.into() }
+    }
+}
+
+/// Tries the engines that the kernel offers on `source`, with a few hundred reads of 4 KiB, and
+/// names the best. It takes a tenth of a second at most, unless a single read takes longer.
+///
+/// A disk whose kernel driver cannot take a request without waiting is served by kernel threads
+/// under io_uring; that costs more than Linux AIO does, and shows in the trial.
+#[must_use]
+pub fn best_engine(source: &DiskSource) -> Choice {
+    if source.is_null() {
+        return Choice::new(EngineKind::Threads, "a null disk has no operations for it");
+    }
+    let io_uring = Trial::new(EngineKind::IoUring, source);
+    if !source.info().direct {
+        return match io_uring {
+            Ok(_) => Choice::new(EngineKind::IoUring, "it is asynchronous with the page cache too"),
+            Err(error) => Choice::new(
+                EngineKind::Threads,
+                format!("{error}; and Linux AIO would wait for the disk with the page cache"),
+            ),
+        };
+    }
+    match (io_uring, Trial::new(EngineKind::Aio, source)) {
+        (Ok(io_uring), Ok(aio)) => faster(io_uring, aio),
+        (Ok(_), Err(error)) => Choice::new(EngineKind::IoUring, error.to_string()),
+        (Err(error), Ok(_)) => Choice::new(EngineKind::Aio, error.to_string()),
+        (Err(first), Err(second)) => {
+            Choice::new(EngineKind::Threads, format!("{first}; and {second}"))
+        }
+    }
+}
+
+fn faster(io_uring: Trial, aio: Trial) -> Choice {
+    let (mut of_io_uring, mut of_aio) = (Duration::MAX, Duration::MAX);
+    let start = Instant::now();
+    for round in 0..ROUNDS {
+        if start.elapsed() > TRIAL_MAX {
+            break;
+        }
+        match (io_uring.round(round), aio.round(round)) {
+            (Ok(first), Ok(second)) => {
+                of_io_uring = of_io_uring.min(first);
+                of_aio = of_aio.min(second);
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                return Choice::new(EngineKind::Aio, format!("nothing was compared: {error}"));
+            }
+        }
+    }
+    let figures = format!(
+        "a trial of {READS} reads took {} us with io_uring and {} us with aio",
+        of_io_uring.as_micros(),
+        of_aio.as_micros()
+    );
+    if of_aio.as_nanos() * (100 + AIO_ADVANTAGE_PERCENT) < of_io_uring.as_nanos() * 100 {
+        Choice::new(EngineKind::Aio, figures)
+    } else {
+        Choice::new(EngineKind::IoUring, figures)
+    }
+}
+
+/// A loop of the calling thread with the disk on it.
+struct Trial {
+    thread: IoThread,
+    disk: Disk,
+}
+
+impl Trial {
+    fn new(engine: EngineKind, source: &DiskSource) -> Result<Self, Error> {
+        let config = IoThreadConfig { engine, depth: READS, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config)?;
+        let disk = source.attach(thread.io());
+        Ok(Self { thread, disk })
+    }
+
+    /// How long [`READS`] reads take, all in flight at once.
+    fn round(&self, round: usize) -> Result<Duration, Error> {
+        let start = Instant::now();
+        let mut reads: Vec<_> = (0..READS)
+            .map(|number| {
+                let (offset, bytes) = place(&self.disk, round, number);
+                Box::pin(self.disk.read(offset, Buffers::aligned(bytes, 4096)))
+            })
+            .collect();
+        let mut result = Ok(());
+        let all = poll_fn(|cx| {
+            reads.retain_mut(|read| match read.as_mut().poll(cx) {
+                Poll::Ready((outcome, _)) => {
+                    result = std::mem::replace(&mut result, Ok(())).and(outcome);
+                    false
+                }
+                Poll::Pending => true,
+            });
+            if reads.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        });
+        self.thread.block_on(all)?;
+        result.map_err(|error| Error::System { action: "read from the disk in a trial", error })?;
+        Ok(start.elapsed())
+    }
+}
+
+/// Where read `number` of a round is, and how many bytes it has: spread over the disk, the same
+/// places for each engine.
+fn place(disk: &Disk, round: usize, number: u32) -> (u64, usize) {
+    let info = disk.info();
+    let bytes = u64::from(info.logical_block_bytes.max(4096)).min(info.size_bytes);
+    let places = (info.size_bytes / bytes).max(1);
+    let index = (round as u64 * u64::from(READS) + u64::from(number))
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        >> 16;
+    let bytes = bytes / u64::from(info.logical_block_bytes) * u64::from(info.logical_block_bytes);
+    (index % places * bytes, usize::try_from(bytes).unwrap_or(4096))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::DiskOptions;
+
+    #[test]
+    fn a_file_gets_an_engine_that_works() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
+        let options = DiskOptions { direct: true, ..DiskOptions::default() };
+        let Ok(source) = DiskSource::file(file.path(), &options) else {
+            return; // The file system has no direct I/O.
+        };
+        let choice = best_engine(&source);
+        assert!(choice.why.contains("a trial of"), "{choice:?}");
+        assert_ne!(choice.engine, EngineKind::Threads, "{choice:?}");
+    }
+
+    #[test]
+    fn the_places_of_a_trial_lie_on_the_disk() {
+        for size in [512, 4096, 4608, 1 << 20] {
+            let source = DiskSource::null(size, &DiskOptions::default()).unwrap();
+            let config = IoThreadConfig::default();
+            let disk = source.attach(IoThread::new(&config).unwrap().io());
+            for number in 0..READS {
+                let (offset, bytes) = place(&disk, 3, number);
+                assert!(bytes > 0 && offset + bytes as u64 <= size, "{offset} {bytes} {size}");
+                assert_eq!(offset % 512, 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Waiting for eventfds by epoll, for the engines that have no ring to wait in.
+
+use std::time::Instant;
+
+use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::error::Error;
+use crate::stats::Stats;
+
+/// Events taken by one epoll_wait.
+const EVENTS_MAX: usize = 64;
+
+pub(crate) struct Epoll {
+    epoll: OwnedFd,
+    events: Vec<Event>,
+}
+
+impl Epoll {
+    pub(super) fn new() -> Result<Self, Error> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)
+            .map_err(Error::system("create an epoll instance"))?;
+        Ok(Self { epoll, events: Vec::with_capacity(EVENTS_MAX) })
+    }
+
+    pub(super) fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
+        let flags = EventFlags::IN | EventFlags::ET;
+        epoll::add(&self.epoll, fd, EventData::new_u64(token), flags)
+    }
+
+    pub(super) fn unwatch(&self, fd: BorrowedFd<'_>) {
+        // Explicitly: the peer may hold another descriptor of the same eventfd, and then closing
+        // ours would not end the watch.
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    /// Waits until `deadline` (`None`: for ever). Appends the tokens of what has happened.
+    pub(super) fn wait(
+        &mut self,
+        deadline: Option<Instant>,
+        happened: &mut Vec<u64>,
+        stats: &Stats,
+    ) -> Result<(), Error> {
+        let timeout = deadline.map(timeout_until);
+        stats.syscalls.epoll_wait.add(1);
+        match epoll::wait(&self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(Error::system("wait for events")(errno)),
+        }
+        happened.extend(self.events.drain(..).map(|event| event.data.u64()));
+        Ok(())
+    }
+}
+
+impl AsFd for Epoll {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+fn timeout_until(deadline: Instant) -> Timespec {
+    let left = deadline.saturating_duration_since(Instant::now());
+    Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 })
+}

@@ -1,0 +1,181 @@
+//! Files and memory that the kernel has looked up in advance.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+use super::ring::Ring;
+
+/// Files that can be registered; others work all the same.
+pub(super) const FILES_MAX: u32 = 256;
+/// Pieces of memory that can be registered; others work all the same.
+pub(super) const BUFFERS_MAX: u32 = 2048;
+/// The kernel takes no piece of more than 1 GiB.
+const PIECE_MAX: usize = 1 << 30;
+
+const NO_FILE: i32 = -1;
+
+/// Registered files by descriptor.
+#[derive(Default)]
+pub(super) struct FixedFiles {
+    /// The table's index of each descriptor, or `NO_FILE`.
+    index_of: Vec<i32>,
+    /// How often each index was added.
+    uses: Vec<u32>,
+}
+
+impl FixedFiles {
+    #[inline]
+    pub(super) fn index_of(&self, fd: RawFd) -> Option<i32> {
+        let index = *self.index_of.get(usize::try_from(fd).ok()?)?;
+        (index != NO_FILE).then_some(index)
+    }
+
+    pub(super) fn add(&mut self, ring: &Ring, file: BorrowedFd<'_>) {
+        let fd = file.as_raw_fd();
+        let Ok(place) = usize::try_from(fd) else { return };
+        if let Some(index) = self.index_of(fd) {
+            self.uses[usize::try_from(index).unwrap_or(0)] += 1;
+            return;
+        }
+        let index = self.uses.iter().position(|&uses| uses == 0).unwrap_or_else(|| {
+            self.uses.push(0);
+            self.uses.len() - 1
+        });
+        let (Ok(offset), Ok(signed)) = (u32::try_from(index), i32::try_from(index)) else { return };
+        if offset >= FILES_MAX || ring.submitter().register_files_update(offset, &[fd]).is_err() {
+            return;
+        }
+        self.uses[index] = 1;
+        if self.index_of.len() <= place {
+            self.index_of.resize(place + 1, NO_FILE);
+        }
+        self.index_of[place] = signed;
+    }
+
+    pub(super) fn remove(&mut self, ring: &Ring, file: BorrowedFd<'_>) {
+        let fd = file.as_raw_fd();
+        let Some(index) = self.index_of(fd).and_then(|index| u32::try_from(index).ok()) else {
+            return;
+        };
+        let uses = &mut self.uses[index as usize];
+        *uses -= 1;
+        if *uses > 0 {
+            return;
+        }
+        if let Ok(place) = usize::try_from(fd) {
+            self.index_of[place] = NO_FILE;
+        }
+        // Ops in the kernel hold the file themselves.
+        let _ = ring.submitter().register_files_update(index, &[NO_FILE]);
+    }
+}
+
+/// A registered piece of memory.
+struct Piece {
+    start: usize,
+    len: usize,
+    index: u16,
+    uses: u32,
+}
+
+/// Registered memory by address.
+#[derive(Default)]
+pub(super) struct FixedBuffers {
+    /// In the order of their addresses.
+    pieces: Vec<Piece>,
+    last_hit: usize,
+}
+
+impl FixedBuffers {
+    /// The index of the piece that has all of these bytes.
+    #[inline]
+    pub(super) fn index_of(&mut self, start: *mut u8, len: u32) -> Option<u16> {
+        let (start, len) = (start.addr(), len as usize);
+        let has = |piece: &Piece| {
+            start >= piece.start
+                && start - piece.start < piece.len
+                && len <= piece.len - (start - piece.start)
+        };
+        if let Some(piece) = self.pieces.get(self.last_hit).filter(|piece| has(piece)) {
+            return Some(piece.index);
+        }
+        let after = self.pieces.partition_point(|piece| piece.start <= start);
+        let place = after.checked_sub(1)?;
+        let piece = self.pieces.get(place).filter(|piece| has(piece))?;
+        self.last_hit = place;
+        Some(piece.index)
+    }
+
+    /// Registers all of `memory`, or nothing.
+    pub(super) fn add(&mut self, ring: &Ring, memory: &[libc::iovec]) -> io::Result<()> {
+        for (done, range) in pieces_of(memory).enumerate() {
+            if let Err(error) = self.add_piece(ring, range) {
+                for range in pieces_of(memory).take(done) {
+                    self.remove_piece(ring, range);
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_piece(&mut self, ring: &Ring, range: libc::iovec) -> io::Result<()> {
+        let (start, len) = (range.iov_base.addr(), range.iov_len);
+        let place = self.pieces.partition_point(|piece| piece.start < start);
+        if let Some(piece) = self.pieces.get_mut(place)
+            && piece.start == start
+        {
+            piece.uses += 1;
+            return Ok(());
+        }
+        let mut taken: Vec<u16> = self.pieces.iter().map(|piece| piece.index).collect();
+        taken.sort_unstable();
+        let mut index = 0;
+        while taken.get(usize::from(index)) == Some(&index) {
+            index += 1;
+        }
+        if u32::from(index) >= BUFFERS_MAX {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        // SAFETY: whoever registers memory keeps it mapped until it is removed from here, and the
+        // kernel holds the pages themselves. Ops name it only by way of slots (see `op.rs`).
+        unsafe { ring.submitter().register_buffers_update(u32::from(index), &[range], None) }?;
+        self.pieces.insert(place, Piece { start, len, index, uses: 1 });
+        Ok(())
+    }
+
+    pub(super) fn remove(&mut self, ring: &Ring, memory: &[libc::iovec]) {
+        for range in pieces_of(memory) {
+            self.remove_piece(ring, range);
+        }
+    }
+
+    fn remove_piece(&mut self, ring: &Ring, range: libc::iovec) {
+        let start = range.iov_base.addr();
+        let Some(place) = self.pieces.iter().position(|piece| piece.start == start) else { return };
+        let piece = &mut self.pieces[place];
+        piece.uses -= 1;
+        if piece.uses > 0 {
+            return;
+        }
+        let piece = self.pieces.remove(place);
+        let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty piece refers to no memory. Ops in the kernel hold the pages themselves.
+        let result = unsafe {
+            ring.submitter().register_buffers_update(u32::from(piece.index), &[nothing], None)
+        };
+        if let Err(error) = result {
+            tracing::warn!("cannot give memory back that io_uring has registered: {error}");
+        }
+    }
+}
+
+/// Ranges cut to what the kernel takes.
+fn pieces_of(memory: &[libc::iovec]) -> impl Iterator<Item = libc::iovec> + '_ {
+    memory.iter().flat_map(|range| {
+        (0..range.iov_len).step_by(PIECE_MAX).map(|offset| libc::iovec {
+            iov_base: range.iov_base.cast::<u8>().wrapping_add(offset).cast(),
+            iov_len: PIECE_MAX.min(range.iov_len - offset),
+        })
+    })
+}

@@ -1,0 +1,278 @@
+//! The ring itself: set-up, restrictions, and the one system call.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Instant;
+
+use io_uring::register::Restriction;
+use io_uring::{Builder, IoUring, Probe, Submitter, cqueue, opcode, squeue, types};
+use rustix::fd::AsFd;
+
+use super::fixed::{BUFFERS_MAX, FILES_MAX};
+use crate::stats::Stats;
+
+/// Flags of `io_uring_enter` (linux/io_uring.h).
+const ENTER_GETEVENTS: u32 = 1 << 0;
+const ENTER_SQ_WAKEUP: u32 = 1 << 1;
+const ENTER_EXT_ARG: u32 = 1 << 3;
+
+/// `IORING_REGISTER_FILES_UPDATE` and `IORING_REGISTER_BUFFERS_UPDATE`.
+const REGISTER_FILES_UPDATE: u8 = 6;
+const REGISTER_BUFFERS_UPDATE: u8 = 16;
+
+/// Submission entries. More ops than this in one go take more than one system call.
+const ENTRIES_MAX: u32 = 256;
+/// Completion entries beyond one for each op, for events of eventfds.
+const EVENTS_MAX: u32 = 1024;
+/// Milliseconds that the submission thread spins before it sleeps.
+const SQPOLL_IDLE_MS: u32 = 2;
+
+/// What every operation of this engine is: the ring can do nothing else.
+const OPCODES: &[u8] = &[
+    opcode::Read::CODE,
+    opcode::Write::CODE,
+    opcode::Readv::CODE,
+    opcode::Writev::CODE,
+    opcode::ReadFixed::CODE,
+    opcode::WriteFixed::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::UringCmd16::CODE,
+    opcode::PollAdd::CODE,
+    opcode::PollRemove::CODE,
+];
+
+/// How a ring is set up.
+pub(super) struct Setup {
+    pub(super) depth: u32,
+    /// A kernel thread takes submissions in, so that a submit needs no system call.
+    pub(super) sqpoll: bool,
+}
+
+pub(super) struct Ring {
+    ring: IoUring,
+    sqpoll: bool,
+    has_uring_cmd: bool,
+}
+
+impl Ring {
+    pub(super) fn new(setup: &Setup) -> io::Result<Self> {
+        let ring = build(setup)?;
+        let params = ring.params();
+        // Resource tags came with Linux 5.13, as multishot polls did.
+        if !params.is_feature_ext_arg()
+            || !params.is_feature_nodrop()
+            || !params.is_feature_resource_tagging()
+        {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's is too old"));
+        }
+        let submitter = ring.submitter();
+        submitter.register_files_sparse(FILES_MAX)?;
+        submitter.register_buffers_sparse(BUFFERS_MAX)?;
+        let mut probe = Probe::new();
+        submitter.register_probe(&mut probe)?;
+        let has_uring_cmd = probe.is_supported(opcode::UringCmd16::CODE);
+        restrict(&submitter, &probe)?;
+        submitter.register_enable_rings()?;
+        Ok(Self { ring, sqpoll: setup.sqpoll, has_uring_cmd })
+    }
+
+    pub(super) fn has_uring_cmd(&self) -> bool {
+        self.has_uring_cmd
+    }
+
+    pub(super) fn submitter(&self) -> Submitter<'_> {
+        self.ring.submitter()
+    }
+
+    /// Free submission entries.
+    pub(super) fn room(&mut self) -> usize {
+        let queue = self.ring.submission();
+        queue.capacity() - queue.len()
+    }
+
+    /// Submission entries that the kernel has not taken.
+    pub(super) fn unsubmitted(&mut self) -> usize {
+        self.ring.submission().len()
+    }
+
+    /// Adds an entry. The caller has seen to it that there is room.
+    ///
+    /// # Safety
+    ///
+    /// What the entry points to must stay until the completion with its user data.
+    pub(super) unsafe fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the caller's promise is the one that `push` asks for.
+        if unsafe { self.ring.submission().push(entry) }.is_err() {
+            unreachable!("the submission ring is full");
+        }
+    }
+
+    /// Makes room for one entry. False when the kernel takes none for now.
+    pub(super) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
+        if self.room() == 0 {
+            let _ = self.enter(0, None, stats);
+        }
+        self.room() > 0
+    }
+
+    /// Gives all entries to the kernel, and lets it post what it has finished.
+    pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
+        self.enter(0, None, Some(stats))
+    }
+
+    /// As `submit`, then waits for a completion until `deadline` (`None`: for ever).
+    pub(super) fn submit_and_wait(
+        &mut self,
+        deadline: Option<Instant>,
+        stats: &Stats,
+    ) -> io::Result<()> {
+        let to_submit = self.entries_to_submit();
+        self.wait(to_submit, deadline, stats)
+    }
+
+    /// Waits for a completion without a submit, which the kernel has just refused.
+    pub(super) fn only_wait(&mut self, until: Instant, stats: &Stats) {
+        let _ = self.wait(0, Some(until), stats);
+    }
+
+    fn wait(&mut self, submit: u32, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
+        let Some(deadline) = deadline else {
+            return self.enter_with(submit, 1, None, Some(stats));
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return self.enter_with(submit, 0, None, Some(stats));
+        }
+        let timeout = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
+        self.enter_with(submit, 1, Some(&timeout), Some(stats))
+    }
+
+    fn enter(
+        &mut self,
+        min_complete: u32,
+        timeout: Option<&types::Timespec>,
+        stats: Option<&Stats>,
+    ) -> io::Result<()> {
+        let to_submit = self.entries_to_submit();
+        self.enter_with(to_submit, min_complete, timeout, stats)
+    }
+
+    fn entries_to_submit(&mut self) -> u32 {
+        u32::try_from(self.unsubmitted()).unwrap_or(u32::MAX)
+    }
+
+    /// The one system call: takes submissions in, runs deferred work, waits.
+    fn enter_with(
+        &mut self,
+        to_submit: u32,
+        min_complete: u32,
+        timeout: Option<&types::Timespec>,
+        stats: Option<&Stats>,
+    ) -> io::Result<()> {
+        let mut flags = ENTER_GETEVENTS;
+        if self.sqpoll {
+            if self.ring.submission().need_wakeup() {
+                flags |= ENTER_SQ_WAKEUP;
+            } else if min_complete == 0 {
+                return Ok(());
+            }
+        }
+        if let Some(stats) = stats {
+            stats.syscalls.io_uring_enter.add(1);
+        }
+        let submitter = self.ring.submitter();
+        let result = match timeout {
+            Some(timeout) => {
+                let args = types::SubmitArgs::new().timespec(timeout);
+                // SAFETY: the arguments, and the time that they point to, live across the call.
+                // What the entries point to is vouched for by `push`.
+                unsafe {
+                    submitter.enter(to_submit, min_complete, flags | ENTER_EXT_ARG, Some(&args))
+                }
+            }
+            // SAFETY: there are no arguments; the entries are vouched for by `push`.
+            None => unsafe {
+                submitter.enter::<libc::sigset_t>(to_submit, min_complete, flags, None)
+            },
+        };
+        result.map(|_| ())
+    }
+
+    /// Whether there are completions, or work that the kernel put off until it is asked.
+    pub(super) fn has_completions(&self) -> bool {
+        // SAFETY: this thread alone uses the ring, and neither view outlives this function.
+        unsafe {
+            let queue = self.ring.submission_shared();
+            !self.ring.completion_shared().is_empty() || queue.taskrun() || queue.cq_overflow()
+        }
+    }
+
+    /// Whether there are completions, put-off work or entries that were not submitted.
+    pub(super) fn has_anything(&self) -> bool {
+        // SAFETY: as in `has_completions`.
+        self.has_completions() || unsafe { !self.ring.submission_shared().is_empty() }
+    }
+
+    /// Has the kernel post completions that it put off, if there are only such.
+    pub(super) fn run_deferred(&mut self, stats: &Stats) {
+        if !self.ring.completion().is_empty() {
+            return;
+        }
+        let queue = self.ring.submission();
+        if queue.taskrun() || queue.cq_overflow() {
+            drop(queue);
+            let _ = self.enter_with(0, 0, None, Some(stats));
+        }
+    }
+
+    /// Takes all completion entries that are visible.
+    pub(super) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
+        entries.extend(self.ring.completion());
+    }
+}
+
+impl AsFd for Ring {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open for as long as the ring, which the result borrows.
+        unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
+    }
+}
+
+/// The best set-up that the kernel has. It starts disabled.
+fn build(setup: &Setup) -> io::Result<IoUring> {
+    let with = |more: &dyn Fn(&mut Builder)| {
+        let mut builder = IoUring::builder();
+        builder
+            .setup_r_disabled()
+            .setup_clamp()
+            .setup_cqsize((setup.depth * 2).next_power_of_two().max(ENTRIES_MAX) + EVENTS_MAX);
+        more(&mut builder);
+        builder.build(setup.depth.next_power_of_two().min(ENTRIES_MAX))
+    };
+    if setup.sqpoll {
+        return with(&|builder| {
+            builder.setup_sqpoll(SQPOLL_IDLE_MS);
+        });
+    }
+    let deferred = with(&|builder| {
+        builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().setup_submit_all();
+    });
+    match deferred {
+        // Linux before 6.1.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => with(&|_| {}),
+        other => other,
+    }
+}
+
+/// Lets the ring do nothing but what this engine does.
+fn restrict(submitter: &Submitter<'_>, probe: &Probe) -> io::Result<()> {
+    let known = OPCODES.iter().filter(|&&code| probe.is_supported(code));
+    let mut restrictions: Vec<Restriction> = known.map(|&code| Restriction::sqe_op(code)).collect();
+    restrictions.extend([
+        Restriction::register_op(REGISTER_FILES_UPDATE),
+        Restriction::register_op(REGISTER_BUFFERS_UPDATE),
+        Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()),
+    ]);
+    submitter.register_restrictions(&mut restrictions)
+}

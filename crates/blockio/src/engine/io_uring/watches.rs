@@ -1,0 +1,133 @@
+//! Eventfds watched in the ring, by multishot polls. They are edge-triggered and never read.
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+use io_uring::{cqueue, opcode, types};
+use rustix::io::Errno;
+
+use super::ring::Ring;
+
+/// Marks user data that is not a slot number: a watch's index and serial number follow.
+const WATCH: u64 = 1 << 63;
+/// User data of entries whose completion says nothing.
+const IGNORED: u64 = u64::MAX;
+/// Serial numbers have 30 bits, so that no watch is taken for `IGNORED`.
+const SERIAL_MASK: u32 = (1 << 30) - 1;
+
+struct Watch {
+    fd: RawFd,
+    token: u64,
+    serial: u32,
+}
+
+/// What a completion entry says.
+pub(super) enum Seen {
+    /// The op in this slot has completed.
+    Op(u32),
+    /// The eventfd with this token was written.
+    Event(u64),
+    Nothing,
+}
+
+#[derive(Default)]
+pub(super) struct Watches {
+    watches: Vec<Option<Watch>>,
+    /// Tells a completion of an earlier watch from one of its place's next owner.
+    serial: u32,
+}
+
+impl Watches {
+    /// Watches `fd`, which must stay open until the watch is removed.
+    pub(super) fn add(
+        &mut self,
+        ring: &mut Ring,
+        fd: BorrowedFd<'_>,
+        token: u64,
+    ) -> Result<(), Errno> {
+        check_pollable(fd)?;
+        if !ring.make_room(None) {
+            return Err(Errno::AGAIN);
+        }
+        let index = self.watches.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.watches.push(None);
+            self.watches.len() - 1
+        });
+        self.arm(ring, index, fd.as_raw_fd(), token);
+        Ok(())
+    }
+
+    fn arm(&mut self, ring: &mut Ring, index: usize, fd: RawFd, token: u64) {
+        self.serial = (self.serial + 1) & SERIAL_MASK;
+        let serial = self.serial;
+        let flags = u32::from(libc::POLLIN.unsigned_abs());
+        let entry = opcode::PollAdd::new(types::Fd(fd), flags)
+            .multi(true)
+            .build()
+            .user_data(user_data(index, serial));
+        // SAFETY: a poll points to no memory.
+        unsafe { ring.push(&entry) };
+        self.watches[index] = Some(Watch { fd, token, serial });
+    }
+
+    /// Ends the watch with this token.
+    pub(super) fn remove(&mut self, ring: &mut Ring, token: u64) {
+        let has_token = |watch: &Option<Watch>| watch.as_ref().is_some_and(|w| w.token == token);
+        let Some(index) = self.watches.iter().position(has_token) else { return };
+        let Some(watch) = self.watches[index].take() else { return };
+        if !ring.make_room(None) {
+            // The poll goes on until the ring ends; nobody looks at what it says.
+            tracing::debug!("io_uring takes no entry; an eventfd stays watched");
+            return;
+        }
+        let entry =
+            opcode::PollRemove::new(user_data(index, watch.serial)).build().user_data(IGNORED);
+        // SAFETY: the entry points to no memory.
+        unsafe { ring.push(&entry) };
+    }
+
+    pub(super) fn take_in(&mut self, ring: &mut Ring, entry: &cqueue::Entry) -> Seen {
+        let user_data = entry.user_data();
+        if let Ok(slot) = u32::try_from(user_data) {
+            return Seen::Op(slot);
+        }
+        if user_data == IGNORED {
+            return Seen::Nothing;
+        }
+        let (index, serial) = index_and_serial(user_data);
+        let Some(Some(watch)) = self.watches.get(index) else { return Seen::Nothing };
+        if watch.serial != serial {
+            return Seen::Nothing;
+        }
+        let (fd, token) = (watch.fd, watch.token);
+        if entry.result() < 0 {
+            tracing::error!("io_uring cannot watch an eventfd: errno {}", -entry.result());
+            return Seen::Nothing;
+        }
+        if !cqueue::more(entry.flags()) {
+            // The kernel ends a multishot poll when the completion ring is full.
+            if ring.make_room(None) {
+                self.arm(ring, index, fd, token);
+            } else {
+                tracing::error!("io_uring takes no entry; an eventfd is not watched any more");
+            }
+        }
+        Seen::Event(token)
+    }
+}
+
+/// Refuses what cannot be polled at once, and not only when the ring gets to it.
+fn check_pollable(fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
+    let epoll = create(CreateFlags::CLOEXEC)?;
+    add(&epoll, fd, EventData::new_u64(0), EventFlags::IN)
+}
+
+fn user_data(index: usize, serial: u32) -> u64 {
+    WATCH | (u64::from(serial) << 32) | (index as u64 & u64::from(u32::MAX))
+}
+
+fn index_and_serial(user_data: u64) -> (usize, u32) {
+    let low = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+    let high = u32::try_from(user_data >> 32).unwrap_or(u32::MAX);
+    (low as usize, high & SERIAL_MASK)
+}

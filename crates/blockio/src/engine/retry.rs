@@ -1,0 +1,77 @@
+//! What an engine does when the kernel refuses a submit for lack of room.
+
+use std::time::{Duration, Instant};
+
+/// The first wait before a refused submit is tried again; it doubles up to [`RETRY_MAX`].
+const RETRY_MIN: Duration = Duration::from_millis(1);
+const RETRY_MAX: Duration = Duration::from_millis(64);
+/// After so many refusals in a row, with nothing in the kernel, the pool takes the ops.
+pub(super) const RETRIES: u32 = 8;
+
+/// Why the kernel takes no more ops for now, and what ends that.
+#[derive(Default)]
+enum Blocked {
+    #[default]
+    No,
+    /// Ops are in the kernel; the next completion makes room.
+    UntilCompletion,
+    /// Nothing of ours is in the kernel, so only time helps.
+    Until(Instant),
+}
+
+#[derive(Default)]
+pub(super) struct Retry {
+    blocked: Blocked,
+    refusals: u32,
+}
+
+impl Retry {
+    /// Whether a submit makes no sense yet.
+    pub(super) fn is_blocked(&self, now: Instant) -> bool {
+        match self.blocked {
+            Blocked::No => false,
+            Blocked::UntilCompletion => true,
+            Blocked::Until(when) => when > now,
+        }
+    }
+
+    /// As many ops are in the kernel as it may have.
+    pub(super) fn full(&mut self) {
+        self.blocked = Blocked::UntilCompletion;
+    }
+
+    /// A completion has made room.
+    pub(super) fn completed(&mut self) {
+        self.blocked = Blocked::No;
+    }
+
+    /// The kernel has taken ops.
+    pub(super) fn accepted(&mut self) {
+        *self = Self::default();
+    }
+
+    /// The kernel has refused a submit (EAGAIN) with `in_kernel` ops there. True: it has done so
+    /// for long enough that the pool should take over.
+    pub(super) fn refused(&mut self, in_kernel: usize, now: Instant) -> bool {
+        if in_kernel > 0 {
+            self.blocked = Blocked::UntilCompletion;
+            return false;
+        }
+        self.refusals += 1;
+        if self.refusals > RETRIES {
+            *self = Self::default();
+            return true;
+        }
+        let wait = RETRY_MIN.saturating_mul(1 << (self.refusals - 1)).min(RETRY_MAX);
+        self.blocked = Blocked::Until(now + wait);
+        false
+    }
+
+    /// When the next try is due, if only time helps.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        match self.blocked {
+            Blocked::Until(when) => Some(when),
+            _ => None,
+        }
+    }
+}
