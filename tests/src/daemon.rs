@@ -36,6 +36,21 @@ const PASSING_THREADS: [&str; 2] = ["ringhaul-pool", "ringhaul-signal"];
 #[macro_export]
 macro_rules! for_each_engine {
     ($($(#[$attribute:meta])* $name:ident),* $(,)?) => {
+        mod io_uring {
+            $(#[test]
+            $(#[$attribute])*
+            fn $name() -> anyhow::Result<()> {
+                super::$name($crate::guest::Engine::IoUring)
+            })*
+        }
+        $crate::for_each_engine_with_system_calls! { $($(#[$attribute])* $name),* }
+    };
+}
+
+/// As [`for_each_engine`], but only for engines whose operations a trace of system calls shows.
+#[macro_export]
+macro_rules! for_each_engine_with_system_calls {
+    ($($(#[$attribute:meta])* $name:ident),* $(,)?) => {
         mod aio {
             $(#[test]
             $(#[$attribute])*
@@ -76,7 +91,7 @@ impl DaemonOptions {
     #[must_use]
     pub fn new(engine: Engine) -> Self {
         let cache = match engine {
-            Engine::Aio => Cache::None,
+            Engine::IoUring | Engine::Aio => Cache::None,
             Engine::Threads => Cache::Writeback,
         };
         Self { engine, cache, disk_bytes: 16 << 20, num_queues: 2, more: Vec::new(), trace: None }

@@ -57,6 +57,8 @@ impl Program {
 /// How requests reach the kernel: the value of `--engine`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Engine {
+    /// io_uring.
+    IoUring,
     /// Linux AIO.
     Aio,
     /// A pool of threads.
@@ -66,6 +68,7 @@ pub enum Engine {
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::IoUring => "io_uring",
             Self::Aio => "aio",
             Self::Threads => "threads",
         })
@@ -292,6 +295,7 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
 
 fn storage_daemon_command(export: &Export) -> Command {
     let aio = match export.engine {
+        Engine::IoUring => "io_uring",
         Engine::Aio if export.cache.is_direct() => "native",
         Engine::Aio | Engine::Threads => "threads",
     };

@@ -241,6 +241,16 @@ fn check_discard(vm: &mut Vm, file: &Path) -> Result<()> {
 }
 
 #[test]
+fn data_with_io_uring_direct() -> Result<()> {
+    data(Engine::IoUring, Cache::None, 512, 256)
+}
+
+#[test]
+fn data_with_io_uring_in_the_page_cache() -> Result<()> {
+    data(Engine::IoUring, Cache::Writeback, 4096, 128)
+}
+
+#[test]
 fn data_with_aio_direct() -> Result<()> {
     data(Engine::Aio, Cache::None, 512, 128)
 }
@@ -401,6 +411,11 @@ fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
     check_same_bytes(&mut vm, "vda", &export.file)?;
     vm.power_off(LIMIT)?;
     check_clean_exit(&mut server)
+}
+
+#[test]
+fn sigterm_under_load_with_io_uring() -> Result<()> {
+    sigterm_under_load(Engine::IoUring, Cache::None)
 }
 
 #[test]

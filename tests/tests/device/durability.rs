@@ -4,14 +4,14 @@
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::daemon::{DaemonOptions, pattern};
-use ringhaul_tests::for_each_engine;
+use ringhaul_tests::for_each_engine_with_system_calls;
 use ringhaul_tests::frontend::message::{Message, code};
 use ringhaul_tests::frontend::{Frontend, Setup, blk, feature, segment};
 use ringhaul_tests::guest::{Cache, Engine};
 
 use crate::start;
 
-for_each_engine! {
+for_each_engine_with_system_calls! {
     without_a_cache_writes_are_synchronous,
     a_driver_without_flush_gets_synchronous_writes,
     a_driver_that_flushes_gets_neither_more_nor_less,
