@@ -69,7 +69,7 @@ fn without_aio_contexts_threads_are_used_or_advised() -> Result<()> {
 
     refused?.expect_refusal(&["Linux AIO", "fs.aio-max-nr", "sysctl", "threads"])?;
     let mut daemon = daemon?;
-    for words in ["fs.aio-max-nr", "falling back to engine threads"] {
+    for words in ["engine io_uring: ", "fs.aio-max-nr"] {
         if !daemon.stderr().contains(words) {
             bail!("no {words:?}:\n{}", daemon.stderr());
         }

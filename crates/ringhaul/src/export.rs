@@ -88,6 +88,9 @@ impl Endpoint {
 
 /// A descriptor of this process by its number, without a claim on the number itself.
 fn duplicate(fd: i32) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(rustix::io::Errno::BADF.into());
+    }
     let this = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
     Ok(rustix::process::pidfd_getfd(&this, fd, PidfdGetfdFlags::empty())?)
 }

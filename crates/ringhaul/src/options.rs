@@ -1,15 +1,17 @@
 //! The command line.
 
+mod disk;
+mod export;
 pub mod switches;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use blockio::{DiskOptions, DiskSource, EngineKind, IoThreadConfig};
+use blockio::{EngineKind, IoThreadConfig};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::blk::config::{BlkOptions, SERIAL_BYTES};
+use crate::blk::config::SERIAL_BYTES;
+pub use export::{EndpointSpec, ExportSpec, OpenDisk};
 use switches::Switches;
 
 /// Serves disks to virtual machines over vhost-user.
@@ -51,6 +53,12 @@ pub struct ServeArgs {
     /// `file,path=PATH`. SIZE takes the suffixes K, M, G and T (powers of 1024).
     #[arg(long, value_name = "KIND,KEY=VALUE")]
     pub disk: Option<String>,
+    /// One more disk on a socket of its own, any number of times: `socket-path=PATH`, and
+    /// `blk-file=PATH` or `null=SIZE`. `read-only=on|off`, `cache`, `serial`,
+    /// `logical-block-size`, `num-queues` and `queue-size` are as the options of these names, which
+    /// hold where the export does not say otherwise. A comma in a value is written twice.
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    pub export: Vec<String>,
     /// Refuse writes.
     #[arg(long)]
     pub read_only: bool,
@@ -151,94 +159,7 @@ pub const CAPABILITIES: &str = r#"{
   ]
 }"#;
 
-/// What `--disk` or `--blk-file` names.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum DiskSpec {
-    File(PathBuf),
-    Null { size_bytes: u64 },
-}
-
-/// A disk that is open, and the options of its device.
-pub struct OpenDisk {
-    /// The disk.
-    pub source: DiskSource,
-    /// The device on it.
-    pub options: BlkOptions,
-    /// One line on what was opened.
-    pub summary: String,
-}
-
 impl ServeArgs {
-    /// Opens the disk.
-    ///
-    /// # Errors
-    ///
-    /// When none is named, or it cannot be used.
-    pub fn open_disk(&self) -> Result<OpenDisk> {
-        let spec = match (&self.blk_file, &self.disk) {
-            (Some(path), _) => DiskSpec::File(path.clone()),
-            (None, Some(text)) => {
-                parse_disk(text).with_context(|| format!("cannot understand --disk {text}"))?
-            }
-            (None, None) => bail!("no disk is named; use --blk-file PATH or --disk null,size=SIZE"),
-        };
-        let (source, cache, name) = match &spec {
-            DiskSpec::File(path) => {
-                let (source, cache) = self.open_file(path)?;
-                (source, cache, path.display().to_string())
-            }
-            DiskSpec::Null { size_bytes } => {
-                let source = DiskSource::null(*size_bytes, &self.disk_options(false))?;
-                (source, self.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
-            }
-        };
-        let info = source.info();
-        let summary = format!(
-            "{name}: {} MiB, logical block {} bytes, cache {}{}",
-            info.size_bytes >> 20,
-            info.logical_block_bytes,
-            name_of(cache),
-            if info.read_only { ", read-only" } else { "" },
-        );
-        let options = BlkOptions {
-            name,
-            serial: self.serial.clone().unwrap_or_else(|| default_serial(&spec)),
-            num_queues: self.num_queues,
-            queue_size: self.queue_size,
-            write_cache: cache.has_write_cache(),
-            notify_batch: self.switches.notify_batch.into(),
-            fixed_buffers: self.fixed_buffers,
-        };
-        Ok(OpenDisk { source, options, summary })
-    }
-
-    fn disk_options(&self, direct: bool) -> DiskOptions {
-        DiskOptions {
-            direct,
-            read_only: self.read_only,
-            logical_block_bytes: self.logical_block_size,
-        }
-    }
-
-    /// Opens a file as `--cache` says, or without it in the best way that works.
-    fn open_file(&self, path: &Path) -> Result<(DiskSource, CacheMode)> {
-        let cache = self.cache.unwrap_or(CacheMode::None);
-        let error = match DiskSource::file(path, &self.disk_options(cache.is_direct())) {
-            Ok(source) => return Ok((source, cache)),
-            Err(error) => error,
-        };
-        if cache.is_direct()
-            && let Ok(source) = DiskSource::file(path, &self.disk_options(false))
-        {
-            if self.cache.is_some() {
-                bail!("{error} (--cache writeback or --cache writethrough)");
-            }
-            tracing::warn!("{error}; falling back to --cache writeback");
-            return Ok((source, CacheMode::Writeback));
-        }
-        Err(error.into())
-    }
-
     /// The engine that was asked for; `None` is the best one.
     #[must_use]
     pub fn engine(&self) -> Option<EngineKind> {
@@ -265,19 +186,6 @@ impl ServeArgs {
     }
 }
 
-fn name_of(cache: CacheMode) -> String {
-    cache.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
-}
-
-/// The file's name, as far as it fits and a guest can print it.
-fn default_serial(spec: &DiskSpec) -> String {
-    let name = match spec {
-        DiskSpec::File(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        DiskSpec::Null { .. } => "null".to_owned(),
-    };
-    name.chars().filter(char::is_ascii_graphic).take(SERIAL_BYTES).collect()
-}
-
 fn parse_serial(text: &str) -> Result<String, String> {
     if text.len() > SERIAL_BYTES || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
         return Err(format!("a serial number is up to {SERIAL_BYTES} bytes of printable ASCII"));
@@ -292,77 +200,14 @@ fn parse_queue_size(text: &str) -> Result<u16, String> {
     }
 }
 
-fn parse_disk(text: &str) -> Result<DiskSpec> {
-    let mut parts = text.split(',');
-    let kind = parts.next().unwrap_or_default();
-    if !["null", "file"].contains(&kind) {
-        bail!("'{kind}' is no kind of disk; there are null and file");
-    }
-    let mut size = None;
-    let mut path = None;
-    for part in parts {
-        match (kind, part.split_once('=')) {
-            ("null", Some(("size", value))) => size = Some(parse_size(value)?),
-            ("file", Some(("path", value))) if !value.is_empty() => {
-                path = Some(PathBuf::from(value))
-            }
-            ("file", Some(("path", _))) => {}
-            _ => bail!("'{part}' is not an option of a disk of kind {kind}"),
-        }
-    }
-    match (kind, size, path) {
-        ("null", Some(size_bytes), _) => Ok(DiskSpec::Null { size_bytes }),
-        ("file", _, Some(path)) => Ok(DiskSpec::File(path)),
-        ("null", ..) => bail!("a null disk needs a size, as in null,size=64G"),
-        _ => bail!("a file needs a path, as in file,path=disk.img"),
-    }
-}
-
-fn parse_size(text: &str) -> Result<u64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KIB" => 10,
-        "M" | "MIB" => 20,
-        "G" | "GIB" => 30,
-        "T" | "TIB" => 40,
-        suffix => bail!("{suffix} is no suffix of a size; there are K, M, G and T"),
-    };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(1 << shift))
-        .with_context(|| format!("'{text}' is no size, such as 64G"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn disks_are_understood() {
-        let null = |size_bytes| Some(DiskSpec::Null { size_bytes });
-        assert_eq!(parse_disk("null,size=64G").ok(), null(64 << 30));
-        assert_eq!(parse_disk("null,size=512").ok(), null(512));
-        assert_eq!(parse_disk("file,path=a=b").ok(), Some(DiskSpec::File("a=b".into())));
-        for bad in ["null", "null,size=1X", "null,size=", "null,path=x", "file", "qcow2,path=x", ""]
-        {
-            assert!(parse_disk(bad).is_err(), "{bad} was taken");
-        }
-        assert!(parse_size("99999999999T").is_err());
-    }
 
     #[test]
     fn capabilities_are_json_of_a_block_back_end() {
         let value: serde_json::Value = serde_json::from_str(CAPABILITIES).unwrap();
         assert_eq!(value["type"], "block");
         assert_eq!(value["features"].as_array().map(Vec::len), Some(2));
-    }
-
-    #[test]
-    fn a_serial_is_made_of_the_file_name() {
-        let serial = |path: &str| default_serial(&DiskSpec::File(path.into()));
-        assert_eq!(serial("/srv/my disk.img"), "mydisk.img");
-        assert_eq!(serial("/srv/a-very-long-name-of-a-disk.qcow").len(), SERIAL_BYTES);
     }
 }

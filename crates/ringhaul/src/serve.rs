@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 use std::sync::mpsc;
 
-use anyhow::{Context, Result, bail};
-use blockio::EngineKind;
+use anyhow::{Context, Result};
 use blockio::choose::Choice;
 use blockio::stats::{OpStats, Stats};
+use blockio::{EngineKind, Remote};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -14,7 +14,7 @@ use signal_hook::iterator::Signals;
 use crate::blk::BlkDevice;
 use crate::export::{Endpoint, Export};
 use crate::io_threads::IoThreads;
-use crate::options::{OpenDisk, ServeArgs};
+use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
 
 /// Why the daemon ends.
 enum End {
@@ -22,7 +22,8 @@ enum End {
     ExportEnded,
 }
 
-/// Serves one disk until a signal comes or the front-end of an inherited connection goes.
+/// Serves disks until a signal comes or the last export has ended, as that of an inherited
+/// connection does when the front-end goes.
 ///
 /// # Errors
 ///
@@ -31,25 +32,19 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // First of all, so that a signal that comes early is not lost.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot take over signals")?;
     raise_descriptor_limit();
-    let OpenDisk { source, options, summary } = args.open_disk()?;
+    let specs = args.exports()?;
+    let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
     // Before the threads, which say what they chose: what is refused is refused in one line.
-    let endpoint = match (&args.socket_path, args.fd) {
-        (Some(path), _) => Endpoint::bind(path)?,
-        (None, Some(fd)) => Endpoint::inherit(fd)?,
-        (None, None) => bail!("no socket is named; use --socket-path PATH or --fd FD"),
-    };
-    let threads = start_threads(args, &source)?;
-    let name = options.name.clone();
-    let device = BlkDevice::new(source, options);
+    let endpoints = specs.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
+    let mut engines = Engines::new(args);
     let (end, ends) = mpsc::channel();
-    let ended = end.clone();
-    let export = Export::start(&name, device, endpoint, threads.remotes().to_vec(), move || {
-        // The receiver goes only when the daemon ends anyway.
-        let _ = ended.send(End::ExportEnded);
-    })?;
-    match &args.socket_path {
-        Some(path) => tracing::info!("{summary}; serving on {}", path.display()),
-        None => tracing::info!("{summary}; serving on an inherited socket"),
+    let mut exports = Vec::new();
+    for (number, ((spec, disk), endpoint)) in specs.iter().zip(disks).zip(endpoints).enumerate() {
+        let mut threads = engines.threads_for(&disk)?;
+        // The first queues of all exports would otherwise meet on the first thread.
+        let count = threads.len();
+        threads.rotate_left(number % count);
+        exports.push(start_export(spec, disk, endpoint, threads, &end)?);
     }
     let signal_handle = signals.handle();
     let signal_thread = std::thread::Builder::new()
@@ -60,18 +55,57 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
             }
         })
         .context("cannot start the thread for signals")?;
-    if let Ok(End::Signal(signal)) = ends.recv() {
-        let signal = if signal == SIGINT { "SIGINT" } else { "SIGTERM" };
-        tracing::info!("{signal}: finishing requests, then ending");
-    }
-    export.stop();
-    for (index, remote) in threads.remotes().iter().enumerate() {
-        tracing::info!("iothread-{index}: {}", summary_of(remote.stats()));
-    }
-    drop(threads);
+    wait_for_end(&ends, exports.len());
+    exports.into_iter().for_each(Export::stop);
+    engines.log_summaries();
+    drop(engines);
     signal_handle.close();
     let _ = signal_thread.join();
     Ok(ExitCode::SUCCESS)
+}
+
+fn endpoint(spec: &ExportSpec) -> Result<Endpoint> {
+    match &spec.endpoint {
+        EndpointSpec::Path(path) => Endpoint::bind(path),
+        EndpointSpec::Fd(fd) => Endpoint::inherit(*fd),
+    }
+}
+
+fn start_export(
+    spec: &ExportSpec,
+    disk: OpenDisk,
+    endpoint: Endpoint,
+    threads: Vec<Remote>,
+    end: &mpsc::Sender<End>,
+) -> Result<Export> {
+    let OpenDisk { source, options, summary } = disk;
+    let name = options.name.clone();
+    let device = BlkDevice::new(source, options);
+    let ended = end.clone();
+    let export = Export::start(&name, device, endpoint, threads, move || {
+        // The receiver goes only when the daemon ends anyway.
+        let _ = ended.send(End::ExportEnded);
+    })?;
+    match &spec.endpoint {
+        EndpointSpec::Path(path) => tracing::info!("{summary}; serving on {}", path.display()),
+        EndpointSpec::Fd(_) => tracing::info!("{summary}; serving on an inherited socket"),
+    }
+    Ok(export)
+}
+
+/// Waits for a signal, or until all `exports` have ended by themselves.
+fn wait_for_end(ends: &mpsc::Receiver<End>, exports: usize) {
+    for _ in 0..exports {
+        match ends.recv() {
+            Ok(End::ExportEnded) => {}
+            Ok(End::Signal(signal)) => {
+                let signal = if signal == SIGINT { "SIGINT" } else { "SIGTERM" };
+                tracing::info!("{signal}: finishing requests, then ending");
+                return;
+            }
+            Err(mpsc::RecvError) => return,
+        }
+    }
 }
 
 /// A front-end may bring a descriptor for each of 509 memory regions and three for each queue,
@@ -84,30 +118,59 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Starts the IoThreads, with the engine that was asked for or the best that works.
-fn start_threads(args: &ServeArgs, source: &blockio::DiskSource) -> Result<IoThreads> {
-    let count = usize::from(args.iothreads);
-    let start = |engine| IoThreads::start(count, &args.io_thread_config(engine));
-    if let Some(engine) = args.engine() {
-        let threads = start(engine)?;
-        let waits = engine == EngineKind::Aio && !source.info().direct;
-        let but = if waits { "; with the page cache its submits wait for the disk" } else { "" };
-        tracing::info!("engine {engine}: as asked{but}");
-        return Ok(threads);
+/// The IoThreads: a set of them for each engine that a disk needs.
+struct Engines<'a> {
+    args: &'a ServeArgs,
+    running: Vec<(EngineKind, IoThreads)>,
+}
+
+impl<'a> Engines<'a> {
+    fn new(args: &'a ServeArgs) -> Self {
+        Self { args, running: Vec::new() }
     }
-    let choice = blockio::choose::best_engine(source);
-    let Choice { engine, why } = &choice;
-    match start(*engine) {
-        Ok(threads) => {
-            tracing::info!("engine {engine}: {why}");
-            Ok(threads)
+
+    /// The threads for a disk, with the engine that was asked for or the best that works.
+    fn threads_for(&mut self, disk: &OpenDisk) -> Result<Vec<Remote>> {
+        let name = &disk.options.name;
+        if let Some(engine) = self.args.engine() {
+            let threads = self.threads(engine)?;
+            let waits = engine == EngineKind::Aio && !disk.source.info().direct;
+            let but =
+                if waits { "; with the page cache its submits wait for the disk" } else { "" };
+            tracing::info!("{name}: engine {engine}: as asked{but}");
+            return Ok(threads);
         }
-        // The trial had room for one context, and there are more IoThreads.
-        Err(error) if *engine != EngineKind::Threads => {
-            tracing::warn!("{error:#}; falling back to engine threads");
-            start(EngineKind::Threads)
+        let Choice { engine, why } = blockio::choose::best_engine(&disk.source);
+        match self.threads(engine) {
+            Ok(threads) => {
+                tracing::info!("{name}: engine {engine}: {why}");
+                Ok(threads)
+            }
+            // The trial had room for one context, and there are more IoThreads.
+            Err(error) if engine != EngineKind::Threads => {
+                tracing::warn!("{name}: {error:#}; falling back to engine threads");
+                self.threads(EngineKind::Threads)
+            }
+            Err(error) => Err(error),
         }
-        Err(error) => Err(error),
+    }
+
+    fn threads(&mut self, engine: EngineKind) -> Result<Vec<Remote>> {
+        if let Some((_, threads)) = self.running.iter().find(|(kind, _)| *kind == engine) {
+            return Ok(threads.remotes().to_vec());
+        }
+        let count = usize::from(self.args.iothreads);
+        let threads = IoThreads::start(count, &self.args.io_thread_config(engine))?;
+        let remotes = threads.remotes().to_vec();
+        self.running.push((engine, threads));
+        Ok(remotes)
+    }
+
+    fn log_summaries(&self) {
+        let threads = self.running.iter().flat_map(|(_, threads)| threads.remotes());
+        for (index, remote) in threads.enumerate() {
+            tracing::info!("iothread-{index}: {}", summary_of(remote.stats()));
+        }
     }
 }
 

@@ -344,7 +344,7 @@ fn a_daemon_with_four_queues_stays_small() -> Result<()> {
         eprintln!("skipped: this is about release builds; set RINGHAUL_BIN to one");
         return Ok(());
     }
-    for engine in ["aio", "threads"] {
+    for engine in ["io_uring", "aio", "threads"] {
         let scene = scene()?;
         let socket = scene.socket("disk.sock");
         let file = scene.disk("disk.img", DISK_BYTES)?;

@@ -160,7 +160,7 @@ fn without_direct_io_the_page_cache_is_used_or_advised() -> Result<()> {
     let Some(mut command) = serve(&[])? else { return Ok(()) };
     let mut daemon = Running::start(&mut command)?;
     daemon.wait_for("falling back to --cache writeback")?;
-    daemon.wait_for("engine threads: ")?;
+    daemon.wait_for("engine io_uring: ")?;
     let ready = daemon.wait_for("serving on")?;
     ensure!(ready.contains("cache writeback"), "{ready}");
     let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";

@@ -88,7 +88,7 @@ fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
 
 #[test]
 fn a_client_says_that_its_server_was_killed() -> Result<()> {
-    for engine in ["aio", "threads"] {
+    for engine in ["io_uring", "aio", "threads"] {
         let scene = scene()?;
         let socket = scene.socket("disk.sock");
         let mut daemon = start(&scene, &socket, engine)?;

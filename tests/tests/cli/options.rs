@@ -3,9 +3,11 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::cli::{Finished, READY, Refusals, Running, bench, ringhaul, run, serve};
+use ringhaul_tests::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -35,7 +37,7 @@ fn impossible_options_are_refused() -> Result<()> {
         ("--iothreads", "99999", "1..=256"),
         ("--serial", "123456789012345678901", "20 bytes"),
         ("--serial", "größe", "printable ASCII"),
-        ("--engine", "fast", "auto, aio, threads"),
+        ("--engine", "fast", "auto, io_uring, aio, threads"),
         ("--cache", "unsafe", "none, directsync, writeback, writethrough"),
     ] {
         let named = format!("'{value}' for '{option} ");
@@ -120,10 +122,11 @@ fn auto_says_what_it_chose_and_why() -> Result<()> {
     let socket = scene.socket("disk.sock");
     let file_options = ["--blk-file", file.as_str()];
     for (options, said) in [
-        (&["--cache", "none"][..], "engine aio: Linux AIO is asynchronous for direct I/O"),
-        (&["--cache", "directsync"], "engine aio: Linux AIO is asynchronous for direct I/O"),
-        (&["--cache", "writeback"], "engine threads: Linux AIO would wait"),
-        (&["--cache", "writethrough"], "engine threads: Linux AIO would wait"),
+        (&["--cache", "none"][..], ": a trial of 32 reads took "),
+        (&["--cache", "directsync"], ": a trial of 32 reads took "),
+        (&["--cache", "writeback"], "engine io_uring: it is asynchronous with the page cache too"),
+        (&["--cache", "writethrough"], "engine io_uring: it is asynchronous with the page cache"),
+        (&["--engine", "io_uring"], "engine io_uring: as asked"),
         (&["--engine", "threads"], "engine threads: as asked"),
         (&["--engine", "aio"], "engine aio: as asked"),
         (
@@ -211,4 +214,68 @@ fn the_discovery_file_fits_the_schema_and_the_program() -> Result<()> {
     }
     ensure!(features.len() == 2, "the schema has no such features: {printed}");
     Ok(())
+}
+
+/// Many disks of one daemon, each on its own socket: they are served side by side, and an idle
+/// daemon uses no CPU time for them.
+#[test]
+fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
+    const DISKS: usize = 64;
+    let scene = scene()?;
+    let mut command = ringhaul()?;
+    command.arg("serve").args(["--iothreads", "2", "--num-queues", "2"]);
+    let mut sockets = Vec::new();
+    for number in 0..DISKS {
+        let file = scene.disk(&format!("disk{number}.img"), 1 << 20)?;
+        let socket = scene.socket(&format!("disk{number}.sock"));
+        let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
+        command.args(["--export", &export]);
+        sockets.push(socket);
+    }
+    let mut daemon = Running::start(&mut command)?;
+    for _ in 0..DISKS {
+        daemon.wait_for(READY)?;
+    }
+    for socket in [&sockets[0], &sockets[1], &sockets[DISKS - 1]] {
+        let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
+        run(&mut bench(socket, options)?)?.expect_code(0)?;
+    }
+    // Front-ends are attached and ask for nothing: the queues are armed, and no thread runs.
+    let clients = sockets.iter().map(|socket| Frontend::attach(socket, &Setup::default()));
+    let clients = clients.collect::<Result<Vec<_>>>()?;
+    let mut before = times_run(&daemon)?;
+    ensure!(before.len() == 2, "there are {} IoThreads", before.len());
+    loop {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = times_run(&daemon)?;
+        if now == before {
+            break;
+        }
+        before = now;
+    }
+    // What is looked at is a span of time, so this is no wait for anything.
+    std::thread::sleep(Duration::from_secs(1));
+    ensure!(times_run(&daemon)? == before, "an IoThread runs though nobody asks for anything");
+    drop(clients);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    for socket in &sockets {
+        ensure!(!socket.exists(), "{} is still there", socket.display());
+    }
+    Ok(())
+}
+
+/// How often each IoThread was given a CPU.
+fn times_run(daemon: &Running) -> Result<Vec<u64>> {
+    let mut times = Vec::new();
+    let folder = format!("/proc/{}/task", daemon.pid().as_raw_nonzero());
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("listing {folder}"))? {
+        let folder = entry?.path();
+        if std::fs::read_to_string(folder.join("comm"))?.starts_with("iothread-") {
+            let statistics = std::fs::read_to_string(folder.join("schedstat"))?;
+            let third = statistics.split_whitespace().nth(2).context("schedstat has no slices")?;
+            times.push(third.parse()?);
+        }
+    }
+    Ok(times)
 }

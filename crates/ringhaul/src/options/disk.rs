@@ -1,0 +1,73 @@
+//! What `--disk` and `--blk-file` name.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+
+/// A disk by its kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum DiskSpec {
+    File(PathBuf),
+    Null { size_bytes: u64 },
+}
+
+pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
+    let mut parts = text.split(',');
+    let kind = parts.next().unwrap_or_default();
+    if !["null", "file"].contains(&kind) {
+        bail!("'{kind}' is no kind of disk; there are null and file");
+    }
+    let mut size = None;
+    let mut path = None;
+    for part in parts {
+        match (kind, part.split_once('=')) {
+            ("null", Some(("size", value))) => size = Some(parse_size(value)?),
+            ("file", Some(("path", value))) if !value.is_empty() => {
+                path = Some(PathBuf::from(value))
+            }
+            ("file", Some(("path", _))) => {}
+            _ => bail!("'{part}' is not an option of a disk of kind {kind}"),
+        }
+    }
+    match (kind, size, path) {
+        ("null", Some(size_bytes), _) => Ok(DiskSpec::Null { size_bytes }),
+        ("file", _, Some(path)) => Ok(DiskSpec::File(path)),
+        ("null", ..) => bail!("a null disk needs a size, as in null,size=64G"),
+        _ => bail!("a file needs a path, as in file,path=disk.img"),
+    }
+}
+
+pub(super) fn parse_size(text: &str) -> Result<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KIB" => 10,
+        "M" | "MIB" => 20,
+        "G" | "GIB" => 30,
+        "T" | "TIB" => 40,
+        suffix => bail!("{suffix} is no suffix of a size; there are K, M, G and T"),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(1 << shift))
+        .with_context(|| format!("'{text}' is no size, such as 64G"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_understood() {
+        let null = |size_bytes| Some(DiskSpec::Null { size_bytes });
+        assert_eq!(parse_disk("null,size=64G").ok(), null(64 << 30));
+        assert_eq!(parse_disk("null,size=512").ok(), null(512));
+        assert_eq!(parse_disk("file,path=a=b").ok(), Some(DiskSpec::File("a=b".into())));
+        for bad in ["null", "null,size=1X", "null,size=", "null,path=x", "file", "qcow2,path=x", ""]
+        {
+            assert!(parse_disk(bad).is_err(), "{bad} was taken");
+        }
+        assert!(parse_size("99999999999T").is_err());
+    }
+}
