@@ -37,6 +37,8 @@ pub struct IoThreadConfig {
     /// The longest that the loop busy-polls before it sleeps. It polls only as long as that has
     /// paid lately; zero is never.
     pub poll_max: Duration,
+    /// The share of the time in percent, 0 to 100, that may go into busy-polling.
+    pub poll_budget_percent: u32,
     /// Engine `io_uring`: a kernel thread takes submissions in, so that a submit needs no system
     /// call. It burns a core while there is work.
     pub sqpoll: bool,
@@ -55,6 +57,7 @@ impl Default for IoThreadConfig {
             engine: EngineKind::Threads,
             depth: 1024,
             poll_max: Duration::from_micros(64),
+            poll_budget_percent: 100,
             sqpoll: false,
             harvest_on_submit: true,
             submit_max: u32::MAX,
@@ -163,7 +166,11 @@ impl IoThread {
             stopped: Cell::new(false),
             rounds_since_look: Cell::new(0),
             found: Cell::default(),
-            poll_window: PollWindow::new(config.poll_max),
+            poll_window: PollWindow::new(
+                config.poll_max,
+                config.poll_budget_percent,
+                Instant::now(),
+            ),
         };
         Ok(Self { io: Rc::new(io), descriptor, ready: Cell::default() })
     }

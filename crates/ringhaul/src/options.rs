@@ -82,6 +82,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "US", default_value_t = 64,
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,
+    /// The share of an IoThread's time in percent, 1 to 100, that may go into busy-polling.
+    #[arg(long, value_name = "PERCENT", default_value_t = 100,
+          value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub poll_budget: u8,
     /// How operations reach the kernel. `auto` tries what there is and says what it chose and why.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub engine: EngineOption,
@@ -177,6 +181,7 @@ impl ServeArgs {
         IoThreadConfig {
             engine,
             poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
+            poll_budget_percent: u32::from(self.poll_budget),
             sqpoll: self.sqpoll,
             harvest_on_submit: self.switches.harvest_on_submit.into(),
             submit_max: if self.switches.submit_batch.into() { u32::MAX } else { 1 },

@@ -15,7 +15,7 @@ impl Io {
     #[inline]
     pub(super) fn may_submit_in_wait(&self, wait: Wait) -> bool {
         wait == Wait::ForEvent
-            && self.poll_window.get().is_zero()
+            && self.poll_window.is_closed()
             && self.ops.borrow().engine.waits_with_submit()
             && self.submit_max >= u32::MAX as usize
             && !self.has_ready()
@@ -91,21 +91,20 @@ impl Io {
 
     /// Spins on the rings. True when there is something to do.
     fn busy_poll(&self, since: Instant, reactor: &Reactor, woken: &mut Vec<TaskKey>) -> bool {
-        let window = self.poll_window.get();
+        let window = self.poll_window.at(since);
         if window.is_zero() {
             return false;
         }
         let ops = self.ops.borrow();
         loop {
             reactor.look(woken);
-            if !woken.is_empty()
+            let found = !woken.is_empty()
                 || (self.harvest_on_submit && ops.engine.has_completions())
-                || self.foreign.is_posted()
-            {
-                return true;
-            }
-            if since.elapsed() >= window {
-                return false;
+                || self.foreign.is_posted();
+            let polled = since.elapsed();
+            if found || polled >= window {
+                self.poll_window.spent(polled);
+                return found;
             }
             std::hint::spin_loop();
         }
