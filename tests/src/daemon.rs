@@ -83,6 +83,8 @@ pub struct DaemonOptions {
     pub more: Vec<String>,
     /// System calls to be traced, as strace wants them.
     pub trace: Option<&'static str>,
+    /// A command that runs it in place of itself, such as one that lowers a limit.
+    pub under: &'static [&'static str],
 }
 
 impl DaemonOptions {
@@ -94,7 +96,15 @@ impl DaemonOptions {
             Engine::IoUring | Engine::Aio => Cache::None,
             Engine::Threads => Cache::Writeback,
         };
-        Self { engine, cache, disk_bytes: 16 << 20, num_queues: 2, more: Vec::new(), trace: None }
+        Self {
+            engine,
+            cache,
+            disk_bytes: 16 << 20,
+            num_queues: 2,
+            more: Vec::new(),
+            trace: None,
+            under: &[],
+        }
     }
 
     /// The same with one more option.
@@ -398,7 +408,7 @@ fn command(
             &["-f", "-v", "-s", "0", "-e", calls, "-o", path],
         ]
         .concat()[..],
-        _ => &[],
+        _ => options.under,
     };
     let mut command = ringhaul_under(words)?;
     command.arg("serve").arg("--socket-path").arg(socket);

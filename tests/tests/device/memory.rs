@@ -12,6 +12,7 @@ use ringhaul_tests::frontend::{
     BORDER, DATA, Frontend, MEMORY_END, Setup, blk, feature, protocol_feature,
 };
 use ringhaul_tests::guest::Engine;
+use rustix::fs::FallocateFlags;
 
 use crate::start;
 
@@ -20,13 +21,17 @@ for_each_engine! {
     a_region_goes_and_comes_back,
     a_table_replaces_a_table,
     a_session_without_protocol_features,
+    pages_are_exchanged,
 }
 
 const REGIONS: u64 = 509;
 const REGION_BYTES: u64 = 0x1_0000;
 
 fn as_many_regions_as_are_announced(engine: Engine) -> Result<()> {
-    let mut options = DaemonOptions::new(engine);
+    many_regions(DaemonOptions::new(engine))
+}
+
+fn many_regions(mut options: DaemonOptions) -> Result<()> {
     options.num_queues = 1;
     let daemon = start(&options)?;
     let setup = Setup { queues: 1, ..Setup::default() };
@@ -66,7 +71,11 @@ fn as_many_regions_as_are_announced(engine: Engine) -> Result<()> {
 }
 
 fn a_region_goes_and_comes_back(engine: Engine) -> Result<()> {
-    let daemon = start(&DaemonOptions::new(engine))?;
+    region_by_region(&DaemonOptions::new(engine))
+}
+
+fn region_by_region(options: &DaemonOptions) -> Result<()> {
+    let daemon = start(options)?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     let regions = frontend.memory.regions.clone();
     let read_at = |frontend: &mut Frontend, data: u64| {
@@ -106,7 +115,11 @@ fn a_region_goes_and_comes_back(engine: Engine) -> Result<()> {
 }
 
 fn a_table_replaces_a_table(engine: Engine) -> Result<()> {
-    let daemon = start(&DaemonOptions::new(engine))?;
+    table_by_table(&DaemonOptions::new(engine))
+}
+
+fn table_by_table(options: &DaemonOptions) -> Result<()> {
+    let daemon = start(options)?;
     let protocol_features = Some(protocol_feature::MQ | protocol_feature::REPLY_ACK);
     let setup = Setup { protocol_features, ..Setup::default() };
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
@@ -160,6 +173,59 @@ fn a_session_without_protocol_features(engine: Engine) -> Result<()> {
             frontend.channel.receive().is_ok_and(|reply| reply.is_none()),
             "SET_VRING_ENABLE belongs to the protocol features"
         );
+    }
+    Ok(())
+}
+
+fn fixed_buffers() -> DaemonOptions {
+    DaemonOptions::new(Engine::IoUring).with("--fixed-buffers", "")
+}
+
+/// Memory that the ring knows comes and goes as other memory does.
+#[test]
+fn registered_memory_follows_the_memory_map() -> Result<()> {
+    region_by_region(&fixed_buffers())?;
+    table_by_table(&fixed_buffers())?;
+    many_regions(fixed_buffers())
+}
+
+/// Little memory may be locked, and the right to lock more is gone.
+const LOW_MEMLOCK: &[&str] =
+    &["prlimit", "--memlock=1048576", "setpriv", "--bounding-set=-ipc_lock"];
+
+/// The limit on locked memory forbids to register memory: the device works all the same, and the
+/// log has a word about it.
+#[test]
+fn a_low_limit_on_locked_memory_costs_speed_only() -> Result<()> {
+    let options = DaemonOptions { under: LOW_MEMLOCK, ..fixed_buffers() };
+    let daemon = start(&options)?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    frontend.write(0, 9, &[3; 4096])?;
+    assert!(frontend.read(1, 9, 4096)? == vec![3; 4096]);
+    daemon.wait_for_message("cannot register the guest's memory", 1)?;
+    Ok(())
+}
+
+/// A memory balloon takes pages out of guest memory and puts others in their place. Without fixed
+/// buffers, data goes to those that are there now.
+fn pages_are_exchanged(engine: Engine) -> Result<()> {
+    let daemon = start(&DaemonOptions::new(engine))?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    for round in 0..4u64 {
+        frontend.read(0, 5 + round, 4096)?;
+        let region = frontend.memory.regions[1].clone();
+        rustix::fs::fallocate(
+            &*region.file,
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            region.file_offset,
+            region.bytes,
+        )?;
+        let (header, status) = frontend.put_header(0, 0, blk::IN, 5 + round)?;
+        frontend.execute(
+            0,
+            &[Desc::readable(header, 16), Desc::writable(BORDER, 512), Desc::writable(status, 1)],
+        )?;
+        assert!(frontend.memory.read(BORDER, 512)? == sector_content(5 + round));
     }
     Ok(())
 }
