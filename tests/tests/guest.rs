@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::guest::{Cache, Engine, Export, Program, Server, allocated_bytes};
 use tempfile::TempDir;
-use xtask::guest::{Accelerator, Disk, Image, Vm, VmOptions};
+use xtask::guest::{Accelerator, Disk, Image, QemuCrashed, Vm, VmOptions};
 
 const ATTRIBUTES: &str = include_str!("../guest/attributes.sh");
 const FIO_VERIFY: &str = include_str!("../guest/fio-verify.sh");
@@ -29,6 +29,9 @@ const SECTOR_BYTES: u64 = 512;
 
 /// For one script or one boot. Only a hang takes this long, also on a busy machine under TCG.
 const LIMIT: Duration = Duration::from_secs(180);
+
+/// How often a scenario is run in which QEMU dies of itself.
+const SCENARIO_ATTEMPTS: u32 = 3;
 
 /// Longer than a daemon needs to finish what the kernel has of its requests.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
@@ -98,6 +101,20 @@ fn boot(exports: &[&Export]) -> Result<Vm> {
     });
     let options = VmOptions { disks: disks.collect(), ..VmOptions::default() };
     Vm::boot(&image, accelerator, &options)
+}
+
+/// Runs a scenario, and all of it again, with a fresh server and fresh files, when QEMU died of an
+/// assertion of its own emulation: under TCG that happens, and no server has a part in it.
+fn scenario(run: impl Fn() -> Result<()>) -> Result<()> {
+    for _ in 1..SCENARIO_ATTEMPTS {
+        match run() {
+            Err(error) if error.is::<QemuCrashed>() => {
+                eprintln!("guest: the whole scenario is run again: {error}");
+            }
+            result => return result,
+        }
+    }
+    run()
 }
 
 /// `script` with shell variables set in front of it.
@@ -252,27 +269,31 @@ fn data_with_io_uring_in_the_page_cache() -> Result<()> {
 
 #[test]
 fn data_with_aio_direct() -> Result<()> {
-    data(Engine::Aio, Cache::None, 512, 128)
+    scenario(|| data(Engine::Aio, Cache::None, 512, 128))
 }
 
 #[test]
 fn data_with_aio_in_the_page_cache() -> Result<()> {
-    data(Engine::Aio, Cache::Writeback, 4096, 256)
+    scenario(|| data(Engine::Aio, Cache::Writeback, 4096, 256))
 }
 
 #[test]
 fn data_with_threads_direct() -> Result<()> {
-    data(Engine::Threads, Cache::None, 4096, 1024)
+    scenario(|| data(Engine::Threads, Cache::None, 4096, 1024))
 }
 
 #[test]
 fn data_with_threads_in_the_page_cache() -> Result<()> {
-    data(Engine::Threads, Cache::Writeback, 512, 64)
+    scenario(|| data(Engine::Threads, Cache::Writeback, 512, 64))
 }
 
 /// A file system made on the host can be read in the guest, and nothing can be written to it.
 #[test]
 fn a_read_only_disk_refuses_writes() -> Result<()> {
+    scenario(read_only)
+}
+
+fn read_only() -> Result<()> {
     let scene = Scene::new()?;
     let export = Export {
         read_only: true,
@@ -330,6 +351,10 @@ fn make_file_system(scene: &Scene, file: &Path) -> Result<String> {
 /// The cache modes without a write cache, and that the guest can switch it on and off.
 #[test]
 fn a_guest_can_switch_the_write_cache() -> Result<()> {
+    scenario(write_cache)
+}
+
+fn write_cache() -> Result<()> {
     let scene = Scene::new()?;
     let exports = [
         scene.export("directsync", Engine::Aio, Cache::Directsync)?,
@@ -359,6 +384,10 @@ fn a_guest_can_switch_the_write_cache() -> Result<()> {
 /// one; the daemon serves them all, and what was written stays.
 #[test]
 fn guests_come_and_go() -> Result<()> {
+    scenario(come_and_go)
+}
+
+fn come_and_go() -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export("reboot", Engine::Aio, Cache::None)?;
     let mut server = scene.serve(&export)?;
@@ -420,10 +449,10 @@ fn sigterm_under_load_with_io_uring() -> Result<()> {
 
 #[test]
 fn sigterm_under_load_with_aio() -> Result<()> {
-    sigterm_under_load(Engine::Aio, Cache::None)
+    scenario(|| sigterm_under_load(Engine::Aio, Cache::None))
 }
 
 #[test]
 fn sigterm_under_load_with_threads() -> Result<()> {
-    sigterm_under_load(Engine::Threads, Cache::Writeback)
+    scenario(|| sigterm_under_load(Engine::Threads, Cache::Writeback))
 }

@@ -29,8 +29,13 @@ pub type Stop = Arc<AtomicBool>;
 /// Everything that the guest's kernel and QEMU itself have written.
 #[derive(Clone, Default)]
 pub(crate) struct Console {
-    lines: Arc<Mutex<Vec<String>>>,
+    lines: Arc<Mutex<Vec<Line>>>,
     echo: bool,
+}
+
+struct Line {
+    text: String,
+    is_error: bool,
 }
 
 impl Console {
@@ -39,16 +44,21 @@ impl Console {
         Self { lines: Arc::default(), echo }
     }
 
-    /// Starts a thread that takes in `stream` until its end.
-    pub(crate) fn follow(&self, stream: impl Read + Send + 'static) -> JoinHandle<()> {
+    /// Starts a thread that takes in `stream` until its end; `is_error` says that it is QEMU's own
+    /// stderr.
+    pub(crate) fn follow(
+        &self,
+        stream: impl Read + Send + 'static,
+        is_error: bool,
+    ) -> JoinHandle<()> {
         let console = self.clone();
         std::thread::spawn(move || {
-            each_line(stream, |line| {
+            each_line(stream, |text| {
                 if console.echo {
-                    eprintln!("{line}");
+                    eprintln!("{text}");
                 }
                 let mut lines = console.lines.lock().unwrap_or_else(PoisonError::into_inner);
-                lines.push(line);
+                lines.push(Line { text, is_error });
                 true
             });
         })
@@ -58,7 +68,15 @@ impl Console {
     pub(crate) fn tail(&self) -> String {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let hidden = lines.len().saturating_sub(SHOWN_LINES);
-        lines[hidden..].join("\n")
+        let texts: Vec<&str> = lines[hidden..].iter().map(|line| line.text.as_str()).collect();
+        texts.join("\n")
+    }
+
+    /// The first line of QEMU's own stderr that is `wanted`.
+    pub(crate) fn find_error(&self, wanted: impl Fn(&str) -> bool) -> Option<String> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = lines.iter().find(|line| line.is_error && wanted(&line.text))?;
+        Some(line.text.clone())
     }
 }
 

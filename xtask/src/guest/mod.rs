@@ -8,6 +8,7 @@ mod channel;
 mod cpio;
 mod image;
 mod kernel;
+mod qemu;
 mod vm;
 
 use std::io::Read;
@@ -22,7 +23,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 pub use accelerator::Accelerator;
 pub use channel::Stop;
 pub use image::Image;
-pub use vm::{Disk, ScriptOutput, Vm, VmOptions, wait_child};
+pub use qemu::{QemuCrashed, wait_child};
+pub use vm::{Disk, ScriptOutput, Vm, VmOptions};
 
 /// The options of `cargo xtask guest`.
 #[derive(clap::Args)]

@@ -1,32 +1,25 @@
 //! A virtual machine in QEMU whose disks are vhost-user sockets, and which runs scripts.
 
 use std::ffi::OsString;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tempfile::TempDir;
 
 use super::accelerator::Accelerator;
-use super::channel::{Console, LineChannel, Monitor, STOP_INTERVAL, Stop};
+use super::channel::{Console, LineChannel, Monitor, Stop};
 use super::image::{Image, find_program};
 use super::kernel;
+use super::qemu::{Qemu, QemuCrashed};
 
 /// What the guest's init says when the kernel has started it, before it loads any driver.
 const STARTED: &str = "ringhaul-guest started";
 
 /// What it says when it waits for scripts.
 const READY: &str = "ringhaul-guest ready";
-
-/// How long QEMU itself has to start or to end; it needs a fraction of a second.
-const QEMU_LIMIT: Duration = Duration::from_secs(30);
 
 /// The tty of the guest buffers this much before its init has read it.
 const MAX_SCRIPT_BYTES: usize = 32 * 1024;
@@ -56,9 +49,10 @@ pub struct VmOptions {
     pub vcpus: u32,
     /// How long it may take to boot.
     pub boot_limit: Duration,
-    /// How often a kernel that does not come as far as its init is started. Under TCG the timer
-    /// of a guest's first processor stops now and then while its kernel boots, with no disk in
-    /// sight. A guest that hangs later than that is not helped.
+    /// How often a kernel that does not come as far as its init is started, and QEMU when it dies
+    /// of itself before the guest is ready. Under TCG the timer of a guest's first processor stops
+    /// now and then while its kernel boots, with no disk in sight, and an assertion of TCG fails.
+    /// A guest that hangs later than that is not helped.
     pub boot_attempts: u32,
     /// Whether the console is shown on stderr and the output of scripts on stdout as they come.
     pub echo: bool,
@@ -104,16 +98,36 @@ impl Vm {
     ///
     /// # Errors
     /// When QEMU is not installed or does not start (no server on a disk's socket, say), and when
-    /// the guest is not up within the limit. The error shows the console.
+    /// the guest is not up within the limit. The error shows the console. It is a [`QemuCrashed`]
+    /// when QEMU died of itself as often as it may be started.
     pub fn boot(image: &Image, accelerator: Accelerator, options: &VmOptions) -> Result<Self> {
+        Self::boot_with(options, |folder| qemu_command(image, accelerator, options, folder))
+    }
+
+    /// As [`Vm::boot`], with a `command` that starts QEMU, given the folder of its sockets.
+    fn boot_with(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
+        for _ in 1..options.boot_attempts {
+            match Self::start(options, &command) {
+                Err(error) if error.is::<QemuCrashed>() => {
+                    let reason = error.to_string();
+                    let reason = reason.lines().next().unwrap_or_default();
+                    eprintln!("guest: QEMU is started again: {reason}");
+                }
+                result => return result,
+            }
+        }
+        Self::start(options, &command)
+    }
+
+    /// Starts QEMU once.
+    fn start(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("ringhaul-guest-")
             .tempdir()
             .context("making a folder for the sockets of QEMU")?;
         let agent = listen(&folder, "agent")?;
         let monitor = listen(&folder, "monitor")?;
-        let command = qemu_command(image, accelerator, options, folder.path())?;
-        let mut qemu = Qemu::start(command, Console::new(options.echo), folder)?;
+        let mut qemu = Qemu::start(command(folder.path())?, Console::new(options.echo), folder)?;
 
         let stop = &options.stop;
         let mut connect = || -> Result<(LineChannel, Monitor)> {
@@ -135,15 +149,16 @@ impl Vm {
     ///
     /// # Errors
     /// When it has not ended within `limit`, when the guest crashed and when QEMU has ended; not
-    /// when the script fails. The error shows the console and the output so far.
+    /// when the script fails. The error shows the console and the output so far; it is a
+    /// [`QemuCrashed`], as that of every function here, when QEMU died of itself.
     pub fn run(&mut self, script: &str, limit: Duration) -> Result<ScriptOutput> {
         let mut text = String::new();
         match self.converse(script, limit, &mut text) {
             Ok(status) => Ok(ScriptOutput { status, text }),
             Err(error) => {
                 let error = error.context(format!("running a script in the guest:\n{script}"));
-                let explained = self.qemu.explain(&error);
-                Err(anyhow!("{explained}\n--- output of the script ---\n{text}"))
+                let error = anyhow!("{error:#}\n--- output of the script ---\n{text}");
+                Err(self.qemu.explain(&error))
             }
         }
     }
@@ -170,7 +185,7 @@ impl Vm {
     /// # Errors
     /// When it is not up again within the limit.
     pub fn reboot(&mut self) -> Result<()> {
-        self.send("reboot -f\n")?;
+        self.send("reboot -f\n").map_err(|error| self.qemu.explain(&error))?;
         self.wait_ready()
     }
 
@@ -179,7 +194,7 @@ impl Vm {
     /// # Errors
     /// When it is not up again within the limit.
     pub fn reset(&mut self) -> Result<()> {
-        self.monitor.execute("system_reset")?;
+        self.monitor.execute("system_reset").map_err(|error| self.qemu.explain(&error))?;
         self.wait_ready()
     }
 
@@ -346,102 +361,6 @@ fn parse_version(text: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-/// The QEMU process, ended and waited for when this is dropped.
-struct Qemu {
-    child: Child,
-    console: Console,
-    readers: Vec<JoinHandle<()>>,
-    _folder: TempDir,
-}
-
-impl Qemu {
-    fn start(mut command: Command, console: Console, folder: TempDir) -> Result<Self> {
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("starting QEMU")?;
-        let mut readers = Vec::new();
-        readers.extend(child.stdout.take().map(|stream| console.follow(stream)));
-        readers.extend(child.stderr.take().map(|stream| console.follow(stream)));
-        Ok(Self { child, console, readers, _folder: folder })
-    }
-
-    /// The connection that QEMU makes to `listener` when it starts.
-    fn accept(&mut self, listener: &UnixListener, stop: &Stop) -> Result<UnixStream> {
-        let deadline = Instant::now() + QEMU_LIMIT;
-        loop {
-            match listener.accept() {
-                Ok((stream, _)) => return Ok(stream),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error).context("accepting a connection of QEMU"),
-            }
-            if let Some(status) = self.child.try_wait().context("waiting for QEMU")? {
-                bail!("QEMU ended with {status}");
-            }
-            ensure!(!stop.load(Ordering::Relaxed), "stopped by a signal");
-            ensure!(Instant::now() < deadline, "QEMU did not start in time");
-            wait_readable(listener, STOP_INTERVAL)?;
-        }
-    }
-
-    /// Waits for QEMU to end by itself.
-    fn wait(&mut self, deadline: Instant) -> Result<ExitStatus> {
-        wait_child(&mut self.child, deadline).context("waiting for QEMU")
-    }
-
-    /// `error` with the console and, if QEMU has ended, its status.
-    fn explain(&mut self, error: &anyhow::Error) -> anyhow::Error {
-        let status = match self.child.try_wait() {
-            Ok(Some(status)) => format!(" (QEMU ended with {status})"),
-            _ => String::new(),
-        };
-        anyhow!("{error:#}{status}\n--- console ---\n{}", self.console.tail())
-    }
-}
-
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        // Fails only if QEMU has ended and been waited for.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        for reader in self.readers.drain(..) {
-            let _ = reader.join();
-        }
-    }
-}
-
-/// Waits for `child` to end by itself.
-///
-/// # Errors
-/// When it still runs at `deadline`.
-pub fn wait_child(child: &mut Child, deadline: Instant) -> Result<ExitStatus> {
-    if let Some(status) = child.try_wait().context("looking for the end of a process")? {
-        return Ok(status);
-    }
-    // It has not been waited for, so its pid cannot belong to another process.
-    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
-        .context("opening the pidfd of a process")?;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if wait_readable(&process, left)? {
-            return child.wait().context("waiting for a process");
-        }
-        ensure!(!left.is_zero(), "process {} has not ended in time", child.id());
-    }
-}
-
-/// Waits until `file` is readable or `limit` is over; `false` says that it is not readable.
-fn wait_readable(file: &impl std::os::fd::AsFd, limit: Duration) -> Result<bool> {
-    let limit = Timespec::try_from(limit).context("a time limit is out of range")?;
-    match poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&limit)) {
-        Ok(ready) => Ok(ready > 0),
-        Err(Errno::INTR) => Ok(false),
-        Err(error) => Err(error).context("waiting in poll"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -455,13 +374,37 @@ mod tests {
         assert!((8, 2) < RECONNECT_MS_SINCE && (10, 0) >= RECONNECT_MS_SINCE);
     }
 
+    /// Boots with a QEMU that only writes `message` on stderr and dies of `signal`; says how often
+    /// it was started and what the error is.
+    fn boot_a_dying_qemu(message: &str, signal: &str) -> (usize, anyhow::Error) {
+        let folder = tempfile::tempdir().unwrap();
+        let starts = folder.path().join("starts");
+        let options = VmOptions { boot_attempts: 3, ..VmOptions::default() };
+        let command = |_: &Path| {
+            let mut command = Command::new("sh");
+            let script = r#"echo >>"$1"; echo "$2" >&2; kill -s "$3" $$"#;
+            command.args(["-c", script, "qemu"]).arg(&starts).args([message, signal]);
+            Ok(command)
+        };
+        let error = Vm::boot_with(&options, command).err().unwrap();
+        (std::fs::read(&starts).unwrap().len(), error)
+    }
+
     #[test]
-    fn the_end_of_a_process_is_seen_and_its_absence_too() {
-        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let error = wait_child(&mut child, Instant::now()).unwrap_err();
-        assert!(error.to_string().contains("has not ended"), "{error}");
-        child.kill().unwrap();
-        let status = wait_child(&mut child, Instant::now() + QEMU_LIMIT).unwrap();
-        assert!(!status.success());
+    fn a_qemu_that_dies_of_tcg_is_started_again_and_no_other() {
+        let tcg = "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion \
+                   `section_index < d->map.sections_nb' failed.";
+        let (starts, error) = boot_a_dying_qemu(tcg, "ABRT");
+        assert_eq!(starts, 3);
+        assert!(error.is::<QemuCrashed>(), "{error}");
+        assert!(error.to_string().contains("sections_nb"), "{error}");
+
+        let vhost = "qemu-system-x86_64: ../hw/virtio/vhost-user.c:300: vhost_user_read: \
+                     Assertion `r == 0' failed.";
+        for (message, signal) in [(vhost, "ABRT"), (tcg, "KILL"), ("", "ABRT")] {
+            let (starts, error) = boot_a_dying_qemu(message, signal);
+            assert_eq!(starts, 1, "{message:?}, {signal}");
+            assert!(!error.is::<QemuCrashed>(), "{error}");
+        }
     }
 }
