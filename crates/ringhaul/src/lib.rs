@@ -2,6 +2,8 @@
 //!
 //! The program is in `main.rs`. This library holds its parts, so that a VMM can embed a device:
 //! [`blk::BlkDevice`] is a virtio-blk device that works on a memory map, rings and eventfds.
+//! Where somebody else may truncate the files of that memory, the VMM calls
+//! [`virtqueue::install_sigbus_handler`]; the library takes over no signal by itself.
 
 pub mod blk;
 pub mod export;

@@ -31,6 +31,8 @@ enum End {
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // First of all, so that a signal that comes early is not lost.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot take over signals")?;
+    // Before any front-end shares memory, which it may take away again.
+    virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     raise_descriptor_limit();
     let specs = args.exports()?;
     let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
@@ -58,6 +60,10 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     wait_for_end(&ends, exports.len());
     exports.into_iter().for_each(Export::stop);
     engines.log_summaries();
+    let lost = virtqueue::lost_regions();
+    if lost > 0 {
+        tracing::warn!("front-ends truncated the files of {lost} memory regions in use");
+    }
     drop(engines);
     signal_handle.close();
     let _ = signal_thread.join();

@@ -169,6 +169,19 @@ pub enum QueueError {
         /// Bytes.
         len: usize,
     },
+    /// Whoever owns the memory of a part of the ring has taken it away.
+    #[error(
+        "the memory of the {part} at guest address {addr:#x} ({len} bytes) is gone: its file was \
+         truncated"
+    )]
+    MemoryGone {
+        /// Which part.
+        part: RingPart,
+        /// Where it started.
+        addr: u64,
+        /// Bytes.
+        len: usize,
+    },
     /// The driver's avail idx is further ahead than the ring is long.
     #[error("avail idx {avail_idx} is more than the queue size {size} ahead of {next_avail}")]
     AvailIndex {

@@ -42,7 +42,9 @@
 //!
 //! Everything that comes from the guest is hostile: a bad request shows as a [`ChainFault`], a bad
 //! ring as a [`QueueError`], and neither can make the crate touch memory outside the regions. Each
-//! field of the rings is read once, so that a driver that changes it later changes nothing.
+//! field of the rings is read once, so that a driver that changes it later changes nothing. Memory
+//! that its owner takes away raises SIGBUS, unless [`install_sigbus_handler`] was called: then
+//! queues whose rings were in it stop, and requests whose buffers were in it fail.
 //!
 //! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7.
 
@@ -53,10 +55,12 @@ mod chain;
 mod error;
 mod memory;
 mod region;
+mod sigbus;
 mod split;
 
 pub use chain::{Chain, Segments};
 pub use error::{ChainFault, MemoryError, QueueError, RingPart};
 pub use memory::{GuestByte, GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, RegionConfig};
+pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, QueueConfig, SplitQueue};

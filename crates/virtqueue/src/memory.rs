@@ -12,11 +12,13 @@ mod translator;
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use libc::iovec;
 
 use crate::error::MemoryError;
 use crate::region::{self, Region, RegionConfig};
+use crate::sigbus::lost_regions;
 
 pub use local::LocalMemory;
 pub(crate) use translator::{Descriptor, Direction, Translator};
@@ -60,6 +62,8 @@ pub struct GuestMemory {
     /// Sorted by guest address, as `regions` is.
     hosts: Vec<HostRegion>,
     regions: Vec<Arc<Region>>,
+    /// What [`lost_regions`] said when no region of this map was lost.
+    losses: AtomicU64,
 }
 
 impl GuestMemory {
@@ -90,7 +94,7 @@ impl GuestMemory {
 
     /// A map without regions, such as a device has before its front-end adds some.
     pub fn empty() -> Self {
-        Self { hosts: Vec::new(), regions: Vec::new() }
+        Self { hosts: Vec::new(), regions: Vec::new(), losses: AtomicU64::new(0) }
     }
 
     /// This map and one more region.
@@ -179,6 +183,31 @@ impl GuestMemory {
         })
     }
 
+    /// Whether no access has found memory of this map gone. Once this is false, what was read from
+    /// the map may have been zeroes in place of what was there, and what was written is lost. Costs
+    /// two loads as long as no region is lost in the whole process.
+    #[inline]
+    #[must_use]
+    pub fn is_intact(&self) -> bool {
+        // Read first: what is lost from now on changes the number again.
+        let losses = lost_regions();
+        losses == self.losses.load(Ordering::Relaxed) || self.look_for_lost(losses)
+    }
+
+    #[cold]
+    fn look_for_lost(&self, losses: u64) -> bool {
+        let intact = !self.regions.iter().any(|region| region.is_lost());
+        if intact {
+            self.losses.store(losses, Ordering::Relaxed);
+        }
+        intact
+    }
+
+    /// This map without the regions that are lost.
+    pub(crate) fn without_lost(&self) -> Result<Self, MemoryError> {
+        Self::from_regions(self.regions.iter().filter(|r| !r.is_lost()).cloned().collect())
+    }
+
     /// Where a range is in this process, if it is inside one region. Good while the map lives.
     pub(crate) fn host_of(&self, guest_addr: u64, len: usize) -> Option<*mut u8> {
         let (host, tail) = self.find(guest_addr)?.tail(guest_addr)?;
@@ -192,7 +221,7 @@ impl GuestMemory {
             size: region.size(),
             host: region.host(),
         });
-        Ok(Self { hosts: hosts.collect(), regions })
+        Ok(Self { hosts: hosts.collect(), regions, losses: AtomicU64::new(0) })
     }
 
     #[inline]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use vm_memory::{FileOffset, MmapRegion};
 
 use crate::error::MemoryError;
+use crate::sigbus::Watched;
 
 /// The most regions of a memory map: what QEMU asks for with configurable memory slots.
 pub const MAX_REGIONS: usize = 509;
@@ -37,6 +38,8 @@ pub(crate) struct Region {
     user_addr: u64,
     /// Bytes of the mapping that lie before the region, because offsets of mappings are aligned.
     lead: usize,
+    /// None for private memory, which nobody can take away. Dropped before the mapping.
+    watched: Option<Watched>,
     mapping: MmapRegion,
 }
 
@@ -62,7 +65,8 @@ impl Region {
         )
         .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
         let lead = usize::try_from(file_offset - start).map_err(|_| wrap())?;
-        Ok(Self { guest_addr, size, user_addr, lead, mapping })
+        let watched = Some(Watched::new(mapping.as_ptr(), mapping.size()));
+        Ok(Self { guest_addr, size, user_addr, lead, watched, mapping })
     }
 
     /// Private memory of this process, at the same guest and front-end address.
@@ -79,7 +83,7 @@ impl Region {
             size,
             cause,
         })?;
-        Ok(Self { guest_addr, size, user_addr: guest_addr, lead: 0, mapping })
+        Ok(Self { guest_addr, size, user_addr: guest_addr, lead: 0, watched: None, mapping })
     }
 
     /// Start in guest memory.
@@ -101,6 +105,12 @@ impl Region {
     /// Whether a front-end means this region when it names these.
     pub(crate) fn is(&self, guest_addr: u64, user_addr: u64, size: u64) -> bool {
         (self.guest_addr, self.user_addr, self.size) == (guest_addr, user_addr, size)
+    }
+
+    /// Whether an access found that the memory behind the region is gone. What is in it then means
+    /// nothing.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.watched.as_ref().is_some_and(Watched::is_lost)
     }
 
     /// Start of the region in this process. `size` bytes from there are mapped for as long as the

@@ -5,13 +5,14 @@
 //! written once for each batch.
 
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
 use libc::iovec;
 
 use crate::chain::{self, Chain};
 use crate::error::{QueueError, RingPart};
-use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, Translator};
+use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
 
 /// The largest queue that is served; the specification has up to 32768.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
@@ -118,6 +119,36 @@ impl SplitQueue {
     /// When the ring is bad: the device must stop this queue. No chain has been lost before.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
+        let popped = self.pop_from_map();
+        if self.translator.memory().is_intact() {
+            return popped;
+        }
+        self.pop_after_loss(popped)
+    }
+
+    /// What was popped may come from memory that is gone, so it is popped again without that.
+    #[cold]
+    fn pop_after_loss(
+        &mut self,
+        popped: Result<Option<Chain>, QueueError>,
+    ) -> Result<Option<Chain>, QueueError> {
+        if let Ok(Some(_)) = popped {
+            self.next_avail = self.next_avail.wrapping_sub(1);
+            self.in_device -= 1;
+        }
+        let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
+        let memory = self.translator.memory();
+        // A part of the regions of a map is a map as well.
+        let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
+        match self.set_memory(LocalMemory::new(Arc::new(rest))) {
+            Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
+            other => other?,
+        }
+        self.pop()
+    }
+
+    #[inline]
+    fn pop_from_map(&mut self) -> Result<Option<Chain>, QueueError> {
         if self.next_avail == self.avail_shadow && !self.look_for_more()? {
             return Ok(None);
         }

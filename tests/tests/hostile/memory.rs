@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::daemon::DaemonOptions;
 use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::{Region, memfd, new_eventfd};
+use ringhaul_tests::frontend::memory::{Region, memfd, new_eventfd, take_count};
 use ringhaul_tests::frontend::message::{Message, code};
 use ringhaul_tests::frontend::ring::{Desc, INDIRECT, Place};
 use ringhaul_tests::frontend::{BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service};
@@ -19,11 +19,8 @@ use rustix::fs::{SealFlags, fcntl_add_seals};
 use crate::{start, with_attached, with_negotiated};
 
 for_each_engine! {
-    #[ignore = "not yet: the daemon does not survive SIGBUS"]
     memory_that_shrinks_under_buffers,
-    #[ignore = "not yet: the daemon does not survive SIGBUS"]
     memory_that_shrinks_under_headers,
-    #[ignore = "not yet: the daemon does not survive SIGBUS"]
     memory_that_shrinks_under_rings,
 }
 
@@ -273,6 +270,7 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     shrink(&frontend, 1)?;
     frontend.rings[1].kick()?;
     let _ = frontend.stop_queue(1);
+    ensure!(take_count(&frontend.rings[1].err) > 0, "nobody heard that the ring is gone");
     frontend.read(0, 0, 512).context("the other queue does not go on")?;
     drop(frontend);
     check_service(&mut daemon)?;

@@ -18,6 +18,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/io_uring/*.rs", "the ring of engine io_uring"),
     ("crates/blockio/src/buf.rs", "buffers in memory that others may write"),
     ("crates/virtqueue/src/memory.rs", "guest memory: translation and volatile access"),
+    ("crates/virtqueue/src/sigbus.rs", "a signal handler that maps memory"),
     ("crates/virtqueue/src/split.rs", "split rings in guest memory"),
     ("crates/virtqueue/src/packed.rs", "packed rings in guest memory"),
     ("crates/virtqueue/src/inflight.rs", "the inflight region, shared with the front-end"),

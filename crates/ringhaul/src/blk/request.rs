@@ -33,6 +33,8 @@ enum RequestError {
     Type(u32),
     #[error("flags {0:#x} are not supported")]
     Flags(u32),
+    #[error("memory of the guest is gone: its file was truncated")]
+    MemoryGone,
     #[error("{action} at byte {offset}: {source}")]
     Disk { action: &'static str, offset: u64, source: io::Error },
 }
@@ -61,7 +63,9 @@ pub(crate) async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
         None => execute(&blk, &queue, chain.readable, chain.writable).await,
         Some(fault) => Err(fault.into()),
     };
-    match result {
+    // What was read from memory that is gone were zeroes, and what was written there is lost.
+    let intact = if status.memory().is_intact() { Ok(()) } else { Err(RequestError::MemoryGone) };
+    match result.and(intact) {
         Ok(()) => status.write(status_byte(VIRTIO_BLK_S_OK)),
         Err(error) => {
             blk.failed(&error);

@@ -9,3 +9,4 @@ mod memory;
 mod oracle;
 mod queue;
 mod ring;
+mod sigbus;

@@ -1,0 +1,254 @@
+//! Memory that its owner takes away while it is mapped here.
+//!
+//! A front-end that truncates the file behind a region makes the next access to it raise SIGBUS,
+//! which ends the process. With [`install_sigbus_handler`] private zeroes take the place of the
+//! whole region instead, and it is marked as lost; whoever then reads zeroes finds the mark before
+//! it believes them ([`GuestMemory::is_intact`](crate::GuestMemory::is_intact)). System calls on
+//! such memory raise no signal, they fail with EFAULT.
+//!
+//! The handler finds a region in a table that it reads without a lock: a list of chunks that only
+//! grows, and in which an entry that is being changed, and so cannot be of a region in use, is
+//! passed over.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use libc::{c_int, c_void, siginfo_t};
+
+/// Regions of one chunk of the table; the table grows by chunks.
+const CHUNK_ENTRIES: usize = 128;
+
+/// One mapping. Its fields are changed by whoever took it out of the free list, while `version` is
+/// odd.
+struct Entry {
+    version: AtomicUsize,
+    /// Of the mapping in this process; 0 while the entry is free.
+    start: AtomicUsize,
+    /// Bytes.
+    len: AtomicUsize,
+    lost: AtomicBool,
+}
+
+impl Entry {
+    const fn free() -> Self {
+        Self {
+            version: AtomicUsize::new(0),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            lost: AtomicBool::new(false),
+        }
+    }
+
+    fn set(&self, start: usize, len: usize) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.start.store(start, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        self.lost.store(false, Ordering::Relaxed);
+        self.version.store(version.wrapping_add(2), Ordering::Release);
+    }
+
+    /// Start and length, if `addr` is in the mapping.
+    fn find(&self, addr: usize) -> Option<(usize, usize)> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let steady = version.is_multiple_of(2) && version == self.version.load(Ordering::Relaxed);
+        (steady && addr.wrapping_sub(start) < len).then_some((start, len))
+    }
+}
+
+struct Chunk {
+    entries: [Entry; CHUNK_ENTRIES],
+    next: Option<&'static Chunk>,
+}
+
+/// The newest chunk. Chunks are never freed.
+static CHUNKS: AtomicPtr<Chunk> = AtomicPtr::new(ptr::null_mut());
+static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
+/// How many regions have been lost since the process started.
+static LOSSES: AtomicU64 = AtomicU64::new(0);
+/// What was to be done about SIGBUS before.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// How many regions of memory their owners have taken away since the process started.
+#[inline]
+#[must_use]
+pub fn lost_regions() -> u64 {
+    LOSSES.load(Ordering::Acquire)
+}
+
+fn free_entries() -> MutexGuard<'static, Vec<&'static Entry>> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn chunks() -> impl Iterator<Item = &'static Chunk> {
+    // SAFETY: the pointer is null or of a chunk that was leaked, complete, before it was stored.
+    let newest = unsafe { CHUNKS.load(Ordering::Acquire).as_ref() };
+    std::iter::successors(newest, |chunk| chunk.next)
+}
+
+/// The place of a mapping in the table. It must go before the mapping does.
+pub(crate) struct Watched(&'static Entry);
+
+impl Watched {
+    /// Enters a mapping of `len` bytes.
+    pub(crate) fn new(start: *const u8, len: usize) -> Self {
+        let mut free = free_entries();
+        if free.is_empty() {
+            let next = chunks().next();
+            let chunk: &'static Chunk = Box::leak(Box::new(Chunk {
+                entries: [const { Entry::free() }; CHUNK_ENTRIES],
+                next,
+            }));
+            CHUNKS.store(ptr::from_ref(chunk).cast_mut(), Ordering::Release);
+            free.extend(chunk.entries.iter());
+        }
+        let last = free.len() - 1;
+        let entry = free.swap_remove(last);
+        entry.set(start.addr(), len);
+        Self(entry)
+    }
+
+    /// Whether an access found that the memory is gone.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.0.lost.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.0.set(0, 0);
+        free_entries().push(self.0);
+    }
+}
+
+impl std::fmt::Debug for Watched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watched").field("lost", &self.is_lost()).finish_non_exhaustive()
+    }
+}
+
+/// Lets this process survive accesses to guest memory that its owner has taken away. Call it once,
+/// before any guest memory is accessed; more calls change nothing.
+///
+/// A SIGBUS from anywhere else goes to the handler that was there before, and without one it ends
+/// the process as ever. A program that installs a handler of its own after this call has to pass
+/// on what it does not know.
+///
+/// # Errors
+///
+/// When the kernel refuses the handler.
+pub fn install_sigbus_handler() -> io::Result<()> {
+    let _one_at_a_time = free_entries();
+    if PREVIOUS.get().is_some() {
+        return Ok(());
+    }
+    let mut previous = MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: asks for the action alone, which is written when the answer is 0.
+    let previous = unsafe {
+        if libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        previous.assume_init()
+    };
+    // SAFETY: all zeroes are a valid action, the mask is a field of it, and the handler takes what
+    // SA_SIGINFO promises and does only what a handler may do, see `on_sigbus`.
+    let result = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_sigbus;
+        action.sa_sigaction = handler as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigemptyset(&raw mut action.sa_mask);
+        // The handler may run as soon as it is there.
+        let _ = PREVIOUS.set(previous);
+        libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut())
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Codes of SIGBUS that are about an access at `si_addr` (siginfo.h).
+const BUS_ADRERR: c_int = 2;
+const BUS_MCEERR_AR: c_int = 4;
+
+/// The handler. It calls only system calls, and touches only atomics and its arguments.
+extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: `errno` is the thread's own, and the kernel passes a valid `info`, in which SIGBUS
+    // from an access has an address. What was interrupted must find its errno unchanged.
+    unsafe {
+        let errno = *libc::__errno_location();
+        let code = (*info).si_code;
+        let is_access = code == BUS_ADRERR || code == BUS_MCEERR_AR;
+        if !is_access || !replace((*info).si_addr().addr()) {
+            pass_on(signal, info, context);
+        }
+        *libc::__errno_location() = errno;
+    }
+}
+
+/// Puts zeroes in the place of the region that has `addr`; false when none has it. Two threads may
+/// do so for the same region at once: nobody believes what is in there.
+fn replace(addr: usize) -> bool {
+    let entries = chunks().flat_map(|chunk| chunk.entries.iter());
+    let found = entries.filter_map(|entry| Some((entry, entry.find(addr)?))).next();
+    let Some((entry, (start, len))) = found else { return false };
+    // The mark comes first, so that whoever reads a zero finds it.
+    if !entry.lost.swap(true, Ordering::AcqRel) {
+        LOSSES.fetch_add(1, Ordering::AcqRel);
+    }
+    // SAFETY: the mapping is a region's, which lives at least until the access that brought us
+    // here is over, and all accesses to it are of a kind that bears any change of its bytes (see
+    // `memory.rs`). The new mapping has the same place, and goes with the region's.
+    let mapped = unsafe {
+        libc::mmap(
+            ptr::without_provenance_mut(start),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+            -1,
+            0,
+        )
+    };
+    mapped != libc::MAP_FAILED
+}
+
+/// Does what would have been done without us.
+///
+/// # Safety
+///
+/// Only from a handler, with its arguments.
+unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    let previous = PREVIOUS.get();
+    // SAFETY: the address is that of a handler of the kind that its flags tell of, as the kernel
+    // had it. The default action, once restored, comes when the access is tried again; a signal
+    // that somebody sent is sent again, and comes when the handler returns.
+    unsafe {
+        match previous {
+            Some(action)
+                if action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN =>
+            {
+                if action.sa_flags & libc::SA_SIGINFO != 0 {
+                    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) =
+                        std::mem::transmute(action.sa_sigaction);
+                    handler(signal, info, context);
+                } else {
+                    let handler: extern "C" fn(c_int) = std::mem::transmute(action.sa_sigaction);
+                    handler(signal);
+                }
+            }
+            _ => {
+                libc::signal(signal, libc::SIG_DFL);
+                if (*info).si_code <= 0 {
+                    libc::raise(signal);
+                }
+            }
+        }
+    }
+}

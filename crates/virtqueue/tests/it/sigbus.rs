@@ -1,0 +1,193 @@
+//! Memory that its owner truncates while it is mapped.
+
+use std::fs::File;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+use std::sync::Arc;
+
+use virtqueue::{
+    ChainFault, GuestMemory, QueueError, RegionConfig, RingPart, install_sigbus_handler,
+    lost_regions,
+};
+use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
+
+use crate::ring::{
+    AVAIL_RING, BORDER, DESC_TABLE, F_INDIRECT, F_WRITE, HOLE, ISLAND, Ring, USED_RING, memfd, pop,
+};
+
+const REGION: u64 = 0x1_0000;
+
+/// A region that fills a file of its own.
+fn region(guest_addr: u64, size: u64) -> (RegionConfig, Arc<File>) {
+    let file = memfd(size);
+    let of_region = Arc::clone(&file);
+    let user_addr = guest_addr;
+    (RegionConfig { guest_addr, size, user_addr, file: of_region, file_offset: 0 }, file)
+}
+
+/// A ring in a region of its own and two more regions, which begin at `BORDER` and `ISLAND`, with
+/// the files of all three.
+fn ring() -> (Ring, [Arc<File>; 3]) {
+    install_sigbus_handler().expect("a handler");
+    let (low, low_file) = region(0, BORDER);
+    let (high, high_file) = region(BORDER, REGION);
+    let (island, island_file) = region(ISLAND, REGION);
+    let mut ring = Ring::new(8, true);
+    ring.memory = Arc::new(GuestMemory::new(vec![low, high, island]).expect("regions"));
+    (ring, [low_file, high_file, island_file])
+}
+
+#[test]
+fn what_is_gone_reads_as_zeroes_and_is_known_to_be_gone() {
+    let (Ring { memory, .. }, files) = ring();
+    let (Ring { memory: other, .. }, _files) = ring();
+    memory.write(ISLAND, b"here").unwrap();
+    let before = lost_regions();
+    files[2].set_len(0).unwrap();
+    assert!(memory.is_intact(), "nobody has looked");
+
+    let mut bytes = *b"full";
+    memory.read(ISLAND, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 4]);
+    assert!(!memory.is_intact() && !memory.is_intact());
+    assert!(lost_regions() > before);
+    assert!(other.is_intact() && other.is_intact(), "the loss of another");
+
+    // All of the region is replaced, and can be written like any memory.
+    memory.write(ISLAND + REGION - 4, b"last").unwrap();
+    memory.read(ISLAND + REGION - 4, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"last");
+    memory.write(0, b"else").unwrap();
+    memory.read(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"else", "other regions stay");
+}
+
+#[test]
+fn a_map_that_takes_over_a_lost_region_is_not_intact() {
+    let (Ring { memory, .. }, files) = ring();
+    files[1].set_len(0).unwrap();
+    memory.write(BORDER, b"x").unwrap();
+    let less = memory.without_region(ISLAND, ISLAND, REGION).unwrap();
+    assert!(!less.is_intact());
+    assert!(less.without_region(BORDER, BORDER, REGION).unwrap().is_intact());
+}
+
+#[test]
+fn a_buffer_that_is_gone_is_as_one_that_was_never_mapped() {
+    let (mut ring, files) = ring();
+    let mut queue = ring.queue();
+    ring.chain(0, &[(ISLAND, 16, 0), (BORDER, 1, F_WRITE)]);
+    let chain = pop(&mut queue);
+    assert_eq!(chain.fault, None);
+
+    files[2].set_len(0).unwrap();
+    let mut bytes = [1; 16];
+    assert_eq!(chain.readable.copy_to(0, &mut bytes), 16);
+    assert_eq!(bytes, [0; 16]);
+    assert!(!chain.readable.memory().is_intact());
+    queue.push(0, 1);
+
+    ring.chain(0, &[(ISLAND, 16, 0), (BORDER, 1, F_WRITE)]);
+    let chain = pop(&mut queue);
+    assert_eq!(chain.fault, Some(ChainFault::Unmapped { addr: ISLAND, len: 16 }));
+    assert_eq!(chain.writable.bytes(), 1);
+    queue.push(0, 1);
+    // The rest is served as before.
+    ring.chain(1, &[(BORDER, 16, F_WRITE)]);
+    let chain = pop(&mut queue);
+    assert_eq!((chain.head, chain.fault), (1, None));
+    assert!(chain.writable.memory().is_intact());
+    assert_eq!((queue.in_device(), queue.next_avail()), (1, 3));
+    queue.push(1, 16);
+    assert!(queue.publish());
+    assert_eq!(ring.used_idx(), 3);
+}
+
+#[test]
+fn a_queue_whose_indirect_table_is_gone_is_bad() {
+    let (mut ring, files) = ring();
+    let mut queue = ring.queue();
+    ring.chain(0, &[(ISLAND, 32, F_INDIRECT)]);
+    files[2].set_len(0).unwrap();
+    let error = QueueError::IndirectUnmapped { head: 0, addr: ISLAND, len: 32 };
+    assert_eq!(queue.pop().unwrap_err(), error);
+    assert_eq!((queue.in_device(), queue.next_avail()), (0, 0));
+}
+
+#[test]
+fn a_queue_whose_ring_is_gone_is_bad() {
+    for (part, addr, len) in [
+        (RingPart::DescTable, DESC_TABLE, 128),
+        (RingPart::AvailRing, AVAIL_RING, 22),
+        (RingPart::UsedRing, USED_RING, 70),
+    ] {
+        let (mut ring, files) = ring();
+        match part {
+            RingPart::DescTable => ring.config.desc_table = BORDER,
+            RingPart::AvailRing => ring.config.avail_ring = BORDER,
+            RingPart::UsedRing => ring.config.used_ring = BORDER,
+        }
+        assert!(addr < BORDER && HOLE == BORDER + REGION);
+        let mut queue = ring.queue();
+        // So that zeroes are no valid avail idx, nor an unchanged one.
+        for head in 0..4 {
+            ring.chain(head, &[(ISLAND, 16, F_WRITE)]);
+            assert_eq!(pop(&mut queue).head, head);
+        }
+        queue.push(0, 16);
+        assert!(queue.publish());
+        ring.chain(0, &[(ISLAND, 16, F_WRITE)]);
+        files[1].set_len(0).unwrap();
+        // Whatever touches it first.
+        queue.push(1, 16);
+        let _ = (queue.publish(), queue.has_available(), queue.enable_kicks());
+        let error = QueueError::MemoryGone { part, addr: BORDER, len };
+        assert_eq!(queue.pop().unwrap_err(), error);
+        assert_eq!(queue.next_avail(), 4);
+    }
+}
+
+/// More regions than any chunk of the table has, which come and go and are lost.
+#[test]
+fn every_region_is_found_however_many_there_are() {
+    install_sigbus_handler().unwrap();
+    const COUNT: u64 = 300;
+    const SIZE: u64 = 0x1000;
+    for _ in 0..3 {
+        let (configs, files): (Vec<_>, Vec<_>) =
+            (0..COUNT).map(|index| region(index * SIZE, SIZE)).unzip();
+        let memory = GuestMemory::new(configs).unwrap();
+        for (index, file) in (0..).zip(files) {
+            file.set_len(0).unwrap();
+            memory.write(index * SIZE + 8, b"lost").unwrap();
+        }
+        assert!(!memory.is_intact());
+    }
+}
+
+/// Set for the process that is to die.
+const DIE: &str = "VIRTQUEUE_TEST_DIES_OF_SIGBUS";
+
+#[test]
+fn a_fault_elsewhere_ends_the_process() {
+    if std::env::var_os(DIE).is_some() {
+        let (Ring { memory, .. }, files) = ring();
+        files[0].set_len(0).unwrap();
+        // This one is survived.
+        memory.write(0, b"lost").unwrap();
+        drop(memory);
+        // Memory of the same size, at the place that the map had, if the kernel likes.
+        let file = memfd(BORDER);
+        let offset = FileOffset::from_arc(Arc::clone(&file), 0);
+        let mapping = MmapRegion::<()>::from_file(offset, 0x2_0000).unwrap();
+        file.set_len(0).unwrap();
+        mapping.as_volatile_slice().write_obj(1_u8, 0).unwrap();
+        return;
+    }
+    let name = "sigbus::a_fault_elsewhere_ends_the_process";
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", name]).env(DIE, "1");
+    let output = child.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{}: {text}", output.status);
+}
