@@ -10,6 +10,7 @@
 mod aio;
 mod aio_ring;
 mod epoll;
+mod eventfd;
 mod io_uring;
 mod retry;
 mod threads;
@@ -30,6 +31,7 @@ use crate::stats::Stats;
 use crate::task::TaskKey;
 use aio::Aio;
 use epoll::Epoll;
+pub use eventfd::EventfdAdder;
 use io_uring::IoUring;
 use threads::Threads;
 

@@ -30,7 +30,7 @@ pub mod task;
 
 pub use buf::Buffers;
 pub use disk::{Disk, DiskOptions, DiskSource};
-pub use engine::{CompletionRing, EngineKind};
+pub use engine::{CompletionRing, EngineKind, EventfdAdder};
 pub use error::Error;
 pub use io_thread::{Activity, Io, IoThread, IoThreadConfig, Wait};
 pub use reactor::{Source, SourceId};

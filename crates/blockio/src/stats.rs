@@ -120,7 +120,8 @@ pub struct Syscalls {
     pub io_uring_enter: Counter,
     /// `epoll_wait`.
     pub epoll_wait: Counter,
-    /// Writes to eventfds of others (calls to the driver).
+    /// What adds to eventfds of others (calls to the driver): writes, or an `io_submit` each that
+    /// `io_submit` does not count.
     pub eventfd_write: Counter,
 }
 

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use blockio::io_thread::RegisteredMemory;
 use blockio::{Disk, DiskSource, Io, Remote};
 
+use crate::call_watch::CallTrust;
 use crate::log_limit::LogLimit;
 use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
 use crate::queue_task;
@@ -34,6 +35,8 @@ struct Shared {
     writeback: AtomicBool,
     /// For lines that the guest can cause.
     log: LogLimit,
+    /// Whether calls may be made in the way that can hang.
+    trust: Arc<CallTrust>,
 }
 
 impl BlkDevice {
@@ -42,7 +45,9 @@ impl BlkDevice {
     pub fn new(source: DiskSource, options: BlkOptions) -> Self {
         let writeback = AtomicBool::new(options.write_cache);
         let features = AtomicU64::new(0);
-        let shared = Shared { source, options, features, writeback, log: LogLimit::default() };
+        let trust = Arc::new(CallTrust::new(&options.name));
+        let log = LogLimit::default();
+        let shared = Shared { source, options, features, writeback, log, trust };
         Self { shared: Arc::new(shared) }
     }
 
@@ -127,7 +132,8 @@ impl BlkDevice {
         let device = self.clone();
         thread
             .call(move |io| {
-                let (queue, handle) = Queue::new(setup, io, &device.queue_options())?;
+                let trust = Arc::clone(&device.shared.trust);
+                let (queue, handle) = Queue::new(setup, io, &device.queue_options(), trust)?;
                 let blk = Blk::new(io, &device);
                 let memory = device.register_memory(io, &queue);
                 let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk));

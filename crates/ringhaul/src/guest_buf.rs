@@ -1,7 +1,7 @@
 //! Guest memory for the engine: the one place where `virtqueue` and `blockio` meet.
 //!
 //! A chain's [`Segments`] become the [`Buffers`] of an op without a copy and without an
-//! allocation. This file has the only `unsafe` of this crate.
+//! allocation.
 
 use std::any::Any;
 use std::rc::Rc;

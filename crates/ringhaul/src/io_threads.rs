@@ -49,6 +49,7 @@ fn run(config: &IoThreadConfig, started: &mpsc::SyncSender<Result<Remote, blocki
             return;
         }
     };
+    crate::call_watch::prepare_thread();
     let _ = started.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
         tracing::error!("an IoThread has ended: {error}");

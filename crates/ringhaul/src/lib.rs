@@ -6,6 +6,7 @@
 //! [`virtqueue::install_sigbus_handler`]; the library takes over no signal by itself.
 
 pub mod blk;
+mod call_watch;
 pub mod export;
 mod guest_buf;
 pub mod io_threads;

@@ -12,6 +12,7 @@ use blockio::{Buffers, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
 
+use crate::call_watch::{CallTrust, Caller};
 use crate::guest_buf::GuestOwner;
 
 /// What a queue starts with.
@@ -22,9 +23,9 @@ pub struct QueueSetup {
     pub ring: Ring,
     /// Written by the driver when it has made chains available. `None`: the driver never kicks.
     pub kick: Option<OwnedFd>,
-    /// Written when the driver is to look at the used ring. `None`: the driver polls.
+    /// An eventfd, added to when the driver is to look at the used ring. `None`: the driver polls.
     pub call: Option<OwnedFd>,
-    /// Written when the ring is bad.
+    /// An eventfd, added to when the ring is bad.
     pub err: Option<OwnedFd>,
 }
 
@@ -131,6 +132,7 @@ pub(crate) struct Queue {
     kick: Cell<Option<OwnedFd>>,
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
+    caller: Caller,
     control: Arc<Control>,
     /// Used elements were pushed that the driver does not see yet.
     unpublished: Cell<bool>,
@@ -146,6 +148,7 @@ impl Queue {
         setup: QueueSetup,
         io: &Io,
         options: &QueueOptions,
+        trust: Arc<CallTrust>,
     ) -> Result<(Self, QueueHandle), StartError> {
         let memory = LocalMemory::new(setup.memory);
         let config = QueueConfig {
@@ -165,6 +168,7 @@ impl Queue {
             kick: Cell::new(setup.kick),
             call: RefCell::new(setup.call),
             err: RefCell::new(setup.err),
+            caller: Caller::new(trust),
             control: Arc::clone(&control),
             // A call is forced at the first notify.
             unpublished: Cell::new(true),
@@ -235,7 +239,7 @@ impl Queue {
     pub(crate) fn set_broken(&self) {
         self.broken.set(true);
         if let Some(err) = &*self.err.borrow() {
-            write_eventfd(err);
+            self.caller.add_one(err);
         }
     }
 
@@ -274,7 +278,7 @@ impl Source for Queue {
             && let Some(call) = &*self.call.borrow()
         {
             self.stats.syscalls.eventfd_write.add(1);
-            write_eventfd(call);
+            self.caller.add_one(call);
         }
     }
 
@@ -289,12 +293,6 @@ impl Source for Queue {
     fn has_work(&self) -> bool {
         !self.broken.get() && self.ring.borrow().has_available()
     }
-}
-
-/// Adds one to an eventfd of the front-end. A full counter means that it has yet to look, and no
-/// other failure is ours to handle: the descriptor is the front-end's choice.
-fn write_eventfd(fd: &OwnedFd) {
-    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
 /// Keeps a source for as long as it is in scope.

@@ -12,6 +12,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::blk::BlkDevice;
+use crate::call_watch::CallWatch;
 use crate::export::{Endpoint, Export};
 use crate::io_threads::IoThreads;
 use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
@@ -33,6 +34,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
+    // Dropped last: a call that hangs must not keep queues from stopping.
+    let _watch = CallWatch::start()?;
     raise_descriptor_limit();
     let specs = args.exports()?;
     let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;

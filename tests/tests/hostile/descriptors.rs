@@ -24,8 +24,8 @@ for_each_engine! {
     anything_as_a_kick,
     anything_as_a_call,
     anything_as_an_err,
-    #[ignore = "not yet: a front-end that makes its own call block has its own IoThread wait"]
     a_call_that_is_full_and_may_block,
+    an_err_that_is_full_and_may_block,
 }
 
 /// A descriptor that is no eventfd, what it is, and what must stay open beside it.
@@ -150,20 +150,60 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// The daemon makes the descriptor non-blocking, but it is the front-end's as well, which can take
-/// that back. Waiting for it would be waiting for ever: who has gone empties no counter.
+/// Takes back that the descriptor does not block, which the daemon saw to, and fills the counter.
+/// Waiting for it would be waiting for ever: who has gone empties no counter.
+fn make_block(fd: &OwnedFd) -> Result<()> {
+    take_count(fd);
+    fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK)?;
+    rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes())?;
+    Ok(())
+}
+
 fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
+    // Both queues are on one IoThread, which each of these would hold up.
+    for _ in 0..3 {
+        let call = new_eventfd()?;
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
+        frontend.settle(0)?;
+        make_block(&call)?;
+        for _ in 0..3 {
+            frontend.rings[1].want_calls()?;
+            offer_read(&mut frontend)?;
+            frontend.rings[1].watch_used(1)?;
+            frontend.rings[1].take_used()?;
+            good_queue_serves(&mut frontend)?;
+        }
+        frontend.stop_queue(1)?;
+        good_queue_serves(&mut frontend)?;
+        drop((frontend, call));
+        check_service(&mut daemon)?;
+    }
+    // Only the first of them could.
+    ensure!(daemon.messages().matches("a call did not return").count() == 1);
+    // Nor does the first keep a daemon from ending.
+    let daemon = start(&DaemonOptions::new(engine))?;
     let call = new_eventfd()?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    make_block(&call)?;
     frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
-    frontend.settle(0)?;
-    take_count(&call);
-    fcntl_setfl(&call, fcntl_getfl(&call)? - OFlags::NONBLOCK)?;
-    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes())?;
     offer_read(&mut frontend)?;
     frontend.rings[1].watch_used(1)?;
-    drop((frontend, call));
+    daemon.terminate()?;
+    Ok(())
+}
+
+fn an_err_that_is_full_and_may_block(engine: Engine) -> Result<()> {
+    let mut daemon = start(&DaemonOptions::new(engine))?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    let err = Arc::clone(&frontend.rings[1].err);
+    make_block(&err)?;
+    frontend.rings[1].put_avail_idx(0x8000)?;
+    frontend.rings[1].kick()?;
+    good_queue_serves(&mut frontend)?;
+    frontend.stop_queue(1)?;
+    drop((frontend, err));
     check_service(&mut daemon)
 }
 
@@ -267,22 +307,16 @@ fn descriptors_in_the_middle_of_a_message() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
-/// The daemon's own calls arrive at its own socket.
+/// The daemon's own calls would arrive at its own socket.
 #[test]
 fn the_connection_itself_as_a_call() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
     let descriptors = daemon.descriptors()?;
-    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
-    let own = Arc::new(frontend.channel.descriptor()?);
-    frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&own)))?;
-    // There is one call at once, over by the time the IoThread has done other things twice, and
-    // one with a request. Together they are longer than a header.
-    good_queue_serves(&mut frontend)?;
-    good_queue_serves(&mut frontend)?;
-    frontend.rings[1].want_calls()?;
-    offer_read(&mut frontend)?;
-    frontend.channel.wait_closed()?;
-    drop((frontend, own));
-    check_service(&mut daemon)?;
+    for request in [code::SET_VRING_CALL, code::SET_VRING_ERR] {
+        with_attached(&mut daemon, &Setup::default(), "itself", |frontend| {
+            let own = Arc::new(frontend.channel.descriptor()?);
+            frontend.expect_refused(Message::ring_fd(request, 1, Some(&own)))
+        })?;
+    }
     daemon.wait_let_go(&descriptors)
 }

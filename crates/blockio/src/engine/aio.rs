@@ -32,32 +32,32 @@ pub(super) struct IoEvent {
 
 /// `struct iocb` of linux/aio_abi.h, for little-endian machines.
 #[repr(C)]
-#[derive(Clone, Copy)]
-struct Iocb {
-    data: u64,
-    key: u32,
-    rw_flags: libc::c_int,
-    opcode: u16,
-    reqprio: i16,
-    fd: libc::c_int,
-    buf: u64,
-    nbytes: u64,
-    offset: i64,
-    reserved: u64,
-    flags: u32,
-    resfd: libc::c_int,
+#[derive(Clone, Copy, Default)]
+pub(super) struct Iocb {
+    pub(super) data: u64,
+    pub(super) key: u32,
+    pub(super) rw_flags: libc::c_int,
+    pub(super) opcode: u16,
+    pub(super) reqprio: i16,
+    pub(super) fd: libc::c_int,
+    pub(super) buf: u64,
+    pub(super) nbytes: u64,
+    pub(super) offset: i64,
+    pub(super) reserved: u64,
+    pub(super) flags: u32,
+    pub(super) resfd: libc::c_int,
 }
 
 const _: () = assert!(size_of::<Iocb>() == 64);
 #[cfg(target_endian = "big")]
 compile_error!("struct iocb has key and rw_flags the other way round on big-endian machines");
 
-const IOCB_CMD_PREAD: u16 = 0;
+pub(super) const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_CMD_PWRITE: u16 = 1;
 const IOCB_CMD_FDSYNC: u16 = 3;
 const IOCB_CMD_PREADV: u16 = 7;
 const IOCB_CMD_PWRITEV: u16 = 8;
-const IOCB_FLAG_RESFD: u32 = 1;
+pub(super) const IOCB_FLAG_RESFD: u32 = 1;
 
 /// Where completions are read.
 enum Completions {
@@ -304,7 +304,7 @@ fn iocb(slot: u32, view: &OpView, wake: libc::c_int) -> Iocb {
     }
 }
 
-fn setup(depth: u32) -> Result<AioContext, Error> {
+pub(super) fn setup(depth: u32) -> Result<AioContext, Error> {
     let mut context: AioContext = 0;
     // SAFETY: io_setup writes one context id to the address given.
     let result = unsafe { libc::syscall(libc::SYS_io_setup, depth, &raw mut context) };

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use blockio::Remote;
@@ -131,6 +131,20 @@ fn nonblocking(file: Option<File>) -> io::Result<Option<OwnedFd>> {
         Ok(fd)
     })
     .transpose()
+}
+
+/// What we add to must be an eventfd: nothing else can be written to without waiting for it, once
+/// the front-end takes `O_NONBLOCK` back.
+fn eventfd(file: Option<File>, what: &str, index: u8) -> io::Result<Option<OwnedFd>> {
+    let Some(fd) = nonblocking(file)? else { return Ok(None) };
+    // Without /proc there is no telling.
+    match std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())) {
+        Ok(kind) if kind.as_os_str() != "anon_inode:[eventfd]" => {
+            let kind = kind.display();
+            Err(invalid(format!("a {what} of queue {index} that is no eventfd but {kind}")))
+        }
+        _ => Ok(Some(fd)),
+    }
 }
 
 /// The place in the configuration space: most front-ends count from its start, some from the start
@@ -291,12 +305,12 @@ impl VhostUserBackendReqHandlerMut for Connection {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> VhostResult<()> {
-        let call = nonblocking(fd).map_err(failed)?;
+        let call = eventfd(fd, "call", index).map_err(failed)?;
         self.change(u32::from(index), |ring| ring.set_call(call))
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> VhostResult<()> {
-        let err = nonblocking(fd).map_err(failed)?;
+        let err = eventfd(fd, "err", index).map_err(failed)?;
         self.change(u32::from(index), |ring| ring.set_err(err))
     }
 
