@@ -17,6 +17,7 @@ for_each_engine! {
     what_is_out_of_range_is_refused,
     short_headers_are_refused,
     unknown_types_are_refused,
+    much_room_without_data_is_left_alone,
     blocks_of_4096_bytes,
     a_read_only_disk_stays_as_it_is,
 }
@@ -218,6 +219,47 @@ fn unknown_types_are_refused(engine: Engine) -> Result<()> {
             ensure!([1, room + 1].contains(&(answer.used_bytes as usize)), "{kind}: {answer:?}");
             let clean = answer.used_bytes == 1 || answer.data == vec![0; room];
             ensure!(clean, "type {kind} counts bytes as written that were not");
+        }
+    }
+    Ok(())
+}
+
+/// What a failed request gives room for is zeroed so that the used length is true, but not when
+/// that would take long: then the used length is that of what was written.
+fn much_room_without_data_is_left_alone(engine: Engine) -> Result<()> {
+    const ZEROED_MAX: usize = 1 << 20;
+    let (_daemon, mut frontend) = attach(&DaemonOptions::new(engine).with("--serial", "rh"))?;
+    let unknown = 0x7777;
+    for (kind, sector, expected, id_bytes) in [
+        (blk::IN, DISK_SECTORS, blk::IOERR, 0),
+        (blk::IN, u64::MAX, blk::IOERR, 0),
+        (blk::FLUSH, 0, blk::OK, 0),
+        (blk::GET_ID, 0, blk::OK, 20),
+        (unknown, 0, blk::UNSUPP, 0),
+    ] {
+        for (more, is_zeroed) in [(0, true), (512, false)] {
+            // In many buffers, so that their sum is what counts.
+            let room = id_bytes + ZEROED_MAX + more;
+            let before = vec![0x77; room];
+            frontend.memory.write(DATA, &before)?;
+            let (header, status) = frontend.put_header(0, 0, kind, sector)?;
+            let mut chain = vec![Desc::readable(header, 16)];
+            let mut addr = DATA;
+            for piece in before.chunks(ZEROED_MAX / 8) {
+                chain.push(Desc::writable(addr, u32::try_from(piece.len())?));
+                addr += piece.len() as u64;
+            }
+            chain.push(Desc::writable(status, 1));
+            let used = frontend.execute(0, &chain)? as usize;
+            let what = format!("type {kind}, sector {sector}, room for {room} bytes");
+            ensure!(frontend.memory.read(status, 1)? == [expected], "{what}: the status");
+            ensure!(used == if is_zeroed { room + 1 } else { id_bytes }, "{what}: used {used}");
+            let after = frontend.memory.read(DATA, room)?;
+            let mut wanted = b"rh".to_vec();
+            wanted.truncate(id_bytes);
+            wanted.resize(id_bytes, 0);
+            wanted.resize(room, if is_zeroed { 0 } else { 0x77 });
+            ensure!(after == wanted, "{what}: what was written");
         }
     }
     Ok(())

@@ -49,6 +49,13 @@ impl RequestError {
     }
 }
 
+/// What a request that fails leaves unwritten is zeroed up to this many bytes. Zeroing more would
+/// hold up the other queues of the IoThread, as a guest that names gigabytes could do at will.
+const ZEROED_BYTES_MAX: usize = 1 << 20;
+
+/// How a request ended, and what it did not write of what the driver gave it for data.
+type Outcome = (Result<(), RequestError>, Option<Buffers>);
+
 /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
 pub(crate) async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
     let head = chain.head;
@@ -57,11 +64,13 @@ pub(crate) async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
         blk.no_status(&queue, head);
         return;
     };
-    // All of these bytes are written below, whatever happens: with data, or with zeroes.
-    let written = if chain.fault.is_none() { chain.writable.bytes() + 1 } else { 0 };
-    let result = match chain.fault {
-        None => execute(&blk, &queue, chain.readable, chain.writable).await,
-        Some(fault) => Err(fault.into()),
+    let room = chain.writable.bytes();
+    let (result, written) = match chain.fault {
+        None => {
+            let (result, rest) = execute(&blk, &queue, chain.readable, chain.writable).await;
+            (result, rest.map_or(room + 1, |rest| settle_rest(&queue, room, rest)))
+        }
+        Some(fault) => (Err(fault.into()), 0),
     };
     // What was read from memory that is gone were zeroes, and what was written there is lost.
     let intact = if status.memory().is_intact() { Ok(()) } else { Err(RequestError::MemoryGone) };
@@ -75,16 +84,26 @@ pub(crate) async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
     queue.push(head, u32::try_from(written).unwrap_or(u32::MAX));
 }
 
+/// Zeroes the `rest` of the `room` for data, unless it is long, and returns the used length: how
+/// many bytes were written, one after the other from the first, the status included if nothing
+/// before it was left out (virtio 1.3, section 2.7.8.2: at least so many must have been).
+///
+/// Drivers go by the status, wherever the used length ends.
+fn settle_rest(queue: &Queue, room: usize, rest: Buffers) -> usize {
+    let left = rest.bytes();
+    let is_short = left <= ZEROED_BYTES_MAX;
+    if is_short {
+        rest.zero_from(0);
+    }
+    queue.recycle(rest);
+    if is_short { room + 1 } else { room - left }
+}
+
 fn status_byte(status: u32) -> u8 {
     u8::try_from(status).unwrap_or(1)
 }
 
-async fn execute(
-    blk: &Blk,
-    queue: &Queue,
-    mut readable: Segments,
-    writable: Segments,
-) -> Result<(), RequestError> {
+async fn execute(blk: &Blk, queue: &Queue, mut readable: Segments, writable: Segments) -> Outcome {
     let mut header = [0; HEADER_BYTES];
     let copied = readable.copy_to(0, &mut header);
     readable.advance(HEADER_BYTES);
@@ -95,16 +114,13 @@ async fn execute(
         VIRTIO_BLK_T_IN => return read(blk, queue, sector, writable).await,
         VIRTIO_BLK_T_OUT => write(blk, queue, sector, readable).await,
         VIRTIO_BLK_T_FLUSH => flush(blk).await,
-        VIRTIO_BLK_T_GET_ID => return get_id(blk, &writable),
+        VIRTIO_BLK_T_GET_ID => return get_id(blk, queue, writable),
         VIRTIO_BLK_T_DISCARD => discard(blk, &readable).await,
         VIRTIO_BLK_T_WRITE_ZEROES => write_zeroes(blk, &readable).await,
         other => Err(RequestError::Type(other)),
     };
-    // None of these answers with data, but the used length counts what the driver gave.
-    if !writable.is_empty() {
-        queue.buffers(writable).zero_from(0);
-    }
-    result
+    // None of these answers with data.
+    (result, (!writable.is_empty()).then(|| queue.buffers(writable)))
 }
 
 /// The byte offset of a sector.
@@ -112,27 +128,21 @@ fn offset_of(sector: u64) -> Result<u64, RequestError> {
     sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
 }
 
-async fn read(
-    blk: &Blk,
-    queue: &Queue,
-    sector: u64,
-    writable: Segments,
-) -> Result<(), RequestError> {
+async fn read(blk: &Blk, queue: &Queue, sector: u64, writable: Segments) -> Outcome {
     let buffers = queue.buffers(writable);
     let offset = match offset_of(sector) {
         Ok(offset) => offset,
-        Err(error) => {
-            buffers.zero_from(0);
-            return Err(error);
-        }
+        Err(error) => return (Err(error), Some(buffers)),
     };
     let (result, buffers) = blk.disk.read(offset, buffers).await;
-    if result.is_err() {
-        // What was read is gone from the list; the rest must not show what memory held before.
-        buffers.zero_from(0);
+    match result {
+        Ok(()) => {
+            queue.recycle(buffers);
+            (Ok(()), None)
+        }
+        // What was read is gone from the list.
+        Err(source) => (Err(RequestError::Disk { action: "read", offset, source }), Some(buffers)),
     }
-    queue.recycle(buffers);
-    result.map_err(|source| RequestError::Disk { action: "read", offset, source })
 }
 
 async fn write(
@@ -154,21 +164,19 @@ async fn flush(blk: &Blk) -> Result<(), RequestError> {
     result.map_err(|source| RequestError::Disk { action: "flush", offset: 0, source })
 }
 
-/// Writes the serial, padded with zeroes to 20 bytes and beyond.
-fn get_id(blk: &Blk, writable: &Segments) -> Result<(), RequestError> {
+/// Writes the serial, padded with zeroes to 20 bytes.
+fn get_id(blk: &Blk, queue: &Queue, writable: Segments) -> Outcome {
     if writable.is_empty() {
-        return Err(RequestError::Malformed("there is no room for the id"));
+        return (Err(RequestError::Malformed("there is no room for the id")), None);
     }
-    let mut id = vec![0; writable.bytes().min(4096)];
+    let mut id = [0; SERIAL_BYTES];
     let serial = blk.device.shared.options.serial.as_bytes();
-    let len = serial.len().min(SERIAL_BYTES).min(id.len());
+    let len = serial.len().min(SERIAL_BYTES);
     id[..len].copy_from_slice(&serial[..len]);
-    let mut offset = 0;
-    while offset < writable.bytes() {
-        offset += writable.copy_from(offset, &id);
-        id.fill(0);
-    }
-    Ok(())
+    let mut buffers = queue.buffers(writable);
+    buffers.copy_from(0, &id);
+    buffers.advance(SERIAL_BYTES);
+    (Ok(()), Some(buffers))
 }
 
 /// One range of a discard or write-zeroes request.
