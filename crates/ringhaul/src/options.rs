@@ -63,6 +63,8 @@ pub struct ServeArgs {
     #[arg(long)]
     pub read_only: bool,
     /// Print what this program can do, as JSON, and exit; other options do not matter then.
+    // Here for the help text alone: other options must not matter even if they are wrong, so the
+    // program looks for this one before it parses them, and never gets as far as to set it.
     #[arg(long)]
     pub print_capabilities: bool,
     /// The most queues that a front-end may use.

@@ -279,3 +279,116 @@ unsafe fn block_range(view: &OpView, request: libc::c_ulong, len: u64) -> i64 {
     // SAFETY: both requests read two 64-bit numbers from the address given.
     i64::from(unsafe { libc::ioctl(view.fd, request as _, range.as_ptr()) })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+    use std::time::Instant;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+    use crate::buf::Buffers;
+    use crate::op::{FileRef, Op, Slots};
+    use crate::stats::Stats;
+    use crate::task::TaskKey;
+
+    struct Bench {
+        engine: Threads,
+        file: FileRef,
+        slots: Slots,
+        stats: Stats,
+        woken: Vec<TaskKey>,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            let file = OwnedFd::from(tempfile::tempfile().unwrap());
+            Self {
+                engine: Threads::new(wake),
+                file: Rc::new(Arc::new(file)),
+                slots: Slots::default(),
+                stats: Stats::default(),
+                woken: Vec::new(),
+            }
+        }
+
+        fn submit(&mut self, count: usize) {
+            for _ in 0..count {
+                let (kind, file) = (OpKind::Read, Rc::clone(&self.file));
+                let op = Op { kind, file, offset: 0, buffers: Buffers::aligned(512, 512) };
+                let slot = self.slots.insert(op, TaskKey::default());
+                self.engine.queue(slot);
+            }
+            let Self { engine, slots, stats, woken, .. } = self;
+            let mut done = Completer { slots, stats, woken, now: Instant::now() };
+            engine.submit(usize::MAX, &mut done);
+        }
+
+        /// Waits until no thread has anything to do, and takes all completions.
+        fn settle(&mut self) {
+            self.wait_for(|jobs| jobs.waiting.is_empty() && jobs.idle == jobs.threads);
+            let Self { engine, slots, stats, woken, .. } = self;
+            engine.harvest(&mut Completer { slots, stats, woken, now: Instant::now() });
+            assert_eq!(engine.in_kernel(), 0, "an op was lost");
+        }
+
+        fn wait_for(&self, condition: impl Fn(&Jobs) -> bool) {
+            while !condition(&self.engine.shared.jobs()) {
+                std::thread::yield_now();
+            }
+        }
+
+        fn threads(&self) -> usize {
+            self.engine.shared.jobs().threads
+        }
+    }
+
+    /// No file makes a read at an offset wait, so what each thread waits for is to say that it is
+    /// done: as good as an op that never ends, until the results are let go.
+    #[test]
+    fn ops_that_block_have_a_thread_each_up_to_the_limit() {
+        let mut bench = Bench::new();
+        for count in [1, 7, THREADS_MAX - 1] {
+            let shared = Arc::clone(&bench.engine.shared);
+            let results = shared.done();
+            // Those that are idle from the round before take jobs first.
+            bench.submit(count);
+            assert_eq!(bench.threads(), count);
+            // Each has taken one and is not back: they run at the same time.
+            bench.wait_for(|jobs| jobs.waiting.is_empty() && jobs.idle == 0);
+            drop(results);
+            bench.settle();
+            assert_eq!(bench.threads(), count);
+        }
+
+        let shared = Arc::clone(&bench.engine.shared);
+        let results = shared.done();
+        bench.submit(3 * THREADS_MAX);
+        bench.wait_for(|jobs| jobs.waiting.len() == 2 * THREADS_MAX && jobs.idle == 0);
+        assert_eq!(bench.threads(), THREADS_MAX);
+        bench.submit(1);
+        assert_eq!(bench.threads(), THREADS_MAX);
+        drop(results);
+        bench.settle();
+    }
+
+    #[test]
+    fn ops_that_come_while_ops_block_have_threads_of_their_own() {
+        let mut bench = Bench::new();
+        let shared = Arc::clone(&bench.engine.shared);
+        let results = shared.done();
+        for threads in 1..=5 {
+            bench.submit(1);
+            assert_eq!(bench.threads(), threads);
+            bench.wait_for(|jobs| jobs.waiting.is_empty() && jobs.idle == 0);
+        }
+        drop(results);
+        bench.settle();
+        // Idle threads serve what comes next.
+        bench.submit(1);
+        assert_eq!(bench.threads(), 5);
+        bench.settle();
+    }
+}
