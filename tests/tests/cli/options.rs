@@ -279,3 +279,43 @@ fn times_run(daemon: &Running) -> Result<Vec<u64>> {
     }
     Ok(times)
 }
+
+/// What is switched for measurement changes how the work is done, not what comes of it.
+#[test]
+fn switches_change_the_way_and_not_the_result() -> Result<()> {
+    const ALL_OFF: &[&str] = &[
+        "--harvest-on-submit",
+        "off",
+        "--submit-batch",
+        "off",
+        "--notify-batch",
+        "off",
+        "--completion-ring",
+        "getevents",
+        "--poll-max-us",
+        "0",
+    ];
+    let scene = scene()?;
+    for (engine, options) in [
+        ("io_uring", ALL_OFF),
+        ("aio", ALL_OFF),
+        ("threads", ALL_OFF),
+        ("io_uring", &["--sqpoll"]),
+        ("io_uring", &["--fixed-buffers", "--poll-budget", "10"]),
+        ("io_uring", &["--harvest-on-submit", "off"]),
+        ("aio", &["--harvest-on-submit", "off"]),
+        ("aio", &["--completion-ring", "getevents"]),
+    ] {
+        let file = scene.disk("switched.img", DISK_BYTES)?;
+        let socket = scene.socket("switched.sock");
+        let mut command = serve(&socket, &file)?;
+        let mut daemon = Running::serve(command.args(["--engine", engine]).args(options))?;
+        let load = "--rw randrw --number_ios 500 --iodepth 16 --numjobs 2 --verify";
+        run(&mut bench(&socket, load)?)
+            .and_then(|finished| finished.expect_code(0))
+            .with_context(|| format!("{engine} with {options:?}"))?;
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
