@@ -144,11 +144,12 @@ impl Engine {
     }
 
     /// Waits until something happens or `deadline` comes (`None`: for ever). An engine that can
-    /// submits its queued ops in the same system call. Appends to `happened` the tokens of
-    /// eventfds that were written; some engines find them at the next harvest only.
+    /// submits up to `max` of its queued ops in the same system call. Appends to `happened` the
+    /// tokens of eventfds that were written; some engines find them at the next harvest only.
     pub(crate) fn wait(
         &mut self,
         deadline: Option<Instant>,
+        max: usize,
         done: &mut Completer<'_>,
         happened: &mut Vec<u64>,
     ) -> Result<(), Error> {
@@ -156,7 +157,7 @@ impl Engine {
             Self::Aio(_, epoll) | Self::Threads(_, epoll) => {
                 epoll.wait(deadline, happened, done.stats)
             }
-            Self::IoUring(engine) => engine.wait(deadline, done),
+            Self::IoUring(engine) => engine.wait(deadline, max, done),
         }
     }
 

@@ -20,6 +20,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use crate::engine::{CompletionRing, Engine, EngineKind};
 use crate::error::Error;
 use crate::op::{Completion, Op, OpFuture, Slots};
+use crate::pacing::Pacing;
 use crate::poll_window::PollWindow;
 use crate::reactor::{Reactor, Source, SourceId};
 use crate::remote::Remote;
@@ -129,6 +130,7 @@ struct Ops {
     woken: Vec<TaskKey>,
     /// Tokens of eventfds that were written; empty except on the way to the reactor.
     happened: Vec<u64>,
+    pacing: Pacing,
 }
 
 impl IoThread {
@@ -150,9 +152,10 @@ impl IoThread {
         let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
             .map_err(Error::system("duplicate a descriptor"))?;
         let (slots, woken, happened) = (Slots::default(), Vec::new(), Vec::new());
+        let pacing = Pacing::default();
         let io = Io {
             executor: RefCell::default(),
-            ops: RefCell::new(Ops { slots, engine, woken, happened }),
+            ops: RefCell::new(Ops { slots, engine, woken, happened, pacing }),
             reactor: RefCell::new(reactor),
             foreign,
             stats: Arc::default(),

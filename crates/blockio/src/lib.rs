@@ -22,6 +22,7 @@ pub mod engine;
 mod error;
 pub mod io_thread;
 pub mod op;
+mod pacing;
 mod poll_window;
 mod reactor;
 mod remote;

@@ -229,11 +229,12 @@ impl IoUring {
     pub(super) fn wait(
         &mut self,
         deadline: Option<Instant>,
+        max: usize,
         done: &mut Completer<'_>,
     ) -> Result<(), Error> {
-        self.threads.submit(usize::MAX, done);
+        self.threads.submit(max, done);
         if !self.retry.is_blocked(done.now) {
-            self.push_queued(usize::MAX, done);
+            self.push_queued(max, done);
         }
         match self.ring.submit_and_wait(deadline, done.stats) {
             Ok(()) => {

@@ -9,19 +9,27 @@ impl Io {
     /// One system call for all queued ops, then completions that are visible without one.
     pub(super) fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
-        let Ops { slots, engine, woken, happened } = &mut *ops;
+        let Ops { slots, engine, woken, happened, pacing } = &mut *ops;
         if engine.is_quiet() {
             return;
         }
         let mut done = Completer { slots, stats: &self.stats, woken, now: Instant::now() };
         loop {
-            let had_queued = engine.queued() > 0;
-            let more = engine.submit(self.submit_max, &mut done);
-            if had_queued {
+            let (queued, in_kernel) = (engine.queued(), engine.in_kernel());
+            let room = pacing.room(queued, in_kernel).min(self.submit_max);
+            let mut more = false;
+            if room > 0 {
+                more = engine.submit(room, &mut done);
+            }
+            if queued > 0 {
                 done.now = Instant::now();
             }
+            let submitted = engine.queued() < queued;
             let harvests = self.harvest_on_submit || self.harvest_is_due.take();
             let found = if harvests { engine.harvest(&mut done, happened) } else { 0 };
+            if found > 0 || submitted {
+                pacing.harvested(found, in_kernel, submitted, done.now);
+            }
             // Completions may have made room for what is queued.
             if !more && (found == 0 || engine.queued() == 0) {
                 break;

@@ -79,9 +79,10 @@ impl Io {
         ops: &mut Ops,
         deadline: Option<Instant>,
     ) -> Result<(), Error> {
-        let Ops { slots, engine, woken, happened } = &mut *ops;
+        let Ops { slots, engine, woken, happened, pacing } = &mut *ops;
         let mut done = Completer { slots, stats: &self.stats, woken, now: Instant::now() };
-        engine.wait(deadline, &mut done, happened)?;
+        let room = pacing.room(engine.queued(), engine.in_kernel());
+        engine.wait(deadline, room, &mut done, happened)?;
         if engine.waits_with_submit() {
             self.harvest_is_due.set(true);
         }
