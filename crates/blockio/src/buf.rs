@@ -197,6 +197,34 @@ impl Buffers {
     }
 }
 
+/// Zeroed memory for buffers that are used again and again: making a list of it allocates nothing
+/// if it gets the storage of an earlier one.
+pub struct BufferMemory {
+    block: Rc<AlignedBlock>,
+}
+
+impl BufferMemory {
+    /// Memory of `bytes` bytes at a multiple of `align` (a power of two).
+    #[must_use]
+    pub fn new(bytes: usize, align: usize) -> Self {
+        Self { block: Rc::new(AlignedBlock::new(bytes, align)) }
+    }
+
+    /// A list of the first `bytes` bytes, or of all when there are fewer, in one range. `storage`
+    /// may come from [`Buffers::into_storage`]. Lists that exist at the same time are of the same
+    /// memory.
+    #[must_use]
+    pub fn buffers(&self, bytes: usize, mut storage: Vec<iovec>) -> Buffers {
+        let bytes = bytes.min(self.block.layout.size());
+        storage.clear();
+        storage.push(iovec { iov_base: self.block.start.as_ptr().cast(), iov_len: bytes });
+        let owner: Rc<dyn Any> = Rc::<AlignedBlock>::clone(&self.block);
+        // SAFETY: the range lies in the block, which lives until the last clone of the `Rc` goes,
+        // and hands out no references.
+        unsafe { Buffers::from_raw_parts(storage, 0, owner) }
+    }
+}
+
 /// Heap memory at a chosen alignment.
 struct AlignedBlock {
     start: NonNull<u8>,
@@ -266,6 +294,18 @@ mod tests {
             zeroed.iter_mut().skip(offset).for_each(|byte| *byte = 0);
             prop_assert_eq!(list.to_vec(), zeroed);
         }
+    }
+
+    #[test]
+    fn lists_of_one_memory_show_the_same_bytes() {
+        let memory = BufferMemory::new(1024, 512);
+        let mut list = memory.buffers(1024, Vec::new());
+        assert!(list.is_aligned(512));
+        list.copy_from(0, b"data");
+        list.advance(1000);
+        let again = memory.buffers(4, list.into_storage());
+        assert_eq!(again.to_vec(), b"data");
+        assert_eq!(memory.buffers(2000, Vec::new()).bytes(), 1024);
     }
 
     #[test]

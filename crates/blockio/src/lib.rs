@@ -29,7 +29,7 @@ mod remote;
 pub mod stats;
 pub mod task;
 
-pub use buf::Buffers;
+pub use buf::{BufferMemory, Buffers};
 pub use disk::{Disk, DiskOptions, DiskSource};
 pub use engine::{CompletionRing, EngineKind, EventfdAdder};
 pub use error::Error;

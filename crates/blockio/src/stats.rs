@@ -4,6 +4,7 @@
 //! read-modify-write); any thread may read it at any time and sees values that are at most a
 //! little old.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -25,56 +26,62 @@ impl Counter {
     }
 }
 
-/// Sub-buckets for each power of two: values are kept to one part in eight.
-const SUB_BUCKETS_LOG2: u32 = 3;
-const SUB_BUCKETS: u64 = 1 << SUB_BUCKETS_LOG2;
-const BUCKETS: usize = (64 - SUB_BUCKETS_LOG2 as usize + 1) << SUB_BUCKETS_LOG2;
+/// How many buckets there are if a value keeps `bits` bits below its highest one.
+const fn bucket_count(bits: u32) -> usize {
+    (64 - bits as usize + 1) << bits
+}
 
-/// A distribution of whole numbers, each kept to within one eighth.
+/// A distribution of whole numbers. Each is kept to within one part in `1 << BITS`, and exactly
+/// below `2 << BITS`.
 #[derive(Debug)]
-pub struct Histogram {
+pub struct Histogram<const BITS: u32> {
     buckets: Box<[Counter]>,
     sum: Counter,
 }
 
-impl Default for Histogram {
+/// Times: to within 3%.
+pub type Times = Histogram<5>;
+/// Numbers of things: exact below 256, to within 1% above.
+pub type Sizes = Histogram<7>;
+
+impl<const BITS: u32> Default for Histogram<BITS> {
     fn default() -> Self {
-        Self {
-            buckets: (0..BUCKETS).map(|_| Counter::default()).collect(),
-            sum: Counter::default(),
-        }
+        let buckets = (0..bucket_count(BITS)).map(|_| Counter::default()).collect();
+        Self { buckets, sum: Counter::default() }
     }
 }
 
-/// The bucket of `value`: exact below [`SUB_BUCKETS`], then eight for each power of two.
+/// The bucket of `value`: exact below `1 << bits`, then that many for each power of two.
 #[inline]
-fn bucket_of(value: u64) -> usize {
+fn bucket_of(bits: u32, value: u64) -> usize {
     let value_log2 = 63 - (value | 1).leading_zeros();
-    if value_log2 < SUB_BUCKETS_LOG2 {
-        return usize::try_from(value).unwrap_or(0);
+    let last = bucket_count(bits) - 1;
+    if value_log2 < bits {
+        return usize::try_from(value).unwrap_or(last);
     }
-    let shift = value_log2 - SUB_BUCKETS_LOG2;
-    let group = u64::from(shift + 1) << SUB_BUCKETS_LOG2;
-    let index = group + ((value >> shift) & (SUB_BUCKETS - 1));
-    usize::try_from(index).unwrap_or(BUCKETS - 1).min(BUCKETS - 1)
+    let shift = value_log2 - bits;
+    let group = u64::from(shift + 1) << bits;
+    let index = group + ((value >> shift) & ((1 << bits) - 1));
+    usize::try_from(index).unwrap_or(last).min(last)
 }
 
 /// The largest value of a bucket.
-fn bucket_end(index: usize) -> u64 {
+fn bucket_end(bits: u32, index: usize) -> u64 {
     let index = index as u64;
-    if index < SUB_BUCKETS {
+    let sub_buckets = 1 << bits;
+    if index < sub_buckets {
         return index;
     }
-    let shift = (index >> SUB_BUCKETS_LOG2) - 1;
-    let start = (SUB_BUCKETS + (index & (SUB_BUCKETS - 1))) << shift;
+    let shift = (index >> bits) - 1;
+    let start = (sub_buckets + (index & (sub_buckets - 1))) << shift;
     start + ((1 << shift) - 1)
 }
 
-impl Histogram {
+impl<const BITS: u32> Histogram<BITS> {
     /// Counts `value` once. Only the owning thread may call it.
     #[inline]
     pub fn record(&self, value: u64) {
-        self.buckets[bucket_of(value)].add(1);
+        self.buckets[bucket_of(BITS, value)].add(1);
         self.sum.add(value);
     }
 
@@ -94,18 +101,94 @@ impl Histogram {
     /// the end of its bucket; 0 when nothing was recorded.
     #[must_use]
     pub fn percentile(&self, percent: f64) -> u64 {
-        let counts: Vec<u64> = self.buckets.iter().map(Counter::get).collect();
-        let total: u64 = counts.iter().sum();
+        self.values().percentile(percent)
+    }
+
+    /// What has been recorded so far.
+    #[must_use]
+    pub fn values(&self) -> Distribution {
+        let counts = self.buckets.iter().map(Counter::get);
+        let values = counts.enumerate().filter(|(_, count)| *count > 0);
+        Distribution {
+            counts: values.map(|(index, count)| (bucket_end(BITS, index), count)).collect(),
+            sum: self.sum.get(),
+        }
+    }
+}
+
+/// The percentiles at which distributions of [`Sizes`] are shown.
+pub const SIZE_PERCENTILES: [f64; 11] =
+    [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 99.99];
+
+/// What a [`Histogram`] had recorded at some moment. Those of one type can be added up and taken
+/// from each other.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Distribution {
+    /// The end of a bucket, and how often it was hit.
+    counts: BTreeMap<u64, u64>,
+    sum: u64,
+}
+
+impl Distribution {
+    /// How many values there are.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.counts.values().sum()
+    }
+
+    /// Their sum, which is exact.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.sum
+    }
+
+    /// The smallest and the largest value, each at the end of its bucket.
+    #[must_use]
+    pub fn bounds(&self) -> Option<(u64, u64)> {
+        Some((*self.counts.first_key_value()?.0, *self.counts.last_key_value()?.0))
+    }
+
+    /// The ends of buckets in ascending order, each with how often it was hit.
+    pub fn counts(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.counts.iter().map(|(value, count)| (*value, *count))
+    }
+
+    /// The value that `percent` (0 to 100) of the values do not exceed, rounded up to the end of
+    /// its bucket; 0 when there are none.
+    #[must_use]
+    pub fn percentile(&self, percent: f64) -> u64 {
+        let total = self.count();
         let mut seen = 0u64;
-        for (index, count) in counts.iter().enumerate() {
+        for (value, count) in &self.counts {
             seen += count;
             #[expect(clippy::cast_precision_loss, reason = "a percentile is approximate anyway")]
             let reached = seen as f64 * 100.0 >= total as f64 * percent;
-            if seen > 0 && reached {
-                return bucket_end(index);
+            if reached {
+                return *value;
             }
         }
         0
+    }
+
+    /// Adds what another histogram has recorded.
+    pub fn add(&mut self, other: &Self) {
+        for (value, count) in &other.counts {
+            *self.counts.entry(*value).or_default() += count;
+        }
+        self.sum = self.sum.wrapping_add(other.sum);
+    }
+
+    /// What the same histogram has recorded since it had recorded `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let mut counts = self.counts.clone();
+        for (value, count) in &earlier.counts {
+            if let Some(mine) = counts.get_mut(value) {
+                *mine = mine.saturating_sub(*count);
+            }
+        }
+        counts.retain(|_, count| *count > 0);
+        Self { counts, sum: self.sum.wrapping_sub(earlier.sum) }
     }
 }
 
@@ -136,7 +219,7 @@ pub struct OpStats {
     pub errors: Counter,
     /// Nanoseconds from submit to harvest. The clock is read once for each submit and harvest, so
     /// operations of one batch share their times.
-    pub latency_ns: Histogram,
+    pub latency_ns: Times,
 }
 
 /// Everything that one IoThread counts.
@@ -151,9 +234,9 @@ pub struct Stats {
     /// Discards and zeroing.
     pub deallocate: OpStats,
     /// Completions found by one harvest that found any.
-    pub harvested_at_once: Histogram,
+    pub harvested_at_once: Sizes,
     /// Operations given to the kernel by one submit.
-    pub submitted_at_once: Histogram,
+    pub submitted_at_once: Sizes,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).
@@ -174,22 +257,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_are_contiguous_and_within_an_eighth() {
-        let mut last = 0;
-        for value in (0..5000).chain([1 << 20, (1 << 40) + 12345, u64::MAX - 1, u64::MAX]) {
-            let index = bucket_of(value);
-            assert!(index >= last, "bucket of {value} went back");
-            last = index;
-            let end = bucket_end(index);
-            assert!(end >= value, "{value} lies beyond its bucket's end {end}");
-            assert!(end - value <= value / 8, "{value} is put at {end}");
+    fn buckets_are_contiguous_and_as_narrow_as_said() {
+        for bits in [3, 5, 7] {
+            let mut last = 0;
+            for value in (0..5000).chain([1 << 20, (1 << 40) + 12345, u64::MAX - 1, u64::MAX]) {
+                let index = bucket_of(bits, value);
+                assert!(index >= last, "bucket of {value} went back");
+                last = index;
+                let end = bucket_end(bits, index);
+                assert!(end >= value, "{value} lies beyond its bucket's end {end}");
+                assert!(end - value <= value >> bits, "{value} is put at {end}");
+                assert!(value >= 2 << bits || end == value, "{value} is not exact but {end}");
+            }
+            assert_eq!(bucket_of(bits, u64::MAX), bucket_count(bits) - 1);
         }
-        assert_eq!(bucket_of(u64::MAX), BUCKETS - 1);
     }
 
     #[test]
     fn percentiles_of_a_known_distribution() {
-        let histogram = Histogram::default();
+        let histogram = Sizes::default();
         assert_eq!(histogram.percentile(50.0), 0);
         for value in 1..=7 {
             histogram.record(value);
@@ -199,5 +285,19 @@ mod tests {
         assert_eq!(histogram.percentile(50.0), 4);
         assert_eq!(histogram.percentile(100.0), 7);
         assert_eq!(histogram.percentile(1.0), 1);
+    }
+
+    #[test]
+    fn distributions_are_added_and_taken_from_each_other() {
+        let histogram = Sizes::default();
+        [128, 1].iter().for_each(|value| histogram.record(*value));
+        let earlier = histogram.values();
+        [128, 16, 16].iter().for_each(|value| histogram.record(*value));
+        let mut since = histogram.values().since(&earlier);
+        assert_eq!(since.counts().collect::<Vec<_>>(), [(16, 2), (128, 1)]);
+        assert_eq!((since.count(), since.sum(), since.bounds()), (3, 160, Some((16, 128))));
+        since.add(&earlier);
+        assert_eq!(since, histogram.values());
+        assert_eq!(Distribution::default().bounds(), None);
     }
 }
