@@ -6,6 +6,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::engine_args::EngineArgs;
 use crate::pattern::{BlockSplit, Rw};
 use crate::units::{CpuList, parse_bytes, parse_duration};
 
@@ -16,8 +17,21 @@ use crate::units::{CpuList, parse_bytes, parse_duration};
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
     /// Unix socket of the vhost-user-blk server
+    #[arg(
+        long,
+        value_name = "PATH",
+        required_unless_present = "filename",
+        conflicts_with = "filename"
+    )]
+    pub socket_path: Option<PathBuf>,
+
+    /// Drive this file or block device directly through an engine, with one IoThread for each
+    /// job; no server and no virtqueue is involved
+    ///
+    /// It is refused when it looks as if somebody else uses it. It is opened read-only if the
+    /// pattern does not write.
     #[arg(long, value_name = "PATH")]
-    pub socket_path: PathBuf,
+    pub filename: Option<PathBuf>,
 
     /// Pattern: read, write, randread, randwrite, rw (mixed), randrw
     ///
@@ -49,7 +63,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value = "1")]
     pub iodepth: NonZeroU32,
 
-    /// Number of jobs; each drives one virtqueue of its own
+    /// Number of jobs; each drives one virtqueue of its own (with --filename: has an IoThread)
     #[arg(long, value_name = "N", default_value = "1")]
     pub numjobs: NonZeroU32,
 
@@ -82,12 +96,12 @@ pub struct BenchArgs {
     ///
     /// A request takes one descriptor for each segment of its data and two more. Most servers
     /// take at most 1024.
-    #[arg(long, value_name = "N")]
+    #[arg(long, conflicts_with = "filename", value_name = "N")]
     pub queue_size: Option<u16>,
 
     /// Split the data of a request into segments (descriptors) of at most this many bytes
     /// [default: one segment]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, conflicts_with = "filename", value_name = "BYTES", value_parser = parse_bytes)]
     pub seg_size: Option<u64>,
 
     /// Check data: every block carries its sector, a generation and a checksum
@@ -112,19 +126,20 @@ pub struct BenchArgs {
     pub cpus_allowed: Option<CpuList>,
 
     /// Use one thread for each job [default: one thread for all jobs]
-    #[arg(long)]
+    #[arg(long, conflicts_with = "filename")]
     pub threads: bool,
 
     /// Spin on the used rings instead of sleeping on the call eventfds
-    #[arg(long)]
+    #[arg(long, conflicts_with = "filename")]
     pub busy_poll: bool,
 
     /// Process whose CPU time is counted [default: the peer of the socket]
-    #[arg(long, value_name = "PID")]
+    #[arg(long, conflicts_with = "filename", value_name = "PID")]
     pub server_pid: Option<NonZeroU32>,
 
     /// Give up when the server has not answered for this long
-    #[arg(long, value_name = "TIME", default_value = "30", value_parser = parse_duration)]
+    #[arg(long, conflicts_with = "filename", value_name = "TIME",
+          default_value = "30", value_parser = parse_duration)]
     pub timeout: Duration,
 
     /// Progress on standard error; auto shows it on a terminal only
@@ -138,6 +153,10 @@ pub struct BenchArgs {
     /// File to write the result to [default: standard output]
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+
+    /// Options with --filename only.
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 impl BenchArgs {
@@ -188,8 +207,31 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn parse(options: &str) -> Result<BenchArgs, String> {
-        let words = ["bench", "--socket-path", "s"].into_iter().chain(options.split_whitespace());
+        parse_only(&format!("--socket-path s {options}"))
+    }
+
+    pub(crate) fn parse_only(options: &str) -> Result<BenchArgs, String> {
+        let words = ["bench"].into_iter().chain(options.split_whitespace());
         Cli::try_parse_from(words).map(|cli| cli.args).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn options_go_with_what_they_are_for() {
+        let good = "--filename f --engine aio --direct 0 --iodepth_batch 4 --poll-max-us 0";
+        assert!(parse_only(good).is_ok());
+        for bad in [
+            "",
+            "--socket-path s --filename f",
+            "--socket-path s --engine aio",
+            "--socket-path s --iodepth-batch 4",
+            "--filename f --busy-poll",
+            "--filename f --queue-size 128",
+            "--filename f --timeout 1",
+            "--filename f --threads",
+            "--filename f --server-pid 1",
+        ] {
+            assert!(parse_only(bad).is_err(), "'{bad}' was taken");
+        }
     }
 
     #[test]

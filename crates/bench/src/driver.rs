@@ -1,7 +1,7 @@
 //! The virtio-blk driver over vhost-user: one device, its queues, the memory shared with it.
 //!
-//! This is the only file of the crate with `unsafe`. What it gives out is safe: a [`Queue`] keeps
-//! the transport (which owns the rings) and the data memory alive for as long as it exists,
+//! This is the only file of the crate with `unsafe`. What it gives out is safe: a [`Virtqueue`]
+//! keeps the transport (which owns the rings) and the data memory alive for as long as it exists,
 //! and the data memory is reached by bounds-checked volatile copies only, so that a server which
 //! writes to it at any time can spoil data but not this process.
 
@@ -23,19 +23,8 @@ use virtio_driver::{
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
-/// What the device says about itself. Sizes are in bytes.
-#[derive(Debug, Clone)]
-pub(crate) struct DeviceFacts {
-    pub(crate) disk_bytes: u64,
-    pub(crate) logical_block_bytes: u32,
-    pub(crate) max_queues: usize,
-    pub(crate) read_only: bool,
-    pub(crate) can_flush: bool,
-    /// Largest segment; `None` when the device sets no limit.
-    pub(crate) size_max: Option<u32>,
-    /// Most segments in a request; `None` when the device sets no limit.
-    pub(crate) seg_max: Option<u32>,
-}
+use crate::job::{Completed, Queue};
+use crate::plan::{DeviceFacts, QueueShape};
 
 /// A connected device without queues.
 pub(crate) struct Device {
@@ -76,7 +65,7 @@ impl Device {
     }
 
     /// Shares data memory with the server and starts the queues.
-    pub(crate) fn start(mut self, shape: &QueueShape) -> io::Result<Vec<Queue>> {
+    pub(crate) fn start(mut self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let slots = shape.slots * shape.queues;
         let bytes = slots.checked_mul(shape.slot_bytes).ok_or(io::ErrorKind::OutOfMemory)?;
         let file = File::from(memfd_create("ringhaul-bench", MemfdFlags::CLOEXEC)?);
@@ -90,7 +79,7 @@ impl Device {
         Ok(vqs
             .into_iter()
             .enumerate()
-            .map(|(index, vq)| Queue {
+            .map(|(index, vq)| Virtqueue {
                 vq,
                 segments: SegmentTable::new(shape),
                 kick: shared.transport.get_submission_notifier(index),
@@ -103,20 +92,6 @@ impl Device {
             })
             .collect())
     }
-}
-
-/// How many queues to start and how large they are.
-#[derive(Debug, Clone)]
-pub(crate) struct QueueShape {
-    pub(crate) queues: usize,
-    /// Descriptors in each queue, a power of two.
-    pub(crate) size: u16,
-    /// Requests that each queue can have in flight.
-    pub(crate) slots: usize,
-    /// Bytes of data memory for each request; a multiple of the page size.
-    pub(crate) slot_bytes: usize,
-    /// Largest segment in bytes.
-    pub(crate) segment_bytes: usize,
 }
 
 /// What must outlive the queues: the owner of the rings and the data memory.
@@ -132,7 +107,7 @@ struct SegmentTable {
 }
 
 // SAFETY: the pointers in the table are only ever values to put into descriptors: `fill` writes
-// them from the region that the owning `Queue` keeps alive, and nothing here dereferences them.
+// them from the region that the owning `Virtqueue` keeps alive, and nothing here dereferences them.
 unsafe impl Send for SegmentTable {}
 
 impl SegmentTable {
@@ -160,9 +135,7 @@ impl SegmentTable {
 }
 
 /// One virtqueue, and data memory for each request that it can have in flight.
-///
-/// A request is known by its slot. The caller sees to it that a slot has one request at a time.
-pub(crate) struct Queue {
+pub(crate) struct Virtqueue {
     // Declared before `shared`, so dropped before the rings that it points to are unmapped.
     vq: VirtioBlkQueue<'static, u32>,
     segments: SegmentTable,
@@ -176,15 +149,8 @@ pub(crate) struct Queue {
     shared: Arc<Shared>,
 }
 
-/// A request that the server has completed: 0 or a negative errno.
-pub(crate) struct Completed {
-    pub(crate) slot: u32,
-    pub(crate) result: i32,
-}
-
-impl Queue {
-    /// Queues a read of `len` bytes at `offset` into the slot's memory.
-    pub(crate) fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
+impl Queue for Virtqueue {
+    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
         let count = self.describe(slot, len)?;
         let table = self.segments.entries.as_ptr();
         // SAFETY: `table` holds at least `count` entries, all inside the slot's part of the data
@@ -195,8 +161,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Queues a write of `len` bytes from the slot's memory to `offset`.
-    pub(crate) fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
+    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
         let count = self.describe(slot, len)?;
         let table = self.segments.entries.as_ptr();
         // SAFETY: as in `read`.
@@ -205,13 +170,59 @@ impl Queue {
         Ok(())
     }
 
-    /// Queues a flush.
-    pub(crate) fn flush(&mut self, slot: u32) -> io::Result<()> {
+    fn flush(&mut self, slot: u32) -> io::Result<()> {
         self.vq.flush(slot)?;
         self.unkicked = true;
         Ok(())
     }
 
+    fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()> {
+        self.data(slot, data.len())?.copy_from(data);
+        Ok(())
+    }
+
+    fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()> {
+        self.data(slot, data.len())?.copy_to(data);
+        Ok(())
+    }
+
+    fn kick_if_needed(&mut self) -> io::Result<bool> {
+        if !self.unkicked {
+            return Ok(false);
+        }
+        self.unkicked = false;
+        // The avail index must be visible before the server's wish is read. virtio-driver has
+        // this fence with event idx only.
+        fence(Ordering::SeqCst);
+        let needed = self.vq.avail_notif_needed();
+        if needed {
+            self.kick.notify()?;
+        }
+        Ok(needed)
+    }
+
+    fn next_completion(&mut self) -> io::Result<Option<Completed>> {
+        let mut completions = self.vq.completions();
+        if !completions.has_next() {
+            return Ok(None);
+        }
+        match completions.next() {
+            Some(done) => Ok(Some(Completed { slot: done.context, result: done.ret })),
+            None => Err(io::Error::other("it completed a request that was not in flight")),
+        }
+    }
+
+    fn describe_error(&self, result: i32) -> String {
+        match -result {
+            libc::EIO => "status 1, I/O error",
+            libc::ENOTSUP => "status 2, not supported",
+            _ => "a status that is not in the specification",
+        }
+        .to_owned()
+    }
+}
+
+impl Virtqueue {
     fn describe(&mut self, slot: u32, len: usize) -> io::Result<usize> {
         let data = self.data(slot, len)?.ptr_guard_mut().as_ptr();
         Ok(self.segments.fill(data, len))
@@ -229,49 +240,9 @@ impl Queue {
             .map_err(io::Error::other)
     }
 
-    /// Copies `data` into the slot's memory.
-    pub(crate) fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()> {
-        self.data(slot, data.len())?.copy_from(data);
-        Ok(())
-    }
-
-    /// Copies the slot's memory into `data`.
-    pub(crate) fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()> {
-        self.data(slot, data.len())?.copy_to(data);
-        Ok(())
-    }
-
-    /// Kicks if requests were queued and the server asks for it; returns whether it did.
-    pub(crate) fn kick_if_needed(&mut self) -> io::Result<bool> {
-        if !self.unkicked {
-            return Ok(false);
-        }
-        self.unkicked = false;
-        // The avail index must be visible before the server's wish is read. virtio-driver has
-        // this fence with event idx only.
-        fence(Ordering::SeqCst);
-        let needed = self.vq.avail_notif_needed();
-        if needed {
-            self.kick.notify()?;
-        }
-        Ok(needed)
-    }
-
     /// Returns whether completed requests are waiting in the used ring.
     pub(crate) fn has_completions(&mut self) -> bool {
         self.vq.completions().has_next()
-    }
-
-    /// Takes the next completed request from the used ring.
-    pub(crate) fn next_completion(&mut self) -> io::Result<Option<Completed>> {
-        let mut completions = self.vq.completions();
-        if !completions.has_next() {
-            return Ok(None);
-        }
-        match completions.next() {
-            Some(done) => Ok(Some(Completed { slot: done.context, result: done.ret })),
-            None => Err(io::Error::other("it completed a request that was not in flight")),
-        }
     }
 
     /// Asks for a call at the next completion. Returns whether one has come already, in which
@@ -318,6 +289,7 @@ fn read_facts(transport: &VirtioBlkTransport) -> io::Result<DeviceFacts> {
         })?,
         logical_block_bytes: block.unwrap_or(512),
         max_queues: virtio_blk_max_queues(transport)?.min(ring_limit),
+        has_virtqueues: true,
         read_only: features.contains(VirtioBlkFeatureFlags::RO),
         can_flush: features.contains(VirtioBlkFeatureFlags::FLUSH),
         size_max: offered(VirtioBlkFeatureFlags::SIZE_MAX, u32::from(config.size_max)),

@@ -1,18 +1,57 @@
-//! One job: a virtqueue kept full from a source of I/O.
+//! One job: a queue kept full from a source of I/O.
 
 #![forbid(unsafe_code)]
 
 use std::io;
 use std::sync::Arc;
 
-use crate::driver::{Completed, Queue};
 use crate::pattern::{Io, Op, Source};
 use crate::stats::{Counters, Live, Notices, describe_failure};
 use crate::verify::{BlockMap, UNTOUCHED};
 
+/// Where a job puts its requests: a virtqueue, or an engine. A request is known by its slot. The
+/// caller sees to it that a slot has one request at a time.
+pub(crate) trait Queue {
+    /// Queues a read of `len` bytes at `offset` into the slot's memory.
+    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()>;
+    /// Queues a write of `len` bytes from the slot's memory to `offset`.
+    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()>;
+    /// Queues a flush.
+    fn flush(&mut self, slot: u32) -> io::Result<()>;
+    /// Copies `data` into the slot's memory.
+    fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()>;
+    /// Copies the slot's memory into `data`.
+    fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()>;
+    /// Takes the next completed request.
+    fn next_completion(&mut self) -> io::Result<Option<Completed>>;
+    /// Kicks if requests were queued and the other side asks for it; returns whether it did.
+    fn kick_if_needed(&mut self) -> io::Result<bool>;
+    /// Puts the result of a failed request into words.
+    fn describe_error(&self, result: i32) -> String;
+}
+
+/// A request that has completed: 0 or a negative errno.
+pub(crate) struct Completed {
+    pub(crate) slot: u32,
+    pub(crate) result: i32,
+}
+
+/// How many requests a job makes in one pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Batch {
+    /// Fewer are not made, unless none is in flight.
+    pub(crate) least: usize,
+    /// No more are made.
+    pub(crate) most: usize,
+}
+
+impl Batch {
+    /// As many as there is room for.
+    pub(crate) const ALL: Self = Self { least: 1, most: usize::MAX };
+}
+
 /// A job of the run. Made once; each phase gives it a new source.
 pub(crate) struct Job {
-    queue: Queue,
     source: Option<Source>,
     /// By slot.
     requests: Box<[Request]>,
@@ -20,6 +59,7 @@ pub(crate) struct Job {
     map: Option<Arc<BlockMap>>,
     /// One block of data on its way to or from the data memory, when blocks are verified.
     scratch: Box<[u8]>,
+    batch: Batch,
     flush_every: u64,
     writes_since_flush: u64,
     /// The blocks that could come next are taken; a completion may free them.
@@ -47,36 +87,39 @@ pub(crate) struct Pass<'a> {
 }
 
 impl Job {
-    /// Takes a queue with `depth` slots of `slot_bytes` bytes each and fills them with random
-    /// bytes from `seed`, which is what writes write when blocks are not verified.
+    /// A job with `depth` slots for requests of up to `slot_bytes` bytes.
     pub(crate) fn new(
-        mut queue: Queue,
         depth: u32,
         slot_bytes: usize,
+        batch: Batch,
         map: Option<Arc<BlockMap>>,
-        seed: u64,
-    ) -> io::Result<Self> {
-        let mut scratch = vec![0; slot_bytes].into_boxed_slice();
-        let mut rng = fastrand::Rng::with_seed(seed);
-        for slot in 0..depth {
-            rng.fill(&mut scratch);
-            queue.store(slot, &scratch)?;
-        }
+    ) -> Self {
         let idle = Request { io: Io { op: Op::Flush, offset: 0, len: 0 }, queued_at_ns: 0 };
-        Ok(Self {
-            queue,
+        Self {
             source: None,
             requests: (0..depth).map(|_| idle).collect(),
             free: (0..depth).rev().collect(),
             map,
-            scratch,
+            scratch: vec![0; slot_bytes].into_boxed_slice(),
+            batch,
             flush_every: 0,
             writes_since_flush: 0,
             blocked: false,
             done: (0, 0),
             live: Arc::new(Live::default()),
             counters: Counters::new(),
-        })
+        }
+    }
+
+    /// Fills the memory of all slots with random bytes from `seed`, which is what writes write
+    /// when blocks are not verified.
+    pub(crate) fn fill(&mut self, queue: &mut impl Queue, seed: u64) -> io::Result<()> {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        for slot in (0..self.requests.len()).filter_map(|slot| u32::try_from(slot).ok()) {
+            rng.fill(&mut self.scratch);
+            queue.store(slot, &self.scratch)?;
+        }
+        Ok(())
     }
 
     /// Starts a phase. `flush_every` is in writes, 0 for never.
@@ -93,10 +136,6 @@ impl Job {
         Arc::clone(&self.live)
     }
 
-    pub(crate) fn queue(&mut self) -> &mut Queue {
-        &mut self.queue
-    }
-
     pub(crate) fn in_flight(&self) -> usize {
         self.requests.len() - self.free.len()
     }
@@ -108,7 +147,12 @@ impl Job {
 
     /// Returns whether there is room for I/O and there may be some to make.
     pub(crate) fn can_refill(&self) -> bool {
-        !self.free.is_empty() && !self.is_exhausted() && !self.blocked
+        self.has_room() && !self.is_exhausted() && !self.blocked
+    }
+
+    fn has_room(&self) -> bool {
+        let enough = self.free.len() >= self.batch.least || self.in_flight() == 0;
+        enough && !self.free.is_empty()
     }
 
     /// Lets a job try again that found all blocks taken.
@@ -118,35 +162,35 @@ impl Job {
 
     /// Takes what has completed, makes as many new requests as there is room for, and kicks if
     /// the server asks for it. Returns how many requests have completed.
-    pub(crate) fn turn(&mut self, pass: &Pass<'_>) -> io::Result<u64> {
+    pub(crate) fn turn(&mut self, queue: &mut impl Queue, pass: &Pass<'_>) -> io::Result<u64> {
         let mut completed = 0;
-        while let Some(done) = self.queue.next_completion()? {
-            self.finish(&done, pass)?;
+        while let Some(done) = queue.next_completion()? {
+            self.finish(queue, &done, pass)?;
             completed += 1;
         }
         if completed > 0 {
             self.unblock();
             self.live.publish(self.done);
         }
-        if !pass.stopping {
-            self.refill(pass.now_ns)?;
+        if !pass.stopping && self.has_room() {
+            self.refill(queue, pass.now_ns)?;
         }
-        if self.queue.kick_if_needed()? && pass.recording {
+        if queue.kick_if_needed()? && pass.recording {
             self.counters.kicks += 1;
         }
         Ok(completed)
     }
 
-    fn finish(&mut self, done: &Completed, pass: &Pass<'_>) -> io::Result<()> {
+    fn finish(&mut self, queue: &impl Queue, done: &Completed, pass: &Pass<'_>) -> io::Result<()> {
         let Completed { slot, result } = *done;
         let Request { io, queued_at_ns } = self.requests[index(slot)];
         self.free.push(slot);
         if self.map.is_some() {
-            self.finish_verified(slot, &io, result == 0, pass.notices)?;
+            self.finish_verified(queue, slot, &io, (result == 0, pass.notices))?;
         }
         if result != 0 {
             self.counters.errors[io.op.index()] += 1;
-            pass.notices.add(|| describe_failure(&io, result));
+            pass.notices.add(|| describe_failure(&io, &queue.describe_error(result)));
             return Ok(());
         }
         if io.op != Op::Flush {
@@ -162,10 +206,10 @@ impl Job {
 
     fn finish_verified(
         &mut self,
+        queue: &impl Queue,
         slot: u32,
         io: &Io,
-        ok: bool,
-        notices: &Notices,
+        (ok, notices): (bool, &Notices),
     ) -> io::Result<()> {
         let Some(map) = &self.map else { return Ok(()) };
         let len = index(io.len);
@@ -173,7 +217,7 @@ impl Job {
             Op::Read => {
                 if ok {
                     let data = &mut self.scratch[..len];
-                    self.queue.load(slot, data)?;
+                    queue.load(slot, data)?;
                     match map.check(io.offset, data) {
                         Ok(blocks) => self.counters.verified += blocks,
                         Err(mismatch) => {
@@ -190,8 +234,9 @@ impl Job {
         Ok(())
     }
 
-    fn refill(&mut self, now_ns: u64) -> io::Result<()> {
-        while let Some(slot) = self.free.last().copied() {
+    fn refill(&mut self, queue: &mut impl Queue, now_ns: u64) -> io::Result<()> {
+        for _ in 0..self.batch.most {
+            let Some(slot) = self.free.last().copied() else { break };
             let flush_due = self.flush_every > 0 && self.writes_since_flush >= self.flush_every;
             let io = if flush_due {
                 self.writes_since_flush = 0;
@@ -203,7 +248,7 @@ impl Job {
             };
             self.free.pop();
             self.requests[index(slot)] = Request { io, queued_at_ns: now_ns };
-            self.queue_request(slot, &io)?;
+            self.queue_request(queue, slot, &io)?;
         }
         Ok(())
     }
@@ -226,27 +271,27 @@ impl Job {
         None
     }
 
-    fn queue_request(&mut self, slot: u32, io: &Io) -> io::Result<()> {
+    fn queue_request(&mut self, queue: &mut impl Queue, slot: u32, io: &Io) -> io::Result<()> {
         let len = index(io.len);
         match io.op {
             Op::Read => {
                 if self.map.is_some() {
                     let data = &mut self.scratch[..len];
                     data.fill(UNTOUCHED);
-                    self.queue.store(slot, data)?;
+                    queue.store(slot, data)?;
                 }
-                self.queue.read(slot, io.offset, len)
+                queue.read(slot, io.offset, len)
             }
             Op::Write => {
                 self.writes_since_flush += 1;
                 if let Some(map) = &self.map {
                     let data = &mut self.scratch[..len];
                     map.stamp(io.offset, data);
-                    self.queue.store(slot, data)?;
+                    queue.store(slot, data)?;
                 }
-                self.queue.write(slot, io.offset, len)
+                queue.write(slot, io.offset, len)
             }
-            Op::Flush => self.queue.flush(slot),
+            Op::Flush => queue.flush(slot),
         }
     }
 }

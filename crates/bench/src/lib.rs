@@ -8,10 +8,11 @@
 //!
 //! # Reading guide
 //!
-//! `args` (what can be asked for) → `plan` (checked against the device) → `phases` (fill,
-//! measured run, read-back) → `worker` (the loop of a driver thread) → `job` (one virtqueue) →
-//! `driver` (the only file with `unsafe`). `pattern` says which I/O comes next, `verify` what
-//! the blocks contain, `server` what the server spent, `report` what is shown.
+//! `args` (what can be asked for) → `target` (what is driven) → `plan` (checked against the
+//! device) → `phases` (fill, measured run, read-back) → `worker` (the loop of a driver thread) →
+//! `job` (one queue kept full) → `driver` (virtqueues; the only file with `unsafe`). With
+//! `--filename`, `engine` is in place of `worker` and `driver`. `pattern` says which I/O comes
+//! next, `verify` what the blocks contain, `server` what the server spent, `report` what is shown.
 //!
 //! # How the numbers are taken
 //!
@@ -23,12 +24,17 @@
 //!   `--number_ios` ends with its last completion and counts everything.
 //! * Calls are the sum of the call eventfds' counters, so calls that the kernel merged before
 //!   the driver looked are all counted.
+//! * With `--filename` there is a second latency, that of the ops: from their submit to the harvest
+//!   that found them complete.
 
 #![deny(unsafe_code)]
 
 mod args;
 #[allow(unsafe_code)]
 mod driver;
+mod engine;
+mod engine_args;
+mod engine_stats;
 mod error;
 mod job;
 mod pattern;
@@ -38,6 +44,8 @@ mod progress;
 mod report;
 mod server;
 mod stats;
+mod supervisor;
+mod target;
 mod text;
 mod units;
 mod verify;
@@ -54,6 +62,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, Eta, OutputFormat};
+pub use engine_args::{EngineArgs, EngineChoice, OnOff};
+pub use engine_stats::{EngineReport, SizeReport};
 pub use error::BenchError;
 pub use pattern::{BlockSplit, Rw};
 pub use phases::measure;

@@ -5,10 +5,40 @@
 use std::ops::Range;
 
 use crate::args::BenchArgs;
-use crate::driver::{DeviceFacts, QueueShape};
 use crate::error::BenchError;
 use crate::pattern::{Source, Sweep, Workload};
 use crate::units::show_bytes;
+
+/// What the device says about itself. Sizes are in bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct DeviceFacts {
+    pub(crate) disk_bytes: u64,
+    pub(crate) logical_block_bytes: u32,
+    /// Most jobs.
+    pub(crate) max_queues: usize,
+    /// Whether requests are made of descriptors in a virtqueue.
+    pub(crate) has_virtqueues: bool,
+    pub(crate) read_only: bool,
+    pub(crate) can_flush: bool,
+    /// Largest segment; `None` when the device sets no limit.
+    pub(crate) size_max: Option<u32>,
+    /// Most segments in a request; `None` when the device sets no limit.
+    pub(crate) seg_max: Option<u32>,
+}
+
+/// How many queues to start and how large they are.
+#[derive(Debug, Clone)]
+pub(crate) struct QueueShape {
+    pub(crate) queues: usize,
+    /// Descriptors in each virtqueue, a power of two; 0 without virtqueues.
+    pub(crate) size: u16,
+    /// Requests that each queue can have in flight.
+    pub(crate) slots: usize,
+    /// Bytes of data memory for each request; a multiple of the page size.
+    pub(crate) slot_bytes: usize,
+    /// Largest segment in bytes.
+    pub(crate) segment_bytes: usize,
+}
 
 /// A run that the device can be asked for.
 #[derive(Debug)]
@@ -99,7 +129,23 @@ pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
             return refuse(format!("{name} must be more than 0"));
         }
     }
-    Ok(())
+    if args.filename.is_some() { check_engine(args) } else { Ok(()) }
+}
+
+/// Checks what an engine can be asked for.
+fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
+    /// Most ops of an IoThread.
+    const DEPTH_LIMIT: u32 = 65_535;
+    let depth = args.iodepth;
+    if depth.get() > DEPTH_LIMIT {
+        return refuse(format!("--iodepth={depth}: an IoThread has at most {DEPTH_LIMIT} ops"));
+    }
+    match args.engine.iodepth_batch {
+        Some(batch) if batch > depth => refuse(format!(
+            "--iodepth-batch={batch} is more than --iodepth={depth} can have in flight"
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Checks what the device must be able to do.
@@ -107,7 +153,9 @@ fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError>
     let jobs = args.numjobs.get();
     if usize::try_from(jobs).unwrap_or(usize::MAX) > facts.max_queues {
         return refuse(format!(
-            "--numjobs={jobs} needs {jobs} virtqueues, but the server has {}",
+            "--numjobs={jobs} needs {jobs} {}, but {} {}",
+            if facts.has_virtqueues { "virtqueues" } else { "IoThreads" },
+            if facts.has_virtqueues { "the server has" } else { "the most are" },
             facts.max_queues
         ));
     }
@@ -217,6 +265,18 @@ fn find_shape(args: &BenchArgs, facts: &DeviceFacts) -> Result<QueueShape, Bench
             show_bytes(segment)
         ));
     }
+    let page = rustix::param::page_size();
+    let to_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+    let shape = QueueShape {
+        queues: to_usize(args.numjobs.get().into()),
+        size: 0,
+        slots: to_usize(args.iodepth.get().into()),
+        slot_bytes: to_usize(largest).next_multiple_of(page),
+        segment_bytes: to_usize(segment),
+    };
+    if !facts.has_virtqueues {
+        return Ok(shape);
+    }
     let needed = (segments + 2) * u64::from(args.iodepth.get());
     let most = u64::from(args.queue_size.unwrap_or(USUAL_LIMIT));
     if needed > most {
@@ -234,27 +294,20 @@ fn find_shape(args: &BenchArgs, facts: &DeviceFacts) -> Result<QueueShape, Bench
     if !size.is_power_of_two() || size > 1 << 15 {
         return refuse(format!("--queue-size={size} is not a power of two up to 32768"));
     }
-    let page = rustix::param::page_size();
-    let to_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
-    Ok(QueueShape {
-        queues: to_usize(args.numjobs.get().into()),
-        size,
-        slots: to_usize(args.iodepth.get().into()),
-        slot_bytes: to_usize(largest).next_multiple_of(page),
-        segment_bytes: to_usize(segment),
-    })
+    Ok(QueueShape { size, ..shape })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::tests::parse;
+    use crate::args::tests::{parse, parse_only};
 
     fn facts() -> DeviceFacts {
         DeviceFacts {
             disk_bytes: 64 << 20,
             logical_block_bytes: 512,
             max_queues: 2,
+            has_virtqueues: true,
             read_only: false,
             can_flush: true,
             size_max: None,
@@ -329,6 +382,20 @@ mod tests {
         assert_eq!(size("--iodepth=341"), 1024);
         assert_eq!(size("--iodepth=64 --queue-size=1024"), 1024);
         assert_eq!(size("--bs=32k --seg-size=4k --iodepth=64"), 1024);
+    }
+
+    #[test]
+    fn an_engine_has_no_descriptors_to_run_out_of() {
+        let facts = DeviceFacts { has_virtqueues: false, max_queues: 256, ..facts() };
+        let args = parse("--iodepth=1000 --numjobs=3").unwrap();
+        assert_eq!(Plan::new(&args, &facts).unwrap().shape.slots, 1000);
+        assert!(refusal("--numjobs=257", &facts).contains("IoThreads"));
+        for (options, word) in
+            [("--iodepth=70000", "65535"), ("--iodepth=4 --iodepth-batch=5", "--iodepth-batch=5")]
+        {
+            let args = parse_only(&format!("--filename=f {options}")).unwrap();
+            assert!(check_limits(&args).unwrap_err().to_string().contains(word));
+        }
     }
 
     #[test]

@@ -4,13 +4,14 @@
 
 use std::time::Duration;
 
+use blockio::stats::Distribution;
 use hdrhistogram::Histogram;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-use crate::driver::DeviceFacts;
+use crate::engine_stats::{EngineReport, Figures, Setup};
 use crate::pattern::Op;
-use crate::plan::Plan;
+use crate::plan::{DeviceFacts, Plan};
 use crate::server::ServerUsage;
 use crate::stats::{Counters, OpStats};
 
@@ -37,8 +38,10 @@ pub struct Report {
     pub format_version: u32,
     /// Version of this program.
     pub tool_version: &'static str,
-    /// Socket of the server.
-    pub socket_path: String,
+    /// Socket of the server; `null` with `--filename`.
+    pub socket_path: Option<String>,
+    /// File or device that was driven directly; `null` with `--socket-path`.
+    pub filename: Option<String>,
     /// Pattern, as given to `--rw`.
     pub rw: &'static str,
     /// Share of reads asked for in a mixed pattern; `null` for other patterns.
@@ -49,8 +52,8 @@ pub struct Report {
     pub iodepth: u32,
     /// Jobs, which is also the number of virtqueues used.
     pub numjobs: u32,
-    /// Descriptors in each virtqueue.
-    pub queue_size: u16,
+    /// Descriptors in each virtqueue; `null` with `--filename`.
+    pub queue_size: Option<u16>,
     /// Largest number of bytes in one descriptor.
     pub segment_size_bytes: u64,
     /// Whether each job had a thread of its own.
@@ -107,7 +110,8 @@ pub struct Report {
     pub kicks_per_s: f64,
     /// Kicks per I/O.
     pub kicks_per_io: Option<f64>,
-    /// The server's process; `null` when it is not visible, and then so are the next nine.
+    /// The server's process, which with `--filename` is this one; `null` when it is not visible,
+    /// and then so are the next nine.
     pub server_pid: Option<u32>,
     /// Threads of the server at the end.
     pub server_threads: Option<usize>,
@@ -125,6 +129,9 @@ pub struct Report {
     pub server_voluntary_switches_per_io: Option<f64>,
     /// Context switches of the server because something else had to run, per I/O.
     pub server_involuntary_switches_per_io: Option<f64>,
+    /// What the engine did; its keys are there with `--filename` only.
+    #[serde(flatten)]
+    pub engine: Option<EngineReport>,
 }
 
 /// I/O of one kind.
@@ -133,7 +140,8 @@ pub struct Report {
 /// `bandwidth_bytes_per_s`, `errors` (requests that the server failed, in the whole run), and
 /// the latency as `latency_min_us`, `latency_max_us`, `latency_mean_us`, `latency_stddev_us` and
 /// `latency_pN_us` for each of [`PERCENTILES`], with an underscore for the decimal point, as in
-/// `read_latency_p99_9_us`.
+/// `read_latency_p99_9_us`. With `--filename` the same keys with `completion_latency` in place of
+/// `latency` say how long the ops took from their submit to the harvest that found them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DirectionReport {
     /// `""`, `"read_"`, `"write_"` or `"flush_"`.
@@ -150,6 +158,8 @@ pub struct DirectionReport {
     pub errors: u64,
     /// Time from being queued to being found completed; `None` when there was no I/O.
     pub latency: Option<LatencyReport>,
+    /// Time from submit to harvest; `None` without `--filename`.
+    pub completion_latency: Option<LatencyReport>,
 }
 
 /// Latency in microseconds.
@@ -172,6 +182,7 @@ pub(crate) struct Measured<'a> {
     pub(crate) plan: &'a Plan<'a>,
     pub(crate) facts: &'a DeviceFacts,
     pub(crate) counters: &'a Counters,
+    pub(crate) engine: Option<(&'a Setup, &'a Figures)>,
     pub(crate) elapsed: Duration,
     pub(crate) server_pid: Option<u32>,
     pub(crate) usage: Option<&'a ServerUsage>,
@@ -184,13 +195,14 @@ impl Report {
         let Measured { plan, facts, counters, usage, .. } = *measured;
         let args = plan.args;
         let seconds = measured.elapsed.as_secs_f64();
-        let [read, write, flush] = &counters.ops;
-        let mut both = read.clone();
-        both.merge(write);
-        let errors = |op: Op| counters.errors[op.index()];
-        let direction =
-            |prefix, stats, errors| DirectionReport::new(prefix, stats, errors, seconds);
-        let ios = both.ios + flush.ios;
+        let [total, read, write, flush] = [
+            ("", &[Op::Read, Op::Write] as &[Op]),
+            ("read_", &[Op::Read]),
+            ("write_", &[Op::Write]),
+            ("flush_", &[Op::Flush]),
+        ]
+        .map(|(prefix, ops)| DirectionReport::new(prefix, ops, measured, seconds));
+        let ios = total.ios + flush.ios;
         let server = |pick: fn(&ServerUsage) -> f64| usage.map(pick);
         let server_per_io = |pick: fn(&ServerUsage) -> f64| ratio(usage.map(pick)?, ios as f64);
         let by_mode = |share: fn(f64) -> f64| {
@@ -200,13 +212,14 @@ impl Report {
         Self {
             format_version: FORMAT_VERSION,
             tool_version: env!("CARGO_PKG_VERSION"),
-            socket_path: args.socket_path.display().to_string(),
+            socket_path: args.socket_path.as_ref().map(|path| path.display().to_string()),
+            filename: args.filename.as_ref().map(|path| path.display().to_string()),
             rw: args.rw.name(),
             rwmixread_percent: args.rw.is_mixed().then_some(args.rwmixread),
             block_size: args.block_sizes().to_string(),
             iodepth: plan.depth,
             numjobs: args.numjobs.get(),
-            queue_size: plan.shape.size,
+            queue_size: Some(plan.shape.size).filter(|size| *size > 0),
             segment_size_bytes: u64::try_from(plan.shape.segment_bytes).unwrap_or(u64::MAX),
             threads: args.threads,
             busy_poll: args.busy_poll,
@@ -219,10 +232,10 @@ impl Report {
             ramp_time_s: args.ramp_time.as_secs_f64(),
             runtime_s: seconds,
             interrupted: measured.interrupted,
-            total: direction("", &both, errors(Op::Read) + errors(Op::Write)),
-            read: direction("read_", read, errors(Op::Read)),
-            write: direction("write_", write, errors(Op::Write)),
-            flush: direction("flush_", flush, errors(Op::Flush)),
+            total,
+            read,
+            write,
+            flush,
             verify: args.verify,
             verify_block_size_bytes: measured.verify_block_bytes,
             verified_blocks: counters.verified,
@@ -243,6 +256,7 @@ impl Report {
             server_cpu_system_us_per_io: by_mode(|user| 1.0 - user),
             server_voluntary_switches_per_io: server_per_io(|u| u.voluntary_switches as f64),
             server_involuntary_switches_per_io: server_per_io(|u| u.involuntary_switches as f64),
+            engine: measured.engine.map(|(setup, figures)| EngineReport::new(setup, figures, ios)),
         }
     }
 
@@ -258,22 +272,32 @@ fn ratio(numerator: f64, denominator: f64) -> Option<f64> {
 }
 
 impl DirectionReport {
-    fn new(prefix: &'static str, stats: &OpStats, errors: u64, seconds: f64) -> Self {
+    fn new(prefix: &'static str, ops: &[Op], measured: &Measured<'_>, seconds: f64) -> Self {
+        let counters = measured.counters;
+        let mut stats = OpStats::new();
+        ops.iter().for_each(|op| stats.merge(&counters.ops[op.index()]));
+        let completion_latency = measured.engine.and_then(|(_, figures)| {
+            let mut sum = Distribution::default();
+            ops.iter().for_each(|op| sum.add(&figures.latency_ns[op.index()]));
+            LatencyReport::of_distribution(&sum)
+        });
         Self {
             prefix,
             ios: stats.ios,
             iops: ratio(stats.ios as f64, seconds).unwrap_or(0.0),
             bytes: stats.bytes,
             bandwidth_bytes_per_s: ratio(stats.bytes as f64, seconds).unwrap_or(0.0),
-            errors,
+            errors: ops.iter().map(|op| counters.errors[op.index()]).sum(),
             latency: (stats.ios > 0).then(|| LatencyReport::new(&stats.latency)),
+            completion_latency,
         }
     }
 }
 
+const NS_PER_US: f64 = 1000.0;
+
 impl LatencyReport {
     fn new(latency_ns: &Histogram<u64>) -> Self {
-        const NS_PER_US: f64 = 1000.0;
         let at = |percent| latency_ns.value_at_percentile(percent) as f64 / NS_PER_US;
         Self {
             min_us: latency_ns.min() as f64 / NS_PER_US,
@@ -282,6 +306,23 @@ impl LatencyReport {
             stddev_us: latency_ns.stdev() / NS_PER_US,
             percentiles_us: PERCENTILES.map(at),
         }
+    }
+
+    /// From values that are known to within a few percent; the mean is exact.
+    fn of_distribution(latency_ns: &Distribution) -> Option<Self> {
+        let (min, max) = latency_ns.bounds()?;
+        let count = latency_ns.count() as f64;
+        let mean = latency_ns.sum() as f64 / count;
+        let squares = |(value, count): (u64, u64)| (value as f64 - mean).powi(2) * count as f64;
+        let variance = latency_ns.counts().map(squares).sum::<f64>() / count;
+        Some(Self {
+            min_us: (min as f64).min(mean) / NS_PER_US,
+            max_us: max as f64 / NS_PER_US,
+            mean_us: mean / NS_PER_US,
+            stddev_us: variance.sqrt() / NS_PER_US,
+            percentiles_us: PERCENTILES
+                .map(|percent| latency_ns.percentile(percent) as f64 / NS_PER_US),
+        })
     }
 }
 
@@ -295,36 +336,58 @@ impl Serialize for DirectionReport {
         let bandwidth = self.bandwidth_bytes_per_s;
         map.serialize_entry(&format!("{prefix}bandwidth_bytes_per_s"), &bandwidth)?;
         map.serialize_entry(&format!("{prefix}errors"), &self.errors)?;
-        let latency = self.latency.as_ref();
-        for (name, value) in [
-            ("min", latency.map(|latency| latency.min_us)),
-            ("max", latency.map(|latency| latency.max_us)),
-            ("mean", latency.map(|latency| latency.mean_us)),
-            ("stddev", latency.map(|latency| latency.stddev_us)),
-        ] {
-            map.serialize_entry(&format!("{prefix}latency_{name}_us"), &value)?;
-        }
-        for (index, percent) in PERCENTILES.iter().enumerate() {
-            let name = percent.to_string().replace('.', "_");
-            let value = latency.map(|latency| latency.percentiles_us[index]);
-            map.serialize_entry(&format!("{prefix}latency_p{name}_us"), &value)?;
+        serialize_latency(&mut map, &format!("{prefix}latency"), self.latency.as_ref())?;
+        if let Some(latency) = &self.completion_latency {
+            serialize_latency(&mut map, &format!("{prefix}completion_latency"), Some(latency))?;
         }
         map.end()
     }
+}
+
+fn serialize_latency<M: SerializeMap>(
+    map: &mut M,
+    prefix: &str,
+    latency: Option<&LatencyReport>,
+) -> Result<(), M::Error> {
+    for (name, value) in [
+        ("min", latency.map(|latency| latency.min_us)),
+        ("max", latency.map(|latency| latency.max_us)),
+        ("mean", latency.map(|latency| latency.mean_us)),
+        ("stddev", latency.map(|latency| latency.stddev_us)),
+    ] {
+        map.serialize_entry(&format!("{prefix}_{name}_us"), &value)?;
+    }
+    for (index, percent) in PERCENTILES.iter().enumerate() {
+        let name = percent.to_string().replace('.', "_");
+        let value = latency.map(|latency| latency.percentiles_us[index]);
+        map.serialize_entry(&format!("{prefix}_p{name}_us"), &value)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
     use crate::args::tests::parse;
+    use crate::engine_stats;
 
     /// A thousand reads of 4 KiB with latencies of 1 to 1000 µs, and one flush, in two seconds.
     pub(crate) fn sample() -> Report {
+        sample_of(None)
+    }
+
+    /// The same through an engine, with what that did.
+    pub(crate) fn engine_sample() -> Report {
+        sample_of(Some((&engine_stats::tests::setup(), &engine_stats::tests::figures())))
+    }
+
+    fn sample_of(engine: Option<(&Setup, &Figures)>) -> Report {
         let args = parse("--rw=randread --iodepth=8 --fsync=1").unwrap();
         let facts = DeviceFacts {
             disk_bytes: 1 << 30,
             logical_block_bytes: 512,
             max_queues: 1,
+            has_virtqueues: true,
             read_only: false,
             can_flush: true,
             size_max: None,
@@ -348,6 +411,7 @@ pub(crate) mod tests {
             plan: &plan,
             facts: &facts,
             counters: &counters,
+            engine,
             elapsed: Duration::from_secs(2),
             server_pid: Some(17),
             usage: Some(&usage),
@@ -388,6 +452,23 @@ pub(crate) mod tests {
             assert!((number(key) / expected - 1.0).abs() < 0.002, "{key}: {}", number(key));
         }
         assert!(json["write_latency_p50_us"].is_null());
+        let object = json.as_object().unwrap();
+        assert!(object.values().all(|value| !value.is_object() && !value.is_array()));
+    }
+
+    #[test]
+    fn json_of_an_engine_has_its_keys_too() {
+        let json = serde_json::to_value(engine_sample()).unwrap();
+        assert_eq!(json["engine"], "aio");
+        assert_eq!(json["harvested_at_once_p99_99"], 128);
+        let mean = json["read_completion_latency_mean_us"].as_f64().unwrap();
+        assert!((mean - 72.0).abs() < 1e-9, "{mean}");
+        let p50 = json["completion_latency_p50_us"].as_f64().unwrap();
+        assert!((p50 / 16.0 - 1.0).abs() < 0.04, "{p50}");
+        assert!(json.get("write_completion_latency_mean_us").is_none());
+        let plain = serde_json::to_value(sample()).unwrap();
+        assert!(plain.get("engine").is_none());
+        assert!(plain.as_object().unwrap().keys().all(|key| !key.contains("completion_latency")));
         let object = json.as_object().unwrap();
         assert!(object.values().all(|value| !value.is_object() && !value.is_array()));
     }

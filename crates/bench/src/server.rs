@@ -5,6 +5,10 @@
 use std::collections::HashMap;
 use std::fs;
 use std::io;
+use std::time::Duration;
+
+use crate::args::BenchArgs;
+use crate::error::BenchError;
 
 /// The counters of a process at one moment.
 #[derive(Debug, Clone, Default)]
@@ -13,6 +17,8 @@ pub(crate) struct ServerSample {
     /// Ticks of user and of system time of the process, with threads that have ended.
     user_ticks: u64,
     system_ticks: u64,
+    /// Nanoseconds of the process, with threads that have ended; known of this process only.
+    process_ns: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -58,7 +64,8 @@ impl ServerSample {
             };
             threads.insert(tid, sample);
         }
-        Ok(Self { threads, user_ticks, system_ticks })
+        let process_ns = (pid == std::process::id()).then(own_cpu_ns);
+        Ok(Self { threads, user_ticks, system_ticks, process_ns })
     }
 
     /// Returns what was spent since `earlier`.
@@ -88,7 +95,9 @@ impl ServerSample {
         }
         let ended = earlier.threads.keys().any(|tid| !self.threads.contains_key(tid));
         let by_ticks = ticks * tick_ns;
+        let process_ns = self.process_ns.zip(earlier.process_ns);
         let total_ns = match on_cpu_ns {
+            _ if process_ns.is_some() => process_ns.map_or(0, |(now, then)| now - then),
             Some(ns) if !ended => ns,
             Some(ns) => ns.max(by_ticks),
             None => by_ticks,
@@ -96,6 +105,46 @@ impl ServerSample {
         usage.cpu_us = total_ns as f64 / 1000.0;
         usage
     }
+}
+
+/// The process whose expenses are counted.
+pub(crate) struct Server {
+    pub(crate) pid: Option<u32>,
+}
+
+impl Server {
+    pub(crate) fn find(args: &BenchArgs, peer: Option<u32>) -> Result<Self, BenchError> {
+        if let Some(pid) = args.server_pid {
+            ServerSample::take(pid.get()).map_err(|error| {
+                BenchError::Usage(format!("--server-pid={pid}: cannot read its counters: {error}"))
+            })?;
+            return Ok(Self { pid: Some(pid.get()) });
+        }
+        let pid = peer.filter(|pid| *pid != std::process::id());
+        let pid = pid.filter(|pid| ServerSample::take(*pid).is_ok());
+        if pid.is_none() {
+            eprintln!(
+                "warning: the server's process is not visible from here, so its CPU time is not \
+                 counted; give --server-pid"
+            );
+        }
+        Ok(Self { pid })
+    }
+
+    /// This process itself, where it does the I/O.
+    pub(crate) fn ourselves() -> Self {
+        Self { pid: Some(std::process::id()) }
+    }
+
+    pub(crate) fn sample(&self) -> Option<ServerSample> {
+        ServerSample::take(self.pid?).ok()
+    }
+}
+
+/// Returns the CPU time of this process.
+fn own_cpu_ns() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(time).map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }
 
 /// Returns user and system ticks from `/proc/PID/stat`, see proc_pid_stat(5).
@@ -143,11 +192,13 @@ mod tests {
             threads: HashMap::from([(1, thread(1_000)), (2, thread(1_000))]),
             user_ticks: 10,
             system_ticks: 10,
+            process_ns: None,
         };
         let after = ServerSample {
             threads: HashMap::from([(1, thread(5_000))]),
             user_ticks: 13,
             system_ticks: 11,
+            process_ns: None,
         };
         let tick_us = 1_000_000 / rustix::param::clock_ticks_per_second();
         let usage = after.since(&before);

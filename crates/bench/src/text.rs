@@ -4,6 +4,9 @@
 
 use std::fmt::Write;
 
+use blockio::stats::SIZE_PERCENTILES;
+
+use crate::engine_stats::EngineReport;
 use crate::report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 use crate::units::{show_amount, show_bytes, show_count};
 
@@ -27,7 +30,10 @@ fn write_all(out: &mut String, report: &Report) -> std::fmt::Result {
             write_direction(out, name, direction)?;
         }
     }
-    write_notifications(out, report)?;
+    match &report.engine {
+        Some(engine) => write_engine(out, engine)?,
+        None => write_notifications(out, report)?,
+    }
     write_server(out, report)?;
     write_checks(out, report)
 }
@@ -36,13 +42,13 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
     let mix = report.rwmixread_percent.map(|percent| format!(" ({percent}% reads)"));
     writeln!(
         out,
-        "{}{}: bs={}, iodepth={}, numjobs={}, queue size {}{}{}, {:.3} s{}",
+        "{}{}: bs={}, iodepth={}, numjobs={}{}{}{}, {:.3} s{}",
         report.rw,
         mix.unwrap_or_default(),
         report.block_size,
         report.iodepth,
         report.numjobs,
-        report.queue_size,
+        report.queue_size.map(|size| format!(", queue size {size}")).unwrap_or_default(),
         if report.threads { ", a thread for each job" } else { "" },
         if report.busy_poll { ", busy-polling" } else { "" },
         report.runtime_s,
@@ -51,7 +57,7 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
     writeln!(
         out,
         "  {}: disk of {}, logical blocks of {} bytes, region of {} at {}",
-        report.socket_path,
+        report.socket_path.as_ref().or(report.filename.as_ref()).map_or("", String::as_str),
         show_amount(report.disk_size_bytes as f64),
         report.logical_block_size_bytes,
         show_amount(report.region_size_bytes as f64),
@@ -68,19 +74,24 @@ fn write_direction(out: &mut String, name: &str, direction: &DirectionReport) ->
         direction.ios,
         show_amount(direction.bytes as f64),
     )?;
-    direction.latency.as_ref().map_or(Ok(()), |latency| write_latency(out, latency))
+    for (what, latency) in
+        [("latency", &direction.latency), ("completion latency", &direction.completion_latency)]
+    {
+        latency.as_ref().map_or(Ok(()), |latency| write_latency(out, what, latency))?;
+    }
+    Ok(())
 }
 
-fn write_latency(out: &mut String, latency: &LatencyReport) -> std::fmt::Result {
+fn write_latency(out: &mut String, what: &str, latency: &LatencyReport) -> std::fmt::Result {
     writeln!(
         out,
-        "    latency (us): min={}, mean={}, max={}, stddev={}",
+        "    {what} (us): min={}, mean={}, max={}, stddev={}",
         microseconds(latency.min_us),
         microseconds(latency.mean_us),
         microseconds(latency.max_us),
         microseconds(latency.stddev_us),
     )?;
-    writeln!(out, "    latency percentiles (us):")?;
+    writeln!(out, "    {what} percentiles (us):")?;
     let pairs: Vec<_> = PERCENTILES.iter().zip(&latency.percentiles_us).collect();
     for line in pairs.chunks(PER_LINE) {
         let cells =
@@ -110,6 +121,36 @@ fn write_notifications(out: &mut String, report: &Report) -> std::fmt::Result {
     )
 }
 
+fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
+    writeln!(
+        out,
+        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us",
+        engine.engine,
+        if engine.direct { "direct I/O" } else { "page cache" },
+        engine.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string()),
+        engine.poll_max_us,
+    )?;
+    let heads = SIZE_PERCENTILES.map(|percent| format!("{:>7}", format!("{percent}%")));
+    writeln!(out, "    {:20}{}", "at once", heads.join(""))?;
+    let rows = [
+        ("completions harvested", &engine.harvested_at_once),
+        ("ops submitted", &engine.submitted_at_once),
+    ];
+    for (name, sizes) in rows {
+        let cells = sizes.percentiles.map(|size| format!("{size:>7}"));
+        let mean = optional(sizes.mean, 1);
+        writeln!(out, "    {name:20}{} mean {mean}, {} times", cells.join(""), sizes.count)?;
+    }
+    let calls = engine.system_calls.iter().filter(|(_, count)| *count > 0);
+    let calls: Vec<_> = calls.map(|(name, count)| format!("{count} {name}")).collect();
+    writeln!(
+        out,
+        "    system calls: {} per I/O ({})",
+        optional(engine.system_calls_per_io, 4),
+        calls.join(", "),
+    )
+}
+
 fn optional(value: Option<f64>, decimals: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.decimals$}"))
 }
@@ -120,7 +161,8 @@ fn write_server(out: &mut String, report: &Report) -> std::fmt::Result {
     };
     writeln!(
         out,
-        "  server (pid {pid}): {} us of CPU per I/O (user {}, system {}), {}% of a CPU",
+        "  {} (pid {pid}): {} us of CPU per I/O (user {}, system {}), {}% of a CPU",
+        if report.engine.is_some() { "this process" } else { "server" },
         optional(report.server_cpu_us_per_io, 3),
         optional(report.server_cpu_user_us_per_io, 3),
         optional(report.server_cpu_system_us_per_io, 3),
@@ -151,7 +193,7 @@ fn write_checks(out: &mut String, report: &Report) -> std::fmt::Result {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::tests::sample;
+    use crate::report::tests::{engine_sample, sample};
 
     #[test]
     fn the_text_has_what_was_measured() {
@@ -166,6 +208,22 @@ mod tests {
         ] {
             assert!(text.contains(part), "no '{part}' in:\n{text}");
         }
+        assert!(!text.contains("harvested"), "there is no engine:\n{text}");
         assert!(!text.contains("write:"), "a direction without I/O is left out:\n{text}");
+    }
+
+    #[test]
+    fn the_text_of_an_engine_has_its_batches_and_system_calls() {
+        let text = render(&engine_sample());
+        for part in [
+            "completion latency (us): min=16.1, mean=72.0",
+            "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us",
+            "    128    128 mean 72.0, 2 times",
+            "0.0020 per I/O (2 io_submit)",
+            "this process (pid 17)",
+        ] {
+            assert!(text.contains(part), "no '{part}' in:\n{text}");
+        }
+        assert!(!text.contains("kicks"), "there is no driver:\n{text}");
     }
 }

@@ -15,12 +15,13 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
+use crate::driver::Virtqueue;
 use crate::error::BenchError;
 use crate::job::{Job, Pass};
 use crate::stats::Notices;
 
 /// How often a thread that waits looks at its surroundings: stage, server gone, server stuck.
-const TICK: Duration = Duration::from_millis(100);
+pub(crate) const TICK: Duration = Duration::from_millis(100);
 
 /// Where a phase stands, told by the supervising thread to all driver threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +53,7 @@ impl Control {
         self.0.store(u8::try_from(index).unwrap_or(0), Ordering::Relaxed);
     }
 
-    fn get(&self) -> Stage {
+    pub(crate) fn get(&self) -> Stage {
         Self::STAGES[usize::from(self.0.load(Ordering::Relaxed))]
     }
 }
@@ -60,6 +61,8 @@ impl Control {
 /// The jobs of one thread and what it waits for.
 pub(crate) struct Worker {
     pub(crate) jobs: Vec<Job>,
+    /// Those of the jobs, in the same order.
+    queues: Vec<Virtqueue>,
     epoll: OwnedFd,
     /// Fires each [`TICK`].
     timer: OwnedFd,
@@ -90,7 +93,7 @@ impl Worker {
     /// Takes jobs. `socket` is the vhost-user connection, to see the server go away;
     /// `timeout` is how long requests may be in flight without any completing.
     pub(crate) fn new(
-        mut jobs: Vec<Job>,
+        jobs: Vec<(Job, Virtqueue)>,
         socket: Option<Arc<OwnedFd>>,
         busy_poll: bool,
         timeout: Duration,
@@ -105,8 +108,9 @@ impl Worker {
         // and are read when the measured window closes.
         let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &timer, epoll::EventData::new_u64(TIMER), edge)?;
-        for job in &mut jobs {
-            let call = job.queue().call_fd();
+        let (jobs, queues): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
+        for queue in &queues {
+            let call = queue.call_fd();
             epoll::add(&epoll, call, epoll::EventData::new_u64(CALL), edge)?;
         }
         if let Some(socket) = &socket {
@@ -116,6 +120,7 @@ impl Worker {
         let clock = Instant::now();
         Ok(Self {
             jobs,
+            queues,
             epoll,
             timer,
             socket,
@@ -147,8 +152,8 @@ impl Worker {
     fn drive(&mut self, control: &Control, notices: &Notices) -> io::Result<Window> {
         self.stage = Stage::Warming;
         self.progress_at_ns = self.now_ns();
-        for job in &mut self.jobs {
-            job.queue().disarm();
+        for queue in &mut self.queues {
+            queue.disarm();
         }
         let mut idle_spins = 0_u32;
         loop {
@@ -184,8 +189,8 @@ impl Worker {
         };
         let idle = self.jobs.iter().all(|job| job.in_flight() == 0);
         let mut completed = 0;
-        for job in &mut self.jobs {
-            completed += job.turn(&pass)?;
+        for (job, queue) in self.jobs.iter_mut().zip(&mut self.queues) {
+            completed += job.turn(queue, &pass)?;
         }
         if completed > 0 || idle {
             self.progress_at_ns = pass.now_ns;
@@ -199,9 +204,8 @@ impl Worker {
 
     fn has_work(&mut self) -> bool {
         let stopping = self.stage == Stage::Stopping;
-        self.jobs
-            .iter_mut()
-            .any(|job| job.queue().has_completions() || (!stopping && job.can_refill()))
+        self.queues.iter_mut().any(Virtqueue::has_completions)
+            || (!stopping && self.jobs.iter().any(Job::can_refill))
     }
 
     fn is_finished(&self) -> bool {
@@ -212,8 +216,8 @@ impl Worker {
     /// Opens or closes the measured window.
     fn enter(&mut self, stage: Stage) -> io::Result<()> {
         let now = Instant::now();
-        for job in &mut self.jobs {
-            let calls = job.queue().take_calls()?;
+        for (job, queue) in self.jobs.iter_mut().zip(&mut self.queues) {
+            let calls = queue.take_calls()?;
             if self.stage == Stage::Measuring {
                 job.counters.calls += calls;
             }
@@ -233,12 +237,12 @@ impl Worker {
             return Ok(());
         }
         let mut completed = false;
-        for job in &mut self.jobs {
-            completed |= job.queue().arm();
+        for queue in &mut self.queues {
+            completed |= queue.arm();
         }
         let outcome = if completed { Ok(false) } else { self.wait() };
-        for job in &mut self.jobs {
-            job.queue().disarm();
+        for queue in &mut self.queues {
+            queue.disarm();
         }
         if outcome? { self.look() } else { Ok(()) }
     }

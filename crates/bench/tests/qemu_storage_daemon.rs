@@ -262,11 +262,11 @@ fn what_cannot_work_is_refused() {
         assert!(error.to_string().contains(word), "{options}: {error}");
     }
     let mut args = server.args("");
-    args.socket_path = server.path("nothing");
+    args.socket_path = Some(server.path("nothing"));
     let error = measure(&args).unwrap_err();
     assert_eq!(error.exit_code(), 2);
     assert!(error.to_string().contains("no such socket"), "{error}");
-    args.socket_path = server.path("disk");
+    args.socket_path = Some(server.path("disk"));
     let error = measure(&args).unwrap_err();
     assert!(error.to_string().contains("no server listens"), "{error}");
 }

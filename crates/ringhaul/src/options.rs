@@ -33,7 +33,7 @@ pub enum Command {
     /// vhost-user back-ends.
     Serve(ServeArgs),
     /// Drive a vhost-user-blk socket and say how fast it is. Options are named as fio names them.
-    Bench(ringhaul_bench::BenchArgs),
+    Bench(Box<ringhaul_bench::BenchArgs>),
 }
 
 /// Options of `ringhaul serve`.

@@ -22,10 +22,11 @@ const PERCENTILES: [&str; 17] = [
 ];
 
 /// The documented keys that are not about one direction.
-const KEYS: [&str; 43] = [
+const KEYS: [&str; 44] = [
     "format_version",
     "tool_version",
     "socket_path",
+    "filename",
     "rw",
     "rwmixread_percent",
     "block_size",

@@ -1,6 +1,7 @@
 //! The commands of `ringhaul` as their users see them: options, messages and exit statuses.
 
 mod bench;
+mod bench_file;
 mod disks;
 mod ends;
 mod options;

@@ -1,0 +1,316 @@
+//! A file or block device, driven through an engine of `blockio` by one IoThread for each job:
+//! the same loop that serves virtqueues, without them.
+
+#![forbid(unsafe_code)]
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use blockio::{BufferMemory, Disk, DiskSource, Io as IoHandle, IoThread, IoThreadConfig, TaskSet};
+
+use crate::engine_stats::{Figures, Sample};
+use crate::error::BenchError;
+use crate::job::{Completed, Job, Pass, Queue};
+use crate::pattern::Op;
+use crate::stats::Notices;
+use crate::worker::{Control, Stage, TICK, Window};
+
+/// Alignment of the memory of each slot.
+const MEMORY_ALIGN: usize = 4096;
+
+/// One job and what its IoThread is made of.
+pub(crate) struct EngineWorker {
+    /// Missing only while it runs, and after a loop that has failed.
+    pub(crate) job: Option<Job>,
+    source: DiskSource,
+    config: IoThreadConfig,
+    slots: usize,
+    slot_bytes: usize,
+    seed: u64,
+    /// Those of the last phase that had a measured window.
+    pub(crate) figures: Figures,
+}
+
+impl EngineWorker {
+    pub(crate) fn new(
+        job: Job,
+        source: DiskSource,
+        config: IoThreadConfig,
+        (slots, slot_bytes): (usize, usize),
+        seed: u64,
+    ) -> Self {
+        let figures = Figures::default();
+        Self { job: Some(job), source, config, slots, slot_bytes, seed, figures }
+    }
+
+    /// Runs one phase: until the source is exhausted or `control` says stop, and then until
+    /// nothing is in flight. The IoThread lives as long as the phase.
+    pub(crate) fn run(
+        &mut self,
+        control: &Arc<Control>,
+        notices: &Arc<Notices>,
+    ) -> Result<Window, BenchError> {
+        let Some(mut job) = self.job.take() else {
+            return Err(BenchError::Run("the job was lost in an earlier phase".to_owned()));
+        };
+        let failed = |error: blockio::Error| BenchError::Run(format!("the IoThread: {error}"));
+        let thread = IoThread::new(&self.config).map_err(failed)?;
+        let io = Rc::clone(thread.io());
+        let mut queue = EngineQueue::new(self.source.attach(&io), self.slots, self.slot_bytes);
+        let filled = job.fill(&mut queue, self.seed);
+        filled.map_err(|error| BenchError::Run(format!("cannot set up the memory: {error}")))?;
+        let clock = Instant::now();
+        let driver = Driver {
+            job,
+            queue,
+            io: Rc::clone(&io),
+            control: Arc::clone(control),
+            notices: Arc::clone(notices),
+            clock,
+            stage: Stage::Warming,
+            window: Window { start: clock, end: clock },
+            opened: None,
+            figures: Figures::default(),
+        };
+        let outcome = Rc::new(Cell::new(None));
+        let place = Rc::clone(&outcome);
+        io.spawn(async move {
+            let handle = Rc::clone(&driver.io);
+            place.set(Some(driver.run().await));
+            handle.stop();
+        });
+        thread.run().map_err(failed)?;
+        let Some((driver, result)) = outcome.take() else {
+            return Err(BenchError::Run("the IoThread has ended without a result".to_owned()));
+        };
+        self.job = Some(driver.job);
+        if driver.opened.is_some() {
+            self.figures = driver.figures;
+        }
+        result.map_err(|error| BenchError::Run(format!("the engine failed: {error}")))?;
+        Ok(driver.window)
+    }
+}
+
+/// What the task of a job works with.
+struct Driver {
+    job: Job,
+    queue: EngineQueue,
+    io: Rc<IoHandle>,
+    control: Arc<Control>,
+    notices: Arc<Notices>,
+    clock: Instant,
+    stage: Stage,
+    window: Window,
+    /// What the IoThread had counted when the measured window opened.
+    opened: Option<Sample>,
+    figures: Figures,
+}
+
+impl Driver {
+    async fn run(mut self) -> (Self, io::Result<()>) {
+        let mut requests = TaskSet::new(Rc::clone(&self.io));
+        let mut look_at = Instant::now();
+        let result = loop {
+            let turn = poll_fn(|cx| {
+                requests.run_woken(cx);
+                Poll::Ready(self.turn(cx, &mut requests, request))
+            });
+            if let Err(error) = turn.await {
+                break Err(error);
+            }
+            if self.is_finished() {
+                break Ok(());
+            }
+            if self.has_work() {
+                // In the next run, after this one's submit and harvest.
+                self.io.wake_me();
+            }
+            let now = Instant::now();
+            if look_at <= now {
+                look_at = now + TICK;
+                self.io.wake_me_at(look_at);
+            }
+            self.io.suspend().await;
+        };
+        requests.finish().await;
+        if self.stage == Stage::Measuring {
+            self.enter(Stage::Stopping);
+        }
+        (self, result)
+    }
+
+    /// Takes completions and makes new requests, which are submitted at the end of the run.
+    fn turn<F: Future<Output = ()>>(
+        &mut self,
+        cx: &mut Context<'_>,
+        requests: &mut TaskSet<F>,
+        make: fn(Rc<Shared>, Request) -> F,
+    ) -> io::Result<()> {
+        let stage = self.control.get();
+        if stage != self.stage {
+            self.enter(stage);
+        }
+        let pass = Pass {
+            now_ns: u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            recording: self.stage == Stage::Measuring,
+            stopping: self.stage == Stage::Stopping,
+            notices: &self.notices,
+        };
+        self.job.turn(&mut self.queue, &pass)?;
+        for request in self.queue.started.drain(..) {
+            requests.spawn(cx, make(Rc::clone(&self.queue.shared), request));
+        }
+        Ok(())
+    }
+
+    /// Returns whether there is something to do without waiting for a completion.
+    fn has_work(&mut self) -> bool {
+        let stopping = self.stage == Stage::Stopping;
+        if !stopping && self.job.in_flight() == 0 && !self.job.is_exhausted() {
+            // Another job's requests have all its blocks; nothing would wake this one when they
+            // complete.
+            self.job.unblock();
+            std::thread::yield_now();
+        }
+        !self.queue.shared.done.borrow().is_empty() || (!stopping && self.job.can_refill())
+    }
+
+    fn is_finished(&self) -> bool {
+        let stopping = self.stage == Stage::Stopping;
+        self.job.in_flight() == 0 && (stopping || self.job.is_exhausted())
+    }
+
+    /// Opens or closes the measured window.
+    fn enter(&mut self, stage: Stage) {
+        let now = Instant::now();
+        match (stage, &self.opened) {
+            (Stage::Measuring, _) => {
+                self.window = Window { start: now, end: now };
+                self.opened = Some(Sample::take(self.io.stats()));
+            }
+            (_, Some(opened)) if self.stage == Stage::Measuring => {
+                self.window.end = now;
+                self.figures = Sample::take(self.io.stats()).since(opened);
+            }
+            _ => {}
+        }
+        self.stage = stage;
+    }
+}
+
+/// The queue of a job whose requests are futures.
+struct EngineQueue {
+    shared: Rc<Shared>,
+    /// Requests that were queued in this pass.
+    started: Vec<Request>,
+}
+
+/// What the requests of a job have in common.
+struct Shared {
+    disk: Disk,
+    slots: Box<[Slot]>,
+    done: RefCell<VecDeque<Completed>>,
+}
+
+/// The memory of a slot and, while it is idle, the storage of its list of buffers.
+struct Slot {
+    memory: BufferMemory,
+    storage: Cell<Vec<libc::iovec>>,
+}
+
+struct Request {
+    slot: u32,
+    op: Op,
+    offset: u64,
+    len: usize,
+}
+
+impl EngineQueue {
+    fn new(disk: Disk, slots: usize, slot_bytes: usize) -> Self {
+        let slot = || {
+            let memory = BufferMemory::new(slot_bytes, MEMORY_ALIGN);
+            Slot { memory, storage: Cell::default() }
+        };
+        let slots = (0..slots).map(|_| slot()).collect();
+        let done = RefCell::new(VecDeque::new());
+        Self { shared: Rc::new(Shared { disk, slots, done }), started: Vec::new() }
+    }
+
+    fn start(&mut self, slot: u32, op: Op, offset: u64, len: usize) -> io::Result<()> {
+        self.shared.slot(slot)?;
+        self.started.push(Request { slot, op, offset, len });
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn slot(&self, slot: u32) -> io::Result<&Slot> {
+        let slot = usize::try_from(slot).ok().and_then(|index| self.slots.get(index));
+        slot.ok_or_else(|| io::ErrorKind::InvalidInput.into())
+    }
+}
+
+/// One request, from its queueing to its completion.
+async fn request(shared: Rc<Shared>, request: Request) {
+    let Request { slot, op, offset, len } = request;
+    let Ok(place) = shared.slot(slot) else { return };
+    let result = if op == Op::Flush {
+        shared.disk.flush().await
+    } else {
+        let buffers = place.memory.buffers(len, place.storage.take());
+        let (result, buffers) = match op {
+            Op::Write => shared.disk.write(offset, buffers, false).await,
+            _ => shared.disk.read(offset, buffers).await,
+        };
+        place.storage.set(buffers.into_storage());
+        result
+    };
+    let errno = |error: io::Error| -error.raw_os_error().unwrap_or(libc::EIO);
+    let result = result.map_or_else(errno, |()| 0);
+    shared.done.borrow_mut().push_back(Completed { slot, result });
+}
+
+impl Queue for EngineQueue {
+    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
+        self.start(slot, Op::Read, offset, len)
+    }
+
+    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
+        self.start(slot, Op::Write, offset, len)
+    }
+
+    fn flush(&mut self, slot: u32) -> io::Result<()> {
+        self.start(slot, Op::Flush, 0, 0)
+    }
+
+    fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()> {
+        let memory = &self.shared.slot(slot)?.memory;
+        memory.buffers(data.len(), Vec::new()).copy_from(0, data);
+        Ok(())
+    }
+
+    fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()> {
+        let memory = &self.shared.slot(slot)?.memory;
+        memory.buffers(data.len(), Vec::new()).copy_to(0, data);
+        Ok(())
+    }
+
+    fn next_completion(&mut self) -> io::Result<Option<Completed>> {
+        Ok(self.shared.done.borrow_mut().pop_front())
+    }
+
+    fn kick_if_needed(&mut self) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn describe_error(&self, result: i32) -> String {
+        io::Error::from_raw_os_error(-result).to_string()
+    }
+}

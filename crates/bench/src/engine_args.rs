@@ -1,0 +1,91 @@
+//! The options that matter with `--filename` only.
+
+#![forbid(unsafe_code)]
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use blockio::disk::DiskInfo;
+use blockio::{EngineKind, IoThreadConfig};
+
+/// Options of the engine that `--filename` is driven through, named as those of `ringhaul serve`.
+///
+/// All that can be on or off is the better way when it is on; off is for measuring what that is
+/// worth.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Options with --filename")]
+pub struct EngineArgs {
+    /// How operations reach the kernel; auto is what `ringhaul serve` would choose
+    #[arg(long, value_name = "ENGINE", value_enum, default_value_t = EngineChoice::Auto,
+          conflicts_with = "socket_path")]
+    pub engine: EngineChoice,
+
+    /// Bypass the page cache
+    #[arg(long, value_name = "ON", value_enum, default_value_t = OnOff::On,
+          conflicts_with = "socket_path")]
+    pub direct: OnOff,
+
+    /// I/Os that a job queues together, once there is room for so many [default: up to 16, as
+    /// soon as there is room for one]
+    #[arg(long, aliases = ["iodepth_batch", "iodepth_batch_submit"], value_name = "N",
+          conflicts_with = "socket_path")]
+    pub iodepth_batch: Option<NonZeroU32>,
+
+    /// The longest time in microseconds, 0 to 10000, to busy-poll before sleeping; 0 is never
+    #[arg(long, value_name = "US", default_value_t = 64, conflicts_with = "socket_path",
+          value_parser = clap::value_parser!(u16).range(0..=10_000))]
+    pub poll_max_us: u16,
+}
+
+/// Values of an option that is on or off; fio's 1 and 0 are taken too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnOff {
+    /// Yes.
+    #[value(alias = "1")]
+    On,
+    /// No.
+    #[value(alias = "0")]
+    Off,
+}
+
+impl OnOff {
+    /// Returns whether it is on.
+    pub fn is_on(self) -> bool {
+        self == Self::On
+    }
+}
+
+/// Values of `--engine`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum EngineChoice {
+    /// The best that works for the file.
+    Auto,
+    /// Linux AIO.
+    Aio,
+    /// Blocking system calls on a pool of threads.
+    Threads,
+}
+
+impl EngineChoice {
+    /// Returns the engine for a disk.
+    pub(crate) fn choose(self, info: &DiskInfo) -> EngineKind {
+        match self {
+            Self::Aio => EngineKind::Aio,
+            Self::Threads => EngineKind::Threads,
+            Self::Auto if info.direct => EngineKind::Aio,
+            Self::Auto => EngineKind::Threads,
+        }
+    }
+}
+
+impl EngineArgs {
+    /// Most operations that a job queues together when that is left open: as many as `ringhaul
+    /// serve` takes from a virtqueue before it submits.
+    pub(crate) const DEFAULT_BATCH: usize = 16;
+
+    /// Returns how an IoThread with `engine` and room for `depth` operations is set up.
+    pub(crate) fn config(&self, engine: EngineKind, depth: u32) -> IoThreadConfig {
+        let poll_max = Duration::from_micros(self.poll_max_us.into());
+        IoThreadConfig { engine, depth, poll_max }
+    }
+}

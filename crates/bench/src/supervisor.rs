@@ -1,0 +1,157 @@
+//! The thread that supervises a phase while others do the I/O.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use crate::error::BenchError;
+use crate::plan::Plan;
+use crate::progress::Progress;
+use crate::server::{Server, ServerSample, ServerUsage};
+use crate::stats::{Live, Notices};
+use crate::worker::{Control, Stage, Window};
+
+/// How often progress and interrupts are looked at.
+const TICK: Duration = Duration::from_millis(200);
+
+/// What a phase is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Fill,
+    Measured,
+    ReadBack,
+}
+
+/// What came out of a phase.
+pub(crate) struct PhaseOutcome {
+    pub(crate) windows: Vec<Window>,
+    pub(crate) usage: Option<ServerUsage>,
+}
+
+/// The thread that called [`measure`](crate::measure), while the driver threads work: it opens and
+/// closes the measured window, samples the server and shows progress.
+pub(crate) struct Supervisor<'a> {
+    pub(crate) plan: &'a Plan<'a>,
+    pub(crate) phase: Phase,
+    pub(crate) control: &'a Control,
+    pub(crate) live: &'a [Arc<Live>],
+    pub(crate) server: &'a Server,
+    pub(crate) interrupted: &'a AtomicBool,
+    pub(crate) notices: &'a Notices,
+}
+
+impl Supervisor<'_> {
+    /// Waits for the driver threads, which send their results.
+    pub(crate) fn watch(
+        &self,
+        mut stages: Stages,
+        results: &Receiver<Result<Window, BenchError>>,
+    ) -> Result<PhaseOutcome, BenchError> {
+        let mut progress = self.progress();
+        let mut windows = Vec::new();
+        let mut failure = None;
+        loop {
+            match results.recv_timeout(stages.time_left().min(TICK)) {
+                Ok(Ok(window)) => windows.push(window),
+                Ok(Err(error)) => {
+                    failure.get_or_insert(error);
+                    self.control.set(Stage::Stopping);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            stages.advance(self);
+            progress.say(&self.notices.take());
+            progress.show(self.done());
+        }
+        progress.finish();
+        progress.say(&self.notices.take());
+        match failure {
+            Some(error) => Err(error),
+            None => Ok(PhaseOutcome { windows, usage: stages.usage(self) }),
+        }
+    }
+
+    fn done(&self) -> (u64, u64) {
+        let sums = self.live.iter().map(|live| live.read());
+        sums.fold((0, 0), |sum, done| (sum.0 + done.0, sum.1 + done.1))
+    }
+
+    fn progress(&self) -> Progress {
+        let args = self.plan.args;
+        let region_bytes = self.plan.region.end - self.plan.region.start;
+        let jobs = u64::from(args.numjobs.get());
+        let (label, time, ios, bytes) = match self.phase {
+            Phase::Fill => ("filling", None, None, Some(region_bytes)),
+            // How much has been written is not worth a walk through the map.
+            Phase::ReadBack => ("checking", None, None, None),
+            Phase::Measured => (
+                args.rw.name(),
+                args.effective_runtime().map(|time| time + args.ramp_time),
+                args.number_ios.map(|ios| ios.get().saturating_mul(jobs)),
+                args.io_size.map(|bytes| bytes.saturating_mul(jobs)),
+            ),
+        };
+        Progress::new(args.eta, label, (time, ios, bytes))
+    }
+}
+
+/// Moves a measured phase through its stages; lets the others run to their end.
+pub(crate) struct Stages {
+    stage: Stage,
+    /// When the next stage begins; `None` when only the amount of I/O ends this one.
+    next_at: Option<Instant>,
+    opened: Option<ServerSample>,
+    closed: Option<ServerSample>,
+}
+
+impl Stages {
+    pub(crate) fn new(supervisor: &Supervisor<'_>) -> Self {
+        let measured = supervisor.phase == Phase::Measured;
+        let next_at = measured.then(|| Instant::now() + supervisor.plan.args.ramp_time);
+        let mut stages = Self { stage: Stage::Warming, next_at, opened: None, closed: None };
+        stages.advance(supervisor);
+        stages
+    }
+
+    fn time_left(&self) -> Duration {
+        self.next_at.map_or(TICK, |at| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Goes to the next stage if its time has come.
+    fn advance(&mut self, supervisor: &Supervisor<'_>) {
+        if supervisor.interrupted.load(Ordering::Relaxed) {
+            self.stop(supervisor);
+        }
+        if self.next_at.is_none_or(|at| at > Instant::now()) {
+            return;
+        }
+        if self.stage == Stage::Warming {
+            self.opened = supervisor.server.sample();
+            self.stage = Stage::Measuring;
+            supervisor.control.set(self.stage);
+            let runtime = supervisor.plan.args.effective_runtime();
+            self.next_at = runtime.map(|time| Instant::now() + time);
+        } else {
+            self.stop(supervisor);
+        }
+    }
+
+    fn stop(&mut self, supervisor: &Supervisor<'_>) {
+        self.next_at = None;
+        if self.stage != Stage::Stopping {
+            self.stage = Stage::Stopping;
+            supervisor.control.set(self.stage);
+            self.closed = supervisor.server.sample();
+        }
+    }
+
+    /// Returns what the server spent while the measured window was open.
+    fn usage(self, supervisor: &Supervisor<'_>) -> Option<ServerUsage> {
+        let closed = self.closed.or_else(|| supervisor.server.sample())?;
+        Some(closed.since(&self.opened?))
+    }
+}

@@ -1,0 +1,267 @@
+//! What is driven: a server behind a socket, or a file through an engine.
+
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
+
+use crate::args::BenchArgs;
+use crate::driver::{Device, Virtqueue, peer_pid};
+use crate::engine::EngineWorker;
+use crate::engine_args::{EngineArgs, EngineChoice};
+use crate::engine_stats::{Figures, Setup};
+use crate::error::BenchError;
+use crate::job::{Batch, Job};
+use crate::plan::{DeviceFacts, Plan};
+use crate::server::Server;
+use crate::stats::Notices;
+use crate::verify::BlockMap;
+use crate::worker::{Control, Window, Worker};
+
+/// What is driven, before there are jobs.
+pub(crate) enum Target {
+    Socket(PathBuf, Device),
+    File(DiskSource, EngineKind),
+}
+
+/// A thread's part of the jobs.
+pub(crate) enum Runner {
+    Socket(Worker),
+    Engine(Box<EngineWorker>),
+}
+
+impl Target {
+    /// Connects to the server, or opens the file and finds an engine for it.
+    pub(crate) fn open(args: &BenchArgs) -> Result<Self, BenchError> {
+        if let Some(path) = &args.filename {
+            return open_file(args, path);
+        }
+        let path = args.socket_path.clone().unwrap_or_default();
+        let device = {
+            let path = path.clone();
+            let limit = (&*path.clone(), args.timeout);
+            answer_within(limit, "handshake", move || Device::connect(&path))?
+        };
+        Ok(Self::Socket(path, device))
+    }
+
+    pub(crate) fn facts(&self) -> DeviceFacts {
+        match self {
+            Self::Socket(_, device) => device.facts().clone(),
+            Self::File(source, _) => {
+                let info = source.info();
+                DeviceFacts {
+                    disk_bytes: info.size_bytes,
+                    logical_block_bytes: info.logical_block_bytes,
+                    max_queues: MAX_IOTHREADS,
+                    has_virtqueues: false,
+                    read_only: info.read_only,
+                    can_flush: true,
+                    size_max: None,
+                    seg_max: None,
+                }
+            }
+        }
+    }
+
+    /// Returns how the engine is set up, if there is one.
+    pub(crate) fn setup(&self, args: &BenchArgs) -> Option<Setup> {
+        let Self::File(source, engine) = self else { return None };
+        Some(Setup {
+            engine: engine.to_string(),
+            direct: source.info().direct,
+            iodepth_batch: args.engine.iodepth_batch.map(u32::from),
+            poll_max_us: args.engine.poll_max_us,
+        })
+    }
+
+    /// Makes the jobs and the threads' parts of them.
+    pub(crate) fn start(
+        self,
+        plan: &Plan<'_>,
+        map: Option<&Arc<BlockMap>>,
+    ) -> Result<(Vec<Runner>, Server), BenchError> {
+        match self {
+            Self::Socket(path, device) => start_queues(&path, device, plan, map),
+            Self::File(source, engine) => {
+                let batch = batch_of(plan.args);
+                let config = plan.args.engine.config(engine, plan.depth);
+                let slots = (plan.shape.slots, plan.shape.slot_bytes);
+                let make = |index| {
+                    let job = Job::new(plan.depth, slots.1, batch, map.cloned());
+                    let (source, seed) = (source.clone(), plan.seed(index));
+                    let worker = EngineWorker::new(job, source, config.clone(), slots, seed);
+                    Runner::Engine(Box::new(worker))
+                };
+                Ok(((0..plan.shape.queues).map(make).collect(), Server::ourselves()))
+            }
+        }
+    }
+}
+
+impl Runner {
+    pub(crate) fn jobs(&self) -> &[Job] {
+        match self {
+            Self::Socket(worker) => &worker.jobs,
+            Self::Engine(worker) => worker.job.as_slice(),
+        }
+    }
+
+    pub(crate) fn jobs_mut(&mut self) -> &mut [Job] {
+        match self {
+            Self::Socket(worker) => &mut worker.jobs,
+            Self::Engine(worker) => worker.job.as_mut_slice(),
+        }
+    }
+
+    /// What the engine did in the measured window.
+    pub(crate) fn figures(&self) -> Option<&Figures> {
+        match self {
+            Self::Socket(_) => None,
+            Self::Engine(worker) => Some(&worker.figures),
+        }
+    }
+
+    /// Runs one phase.
+    pub(crate) fn run(
+        &mut self,
+        control: &Arc<Control>,
+        notices: &Arc<Notices>,
+    ) -> Result<Window, BenchError> {
+        match self {
+            Self::Socket(worker) => worker.run(control, notices),
+            Self::Engine(worker) => worker.run(control, notices),
+        }
+    }
+}
+
+/// As many as `ringhaul serve` can have.
+const MAX_IOTHREADS: usize = 256;
+
+fn batch_of(args: &BenchArgs) -> Batch {
+    match args.engine.iodepth_batch {
+        None => Batch { least: 1, most: EngineArgs::DEFAULT_BATCH },
+        Some(batch) => {
+            let batch = usize::try_from(batch.get()).unwrap_or(usize::MAX);
+            Batch { least: batch, most: batch }
+        }
+    }
+}
+
+fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
+    let options = DiskOptions {
+        direct: args.engine.direct.is_on(),
+        // So that a disk that is in use can be read.
+        read_only: !args.rw.writes() && !args.verify,
+        logical_block_bytes: None,
+    };
+    let source = DiskSource::file(path, &options).map_err(|error| {
+        let advice = if options.direct { " (--direct off)" } else { "" };
+        BenchError::Connect(format!("{error}{}", if mentions_cache(&error) { advice } else { "" }))
+    })?;
+    let engine = args.engine.engine.choose(source.info());
+    let engine = match try_engine(args, engine) {
+        Ok(()) => engine,
+        Err(error) if args.engine.engine == EngineChoice::Auto => {
+            eprintln!("warning: {error}; falling back to engine threads");
+            EngineKind::Threads
+        }
+        Err(error) => return Err(BenchError::Connect(error.to_string())),
+    };
+    Ok(Target::File(source, engine))
+}
+
+/// Whether the advice in an error is to do without direct I/O.
+fn mentions_cache(error: &blockio::Error) -> bool {
+    error.to_string().contains("page cache")
+}
+
+/// Sets an IoThread up, so that an engine that cannot be had is found out before the run.
+fn try_engine(args: &BenchArgs, engine: EngineKind) -> Result<(), blockio::Error> {
+    let depth = args.iodepth.get().min(u32::from(u16::MAX));
+    IoThread::new(&args.engine.config(engine, depth)).map(drop)
+}
+
+fn start_queues(
+    path: &Path,
+    mut device: Device,
+    plan: &Plan<'_>,
+    map: Option<&Arc<BlockMap>>,
+) -> Result<(Vec<Runner>, Server), BenchError> {
+    let args = plan.args;
+    let socket = device.take_socket().map(Arc::new);
+    let peer = socket.as_ref().and_then(|socket| peer_pid(socket.as_fd()));
+    let server = Server::find(args, peer)?;
+    let queues = {
+        let shape = plan.shape.clone();
+        let limit = (path, args.timeout);
+        answer_within(limit, "set-up of the virtqueues", move || device.start(&shape))?
+    };
+    let mut jobs = Vec::new();
+    for (index, mut queue) in queues.into_iter().enumerate() {
+        let mut job = Job::new(plan.depth, plan.shape.slot_bytes, Batch::ALL, map.cloned());
+        job.fill(&mut queue, plan.seed(index)).map_err(|error| setup_failed(&error))?;
+        jobs.push((job, queue));
+    }
+    let workers = make_workers(args, jobs, socket.as_ref()).map_err(|e| setup_failed(&e))?;
+    Ok((workers.into_iter().map(Runner::Socket).collect(), server))
+}
+
+pub(crate) fn setup_failed(error: &io::Error) -> BenchError {
+    BenchError::Run(format!("cannot set up the driver: {error}"))
+}
+
+fn make_workers(
+    args: &BenchArgs,
+    jobs: Vec<(Job, Virtqueue)>,
+    socket: Option<&Arc<OwnedFd>>,
+) -> io::Result<Vec<Worker>> {
+    let groups: Vec<Vec<_>> =
+        if args.threads { jobs.into_iter().map(|job| vec![job]).collect() } else { vec![jobs] };
+    let make = |jobs| Worker::new(jobs, socket.cloned(), args.busy_poll, args.timeout);
+    groups.into_iter().map(make).collect()
+}
+
+/// Does a part of the handshake on a thread of its own, because it blocks for as long as the
+/// server does not answer, which is what many do while they serve another client.
+fn answer_within<T: Send + 'static>(
+    (path, limit): (&Path, Duration),
+    what: &str,
+    action: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, BenchError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    thread::spawn(move || sender.send(action()));
+    match receiver.recv_timeout(limit) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(cannot_connect(path, what, &error)),
+        Err(_) => Err(BenchError::Connect(format!(
+            "the server at '{}' has not answered for {} s during the {what}: is another client \
+             connected to it?",
+            path.display(),
+            limit.as_secs_f64()
+        ))),
+    }
+}
+
+fn cannot_connect(path: &Path, what: &str, error: &io::Error) -> BenchError {
+    let path = path.display();
+    BenchError::Connect(match error.kind() {
+        io::ErrorKind::NotFound => {
+            format!("cannot connect to '{path}': there is no such socket; is the server running?")
+        }
+        io::ErrorKind::ConnectionRefused => {
+            format!("cannot connect to '{path}': no server listens on it")
+        }
+        io::ErrorKind::PermissionDenied => {
+            format!("cannot connect to '{path}': no permission to write to the socket")
+        }
+        _ => format!("the vhost-user {what} at '{path}' failed: {error}"),
+    })
+}
