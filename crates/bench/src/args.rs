@@ -33,24 +33,30 @@ pub struct BenchArgs {
     #[arg(long, value_name = "PATH")]
     pub filename: Option<PathBuf>,
 
-    /// Pattern: read, write, randread, randwrite, rw (mixed), randrw
+    /// A known mix of I/O by name; other options change single parts of it
+    ///
+    /// file-server is what fio ships as iometer-file-access-server: random, 80% reads, sizes
+    /// 512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10, 64 requests in flight. Sizes that the
+    /// disk's logical block does not allow are rounded up to it.
+    #[arg(long, value_name = "NAME", value_enum)]
+    pub profile: Option<Profile>,
+
+    /// Pattern: read, write, randread, randwrite, rw (mixed), randrw [default: read]
     ///
     /// Random offsets are drawn independently of each other (fio's norandommap) from the whole
     /// region. Sequential jobs each walk their own even share of the region, over and over.
     /// With rw, reads and writes advance separately.
-    #[arg(long, alias = "readwrite", value_name = "PATTERN", default_value = "read",
-          value_parser = Rw::parse)]
-    pub rw: Rw,
+    #[arg(long, alias = "readwrite", value_name = "PATTERN", value_parser = Rw::parse)]
+    pub rw: Option<Rw>,
 
-    /// Share of reads in mixed patterns, in percent (0 to 100)
-    #[arg(long, value_name = "PERCENT", default_value_t = 50,
-          value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub rwmixread: u8,
+    /// Share of reads in mixed patterns, in percent (0 to 100) [default: 50]
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub rwmixread: Option<u8>,
 
-    /// Block size in bytes, or two of them as READ,WRITE
-    #[arg(long, alias = "blocksize", value_name = "BYTES", default_value = "4k",
+    /// Block size in bytes, or two of them as READ,WRITE [default: 4k]
+    #[arg(long, alias = "blocksize", value_name = "BYTES",
           value_parser = BlockSplit::parse_sizes)]
-    pub bs: BlockSplit,
+    pub bs: Option<BlockSplit>,
 
     /// Mix of block sizes, SIZE/PERCENT:SIZE/PERCENT:…, instead of --bs
     ///
@@ -59,9 +65,9 @@ pub struct BenchArgs {
     #[arg(long, value_name = "MIX", value_parser = BlockSplit::parse_mix)]
     pub bssplit: Option<BlockSplit>,
 
-    /// Requests kept in flight by each job
-    #[arg(long, value_name = "N", default_value = "1")]
-    pub iodepth: NonZeroU32,
+    /// Requests kept in flight by each job [default: 1]
+    #[arg(long, value_name = "N")]
+    pub iodepth: Option<NonZeroU32>,
 
     /// Number of jobs; each drives one virtqueue of its own (with --filename: has an IoThread)
     #[arg(long, value_name = "N", default_value = "1")]
@@ -169,9 +175,73 @@ impl BenchArgs {
         self.runtime.or_else(|| (!bounded).then_some(Self::DEFAULT_RUNTIME))
     }
 
-    /// Returns the block sizes, from `--bssplit` when it is given, else from `--bs`.
-    pub(crate) fn block_sizes(&self) -> &BlockSplit {
-        self.bssplit.as_ref().unwrap_or(&self.bs)
+    /// Returns the pattern.
+    pub(crate) fn pattern(&self) -> Rw {
+        self.rw.unwrap_or(self.profile.map_or(Rw::Read, Profile::pattern))
+    }
+
+    /// Returns the share of reads in mixed patterns, in percent.
+    pub(crate) fn percent_reads(&self) -> u8 {
+        self.rwmixread.unwrap_or(self.profile.map_or(50, Profile::percent_reads))
+    }
+
+    /// Returns the requests kept in flight by each job.
+    pub(crate) fn depth(&self) -> NonZeroU32 {
+        self.iodepth.unwrap_or(self.profile.map_or(NonZeroU32::MIN, Profile::depth))
+    }
+
+    /// Returns the block sizes for a disk with logical blocks of this many bytes: from `--bssplit`
+    /// when it is given, else from `--bs`, else from the profile.
+    pub(crate) fn block_sizes(&self, logical_block_bytes: u32) -> BlockSplit {
+        let given = self.bssplit.as_ref().or(self.bs.as_ref());
+        match (given, self.profile) {
+            (Some(sizes), _) => sizes.clone(),
+            (None, Some(profile)) => profile.sizes().rounded_up(logical_block_bytes),
+            (None, None) => BlockSplit::single(4096),
+        }
+    }
+}
+
+/// Values of `--profile`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Profile {
+    /// The accesses of a file server, as Iometer had them.
+    FileServer,
+}
+
+impl Profile {
+    fn pattern(self) -> Rw {
+        match self {
+            Self::FileServer => Rw::RandRw,
+        }
+    }
+
+    fn percent_reads(self) -> u8 {
+        match self {
+            Self::FileServer => 80,
+        }
+    }
+
+    fn depth(self) -> NonZeroU32 {
+        const FILE_SERVER: NonZeroU32 = NonZeroU32::new(64).expect("it is not zero");
+        match self {
+            Self::FileServer => FILE_SERVER,
+        }
+    }
+
+    fn sizes(self) -> BlockSplit {
+        BlockSplit::of(match self {
+            Self::FileServer => &[
+                (512, 10),
+                (1 << 10, 5),
+                (2 << 10, 5),
+                (4 << 10, 60),
+                (8 << 10, 2),
+                (16 << 10, 4),
+                (32 << 10, 4),
+                (64 << 10, 10),
+            ],
+        })
     }
 }
 
@@ -242,17 +312,32 @@ pub(crate) mod tests {
              --randseed=5 --cpus_allowed=1 --eta=never --output-format=json",
         )
         .unwrap();
-        assert_eq!(args.rw, Rw::RandRw);
+        assert_eq!(args.pattern(), Rw::RandRw);
         assert_eq!(args.effective_runtime(), Some(Duration::from_millis(500)));
         assert_eq!((args.size, args.offset), (Some(1 << 30), 1 << 20));
-        assert_eq!(args.block_sizes().sizes(), vec![8192]);
+        assert_eq!(args.block_sizes(512).sizes(), vec![8192]);
         assert_eq!((args.fsync, args.randseed), (8, 5));
     }
 
     #[test]
     fn bssplit_takes_precedence_over_bs() {
         let args = parse("--bs=8k --bssplit=512/50:1k/50").unwrap();
-        assert_eq!(args.block_sizes().sizes(), vec![512, 1024]);
+        assert_eq!(args.block_sizes(512).sizes(), vec![512, 1024]);
+    }
+
+    #[test]
+    fn a_profile_is_changed_by_other_options() {
+        let args = parse("--profile=file-server").unwrap();
+        let sizes = "512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10";
+        assert_eq!(args.block_sizes(512).to_string(), sizes);
+        assert_eq!(args.block_sizes(4096).to_string(), "4k/80:8k/2:16k/4:32k/4:64k/10");
+        assert_eq!((args.pattern(), args.percent_reads()), (Rw::RandRw, 80));
+        assert_eq!(args.depth().get(), 64);
+        let args = "--profile=file-server --rw=randread --rwmixread=7 --bs=512 --iodepth=16";
+        let args = parse(args).unwrap();
+        assert_eq!(args.block_sizes(4096).to_string(), "512");
+        assert_eq!((args.pattern(), args.percent_reads()), (Rw::RandRead, 7));
+        assert_eq!(args.depth().get(), 16);
     }
 
     #[test]
@@ -270,6 +355,7 @@ pub(crate) mod tests {
             ("--rwmixread=101", "101"),
             ("--bs=4q", "4q"),
             ("--bs=0", "0"),
+            ("--profile=web", "web"),
             ("--iodepth=0", "0"),
             ("--bssplit=4k/60:8k/60", "more than 100"),
             ("--runtime=soon", "soon"),

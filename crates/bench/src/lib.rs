@@ -61,7 +61,7 @@ use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
-pub use args::{BenchArgs, Eta, OutputFormat};
+pub use args::{BenchArgs, Eta, OutputFormat, Profile};
 pub use engine_args::{EngineArgs, EngineChoice, OnOff};
 pub use engine_stats::{EngineReport, SizeReport};
 pub use error::BenchError;

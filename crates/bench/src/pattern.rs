@@ -130,6 +130,25 @@ impl BlockSplit {
         Self::parse_pair(text, Mix::parse)
     }
 
+    /// One size for reads and writes.
+    pub(crate) fn single(bytes: u32) -> Self {
+        Self::of(&[(bytes, 100)])
+    }
+
+    /// Sizes in bytes with their percentages, which add up to 100, for reads and writes.
+    pub(crate) fn of(entries: &[(u32, u8)]) -> Self {
+        let entries: Vec<_> =
+            entries.iter().map(|(size, percent)| (*size, Some(*percent))).collect();
+        let mix = Mix::accumulate(&entries, 0, 0);
+        Self { read: mix.clone(), write: mix }
+    }
+
+    /// The same with each size rounded up to a multiple of `block_bytes`.
+    pub(crate) fn rounded_up(&self, block_bytes: u32) -> Self {
+        let [read, write] = [&self.read, &self.write].map(|mix| mix.rounded_up(block_bytes));
+        Self { read, write }
+    }
+
     fn parse_pair(text: &str, parse: fn(&str) -> Result<Mix, String>) -> Result<Self, String> {
         let (read, write) = text.split_once(',').unwrap_or((text, text));
         Ok(Self { read: parse(read)?, write: parse(write)? })
@@ -214,6 +233,18 @@ impl Mix {
             (*size, u8::try_from(sum).unwrap_or(100))
         });
         Self(sums.collect())
+    }
+
+    fn rounded_up(&self, block_bytes: u32) -> Self {
+        let mut entries: Vec<(u32, u8)> = Vec::new();
+        for (size, sum) in &self.0 {
+            let size = size.next_multiple_of(block_bytes);
+            match entries.last_mut() {
+                Some(last) if last.0 == size => last.1 = *sum,
+                _ => entries.push((size, *sum)),
+            }
+        }
+        Self(entries)
     }
 
     fn draw(&self, rng: &mut fastrand::Rng) -> u32 {

@@ -104,14 +104,14 @@ impl Run<'_> {
     ) -> Result<Report, BenchError> {
         let args = self.plan.args;
         let notices = Arc::new(Notices::default());
-        if args.verify && !args.rw.writes() {
+        if args.verify && !args.pattern().writes() {
             self.phase(Phase::Fill, &notices)?;
             if self.is_interrupted() {
                 return Err(BenchError::Run("interrupted before anything was measured".into()));
             }
         }
         let outcome = self.phase(Phase::Measured, &notices)?;
-        if args.verify && args.rw.writes() && !self.is_interrupted() {
+        if args.verify && args.pattern().writes() && !self.is_interrupted() {
             self.phase(Phase::ReadBack, &notices)?;
         }
         let mut counters = Counters::new();

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::args::BenchArgs;
 use crate::error::BenchError;
-use crate::pattern::{Source, Sweep, Workload};
+use crate::pattern::{BlockSplit, Source, Sweep, Workload};
 use crate::units::show_bytes;
 
 /// What the device says about itself. Sizes are in bytes.
@@ -44,6 +44,7 @@ pub(crate) struct QueueShape {
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     pub(crate) args: &'a BenchArgs,
+    pub(crate) sizes: BlockSplit,
     /// Bytes of the disk to use, a whole number of blocks.
     pub(crate) region: Range<u64>,
     /// The largest number of bytes that divides all block sizes.
@@ -63,11 +64,12 @@ impl<'a> Plan<'a> {
         check_limits(args)?;
         check_device(args, facts)?;
         check_alignment(args, facts)?;
-        let block_bytes = args.block_sizes().common_divisor();
-        let region = find_region(args, facts, block_bytes)?;
+        let sizes = args.block_sizes(facts.logical_block_bytes);
+        let block_bytes = sizes.common_divisor();
+        let region = find_region(args, facts, &sizes)?;
         check_map_size(args, &region, block_bytes)?;
-        let shape = find_shape(args, facts)?;
-        Ok(Self { args, region, block_bytes, depth: args.iodepth.get(), shape })
+        let shape = find_shape(args, facts, &sizes)?;
+        Ok(Self { args, sizes, region, block_bytes, depth: args.depth().get(), shape })
     }
 
     /// Returns the even share of the region that belongs to a job, in whole blocks.
@@ -78,10 +80,10 @@ impl<'a> Plan<'a> {
     /// Returns what a job does in the measured run.
     pub(crate) fn workload(&self, job: usize) -> Source {
         let args = self.args;
-        let area = if args.rw.is_random() { self.region.clone() } else { self.share(job) };
+        let area = if args.pattern().is_random() { self.region.clone() } else { self.share(job) };
         Source::Workload(Workload::new(
-            (args.rw, args.rwmixread),
-            args.block_sizes(),
+            (args.pattern(), args.percent_reads()),
+            &self.sizes,
             area,
             self.seed(job),
             (args.number_ios.map(u64::from), args.io_size),
@@ -90,12 +92,12 @@ impl<'a> Plan<'a> {
 
     /// Returns a pass that writes a job's share of the region.
     pub(crate) fn fill(&self, job: usize) -> Source {
-        Source::Sweep(Sweep::fill(self.share(job), self.args.block_sizes().largest()))
+        Source::Sweep(Sweep::fill(self.share(job), self.sizes.largest()))
     }
 
     /// Returns a pass that reads what was written in a job's share of the region.
     pub(crate) fn read_back(&self, job: usize) -> Source {
-        Source::Sweep(Sweep::read_back(self.share(job), self.args.block_sizes().largest()))
+        Source::Sweep(Sweep::read_back(self.share(job), self.sizes.largest()))
     }
 
     /// Returns the seed of a job, different for each.
@@ -136,7 +138,7 @@ pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
 fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
     /// Most ops of an IoThread.
     const DEPTH_LIMIT: u32 = 65_535;
-    let depth = args.iodepth;
+    let depth = args.depth();
     if depth.get() > DEPTH_LIMIT {
         return refuse(format!("--iodepth={depth}: an IoThread has at most {DEPTH_LIMIT} ops"));
     }
@@ -159,8 +161,11 @@ fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError>
             facts.max_queues
         ));
     }
-    if facts.read_only && args.rw.writes() {
-        return refuse(format!("--rw={} needs to write, but the disk is read-only", args.rw));
+    if facts.read_only && args.pattern().writes() {
+        return refuse(format!(
+            "--rw={} needs to write, but the disk is read-only",
+            args.pattern()
+        ));
     }
     if facts.read_only && args.verify {
         return refuse("--verify writes the region first, but the disk is read-only".to_owned());
@@ -173,7 +178,11 @@ fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError>
 
 fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
     let block = u64::from(facts.logical_block_bytes);
-    let sizes = args.block_sizes().sizes().into_iter().map(|size| ("block size", size.into()));
+    let sizes = args
+        .block_sizes(facts.logical_block_bytes)
+        .sizes()
+        .into_iter()
+        .map(|size| ("block size", size.into()));
     let limits = [("--offset", args.offset), ("--size", args.size.unwrap_or(0))];
     for (name, bytes) in sizes.chain(limits) {
         if bytes % block != 0 {
@@ -189,8 +198,9 @@ fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchErr
 fn find_region(
     args: &BenchArgs,
     facts: &DeviceFacts,
-    block_bytes: u32,
+    sizes: &BlockSplit,
 ) -> Result<Range<u64>, BenchError> {
+    let block_bytes = sizes.common_divisor();
     let disk = facts.disk_bytes;
     let start = args.offset;
     let end = match args.size {
@@ -207,10 +217,10 @@ fn find_region(
     let end = end - (end - start) % u64::from(block_bytes);
     let region = start..end;
     let jobs = usize::try_from(args.numjobs.get()).unwrap_or(usize::MAX);
-    let parts = if args.rw.is_random() { 1 } else { jobs };
+    let parts = if args.pattern().is_random() { 1 } else { jobs };
     let smallest = (0..parts).map(|job| share(&region, block_bytes, parts, job));
     let smallest = smallest.map(|part| part.end - part.start).min().unwrap_or(0);
-    let largest = args.block_sizes().largest();
+    let largest = sizes.largest();
     if smallest < u64::from(largest) {
         return refuse(format!(
             "the region of {} bytes{} is smaller than one block of {}",
@@ -240,14 +250,18 @@ fn check_map_size(
     Ok(())
 }
 
-fn find_shape(args: &BenchArgs, facts: &DeviceFacts) -> Result<QueueShape, BenchError> {
+fn find_shape(
+    args: &BenchArgs,
+    facts: &DeviceFacts,
+    sizes: &BlockSplit,
+) -> Result<QueueShape, BenchError> {
     /// What Linux and most servers agree on without being told.
     const DEFAULT_SIZE: u16 = 128;
     /// More than this is refused, or not expected, by most servers.
     const USUAL_LIMIT: u16 = 1024;
     const SECTOR_BYTES: u64 = 512;
 
-    let largest = u64::from(args.block_sizes().largest());
+    let largest = u64::from(sizes.largest());
     let size_max = facts.size_max.map(u64::from);
     let segment = args.seg_size.or(size_max).unwrap_or(largest).min(largest);
     if segment % SECTOR_BYTES != 0 {
@@ -270,20 +284,20 @@ fn find_shape(args: &BenchArgs, facts: &DeviceFacts) -> Result<QueueShape, Bench
     let shape = QueueShape {
         queues: to_usize(args.numjobs.get().into()),
         size: 0,
-        slots: to_usize(args.iodepth.get().into()),
+        slots: to_usize(args.depth().get().into()),
         slot_bytes: to_usize(largest).next_multiple_of(page),
         segment_bytes: to_usize(segment),
     };
     if !facts.has_virtqueues {
         return Ok(shape);
     }
-    let needed = (segments + 2) * u64::from(args.iodepth.get());
+    let needed = (segments + 2) * u64::from(args.depth().get());
     let most = u64::from(args.queue_size.unwrap_or(USUAL_LIMIT));
     if needed > most {
         return refuse(format!(
             "--iodepth={} needs {needed} descriptors, {} for each request, but the queue has \
              {most}: use a lower --iodepth or a larger --queue-size, if the server takes it",
-            args.iodepth,
+            args.depth(),
             segments + 2
         ));
     }

@@ -89,7 +89,7 @@ impl Supervisor<'_> {
             // How much has been written is not worth a walk through the map.
             Phase::ReadBack => ("checking", None, None, None),
             Phase::Measured => (
-                args.rw.name(),
+                args.pattern().name(),
                 args.effective_runtime().map(|time| time + args.ramp_time),
                 args.number_ios.map(|ios| ios.get().saturating_mul(jobs)),
                 args.io_size.map(|bytes| bytes.saturating_mul(jobs)),

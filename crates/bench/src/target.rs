@@ -159,7 +159,7 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
     let options = DiskOptions {
         direct: args.engine.direct.is_on(),
         // So that a disk that is in use can be read.
-        read_only: !args.rw.writes() && !args.verify,
+        read_only: !args.pattern().writes() && !args.verify,
         logical_block_bytes: None,
     };
     let source = DiskSource::file(path, &options).map_err(|error| {
@@ -185,7 +185,7 @@ fn mentions_cache(error: &blockio::Error) -> bool {
 
 /// Sets an IoThread up, so that an engine that cannot be had is found out before the run.
 fn try_engine(args: &BenchArgs, engine: EngineKind) -> Result<(), blockio::Error> {
-    let depth = args.iodepth.get().min(u32::from(u16::MAX));
+    let depth = args.depth().get().min(u32::from(u16::MAX));
     IoThread::new(&args.engine.config(engine, depth)).map(drop)
 }
 

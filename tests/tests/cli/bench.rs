@@ -165,6 +165,33 @@ fn json_has_the_documented_keys_and_figures_that_fit() -> Result<()> {
     Ok(())
 }
 
+/// On logical blocks of 4096 bytes what is smaller grows; an option beside it takes precedence.
+#[test]
+fn a_profile_is_a_pattern_by_name() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let mut sizes = "512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10";
+    for block in ["512", "4096"] {
+        let socket = scene.socket(block);
+        let mut command = serve(&socket, &file)?;
+        let daemon = Running::serve(command.args(["--logical-block-size", block]))?;
+        let options = "--profile file-server --number_ios 2000 --output-format json";
+        let report = json(&run(&mut bench(&socket, options)?)?.expect_code(0)?)?;
+        ensure!(report["block_size"] == sizes, "{} at {block}", report["block_size"]);
+        ensure!(report["rw"] == "randrw" && report["iodepth"] == 64, "{report}");
+        let reads = number(&report, "read_ios")? / 2000.0;
+        ensure!((0.7..0.9).contains(&reads), "{reads} of the I/Os read");
+        drop(daemon);
+        sizes = "4k/80:8k/2:16k/4:32k/4:64k/10";
+    }
+    let mut command = ringhaul()?;
+    command.args(["bench", "--profile", "file-server", "--iodepth", "2", "--rw", "randread"]);
+    command.args(["--number_ios", "100", "--output-format", "json", "--filename"]).arg(&file);
+    let report = json(&run(&mut command)?.expect_code(0)?)?;
+    ensure!(report["rw"] == "randread" && report["iodepth"] == 2, "{report}");
+    Ok(())
+}
+
 fn check_keys(report: &Value) -> Result<()> {
     let directions = ["", "read_", "write_", "flush_"];
     let counts = ["ios", "iops", "bytes", "bandwidth_bytes_per_s", "errors"];
@@ -264,6 +291,7 @@ fn what_cannot_be_run_is_refused() -> Result<()> {
         ("--bs 4q", ["--bs", "4q"]),
         ("--bs 1000", ["1000", "512 bytes"]),
         ("--bs 1g", ["region", "1g"]),
+        ("--profile web-server", ["--profile", "file-server"]),
         ("--bssplit 4k/60:8k/60", ["--bssplit", "more than 100"]),
         ("--iodepth 0", ["--iodepth", "0"]),
         ("--iodepth 100000", ["--iodepth=100000", "use a lower --iodepth"]),
