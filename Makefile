@@ -4,10 +4,10 @@ CARGO ?= cargo
 XTASK = $(CARGO) run --quiet --package xtask --
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup check compare clean
+.PHONY: help demo test setup check compare experiments clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
 	@$(XTASK) demo
@@ -23,6 +23,9 @@ check: rust ## The quick checks: format, tidy, clippy, unit tests
 
 compare: rust ## Measure against qemu-storage-daemon; root for zram and loop devices
 	@$(XTASK) compare
+
+experiments: rust ## Measure what each step of the loop is worth; root for zram and loop devices
+	@$(XTASK) experiments
 
 clean: ## Remove what was built
 	@$(CARGO) clean

@@ -4,28 +4,25 @@
 //! Machines drift while they are measured. So the servers take turns within each round of a
 //! workload, another one is first in each round, and ratios are taken within a round.
 
-mod machine;
 mod measure;
 mod plan;
-mod progress;
 mod report;
 mod servers;
-mod spread;
-mod targets;
-mod trace;
 
 use std::path::PathBuf;
+use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::process::Interrupt;
+use crate::lab::machine::{self, Machine};
+use crate::lab::progress::Progress;
+use crate::lab::targets::{self, Disk, Prepared, Target};
+use crate::process::{self, Interrupt};
 use crate::workspace;
 use measure::Bench;
 use plan::Workload;
-use progress::Progress;
 use report::{Cell, Comparison, Series};
 use servers::Server;
-use targets::{Disk, Prepared, Target};
 
 /// Rounds, seconds and MiB that --quick uses in place of the defaults.
 const QUICK: (usize, f64, u64) = (1, 0.2, 64);
@@ -86,7 +83,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     let bench = Bench::new(&args, &interrupt)?;
     let mut progress = Progress::new(count * (args.rounds + 1), args.runtime);
-    let mut comparison = Comparison::new(machine::describe(&args, &bench)?);
+    let mut comparison = Comparison::new(describe(&args, &bench)?);
     let result = measure_all(&args, &bench, &interrupt, &mut progress, &mut comparison);
     progress.finish();
     // What has been measured is not lost when something goes wrong near the end.
@@ -97,6 +94,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     comparison.write(&folder)?;
     result
+}
+
+/// What is measured, with what.
+fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
+    let mut machine = machine::describe(&bench.lab)?;
+    let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
+    let rounds = format!("{} of {} s for each server and workload", args.rounds, args.runtime);
+    let qsd = qsd.lines().next().unwrap_or_default().to_owned();
+    machine.facts.extend([("qemu-storage-daemon", qsd), ("rounds", rounds)]);
+    Ok(machine)
 }
 
 fn measure_all(

@@ -1,8 +1,11 @@
-//! Development tasks of the workspace: `cargo xtask check`, `tidy`, `demo`, `compare` and `guest`.
+//! Development tasks of the workspace: `cargo xtask check`, `tidy`, `demo`, `compare`,
+//! `experiments` and `guest`.
 
 mod checks;
 mod compare;
 mod demo;
+mod experiments;
+mod lab;
 mod process;
 #[cfg(test)]
 mod setup;
@@ -31,6 +34,8 @@ enum Command {
     Demo(demo::Args),
     /// Measure Ringhaul against qemu-storage-daemon
     Compare(compare::Args),
+    /// Measure what each step of the loop is worth
+    Experiments(experiments::Args),
     /// Boot real guests with vhost-user disks
     Guest(guest::Args),
 }
@@ -41,6 +46,7 @@ fn main() -> ExitCode {
         Command::Tidy(args) => tidy::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Compare(args) => compare::run(&args),
+        Command::Experiments(args) => experiments::run(&args),
         Command::Guest(args) => match guest::run(&args) {
             Ok(status) => return status,
             Err(error) => Err(error),

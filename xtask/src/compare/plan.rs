@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::targets::Target;
+use crate::lab::targets::Target;
 
 /// A pattern, a block size and a depth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

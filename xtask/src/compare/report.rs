@@ -7,12 +7,12 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::machine::Machine;
 use super::measure::Sample;
 use super::plan::Workload;
 use super::servers::Server;
-use super::spread::{Spread, number, show};
-use super::targets::Target;
+use crate::lab::machine::Machine;
+use crate::lab::spread::{Spread, number, show};
+use crate::lab::targets::Target;
 
 /// All rounds of one server in one cell.
 pub(super) struct Series {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::targets::Target;
+use crate::lab::targets::Target;
 
 /// Bytes of the null disk, for both: 64 GiB, more than any real disk here.
 const NULL_SIZE: u64 = 64 << 30;

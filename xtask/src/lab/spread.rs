@@ -4,15 +4,15 @@ use serde::Serialize;
 
 /// The median of some measurements, the least and the greatest of them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(super) struct Spread {
-    pub(super) median: f64,
-    pub(super) min: f64,
-    pub(super) max: f64,
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
 }
 
 impl Spread {
     /// None if there are no values.
-    pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
         let (min, max) = (*values.first()?, *values.last()?);
@@ -25,7 +25,7 @@ impl Spread {
     }
 
     /// `median (min–max)`; the median alone if there is no spread.
-    pub(super) fn show(&self) -> String {
+    pub(crate) fn show(&self) -> String {
         let [median, min, max] = [self.median, self.min, self.max].map(number);
         match min == max {
             true => median,
@@ -35,12 +35,12 @@ impl Spread {
 }
 
 /// A table's cell for a value that may be missing.
-pub(super) fn show(value: Option<Spread>) -> String {
+pub(crate) fn show(value: Option<Spread>) -> String {
     value.map_or_else(|| "–".to_owned(), |spread| spread.show())
 }
 
 /// Three significant digits, thousands as k.
-pub(super) fn number(value: f64) -> String {
+pub(crate) fn number(value: f64) -> String {
     match value {
         value if value >= 100_000.0 => format!("{:.0}k", value / 1e3),
         value if value >= 10_000.0 => format!("{:.1}k", value / 1e3),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const OVERHEAD_S: f64 = 0.5;
 
 /// Progress on stderr: one line that changes on a terminal, else results only.
-pub(super) struct Progress {
+pub(crate) struct Progress {
     total: usize,
     done: usize,
     /// Measurements that were left out cost no time.
@@ -19,7 +19,7 @@ pub(super) struct Progress {
 
 impl Progress {
     /// `runtime` is in seconds for each of the `total` measurements.
-    pub(super) fn new(total: usize, runtime: f64) -> Self {
+    pub(crate) fn new(total: usize, runtime: f64) -> Self {
         let guess = Duration::try_from_secs_f64(runtime + OVERHEAD_S).unwrap_or(Duration::MAX);
         let live = std::io::stderr().is_terminal();
         let progress = Self { total, done: 0, skipped: 0, start: Instant::now(), guess, live };
@@ -28,7 +28,7 @@ impl Progress {
     }
 
     /// The next measurement begins.
-    pub(super) fn step(&mut self, what: &str) {
+    pub(crate) fn step(&mut self, what: &str) {
         if self.live {
             let left = self.left();
             eprint!("\r\x1b[K[{}/{}, {left} left] {what}", self.done + 1, self.total);
@@ -39,19 +39,19 @@ impl Progress {
     }
 
     /// Some measurements are left out.
-    pub(super) fn skip(&mut self, count: usize) {
+    pub(crate) fn skip(&mut self, count: usize) {
         self.skipped += count;
         self.done += count;
     }
 
     /// Prints a line that stays.
-    pub(super) fn say(&self, line: &str) {
+    pub(crate) fn say(&self, line: &str) {
         let clear = if self.live { "\r\x1b[K" } else { "" };
         eprintln!("{clear}{line}");
     }
 
     /// Removes the line that changes.
-    pub(super) fn finish(&self) {
+    pub(crate) fn finish(&self) {
         if self.live {
             eprint!("\r\x1b[K");
         }

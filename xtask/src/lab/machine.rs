@@ -5,8 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::Args;
-use super::measure::Bench;
+use super::Lab;
 use crate::process;
 use crate::workspace;
 
@@ -14,15 +13,14 @@ use crate::workspace;
 const QUIET_LOAD: f64 = 0.5;
 
 /// The machine and the programs; each line is a name and a value.
-pub(super) struct Machine {
-    pub(super) facts: Vec<(&'static str, String)>,
+pub(crate) struct Machine {
+    pub(crate) facts: Vec<(&'static str, String)>,
 }
 
-/// Describes this machine and this run.
-pub(super) fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
+/// Describes this machine and what measures on it.
+pub(crate) fn describe(lab: &Lab) -> Result<Machine> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = format!("Linux {} {}", release.trim(), std::env::consts::ARCH);
-    let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     let facts = vec![
         ("date", process::output(Command::new("date").args(["-u", "+%Y-%m-%d %H:%M UTC"]))?),
@@ -31,16 +29,14 @@ pub(super) fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
         ("memory", memory()),
         ("kernel", kernel),
         ("load average at the start", load_average()),
-        ("Ringhaul", ringhaul_version(&bench.binary)?),
-        ("qemu-storage-daemon", first_line(&qsd)),
-        ("rounds", format!("{} of {} s for each server and workload", args.rounds, args.runtime)),
+        ("Ringhaul", ringhaul_version(&lab.binary)?),
         (
             "pinned",
-            format!("server to CPU {}, load generator to CPU {}", args.server_cpu, args.client_cpu),
+            format!("server to CPU {}, load generator to CPU {}", lab.server_cpu, lab.client_cpu),
         ),
         (
             "system calls",
-            match &bench.tracer {
+            match &lab.tracer {
                 Some(tracer) => format!("counted in runs of their own by {tracer}"),
                 None => "not counted: neither perf nor strace works here".to_owned(),
             },
@@ -97,8 +93,4 @@ fn ringhaul_version(binary: &Path) -> Result<String> {
         // A tarball has no commit.
         Err(_) => version,
     })
-}
-
-fn first_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().to_owned()
 }

@@ -10,7 +10,7 @@ use crate::workspace;
 
 /// What counts; both see every thread of a program from its start to its end.
 #[derive(Clone, Debug)]
-pub(super) enum Tracer {
+pub(crate) enum Tracer {
     /// Counts in the kernel and hardly slows the program.
     Perf(PathBuf),
     /// Stops the program twice for each system call.
@@ -19,7 +19,7 @@ pub(super) enum Tracer {
 
 impl Tracer {
     /// The best tracer that works here; `folder` is for its trial.
-    pub(super) fn find(folder: &Path) -> Option<Self> {
+    pub(crate) fn find(folder: &Path) -> Option<Self> {
         let perf = workspace::find_program("perf").map(Self::Perf);
         let strace = workspace::find_program("strace").map(Self::Strace);
         let works = |tracer: &Self| tracer.count_trial(folder).is_ok_and(|count| count > 0.0);
@@ -27,7 +27,7 @@ impl Tracer {
     }
 
     /// The words before the command line of the program; counts go to `output`.
-    pub(super) fn prefix(&self, output: &Path) -> Vec<String> {
+    pub(crate) fn prefix(&self, output: &Path) -> Vec<String> {
         let (program, options): (_, &[&str]) = match self {
             Self::Perf(program) => (program, &["stat", "-x,", "-e", "raw_syscalls:sys_enter"]),
             Self::Strace(program) => (program, &["-c", "-f", "-U", "calls,name"]),
@@ -39,7 +39,7 @@ impl Tracer {
     }
 
     /// How much slower a server is that makes many system calls; a guess, to bound the time.
-    pub(super) fn slowdown(&self) -> f64 {
+    pub(crate) fn slowdown(&self) -> f64 {
         match self {
             Self::Perf(_) => 1.0,
             Self::Strace(_) => 20.0,
@@ -47,7 +47,7 @@ impl Tracer {
     }
 
     /// The number of system calls in what the tracer wrote.
-    pub(super) fn read(&self, output: &Path) -> Result<f64> {
+    pub(crate) fn read(&self, output: &Path) -> Result<f64> {
         let text = std::fs::read_to_string(output)
             .with_context(|| format!("reading {}", output.display()))?;
         let count = match self {

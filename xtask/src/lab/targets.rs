@@ -1,4 +1,4 @@
-//! The disks: made for the comparison, and taken away after it on every way out.
+//! The disks: made for a measurement, and taken away after it on every way out.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -32,7 +32,7 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 
 /// What a disk is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Target {
+pub(crate) enum Target {
     /// Nothing: what is above the disk is measured.
     Null,
     /// Compressed memory: a device that completes at once.
@@ -44,7 +44,7 @@ pub(super) enum Target {
 }
 
 impl Target {
-    pub(super) const ALL: [Self; 4] = [Self::Null, Self::Zram, Self::Loop, Self::File];
+    pub(crate) const ALL: [Self; 4] = [Self::Null, Self::Zram, Self::Loop, Self::File];
 }
 
 impl fmt::Display for Target {
@@ -65,12 +65,12 @@ impl Serialize for Target {
 }
 
 /// A disk to measure; dropping it removes it.
-pub(super) struct Disk {
-    pub(super) target: Target,
+pub(crate) struct Disk {
+    pub(crate) target: Target,
     /// None for null.
-    pub(super) path: Option<PathBuf>,
+    pub(crate) path: Option<PathBuf>,
     /// What it is, for the report; without paths.
-    pub(super) description: String,
+    pub(crate) description: String,
     undo: Undo,
 }
 
@@ -83,14 +83,14 @@ enum Undo {
 }
 
 /// A disk, or why there is none on this machine.
-pub(super) enum Prepared {
+pub(crate) enum Prepared {
     Ready(Disk),
     Skipped(String),
 }
 
 impl Disk {
     /// Removes the disk.
-    pub(super) fn restore(mut self) -> Result<()> {
+    pub(crate) fn restore(mut self) -> Result<()> {
         self.undo()
     }
 
@@ -117,7 +117,7 @@ impl Drop for Disk {
 }
 
 /// Makes a disk of `size_mib` MiB, filled with random data.
-pub(super) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> Result<Prepared> {
+pub(crate) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let size = size_mib.checked_mul(1 << 20).context("--size is too large")?;
     match target {
         Target::Null => {
@@ -230,7 +230,7 @@ fn prepare_file(parent: &Path, size: u64, interrupt: &Interrupt) -> Result<Prepa
 
 fn temporary_folder(parent: &Path) -> Result<TempDir> {
     tempfile::Builder::new()
-        .prefix("ringhaul-compare-")
+        .prefix("ringhaul-lab-")
         .tempdir_in(parent)
         .with_context(|| format!("making a folder in {}", parent.display()))
 }

@@ -1,0 +1,11 @@
+//! What every measurement needs: disks, pinned servers, the load generator, counts of system
+//! calls, the machine, progress, medians.
+
+pub(crate) mod machine;
+pub(crate) mod progress;
+mod runner;
+pub(crate) mod spread;
+pub(crate) mod targets;
+pub(crate) mod trace;
+
+pub(crate) use runner::{Lab, Program, Times, pinning};
