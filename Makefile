@@ -21,7 +21,7 @@ setup: ## Install what the tests need (Debian packages; with sudo when not root)
 check: rust ## The quick checks: format, tidy, clippy, unit tests
 	@$(XTASK) check
 
-compare: rust ## Measure against qemu-storage-daemon; root for zram and loop devices
+compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
 	@$(XTASK) compare
 
 experiments: rust ## Measure what each step of the loop is worth; root for zram and loop devices

@@ -1,5 +1,5 @@
 //! `cargo xtask compare`: Ringhaul and qemu-storage-daemon in turn, on the same disks, driven
-//! by the same load generator.
+//! by the same load generator, and fio on the disks themselves as the limit.
 //!
 //! Machines drift while they are measured. So the servers take turns within each round of a
 //! workload, another one is first in each round, and ratios are taken within a round.
@@ -34,7 +34,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Seconds of one measurement
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 1.0)]
     runtime: f64,
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 1024)]
@@ -54,9 +54,6 @@ pub(crate) struct Args {
     /// CPU that the load generator is pinned to
     #[arg(long, default_value_t = 1)]
     client_cpu: usize,
-    /// Engine of Ringhaul
-    #[arg(long, default_value = "auto")]
-    engine: String,
     /// List what would be measured and end
     #[arg(long)]
     list: bool,
@@ -100,9 +97,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
     let mut machine = machine::describe(&bench.lab)?;
     let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
-    let rounds = format!("{} of {} s for each server and workload", args.rounds, args.runtime);
+    let rounds = format!("{} of {} s for each program and workload", args.rounds, args.runtime);
     let qsd = qsd.lines().next().unwrap_or_default().to_owned();
-    machine.facts.extend([("qemu-storage-daemon", qsd), ("rounds", rounds)]);
+    let fio = process::output(Command::new(&bench.fio).arg("--version"))?;
+    machine.facts.extend([("qemu-storage-daemon", qsd), ("fio", fio), ("rounds", rounds)]);
     Ok(machine)
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 7)]
     rounds: usize,
     /// Seconds of one measurement
-    #[arg(long, default_value_t = 0.4)]
+    #[arg(long, default_value_t = 0.5)]
     runtime: f64,
     /// Size of the disks, in MiB
     #[arg(long, default_value_t = 512)]

@@ -32,7 +32,7 @@ enum Command {
     Tidy(tidy::Args),
     /// Serve a sample disk and drive it for ten seconds
     Demo(demo::Args),
-    /// Measure Ringhaul against qemu-storage-daemon
+    /// Measure Ringhaul against qemu-storage-daemon, and against fio on the bare disk
     Compare(compare::Args),
     /// Measure what each step of the loop is worth
     Experiments(experiments::Args),

@@ -1,6 +1,7 @@
 //! One measurement of a server.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -8,7 +9,7 @@ use serde_json::Value;
 
 use super::Args;
 use super::plan::Workload;
-use super::servers::Server;
+use super::servers::{Server, fio_options};
 use crate::lab::targets::{Disk, Target};
 use crate::lab::{Lab, Program, Times, pinning};
 use crate::process::Interrupt;
@@ -35,7 +36,7 @@ pub(super) struct Sample {
 pub(super) struct Bench {
     pub(super) lab: Lab,
     pub(super) qsd: PathBuf,
-    engine: String,
+    pub(super) fio: PathBuf,
     times: Times,
 }
 
@@ -44,10 +45,12 @@ impl Bench {
     pub(super) fn new(args: &Args, interrupt: &Interrupt) -> Result<Self> {
         let qsd = workspace::find_program("qemu-storage-daemon")
             .context("qemu-storage-daemon is missing; `make setup` installs it")?;
+        let fio =
+            workspace::find_program("fio").context("fio is missing; `make setup` installs it")?;
         Ok(Self {
             lab: Lab::new((args.server_cpu, args.client_cpu), interrupt)?,
             qsd,
-            engine: args.engine.clone(),
+            fio,
             times: Times { runtime: args.runtime, ramp: RAMP_S },
         })
     }
@@ -60,6 +63,9 @@ impl Bench {
         workload: Workload,
         round: usize,
     ) -> Result<Sample> {
+        if let Server::Fio(ioengine) = server {
+            return self.fio(ioengine, disk, workload, round);
+        }
         let seed = ["--randseed".to_owned(), round.to_string()];
         let options = self.bench_options(workload).into_iter().chain(self.times.options());
         let options: Vec<_> = options.chain(seed).collect();
@@ -76,15 +82,33 @@ impl Bench {
         workload: Workload,
         iops: f64,
     ) -> Result<Option<f64>> {
+        if !server.is_server() {
+            return Ok(None);
+        }
         let (server, options) = (self.program(server, disk), self.bench_options(workload));
         self.lab.count_system_calls(&server, &options, (workload.depth, 1), iops)
     }
 
+    /// Measures fio on the disk itself, on the CPU that servers have otherwise.
+    fn fio(&self, ioengine: &str, disk: &Disk, workload: Workload, round: usize) -> Result<Sample> {
+        let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+        let mut command = Command::new(&self.fio);
+        command.args(fio_options(ioengine, &path, workload, self.lab.server_cpu));
+        command.args(self.times.options()).arg(format!("--randseed={}", round + 1));
+        if !workload.rw.contains("write") {
+            command.arg("--readonly");
+        }
+        let name = Server::Fio("").program();
+        let report =
+            self.lab.report_of(name, command.arg("--output-format=json"), self.times.limit())?;
+        parse_fio(&report, workload)
+    }
+
     fn program(&self, server: Server, disk: &Disk) -> Program {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-        let options = server.options(disk.target, &self.engine, &path, &self.lab.socket());
+        let options = server.options(disk.target, &path, &self.lab.socket());
         let mut program = self.lab.ringhaul(options);
-        if server != Server::Ringhaul {
+        if !server.is_ours() {
             program.words[0] = self.qsd.to_string_lossy().into_owned();
         }
         Program { name: server.to_string(), ..program }
@@ -98,17 +122,25 @@ impl Bench {
     /// How the servers on `target` and the load generator are started, without paths.
     pub(super) fn command_lines(&self, target: Target) -> Vec<String> {
         let pinned = pinning(self.lab.server_cpu).join(" ");
+        let cpu = self.lab.server_cpu;
         let servers = Server::on(target).iter().map(|server| {
-            let options = server.options(target, &self.engine, "DISK", "SOCKET").join(" ");
-            format!("{pinned} {} {options}", server.program())
+            let program = server.program();
+            if let Server::Fio(ioengine) = server {
+                let options = fio_options(ioengine, "DISK", EXAMPLE, cpu).join(" ");
+                return format!("{program} {options} --randseed=ROUND");
+            }
+            let options = server.options(target, "DISK", "SOCKET").join(" ");
+            format!("{pinned} {program} {options}")
         });
-        let example = Workload { rw: "randread", bs: "4k", depth: 64 };
-        let options = bench_options(example, "SOCKET", self.lab.client_cpu).join(" ");
+        let options = bench_options(EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
         let times = self.times.options().join(" ");
         let load = format!("ringhaul bench {options} {times} --randseed ROUND");
         servers.chain([load]).collect()
     }
 }
+
+/// The workload that is shown in the report's commands.
+const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64 };
 
 fn bench_options(workload: Workload, socket: &str, cpu: usize) -> Vec<String> {
     let depth = workload.depth.to_string();
@@ -128,4 +160,46 @@ fn parse(report: &Value) -> Result<Sample> {
         server_cpu_us_per_io: number("server_cpu_us_per_io"),
         completions_per_call: number("completions_per_call"),
     })
+}
+
+/// Finds our figures in fio's report.
+fn parse_fio(report: &Value, workload: Workload) -> Result<Sample> {
+    let job = &report["jobs"][0];
+    let io = &job[if workload.rw.contains("write") { "write" } else { "read" }];
+    let number = |value: &Value| value.as_f64();
+    let percentile = |name: &str| Some(number(&io["clat_ns"]["percentile"][name])? / 1e3);
+    let cpu_percent = number(&job["usr_cpu"]).zip(number(&job["sys_cpu"]));
+    let cpu_us_per_io = cpu_percent.and_then(|(user, system)| {
+        let milliseconds = number(&job["job_runtime"])?;
+        let ios = number(&io["total_ios"]).filter(|ios| *ios > 0.0)?;
+        Some((user + system) / 100.0 * milliseconds * 1e3 / ios)
+    });
+    Ok(Sample {
+        iops: number(&io["iops"]).context("no IOPS in the report of fio")?,
+        p50_us: percentile("50.000000"),
+        p99_us: percentile("99.000000"),
+        server_cpu_us_per_io: cpu_us_per_io,
+        completions_per_call: None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fio_s_report_is_understood() {
+        let io = serde_json::json!({
+            "iops": 162_000.5,
+            "total_ios": 80_000,
+            "clat_ns": { "percentile": { "50.000000": 382_976, "99.000000": 500_000 } },
+        });
+        let report = serde_json::json!({
+            "jobs": [{ "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "read": io }],
+        });
+        let sample = parse_fio(&report, EXAMPLE).unwrap();
+        assert_eq!((sample.iops, sample.p50_us), (162_000.5, Some(382.976)));
+        assert_eq!(sample.server_cpu_us_per_io, Some(2.5));
+        assert!(parse_fio(&report, Workload { rw: "randwrite", ..EXAMPLE }).is_err());
+    }
 }

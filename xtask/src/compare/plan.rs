@@ -27,8 +27,6 @@ const WORKLOADS: &[Workload] = &[
     workload("randread", "4k", 8),
     workload("randread", "4k", 64),
     workload("read", "128k", 8),
-    workload("randwrite", "4k", 1),
-    workload("randwrite", "4k", 8),
     workload("randwrite", "4k", 64),
 ];
 
