@@ -287,13 +287,15 @@ pub(crate) mod tests {
 
     #[test]
     fn options_go_with_what_they_are_for() {
-        let good = "--filename f --engine aio --direct 0 --iodepth_batch 4 --poll-max-us 0";
+        let good = "--filename f --engine io_uring --direct 0 --iodepth_batch 4 --poll-max-us 0 \
+                    --completion-ring getevents --harvest-on-submit off --submit-batch 0";
         assert!(parse_only(good).is_ok());
         for bad in [
             "",
             "--socket-path s --filename f",
             "--socket-path s --engine aio",
             "--socket-path s --iodepth-batch 4",
+            "--socket-path s --harvest-on-submit off",
             "--filename f --busy-poll",
             "--filename f --queue-size 128",
             "--filename f --timeout 1",

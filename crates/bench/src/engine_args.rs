@@ -5,8 +5,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use blockio::disk::DiskInfo;
-use blockio::{EngineKind, IoThreadConfig};
+use blockio::{CompletionRing, EngineKind, IoThreadConfig};
 
 /// Options of the engine that `--filename` is driven through, named as those of `ringhaul serve`.
 ///
@@ -35,6 +34,40 @@ pub struct EngineArgs {
     #[arg(long, value_name = "US", default_value_t = 64, conflicts_with = "socket_path",
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,
+
+    /// Where engine aio finds completions: in the ring that the kernel shares with the process, or
+    /// by a system call
+    #[arg(long, value_name = "WHERE", value_enum, conflicts_with = "socket_path",
+          default_value_t = CompletionRingChoice::Userspace)]
+    pub completion_ring: CompletionRingChoice,
+
+    /// Look for completions right after each submit; off: only when the kernel wakes the loop
+    #[arg(long, value_name = "ON", value_enum, default_value_t = OnOff::On,
+          conflicts_with = "socket_path")]
+    pub harvest_on_submit: OnOff,
+
+    /// Submit operations together; off: each by itself
+    #[arg(long, value_name = "ON", value_enum, default_value_t = OnOff::On,
+          conflicts_with = "socket_path")]
+    pub submit_batch: OnOff,
+}
+
+/// Values of `--completion-ring`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum CompletionRingChoice {
+    /// Read in userspace.
+    Userspace,
+    /// By io_getevents.
+    Getevents,
+}
+
+impl CompletionRingChoice {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Userspace => "userspace",
+            Self::Getevents => "getevents",
+        }
+    }
 }
 
 /// Values of an option that is on or off; fio's 1 and 0 are taken too.
@@ -60,6 +93,9 @@ impl OnOff {
 pub enum EngineChoice {
     /// The best that works for the file.
     Auto,
+    /// io_uring.
+    #[value(name = "io_uring")]
+    IoUring,
     /// Linux AIO.
     Aio,
     /// Blocking system calls on a pool of threads.
@@ -67,13 +103,13 @@ pub enum EngineChoice {
 }
 
 impl EngineChoice {
-    /// Returns the engine for a disk.
-    pub(crate) fn choose(self, info: &DiskInfo) -> EngineKind {
+    /// Returns the engine that was asked for; `None` is the best one.
+    pub(crate) fn kind(self) -> Option<EngineKind> {
         match self {
-            Self::Aio => EngineKind::Aio,
-            Self::Threads => EngineKind::Threads,
-            Self::Auto if info.direct => EngineKind::Aio,
-            Self::Auto => EngineKind::Threads,
+            Self::Auto => None,
+            Self::IoUring => Some(EngineKind::IoUring),
+            Self::Aio => Some(EngineKind::Aio),
+            Self::Threads => Some(EngineKind::Threads),
         }
     }
 }
@@ -85,7 +121,17 @@ impl EngineArgs {
 
     /// Returns how an IoThread with `engine` and room for `depth` operations is set up.
     pub(crate) fn config(&self, engine: EngineKind, depth: u32) -> IoThreadConfig {
-        let poll_max = Duration::from_micros(self.poll_max_us.into());
-        IoThreadConfig { engine, depth, poll_max }
+        IoThreadConfig {
+            engine,
+            depth,
+            poll_max: Duration::from_micros(self.poll_max_us.into()),
+            harvest_on_submit: self.harvest_on_submit.is_on(),
+            submit_max: if self.submit_batch.is_on() { u32::MAX } else { 1 },
+            completion_ring: match self.completion_ring {
+                CompletionRingChoice::Userspace => CompletionRing::Userspace,
+                CompletionRingChoice::Getevents => CompletionRing::Getevents,
+            },
+            ..IoThreadConfig::default()
+        }
     }
 }

@@ -12,9 +12,10 @@ use crate::pattern::Op;
 type SystemCall = (&'static str, fn(&Stats) -> u64);
 
 /// The system calls that are counted.
-const SYSTEM_CALLS: [SystemCall; 4] = [
+const SYSTEM_CALLS: [SystemCall; 5] = [
     ("io_submit", |stats| stats.syscalls.io_submit.get()),
     ("io_getevents", |stats| stats.syscalls.io_getevents.get()),
+    ("io_uring_enter", |stats| stats.syscalls.io_uring_enter.get()),
     ("epoll_wait", |stats| stats.syscalls.epoll_wait.get()),
     ("eventfd_write", |stats| stats.syscalls.eventfd_write.get()),
 ];
@@ -78,20 +79,14 @@ impl Figures {
 /// What the engine did, with `--filename` only.
 ///
 /// In JSON its fields are keys beside the others: `engine`, `direct`, `iodepth_batch` (`null`:
-/// up to 16), `poll_max_us`; `harvests` that found anything, `harvested_at_once_mean` and
-/// `harvested_at_once_pN` (completions found at once, at N = 1, 10, 20 … 90, 99_99 percent of
-/// those harvests); `submits`, `ops_per_submit`, `submitted_at_once_pN`; `syscalls`,
-/// `syscalls_per_io`, and `syscalls_NAME` for each kind.
+/// up to 16), `poll_max_us`, `completion_ring`, `harvest_on_submit`, `submit_batch`; `harvests`
+/// that found anything, `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at
+/// once, at N = 1, 10, 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
+/// `submitted_at_once_pN`; `syscalls`, `syscalls_per_io`, and `syscalls_NAME` for each kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineReport {
-    /// The engine's name.
-    pub engine: String,
-    /// Whether the page cache was bypassed.
-    pub direct: bool,
-    /// I/Os queued together by a job; `None` for up to 16.
-    pub iodepth_batch: Option<u32>,
-    /// The longest time to busy-poll.
-    pub poll_max_us: u16,
+    /// How the engine was set up.
+    pub setup: Setup,
     /// Completions found at once, by harvests that found any.
     pub harvested_at_once: SizeReport,
     /// Ops submitted at once.
@@ -124,12 +119,23 @@ impl SizeReport {
     }
 }
 
-/// How the engine was set up.
-pub(crate) struct Setup {
-    pub(crate) engine: String,
-    pub(crate) direct: bool,
-    pub(crate) iodepth_batch: Option<u32>,
-    pub(crate) poll_max_us: u16,
+/// How an engine was set up.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Setup {
+    /// Its name.
+    pub engine: String,
+    /// Whether the page cache was bypassed.
+    pub direct: bool,
+    /// I/Os queued together by a job; `None` for up to 16.
+    pub iodepth_batch: Option<u32>,
+    /// The longest time to busy-poll.
+    pub poll_max_us: u16,
+    /// Where Linux AIO's completions were found.
+    pub completion_ring: &'static str,
+    /// Whether completions were looked for right after each submit.
+    pub harvest_on_submit: bool,
+    /// Whether operations were submitted together.
+    pub submit_batch: bool,
 }
 
 impl EngineReport {
@@ -137,10 +143,7 @@ impl EngineReport {
         let total: u64 = figures.system_calls.iter().sum();
         let names = SYSTEM_CALLS.iter().map(|(name, _)| *name);
         Self {
-            engine: setup.engine.clone(),
-            direct: setup.direct,
-            iodepth_batch: setup.iodepth_batch,
-            poll_max_us: setup.poll_max_us,
+            setup: setup.clone(),
             harvested_at_once: SizeReport::new(&figures.harvested_at_once),
             submitted_at_once: SizeReport::new(&figures.submitted_at_once),
             system_calls: names.zip(figures.system_calls).collect(),
@@ -152,10 +155,14 @@ impl EngineReport {
 impl Serialize for EngineReport {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("engine", &self.engine)?;
-        map.serialize_entry("direct", &self.direct)?;
-        map.serialize_entry("iodepth_batch", &self.iodepth_batch)?;
-        map.serialize_entry("poll_max_us", &self.poll_max_us)?;
+        let setup = &self.setup;
+        map.serialize_entry("engine", &setup.engine)?;
+        map.serialize_entry("direct", &setup.direct)?;
+        map.serialize_entry("iodepth_batch", &setup.iodepth_batch)?;
+        map.serialize_entry("poll_max_us", &setup.poll_max_us)?;
+        map.serialize_entry("completion_ring", setup.completion_ring)?;
+        map.serialize_entry("harvest_on_submit", &setup.harvest_on_submit)?;
+        map.serialize_entry("submit_batch", &setup.submit_batch)?;
         map.serialize_entry("harvests", &self.harvested_at_once.count)?;
         map.serialize_entry("harvested_at_once_mean", &self.harvested_at_once.mean)?;
         map.serialize_entry("submits", &self.submitted_at_once.count)?;
@@ -200,7 +207,15 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn setup() -> Setup {
-        Setup { engine: "aio".to_owned(), direct: true, iodepth_batch: None, poll_max_us: 64 }
+        Setup {
+            engine: "aio".to_owned(),
+            direct: true,
+            iodepth_batch: None,
+            poll_max_us: 64,
+            completion_ring: "userspace",
+            harvest_on_submit: true,
+            submit_batch: false,
+        }
     }
 
     #[test]

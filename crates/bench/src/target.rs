@@ -79,6 +79,9 @@ impl Target {
             direct: source.info().direct,
             iodepth_batch: args.engine.iodepth_batch.map(u32::from),
             poll_max_us: args.engine.poll_max_us,
+            completion_ring: args.engine.completion_ring.name(),
+            harvest_on_submit: args.engine.harvest_on_submit.is_on(),
+            submit_batch: args.engine.submit_batch.is_on(),
         })
     }
 
@@ -166,9 +169,13 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         let advice = if options.direct { " (--direct off)" } else { "" };
         BenchError::Connect(format!("{error}{}", if mentions_cache(&error) { advice } else { "" }))
     })?;
-    let engine = args.engine.engine.choose(source.info());
+    let engine = match args.engine.engine.kind() {
+        Some(engine) => engine,
+        None => blockio::choose::best_engine(&source).engine,
+    };
     let engine = match try_engine(args, engine) {
         Ok(()) => engine,
+        // The trial had room for fewer operations.
         Err(error) if args.engine.engine == EngineChoice::Auto => {
             eprintln!("warning: {error}; falling back to engine threads");
             EngineKind::Threads

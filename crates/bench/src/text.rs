@@ -122,13 +122,17 @@ fn write_notifications(out: &mut String, report: &Report) -> std::fmt::Result {
 }
 
 fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
+    let setup = &engine.setup;
     writeln!(
         out,
-        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us",
-        engine.engine,
-        if engine.direct { "direct I/O" } else { "page cache" },
-        engine.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string()),
-        engine.poll_max_us,
+        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us{}{}{}",
+        setup.engine,
+        if setup.direct { "direct I/O" } else { "page cache" },
+        setup.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string()),
+        setup.poll_max_us,
+        if setup.completion_ring == "getevents" { ", completions by io_getevents" } else { "" },
+        if setup.harvest_on_submit { "" } else { ", no harvest on submit" },
+        if setup.submit_batch { "" } else { ", each op submitted by itself" },
     )?;
     let heads = SIZE_PERCENTILES.map(|percent| format!("{:>7}", format!("{percent}%")));
     writeln!(out, "    {:20}{}", "at once", heads.join(""))?;
@@ -217,7 +221,8 @@ mod tests {
         let text = render(&engine_sample());
         for part in [
             "completion latency (us): min=16.1, mean=72.0",
-            "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us",
+            "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us, each op \
+             submitted by itself\n",
             "    128    128 mean 72.0, 2 times",
             "0.0020 per I/O (2 io_submit)",
             "this process (pid 17)",

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::{DISK_BYTES, scene};
 
-const ENGINES: [&str; 3] = ["auto", "aio", "threads"];
+const ENGINES: [&str; 4] = ["auto", "io_uring", "aio", "threads"];
 
 fn bench_file(path: &Path, options: &str) -> Result<Command> {
     let mut command = ringhaul()?;
@@ -80,9 +80,34 @@ fn what_the_engine_did_is_reported() -> Result<()> {
         ensure!(mean > 0.0 && mean <= of("latency_mean_us")? * 1.05, "{prefix}: {mean} us");
     }
     ensure!(number(&report, "server_cpu_us_per_io")? > 0.0, "no CPU time");
-    let text = run(&mut bench_file(&file, "--number_ios 10")?)?.expect_code(0)?.stdout;
+    let text = run(&mut bench_file(&file, "--number_ios 10 --engine aio")?)?.expect_code(0)?.stdout;
     for word in ["engine aio", "completions harvested", "completion latency", "this process"] {
         ensure!(text.contains(word), "no {word:?} in:\n{text}");
+    }
+    Ok(())
+}
+
+/// What a switch turns off does not happen, and what it leaves happens still.
+#[test]
+fn steps_can_be_switched_off() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let figures = |engine: &str, switch: &str| {
+        let options = format!("--engine {engine} {switch} --iodepth 16 --number_ios 2000");
+        json(&mut bench_file(&file, &options)?)
+    };
+    let report = figures("aio", "--completion-ring getevents")?;
+    ensure!(number(&report, "syscalls_io_getevents")? > 0.0, "no io_getevents");
+    let report = figures("aio", "")?;
+    ensure!(number(&report, "syscalls_io_getevents")? == 0.0, "{report}");
+    for engine in ["aio", "io_uring"] {
+        let report = figures(engine, "--submit-batch off")?;
+        ensure!(number(&report, "submitted_at_once_p99_99")? == 1.0, "{engine}: {report}");
+        let report = figures(engine, "")?;
+        ensure!(number(&report, "submitted_at_once_p99_99")? > 1.0, "{engine}: {report}");
+        let report = figures(engine, "--harvest-on-submit off")?;
+        ensure!(report["harvest_on_submit"] == false, "{report}");
+        ensure!(report["ios"] == 2000, "{engine}: {} I/Os", report["ios"]);
     }
     Ok(())
 }
