@@ -2,7 +2,7 @@
 
 use super::plan::{self, Cell, Load, Through};
 use super::run::Outcome;
-use super::verdict::{self, Change, HARVESTED_MAX, HARVESTED_P50};
+use super::verdict::{self, Change, Effect, HARVESTED_MAX, HARVESTED_P50, short_number};
 use crate::lab::spread::number;
 use crate::lab::targets::Target;
 
@@ -68,7 +68,6 @@ fn find<'a>(
             && cell.through == through
             && cell.engine == engine
             && cell.load == load
-            && !cell.off.starts_with(&["--poll-max-us"])
     };
     outcomes.iter().find(|outcome| is(&outcome.cell))
 }
@@ -85,7 +84,7 @@ fn more_iops(outcome: Option<&Outcome>, promise: &str, least: f64) -> Goal {
 /// At most a hundredth less, or nothing that stands out of the spread.
 fn not_less(outcome: Option<&Outcome>, promise: &str) -> Goal {
     let change = outcome.and_then(verdict::iops);
-    let holds = |change: Change| change.ratio.median >= 0.99 || change.ratio.max >= 1.0;
+    let holds = |change: Change| change.ratio.median >= 0.99 || change.effect() != Effect::Less;
     Goal {
         promise: promise.to_owned(),
         measured: change.map(|change| change.ratio.show()),
@@ -100,7 +99,7 @@ fn early_harvest(outcomes: &[Outcome]) -> Vec<Goal> {
         Some((outcome.off.harvested(index)?, outcome.on.harvested(index)?))
     };
     let pair = |pair: Option<(f64, f64)>| {
-        pair.map(|(off, on)| format!("{} before, {} after", number(off), number(on)))
+        pair.map(|(off, on)| format!("{} before, {} after", short_number(off), short_number(on)))
     };
     let full = batches(Target::Zram, HARVESTED_MAX);
     let zram = batches(Target::Zram, HARVESTED_P50);
@@ -162,7 +161,7 @@ mod tests {
             let goal = found.next().unwrap_or_else(|| panic!("no {words}"));
             (goal.measured.clone(), goal.met)
         };
-        assert_eq!(goal("no longer found full").0.unwrap(), "128 before, 16.0 after");
+        assert_eq!(goal("no longer found full").0.unwrap(), "128 before, 16 after");
         assert!(goal("no longer found full").1);
         assert!(goal("median batch at most a quarter").1);
         assert!(!goal("latency at most half").1, "100 of 180 is more than half");

@@ -22,14 +22,15 @@ li { margin: .3rem 0; }
 a { color: var(--on); }
 nav ol { padding: 0; columns: 20rem; list-style: none; }
 .table { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .8125rem; line-height: 1.35;
+  font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
-th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
+th, td { padding: .3rem .35rem; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .n { text-align: right; white-space: nowrap; }
 .met { color: var(--met); font-weight: 600; } .missed { color: var(--missed); font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr));
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 32rem), 1fr));
   gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; padding: .75rem; background: var(--panel); border-radius: .5rem; }
 figure svg { display: block; width: 100%; height: auto; }

@@ -88,7 +88,8 @@ pub(super) const EXPERIMENTS: [Experiment; 5] = [
                 reading it there, instead of asking the kernel with io_getevents, pay?",
         credit: "Roman Pen, \u{201c}linux-aio: consume events in userspace instead of calling \
                  io_getevents\u{201d}, patch to QEMU, 2016.",
-        sides: "off: --completion-ring getevents; on: --completion-ring userspace",
+        sides: "off: --completion-ring getevents; on: --completion-ring userspace; both without \
+                busy-polling, which would find completions too",
     },
     Experiment {
         number: 2,
@@ -98,7 +99,8 @@ pub(super) const EXPERIMENTS: [Experiment; 5] = [
                 latencies shorter and batches smaller?",
         credit: "Roman Pen, \u{201c}linux-aio: process completions from ioq_submit()\u{201d}, \
                  patch to QEMU, 2016. Its message has the same table of completions found at once.",
-        sides: "off: --harvest-on-submit off; on: --harvest-on-submit on",
+        sides: "off: --harvest-on-submit off; on: --harvest-on-submit on; both without \
+                busy-polling, which would find completions too",
     },
     Experiment {
         number: 3,
@@ -162,10 +164,12 @@ pub(super) const IDLE: Load = Load { name: "no load", options: &[], depth: 1, jo
 const REAL: [Target; 3] = [Target::Zram, Target::Loop, Target::File];
 const ENGINES: [&str; 2] = ["aio", "io_uring"];
 
-const GETEVENTS: Switches = &["--completion-ring", "getevents"];
-const USERSPACE: Switches = &["--completion-ring", "userspace"];
-const HARVEST_OFF: Switches = &["--harvest-on-submit", "off"];
-const HARVEST_ON: Switches = &["--harvest-on-submit", "on"];
+// Busy-polling looks at the ring in userspace, and so is off on both sides where one of them does
+// not look there: else its effect would be counted as that of the step.
+const GETEVENTS: Switches = &["--completion-ring", "getevents", "--poll-max-us", "0"];
+const USERSPACE: Switches = &["--completion-ring", "userspace", "--poll-max-us", "0"];
+const HARVEST_OFF: Switches = &["--harvest-on-submit", "off", "--poll-max-us", "0"];
+const HARVEST_ON: Switches = &["--harvest-on-submit", "on", "--poll-max-us", "0"];
 const NOTIFY_OFF: Switches = &["--notify-batch", "off"];
 const NOTIFY_ON: Switches = &["--notify-batch", "on"];
 const SUBMIT_OFF: Switches = &["--submit-batch", "off"];

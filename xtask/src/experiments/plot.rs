@@ -20,9 +20,9 @@ const NAMES: [(RGBColor, &str); 5] =
 const WIDTH: u32 = 540;
 const FONT_SIZE: u32 = 13;
 /// Height of a row in a picture that has rows.
-const ROW: u32 = 40;
+const ROW: u32 = 34;
 /// Width of the names of rows.
-const NAME_WIDTH: u32 = 190;
+const NAME_WIDTH: u32 = 215;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 

@@ -136,16 +136,20 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
         Block::Paragraph((*tests).to_owned()),
         Block::Paragraph(format!("Where the idea was first described: {credit}")),
         Block::Paragraph(format!("Switches: {sides}.")),
-        Block::List(outcomes.iter().map(|outcome| verdict::sentence(outcome)).collect()),
     ];
     let loaded: Vec<_> =
         outcomes.iter().copied().filter(|one| one.cell.through != Through::IdleDaemon).collect();
-    blocks.push(figures(&loaded));
+    if !loaded.is_empty() {
+        blocks.push(Block::Paragraph(verdict::summary(&loaded)));
+        blocks.push(figures(&loaded));
+        blocks.push(Block::Plots(pictures(*number, &loaded)?));
+    }
+    blocks.push(Block::Heading(3, "What shows, what does not, and why".to_owned()));
+    blocks.push(Block::List(findings(outcomes)));
     if *number == 2 {
         blocks.push(batch_table(&loaded));
-        blocks.extend(percentile_tables(&loaded));
+        blocks.push(percentile_table(&loaded));
     }
-    blocks.push(Block::Plots(pictures(*number, &loaded)?));
     let lines = outcomes.iter().flat_map(|outcome| {
         let cell = &outcome.cell;
         let comment = format!("# {}: off, then on", cell.name());
@@ -155,6 +159,20 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
     let title = format!("Commands of experiment {number}");
     blocks.push(Block::Commands { title, lines: lines.collect() });
     Ok(blocks)
+}
+
+/// Cells that show the same are told together.
+fn findings(outcomes: &[&Outcome]) -> Vec<String> {
+    let mut kinds: Vec<(String, Vec<String>)> = Vec::new();
+    for outcome in outcomes {
+        let found = verdict::finding(outcome);
+        match kinds.iter_mut().find(|(kind, _)| *kind == found.kind) {
+            Some((_, figures)) => figures.push(found.figures),
+            None => kinds.push((found.kind, vec![found.figures])),
+        }
+    }
+    let told = kinds.into_iter().map(|(kind, figures)| format!("{kind}: {}.", figures.join("; ")));
+    told.collect()
 }
 
 /// Disk, what is between, and the load.
@@ -168,7 +186,15 @@ fn place(cell: &Cell) -> [String; 3] {
 
 /// `before → after`.
 fn both(outcome: &Outcome, value: impl Fn(&Side) -> Option<f64>) -> String {
-    let show = |side| value(side).map_or_else(|| "\u{2013}".to_owned(), number);
+    both_by(outcome, value, number)
+}
+
+fn both_by(
+    outcome: &Outcome,
+    value: impl Fn(&Side) -> Option<f64>,
+    show: fn(f64) -> String,
+) -> String {
+    let show = |side| value(side).map_or_else(|| "\u{2013}".to_owned(), show);
     match (show(&outcome.off), show(&outcome.on)) {
         (off, on) if off == on => off,
         (off, on) => format!("{off} \u{2192} {on}"),
@@ -196,7 +222,7 @@ fn figures(outcomes: &[&Outcome]) -> Block {
             ratio.map_or_else(|| "\u{2013}".to_owned(), |change| change.ratio.show()),
             both(outcome, |side| median(side.mean_us())),
             both(outcome, |side| side.latency_us("all", P99)),
-            both(outcome, |side| side.harvested(HARVESTED_P50)),
+            both_by(outcome, |side| side.harvested(HARVESTED_P50), verdict::short_number),
             both(outcome, Side::system_calls_per_io),
             both(outcome, |side| median(side.spread(|sample| sample.cpu_us_per_io))),
         ];
@@ -219,8 +245,8 @@ fn batch_table(outcomes: &[&Outcome]) -> Block {
             let sizes = (0..SIZE_PERCENTILES.len()).map(|index| {
                 side.harvested(index).map_or_else(|| "\u{2013}".to_owned(), |n| format!("{n:.0}"))
             });
-            let start = place(&outcome.cell).into_iter().chain([name.to_owned()]);
-            start.chain(sizes).collect()
+            let place = place(&outcome.cell).map(|word| first_only(name, word));
+            place.into_iter().chain([name.to_owned()]).chain(sizes).collect()
         })
     });
     Block::Table {
@@ -231,33 +257,36 @@ fn batch_table(outcomes: &[&Outcome]) -> Block {
     }
 }
 
+/// A word in the row of `before`, nothing in the row below it.
+fn first_only(side: &str, word: String) -> String {
+    if side == "before" { word } else { String::new() }
+}
+
 /// fio's percentiles of latency for reads and writes, before and after.
-fn percentile_tables(outcomes: &[&Outcome]) -> Vec<Block> {
+fn percentile_table(outcomes: &[&Outcome]) -> Block {
     let mixed = outcomes.iter().filter(|outcome| outcome.cell.load == FILE_SERVER);
-    let table = |outcome: &&Outcome| {
-        let columns = [
-            ("read before", "read", &outcome.off),
-            ("read after", "read", &outcome.on),
-            ("write before", "write", &outcome.off),
-            ("write after", "write", &outcome.on),
-        ];
-        let rows = LATENCY_PERCENTILES.iter().enumerate().map(|(index, (_, percent))| {
-            let cells = columns.iter().map(|(_, direction, side)| {
-                let us = side.latency_us(direction, index);
-                us.map_or_else(|| "\u{2013}".to_owned(), number)
-            });
-            [format!("{percent:.2}th")].into_iter().chain(cells).collect()
-        });
-        let head = columns.iter().map(|(name, ..)| (*name).to_owned());
-        let [disk, through, load] = place(&outcome.cell);
-        Block::Table {
-            caption: format!("Latency percentiles in \u{b5}s: {disk}, {through}, {load}"),
-            head: ["percentile".to_owned()].into_iter().chain(head).collect(),
-            rows: rows.collect(),
-            words: 1,
-        }
-    };
-    mixed.map(table).collect()
+    let rows = mixed.flat_map(|outcome| {
+        ["read", "write"].into_iter().flat_map(|direction| {
+            [("before", &outcome.off), ("after", &outcome.on)].map(|(name, side)| {
+                let cells = (0..LATENCY_PERCENTILES.len()).map(|index| {
+                    let us = side.latency_us(direction, index);
+                    us.map_or_else(|| "\u{2013}".to_owned(), number)
+                });
+                let [disk, through, _] = place(&outcome.cell);
+                let words = [disk, through, direction.to_owned()];
+                let words = words.map(|word| first_only(name, word));
+                words.into_iter().chain([name.to_owned()]).chain(cells).collect()
+            })
+        })
+    });
+    let head = ["disk", "through", "", "switch"].map(str::to_owned).into_iter();
+    let percentiles = LATENCY_PERCENTILES.map(|(_, percent)| format!("{percent}th"));
+    Block::Table {
+        caption: format!("Latency percentiles in \u{b5}s: {}", FILE_SERVER.name),
+        rows: rows.collect(),
+        head: head.chain(percentiles).collect(),
+        words: 4,
+    }
 }
 
 fn pictures(number: usize, outcomes: &[&Outcome]) -> Result<Vec<Plot>> {
@@ -327,16 +356,21 @@ fn latency_picture(outcome: &Outcome) -> Result<Plot> {
 /// A cell's name for a picture.
 fn short(cell: &Cell) -> String {
     let load = match (cell.load == FILE_SERVER, cell.load.depth, cell.load.jobs) {
-        (true, ..) => "files".to_owned(),
-        (_, depth, 1) => format!("{depth}"),
+        (true, ..) => "file server".to_owned(),
+        (_, depth, 1) => format!("depth {depth}"),
         (_, depth, jobs) => format!("{jobs} \u{d7} {depth}"),
     };
-    let through = if cell.through == Through::Engine { "alone" } else { "daemon" };
-    format!("{} {} {through} {load}", cell.target, cell.engine)
+    let through = match (cell.through, cell.target) {
+        (Through::Engine, _) => format!("{} alone", cell.engine),
+        (_, Target::Null) => "daemon".to_owned(),
+        _ => format!("daemon {}", cell.engine),
+    };
+    format!("{}, {through}, {load}", cell.target)
 }
 
 fn outcome_json(outcome: &Outcome) -> serde_json::Value {
     let Outcome { cell, off, on } = outcome;
+    let found = verdict::finding(outcome);
     serde_json::json!({
         "name": cell.name(),
         "experiment": cell.experiment,
@@ -348,7 +382,7 @@ fn outcome_json(outcome: &Outcome) -> serde_json::Value {
         "options_on": cell.on,
         "iops_ratio": verdict::iops(outcome).map(|change| change.ratio),
         "mean_latency_ratio": verdict::latency(outcome).map(|change| change.ratio),
-        "verdict": verdict::sentence(outcome),
+        "finding": format!("{}: {}", found.kind, found.figures),
         "off": off,
         "on": on,
     })
@@ -377,9 +411,11 @@ mod tests {
             "| zram | engine alone, aio | randread 4k, 128 in flight, submits of 16 | 100 | 1.00 |",
             "| before | 128 | 128 | 128 |",
             "| after | 16 | 16 | 16 |",
-            "Latency percentiles in \u{b5}s: zram, daemon, aio, file server pattern",
-            "| 50.00th | 1260 | 280 | 1260 | 280 |",
-            "the median harvest found 128 and finds 16",
+            "Latency percentiles in \u{b5}s: file server pattern",
+            "| zram | daemon, aio | read | before | 180 | 360 | 540 |",
+            "|  |  |  | after | 40.0 | 80.0 | 120 |",
+            "completions are found earlier, not made earlier",
+            "median at once 128 \u{2192} 16; zram, daemon aio, file server",
             "Roman Pen",
             "CPU: fast",
             "zram: memory",

@@ -82,104 +82,134 @@ pub(super) fn latency(outcome: &Outcome) -> Option<Change> {
     Change::of(outcome, |sample| Some(sample.latency.get("all")?.mean_us))
 }
 
-/// What a cell shows, in a sentence or two.
-pub(super) fn sentence(outcome: &Outcome) -> String {
+/// What a cell shows: of what kind that is, so that cells can be told together, and its figures.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Finding {
+    pub(super) kind: String,
+    pub(super) figures: String,
+}
+
+pub(super) fn finding(outcome: &Outcome) -> Finding {
     let cell = &outcome.cell;
     if cell.through == Through::IdleDaemon {
         let cpu = |side: &Side| {
             let spread = side.spread(|sample| sample.idle_cpu_percent);
             spread.map_or_else(|| "not known".to_owned(), |spread| format!("{}%", spread.show()))
         };
-        let (off, on) = (cpu(&outcome.off), cpu(&outcome.on));
-        return format!(
-            "A daemon without load uses {off} of a CPU without busy-polling, {on} with it."
-        );
+        let figures = format!("{} when off, {} when on", cpu(&outcome.off), cpu(&outcome.on));
+        return Finding { kind: "CPU that a daemon without load uses".to_owned(), figures };
     }
+    let place = format!("{}, {} {}, {}", cell.target, cell.through, cell.engine, cell.load.name);
     let (Some(iops), Some(latency)) = (iops(outcome), latency(outcome)) else {
-        return "Nothing was completed.".to_owned();
+        return Finding { kind: "Nothing was completed".to_owned(), figures: place };
     };
-    let times = |change: &Change| change.ratio.show();
-    let of_iops = match iops.effect() {
-        Effect::More | Effect::Less => format!("{} times the IOPS", times(&iops)),
-        Effect::None => format!("no effect on IOPS here ({}, within the spread)", times(&iops)),
-        Effect::Unknown => format!("{} times the IOPS, in too few rounds to tell", times(&iops)),
+    let kind = match iops.effect() {
+        Effect::More => "More IOPS".to_owned(),
+        Effect::Less => "Fewer IOPS".to_owned(),
+        Effect::Unknown => "In too few rounds to tell".to_owned(),
+        Effect::None => match cause(outcome) {
+            Some(cause) => format!("No effect on IOPS here, within the spread; {cause}"),
+            None => "No effect on IOPS here, within the spread".to_owned(),
+        },
     };
-    let of_latency = match latency.effect() {
-        Effect::More | Effect::Less => format!(", {} times the mean latency", times(&latency)),
-        Effect::None => ", none on the mean latency".to_owned(),
-        Effect::Unknown => String::new(),
+    let mut figures = format!("{place}: {} times", iops.ratio.show());
+    let more = [
+        match latency.effect() {
+            Effect::More | Effect::Less => {
+                Some(format!("mean latency {} times", latency.ratio.show()))
+            }
+            Effect::None | Effect::Unknown => None,
+        },
+        figures_of_cause(outcome),
+    ];
+    more.into_iter().flatten().for_each(|text| figures.push_str(&format!(", {text}")));
+    Finding { kind, figures }
+}
+
+/// How many cells show what, in a sentence.
+pub(super) fn summary(outcomes: &[&Outcome]) -> String {
+    let of = |name: &str, change: fn(&Outcome) -> Option<Change>| {
+        let changes: Vec<_> = outcomes.iter().filter_map(|outcome| change(outcome)).collect();
+        let range = |effect: Effect, word: &str| {
+            let found = changes.iter().filter(|change| change.effect() == effect);
+            let spread = Spread::of(found.clone().map(|change| change.ratio.median))?;
+            let (from, to) = (number(spread.min), number(spread.max));
+            let times = if from == to { from } else { format!("{from} to {to}") };
+            Some(format!("{word} in {} ({times} times)", found.count()))
+        };
+        let none = changes.iter().filter(|change| change.effect() == Effect::None).count();
+        let parts = [
+            range(Effect::More, "more"),
+            range(Effect::Less, "less"),
+            (none > 0).then(|| format!("no effect in {none}")),
+            range(Effect::Unknown, "too few rounds to tell"),
+        ];
+        let parts: Vec<_> = parts.into_iter().flatten().collect();
+        format!("{name}, of {}: {}.", changes.len(), parts.join(", "))
     };
-    let place = format!("{}, {}, {}, {}", cell.target, cell.through, cell.engine, cell.load.name);
-    let why = cause(outcome, iops.effect()).map_or_else(String::new, |why| format!(" {why}"));
-    format!("{place}: {of_iops}{of_latency}.{why}")
+    format!("{} {}", of("IOPS", iops), of("Mean latency", latency))
 }
 
 /// Why an effect is missing, or takes another form, where the figures say so.
-fn cause(outcome: &Outcome, effect: Effect) -> Option<String> {
-    if effect == Effect::More || effect == Effect::Unknown {
-        return None;
-    }
+fn cause(outcome: &Outcome) -> Option<&'static str> {
     let Outcome { cell, off, on } = outcome;
     match cell.experiment {
-        1 => shared_system_call(off),
+        1 => (off.harvested(HARVESTED_P50)? >= 4.0)
+            .then_some("one io_getevents brings many completions, so it hardly counts for each"),
         2 => early_harvest(cell, off, on),
-        3 => calls(cell, off, on),
-        4 if cell.off.contains(&"--poll-max-us") => slow_disk(off),
-        4 => Some(format!(
-            "A submit took {} operations on average when on, {} when off.",
-            number(on.spread(|sample| sample.ops_per_submit)?.median),
-            number(off.spread(|sample| sample.ops_per_submit)?.median),
-        )),
+        3 if cell.load.depth == 1 => Some("with one request at a time there is nothing to put off"),
+        3 => (calls(off)? < 1.25 * calls(on)?)
+            .then_some("by its event index the driver asks for few calls as it is"),
+        4 if cell.off.contains(&"--poll-max-us") => (off.latency_us("all", P50)? > POLL_MAX_US)
+            .then_some("a request takes longer than the loop would look"),
+        4 => (on.spread(|sample| sample.ops_per_submit)?.median < 2.0)
+            .then_some("there is seldom more than one operation to submit"),
         _ => None,
     }
 }
 
-fn shared_system_call(off: &Side) -> Option<String> {
-    let batch = off.harvested(HARVESTED_P50).filter(|batch| *batch >= 4.0)?;
-    Some(format!(
-        "The median io_getevents brings {} completions here, so one call hardly counts for each.",
-        number(batch)
-    ))
-}
+/// The longest time that the loop busy-polls in these experiments.
+const POLL_MAX_US: f64 = 64.0;
 
-fn early_harvest(cell: &Cell, off: &Side, on: &Side) -> Option<String> {
+fn early_harvest(cell: &Cell, off: &Side, on: &Side) -> Option<&'static str> {
     let (before, after) = (off.harvested(HARVESTED_P50)?, on.harvested(HARVESTED_P50)?);
-    let batches =
-        format!("the median harvest found {} and finds {}", number(before), number(after));
-    if after < 0.8 * before {
-        return Some(format!(
-            "Completions are found earlier, not made earlier ({batches}), which shows as latency \
-             and batch size and hardly as throughput."
-        ));
-    }
-    if cell.target == Target::Zram && cell.engine == "io_uring" {
-        return Some(format!(
-            "io_uring hands each request of this disk to a worker thread of the kernel, as its \
-             driver may block, so there is little to find when the submit returns ({batches})."
-        ));
-    }
-    Some(format!("The disk has not finished when the submit returns ({batches})."))
+    Some(if after < 0.8 * before {
+        "completions are found earlier, not made earlier, which shows as latency and batch size \
+         and hardly as throughput"
+    } else if cell.target == Target::Zram && cell.engine == "io_uring" {
+        "io_uring hands each request of this disk to a worker thread of the kernel, as its driver \
+         may block, so there is little to find when the submit returns"
+    } else {
+        "the disk has not finished when the submit returns"
+    })
 }
 
-fn calls(cell: &Cell, off: &Side, on: &Side) -> Option<String> {
-    let of = |side: &Side| side.spread(|sample| sample.calls_per_io).map(|spread| spread.median);
-    let (before, after) = (of(off)?, of(on)?);
-    let figures = format!("{} calls for each I/O before, {} after", number(before), number(after));
-    if cell.load.depth == 1 {
-        return Some(format!(
-            "With one request at a time there is nothing to put off ({figures})."
-        ));
-    }
-    (before < 1.25 * after)
-        .then(|| format!("The driver asks for few calls by its event index as it is ({figures})."))
+/// The figures that tell why.
+fn figures_of_cause(outcome: &Outcome) -> Option<String> {
+    let Outcome { cell, off, on } = outcome;
+    let median = |spread: Option<Spread>| spread.map(|spread| spread.median);
+    let (name, before, after) = match cell.experiment {
+        1 | 2 => {
+            let name = "median at once";
+            (name, off.harvested(HARVESTED_P50)?, on.harvested(HARVESTED_P50)?)
+        }
+        3 => ("calls/I/O", calls(off)?, calls(on)?),
+        4 if cell.through == Through::Engine => {
+            let ops = |side: &Side| median(side.spread(|sample| sample.ops_per_submit));
+            ("operations/submit", ops(off)?, ops(on)?)
+        }
+        _ => ("system calls/I/O", off.system_calls_per_io()?, on.system_calls_per_io()?),
+    };
+    Some(format!("{name} {} \u{2192} {}", short_number(before), short_number(after)))
 }
 
-fn slow_disk(off: &Side) -> Option<String> {
-    let us = off.latency_us("all", P50).filter(|us| *us > 64.0)?;
-    Some(format!(
-        "A request takes {} \u{b5}s here, longer than the 64 \u{b5}s that the loop would look.",
-        number(us)
-    ))
+fn calls(side: &Side) -> Option<f64> {
+    side.spread(|sample| sample.calls_per_io).map(|spread| spread.median)
+}
+
+/// As [`number`], but a whole number has no decimals.
+pub(super) fn short_number(value: f64) -> String {
+    if value.fract() == 0.0 && value < 10_000.0 { format!("{value:.0}") } else { number(value) }
 }
 
 #[cfg(test)]
@@ -234,20 +264,34 @@ pub(super) mod tests {
     #[test]
     fn a_missing_effect_is_said_and_explained() {
         let name = "2/zram/engine-alone/aio";
-        let text = sentence(&outcome(
+        let found = finding(&outcome(
             name,
             side(&[(100.0, 180.0, 128.0); 7]),
             side(&[(100.0, 40.0, 16.0); 7]),
         ));
-        assert!(text.contains("no effect on IOPS here"), "{text}");
-        assert!(text.contains("0.22 times the mean latency"), "{text}");
-        assert!(text.contains("found 128 and finds 16"), "{text}");
+        assert!(found.kind.contains("No effect on IOPS here"), "{found:?}");
+        assert!(found.kind.contains("found earlier, not made earlier"), "{found:?}");
+        assert!(found.figures.contains("mean latency 0.22 times"), "{found:?}");
+        assert!(found.figures.ends_with("median at once 128 \u{2192} 16"), "{found:?}");
         let same = side(&[(100.0, 180.0, 60.0); 7]);
         let name = "2/zram/engine-alone/io_uring";
-        let text = sentence(&outcome(name, same.clone(), same));
-        assert!(text.contains("worker thread of the kernel"), "{text}");
+        let found = finding(&outcome(name, same.clone(), same));
+        assert!(found.kind.contains("worker thread of the kernel"), "{found:?}");
         let few = side(&[(100.0, 1.0, 1.0)]);
-        let text = sentence(&outcome(name, few.clone(), few));
-        assert!(text.contains("too few rounds"), "{text}");
+        let found = finding(&outcome(name, few.clone(), few));
+        assert!(found.kind.contains("too few rounds"), "{found:?}");
+    }
+
+    #[test]
+    fn a_summary_counts_what_cells_show() {
+        let name = "2/zram/engine-alone/aio";
+        let before = || side(&[(100.0, 100.0, 128.0); 7]);
+        let one = outcome(name, before(), side(&[(120.0, 50.0, 16.0); 7]));
+        let other = outcome(name, before(), before());
+        assert_eq!(
+            summary(&[&one, &other]),
+            "IOPS, of 2: more in 1 (1.20 times), no effect in 1. \
+             Mean latency, of 2: less in 1 (0.50 times), no effect in 1."
+        );
     }
 }
