@@ -54,6 +54,7 @@ fn html_block(out: &mut String, block: &Block) -> std::fmt::Result {
             writeln!(out, "</ul>")
         }
         Block::Table { caption, head, rows, words } => html_table(out, caption, head, rows, *words),
+        Block::Plots(plots) if plots.is_empty() => Ok(()),
         Block::Plots(plots) => {
             writeln!(out, "<div class=\"plots\">")?;
             for Plot { svg, caption } in plots {

@@ -31,7 +31,7 @@ th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .n { text-align: right; white-space: nowrap; }
 .met { color: var(--met); font-weight: 600; } .missed { color: var(--missed); font-weight: 600; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 32rem), 1fr));
-  gap: 1rem; margin: 1rem 0; }
+  gap: 1rem; margin: 1rem 0; align-items: start; }
 figure { margin: 0; padding: .75rem; background: var(--panel); border-radius: .5rem; }
 figure svg { display: block; width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .875rem; margin-top: .4rem; }

@@ -40,6 +40,7 @@ pub(super) fn batches(off: &[f64], on: &[f64], most: f64) -> Result<String> {
         let mut chart = ChartBuilder::on(root)
             .margin(10)
             .margin_top(26)
+            .margin_right(26)
             .x_label_area_size(40)
             .y_label_area_size(48)
             .build_cartesian_2d(0.0..last, 0.0..most * 1.05)

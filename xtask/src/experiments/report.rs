@@ -142,7 +142,7 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
     if !loaded.is_empty() {
         blocks.push(Block::Paragraph(verdict::summary(&loaded)));
         blocks.push(figures(&loaded));
-        blocks.push(Block::Plots(pictures(*number, &loaded)?));
+        blocks.extend(pictures(*number, &loaded)?);
     }
     blocks.push(Block::Heading(3, "What shows, what does not, and why".to_owned()));
     blocks.push(Block::List(findings(outcomes)));
@@ -289,31 +289,27 @@ fn percentile_table(outcomes: &[&Outcome]) -> Block {
     }
 }
 
-fn pictures(number: usize, outcomes: &[&Outcome]) -> Result<Vec<Plot>> {
-    let mut plots =
+/// An overview, then details.
+fn pictures(number: usize, outcomes: &[&Outcome]) -> Result<Vec<Block>> {
+    let mut overview =
         vec![Plot { svg: iops_picture(outcomes)?, caption: "IOPS, off and on".to_owned() }];
     if [3, 4, 5].contains(&number) {
         let rows = outcomes.iter().filter_map(|outcome| {
             let (off, on) = (outcome.off.system_calls_per_io()?, outcome.on.system_calls_per_io()?);
             Some(Row { name: short(&outcome.cell), off, on })
         });
-        let rows: Vec<_> = rows.collect();
-        let svg = plot::bars(&rows, "system calls for each I/O")?;
-        plots.push(Plot { svg, caption: "System calls for each I/O, off and on".to_owned() });
+        let svg = plot::bars(&rows.collect::<Vec<_>>(), "system calls for each I/O")?;
+        overview.push(Plot { svg, caption: "System calls for each I/O, off and on".to_owned() });
     }
-    if number == 2 {
-        let alone = outcomes.iter().filter(|one| one.cell.through == Through::Engine);
-        for outcome in alone {
-            plots.extend(harvest_pictures(outcome)?);
+    let mut details = Vec::new();
+    for outcome in outcomes {
+        match (number, outcome.cell.through, outcome.cell.load.depth) {
+            (2, Through::Engine, _) => details.extend(harvest_pictures(outcome)?),
+            (4 | 5, _, 1) => details.push(latency_picture(outcome)?),
+            _ => {}
         }
     }
-    if [4, 5].contains(&number) {
-        let single = |one: &&&Outcome| one.cell.load.depth == 1;
-        for outcome in outcomes.iter().filter(single) {
-            plots.push(latency_picture(outcome)?);
-        }
-    }
-    Ok(plots)
+    Ok(vec![Block::Plots(overview), Block::Plots(details)])
 }
 
 fn iops_picture(outcomes: &[&Outcome]) -> Result<String> {

@@ -200,7 +200,9 @@ fn figures_of_cause(outcome: &Outcome) -> Option<String> {
         }
         _ => ("system calls/I/O", off.system_calls_per_io()?, on.system_calls_per_io()?),
     };
-    Some(format!("{name} {} \u{2192} {}", short_number(before), short_number(after)))
+    let (before, after) = (short_number(before), short_number(after));
+    let pair = format!("{before} \u{2192} {after}");
+    Some(format!("{name} {}", if before == after { before } else { pair }))
 }
 
 fn calls(side: &Side) -> Option<f64> {
