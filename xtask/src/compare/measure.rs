@@ -16,7 +16,7 @@ use crate::process::Interrupt;
 use crate::workspace;
 
 /// Seconds before measuring.
-const RAMP_S: f64 = 0.2;
+const RAMP_S: f64 = 0.1;
 
 /// What the load generator says of one run.
 #[derive(Clone, Debug, Serialize)]
