@@ -23,7 +23,8 @@ pub(super) fn check(outcomes: &[Outcome]) -> Vec<Goal> {
     )];
     goals.extend(early_harvest(outcomes));
     for target in Target::ALL {
-        let at = |load| find(outcomes, 3, target, Through::Daemon, "auto", load);
+        let at =
+            |load| find(outcomes, 3, target, Through::Daemon, plan::plain_engine(target), load);
         goals.push(more_iops(
             at(plan::DEPTH_64_JOBS_8),
             &format!("step 3, {target}, 8 jobs, depth 64: at least 1.09 times the IOPS"),
@@ -34,7 +35,8 @@ pub(super) fn check(outcomes: &[Outcome]) -> Vec<Goal> {
             &format!("step 3, {target}, depth 1: at most 1% fewer IOPS, within the spread"),
         ));
     }
-    for (target, engine) in [(Target::Null, "auto"), (Target::Zram, "aio")] {
+    for target in [Target::Null, Target::Zram] {
+        let engine = plan::plain_engine(target);
         goals.push(more_iops(
             find(outcomes, 5, target, Through::Daemon, engine, plan::DEPTH_64),
             &format!("everything on, {target}, depth 64: at least 1.5 times the IOPS"),
@@ -42,7 +44,7 @@ pub(super) fn check(outcomes: &[Outcome]) -> Vec<Goal> {
         ));
     }
     for (target, limit) in [(Target::Null, 0.1), (Target::Zram, 0.2), (Target::Loop, 0.2)] {
-        let engine = if target == Target::Null { "auto" } else { "aio" };
+        let engine = plan::plain_engine(target);
         let outcome = find(outcomes, 5, target, Through::Daemon, engine, plan::DEPTH_64);
         let calls = outcome.and_then(|outcome| outcome.on.system_calls_per_io());
         goals.push(Goal {

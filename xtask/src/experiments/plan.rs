@@ -190,6 +190,13 @@ const ALL_OFF: Switches = &[
 ];
 const ALL_ON: Switches = &[];
 
+/// The engine where the experiment is about something else. Not `auto`, which may choose one for
+/// a round and another for the next.
+pub(super) fn plain_engine(target: Target) -> &'static str {
+    // A null disk has no operations, so no engine matters.
+    if target == Target::Null { "auto" } else { "aio" }
+}
+
 /// The cells whose name has `pattern` in it, in the order in which they are reported.
 pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
     let mut cells = Vec::new();
@@ -210,10 +217,10 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
     }
     for target in Target::ALL {
         for load in [DEPTH_64_JOBS_8, DEPTH_1] {
-            add(3, target, Through::Daemon, "auto", load, (NOTIFY_OFF, NOTIFY_ON));
+            let sides = (NOTIFY_OFF, NOTIFY_ON);
+            add(3, target, Through::Daemon, plain_engine(target), load, sides);
         }
-        add(4, target, Through::Daemon, "auto", DEPTH_1, (POLL_OFF, POLL_ON));
-        // A null disk has no operations, so no engine matters.
+        add(4, target, Through::Daemon, plain_engine(target), DEPTH_1, (POLL_OFF, POLL_ON));
         let engines: &[_] = if target == Target::Null { &["auto"] } else { &ENGINES };
         for engine in engines {
             for load in [DEPTH_64, DEPTH_1] {
