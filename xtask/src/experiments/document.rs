@@ -8,6 +8,8 @@ pub(super) enum Block {
     Heading(u8, String),
     Paragraph(String),
     List(Vec<String>),
+    /// Lists with something to say about each.
+    Groups(Vec<(String, Vec<String>)>),
     /// The first `words` columns are words, the others figures.
     Table {
         caption: String,
@@ -50,6 +52,17 @@ fn html_block(out: &mut String, block: &Block) -> std::fmt::Result {
             writeln!(out, "<ul>")?;
             for item in items {
                 writeln!(out, "<li>{}</li>", escape(item))?;
+            }
+            writeln!(out, "</ul>")
+        }
+        Block::Groups(groups) => {
+            writeln!(out, "<ul class=\"groups\">")?;
+            for (name, items) in groups {
+                writeln!(out, "<li><strong>{}</strong>:<ul>", escape(name))?;
+                for item in items {
+                    writeln!(out, "<li>{}</li>", escape(item))?;
+                }
+                writeln!(out, "</ul></li>")?;
             }
             writeln!(out, "</ul>")
         }
@@ -116,6 +129,13 @@ fn markdown_block(out: &mut String, block: &Block) -> std::fmt::Result {
         Block::List(items) => {
             writeln!(out)?;
             items.iter().try_for_each(|item| writeln!(out, "- {}", plain(item)))
+        }
+        Block::Groups(groups) => {
+            writeln!(out)?;
+            groups.iter().try_for_each(|(name, items)| {
+                writeln!(out, "- {}:", plain(name))?;
+                items.iter().try_for_each(|item| writeln!(out, "  - {}", plain(item)))
+            })
         }
         Block::Table { caption, head, rows, words } => {
             writeln!(out, "\n{}:\n\n| {} |", plain(caption), head.join(" | "))?;

@@ -19,6 +19,9 @@ h2 { font-size: 1.4rem; margin: 3rem 0 .5rem; padding-top: 1rem;
 h3 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p, ul { max-width: 48rem; }
 li { margin: .3rem 0; }
+.groups { max-width: none; padding-left: 1.2rem; } .groups strong { font-weight: 600; }
+.groups ul { max-width: none; columns: 30rem; font-size: .875rem; padding-left: 1.2rem; }
+.groups ul li { break-inside: avoid; margin: .15rem 0; }
 a { color: var(--on); }
 nav ol { padding: 0; columns: 20rem; list-style: none; }
 .table { overflow-x: auto; margin: 1rem 0; }

@@ -52,6 +52,28 @@ impl Cell {
     }
 }
 
+impl Cell {
+    /// A name for pictures and lists.
+    pub(super) fn short_name(&self) -> String {
+        let load = match (self.load == FILE_SERVER, self.load.depth, self.load.jobs) {
+            (true, ..) => "file server".to_owned(),
+            (_, depth, 1) => format!("depth {depth}"),
+            (_, depth, jobs) => format!("{jobs} \u{d7} {depth}"),
+        };
+        let through = match (self.through, self.target) {
+            (Through::Engine, _) => format!("{} alone", self.engine),
+            (_, Target::Null) => "daemon".to_owned(),
+            _ => format!("daemon {}", self.engine),
+        };
+        let what = match self.off {
+            POLL_OFF => ", busy-poll",
+            SUBMIT_OFF => ", submit",
+            _ => "",
+        };
+        format!("{}, {through}, {load}{what}", self.target)
+    }
+}
+
 impl fmt::Display for Through {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {

@@ -145,7 +145,7 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
         blocks.extend(pictures(*number, &loaded)?);
     }
     blocks.push(Block::Heading(3, "What shows, what does not, and why".to_owned()));
-    blocks.push(Block::List(findings(outcomes)));
+    blocks.push(findings(outcomes));
     if *number == 2 {
         blocks.push(batch_table(&loaded));
         blocks.push(percentile_table(&loaded));
@@ -162,7 +162,7 @@ fn section(experiment: &Experiment, outcomes: &[&Outcome]) -> Result<Vec<Block>>
 }
 
 /// Cells that show the same are told together.
-fn findings(outcomes: &[&Outcome]) -> Vec<String> {
+fn findings(outcomes: &[&Outcome]) -> Block {
     let mut kinds: Vec<(String, Vec<String>)> = Vec::new();
     for outcome in outcomes {
         let found = verdict::finding(outcome);
@@ -171,8 +171,9 @@ fn findings(outcomes: &[&Outcome]) -> Vec<String> {
             None => kinds.push((found.kind, vec![found.figures])),
         }
     }
-    let told = kinds.into_iter().map(|(kind, figures)| format!("{kind}: {}.", figures.join("; ")));
-    told.collect()
+    // What has changed comes before what has not.
+    kinds.sort_by_key(|(kind, _)| !kind.contains(verdict::CHANGED));
+    Block::Groups(kinds)
 }
 
 /// Disk, what is between, and the load.
@@ -296,7 +297,7 @@ fn pictures(number: usize, outcomes: &[&Outcome]) -> Result<Vec<Block>> {
     if [3, 4, 5].contains(&number) {
         let rows = outcomes.iter().filter_map(|outcome| {
             let (off, on) = (outcome.off.system_calls_per_io()?, outcome.on.system_calls_per_io()?);
-            Some(Row { name: short(&outcome.cell), off, on })
+            Some(Row { name: outcome.cell.short_name(), off, on })
         });
         let svg = plot::bars(&rows.collect::<Vec<_>>(), "system calls for each I/O")?;
         overview.push(Plot { svg, caption: "System calls for each I/O, off and on".to_owned() });
@@ -316,7 +317,7 @@ fn iops_picture(outcomes: &[&Outcome]) -> Result<String> {
     let iops = |side: &Side| side.spread(|sample| Some(sample.iops));
     let rows = outcomes.iter().filter_map(|outcome| {
         let (off, on) = (iops(&outcome.off)?, iops(&outcome.on)?);
-        Some(Row { name: short(&outcome.cell), off, on })
+        Some(Row { name: outcome.cell.short_name(), off, on })
     });
     plot::spreads(&rows.collect::<Vec<_>>(), "IOPS, logarithmic")
 }
@@ -347,21 +348,6 @@ fn latency_picture(outcome: &Outcome) -> Result<Plot> {
         svg: plot::latencies(&at(&outcome.off), &at(&outcome.on))?,
         caption: format!("Latency: {disk}, {through}, {load}"),
     })
-}
-
-/// A cell's name for a picture.
-fn short(cell: &Cell) -> String {
-    let load = match (cell.load == FILE_SERVER, cell.load.depth, cell.load.jobs) {
-        (true, ..) => "file server".to_owned(),
-        (_, depth, 1) => format!("depth {depth}"),
-        (_, depth, jobs) => format!("{jobs} \u{d7} {depth}"),
-    };
-    let through = match (cell.through, cell.target) {
-        (Through::Engine, _) => format!("{} alone", cell.engine),
-        (_, Target::Null) => "daemon".to_owned(),
-        _ => format!("daemon {}", cell.engine),
-    };
-    format!("{}, {through}, {load}", cell.target)
 }
 
 fn outcome_json(outcome: &Outcome) -> serde_json::Value {
@@ -411,7 +397,8 @@ mod tests {
             "| zram | daemon, aio | read | before | 180 | 360 | 540 |",
             "|  |  |  | after | 40.0 | 80.0 | 120 |",
             "completions are found earlier, not made earlier",
-            "median at once 128 \u{2192} 16; zram, daemon aio, file server",
+            "\n  - zram, daemon aio, file server: 1.00 times, mean latency 0.22 times, median \
+             at once 128 \u{2192} 16\n",
             "Roman Pen",
             "CPU: fast",
             "zram: memory",

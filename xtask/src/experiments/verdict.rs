@@ -89,6 +89,9 @@ pub(super) struct Finding {
     pub(super) figures: String,
 }
 
+/// In the kind of findings that are an effect.
+pub(super) const CHANGED: &str = "IOPS, in all rounds but one in seven";
+
 pub(super) fn finding(outcome: &Outcome) -> Finding {
     let cell = &outcome.cell;
     if cell.through == Through::IdleDaemon {
@@ -99,13 +102,13 @@ pub(super) fn finding(outcome: &Outcome) -> Finding {
         let figures = format!("{} when off, {} when on", cpu(&outcome.off), cpu(&outcome.on));
         return Finding { kind: "CPU that a daemon without load uses".to_owned(), figures };
     }
-    let place = format!("{}, {} {}, {}", cell.target, cell.through, cell.engine, cell.load.name);
+    let place = cell.short_name();
     let (Some(iops), Some(latency)) = (iops(outcome), latency(outcome)) else {
         return Finding { kind: "Nothing was completed".to_owned(), figures: place };
     };
     let kind = match iops.effect() {
-        Effect::More => "More IOPS".to_owned(),
-        Effect::Less => "Fewer IOPS".to_owned(),
+        Effect::More => format!("More {CHANGED}"),
+        Effect::Less => format!("Fewer {CHANGED}"),
         Effect::Unknown => "In too few rounds to tell".to_owned(),
         Effect::None => match cause(outcome) {
             Some(cause) => format!("No effect on IOPS here, within the spread; {cause}"),
