@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
+use super::sample::Clock;
 use crate::lab::targets::Target;
 
 /// What is between the load and the disk.
@@ -53,6 +54,16 @@ impl Cell {
 }
 
 impl Cell {
+    /// What is taken for latency.
+    pub(super) fn clock(&self) -> Clock {
+        match (self.through, self.off) {
+            // An op that waits for others to be submitted with it would seem to wait for nothing.
+            (Through::Engine, SUBMIT_OFF) => Clock::QueuedToFound,
+            (Through::Engine, _) => Clock::SubmitToHarvest,
+            _ => Clock::QueuedToFound,
+        }
+    }
+
     /// A name for pictures and lists.
     pub(super) fn short_name(&self) -> String {
         let load = match (self.load == FILE_SERVER, self.load.depth, self.load.jobs) {
@@ -141,8 +152,8 @@ pub(super) const EXPERIMENTS: [Experiment; 5] = [
         tests: "Does one system call for all operations of a run pay? Does looking at the rings \
                 for a while before sleeping make single requests faster, and does it leave an idle \
                 daemon idle?",
-        credit: "Submitting is put off as calls are in the third experiment, which is where QEMU's \
-                 blk_io_plug() comes from.",
+        credit: "QEMU's blk_io_plug(), by which submits are put off; Stefan Hajnoczi's patch of \
+                 the third experiment uses it for calls.",
         sides: "off: --submit-batch off, or --poll-max-us 0; on: --submit-batch on, or \
                 --poll-max-us 64",
     },

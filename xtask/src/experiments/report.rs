@@ -26,9 +26,10 @@ const INTRODUCTION: &str = "Each step that saves system calls or waiting can be 
     direction; else there is no effect here, and the reason is given where the figures show one.";
 
 const COLUMNS: &str = "Latencies of an engine alone are from the submit of an operation to the \
-    harvest that found it; through the daemon they are the driver's, from queueing a request to \
-    finding it done. CPU time is that of the process that does the I/O. Completions at once are \
-    those that one harvest has found. System calls of a daemon are counted in runs of their own.";
+    harvest that found it, except where submits are switched, as waiting for a submit counts \
+    there; there and through the daemon they are from queueing a request to finding it done. CPU \
+    time is that of the process that does the I/O. Completions at once are those that one harvest \
+    has found. System calls of a daemon are counted in runs of their own.";
 
 /// The whole result.
 pub(super) struct Experiments {

@@ -133,14 +133,15 @@ impl Runner<'_> {
         let mut options = self.times.options();
         options.extend(["--randseed".to_owned(), round.to_string()]);
         if cell.through == Through::Engine {
+            let clock = cell.clock();
             let all: Vec<_> =
                 self.engine(cell, switches, disk).into_iter().chain(options).collect();
-            return Sample::parse(&self.lab.bench(&all, limit)?, "");
+            return Sample::parse(&self.lab.bench(&all, limit)?, clock, "");
         }
         let all: Vec<_> = self.load(cell).into_iter().chain(options).collect();
         let server = self.server(cell, switches, disk);
         let served = self.lab.serve(&server, |_| self.lab.bench(&all, limit))?;
-        Sample::parse(&served.value, &served.messages)
+        Sample::parse(&served.value, cell.clock(), &served.messages)
     }
 
     /// The share of a CPU that a daemon uses after it has been used.

@@ -39,12 +39,20 @@ pub(super) struct Latency {
     pub(super) percentiles_us: Vec<f64>,
 }
 
+/// What is taken for the latency of an I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Clock {
+    /// From the submit of an op to the harvest that found it; where an engine was driven alone.
+    SubmitToHarvest,
+    /// From queueing a request to finding it done, by whoever made it.
+    QueuedToFound,
+}
+
 /// What one run showed. What does not apply, or was not counted, is missing.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Sample {
     pub(super) iops: f64,
-    /// By `all`, `read` and `write`: from submit to harvest where an engine was driven alone, else
-    /// from the driver's queueing to the driver's finding it done.
+    /// By `all`, `read` and `write`; [`Clock`] says from when to when.
     pub(super) latency: BTreeMap<&'static str, Latency>,
     /// CPU time of the process that does the I/O.
     pub(super) cpu_us_per_io: Option<f64>,
@@ -61,10 +69,13 @@ pub(super) struct Sample {
 
 impl Sample {
     /// Finds the figures in a report of the load generator. `messages` are those of the daemon.
-    pub(super) fn parse(report: &Value, messages: &str) -> Result<Self> {
+    pub(super) fn parse(report: &Value, clock: Clock, messages: &str) -> Result<Self> {
         let number = |key: &str| report.get(key).and_then(Value::as_f64);
         let alone = report.get("engine").is_some();
-        let kind = if alone { "completion_latency" } else { "latency" };
+        let kind = match clock {
+            Clock::SubmitToHarvest => "completion_latency",
+            Clock::QueuedToFound => "latency",
+        };
         let directions = [("all", ""), ("read", "read_"), ("write", "write_")];
         let latency = directions.iter().filter_map(|(name, prefix)| {
             let of = |key: String| number(&format!("{prefix}{kind}_{key}_us"));
@@ -119,7 +130,7 @@ mod tests {
     fn a_daemon_s_batches_come_from_its_messages() {
         let said = "INFO iothread-0: at 1, 10, 20 ... 90, 99.99%: harvested at once 1 2 3 4 5 6 7 \
                     8 9 10 128; submitted at once 0 0";
-        let sample = Sample::parse(&report("latency").into(), said).unwrap();
+        let sample = Sample::parse(&report("latency").into(), Clock::QueuedToFound, said).unwrap();
         assert_eq!(sample.latency["all"].mean_us, 42.0);
         assert_eq!(sample.latency["all"].percentiles_us[6], 50.0);
         assert!(!sample.latency.contains_key("read"));
@@ -137,7 +148,7 @@ mod tests {
         for at in SIZE_PERCENTILES {
             report.insert(format!("harvested_at_once_p{at}"), 16.into());
         }
-        let sample = Sample::parse(&report.into(), "").unwrap();
+        let sample = Sample::parse(&report.into(), Clock::SubmitToHarvest, "").unwrap();
         assert_eq!(sample.latency["all"].percentiles_us.last(), Some(&99.99));
         assert_eq!(sample.harvested_at_once, Some(vec![16.0; 11]));
         assert_eq!(sample.calls_per_io, None);

@@ -148,7 +148,7 @@ pub(super) fn summary(outcomes: &[&Outcome]) -> String {
             range(Effect::Unknown, "too few rounds to tell"),
         ];
         let parts: Vec<_> = parts.into_iter().flatten().collect();
-        format!("{name}, of {}: {}.", changes.len(), parts.join(", "))
+        format!("{name} in {} rows: {}.", changes.len(), parts.join(", "))
     };
     format!("{} {}", of("IOPS", iops), of("Mean latency", latency))
 }
@@ -295,8 +295,8 @@ pub(super) mod tests {
         let other = outcome(name, before(), before());
         assert_eq!(
             summary(&[&one, &other]),
-            "IOPS, of 2: more in 1 (1.20 times), no effect in 1. \
-             Mean latency, of 2: less in 1 (0.50 times), no effect in 1."
+            "IOPS in 2 rows: more in 1 (1.20 times), no effect in 1. \
+             Mean latency in 2 rows: less in 1 (0.50 times), no effect in 1."
         );
     }
 }
