@@ -10,10 +10,11 @@ use crate::engine::EngineKind;
 use crate::error::Error;
 use crate::io_thread::{IoThread, IoThreadConfig};
 
-/// Reads in flight in a round of the trial.
-const READS: u32 = 32;
+/// Reads in a round of the trial, and how many of them are in flight.
+const READS: u32 = 256;
+const IN_FLIGHT: u32 = 32;
 /// Rounds for each engine; the fastest one counts, which is the least disturbed.
-const ROUNDS: usize = 8;
+const ROUNDS: usize = 6;
 /// A slow disk gets fewer rounds: its engine does not matter anyway.
 const TRIAL_MAX: Duration = Duration::from_millis(100);
 /// Linux AIO must be faster by this much in percent. io_uring never waits in a submit, so it wins
@@ -35,7 +36,7 @@ impl Choice {
     }
 }
 
-/// Tries the engines that the kernel offers on `source`, with a few hundred reads of 4 KiB, and
+/// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB, and
 /// names the best. It takes a tenth of a second at most, unless a single read takes longer.
 ///
 /// A disk whose kernel driver cannot take a request without waiting is served by kernel threads
@@ -102,29 +103,33 @@ struct Trial {
 
 impl Trial {
     fn new(engine: EngineKind, source: &DiskSource) -> Result<Self, Error> {
-        let config = IoThreadConfig { engine, depth: READS, ..IoThreadConfig::default() };
+        let config = IoThreadConfig { engine, depth: IN_FLIGHT, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config)?;
         let disk = source.attach(thread.io());
         Ok(Self { thread, disk })
     }
 
-    /// How long [`READS`] reads take, all in flight at once.
+    /// How long [`READS`] reads take.
     fn round(&self, round: usize) -> Result<Duration, Error> {
+        let read = |number| {
+            let (offset, bytes) = place(&self.disk, round, number);
+            Box::pin(self.disk.read(offset, Buffers::aligned(bytes, 4096)))
+        };
         let start = Instant::now();
-        let mut reads: Vec<_> = (0..READS)
-            .map(|number| {
-                let (offset, bytes) = place(&self.disk, round, number);
-                Box::pin(self.disk.read(offset, Buffers::aligned(bytes, 4096)))
-            })
-            .collect();
+        let mut reads: Vec<_> = (0..IN_FLIGHT).map(read).collect();
+        let mut started = IN_FLIGHT;
         let mut result = Ok(());
         let all = poll_fn(|cx| {
-            reads.retain_mut(|read| match read.as_mut().poll(cx) {
-                Poll::Ready((outcome, _)) => {
+            reads.retain_mut(|this| {
+                while let Poll::Ready((outcome, _)) = this.as_mut().poll(cx) {
                     result = std::mem::replace(&mut result, Ok(())).and(outcome);
-                    false
+                    if started == READS || result.is_err() {
+                        return false;
+                    }
+                    *this = read(started);
+                    started += 1;
                 }
-                Poll::Pending => true,
+                true
             });
             if reads.is_empty() { Poll::Ready(()) } else { Poll::Pending }
         });
