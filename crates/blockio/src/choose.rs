@@ -17,9 +17,6 @@ const IN_FLIGHT: u32 = 32;
 const ROUNDS: usize = 6;
 /// A slow disk gets fewer rounds: its engine does not matter anyway.
 const TRIAL_MAX: Duration = Duration::from_millis(100);
-/// Linux AIO must be faster by this much in percent. io_uring never waits in a submit, so it wins
-/// where both are about as fast.
-const AIO_ADVANTAGE_PERCENT: u128 = 25;
 
 /// An engine, and why it is the best.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,8 +36,10 @@ impl Choice {
 /// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB, and
 /// names the best. It takes a tenth of a second at most, unless a single read takes longer.
 ///
-/// A disk whose kernel driver cannot take a request without waiting is served by kernel threads
-/// under io_uring; that costs more than Linux AIO does, and shows in the trial.
+/// io_uring is the best where it needs no kernel threads. A disk whose kernel driver cannot take a
+/// request without waiting is served by such threads, one hand-over for each read; then Linux AIO
+/// has it if it was faster. (The time alone says little: with others on the same CPUs, engines
+/// behave differently from a trial on an idle machine.)
 #[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
     if source.is_null() {
@@ -88,11 +87,25 @@ fn faster(io_uring: Trial, aio: Trial) -> Choice {
         of_io_uring.as_micros(),
         of_aio.as_micros()
     );
-    if of_aio.as_nanos() * (100 + AIO_ADVANTAGE_PERCENT) < of_io_uring.as_nanos() * 100 {
-        Choice::new(EngineKind::Aio, figures)
-    } else {
+    if !kernel_threads_serve_this_thread() {
         Choice::new(EngineKind::IoUring, figures)
+    } else if of_aio < of_io_uring {
+        let why = format!("{figures}; io_uring needed kernel threads to wait for the disk");
+        Choice::new(EngineKind::Aio, why)
+    } else {
+        let why = format!("{figures}, although io_uring needed kernel threads for them");
+        Choice::new(EngineKind::IoUring, why)
     }
+}
+
+/// Whether io_uring has started kernel threads for what this thread has submitted. They bear the
+/// number of their owner in their names and stay for some seconds.
+fn kernel_threads_serve_this_thread() -> bool {
+    let own = format!("iou-wrk-{}", rustix::thread::gettid().as_raw_nonzero());
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return false };
+    tasks.flatten().any(|task| {
+        std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim_end() == own)
+    })
 }
 
 /// A loop of the calling thread with the disk on it.
