@@ -92,6 +92,21 @@ impl DiskSource {
         Ok(Self { info, kind: SourceKind::Null })
     }
 
+    /// A disk that is told what it is like: for a simulated kernel, which knows it by the
+    /// descriptor of `file`. Memory and requests of direct I/O are aligned to these bytes.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn simulated(
+        file: std::os::fd::OwnedFd,
+        info: DiskInfo,
+        is_block_device: bool,
+        memory_align: u32,
+        request_align: u32,
+    ) -> Self {
+        let file = FileSource::simulated(file, is_block_device, memory_align, request_align);
+        Self { info, kind: SourceKind::File(file) }
+    }
+
     /// What the disk is like.
     #[must_use]
     pub fn info(&self) -> &DiskInfo {

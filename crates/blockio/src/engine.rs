@@ -8,11 +8,14 @@
 //! the kernel refused included. An op that the kernel has no room for stays queued.
 
 mod aio;
+mod aio_calls;
 mod aio_ring;
 mod epoll;
 mod eventfd;
 mod io_uring;
 mod retry;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod threads;
 
 use std::fmt;

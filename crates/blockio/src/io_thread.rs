@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use crate::clock;
 use crate::engine::{CompletionRing, Engine, EngineKind};
 use crate::error::Error;
 use crate::op::{Completion, Op, OpFuture, Slots};
@@ -169,11 +170,7 @@ impl IoThread {
             stopped: Cell::new(false),
             rounds_since_look: Cell::new(0),
             found: Cell::default(),
-            poll_window: PollWindow::new(
-                config.poll_max,
-                config.poll_budget_percent,
-                Instant::now(),
-            ),
+            poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, clock::now()),
         };
         Ok(Self { io: Rc::new(io), descriptor, ready: Cell::default() })
     }
@@ -347,7 +344,7 @@ impl Io {
 
     /// Waits until `when`.
     pub async fn sleep_until(&self, when: Instant) {
-        while Instant::now() < when {
+        while clock::now() < when {
             self.wake_me_at(when);
             self.suspend().await;
         }

@@ -17,6 +17,7 @@
 
 pub mod buf;
 pub mod choose;
+pub mod clock;
 pub mod disk;
 pub mod engine;
 mod error;

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use crate::clock;
 use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
 use crate::task::TaskKey;
@@ -177,7 +178,7 @@ impl Reactor {
         if self.timers.is_empty() {
             return;
         }
-        let now = Instant::now();
+        let now = clock::now();
         while let Some(Reverse((when, task, child))) = self.timers.peek().copied()
             && when <= now
         {

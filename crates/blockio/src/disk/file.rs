@@ -97,6 +97,17 @@ impl FileSource {
         ))
     }
 
+    /// A file whose nature is not looked at but told.
+    #[cfg(feature = "sim")]
+    pub(super) fn simulated(
+        file: OwnedFd,
+        is_block_device: bool,
+        memory_align: u32,
+        request_align: u32,
+    ) -> Self {
+        Self { file: Arc::new(file), is_block_device, memory_align, request_align }
+    }
+
     /// A character device, which `open` would refuse: some of them fail in useful ways.
     #[cfg(test)]
     pub(super) fn of_device(path: &str) -> Self {

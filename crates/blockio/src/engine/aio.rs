@@ -5,59 +5,17 @@
 //! right after the submit: a fast device has finished by then.
 
 use std::collections::VecDeque;
-use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Instant;
 
+use super::aio_calls::{AioContext, IoEvent, Iocb, iocb};
 use super::aio_ring::AioRing;
 use super::retry::Retry;
 use super::threads::Threads;
 use super::{Completer, CompletionRing, EngineKind};
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
-use crate::op::{OpKind, OpView, Slots};
-
-/// `aio_context_t`: the address of the mapped completion ring.
-pub(super) type AioContext = libc::c_ulong;
-
-/// `struct io_event` of linux/aio_abi.h.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct IoEvent {
-    pub(super) data: u64,
-    pub(super) obj: u64,
-    pub(super) res: i64,
-    pub(super) res2: i64,
-}
-
-/// `struct iocb` of linux/aio_abi.h, for little-endian machines.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct Iocb {
-    pub(super) data: u64,
-    pub(super) key: u32,
-    pub(super) rw_flags: libc::c_int,
-    pub(super) opcode: u16,
-    pub(super) reqprio: i16,
-    pub(super) fd: libc::c_int,
-    pub(super) buf: u64,
-    pub(super) nbytes: u64,
-    pub(super) offset: i64,
-    pub(super) reserved: u64,
-    pub(super) flags: u32,
-    pub(super) resfd: libc::c_int,
-}
-
-const _: () = assert!(size_of::<Iocb>() == 64);
-#[cfg(target_endian = "big")]
-compile_error!("struct iocb has key and rw_flags the other way round on big-endian machines");
-
-pub(super) const IOCB_CMD_PREAD: u16 = 0;
-const IOCB_CMD_PWRITE: u16 = 1;
-const IOCB_CMD_FDSYNC: u16 = 3;
-const IOCB_CMD_PREADV: u16 = 7;
-const IOCB_CMD_PWRITEV: u16 = 8;
-pub(super) const IOCB_FLAG_RESFD: u32 = 1;
+use crate::op::{OpKind, Slots};
 
 /// Where completions are read.
 enum Completions {
@@ -83,10 +41,10 @@ impl Aio {
     /// Sets up a context for `config.depth` ops in the kernel.
     pub(super) fn new(config: &IoThreadConfig, threads: Threads) -> Result<Self, Error> {
         let depth = config.depth;
-        let context = setup(depth)?;
-        let has_fdsync = probe_fdsync(context);
+        let context = AioContext::setup(depth)?;
+        let has_fdsync = context.probe_fdsync();
         // SAFETY: the context was just made, and is destroyed only when `self` is dropped.
-        let (completions, room) = match unsafe { AioRing::new(context) } {
+        let (completions, room) = match unsafe { AioRing::new(context.ring_address()) } {
             Ok(ring) => {
                 let room = ring.capacity() - 1;
                 (Completions::Ring(ring), room)
@@ -155,18 +113,9 @@ impl Aio {
     fn submit_batch(&mut self, count: usize, done: &mut Completer<'_>) -> bool {
         self.prepare(count, done);
         done.stats.syscalls.io_submit.add(1);
-        // SAFETY: the context is live, and each address is that of a filled iocb in `iocbs`. The
-        // kernel copies iocbs and iovecs before it returns; the memory behind these belongs to
-        // slots that keep it until the completion (see `op.rs`).
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_io_submit,
-                self.context,
-                self.iocb_addresses.len(),
-                self.iocb_addresses.as_mut_ptr(),
-            )
-        };
-        match usize::try_from(result) {
+        // SAFETY: each address is that of a filled iocb in `iocbs`, and the memory behind these
+        // belongs to slots that keep it until the completion (see `op.rs`).
+        match unsafe { self.context.submit(&mut self.iocb_addresses) } {
             Ok(accepted) => {
                 self.retry.accepted();
                 self.queued.drain(..accepted.min(count));
@@ -174,7 +123,7 @@ impl Aio {
                 done.stats.submitted_at_once.record(accepted as u64);
                 accepted > 0
             }
-            Err(_) => self.refused(done),
+            Err(error) => self.refused(error, done),
         }
     }
 
@@ -195,8 +144,7 @@ impl Aio {
 
     /// Deals with an `io_submit` that took nothing: its error concerns the first op alone, or says
     /// that the kernel has no room. True: go on with the rest.
-    fn refused(&mut self, done: &mut Completer<'_>) -> bool {
-        let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    fn refused(&mut self, error: libc::c_int, done: &mut Completer<'_>) -> bool {
         if error == libc::EINTR {
             return true;
         }
@@ -240,7 +188,7 @@ impl Aio {
             },
             Completions::Getevents(events) => {
                 done.stats.syscalls.io_getevents.add(1);
-                let events = getevents(self.context, events);
+                let events = self.context.getevents(events);
                 events.iter().for_each(|event| deliver(*event, done));
                 events.len() as u64
             }
@@ -253,94 +201,10 @@ impl Aio {
     }
 }
 
-impl Drop for Aio {
-    fn drop(&mut self) {
-        // SAFETY: the context is live and is not used again. The kernel waits for ops that it
-        // still has; an IoThread drains them before it drops its engine.
-        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
-    }
-}
-
 /// Stores the result of the op whose slot number `iocb` put into the event.
 fn deliver(event: IoEvent, done: &mut Completer<'_>) {
     if let Ok(slot) = u32::try_from(event.data) {
         done.complete(slot, event.res);
-    }
-}
-
-fn iocb(slot: u32, view: &OpView, wake: libc::c_int) -> Iocb {
-    let single = view.iovecs_len == 1;
-    let (opcode, rw_flags) = match view.kind {
-        OpKind::Read if single => (IOCB_CMD_PREAD, 0),
-        OpKind::Read => (IOCB_CMD_PREADV, 0),
-        OpKind::Write { fua } => (
-            if single { IOCB_CMD_PWRITE } else { IOCB_CMD_PWRITEV },
-            if fua { libc::RWF_DSYNC } else { 0 },
-        ),
-        _ => (IOCB_CMD_FDSYNC, 0),
-    };
-    let (buf, nbytes, offset) = if opcode == IOCB_CMD_FDSYNC {
-        (0, 0, 0)
-    } else if single {
-        // SAFETY: a list of one iovec has a first.
-        let range = unsafe { *view.iovecs };
-        (range.iov_base as u64, range.iov_len as u64, view.offset)
-    } else {
-        (view.iovecs as u64, view.iovecs_len as u64, view.offset)
-    };
-    Iocb {
-        data: u64::from(slot),
-        key: 0,
-        rw_flags,
-        opcode,
-        reqprio: 0,
-        fd: view.fd,
-        buf,
-        nbytes,
-        offset: i64::try_from(offset).unwrap_or(i64::MAX),
-        reserved: 0,
-        flags: IOCB_FLAG_RESFD,
-        resfd: wake,
-    }
-}
-
-pub(super) fn setup(depth: u32) -> Result<AioContext, Error> {
-    let mut context: AioContext = 0;
-    // SAFETY: io_setup writes one context id to the address given.
-    let result = unsafe { libc::syscall(libc::SYS_io_setup, depth, &raw mut context) };
-    if result == 0 {
-        return Ok(context);
-    }
-    let error = io::Error::last_os_error();
-    Err(if error.raw_os_error() == Some(libc::EAGAIN) {
-        Error::AioExhausted { requested: depth }
-    } else {
-        Error::AioUnavailable { error }
-    })
-}
-
-/// Whether the kernel has `IOCB_CMD_FDSYNC` (Linux 4.18), found out by one on a memory file. Its
-/// event is waited for, so the ring is empty again afterwards.
-fn probe_fdsync(context: AioContext) -> bool {
-    let Ok(file) = rustix::fs::memfd_create("fdsync-probe", rustix::fs::MemfdFlags::CLOEXEC) else {
-        return false;
-    };
-    let view = OpView {
-        kind: OpKind::Flush,
-        fd: file.as_raw_fd(),
-        offset: 0,
-        iovecs: std::ptr::null(),
-        iovecs_len: 0,
-    };
-    let mut iocb = Iocb { flags: 0, ..iocb(0, &view, 0) };
-    let mut address = &raw mut iocb;
-    let mut event = IoEvent::default();
-    // SAFETY: the context is live; the kernel reads one iocb, which has no data, and writes at
-    // most one event. io_getevents waits for it, so nothing is left in the kernel.
-    unsafe {
-        libc::syscall(libc::SYS_io_submit, context, 1, &raw mut address) == 1
-            && libc::syscall(libc::SYS_io_getevents, context, 1, 1, &raw mut event, 0usize) == 1
-            && event.res == 0
     }
 }
 
@@ -353,23 +217,6 @@ fn getevents_from_now_on(depth: u32) -> Completions {
     Completions::Getevents(vec![IoEvent::default(); depth as usize])
 }
 
-/// Events that are there now, copied out by the kernel.
-fn getevents(context: AioContext, events: &mut [IoEvent]) -> &[IoEvent] {
-    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the context is live, the kernel writes at most `events.len()` events.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_io_getevents,
-            context,
-            0,
-            events.len(),
-            events.as_mut_ptr(),
-            &raw const zero,
-        )
-    };
-    &events[..usize::try_from(result).unwrap_or(0)]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -378,6 +225,7 @@ mod tests {
     use crate::stats::Stats;
     use crate::task::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
+    use std::io;
     use std::os::fd::OwnedFd;
     use std::os::unix::fs::OpenOptionsExt;
     use std::rc::Rc;
@@ -515,9 +363,7 @@ mod tests {
         while bench.engine.threads.in_kernel() == 0 {
             let Bench { engine, slots, stats, woken } = &mut bench;
             let mut done = Completer { slots, stats, woken, now };
-            // SAFETY: errno is this thread's own; it stands for a refused io_submit.
-            unsafe { *libc::__errno_location() = libc::EAGAIN };
-            if engine.refused(&mut done) {
+            if engine.refused(libc::EAGAIN, &mut done) {
                 engine.submit(usize::MAX, &mut done);
             }
             if let Some(when) = engine.retry_at() {

@@ -10,7 +10,8 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::aio::{AioContext, IoEvent};
+use super::aio_calls::IoEvent;
+use crate::clock::preempt;
 
 const MAGIC: u32 = 0xa10a_10a1;
 const HEADER_BYTES: u32 = 32;
@@ -46,14 +47,14 @@ pub(super) struct AioRing {
 }
 
 impl AioRing {
-    /// Checks the header of the ring at `context`.
+    /// Checks the header of the ring at `address`.
     ///
     /// # Safety
     ///
-    /// `context` must come from io_setup and must outlive the ring, or be the address of readable
-    /// and writable memory that starts with a header and has room for as many events as it says.
-    pub(super) unsafe fn new(context: AioContext) -> Result<Self, BadRing> {
-        let header = context as *const Header;
+    /// `address` must be that of a context which outlives the ring, or of readable and writable
+    /// memory that starts with a header and has room for as many events as it says.
+    pub(super) unsafe fn new(address: usize) -> Result<Self, BadRing> {
+        let header = address as *const Header;
         if header.is_null() || !header.is_aligned() {
             return Err(BadRing);
         }
@@ -97,6 +98,7 @@ impl AioRing {
         let events = self.header.wrapping_add(1).cast::<IoEvent>();
         let mut count = 0;
         while self.head != tail {
+            preempt();
             // SAFETY: head < nr, and nr events follow the header. Volatile: the kernel writes
             // there, though not to places between head and tail.
             visit(unsafe { events.add(self.head as usize).read_volatile() });
@@ -137,7 +139,7 @@ mod tests {
 
         fn ring(&self) -> Result<AioRing, BadRing> {
             // SAFETY: the memory starts with a header and holds nr events.
-            unsafe { AioRing::new(self.0.as_ptr() as AioContext) }
+            unsafe { AioRing::new(self.0.as_ptr() as usize) }
         }
 
         fn produce(&mut self, data: u64) {

@@ -8,6 +8,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
+use crate::clock;
 use crate::error::Error;
 use crate::stats::Stats;
 
@@ -45,6 +46,9 @@ impl Epoll {
         stats: &Stats,
     ) -> Result<(), Error> {
         let timeout = deadline.map(timeout_until);
+        clock::preempt();
+        #[cfg(feature = "sim")]
+        let timeout = super::sim::sleep(&self.epoll, deadline, timeout);
         stats.syscalls.epoll_wait.add(1);
         match epoll::wait(&self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
@@ -62,6 +66,6 @@ impl AsFd for Epoll {
 }
 
 fn timeout_until(deadline: Instant) -> Timespec {
-    let left = deadline.saturating_duration_since(Instant::now());
+    let left = deadline.saturating_duration_since(clock::now());
     Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 })
 }

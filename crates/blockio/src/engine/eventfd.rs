@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use super::aio::{AioContext, IOCB_CMD_PREAD, IOCB_FLAG_RESFD, Iocb, setup};
+use super::aio_calls::{AioContext, IOCB_CMD_PREAD, IOCB_FLAG_RESFD, Iocb};
 use super::aio_ring::AioRing;
 use crate::error::Error;
 
@@ -30,10 +30,9 @@ impl EventfdAdder {
     /// When the system has no Linux AIO, or none left, or no /dev/null.
     pub fn new() -> Result<Self, Error> {
         let null = File::open("/dev/null").map_err(|error| Error::AioUnavailable { error })?;
-        let context = setup(1)?;
+        let context = AioContext::setup_in_kernel(1)?;
         // SAFETY: the context was just made, and goes with the ring.
-        let Ok(ring) = (unsafe { AioRing::new(context) }) else {
-            destroy(context);
+        let Ok(ring) = (unsafe { AioRing::new(context.ring_address()) }) else {
             let error = io::Error::other("its completion ring is not laid out as known");
             return Err(Error::AioUnavailable { error });
         };
@@ -53,28 +52,14 @@ impl EventfdAdder {
             resfd: fd.as_raw_fd(),
             ..Iocb::default()
         };
-        let mut address = &raw mut iocb;
-        // SAFETY: the context is live and the kernel reads one iocb, which names no memory.
-        let result =
-            unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1usize, &raw mut address) };
-        let result = if result == 1 { Ok(()) } else { Err(io::Error::last_os_error()) };
+        // SAFETY: the iocb is filled, and names no memory.
+        let result = unsafe { self.context.submit(&mut [&raw mut iocb]) };
+        let result = result.map(|_| ()).map_err(io::Error::from_raw_os_error);
         // Makes room for the next event. A ring that is not read is full one day, which is then
         // the error.
         let _ = self.ring.borrow_mut().consume(|_| ());
         result
     }
-}
-
-impl Drop for EventfdAdder {
-    fn drop(&mut self) {
-        destroy(self.context);
-    }
-}
-
-/// Ends a context in which no op is left.
-fn destroy(context: AioContext) {
-    // SAFETY: the context is live, and whoever had it does not use it again.
-    unsafe { libc::syscall(libc::SYS_io_destroy, context) };
 }
 
 #[cfg(test)]

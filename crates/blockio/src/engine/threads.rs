@@ -22,9 +22,9 @@ const THREADS_MAX: usize = 64;
 const IDLE: Duration = Duration::from_secs(10);
 
 /// One op on its way to a pool thread.
-struct Job {
-    slot: u32,
-    view: OpView,
+pub(super) struct Job {
+    pub(super) slot: u32,
+    pub(super) view: OpView,
 }
 
 // SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
@@ -39,7 +39,8 @@ struct Jobs {
     stop: bool,
 }
 
-struct Shared {
+/// What the pool threads share with their engine.
+pub(super) struct Pool {
     jobs: Mutex<Jobs>,
     work: Condvar,
     done: Mutex<Vec<(u32, i64)>>,
@@ -48,7 +49,7 @@ struct Shared {
     wake: WakeFd,
 }
 
-impl Shared {
+impl Pool {
     fn jobs(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -56,11 +57,30 @@ impl Shared {
     fn done(&self) -> MutexGuard<'_, Vec<(u32, i64)>> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// A job that waits for a thread.
+    #[cfg(feature = "sim")]
+    pub(super) fn take_job(&self) -> Option<Job> {
+        self.jobs().waiting.pop_front()
+    }
+
+    /// Posts the result of a job. True: the engine must be woken, for nothing was posted before.
+    pub(super) fn post(&self, slot: u32, result: i64) -> bool {
+        let mut results = self.done();
+        results.push((slot, result));
+        self.done_len.store(results.len(), Ordering::Release);
+        results.len() == 1
+    }
+
+    pub(super) fn wake(&self) {
+        // The counter cannot overflow, and nothing else can fail on an open eventfd.
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
 }
 
 /// A pool of threads and the ops that wait for it.
 pub(crate) struct Threads {
-    shared: Arc<Shared>,
+    pool: Arc<Pool>,
     queued: VecDeque<u32>,
     in_kernel: usize,
     harvested: Vec<(u32, i64)>,
@@ -69,7 +89,7 @@ pub(crate) struct Threads {
 
 impl Threads {
     pub(super) fn new(wake: OwnedFd) -> Self {
-        let shared = Shared {
+        let pool = Pool {
             jobs: Mutex::default(),
             work: Condvar::new(),
             done: Mutex::default(),
@@ -77,7 +97,7 @@ impl Threads {
             wake: Arc::new(wake),
         };
         Self {
-            shared: Arc::new(shared),
+            pool: Arc::new(pool),
             queued: VecDeque::new(),
             in_kernel: 0,
             harvested: Vec::new(),
@@ -86,7 +106,7 @@ impl Threads {
     }
 
     pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
-        wake_fd(&self.shared.wake)
+        wake_fd(&self.pool.wake)
     }
 
     pub(super) fn queue(&mut self, slot: u32) {
@@ -106,7 +126,7 @@ impl Threads {
             return false;
         }
         let count = self.queued.len().min(max);
-        let mut jobs = self.shared.jobs();
+        let mut jobs = self.pool.jobs();
         for slot in self.queued.drain(..count) {
             if let Some(view) = done.slots.view(slot, done.now) {
                 self.in_kernel += 1;
@@ -117,9 +137,13 @@ impl Threads {
         let room = THREADS_MAX - jobs.threads;
         drop(jobs);
         done.stats.submitted_at_once.record(count as u64);
+        #[cfg(feature = "sim")]
+        if super::sim::take_jobs(&self.pool) {
+            return !self.queued.is_empty();
+        }
         self.grow(wanted.min(room), done);
         for _ in 0..count {
-            self.shared.work.notify_one();
+            self.pool.work.notify_one();
         }
         !self.queued.is_empty()
     }
@@ -129,16 +153,16 @@ impl Threads {
     fn grow(&mut self, wanted: usize, done: &mut Completer<'_>) {
         self.handles.retain(|handle| !handle.is_finished());
         for _ in 0..wanted {
-            let shared = Arc::clone(&self.shared);
-            self.shared.jobs().threads += 1;
+            let pool = Arc::clone(&self.pool);
+            self.pool.jobs().threads += 1;
             let thread = std::thread::Builder::new()
                 .name("ringhaul-pool".into())
                 .stack_size(128 << 10)
-                .spawn(move || pool_thread(&shared));
+                .spawn(move || pool_thread(&pool));
             match thread {
                 Ok(handle) => self.handles.push(handle),
                 Err(error) => {
-                    self.shared.jobs().threads -= 1;
+                    self.pool.jobs().threads -= 1;
                     self.fail_jobs_without_threads(&error, done);
                     return;
                 }
@@ -147,7 +171,7 @@ impl Threads {
     }
 
     fn fail_jobs_without_threads(&mut self, error: &io::Error, done: &mut Completer<'_>) {
-        let mut jobs = self.shared.jobs();
+        let mut jobs = self.pool.jobs();
         if jobs.threads > 0 {
             return;
         }
@@ -159,7 +183,7 @@ impl Threads {
     }
 
     pub(super) fn has_completions(&self) -> bool {
-        self.shared.done_len.load(Ordering::Acquire) > 0
+        self.pool.done_len.load(Ordering::Acquire) > 0
     }
 
     pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
@@ -167,9 +191,9 @@ impl Threads {
             return 0;
         }
         {
-            let mut results = self.shared.done();
+            let mut results = self.pool.done();
             std::mem::swap(&mut *results, &mut self.harvested);
-            self.shared.done_len.store(0, Ordering::Relaxed);
+            self.pool.done_len.store(0, Ordering::Relaxed);
         }
         let count = self.harvested.len();
         self.in_kernel -= count;
@@ -182,8 +206,8 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.shared.jobs().stop = true;
-        self.shared.work.notify_all();
+        self.pool.jobs().stop = true;
+        self.pool.work.notify_all();
         for handle in self.handles.drain(..) {
             // A pool thread runs system calls only; a panic in one has been printed.
             let _ = handle.join();
@@ -191,25 +215,17 @@ impl Drop for Threads {
     }
 }
 
-fn pool_thread(shared: &Shared) {
-    while let Some(job) = next_job(shared) {
-        let result = execute(&job.view);
-        let was_empty = {
-            let mut results = shared.done();
-            results.push((job.slot, result));
-            shared.done_len.store(results.len(), Ordering::Release);
-            results.len() == 1
-        };
-        if was_empty {
-            // The counter cannot overflow, and nothing else can fail on an open eventfd.
-            let _ = rustix::io::write(&*shared.wake, &1u64.to_ne_bytes());
+fn pool_thread(pool: &Pool) {
+    while let Some(job) = next_job(pool) {
+        if pool.post(job.slot, execute(&job.view)) {
+            pool.wake();
         }
     }
 }
 
 /// The next job; `None` when this thread is to end.
-fn next_job(shared: &Shared) -> Option<Job> {
-    let mut jobs = shared.jobs();
+fn next_job(pool: &Pool) -> Option<Job> {
+    let mut jobs = pool.jobs();
     loop {
         if let Some(job) = jobs.waiting.pop_front() {
             return Some(job);
@@ -220,7 +236,7 @@ fn next_job(shared: &Shared) -> Option<Job> {
         }
         jobs.idle += 1;
         let (guard, wait) =
-            shared.work.wait_timeout(jobs, IDLE).unwrap_or_else(PoisonError::into_inner);
+            pool.work.wait_timeout(jobs, IDLE).unwrap_or_else(PoisonError::into_inner);
         jobs = guard;
         jobs.idle -= 1;
         if wait.timed_out() && jobs.waiting.is_empty() {
@@ -335,13 +351,13 @@ mod tests {
         }
 
         fn wait_for(&self, condition: impl Fn(&Jobs) -> bool) {
-            while !condition(&self.engine.shared.jobs()) {
+            while !condition(&self.engine.pool.jobs()) {
                 std::thread::yield_now();
             }
         }
 
         fn threads(&self) -> usize {
-            self.engine.shared.jobs().threads
+            self.engine.pool.jobs().threads
         }
     }
 
@@ -351,8 +367,8 @@ mod tests {
     fn ops_that_block_have_a_thread_each_up_to_the_limit() {
         let mut bench = Bench::new();
         for count in [1, 7, THREADS_MAX - 1] {
-            let shared = Arc::clone(&bench.engine.shared);
-            let results = shared.done();
+            let pool = Arc::clone(&bench.engine.pool);
+            let results = pool.done();
             // Those that are idle from the round before take jobs first.
             bench.submit(count);
             assert_eq!(bench.threads(), count);
@@ -363,8 +379,8 @@ mod tests {
             assert_eq!(bench.threads(), count);
         }
 
-        let shared = Arc::clone(&bench.engine.shared);
-        let results = shared.done();
+        let pool = Arc::clone(&bench.engine.pool);
+        let results = pool.done();
         bench.submit(3 * THREADS_MAX);
         bench.wait_for(|jobs| jobs.waiting.len() == 2 * THREADS_MAX && jobs.idle == 0);
         assert_eq!(bench.threads(), THREADS_MAX);
@@ -377,8 +393,8 @@ mod tests {
     #[test]
     fn ops_that_come_while_ops_block_have_threads_of_their_own() {
         let mut bench = Bench::new();
-        let shared = Arc::clone(&bench.engine.shared);
-        let results = shared.done();
+        let pool = Arc::clone(&bench.engine.pool);
+        let results = pool.done();
         for threads in 1..=5 {
             bench.submit(1);
             assert_eq!(bench.threads(), threads);

@@ -1,8 +1,7 @@
 //! The middle of a turn: submit, harvest, and who is woken by it.
 
-use std::time::Instant;
-
 use super::{Io, NO_TASK, Ops};
+use crate::clock;
 use crate::engine::{Completer, TOKEN_ENGINE};
 
 impl Io {
@@ -13,7 +12,7 @@ impl Io {
         if engine.is_quiet() {
             return;
         }
-        let mut done = Completer { slots, stats: &self.stats, woken, now: Instant::now() };
+        let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
         loop {
             let (queued, in_kernel) = (engine.queued(), engine.in_kernel());
             let room = pacing.room(queued, in_kernel).min(self.submit_max);
@@ -22,7 +21,7 @@ impl Io {
                 more = engine.submit(room, &mut done);
             }
             if queued > 0 {
-                done.now = Instant::now();
+                done.now = clock::now();
             }
             let submitted = engine.queued() < queued;
             let harvests = self.harvest_on_submit || self.harvest_is_due.take();
