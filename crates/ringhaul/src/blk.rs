@@ -16,7 +16,7 @@ use blockio::{Disk, DiskSource, Io, Remote};
 
 use crate::call_watch::CallTrust;
 use crate::log_limit::LogLimit;
-use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
+use crate::queue::{Pending, Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
 use crate::queue_task;
 use config::{BlkOptions, ConfigSpace};
 
@@ -129,21 +129,30 @@ impl BlkDevice {
         thread: &Remote,
         setup: QueueSetup,
     ) -> Result<QueueHandle, StartError> {
+        self.begin_start_queue(thread, setup).wait().unwrap_or(Err(StartError::ThreadEnded))
+    }
+
+    /// As [`start_queue`](Self::start_queue), for who cannot wait, such as a program that runs the
+    /// IoThread's turns itself.
+    #[must_use]
+    pub fn begin_start_queue(
+        &self,
+        thread: &Remote,
+        setup: QueueSetup,
+    ) -> Pending<Result<QueueHandle, StartError>> {
         let device = self.clone();
-        thread
-            .call(move |io| {
-                let trust = Arc::clone(&device.shared.trust);
-                let (queue, handle) = Queue::new(setup, io, &device.queue_options(), trust)?;
-                let blk = Blk::new(io, &device);
-                let memory = device.register_memory(io, &queue);
-                let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk));
-                io.spawn(async move {
-                    task.await;
-                    drop(memory);
-                });
-                Ok(handle)
-            })
-            .unwrap_or(Err(StartError::ThreadEnded))
+        Pending::call(thread, move |io| {
+            let trust = Arc::clone(&device.shared.trust);
+            let (queue, handle) = Queue::new(setup, io, &device.queue_options(), trust)?;
+            let blk = Blk::new(io, &device);
+            let memory = device.register_memory(io, &queue);
+            let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk));
+            io.spawn(async move {
+                task.await;
+                drop(memory);
+            });
+            Ok(handle)
+        })
     }
 
     fn has(&self, feature: u32) -> bool {

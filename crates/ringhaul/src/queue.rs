@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::Waker;
 
 use blockio::io_thread::{Io, RegisteredMemory};
-use blockio::{Buffers, Source};
+use blockio::{Buffers, Remote, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
 
@@ -111,10 +111,44 @@ impl QueueHandle {
     /// the IoThread has ended.
     #[must_use]
     pub fn stop(self) -> Option<u16> {
+        self.begin_stop().wait()
+    }
+
+    /// As [`stop`](Self::stop), for who cannot wait, such as the loop that serves the queue.
+    #[must_use]
+    pub fn begin_stop(self) -> Pending<u16> {
         let (reply, next_avail) = mpsc::sync_channel(1);
         self.control.send(Command::Stop(reply));
-        drop(self);
-        next_avail.recv().ok()
+        Pending(next_avail)
+    }
+}
+
+/// An answer that an IoThread will give.
+pub struct Pending<T>(mpsc::Receiver<T>);
+
+impl<T> Pending<T> {
+    /// Waits for the answer. `None` when the IoThread has ended.
+    #[must_use]
+    pub fn wait(self) -> Option<T> {
+        self.0.recv().ok()
+    }
+
+    /// The answer if it is there. It is given once.
+    #[must_use]
+    pub fn poll(&self) -> Option<T> {
+        self.0.try_recv().ok()
+    }
+}
+
+impl<T: Send + 'static> Pending<T> {
+    /// What `call` returns, run on the IoThread behind `thread`.
+    pub(crate) fn call(thread: &Remote, call: impl FnOnce(&Rc<Io>) -> T + Send + 'static) -> Self {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        thread.post(move |io| {
+            // Whoever asked may be gone; then nobody needs the answer.
+            let _ = sender.send(call(io));
+        });
+        Self(receiver)
     }
 }
 

@@ -5,9 +5,9 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::mpsc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use blockio::{Io, Source, TaskSet};
+use blockio::{Io, Source, TaskSet, clock};
 
 use crate::blk::{Blk, request};
 use crate::queue::{Queue, Registration};
@@ -28,7 +28,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
     .await;
     let source: Rc<dyn Source> = Rc::<Queue>::clone(&queue);
     let kick = queue.take_kick();
-    let mut look = kick.is_none().then(Instant::now);
+    let mut look = kick.is_none().then(clock::now);
     let source = match io.add_source(source, kick) {
         Ok(id) => Registration { io: Rc::clone(&io), id },
         Err(error) => {
@@ -69,9 +69,9 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
             io.wake_me();
         }
         if let Some(due) = &mut look
-            && *due <= Instant::now()
+            && *due <= clock::now()
         {
-            *due = Instant::now() + LOOK_INTERVAL;
+            *due = clock::now() + LOOK_INTERVAL;
             io.wake_me_at(*due);
         }
         io.suspend().await;
