@@ -1,0 +1,107 @@
+//! The simulated disk: what reads see, and what a loss of power would leave.
+
+use crate::content::{INITIAL, SECTOR, Value, bytes_of};
+use crate::rng::Rng;
+
+/// Sequence number of something that has not happened.
+const NEVER: u64 = u64::MAX;
+
+struct Version {
+    bytes: Box<[u8; SECTOR]>,
+    /// The op that wrote it.
+    op: u64,
+    /// When that op was answered.
+    answered: u64,
+}
+
+/// The first version is on stable storage, the last is what reads see. Any of them may be what is
+/// left after a loss of power.
+struct Sector {
+    versions: Vec<Version>,
+}
+
+pub(crate) struct Device {
+    sectors: Vec<Sector>,
+    /// Where the file ends.
+    pub(crate) end_sector: u64,
+}
+
+impl Device {
+    pub(crate) fn new(sectors: u64, end_sector: u64) -> Self {
+        let sector = |sector| {
+            let value = if sector < end_sector { INITIAL } else { Value::Zero };
+            let bytes = Box::new(bytes_of(value, sector));
+            Sector { versions: vec![Version { bytes, op: 0, answered: 0 }] }
+        };
+        Self { sectors: (0..sectors).map(sector).collect(), end_sector }
+    }
+
+    pub(crate) fn content(&self, sector: u64) -> &[u8; SECTOR] {
+        let versions = &self.sectors[index(sector)].versions;
+        &versions[versions.len() - 1].bytes
+    }
+
+    /// Reads from byte `offset` on.
+    pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) {
+        each_sector(offset, bytes.len(), |sector, within, at, len| {
+            bytes[at..at + len].copy_from_slice(&self.content(sector)[within..within + len]);
+        });
+    }
+
+    /// Writes at byte `offset`, on behalf of `op`.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8], op: u64) {
+        each_sector(offset, bytes.len(), |sector, within, at, len| {
+            let mut content = Box::new(*self.content(sector));
+            content[within..within + len].copy_from_slice(&bytes[at..at + len]);
+            let versions = &mut self.sectors[index(sector)].versions;
+            versions.push(Version { bytes: content, op, answered: NEVER });
+            self.end_sector = self.end_sector.max(sector + 1);
+        });
+    }
+
+    /// `op` is answered now; with `durable`, what it wrote is on stable storage.
+    pub(crate) fn answered(&mut self, offset: u64, len: usize, op: u64, now: u64, durable: bool) {
+        each_sector(offset, len, |sector, _, _, _| {
+            let versions = &mut self.sectors[index(sector)].versions;
+            versions.iter_mut().filter(|v| v.op == op).for_each(|v| v.answered = now);
+            if durable && let Some(last) = versions.iter().rposition(|v| v.op == op) {
+                versions.drain(..last);
+            }
+        });
+    }
+
+    /// Brings to stable storage what was answered before `submitted`, and maybe more.
+    pub(crate) fn flush(&mut self, submitted: u64, rng: &mut Rng) {
+        for sector in &mut self.sectors {
+            let versions = &mut sector.versions;
+            let must = versions.iter().rposition(|v| v.answered < submitted).unwrap_or(0);
+            let more = rng.index(versions.len() - must);
+            versions.drain(..must + more);
+        }
+    }
+
+    /// The power goes: of each sector some version is left.
+    pub(crate) fn lose_power(&mut self, rng: &mut Rng) {
+        for sector in &mut self.sectors {
+            let left = rng.index(sector.versions.len());
+            sector.versions.drain(..left);
+            sector.versions.truncate(1);
+        }
+    }
+}
+
+/// Calls `visit(sector, offset within, bytes before, bytes)` for each sector of a range of bytes.
+fn each_sector(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, usize, usize)) {
+    let mut at = 0;
+    while at < len {
+        let byte = offset + at as u64;
+        let within = index(byte % SECTOR as u64);
+        let part = (SECTOR - within).min(len - at);
+        visit(byte / SECTOR as u64, within, at, part);
+        at += part;
+    }
+}
+
+fn index(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}

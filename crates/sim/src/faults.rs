@@ -1,0 +1,126 @@
+//! What can go wrong with one op, and what must not be wrong with it.
+
+use std::os::fd::RawFd;
+
+use blockio::engine::sim::KernelOp;
+use blockio::op::OpKind;
+
+use crate::content::SECTOR;
+use crate::failure::Failure;
+use crate::plan::Plan;
+use crate::rng::Rng;
+
+/// What kind of op failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Class {
+    Read,
+    Write,
+    Flush,
+    Deallocate,
+    /// Some op, of which only the engine knows.
+    Any,
+}
+
+/// An error that was put in, which some request must answer for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Injected {
+    pub(crate) class: Class,
+    pub(crate) when: u64,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// What an op will come to: its result, how many bytes it moves, and if that is an error that a
+/// request must answer for.
+pub(crate) fn outcome(
+    plan: &Plan,
+    rng: &mut Rng,
+    end_sector: u64,
+    op: &KernelOp,
+) -> (i64, usize, Option<Class>) {
+    let len = op_len(op);
+    let errno = |errno: libc::c_int| -i64::from(errno);
+    let is_supported = match op.kind() {
+        OpKind::Write { fua } => !fua || plan.no_dsync == 0,
+        OpKind::Fallocate { mode, .. } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => {
+            plan.no_punch == 0
+        }
+        OpKind::DiscardBlocks { .. } => plan.no_punch == 0,
+        OpKind::Fallocate { .. } | OpKind::ZeroBlocks { .. } => plan.no_zero_range == 0,
+        OpKind::Read | OpKind::Flush => true,
+    };
+    let class = class_of(op.kind());
+    if rng.chance(plan.eintr) {
+        return (errno(libc::EINTR), 0, None);
+    }
+    if rng.chance(plan.eagain) {
+        return (errno(libc::EAGAIN), 0, None);
+    }
+    if !is_supported {
+        return (errno(libc::EOPNOTSUPP), 0, None);
+    }
+    if rng.chance(plan.eio) {
+        return (errno(libc::EIO), rng.index(len / SECTOR + 1) * SECTOR, Some(class));
+    }
+    if matches!(class, Class::Write | Class::Deallocate) && rng.chance(plan.enospc) {
+        return (errno(libc::ENOSPC), rng.index(len / SECTOR + 1) * SECTOR, Some(class));
+    }
+    let (moved, short) = match class {
+        Class::Read => {
+            let end = end_sector * SECTOR as u64;
+            let left = usize::try_from(end.saturating_sub(op.offset())).unwrap_or(0);
+            (len.min(left), plan.short_reads)
+        }
+        Class::Write => (len, plan.short_writes),
+        _ => return (0, len, None),
+    };
+    if !rng.chance(short) {
+        return (i64::try_from(moved).unwrap_or(0), moved, None);
+    }
+    // At least one unit: a transfer of none is the end of the file, or of the space.
+    let unit = match (plan.odd_shorts, plan.direct) {
+        (0, 0) => SECTOR,
+        (_, 0) => 1,
+        _ => usize::try_from(plan.block_bytes()).unwrap_or(SECTOR),
+    };
+    let units = rng.between(1, (moved / unit).max(1) as u64);
+    let moved = moved.min(usize::try_from(units).unwrap_or(1) * unit);
+    (i64::try_from(moved).unwrap_or(0), moved, None)
+}
+
+/// Whether an op may reach the kernel: it is for the disk, inside, and aligned.
+pub(crate) fn check_op(plan: &Plan, disk: RawFd, op: &KernelOp) -> Result<(), Failure> {
+    let (len, block) = (op_len(op), plan.block_bytes());
+    let end = op.offset().checked_add(len as u64);
+    let is_data = matches!(op.kind(), OpKind::Read | OpKind::Write { .. });
+    let aligned = plan.direct == 0
+        || !is_data
+        || ((op.offset() | len as u64) & (block - 1) == 0 && op.buffers().is_aligned(SECTOR));
+    let inside = end.is_some_and(|end| end <= plan.sectors() * SECTOR as u64);
+    if op.fd() != disk || !aligned || !inside || (is_data && len == 0) {
+        let (kind, offset, buffers) = (op.kind(), op.offset(), op.buffers());
+        let text = format!("{kind:?} at {offset} of {buffers:?}: {:?}", buffers.iovecs());
+        return Err(Failure::new("bad op", text));
+    }
+    Ok(())
+}
+
+fn class_of(kind: OpKind) -> Class {
+    match kind {
+        OpKind::Read => Class::Read,
+        OpKind::Write { .. } => Class::Write,
+        OpKind::Flush => Class::Flush,
+        _ => Class::Deallocate,
+    }
+}
+
+/// Bytes that an op is about.
+pub(crate) fn op_len(op: &KernelOp) -> usize {
+    let len = match op.kind() {
+        OpKind::Fallocate { len, .. }
+        | OpKind::DiscardBlocks { len }
+        | OpKind::ZeroBlocks { len } => len,
+        _ => op.buffers().bytes() as u64,
+    };
+    usize::try_from(len).unwrap_or(usize::MAX)
+}

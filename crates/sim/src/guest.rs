@@ -1,0 +1,471 @@
+//! The model guest: it makes requests on all its queues, sleeps on the calls, and checks answers.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use blockio::engine::sim::is_readable;
+use rustix::event::{EventfdFlags, eventfd};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
+use virtqueue::GuestMemory;
+
+use crate::blame::{self, Failed};
+use crate::content::{INITIAL, SECTOR, Value, describe, value_of};
+use crate::driver::Driver;
+use crate::failure::Failure;
+use crate::history::{History, NEVER};
+use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
+use crate::plan::Plan;
+use crate::request::{Kind, Outstanding, Request};
+use crate::rng::Rng;
+use crate::world::World;
+
+/// What the guest's side of a queue is doing about used elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Attention {
+    /// Looks at the used ring.
+    Awake,
+    /// Has asked for a call, and has yet to look once more.
+    Armed,
+    /// Waits for the call.
+    Asleep,
+}
+
+pub(crate) struct GuestQueue {
+    driver: Driver,
+    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) call: Option<OwnedFd>,
+    attention: Attention,
+    /// The avail idx before chains that were published, for which the kick is not yet decided.
+    published_from: Option<u16>,
+    outstanding: Vec<Option<Outstanding>>,
+}
+
+struct State {
+    rng: Rng,
+    queues: Vec<GuestQueue>,
+    history: History,
+    left: u64,
+    failed: Vec<Failed>,
+    failure: Option<Failure>,
+    /// Since when each write is on stable storage when it is answered.
+    write_through_since: u64,
+}
+
+pub(crate) struct Guest {
+    plan: Plan,
+    world: Rc<World>,
+    layout: Layout,
+    memory: Rc<GuestMemory>,
+    next_id: Cell<u64>,
+    state: RefCell<State>,
+}
+
+pub(crate) fn new_eventfd() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .expect("the simulation has too many files open")
+}
+
+pub(crate) fn duplicate(fd: Option<&OwnedFd>) -> Option<OwnedFd> {
+    fd.map(|fd| fd.try_clone().expect("the simulation has too many files open"))
+}
+
+impl Guest {
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>) -> Self {
+        let layout = Layout::new(plan);
+        let memory = Rc::new(layout.map());
+        let initial = (0..plan.sectors()).map(|sector| {
+            if value_of(&world.content(sector), sector) == Some(INITIAL) {
+                INITIAL
+            } else {
+                Value::Zero
+            }
+        });
+        let state = State {
+            rng: Rng::new(plan.seed ^ plan.schedule << 40, 3),
+            queues: Vec::new(),
+            history: History::new(initial),
+            left: plan.requests,
+            failed: Vec::new(),
+            failure: None,
+            write_through_since: NEVER,
+        };
+        let guest = Self {
+            plan: plan.clone(),
+            world: Rc::clone(world),
+            layout,
+            memory,
+            next_id: Cell::new(100),
+            state: RefCell::new(state),
+        };
+        guest.reboot();
+        guest
+    }
+
+    /// The guest starts anew: nothing is out, and the rings are empty.
+    pub(crate) fn reboot(&self) {
+        let queues = usize::try_from(self.plan.queues).unwrap_or(1);
+        let queue = |index| {
+            let ring = self.layout.ring(index, 0);
+            let memory = Rc::clone(&self.memory);
+            GuestQueue {
+                driver: Driver::new(memory, ring, self.plan.event_idx > 0),
+                kick: (self.plan.no_kick == 0).then(new_eventfd),
+                call: (self.plan.no_call == 0).then(new_eventfd),
+                attention: Attention::Awake,
+                published_from: None,
+                outstanding: (0..ring.size).map(|_| None).collect(),
+            }
+        };
+        self.state.borrow_mut().queues = (0..queues).map(queue).collect();
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn queues(&self) -> usize {
+        self.state.borrow().queues.len()
+    }
+
+    pub(crate) fn eventfds(&self, queue: usize) -> (Option<OwnedFd>, Option<OwnedFd>) {
+        let GuestQueue { kick, call, .. } = &self.state.borrow().queues[queue];
+        (duplicate(kick.as_ref()), duplicate(call.as_ref()))
+    }
+
+    /// Another eventfd for calls from now on; the other one may still be written meanwhile.
+    pub(crate) fn replace_call(&self, queue: usize) -> Option<OwnedFd> {
+        let queue = &mut self.state.borrow_mut().queues[queue];
+        queue.call = queue.call.take().map(|_| new_eventfd());
+        duplicate(queue.call.as_ref())
+    }
+
+    /// Used idx and avail idx.
+    pub(crate) fn indexes(&self, queue: usize) -> (u16, u16) {
+        let driver = &self.state.borrow().queues[queue].driver;
+        (driver.used_idx(), driver.avail_idx())
+    }
+
+    /// Says whether a write is now on stable storage when it is answered.
+    pub(crate) fn set_write_through(&self, write_through: bool) {
+        let since = &mut self.state.borrow_mut().write_through_since;
+        match (write_through, *since) {
+            (true, NEVER) => *since = self.world.tick(),
+            (true, _) => {}
+            (false, _) => *since = NEVER,
+        }
+    }
+
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        self.state.borrow().failure.clone()
+    }
+
+    /// Requests that are out, on all queues.
+    pub(crate) fn outstanding(&self) -> usize {
+        let state = self.state.borrow();
+        state.queues.iter().flat_map(|queue| &queue.outstanding).flatten().count()
+    }
+
+    /// Whether everything was asked and answered.
+    pub(crate) fn is_done(&self) -> bool {
+        self.state.borrow().left == 0 && self.outstanding() == 0
+    }
+
+    pub(crate) fn describe_outstanding(&self) -> String {
+        let state = self.state.borrow();
+        let mut text = String::new();
+        for (index, queue) in state.queues.iter().enumerate() {
+            for outstanding in queue.outstanding.iter().flatten() {
+                let Outstanding { request, begin, .. } = outstanding;
+                text += &format!(
+                    "\n  queue {index}: request {} ({:?} {:?}), out since {begin}",
+                    request.id, request.kind, request.ranges
+                );
+            }
+            text += &format!(
+                "\n  queue {index}: guest {:?}, avail idx {}, used idx {}, looked at {}",
+                queue.attention,
+                queue.driver.avail_idx(),
+                queue.driver.used_idx(),
+                !queue.driver.has_used(),
+            );
+        }
+        text
+    }
+
+    /// Whether the guest's CPU has something to do for a queue.
+    pub(crate) fn can_step(&self, queue: usize) -> bool {
+        let state = self.state.borrow();
+        let queue = &state.queues[queue];
+        queue.published_from.is_some() || queue.attends() || queue.can_submit(state.left)
+    }
+
+    /// One step of the guest's CPU on some queue, at a point within a turn of an IoThread.
+    pub(crate) fn act(&self) {
+        let queue = {
+            let Ok(mut state) = self.state.try_borrow_mut() else { return };
+            let queues = state.queues.len();
+            state.rng.index(queues)
+        };
+        if self.can_step(queue) {
+            self.step(queue);
+        }
+    }
+
+    pub(crate) fn step(&self, index: usize) {
+        let state = &mut *self.state.borrow_mut();
+        let queue = &state.queues[index];
+        let mut steps: Vec<fn(&Self, &mut State, usize)> = Vec::new();
+        if queue.published_from.is_some() {
+            steps.push(Self::decide_kick);
+        } else if queue.can_submit(state.left) {
+            steps.push(Self::submit);
+        }
+        if queue.attends() || state.rng.chance(self.plan.polls) {
+            steps.push(Self::attend);
+        }
+        if !steps.is_empty() {
+            state.rng.pick(&steps)(self, state, index);
+        }
+    }
+
+    fn submit(&self, state: &mut State, index: usize) {
+        let batch = state.rng.between(1, self.plan.batch.max(1));
+        let mut added = 0;
+        for _ in 0..batch {
+            if state.left > 0 && self.add(state, index) {
+                state.left -= 1;
+                added += 1;
+            }
+        }
+        let queue = &mut state.queues[index];
+        if added > 0 {
+            queue.published_from = Some(queue.driver.publish());
+            self.world.trace(|| format!("guest: queue {index}: {added} chains published"));
+        }
+    }
+
+    /// Makes one request a chain. False when there is no room for it now.
+    fn add(&self, state: &mut State, index: usize) -> bool {
+        let State { rng, queues, history, .. } = state;
+        let taken: Vec<(u64, u64)> = queues
+            .iter()
+            .flat_map(|queue| queue.outstanding.iter().flatten())
+            .flat_map(|outstanding| outstanding.request.ranges.iter().copied())
+            .collect();
+        let no_overlap = self.plan.no_overlap > 0;
+        let is_free = |first: u64, count: u64| {
+            !no_overlap || !taken.iter().any(|&(f, c)| first < f + c && f < first + count)
+        };
+        let queue = &mut queues[index];
+        let Some(head) = queue.driver.next_head() else { return false };
+        let request = Request::draw(&self.plan, rng, self.next_id.get(), &is_free);
+        self.next_id.set(self.next_id.get() + 1);
+        let area = self.layout.area(index, head);
+        let mut image = vec![0; usize::try_from(AREA_BYTES).unwrap_or(0)];
+        let fill = rng.next().to_le_bytes()[0] | 1;
+        image.fill(fill);
+        let indirect = self.plan.indirect > 0 && rng.chance(600);
+        let room = if indirect { 60 } else { queue.driver.room() };
+        let pieces = request.lay_out(&self.plan, rng, area, &mut image, room);
+        let Some(pieces) = pieces else { return false };
+        self.memory.write(area, &image).expect("areas are mapped");
+        let begin = self.world.tick();
+        queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
+        // The table is part of what the device must leave alone.
+        self.memory.read(area, &mut image).expect("areas are mapped");
+        let value = match request.kind {
+            Kind::Write => Some(Value::Id(request.id)),
+            Kind::Discard | Kind::WriteZeroes => Some(Value::Zero),
+            _ => None,
+        };
+        let sectors = request.ranges.iter().flat_map(|&(first, count)| first..first + count);
+        let writes =
+            sectors.filter_map(|sector| Some(history.begin_write(sector, value?, begin))).collect();
+        self.world.trace(|| {
+            let Request { id, kind, ranges, .. } = &request;
+            let pieces = pieces.len();
+            format!("guest: queue {index}: request {id}: {kind:?} {ranges:?}, {pieces} buffers")
+        });
+        let outstanding = Outstanding { request, pieces, area, image, begin, writes };
+        queue.outstanding[usize::from(head)] = Some(outstanding);
+        true
+    }
+
+    fn decide_kick(&self, state: &mut State, index: usize) {
+        let queue = &mut state.queues[index];
+        let Some(from) = queue.published_from.take() else { return };
+        let wanted = queue.driver.wants_kick(from);
+        self.world.trace(|| format!("guest: queue {index}: kick: {wanted}"));
+        if let Some(kick) = queue.kick.as_ref().filter(|_| wanted) {
+            write_eventfd(kick);
+        }
+    }
+
+    /// Looks after used elements.
+    fn attend(&self, state: &mut State, index: usize) {
+        let queue = &mut state.queues[index];
+        if queue.attention == Attention::Asleep {
+            if let Some(call) = &queue.call {
+                // Calls that came together are one; there may be none if the guest only polls.
+                let _ = rustix::io::read(call, &mut [0; 8]);
+            }
+            self.world.trace(|| format!("guest: queue {index}: wakes up"));
+            queue.attention = Attention::Awake;
+        }
+        if queue.attention == Attention::Awake {
+            queue.driver.disable_calls();
+        }
+        if queue.driver.has_used() {
+            queue.attention = Attention::Awake;
+            self.take_answer(state, index);
+        } else if queue.attention == Attention::Awake {
+            queue.driver.enable_calls();
+            queue.attention = Attention::Armed;
+        } else {
+            queue.attention = Attention::Asleep;
+        }
+    }
+
+    fn take_answer(&self, state: &mut State, index: usize) {
+        let queue = &mut state.queues[index];
+        let Some((id, len)) = queue.driver.take_used() else { return };
+        let slot = usize::try_from(id).ok().and_then(|id| queue.outstanding.get_mut(id));
+        let Some(outstanding) = slot.and_then(Option::take) else {
+            let text = format!("queue {index}: a used element for head {id}, which is not out");
+            state.failure.get_or_insert(Failure::new("bad answer", text));
+            return;
+        };
+        let end = self.world.tick();
+        if let Err(text) = self.check_answer(state, &outstanding, len, end) {
+            let Request { id, kind, ranges, .. } = &outstanding.request;
+            let text = format!("queue {index}: request {id} ({kind:?} {ranges:?}): {text}");
+            state.failure.get_or_insert(Failure::new("bad answer", text));
+        }
+    }
+
+    fn check_answer(
+        &self,
+        state: &mut State,
+        outstanding: &Outstanding,
+        len: u32,
+        end: u64,
+    ) -> Result<(), String> {
+        let Outstanding { request, pieces, area, image, begin, writes } = outstanding;
+        let mut memory = vec![0; image.len()];
+        self.memory.read(*area, &mut memory).map_err(|error| error.to_string())?;
+        let mut answer = Vec::new();
+        for piece in pieces.iter().filter(|piece| piece.writable) {
+            let from = usize::try_from(piece.addr.wrapping_sub(*area)).unwrap_or(usize::MAX);
+            let Some(bytes) = memory.get_mut(from..from.wrapping_add(piece.len as usize)) else {
+                continue;
+            };
+            answer.extend_from_slice(bytes);
+            bytes.copy_from_slice(&image[from..from + bytes.len()]);
+        }
+        let status = answer.pop().map_or(u32::MAX, u32::from);
+        self.world.trace(|| {
+            format!("guest: request {} is answered: status {status}, length {len}", request.id)
+        });
+        if memory != *image {
+            return Err("the device wrote where it may not".into());
+        }
+        let expected = if request.unmapped { 0 } else { request.writable };
+        if usize::try_from(len) != Ok(expected) {
+            return Err(format!("the used length is {len}, not {expected}"));
+        }
+        let done = status == VIRTIO_BLK_S_OK;
+        let since = state.write_through_since;
+        for write in writes {
+            // What was discarded may be there or not.
+            let certain = done && request.kind != Kind::Discard;
+            state.history.end_write(*write, end, certain, since < *begin);
+        }
+        if status != request.status() {
+            if request.status() != VIRTIO_BLK_S_OK || status != VIRTIO_BLK_S_IOERR {
+                return Err(format!("the status is {status}"));
+            }
+            let (kind, ranges) = (request.kind, request.ranges.clone());
+            state.failed.push(Failed { kind, begin: *begin, end, ranges, answered: true });
+            return Ok(());
+        }
+        match request.kind {
+            Kind::Read => self.check_data(state, outstanding, &answer, end)?,
+            Kind::Flush => state.history.flushed(*begin),
+            Kind::GetId if answer != request.id_answer() => {
+                return Err(format!("the id is {answer:?}"));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn check_data(
+        &self,
+        state: &mut State,
+        outstanding: &Outstanding,
+        data: &[u8],
+        end: u64,
+    ) -> Result<(), String> {
+        let ranges = &outstanding.request.ranges;
+        let sectors = ranges.iter().flat_map(|&(first, count)| first..first + count);
+        for (sector, bytes) in sectors.zip(data.chunks(SECTOR)) {
+            let value = value_of(bytes, sector)
+                .ok_or_else(|| format!("sector {sector} {}", describe(bytes)))?;
+            state.history.read(sector, value, outstanding.begin, end);
+        }
+        Ok(())
+    }
+
+    /// Whether the answers so far can be explained, errors included.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        let State { history, queues, failed, .. } = &mut *self.state.borrow_mut();
+        history.check()?;
+        let end = self.world.tick();
+        let outstanding = queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
+        failed.extend(outstanding.map(|Outstanding { request, begin, .. }| {
+            let (kind, ranges) = (request.kind, request.ranges.clone());
+            Failed { kind, begin: *begin, end, ranges, answered: false }
+        }));
+        blame::check(&self.world.injected(), failed)
+    }
+
+    /// Checks what a loss of power has left, and goes on from there.
+    pub(crate) fn check_left(&self) -> Result<(), Failure> {
+        let mut state = self.state.borrow_mut();
+        let mut left = Vec::new();
+        for sector in 0..self.plan.sectors() {
+            let bytes = self.world.content(sector);
+            let value = value_of(&bytes, sector).ok_or_else(|| {
+                Failure::new("lost data", format!("sector {sector} {}", describe(&bytes)))
+            })?;
+            state.history.check_left(left.len(), value)?;
+            left.push(value);
+        }
+        state.history = History::new(left.into_iter());
+        Ok(())
+    }
+}
+
+impl GuestQueue {
+    fn attends(&self) -> bool {
+        match self.attention {
+            Attention::Awake | Attention::Armed => true,
+            // A guest without a call looks at the ring again and again; only looks that find
+            // something count as steps, or nothing would ever be stuck.
+            Attention::Asleep => match &self.call {
+                Some(call) => is_readable(call.as_fd()),
+                None => self.driver.has_used(),
+            },
+        }
+    }
+
+    fn can_submit(&self, left: u64) -> bool {
+        left > 0 && self.published_from.is_none() && self.driver.room() >= 2
+    }
+}
+
+fn write_eventfd(fd: &OwnedFd) {
+    // The counter cannot overflow in the life of a simulation.
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}

@@ -1,0 +1,228 @@
+//! Whether some order of the requests explains what reads returned and what a crash left.
+//!
+//! Each sector is a register of its own. Requests that overlap in time may take effect in any
+//! order; a request that is answered before another begins comes first. With a number of its own in
+//! each write, this can be decided (Gibbons and Korach, "Testing shared memories", 1997): a value
+//! lives from the first answer to the last begin of the requests that have to do with it, and
+//! values that live for a while must not do so at the same time.
+
+use crate::content::Value;
+use crate::failure::Failure;
+
+/// Not answered.
+pub(crate) const NEVER: u64 = u64::MAX;
+
+#[derive(Debug, Clone, Copy)]
+struct Write {
+    value: Value,
+    begin: u64,
+    end: u64,
+    /// It was answered as done, so it has taken effect.
+    certain: bool,
+    /// Its answer promised that it is on stable storage.
+    durable: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Read {
+    value: Value,
+    begin: u64,
+    end: u64,
+}
+
+#[derive(Debug, Default, Clone)]
+struct Sector {
+    writes: Vec<Write>,
+    reads: Vec<Read>,
+}
+
+/// All that was asked of the disk since it was last known what is on it.
+pub(crate) struct History {
+    sectors: Vec<Sector>,
+    /// Begins of flushes that were answered as done.
+    last_flush: u64,
+}
+
+/// A write of the history: a sector, and which of its writes.
+pub(crate) type WriteRef = (u64, usize);
+
+impl History {
+    /// The history of a disk with this content.
+    pub(crate) fn new(content: impl Iterator<Item = Value>) -> Self {
+        let sector = |value| {
+            let first = Write { value, begin: 0, end: 0, certain: true, durable: true };
+            Sector { writes: vec![first], reads: Vec::new() }
+        };
+        Self { sectors: content.map(sector).collect(), last_flush: 0 }
+    }
+
+    fn sector(&mut self, sector: u64) -> &mut Sector {
+        &mut self.sectors[usize::try_from(sector).unwrap_or(usize::MAX)]
+    }
+
+    pub(crate) fn begin_write(&mut self, sector: u64, value: Value, begin: u64) -> WriteRef {
+        let writes = &mut self.sector(sector).writes;
+        writes.push(Write { value, begin, end: NEVER, certain: false, durable: false });
+        (sector, writes.len() - 1)
+    }
+
+    pub(crate) fn end_write(&mut self, write: WriteRef, end: u64, certain: bool, durable: bool) {
+        let write = &mut self.sector(write.0).writes[write.1];
+        (write.end, write.certain, write.durable) = (end, certain, certain && durable);
+    }
+
+    pub(crate) fn read(&mut self, sector: u64, value: Value, begin: u64, end: u64) {
+        self.sector(sector).reads.push(Read { value, begin, end });
+    }
+
+    pub(crate) fn flushed(&mut self, begin: u64) {
+        self.last_flush = self.last_flush.max(begin);
+    }
+
+    /// Whether every read can be explained.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        for (index, sector) in self.sectors.iter().enumerate() {
+            for read in &sector.reads {
+                sector.check_read(read).map_err(|text| fail("bad read", index, &text))?;
+            }
+            sector.check_order().map_err(|text| fail("no order", index, &text))?;
+        }
+        Ok(())
+    }
+
+    /// Whether `value` may be what a loss of power left in `sector`.
+    pub(crate) fn check_left(&self, sector: usize, value: Value) -> Result<(), Failure> {
+        let writes = &self.sectors[sector].writes;
+        let durable = |w: &Write| w.certain && (w.durable || w.end < self.last_flush);
+        let possible = writes.iter().any(|write| {
+            write.value == value
+                && !writes.iter().any(|later| durable(later) && write.end < later.begin)
+        });
+        if possible {
+            return Ok(());
+        }
+        let kept: Vec<_> = writes.iter().filter(|write| durable(write)).collect();
+        let text = format!("{value:?} is left after the crash, but durable are {kept:?}");
+        Err(fail("lost data", sector, &text))
+    }
+}
+
+fn fail(kind: &'static str, sector: usize, text: &str) -> Failure {
+    Failure::new(kind, format!("sector {sector}: {text}"))
+}
+
+impl Sector {
+    fn check_read(&self, read: &Read) -> Result<(), String> {
+        let mut writers = self.writes.iter().filter(|write| write.value == read.value).peekable();
+        if writers.peek().is_none() {
+            return Err(format!("{read:?}, which nobody wrote"));
+        }
+        let in_time =
+            |write: &&Write| write.begin < read.end && !self.is_overwritten(write, read.begin);
+        if writers.any(|write| in_time(&write)) {
+            return Ok(());
+        }
+        Err(format!("{read:?}, which was not there at that time; writes: {:?}", self.writes))
+    }
+
+    /// Whether a write that was done was certainly overwritten before `time`.
+    fn is_overwritten(&self, write: &Write, time: u64) -> bool {
+        self.writes.iter().any(|later| later.certain && write.end < later.begin && later.end < time)
+    }
+
+    fn check_order(&self) -> Result<(), String> {
+        let zones: Vec<(u64, u64, Value)> =
+            self.writes.iter().filter_map(|write| self.zone(write)).collect();
+        for (index, &(first, last, value)) in zones.iter().enumerate() {
+            if first >= last {
+                continue;
+            }
+            for (other, &(start, end, other_value)) in zones.iter().enumerate() {
+                // Of two that live for a while: whether they meet. Of one that only happens at
+                // some time between `end` and `start`: whether that is while the other lives.
+                let clash = start < last && first < end;
+                if other != index && clash {
+                    return Err(format!(
+                        "{value:?} lives from {first} to {last}, and {other_value:?} from {start} \
+                         to {end}: reads go back in time; {self:?}"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first answer and the last begin of what has to do with a write. Zeroes have many
+    /// writers, so of them it is known only when they certainly came.
+    fn zone(&self, write: &Write) -> Option<(u64, u64, Value)> {
+        let value = write.value;
+        if value == Value::Zero {
+            return write.certain.then_some((write.end, write.begin, value));
+        }
+        let reads = self.reads.iter().filter(|read| read.value == value);
+        let (first, last) = reads
+            .fold((NEVER, 0), |(first, last), read| (first.min(read.end), last.max(read.begin)));
+        if !write.certain && first == NEVER {
+            return None;
+        }
+        Some((first.min(write.end), last.max(write.begin), value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Value = Value::Id(10);
+    const B: Value = Value::Id(11);
+
+    fn history(writes: &[(Value, u64, u64)], reads: &[(Value, u64, u64)]) -> History {
+        let mut history = History::new([Value::Id(1)].into_iter());
+        for &(value, begin, end) in writes {
+            let write = history.begin_write(0, value, begin);
+            history.end_write(write, end, true, false);
+        }
+        for &(value, begin, end) in reads {
+            history.read(0, value, begin, end);
+        }
+        history
+    }
+
+    #[test]
+    fn concurrent_writes_may_come_in_any_order_but_in_one() {
+        let both = [(A, 10, 20), (B, 10, 20)];
+        assert!(history(&both, &[(A, 30, 40)]).check().is_ok());
+        assert!(history(&both, &[(B, 30, 40)]).check().is_ok());
+        assert!(history(&both, &[(A, 12, 13), (B, 30, 40)]).check().is_ok());
+        assert!(history(&both, &[(A, 30, 40), (B, 50, 60)]).check().is_err());
+        assert!(history(&both, &[(A, 12, 13), (B, 14, 15), (A, 30, 40)]).check().is_err());
+    }
+
+    #[test]
+    fn a_read_sees_neither_the_past_nor_the_future() {
+        let two = [(A, 10, 20), (B, 30, 40)];
+        assert!(history(&two, &[(A, 50, 60)]).check().is_err());
+        assert!(history(&two, &[(B, 1, 5)]).check().is_err());
+        assert!(history(&two, &[(A, 35, 36)]).check().is_ok());
+        assert!(history(&two, &[(Value::Id(9), 35, 36)]).check().is_err());
+        assert!(history(&two, &[(Value::Zero, 35, 36)]).check().is_err());
+        let zeroed = [(A, 10, 20), (Value::Zero, 30, 40)];
+        assert!(history(&zeroed, &[(A, 50, 60)]).check().is_err());
+        assert!(history(&zeroed, &[(Value::Zero, 50, 60)]).check().is_ok());
+        assert!(history(&zeroed, &[(Value::Zero, 21, 25)]).check().is_err());
+    }
+
+    #[test]
+    fn what_was_flushed_is_left_by_a_crash() {
+        let mut history = history(&[(A, 10, 20), (B, 30, 40)], &[]);
+        for value in [Value::Id(1), A, B] {
+            assert!(history.check_left(0, value).is_ok());
+        }
+        history.flushed(25);
+        assert!(history.check_left(0, Value::Id(1)).is_err());
+        assert!(history.check_left(0, A).is_ok());
+        history.flushed(45);
+        assert!(history.check_left(0, A).is_err());
+        assert!(history.check_left(0, B).is_ok());
+    }
+}

@@ -1,0 +1,78 @@
+//! Guest memory: where things are, and maps of it.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use ringhaul::queue::Ring;
+use rustix::fs::MemfdFlags;
+use virtqueue::{GuestMemory, RegionConfig};
+
+use crate::plan::Plan;
+
+/// Each queue's rings are in so many bytes.
+const RINGS_BYTES: u64 = 0x4000;
+const RINGS_END: u64 = 0x1_0000;
+/// Guest address of the first area.
+const AREAS: u64 = 0x10_0000;
+/// Bytes that the chain of one head has for its buffers and its indirect table.
+pub(crate) const AREA_BYTES: u64 = 0x4000;
+/// The table is at the end of the area.
+pub(crate) const TABLE_OFFSET: u64 = AREA_BYTES - 0x400;
+/// A guest address that is never mapped.
+pub(crate) const UNMAPPED: u64 = 0x7000_0000;
+
+pub(crate) struct Layout {
+    file: Arc<File>,
+    areas_bytes: u64,
+    region_bytes: u64,
+    queue_size: u16,
+}
+
+impl Layout {
+    pub(crate) fn new(plan: &Plan) -> Self {
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC);
+        let file = File::from(file.expect("the simulation needs a memory file"));
+        let areas_bytes = plan.queues * u64::from(plan.queue_size()) * AREA_BYTES;
+        file.set_len(RINGS_END + areas_bytes).expect("the simulation needs memory");
+        let region_bytes = if plan.region_kib > 0 { plan.region_kib << 10 } else { areas_bytes };
+        let queue_size = plan.queue_size();
+        Self { file: Arc::new(file), areas_bytes, region_bytes, queue_size }
+    }
+
+    /// A new map of the memory. Regions that touch are apart in the file, in reverse order.
+    pub(crate) fn map(&self) -> GuestMemory {
+        let region = |guest_addr, size, file_offset| RegionConfig {
+            guest_addr,
+            size,
+            user_addr: guest_addr + 0x5555_0000_0000,
+            file: Arc::clone(&self.file),
+            file_offset,
+        };
+        let mut regions = vec![region(0, RINGS_END, 0)];
+        let mut at = 0;
+        while at < self.areas_bytes {
+            let size = self.region_bytes.min(self.areas_bytes - at);
+            let file_offset = RINGS_END + self.areas_bytes - at - size;
+            regions.push(region(AREAS + at, size, file_offset));
+            at += size;
+        }
+        GuestMemory::new(regions).expect("the simulation needs memory")
+    }
+
+    pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {
+        let base = queue as u64 * RINGS_BYTES;
+        Ring {
+            size: self.queue_size,
+            desc_table: base,
+            avail_ring: base + 0x1000,
+            used_ring: base + 0x2000,
+            next_avail,
+        }
+    }
+
+    /// Where the buffers of the chain with this head are.
+    pub(crate) fn area(&self, queue: usize, head: u16) -> u64 {
+        let index = queue as u64 * u64::from(self.queue_size) + u64::from(head);
+        AREAS + index * AREA_BYTES
+    }
+}

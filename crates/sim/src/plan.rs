@@ -1,0 +1,326 @@
+//! What a run is made of: numbers drawn from its seed, each of which can be set by hand.
+
+use std::fmt;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::rng::Rng;
+
+macro_rules! knobs {
+    ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {
+        /// The numbers of a run. Zero is off; what is per mille says so.
+        #[derive(Debug, Clone, PartialEq, Eq, Default)]
+        pub(crate) struct Plan {
+            pub(crate) seed: u64,
+            $($(#[doc = $doc])+ pub(crate) $name: u64,)+
+        }
+
+        /// Names, and the least that a run makes sense with: where shrinking goes.
+        pub(crate) const KNOBS: &[(&str, u64)] = &[$((stringify!($name), $least),)+];
+
+        impl Plan {
+            pub(crate) fn knob(&mut self, name: &str) -> Option<&mut u64> {
+                match name {
+                    $(stringify!($name) => Some(&mut self.$name),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+knobs! {
+    /// Chooses another order of events for the same plan.
+    schedule: 0,
+    /// Requests of the guest in all.
+    requests: 1,
+    /// Queues, at most 4.
+    queues: 1,
+    /// Entries of a queue as a power of two, 1 to 5.
+    queue_log2: 1,
+    /// IoThreads, at most 3.
+    io_threads: 1,
+    /// Ops in the kernel at most, for each IoThread.
+    depth: 1,
+    /// The engine is `threads`, not `aio`.
+    pool_engine: 0,
+    /// Linux AIO's ring has an unknown header.
+    ring_unknown: 0,
+    /// Places of the ring beyond what the depth asks for.
+    ring_slack: 0,
+    /// Linux AIO has no fdsync.
+    no_fdsync: 0,
+    /// Size of the disk in logical blocks.
+    blocks: 4,
+    /// Logical blocks of 4096 bytes, not 512.
+    block_4k: 0,
+    /// Direct I/O, with its alignment.
+    direct: 0,
+    /// A block device, not a file.
+    block_device: 0,
+    /// The disk refuses writes.
+    read_only: 0,
+    /// The file ends so many sectors before the disk does.
+    cut_sectors: 0,
+    /// No hole can be punched, no block discarded.
+    no_punch: 0,
+    /// No range can be zeroed.
+    no_zero_range: 0,
+    /// The kernel does not know `RWF_DSYNC`.
+    no_dsync: 0,
+    /// Event idx is negotiated.
+    event_idx: 0,
+    /// Indirect descriptors are negotiated.
+    indirect: 0,
+    /// The device is set up without a write cache.
+    no_write_cache: 0,
+    /// The driver does not negotiate flushes.
+    no_flush: 0,
+    /// The driver does not negotiate `CONFIG_WCE`.
+    no_wce: 0,
+    /// Queues have no kick.
+    no_kick: 0,
+    /// Queues have no call.
+    no_call: 0,
+    /// How often the guest looks at the used ring uncalled, per mille.
+    polls: 0,
+    /// Chains made available at once, at most.
+    batch: 1,
+    /// Weight of reads.
+    reads: 0,
+    /// Weight of writes.
+    writes: 0,
+    /// Weight of flushes.
+    flushes: 0,
+    /// Weight of discards.
+    discards: 0,
+    /// Weight of write-zeroes requests.
+    zeroes: 0,
+    /// Weight of requests for the id.
+    ids: 0,
+    /// Weight of bad requests.
+    bads: 0,
+    /// Logical blocks of a request at most.
+    request_blocks: 1,
+    /// Descriptors of a chain at most, in each direction.
+    pieces: 1,
+    /// How often a request's data is aligned, per mille.
+    aligned: 0,
+    /// Guest memory consists of regions of so many KiB; zero is one region.
+    region_kib: 0,
+    /// Requests that overlap are never out at the same time.
+    no_overlap: 0,
+    /// Reads that move less than asked, per mille.
+    short_reads: 0,
+    /// Writes that move less than asked, per mille.
+    short_writes: 0,
+    /// Short transfers end anywhere, not at a sector.
+    odd_shorts: 0,
+    /// Ops that fail with EIO, per mille.
+    eio: 0,
+    /// Writes that fail with ENOSPC, per mille.
+    enospc: 0,
+    /// Ops that fail with EINTR, per mille.
+    eintr: 0,
+    /// Ops that fail with EAGAIN, per mille.
+    eagain: 0,
+    /// Submits that fail with EAGAIN, per mille.
+    submit_eagain: 0,
+    /// Submits that fail with EAGAIN many times in a row, per mille.
+    submit_eagain_burst: 0,
+    /// Submits that take a part, per mille.
+    submit_partial: 0,
+    /// Submits that reject the first op, per mille.
+    submit_reject: 0,
+    /// Submits that fail with EINTR, per mille.
+    submit_eintr: 0,
+    /// Ops at which the device hangs for a while, per mille.
+    hang: 0,
+    /// Ops that are complete before their submit returns, per mille.
+    sync: 0,
+    /// Eventfds that are written a while after the completion is visible, per mille.
+    late_signal: 0,
+    /// Ops that are carried out in several pieces, per mille.
+    tear: 0,
+    /// An op takes up to so many microseconds.
+    latency_us: 1,
+    /// How often others act within a turn, per mille.
+    preempt: 0,
+    /// How often a queue is stopped and started.
+    stops: 0,
+    /// How often the memory map is replaced.
+    remaps: 0,
+    /// How often the front-end goes and comes back.
+    resets: 0,
+    /// How often a call eventfd is replaced.
+    set_calls: 0,
+    /// How often the write cache is switched.
+    writebacks: 0,
+    /// How often the machine loses power.
+    crashes: 0,
+}
+
+impl Plan {
+    /// The plan of a seed. Each kind of trouble is off in many of them, so that others show.
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed, 1);
+        let mut plan = Self { seed, ..Self::default() };
+        plan.draw_stack(&mut rng);
+        plan.draw_guest(&mut rng);
+        plan.draw_faults(&mut rng);
+        plan.draw_control(&mut rng);
+        plan.tidied()
+    }
+
+    fn draw_stack(&mut self, rng: &mut Rng) {
+        self.queues = rng.between(1, 4);
+        self.queue_log2 = rng.between(1, 5);
+        self.io_threads = rng.between(1, 3);
+        self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
+        self.pool_engine = flag(rng, 150);
+        self.ring_unknown = flag(rng, 100);
+        self.ring_slack = rng.pick(&[0, 0, 1, 2, 7, 61]);
+        self.no_fdsync = flag(rng, 200);
+        self.block_4k = flag(rng, 200);
+        self.blocks = rng.pick(&[4, 8, 16, 24, 64]);
+        self.direct = flag(rng, 700);
+        self.block_device = flag(rng, 400);
+        self.read_only = flag(rng, 30);
+        self.cut_sectors = if rng.chance(120) { rng.between(1, 12) } else { 0 };
+        self.no_punch = flag(rng, 200);
+        self.no_zero_range = flag(rng, 300);
+        self.no_dsync = flag(rng, 200);
+    }
+
+    fn draw_guest(&mut self, rng: &mut Rng) {
+        self.requests = rng.pick(&[20, 50, 100, 200, 300]);
+        self.event_idx = flag(rng, 600);
+        self.indirect = flag(rng, 600);
+        self.no_write_cache = flag(rng, 200);
+        self.no_flush = flag(rng, 150);
+        self.no_wce = flag(rng, 300);
+        self.no_kick = flag(rng, 30);
+        self.no_call = flag(rng, 50);
+        self.polls = some(rng, 200, &[50, 300]);
+        self.batch = rng.pick(&[1, 1, 2, 4, 16]);
+        self.reads = rng.pick(&[0, 5, 10, 20]);
+        self.writes = rng.pick(&[3, 10, 10, 20]);
+        self.flushes = some(rng, 600, &[1, 3, 10]);
+        self.discards = some(rng, 300, &[1, 3]);
+        self.zeroes = some(rng, 300, &[1, 3]);
+        self.ids = some(rng, 200, &[1]);
+        self.bads = some(rng, 300, &[1, 4]);
+        self.request_blocks = rng.pick(&[1, 2, 4, 8]);
+        self.pieces = rng.pick(&[1, 2, 4, 9]);
+        self.aligned = rng.pick(&[0, 500, 1000]);
+        self.region_kib = rng.pick(&[0, 0, 12, 20, 64]);
+        self.no_overlap = flag(rng, 200);
+    }
+
+    fn draw_faults(&mut self, rng: &mut Rng) {
+        self.short_reads = some(rng, 400, &[50, 300]);
+        self.short_writes = some(rng, 400, &[50, 300]);
+        self.odd_shorts = flag(rng, 300);
+        self.eio = some(rng, 250, &[5, 30, 100]);
+        self.enospc = some(rng, 150, &[5, 30]);
+        self.eintr = some(rng, 250, &[20, 100]);
+        self.eagain = some(rng, 250, &[20, 100]);
+        self.submit_eagain = some(rng, 250, &[30, 200]);
+        self.submit_eagain_burst = some(rng, 150, &[5, 30]);
+        self.submit_partial = some(rng, 300, &[100, 500]);
+        self.submit_reject = some(rng, 150, &[5, 20]);
+        self.submit_eintr = some(rng, 200, &[50]);
+        self.hang = some(rng, 200, &[5, 20]);
+        self.sync = some(rng, 500, &[100, 500, 1000]);
+        self.late_signal = some(rng, 500, &[100, 500, 1000]);
+        self.tear = some(rng, 400, &[200, 1000]);
+        self.latency_us = rng.pick(&[1, 20, 100, 100, 2000]);
+        self.preempt = some(rng, 600, &[20, 100, 300]);
+    }
+
+    fn draw_control(&mut self, rng: &mut Rng) {
+        self.stops = some(rng, 400, &[1, 4]);
+        self.remaps = some(rng, 250, &[1, 3]);
+        self.resets = some(rng, 250, &[1, 2]);
+        self.set_calls = some(rng, 200, &[1, 3]);
+        self.writebacks = some(rng, 250, &[1, 4]);
+        self.crashes = some(rng, 400, &[1, 3]);
+    }
+
+    /// Takes out what does not go together.
+    fn tidied(mut self) -> Self {
+        if self.odd_shorts > 0 {
+            // A sector that is moved in two halves is not one thing any more, so nobody may look
+            // at it meanwhile, and nothing may stay halfway.
+            if self.direct > 0 {
+                self.odd_shorts = 0;
+            } else {
+                (self.no_overlap, self.crashes) = (1, 0);
+                (self.eio, self.enospc, self.submit_reject) = (0, 0, 0);
+            }
+        }
+        if self.block_device > 0 {
+            self.cut_sectors = 0;
+        }
+        self
+    }
+
+    /// Sets a number, from `name=value`.
+    pub(crate) fn set(&mut self, text: &str) -> Result<()> {
+        let (name, value) = text.split_once('=').context("a setting is name=value")?;
+        let least = KNOBS.iter().find(|(knob, _)| *knob == name).map_or(0, |(_, least)| *least);
+        let knob = self.knob(name).with_context(|| format!("there is no setting `{name}`"))?;
+        *knob = value.parse().with_context(|| format!("the value of `{name}` is no number"))?;
+        ensure!(*knob >= least, "`{name}` is at least {least}");
+        Ok(())
+    }
+
+    /// Settings that make this plan out of its seed's.
+    pub(crate) fn settings(&self) -> Vec<String> {
+        let (mut drawn, mut this) = (Self::new(self.seed), self.clone());
+        let changed = KNOBS.iter().filter_map(|(name, _)| {
+            let value = *this.knob(name)?;
+            (drawn.knob(name).is_some_and(|was| *was != value)).then(|| format!("{name}={value}"))
+        });
+        changed.collect()
+    }
+
+    pub(crate) fn block_bytes(&self) -> u64 {
+        if self.block_4k > 0 { 4096 } else { 512 }
+    }
+
+    pub(crate) fn sectors(&self) -> u64 {
+        self.blocks * self.block_sectors()
+    }
+
+    pub(crate) fn block_sectors(&self) -> u64 {
+        self.block_bytes() / 512
+    }
+
+    pub(crate) fn queue_size(&self) -> u16 {
+        1 << self.queue_log2.min(5)
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut this = self.clone();
+        for (name, _) in KNOBS {
+            match this.knob(name) {
+                Some(0) | None => {}
+                Some(value) => write!(f, "{name}={value} ")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// 1, `per_mille` times of a thousand.
+fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
+    u64::from(rng.chance(per_mille))
+}
+
+/// One of `values`, `per_mille` times of a thousand, else off.
+fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
+    if rng.chance(per_mille) { rng.pick(values) } else { 0 }
+}

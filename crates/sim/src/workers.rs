@@ -1,0 +1,128 @@
+//! Many seeds at once, in processes of their own: one that a run ends is noticed and named.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::plan::Plan;
+use crate::run::{self, Report};
+
+/// A run takes milliseconds; one that takes this long has no end.
+const HANG: Duration = Duration::from_secs(120);
+
+/// How the seeds did.
+pub(crate) enum Ending {
+    Passed(Report),
+    /// A run failed.
+    Failed(u64),
+    /// A run ended its process, or never ended itself.
+    Died(u64, String),
+}
+
+/// Runs every `stride`th of the seeds and says on stdout what happens.
+pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
+    let mut total = Report::default();
+    let mut out = std::io::stdout();
+    for seed in (first..first + seeds).step_by(usize::try_from(stride.max(1))?) {
+        writeln!(out, "seed {seed}")?;
+        match run::run(&Plan::new(seed), false)? {
+            Ok(Report { ops, turns }) => {
+                total.ops += ops;
+                total.turns += turns;
+            }
+            Err(_) => {
+                writeln!(out, "failed {seed}")?;
+                return Ok(());
+            }
+        }
+    }
+    writeln!(out, "done {} {}", total.ops, total.turns)?;
+    Ok(())
+}
+
+/// A process that works; it ends with this.
+struct Worker {
+    child: Child,
+    seed: u64,
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Shares the seeds among `jobs` processes, and ends with the first failure.
+pub(crate) fn share(first: u64, seeds: u64, jobs: u64) -> Result<Ending> {
+    let (sender, lines) = mpsc::channel();
+    let mut workers = Vec::new();
+    for job in 0..jobs {
+        workers.push(start(job, first + job, seeds - job, jobs, &sender)?);
+    }
+    drop(sender);
+    follow(&mut workers, &lines)
+}
+
+fn start(
+    job: u64,
+    first: u64,
+    seeds: u64,
+    stride: u64,
+    sender: &Sender<(u64, Option<String>)>,
+) -> Result<Worker> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let numbers = [("--first-seed", first), ("--seeds", seeds), ("--stride", stride)];
+    let mut child = Command::new(program)
+        .args(numbers.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()]))
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("starting a process for some of the seeds")?;
+    let output = child.stdout.take().context("a child has no output")?;
+    let sender = sender.clone();
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            if sender.send((job, Some(line))).is_err() {
+                return;
+            }
+        }
+        let _ = sender.send((job, None));
+    });
+    Ok(Worker { child, seed: first })
+}
+
+fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Result<Ending> {
+    let mut total = Report::default();
+    let mut left = workers.len();
+    while left > 0 {
+        let Ok((job, line)) = lines.recv_timeout(HANG) else {
+            let seeds: Vec<u64> = workers.iter().map(|worker| worker.seed).collect();
+            let seed = seeds.first().copied().unwrap_or(0);
+            return Ok(Ending::Died(seed, format!("no end after {HANG:?}; one of {seeds:?}")));
+        };
+        let worker = &mut workers[usize::try_from(job)?];
+        let line = line.unwrap_or_else(|| "ended".to_owned());
+        let words: Vec<&str> = line.split(' ').collect();
+        match words[..] {
+            ["seed", seed] => worker.seed = seed.parse()?,
+            ["failed", seed] => return Ok(Ending::Failed(seed.parse()?)),
+            ["done", ops, turns] => {
+                total.ops += ops.parse::<u64>()?;
+                total.turns += turns.parse::<u64>()?;
+                left -= 1;
+            }
+            ["ended"] => {
+                let status = worker.child.wait().context("waiting for a child")?;
+                if !status.success() {
+                    return Ok(Ending::Died(worker.seed, status.to_string()));
+                }
+            }
+            _ => bail!("a child says `{line}`"),
+        }
+    }
+    Ok(Ending::Passed(total))
+}

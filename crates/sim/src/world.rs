@@ -1,0 +1,400 @@
+//! The simulated kernel: a clock, events to come, one disk, and everything that can go wrong.
+
+use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::fmt;
+use std::os::fd::RawFd;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use blockio::engine::sim::{self, KernelOp, RingSetup, Signal};
+use blockio::op::OpKind;
+
+use crate::content::SECTOR;
+use crate::device::Device;
+use crate::failure::Failure;
+use crate::faults::{Class, Injected, check_op, op_len, outcome};
+use crate::plan::Plan;
+use crate::rng::Rng;
+
+/// What the engines should have counted.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Counts {
+    pub(crate) started: u64,
+    pub(crate) rejected: u64,
+    pub(crate) read_bytes: u64,
+    pub(crate) written_bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// A part of an op takes effect: bytes from, to.
+    Effect(u64, usize, usize),
+    Answer(u64),
+    Signal(u64),
+}
+
+/// An op in the simulated kernel.
+struct Running {
+    op: KernelOp,
+    begin: u64,
+    result: i64,
+    error: Option<Class>,
+}
+
+struct Inner {
+    rng: Rng,
+    device: Device,
+    /// The descriptor that stands for the disk.
+    disk: RawFd,
+    ops: BTreeMap<u64, Running>,
+    signals: BTreeMap<u64, Signal>,
+    /// Time, a number that mixes events of the same time, and the event.
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    next_id: u64,
+    hangs_until: u64,
+    refusals_to_come: u64,
+    power_is_off: bool,
+    injected: Vec<Injected>,
+    failure: Option<Failure>,
+    counts: Counts,
+}
+
+/// What acts besides the kernel, at the points where others may.
+type Others = Rc<dyn Fn()>;
+
+pub(crate) struct World {
+    plan: Plan,
+    start: Instant,
+    /// Nanoseconds since then.
+    now: Cell<u64>,
+    sequence: Cell<u64>,
+    others: RefCell<Option<Others>>,
+    traced: bool,
+    inner: RefCell<Inner>,
+}
+
+impl World {
+    pub(crate) fn new(plan: &Plan, disk: RawFd, traced: bool) -> Self {
+        let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
+        let inner = Inner {
+            rng: Rng::new(plan.seed ^ plan.schedule << 40, 2),
+            device: Device::new(plan.sectors(), end),
+            disk,
+            ops: BTreeMap::new(),
+            signals: BTreeMap::new(),
+            events: BinaryHeap::new(),
+            next_id: 1,
+            hangs_until: 0,
+            refusals_to_come: 0,
+            power_is_off: false,
+            injected: Vec::new(),
+            failure: None,
+            counts: Counts::default(),
+        };
+        Self {
+            plan: plan.clone(),
+            start: Instant::now(),
+            now: Cell::new(0),
+            sequence: Cell::new(1),
+            others: RefCell::new(None),
+            traced,
+            inner: RefCell::new(inner),
+        }
+    }
+
+    /// The next number of the order in which things happen.
+    pub(crate) fn tick(&self) -> u64 {
+        self.sequence.set(self.sequence.get() + 1);
+        self.sequence.get()
+    }
+
+    pub(crate) fn trace(&self, what: impl FnOnce() -> String) {
+        if self.traced {
+            let micros = self.now.get() / 1000;
+            println!("{:>6} {micros:>8} us  {}", self.sequence.get(), what());
+        }
+    }
+
+    pub(crate) fn set_others(&self, others: Option<Others>) {
+        *self.others.borrow_mut() = others;
+    }
+
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        self.inner.borrow().failure.clone()
+    }
+
+    pub(crate) fn injected(&self) -> Vec<Injected> {
+        self.inner.borrow().injected.clone()
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        self.inner.borrow().counts
+    }
+
+    /// What is in a sector now.
+    pub(crate) fn content(&self, sector: u64) -> [u8; SECTOR] {
+        *self.inner.borrow().device.content(sector)
+    }
+
+    /// When the next event is due.
+    pub(crate) fn next_event(&self) -> Option<u64> {
+        self.inner.borrow().events.peek().map(|Reverse((time, ..))| *time)
+    }
+
+    pub(crate) fn nanoseconds(&self, when: Instant) -> u64 {
+        let since = when.saturating_duration_since(self.start);
+        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    pub(crate) fn advance_to(&self, time: u64) {
+        self.now.set(self.now.get().max(time));
+    }
+
+    pub(crate) fn now_nanoseconds(&self) -> u64 {
+        self.now.get()
+    }
+
+    /// Moves time to the next event and lets it happen. False when there is none.
+    pub(crate) fn run_event(&self) -> bool {
+        let Some(Reverse((time, _, event))) = self.inner.borrow_mut().events.pop() else {
+            return false;
+        };
+        self.advance_to(time);
+        match event {
+            Event::Effect(id, from, to) => self.effect(id, from, to),
+            Event::Answer(id) => self.answer(id),
+            Event::Signal(id) => {
+                let signal = self.inner.borrow_mut().signals.remove(&id);
+                self.trace(|| format!("kernel: the eventfd for op {id} is written"));
+                if let Some(signal) = signal {
+                    signal.send();
+                }
+            }
+        }
+        true
+    }
+
+    /// The power goes. Ops get answers that nobody will see.
+    pub(crate) fn power_off(&self) {
+        self.inner.borrow_mut().power_is_off = true;
+        let ids: Vec<u64> = self.inner.borrow().ops.keys().copied().collect();
+        for id in ids {
+            self.answer(id);
+        }
+        while self.run_event() {}
+    }
+
+    /// The power is back; what is on the disk has been decided.
+    pub(crate) fn power_on(&self) {
+        let Inner { rng, device, power_is_off, .. } = &mut *self.inner.borrow_mut();
+        device.lose_power(rng);
+        *power_is_off = false;
+    }
+
+    /// Lets go of ops and eventfds, which know this world.
+    pub(crate) fn clear(&self) {
+        self.set_others(None);
+        let mut inner = self.inner.borrow_mut();
+        inner.events.clear();
+        let _ = (std::mem::take(&mut inner.ops), std::mem::take(&mut inner.signals));
+    }
+
+    fn effect(&self, id: u64, from: usize, to: usize) {
+        let Inner { ops, device, .. } = &mut *self.inner.borrow_mut();
+        let Some(Running { op, .. }) = ops.get(&id) else { return };
+        let offset = op.offset() + from as u64;
+        self.trace(|| format!("kernel: op {id} moves its bytes {from} to {to}"));
+        match op.kind() {
+            OpKind::Read => {
+                let mut bytes = vec![0; to - from];
+                device.read(offset, &mut bytes);
+                op.buffers().copy_from(from, &bytes);
+            }
+            OpKind::Write { .. } => {
+                let mut bytes = vec![0; to - from];
+                op.buffers().copy_to(from, &mut bytes);
+                device.write(offset, &bytes, id);
+            }
+            OpKind::Flush => {}
+            _ => device.write(offset, &vec![0; to - from], id),
+        }
+    }
+
+    fn answer(&self, id: u64) {
+        let now = self.tick();
+        let mut inner = self.inner.borrow_mut();
+        let Inner { ops, device, rng, counts, power_is_off, .. } = &mut *inner;
+        let Some(Running { op, begin, mut result, error }) = ops.remove(&id) else { return };
+        let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
+        if *power_is_off {
+            result = -i64::from(libc::EIO);
+        } else {
+            match kind {
+                OpKind::Flush if result == 0 => device.flush(begin, rng),
+                OpKind::Write { fua } => device.answered(offset, len, id, now, fua && result >= 0),
+                OpKind::Read | OpKind::Flush => {}
+                _ => device.answered(offset, len, id, now, false),
+            }
+        }
+        let bytes = u64::try_from(result).unwrap_or(0);
+        match kind {
+            OpKind::Read => counts.read_bytes += bytes,
+            OpKind::Write { .. } => counts.written_bytes += bytes,
+            _ => {}
+        }
+        if let Some(class) = error.filter(|_| !*power_is_off) {
+            inner.injected.push(Injected { class, when: now, offset, len: len as u64 });
+        }
+        self.trace(|| format!("kernel: op {id} is answered with {result}"));
+        let signal = op.answer(result);
+        if inner.power_is_off || !inner.rng.chance(self.plan.late_signal) {
+            signal.send();
+        } else {
+            let delay = inner.rng.below(self.plan.latency_us * 1000) + 1;
+            inner.signals.insert(id, signal);
+            self.schedule(&mut inner, delay, Event::Signal(id));
+        }
+    }
+
+    fn schedule(&self, inner: &mut Inner, delay: u64, event: Event) {
+        let tie = inner.rng.next();
+        inner.events.push(Reverse((self.now.get() + delay, tie, event)));
+    }
+
+    /// Cuts the bytes that an op moves into parts, each with a time of its own.
+    fn schedule_effects(&self, inner: &mut Inner, id: u64, len: usize, delay: u64) {
+        let parts = if inner.rng.chance(self.plan.tear) { inner.rng.between(1, 4) } else { 1 };
+        let mut from = 0;
+        for part in 1..=parts {
+            let share =
+                len * usize::try_from(part).unwrap_or(1) / usize::try_from(parts).unwrap_or(1);
+            let to = if part == parts { len } else { share / SECTOR * SECTOR };
+            if to > from {
+                let when = inner.rng.below(delay);
+                self.schedule(inner, when, Event::Effect(id, from, to));
+            }
+            from = to.max(from);
+        }
+    }
+}
+
+impl sim::World for World {
+    fn now(&self) -> Instant {
+        self.start + Duration::from_nanos(self.now.get())
+    }
+
+    fn preempt(&self) {
+        if self.plan.preempt == 0 || !self.inner.borrow_mut().rng.chance(self.plan.preempt) {
+            return;
+        }
+        if self.inner.borrow_mut().rng.chance(500) {
+            self.run_event();
+        }
+        let others = self.others.borrow().clone();
+        if let Some(others) = others {
+            others();
+        }
+    }
+
+    fn ring(&self, depth: u32) -> RingSetup {
+        let slack = u32::try_from(self.plan.ring_slack).unwrap_or(0);
+        RingSetup {
+            events: depth + 1 + slack,
+            is_known: self.plan.ring_unknown == 0,
+            has_fdsync: self.plan.no_fdsync == 0,
+        }
+    }
+
+    fn admit(&self, count: usize, room: usize) -> Result<usize, libc::c_int> {
+        let mut inner = self.inner.borrow_mut();
+        let plan = &self.plan;
+        if inner.power_is_off {
+            return Ok(count.min(room));
+        }
+        let refused = if inner.refusals_to_come > 0 {
+            inner.refusals_to_come -= 1;
+            Some(libc::EAGAIN)
+        } else if inner.rng.chance(plan.submit_eagain_burst) {
+            inner.refusals_to_come = inner.rng.between(1, 16);
+            Some(libc::EAGAIN)
+        } else if inner.rng.chance(plan.submit_eagain) {
+            Some(libc::EAGAIN)
+        } else if inner.rng.chance(plan.submit_eintr) {
+            Some(libc::EINTR)
+        } else if inner.rng.chance(plan.submit_reject) {
+            inner.counts.rejected += 1;
+            let when = self.tick();
+            let injected = Injected { class: Class::Any, when, offset: 0, len: u64::MAX };
+            inner.injected.push(injected);
+            Some(libc::EINVAL)
+        } else {
+            None
+        };
+        if let Some(errno) = refused {
+            self.trace(|| format!("kernel: a submit of {count} ops fails with errno {errno}"));
+            return Err(errno);
+        }
+        let most = count.min(room);
+        if inner.rng.chance(plan.submit_partial) {
+            return Ok(1 + inner.rng.index(most));
+        }
+        Ok(most)
+    }
+
+    fn start(&self, op: KernelOp) {
+        let begin = self.tick();
+        let mut inner = self.inner.borrow_mut();
+        let id = inner.next_id;
+        inner.next_id += 1;
+        inner.counts.started += 1;
+        self.trace(|| {
+            let (kind, sector) = (op.kind(), op.offset() / SECTOR as u64);
+            format!("kernel: op {id}: {kind:?}, sector {sector}, {} bytes", op.buffers().bytes())
+        });
+        if let Err(failure) = check_op(&self.plan, inner.disk, &op) {
+            inner.failure.get_or_insert(failure);
+        }
+        let end = inner.device.end_sector;
+        let (result, moved, error) = outcome(&self.plan, &mut inner.rng, end, &op);
+        inner.ops.insert(id, Running { op, begin, result, error });
+        let (now, latency) = (self.now.get(), self.plan.latency_us * 1000);
+        if inner.power_is_off || inner.rng.chance(self.plan.sync) && inner.hangs_until <= now {
+            let is_on = !inner.power_is_off;
+            drop(inner);
+            if is_on && moved > 0 {
+                self.effect(id, 0, moved);
+            }
+            self.answer(id);
+            return;
+        }
+        if inner.rng.chance(self.plan.hang) {
+            inner.hangs_until = now + inner.rng.below(200 * latency);
+        }
+        let delay = inner.hangs_until.saturating_sub(now) + inner.rng.between(1, latency);
+        self.schedule_effects(&mut inner, id, moved, delay);
+        self.schedule(&mut inner, delay, Event::Answer(id));
+    }
+
+    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+        while !is_over() {
+            let due = deadline.map(|when| self.nanoseconds(when));
+            match self.next_event() {
+                Some(time) if due.is_none_or(|due| time <= due) => {
+                    self.run_event();
+                }
+                _ => match due {
+                    Some(due) => return self.advance_to(due),
+                    None => panic!("an IoThread sleeps for ever"),
+                },
+            }
+        }
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("World").field("now", &self.now).finish_non_exhaustive()
+    }
+}
