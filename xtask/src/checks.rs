@@ -68,6 +68,22 @@ const STEPS: &[Step] = &[
         slow: true,
         ..STEP
     },
+    Step {
+        name: "simulation",
+        cargo: &[
+            "run",
+            "--quiet",
+            "--profile",
+            "sim",
+            "--package",
+            "ringhaul-sim",
+            "--",
+            "--seeds",
+            "20000",
+        ],
+        slow: true,
+        ..STEP
+    },
     Step { name: "tests", cargo: &["test", "--workspace", "--no-fail-fast"], slow: true, ..STEP },
 ];
 
@@ -158,7 +174,7 @@ mod tests {
     fn the_quick_run_leaves_out_what_is_slow() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
         assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests"]);
-        assert!(names(true).ends_with(&["release build", "fences", "tests"]));
+        assert!(names(true).ends_with(&["release build", "fences", "simulation", "tests"]));
     }
 
     #[test]

@@ -1,14 +1,16 @@
 //! Development tasks of the workspace: `cargo xtask check`, `tidy`, `demo`, `compare`,
-//! `experiments` and `guest`.
+//! `experiments`, `sim`, `mutants` and `guest`.
 
 mod checks;
 mod compare;
 mod demo;
 mod experiments;
 mod lab;
+mod mutants;
 mod process;
 #[cfg(test)]
 mod setup;
+mod sim;
 mod tidy;
 mod workspace;
 
@@ -36,6 +38,10 @@ enum Command {
     Compare(compare::Args),
     /// Measure what each step of the loop is worth
     Experiments(experiments::Args),
+    /// Run the data path against a simulated kernel and a model guest
+    Sim(sim::Args),
+    /// Break the code on purpose and demand that a test notices
+    Mutants(mutants::Args),
     /// Boot real guests with vhost-user disks
     Guest(guest::Args),
 }
@@ -47,6 +53,8 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Experiments(args) => experiments::run(&args),
+        Command::Sim(args) => sim::run(&args),
+        Command::Mutants(args) => mutants::run(&args),
         Command::Guest(args) => match guest::run(&args) {
             Ok(status) => return status,
             Err(error) => Err(error),

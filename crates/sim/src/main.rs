@@ -58,6 +58,10 @@ struct Args {
     #[arg(long, requires = "seed")]
     trace: bool,
 
+    /// Name a seed that fails, and look for no shorter run
+    #[arg(long)]
+    no_shrink: bool,
+
     /// Processes that share the seeds; as many as there are processors if not given
     #[arg(long)]
     jobs: Option<u64>,
@@ -107,6 +111,7 @@ fn execute(args: &Args) -> Result<()> {
             );
             Ok(())
         }
+        Ending::Failed(seed) if args.no_shrink => bail!("seed {seed} fails"),
         Ending::Failed(seed) => show_failure(seed),
         Ending::Died(seed, how) => {
             println!("repeat it with: cargo xtask sim --seed {seed} --trace");

@@ -1,0 +1,205 @@
+//! `cargo xtask mutants`: breaks the code on purpose and demands that a suite notices.
+//!
+//! Each file in `crates/sim/mutants` is a patch. Before it stands what it breaks, and the suite
+//! that must fail: `sim`, or the arguments of a `cargo test`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::process::{Interrupt, Running};
+use crate::{sim, workspace};
+
+/// Options of `cargo xtask mutants`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Run these alone
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+
+    /// Only check that every patch still applies
+    #[arg(long)]
+    check: bool,
+
+    /// Seeds of the simulation that one of must fail
+    #[arg(long, default_value_t = 20_000)]
+    seeds: u64,
+}
+
+/// A suite that takes this long does not end.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// One way to break the code.
+struct Mutant {
+    name: String,
+    path: PathBuf,
+    breaks: String,
+    suite: String,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let mut mutants = list()?;
+    if !args.only.is_empty() {
+        mutants.retain(|mutant| args.only.contains(&mutant.name));
+        ensure!(mutants.len() == args.only.len(), "there is no such mutant in crates/sim/mutants");
+    }
+    for mutant in &mutants {
+        let applied = git_apply(workspace::root(), &mutant.path, &["--check"]);
+        applied.with_context(|| format!("mutant {} does not apply any more", mutant.name))?;
+    }
+    if args.check {
+        println!("mutants: {} patches apply", mutants.len());
+        return Ok(());
+    }
+    let interrupt = Interrupt::install()?;
+    let copy = Copy::new()?;
+    let mut survivors = Vec::new();
+    for mutant in &mutants {
+        let start = Instant::now();
+        copy.restore()?;
+        git_apply(&copy.tree, &mutant.path, &[])?;
+        let caught = copy.is_caught(mutant, args.seeds, &interrupt)?;
+        let (verdict, seconds) = (if caught { "caught " } else { "SURVIVED" }, start.elapsed());
+        let Mutant { name, breaks, suite, .. } = mutant;
+        println!("{verdict} {name:<28} {:>5.1} s  by {suite}: {breaks}", seconds.as_secs_f64());
+        if !caught {
+            survivors.push(name.as_str());
+        }
+    }
+    ensure!(survivors.is_empty(), "nobody noticed: {}", survivors.join(", "));
+    println!("mutants: {} of {} caught", mutants.len(), mutants.len());
+    Ok(())
+}
+
+/// The mutants, by name.
+fn list() -> Result<Vec<Mutant>> {
+    let folder = workspace::root().join("crates/sim/mutants");
+    let mut mutants = Vec::new();
+    for entry in folder.read_dir().with_context(|| format!("reading {}", folder.display()))? {
+        let path = entry?.path();
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("reading {}", path.display()))?;
+        let field = |name: &str| {
+            let value = text.lines().find_map(|line| line.strip_prefix(name));
+            let value = value.with_context(|| format!("{} has no line `{name}`", path.display()));
+            value.map(|value| value.trim().to_owned())
+        };
+        let (breaks, suite) = (field("breaks:")?, field("suite:")?);
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        mutants.push(Mutant { name, path, breaks, suite });
+    }
+    mutants.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(mutants)
+}
+
+fn git_apply(tree: &Path, patch: &Path, options: &[&str]) -> Result<()> {
+    let mut command = Command::new("git");
+    // The copy stands in a folder that the repository around it ignores; git must not see that.
+    command.env("GIT_CEILING_DIRECTORIES", tree.parent().unwrap_or(tree));
+    command.current_dir(tree).arg("apply").args(options).arg(patch);
+    let output = command.output().context("running git apply")?;
+    if !output.status.success() {
+        bail!("git apply: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
+/// A copy of the tree to break, below the target directory: what it builds is used again.
+struct Copy {
+    tree: PathBuf,
+    target: PathBuf,
+}
+
+impl Copy {
+    fn new() -> Result<Self> {
+        let folder = workspace::target_dir()?.join("mutants");
+        let (tree, target) = (folder.join("tree"), folder.join("target"));
+        if tree.exists() {
+            std::fs::remove_dir_all(&tree).context("removing the last copy of the tree")?;
+        }
+        Ok(Self { tree, target })
+    }
+
+    /// Makes the copy as the tree is. Files that are so already are left alone, for cargo's sake.
+    fn restore(&self) -> Result<()> {
+        for name in ["Cargo.toml", "Cargo.lock", "clippy.toml", "rustfmt.toml"] {
+            copy_if_changed(&workspace::root().join(name), &self.tree.join(name))?;
+        }
+        for name in ["crates", "tests", "xtask"] {
+            copy_folder(&workspace::root().join(name), &self.tree.join(name))?;
+        }
+        Ok(())
+    }
+
+    /// Whether the mutant's suite fails. It must compile.
+    fn is_caught(&self, mutant: &Mutant, seeds: u64, interrupt: &Interrupt) -> Result<bool> {
+        let seeds = seeds.to_string();
+        let words: Vec<&str> = mutant.suite.split_ascii_whitespace().collect();
+        let (build, suite) = match words[..] {
+            ["sim"] => (
+                [&["build"], sim::PACKAGE].concat(),
+                [&["run"], sim::PACKAGE, &["--", "--no-shrink", "--seeds", seeds.as_str()]]
+                    .concat(),
+            ),
+            ["test", ..] => ([&words[..], &["--no-run"]].concat(), words),
+            _ => bail!("mutant {}: the suite is sim or a cargo test", mutant.name),
+        };
+        ensure!(self.cargo(&build, interrupt)?, "mutant {} does not compile", mutant.name);
+        Ok(!self.cargo(&suite, interrupt)?)
+    }
+
+    /// Whether a cargo command in the copy is successful.
+    fn cargo(&self, arguments: &[&str], interrupt: &Interrupt) -> Result<bool> {
+        let mut command = workspace::cargo();
+        command.current_dir(&self.tree).args(arguments);
+        command.env("CARGO_TARGET_DIR", &self.target).env("RUST_BACKTRACE", "0");
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut running = Running::start("cargo", &mut command, interrupt)?;
+        Ok(running.wait(LIMIT)?.success())
+    }
+}
+
+fn copy_folder(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to).with_context(|| format!("making {}", to.display()))?;
+    for entry in from.read_dir().with_context(|| format!("reading {}", from.display()))? {
+        let entry = entry?;
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        if entry.file_type()?.is_dir() {
+            copy_folder(&from, &to)?;
+        } else {
+            copy_if_changed(&from, &to)?;
+        }
+    }
+    Ok(())
+}
+
+fn copy_if_changed(from: &Path, to: &Path) -> Result<()> {
+    if !from.exists() {
+        return Ok(());
+    }
+    let content = std::fs::read(from).with_context(|| format!("reading {}", from.display()))?;
+    if std::fs::read(to).ok().as_ref() != Some(&content) {
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent)?;
+        }
+        std::fs::write(to, content).with_context(|| format!("writing {}", to.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_mutant_applies_and_says_what_it_breaks() {
+        let mutants = list().unwrap();
+        assert!(mutants.len() >= 10);
+        for Mutant { name, path, suite, .. } in mutants {
+            assert!(suite == "sim" || suite.starts_with("test "), "{name}: suite {suite}");
+            git_apply(workspace::root(), &path, &["--check"]).unwrap();
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! `cargo xtask sim`: the data path against a simulated kernel and a model guest.
+
+use std::ffi::OsString;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::process::{Interrupt, Running, describe};
+use crate::workspace;
+
+/// Options of `cargo xtask sim`.
+#[derive(clap::Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct Args {
+    /// Options of the simulation; `--help` lists them
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    options: Vec<OsString>,
+}
+
+/// The cargo arguments that build the simulation: optimised, and with all assertions.
+pub(crate) const PACKAGE: &[&str] = &["--quiet", "--profile", "sim", "--package", "ringhaul-sim"];
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let interrupt = Interrupt::install()?;
+    let mut command: Command = workspace::cargo();
+    command.arg("run").args(PACKAGE).arg("--").args(&args.options);
+    let status = Running::start("the simulation", &mut command, &interrupt)?.wait(Duration::MAX)?;
+    if !status.success() {
+        bail!("the simulation ended with {}", describe(status));
+    }
+    Ok(())
+}
