@@ -38,6 +38,8 @@ pub(crate) enum Change {
     Writeback,
     /// The power goes.
     Crash,
+    /// The IoThreads end, and others come.
+    Kill,
 }
 
 pub(crate) struct Thread {
@@ -68,8 +70,8 @@ pub(crate) struct Stack {
     ending: bool,
     /// How often a queue was started: each time on another IoThread.
     starts: usize,
-    /// What former IoThreads and kernels counted.
-    crashed: bool,
+    /// There were IoThreads before, and what they counted is gone.
+    restarted: bool,
 }
 
 impl Stack {
@@ -98,11 +100,11 @@ impl Stack {
             device: device(plan, &source),
             source,
             memory: Arc::new(guest.layout().map()),
-            services: (0..plan.queues).map(|_| Service::Stopped(0)).collect(),
+            services: (0..plan.queues).map(|_| Service::Stopped(plan.first_index())).collect(),
             waiting: None,
             ending: false,
             starts: 0,
-            crashed: false,
+            restarted: false,
         };
         stack.threads = stack.new_threads()?;
         stack.negotiate();
@@ -239,7 +241,7 @@ impl Stack {
 
     pub(crate) fn can_change(&self, change: Change) -> bool {
         match change {
-            Change::Crash => !self.ending,
+            Change::Crash | Change::Kill => !self.ending,
             Change::Writeback => self.plan.no_wce == 0,
             Change::Stop | Change::SetCall => !self.ending && !self.running().is_empty(),
             Change::Remap | Change::Reset => {
@@ -270,7 +272,7 @@ impl Stack {
                 (0..self.services.len()).for_each(|queue| self.stop(queue));
                 self.waiting = Some(change);
             }
-            Change::Crash => return self.crash(),
+            Change::Crash | Change::Kill => return self.restart(change == Change::Crash),
         }
         Ok(())
     }
@@ -287,20 +289,29 @@ impl Stack {
         Ok(())
     }
 
-    /// The machine stops where it is, and starts again with what is on stable storage.
-    fn crash(&mut self) -> Result<(), Failure> {
-        self.guest.check()?;
-        self.world.power_off();
+    /// The IoThreads end with whatever is out, and start again with what is on the disk: all of it,
+    /// or, if the power is lost, what was on stable storage.
+    fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
+        if power_lost {
+            self.world.power_off();
+        }
         self.services.clear();
         self.threads.clear();
+        self.guest.check()?;
         self.check_memory()?;
-        self.world.power_on();
-        self.guest.check_left()?;
+        if power_lost {
+            self.world.power_on();
+        } else {
+            // So that what is found there now is also what a later loss of power must leave.
+            self.world.settle();
+        }
+        self.guest.check_left(power_lost)?;
         self.guest.reboot();
-        self.crashed = true;
+        self.restarted = true;
         self.waiting = None;
         self.device = device(&self.plan, &self.source);
-        self.services = (0..self.plan.queues).map(|_| Service::Stopped(0)).collect();
+        let first = self.plan.first_index();
+        self.services = (0..self.plan.queues).map(|_| Service::Stopped(first)).collect();
         self.threads = self.new_threads().map_err(|e| Failure::new("no start", e.to_string()))?;
         self.negotiate();
         Ok(())
@@ -326,8 +337,7 @@ impl Stack {
                 return Err(Failure::new("leak", text));
             }
         }
-        if self.crashed {
-            // What the IoThreads before the crash counted is gone.
+        if self.restarted {
             return Ok(());
         }
         let all: Vec<_> =

@@ -32,16 +32,17 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// A driver that starts with an empty ring, at the ring's next avail entry.
     pub(crate) fn new(memory: Rc<GuestMemory>, ring: Ring, event_idx: bool) -> Self {
-        let size = ring.size;
+        let (size, first) = (ring.size, ring.next_avail);
         let mut driver = Self {
             memory,
             ring,
             event_idx,
             free: (0..size).rev().collect(),
-            published: 0,
-            added: 0,
-            next_used: 0,
+            published: first,
+            added: first,
+            next_used: first,
             taken: vec![Vec::new(); size.into()],
         };
         driver.clear_ring();
@@ -57,6 +58,8 @@ impl Driver {
         for at in 0..4 * entries + 3 {
             self.store(self.ring.used_ring + 2 * at, 0);
         }
+        self.store(self.ring.avail_ring + 2, self.added);
+        self.store(self.ring.used_ring + 2, self.next_used);
     }
 
     fn load(&self, addr: u64) -> u16 {

@@ -106,7 +106,7 @@ impl Guest {
     pub(crate) fn reboot(&self) {
         let queues = usize::try_from(self.plan.queues).unwrap_or(1);
         let queue = |index| {
-            let ring = self.layout.ring(index, 0);
+            let ring = self.layout.ring(index, self.plan.first_index());
             let memory = Rc::clone(&self.memory);
             GuestQueue {
                 driver: Driver::new(memory, ring, self.plan.event_idx > 0),
@@ -430,8 +430,9 @@ impl Guest {
         blame::check(&self.world.injected(), failed)
     }
 
-    /// Checks what a loss of power has left, and goes on from there.
-    pub(crate) fn check_left(&self) -> Result<(), Failure> {
+    /// Checks what is on the disk after the IoThreads have gone, and goes on from there. With
+    /// `power_lost`, only what was on stable storage must be there.
+    pub(crate) fn check_left(&self, power_lost: bool) -> Result<(), Failure> {
         let mut state = self.state.borrow_mut();
         let mut left = Vec::new();
         for sector in 0..self.plan.sectors() {
@@ -439,7 +440,7 @@ impl Guest {
             let value = value_of(&bytes, sector).ok_or_else(|| {
                 Failure::new("lost data", format!("sector {sector} {}", describe(&bytes)))
             })?;
-            state.history.check_left(left.len(), value)?;
+            state.history.check_left(left.len(), value, power_lost)?;
             left.push(value);
         }
         state.history = History::new(left.into_iter());

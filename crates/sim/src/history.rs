@@ -90,10 +90,17 @@ impl History {
         Ok(())
     }
 
-    /// Whether `value` may be what a loss of power left in `sector`.
-    pub(crate) fn check_left(&self, sector: usize, value: Value) -> Result<(), Failure> {
+    /// Whether `value` may be what is left in `sector`: if the power was lost, of what was on
+    /// stable storage, else of all.
+    pub(crate) fn check_left(
+        &self,
+        sector: usize,
+        value: Value,
+        power_lost: bool,
+    ) -> Result<(), Failure> {
         let writes = &self.sectors[sector].writes;
-        let durable = |w: &Write| w.certain && (w.durable || w.end < self.last_flush);
+        let is_kept = |w: &Write| !power_lost || w.durable || w.end < self.last_flush;
+        let durable = |w: &Write| w.certain && is_kept(w);
         let possible = writes.iter().any(|write| {
             write.value == value
                 && !writes.iter().any(|later| durable(later) && write.end < later.begin)
@@ -102,7 +109,7 @@ impl History {
             return Ok(());
         }
         let kept: Vec<_> = writes.iter().filter(|write| durable(write)).collect();
-        let text = format!("{value:?} is left after the crash, but durable are {kept:?}");
+        let text = format!("{value:?} is left, but kept must be {kept:?}");
         Err(fail("lost data", sector, &text))
     }
 }
@@ -216,13 +223,15 @@ mod tests {
     fn what_was_flushed_is_left_by_a_crash() {
         let mut history = history(&[(A, 10, 20), (B, 30, 40)], &[]);
         for value in [Value::Id(1), A, B] {
-            assert!(history.check_left(0, value).is_ok());
+            assert!(history.check_left(0, value, true).is_ok());
         }
+        assert!(history.check_left(0, A, false).is_err());
+        assert!(history.check_left(0, B, false).is_ok());
         history.flushed(25);
-        assert!(history.check_left(0, Value::Id(1)).is_err());
-        assert!(history.check_left(0, A).is_ok());
+        assert!(history.check_left(0, Value::Id(1), true).is_err());
+        assert!(history.check_left(0, A, true).is_ok());
         history.flushed(45);
-        assert!(history.check_left(0, A).is_err());
-        assert!(history.check_left(0, B).is_ok());
+        assert!(history.check_left(0, A, true).is_err());
+        assert!(history.check_left(0, B, true).is_ok());
     }
 }

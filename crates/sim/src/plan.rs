@@ -36,6 +36,8 @@ knobs! {
     requests: 1,
     /// Queues, at most 4.
     queues: 1,
+    /// The avail and used idx that the rings start with: near 65535 they wrap.
+    first_index: 0,
     /// Entries of a queue as a power of two, 1 to 5.
     queue_log2: 1,
     /// IoThreads, at most 3.
@@ -158,6 +160,8 @@ knobs! {
     writebacks: 0,
     /// How often the machine loses power.
     crashes: 0,
+    /// How often the IoThreads end with requests out.
+    kills: 0,
 }
 
 impl Plan {
@@ -175,6 +179,7 @@ impl Plan {
     fn draw_stack(&mut self, rng: &mut Rng) {
         self.queues = rng.between(1, 4);
         self.queue_log2 = rng.between(1, 5);
+        self.first_index = rng.pick(&[0, 0, 1, 65_500, 65_535]);
         self.io_threads = rng.between(1, 3);
         self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
         self.pool_engine = flag(rng, 150);
@@ -245,6 +250,7 @@ impl Plan {
         self.set_calls = some(rng, 200, &[1, 3]);
         self.writebacks = some(rng, 250, &[1, 4]);
         self.crashes = some(rng, 400, &[1, 3]);
+        self.kills = some(rng, 150, &[1, 2]);
     }
 
     /// Takes out what does not go together.
@@ -255,7 +261,7 @@ impl Plan {
             if self.direct > 0 {
                 self.odd_shorts = 0;
             } else {
-                (self.no_overlap, self.crashes) = (1, 0);
+                (self.no_overlap, self.crashes, self.kills) = (1, 0, 0);
                 (self.eio, self.enospc, self.submit_reject) = (0, 0, 0);
             }
         }
@@ -295,6 +301,10 @@ impl Plan {
 
     pub(crate) fn block_sectors(&self) -> u64 {
         self.block_bytes() / 512
+    }
+
+    pub(crate) fn first_index(&self) -> u16 {
+        u16::try_from(self.first_index & 0xffff).unwrap_or(0)
     }
 
     pub(crate) fn queue_size(&self) -> u16 {

@@ -70,6 +70,7 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
         (Change::SetCall, plan.set_calls),
         (Change::Writeback, plan.writebacks),
         (Change::Crash, plan.crashes),
+        (Change::Kill, plan.kills),
     ];
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
     let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guest, stack, changes };

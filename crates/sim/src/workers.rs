@@ -11,7 +11,7 @@ use crate::plan::Plan;
 use crate::run::{self, Report};
 
 /// A run takes milliseconds; one that takes this long has no end.
-const HANG: Duration = Duration::from_secs(120);
+const HANG: Duration = Duration::from_secs(30);
 
 /// How the seeds did.
 pub(crate) enum Ending {

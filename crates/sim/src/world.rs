@@ -193,6 +193,12 @@ impl World {
         *power_is_off = false;
     }
 
+    /// Everything that was written is on stable storage. No op may be in the kernel.
+    pub(crate) fn settle(&self) {
+        let Inner { rng, device, .. } = &mut *self.inner.borrow_mut();
+        device.flush(u64::MAX, rng);
+    }
+
     /// Lets go of ops and eventfds, which know this world.
     pub(crate) fn clear(&self) {
         self.set_others(None);
