@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 use blockio::disk::DiskInfo;
 use blockio::stats::{OpStats, Stats};
-use blockio::{DiskSource, EngineKind, IoThread, IoThreadConfig};
+use blockio::{CompletionRing, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use ringhaul::blk::BlkDevice;
 use ringhaul::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
@@ -115,7 +115,22 @@ impl Stack {
         let engine = if self.plan.pool_engine > 0 { EngineKind::Threads } else { EngineKind::Aio };
         let depth = u32::try_from(self.plan.depth).unwrap_or(1);
         // Time stands still within a turn, so busy-polling would never end.
-        let config = IoThreadConfig { engine, depth, poll_max: Duration::ZERO };
+        let config = IoThreadConfig {
+            engine,
+            depth,
+            poll_max: Duration::ZERO,
+            harvest_on_submit: self.plan.no_harvest_on_submit == 0,
+            submit_max: u32::try_from(self.plan.submit_max)
+                .ok()
+                .filter(|m| *m > 0)
+                .unwrap_or(u32::MAX),
+            completion_ring: if self.plan.getevents > 0 {
+                CompletionRing::Getevents
+            } else {
+                CompletionRing::Userspace
+            },
+            ..IoThreadConfig::default()
+        };
         let threads = (0..self.plan.io_threads).map(|_| {
             let io_thread = IoThread::new(&config)?;
             Ok(Thread { io_thread, ready: false })
@@ -376,6 +391,8 @@ fn device(plan: &Plan, source: &DiskSource) -> BlkDevice {
         num_queues: u16::try_from(plan.queues).unwrap_or(1),
         queue_size: plan.queue_size(),
         write_cache: plan.no_write_cache == 0,
+        notify_batch: plan.no_notify_batch == 0,
+        ..BlkOptions::default()
     };
     BlkDevice::new(source.clone(), options)
 }

@@ -46,6 +46,14 @@ knobs! {
     depth: 1,
     /// The engine is `threads`, not `aio`.
     pool_engine: 0,
+    /// Completions are not looked for right after a submit.
+    no_harvest_on_submit: 0,
+    /// Ops of one submit at most; zero is no limit.
+    submit_max: 0,
+    /// Completions are taken by `io_getevents`.
+    getevents: 0,
+    /// Each answer has a notify of its own.
+    no_notify_batch: 0,
     /// Linux AIO's ring has an unknown header.
     ring_unknown: 0,
     /// Places of the ring beyond what the depth asks for.
@@ -183,6 +191,10 @@ impl Plan {
         self.io_threads = rng.between(1, 3);
         self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
         self.pool_engine = flag(rng, 150);
+        self.no_harvest_on_submit = flag(rng, 100);
+        self.submit_max = some(rng, 150, &[1, 2, 5]);
+        self.getevents = flag(rng, 70);
+        self.no_notify_batch = flag(rng, 100);
         self.ring_unknown = flag(rng, 100);
         self.ring_slack = rng.pick(&[0, 0, 1, 2, 7, 61]);
         self.no_fdsync = flag(rng, 200);
