@@ -254,6 +254,14 @@ impl Engine {
         }
     }
 
+    /// Whether the engine has prepared entries, of watches say, that the next wait submits.
+    pub(crate) fn has_unsubmitted_entries(&mut self) -> bool {
+        match self {
+            Self::IoUring(engine) => engine.has_unsubmitted_entries(),
+            _ => false,
+        }
+    }
+
     /// Ops that wait for a submit.
     pub(crate) fn queued(&self) -> usize {
         match self {

@@ -92,7 +92,8 @@ pub enum Activity {
 const ROUNDS_BETWEEN_LOOKS: u32 = 16;
 
 /// One loop, for the thread that made it. Its descriptor ([`AsFd`]) is readable when a turn with
-/// [`Wait::Never`] has something to do, for programs that embed the loop in their own.
+/// [`Wait::Never`] has something to do, for programs that embed the loop in their own: they take a
+/// first turn, and then wait for it.
 ///
 /// Dropping it ends in good order: ops in the kernel are waited for, then tasks are dropped.
 pub struct IoThread {

@@ -123,6 +123,10 @@ impl IoUring {
         self.queued() == 0 && self.in_kernel() == 0 && !self.ring.has_anything()
     }
 
+    pub(super) fn has_unsubmitted_entries(&mut self) -> bool {
+        self.ring.unsubmitted() > 0
+    }
+
     pub(super) fn retry_at(&self) -> Option<Instant> {
         self.retry.retry_at()
     }

@@ -60,7 +60,11 @@ impl Io {
         }
         self.found.set(woken);
         self.submit_and_harvest();
-        Ok(if self.run_foreign() || self.has_ready() { Activity::Ready } else { Activity::Idle })
+        let is_ready = self.run_foreign() || self.has_ready();
+        // What the kernel has not been told yet, it cannot make the descriptor readable for.
+        let is_untold =
+            wait == Wait::Never && self.ops.borrow_mut().engine.has_unsubmitted_entries();
+        Ok(if is_ready || is_untold { Activity::Ready } else { Activity::Idle })
     }
 
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
