@@ -112,7 +112,11 @@ impl Stack {
     }
 
     fn new_threads(&self) -> Result<Vec<Thread>> {
-        let engine = if self.plan.pool_engine > 0 { EngineKind::Threads } else { EngineKind::Aio };
+        let engine = match self.plan.engine {
+            0 => EngineKind::Aio,
+            1 => EngineKind::Threads,
+            _ => EngineKind::IoUring,
+        };
         let depth = u32::try_from(self.plan.depth).unwrap_or(1);
         // Time stands still within a turn, so busy-polling would never end.
         let config = IoThreadConfig {
@@ -133,7 +137,8 @@ impl Stack {
         };
         let threads = (0..self.plan.io_threads).map(|_| {
             let io_thread = IoThread::new(&config)?;
-            Ok(Thread { io_thread, ready: false })
+            // Engine io_uring hands its watches to the kernel in the first turn.
+            Ok(Thread { io_thread, ready: true })
         });
         threads.collect()
     }
@@ -352,7 +357,9 @@ impl Stack {
                 return Err(Failure::new("leak", text));
             }
         }
-        if self.restarted {
+        // A discard that io_uring cannot do goes to the kernel twice, and is one op.
+        let tries_twice = self.plan.engine == 2 && self.plan.no_punch > 0;
+        if self.restarted || (tries_twice && self.plan.block_device > 0) {
             return Ok(());
         }
         let all: Vec<_> =
@@ -392,7 +399,7 @@ fn device(plan: &Plan, source: &DiskSource) -> BlkDevice {
         queue_size: plan.queue_size(),
         write_cache: plan.no_write_cache == 0,
         notify_batch: plan.no_notify_batch == 0,
-        ..BlkOptions::default()
+        fixed_buffers: plan.fixed_buffers > 0,
     };
     BlkDevice::new(source.clone(), options)
 }

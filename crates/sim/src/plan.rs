@@ -44,8 +44,16 @@ knobs! {
     io_threads: 1,
     /// Ops in the kernel at most, for each IoThread.
     depth: 1,
-    /// The engine is `threads`, not `aio`.
-    pool_engine: 0,
+    /// The engine: 0 is `aio`, 1 `threads`, 2 `io_uring`.
+    engine: 0,
+    /// io_uring shows completions only when the kernel is entered.
+    defers: 0,
+    /// io_uring cannot discard.
+    no_uring_cmd: 0,
+    /// How often io_uring ends a multishot poll, per mille.
+    poll_ends: 0,
+    /// Guest memory is registered with io_uring.
+    fixed_buffers: 0,
     /// Completions are not looked for right after a submit.
     no_harvest_on_submit: 0,
     /// Ops of one submit at most; zero is no limit.
@@ -190,7 +198,11 @@ impl Plan {
         self.first_index = rng.pick(&[0, 0, 1, 65_500, 65_535]);
         self.io_threads = rng.between(1, 3);
         self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
-        self.pool_engine = flag(rng, 150);
+        self.engine = rng.pick(&[0, 0, 0, 1, 2, 2, 2, 2]);
+        self.defers = flag(rng, 500);
+        self.no_uring_cmd = flag(rng, 300);
+        self.poll_ends = some(rng, 300, &[20, 300]);
+        self.fixed_buffers = flag(rng, 300);
         self.no_harvest_on_submit = flag(rng, 100);
         self.submit_max = some(rng, 150, &[1, 2, 5]);
         self.getevents = flag(rng, 70);
@@ -276,6 +288,10 @@ impl Plan {
                 (self.no_overlap, self.crashes, self.kills) = (1, 0, 0);
                 (self.eio, self.enospc, self.submit_reject) = (0, 0, 0);
             }
+        }
+        if self.engine == 2 {
+            // A bad entry is answered with a completion.
+            self.submit_reject = 0;
         }
         if self.block_device > 0 {
             self.cut_sectors = 0;

@@ -310,6 +310,8 @@ impl sim::World for World {
             events: depth + 1 + slack,
             is_known: self.plan.ring_unknown == 0,
             has_fdsync: self.plan.no_fdsync == 0,
+            defers: self.plan.defers > 0,
+            has_uring_cmd: self.plan.no_uring_cmd == 0,
         }
     }
 
@@ -347,6 +349,10 @@ impl sim::World for World {
             return Ok(1 + inner.rng.index(most));
         }
         Ok(most)
+    }
+
+    fn ends_poll(&self) -> bool {
+        self.inner.borrow_mut().rng.chance(self.plan.poll_ends)
     }
 
     fn start(&self, op: KernelOp) {

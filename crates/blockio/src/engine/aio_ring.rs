@@ -171,6 +171,25 @@ mod tests {
     }
 
     #[test]
+    fn a_place_is_free_only_when_its_event_was_copied() {
+        let mut fake = FakeRing::new(5);
+        let mut ring = fake.ring().unwrap();
+        for data in 0..4 {
+            fake.produce(data);
+        }
+        let mut seen = Vec::new();
+        let count = ring.consume(|event| {
+            // The kernel uses every place that the head says is free.
+            let head = fake.header().head.load(Ordering::Relaxed);
+            while (fake.header().tail.load(Ordering::Relaxed) + 1) % 5 != head {
+                fake.produce(100);
+            }
+            seen.push(event.data);
+        });
+        assert_eq!((count, seen), (Ok(4), vec![0, 1, 2, 3]));
+    }
+
+    #[test]
     fn a_header_that_is_not_as_expected_is_refused() {
         assert!(FakeRing::new(4).ring().is_ok());
         for (word, value) in [(1, 0), (1, EVENTS_MAX + 1), (2, 4), (4, 7), (6, 1), (7, 64)] {

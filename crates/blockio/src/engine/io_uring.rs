@@ -6,6 +6,8 @@
 
 mod fixed;
 mod ring;
+#[cfg(feature = "sim")]
+pub(super) mod sim_ring;
 mod watches;
 
 use std::collections::VecDeque;
@@ -20,11 +22,16 @@ use rustix::io::Errno;
 use super::retry::Retry;
 use super::threads::Threads;
 use super::{Completer, TOKEN_ENGINE};
+use crate::clock;
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
 use crate::op::{OpKind, OpView, Slots};
 use fixed::{FixedBuffers, FixedFiles};
-use ring::{Ring, Setup};
+#[cfg(not(feature = "sim"))]
+use ring::KernelRing as Ring;
+use ring::Setup;
+#[cfg(feature = "sim")]
+use sim_ring::Ring;
 use watches::{Seen, Watches};
 
 /// `BLOCK_URING_CMD_DISCARD` of linux/blkdev.h: `_IO(0x12, 0)`.
@@ -249,7 +256,7 @@ impl IoUring {
                 Some(libc::EINTR | libc::ETIME) => Ok(()),
                 Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {
                     self.refused(&error, done);
-                    let soon = Instant::now() + REFUSED_WAIT;
+                    let soon = clock::now() + REFUSED_WAIT;
                     let until = deadline.map_or(soon, |deadline| deadline.min(soon));
                     self.ring.only_wait(until, done.stats);
                     Ok(())

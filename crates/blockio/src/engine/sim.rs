@@ -1,4 +1,4 @@
-//! A simulated kernel under the engines `aio` and `threads`.
+//! A simulated kernel under the engines.
 //!
 //! A thread on which a [`World`] is [installed](install) has no kernel of its own for ops: whatever
 //! an engine submits becomes a [`KernelOp`] of that world, which carries it out and answers it when
@@ -22,6 +22,7 @@ use super::aio_calls::{
     IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV, IoEvent,
     Iocb,
 };
+use super::io_uring::sim_ring::RingState;
 use super::threads::{Job, Pool};
 use crate::buf::Buffers;
 use crate::op::OpKind;
@@ -34,16 +35,19 @@ pub trait World {
     /// The thread is at a point where others may act: completions may be posted, eventfds written.
     fn preempt(&self);
 
-    /// How the completion ring of a new context for `depth` ops is to be.
+    /// How the completion ring for `depth` ops is to be.
     fn ring(&self, depth: u32) -> RingSetup;
 
-    /// Decides about an `io_submit` of `count` ops, with room for `room` of them: how many are
+    /// Decides about a submit of `count` entries, with room for `room` of them: how many are
     /// taken, from 1 to the lesser of both, or an errno.
     ///
     /// # Errors
     ///
     /// The errno with which the simulated system call is to fail; it takes nothing then.
     fn admit(&self, count: usize, room: usize) -> Result<usize, libc::c_int>;
+
+    /// Whether io_uring is to end a multishot poll with the event that it has just seen.
+    fn ends_poll(&self) -> bool;
 
     /// Takes an op. It must be [answered](KernelOp::answer) some time, maybe before this returns.
     fn start(&self, op: KernelOp);
@@ -61,6 +65,10 @@ pub struct RingSetup {
     pub is_known: bool,
     /// Whether the kernel has `IOCB_CMD_FDSYNC`.
     pub has_fdsync: bool,
+    /// Of io_uring: whether completions become visible only when the kernel is entered.
+    pub defers: bool,
+    /// Of io_uring: whether devices discard through the ring.
+    pub has_uring_cmd: bool,
 }
 
 thread_local! {
@@ -85,7 +93,7 @@ impl Drop for Installed {
     }
 }
 
-fn world() -> Option<Rc<dyn World>> {
+pub(super) fn world() -> Option<Rc<dyn World>> {
     WORLD.with_borrow(Clone::clone)
 }
 
@@ -120,7 +128,7 @@ pub(crate) fn sleep(
     Some(NOW)
 }
 
-const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+pub(super) const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Whether a look at `fd` would find something.
 #[must_use]
@@ -138,16 +146,23 @@ pub struct KernelOp {
 }
 
 /// Where the answer of an op goes.
-enum Home {
+pub(super) enum Home {
     Ring { context: SimContext, data: u64, wake: Rc<OwnedFd> },
     Pool { pool: Arc<Pool>, slot: u32 },
+    IoUring { ring: Rc<RingState>, user_data: u64 },
 }
 
 impl KernelOp {
     /// # Safety
     ///
     /// The iovecs must be readable now, and what they name must stay until the op is answered.
-    unsafe fn new(kind: OpKind, fd: RawFd, offset: u64, iovecs: &[iovec], home: Home) -> Self {
+    pub(super) unsafe fn new(
+        kind: OpKind,
+        fd: RawFd,
+        offset: u64,
+        iovecs: &[iovec],
+        home: Home,
+    ) -> Self {
         // SAFETY: the caller says that the memory stays, and nobody makes references to it.
         let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec(), 0, Rc::new(())) };
         Self { kind, fd, offset, buffers, home }
@@ -189,6 +204,11 @@ impl KernelOp {
             Home::Pool { pool, slot } => {
                 let first = pool.post(slot, result);
                 Signal(first.then_some(SignalTo::Pool(pool)))
+            }
+            Home::IoUring { ring, user_data } => {
+                ring.post(user_data, i32::try_from(result).unwrap_or(i32::MAX), 0);
+                // The ring's own descriptor is readable now.
+                Signal(None)
             }
         }
     }

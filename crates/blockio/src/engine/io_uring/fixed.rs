@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-use super::ring::Ring;
+use super::Ring;
 
 /// Files that can be registered; others work all the same.
 pub(super) const FILES_MAX: u32 = 256;
@@ -42,7 +42,7 @@ impl FixedFiles {
             self.uses.len() - 1
         });
         let (Ok(offset), Ok(signed)) = (u32::try_from(index), i32::try_from(index)) else { return };
-        if offset >= FILES_MAX || ring.submitter().register_files_update(offset, &[fd]).is_err() {
+        if offset >= FILES_MAX || ring.update_file(offset, fd).is_err() {
             return;
         }
         self.uses[index] = 1;
@@ -66,7 +66,7 @@ impl FixedFiles {
             self.index_of[place] = NO_FILE;
         }
         // Ops in the kernel hold the file themselves.
-        let _ = ring.submitter().register_files_update(index, &[NO_FILE]);
+        let _ = ring.update_file(index, NO_FILE);
     }
 }
 
@@ -139,7 +139,7 @@ impl FixedBuffers {
         }
         // SAFETY: whoever registers memory keeps it mapped until it is removed from here, and the
         // kernel holds the pages themselves. Ops name it only by way of slots (see `op.rs`).
-        unsafe { ring.submitter().register_buffers_update(u32::from(index), &[range], None) }?;
+        unsafe { ring.update_buffer(u32::from(index), range) }?;
         self.pieces.insert(place, Piece { start, len, index, uses: 1 });
         Ok(())
     }
@@ -161,9 +161,7 @@ impl FixedBuffers {
         let piece = self.pieces.remove(place);
         let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         // SAFETY: an empty piece refers to no memory. Ops in the kernel hold the pages themselves.
-        let result = unsafe {
-            ring.submitter().register_buffers_update(u32::from(piece.index), &[nothing], None)
-        };
+        let result = unsafe { ring.update_buffer(u32::from(piece.index), nothing) };
         if let Err(error) = result {
             tracing::warn!("cannot give memory back that io_uring has registered: {error}");
         }

@@ -1,7 +1,7 @@
 //! The ring itself: set-up, restrictions, and the one system call.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
 
 use io_uring::register::Restriction;
@@ -22,6 +22,8 @@ const REGISTER_BUFFERS_UPDATE: u8 = 16;
 
 /// Submission entries. More ops than this in one go take more than one system call.
 const ENTRIES_MAX: u32 = 256;
+/// Fewer would leave no room for watches while the kernel takes no entries for a moment.
+const ENTRIES_MIN: u32 = 64;
 /// Completion entries beyond one for each op, for events of eventfds.
 const EVENTS_MAX: u32 = 1024;
 /// Milliseconds that the submission thread spins before it sleeps.
@@ -49,13 +51,13 @@ pub(super) struct Setup {
     pub(super) sqpoll: bool,
 }
 
-pub(super) struct Ring {
+pub(super) struct KernelRing {
     ring: IoUring,
     sqpoll: bool,
     has_uring_cmd: bool,
 }
 
-impl Ring {
+impl KernelRing {
     pub(super) fn new(setup: &Setup) -> io::Result<Self> {
         let ring = build(setup)?;
         let params = ring.params();
@@ -81,8 +83,19 @@ impl Ring {
         self.has_uring_cmd
     }
 
-    pub(super) fn submitter(&self) -> Submitter<'_> {
-        self.ring.submitter()
+    /// Registers `file` at `index` of the table of files; -1 is none.
+    pub(super) fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
+        self.ring.submitter().register_files_update(index, &[file]).map(|_| ())
+    }
+
+    /// Registers memory at `index` of the table of buffers; none if it has no bytes.
+    ///
+    /// # Safety
+    ///
+    /// The memory must be mapped now and as long as ops may name it.
+    pub(super) unsafe fn update_buffer(&self, index: u32, range: libc::iovec) -> io::Result<()> {
+        // SAFETY: the caller's promise is the one that is asked for.
+        unsafe { self.ring.submitter().register_buffers_update(index, &[range], None) }.map(|_| ())
     }
 
     /// Free submission entries.
@@ -232,11 +245,16 @@ impl Ring {
     }
 }
 
-impl AsFd for Ring {
+impl AsFd for KernelRing {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open for as long as the ring, which the result borrows.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
+}
+
+/// Submission entries of a ring for `depth` ops.
+pub(super) fn entries_for(depth: u32) -> u32 {
+    depth.next_power_of_two().clamp(ENTRIES_MIN, ENTRIES_MAX)
 }
 
 /// The best set-up that the kernel has. It starts disabled.
@@ -248,7 +266,7 @@ fn build(setup: &Setup) -> io::Result<IoUring> {
             .setup_clamp()
             .setup_cqsize((setup.depth * 2).next_power_of_two().max(ENTRIES_MAX) + EVENTS_MAX);
         more(&mut builder);
-        builder.build(setup.depth.next_power_of_two().min(ENTRIES_MAX))
+        builder.build(entries_for(setup.depth))
     };
     if setup.sqpoll {
         return with(&|builder| {

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use io_uring::{cqueue, opcode, types};
 use rustix::io::Errno;
 
-use super::ring::Ring;
+use super::Ring;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;

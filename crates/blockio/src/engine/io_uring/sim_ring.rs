@@ -1,0 +1,418 @@
+//! A ring of a simulated kernel (see `engine/sim.rs`), and the choice between it and a real one.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::rc::Rc;
+use std::time::Instant;
+
+use io_uring::{cqueue, opcode, squeue};
+use libc::iovec;
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::AsFd;
+
+use super::ring::{KernelRing, Setup, entries_for};
+use crate::engine::sim::{self, Home, KernelOp, RingSetup, World};
+use crate::op::OpKind;
+use crate::stats::Stats;
+
+/// The kernel's ring, or a simulated one where the calling thread's kernel is.
+pub(super) enum Ring {
+    Kernel(KernelRing),
+    Simulated(SimRing),
+}
+
+macro_rules! either {
+    ($ring:ident, $name:ident($($argument:expr),*)) => {
+        match $ring {
+            Ring::Kernel(ring) => ring.$name($($argument),*),
+            Ring::Simulated(ring) => ring.$name($($argument),*),
+        }
+    };
+}
+
+impl Ring {
+    pub(super) fn new(setup: &Setup) -> io::Result<Self> {
+        match SimRing::new(setup.depth) {
+            Some(ring) => Ok(Self::Simulated(ring)),
+            None => KernelRing::new(setup).map(Self::Kernel),
+        }
+    }
+
+    pub(super) fn has_uring_cmd(&self) -> bool {
+        either!(self, has_uring_cmd())
+    }
+
+    pub(super) fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
+        either!(self, update_file(index, file))
+    }
+
+    /// # Safety
+    ///
+    /// As that of [`KernelRing::update_buffer`].
+    pub(super) unsafe fn update_buffer(&self, index: u32, range: iovec) -> io::Result<()> {
+        match self {
+            // SAFETY: the caller vouches for the same.
+            Self::Kernel(ring) => unsafe { ring.update_buffer(index, range) },
+            Self::Simulated(_) => Ok(()),
+        }
+    }
+
+    pub(super) fn room(&mut self) -> usize {
+        either!(self, room())
+    }
+
+    pub(super) fn unsubmitted(&mut self) -> usize {
+        either!(self, unsubmitted())
+    }
+
+    /// # Safety
+    ///
+    /// As that of [`KernelRing::push`].
+    pub(super) unsafe fn push(&mut self, entry: &squeue::Entry) {
+        match self {
+            // SAFETY: the caller vouches for the same.
+            Self::Kernel(ring) => unsafe { ring.push(entry) },
+            Self::Simulated(ring) => ring.push(entry),
+        }
+    }
+
+    pub(super) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
+        either!(self, make_room(stats))
+    }
+
+    pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
+        either!(self, submit(stats))
+    }
+
+    pub(super) fn submit_and_wait(
+        &mut self,
+        deadline: Option<Instant>,
+        stats: &Stats,
+    ) -> io::Result<()> {
+        either!(self, submit_and_wait(deadline, stats))
+    }
+
+    pub(super) fn only_wait(&mut self, until: Instant, stats: &Stats) {
+        either!(self, only_wait(until, stats));
+    }
+
+    pub(super) fn has_completions(&self) -> bool {
+        either!(self, has_completions())
+    }
+
+    pub(super) fn has_anything(&self) -> bool {
+        either!(self, has_anything())
+    }
+
+    pub(super) fn run_deferred(&mut self, stats: &Stats) {
+        either!(self, run_deferred(stats));
+    }
+
+    pub(super) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
+        either!(self, take(entries));
+    }
+}
+
+impl AsFd for Ring {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Kernel(ring) => ring.as_fd(),
+            Self::Simulated(ring) => ring.state.epoll.as_fd(),
+        }
+    }
+}
+
+/// `IORING_CQE_F_MORE`.
+const CQE_MORE: u32 = 1 << 1;
+/// The user data under which the epoll instance knows that completions were posted.
+const POSTED: u64 = u64::MAX;
+
+/// A submission entry (`struct io_uring_sqe` of linux/io_uring.h) in words of 64 bits.
+type Words = [u64; 8];
+
+pub(super) struct SimRing {
+    world: Rc<dyn World>,
+    setup: RingSetup,
+    capacity: usize,
+    entries: VecDeque<Words>,
+    /// Registered files.
+    files: RefCell<Vec<RawFd>>,
+    state: Rc<RingState>,
+}
+
+/// What the simulated kernel knows of a ring, as long as it has ops of it.
+pub(crate) struct RingState {
+    /// Readable when the ring is: it watches what the ring's polls are for, and `posted`.
+    epoll: OwnedFd,
+    /// Its counter is above zero while completions wait.
+    posted: OwnedFd,
+    /// Whether completions become visible only when the kernel is entered.
+    defers: bool,
+    inner: RefCell<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    visible: VecDeque<[u64; 2]>,
+    deferred: VecDeque<[u64; 2]>,
+    polls: Vec<(u64, OwnedFd)>,
+}
+
+impl RingState {
+    /// Posts a completion.
+    pub(crate) fn post(&self, user_data: u64, result: i32, flags: u32) {
+        let event = [user_data, u64::from(result.cast_unsigned()) | u64::from(flags) << 32];
+        let mut inner = self.inner.borrow_mut();
+        if self.defers {
+            inner.deferred.push_back(event);
+        } else {
+            inner.visible.push_back(event);
+        }
+        // The counter cannot overflow in the life of a simulation.
+        let _ = rustix::io::write(&self.posted, &1u64.to_ne_bytes());
+    }
+
+    /// Turns writes to watched eventfds into completions.
+    fn collect(&self, world: &dyn World) {
+        let mut events = Vec::with_capacity(64);
+        let now = Some(&sim::NOW);
+        if epoll::wait(&self.epoll, spare_capacity(&mut events), now).is_err() {
+            return;
+        }
+        for event in events {
+            let user_data = event.data.u64();
+            if user_data == POSTED {
+                continue;
+            }
+            let ends = world.ends_poll();
+            if ends {
+                self.remove_poll(user_data);
+            }
+            self.post(user_data, libc::POLLIN.into(), if ends { 0 } else { CQE_MORE });
+        }
+    }
+
+    fn remove_poll(&self, user_data: u64) -> bool {
+        let polls = &mut self.inner.borrow_mut().polls;
+        let Some(place) = polls.iter().position(|(other, _)| *other == user_data) else {
+            return false;
+        };
+        let (_, fd) = polls.swap_remove(place);
+        epoll::delete(&self.epoll, &fd).is_ok()
+    }
+}
+
+impl SimRing {
+    fn new(depth: u32) -> Option<Self> {
+        let world = sim::world()?;
+        let setup = world.ring(depth);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let (Ok(epoll), Ok(posted)) = (epoll::create(CreateFlags::CLOEXEC), eventfd(0, flags))
+        else {
+            panic!("the simulation has too many files open");
+        };
+        let added = epoll::add(&epoll, &posted, EventData::new_u64(POSTED), EventFlags::IN);
+        added.expect("an eventfd can be watched");
+        let inner = RefCell::default();
+        let state = RingState { epoll, posted, defers: setup.defers, inner };
+        Some(Self {
+            world,
+            setup,
+            capacity: entries_for(depth) as usize,
+            entries: VecDeque::new(),
+            files: RefCell::default(),
+            state: Rc::new(state),
+        })
+    }
+
+    fn has_uring_cmd(&self) -> bool {
+        self.setup.has_uring_cmd
+    }
+
+    #[expect(clippy::unnecessary_wraps, reason = "as the kernel's ring has it")]
+    fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
+        let (files, index) = (&mut self.files.borrow_mut(), index as usize);
+        if files.len() <= index {
+            files.resize(index + 1, -1);
+        }
+        files[index] = file;
+        Ok(())
+    }
+
+    fn room(&self) -> usize {
+        self.capacity - self.entries.len()
+    }
+
+    fn unsubmitted(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        assert!(self.room() > 0, "the submission ring is full");
+        // SAFETY: an entry is the 64 bytes of a `struct io_uring_sqe`, and nothing else.
+        self.entries.push_back(unsafe { std::mem::transmute_copy::<squeue::Entry, Words>(entry) });
+    }
+
+    fn make_room(&mut self, stats: Option<&Stats>) -> bool {
+        if self.room() == 0 {
+            let _ = self.enter(usize::MAX, stats);
+        }
+        self.room() > 0
+    }
+
+    fn submit(&mut self, stats: &Stats) -> io::Result<()> {
+        self.enter(usize::MAX, Some(stats))
+    }
+
+    fn submit_and_wait(&mut self, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
+        self.enter(usize::MAX, Some(stats))?;
+        self.wait(deadline)
+    }
+
+    fn only_wait(&mut self, until: Instant, stats: &Stats) {
+        let _ = self.enter(0, Some(stats));
+        let _ = self.wait(Some(until));
+    }
+
+    fn wait(&mut self, deadline: Option<Instant>) -> io::Result<()> {
+        let is_due = || deadline.is_some_and(|when| when <= self.world.now());
+        if !is_due() {
+            let (state, world) = (&self.state, &self.world);
+            world.sleep(deadline, &|| sim::is_readable(state.epoll.as_fd()));
+            self.enter(0, None)?;
+            if self.state.inner.borrow().visible.is_empty() {
+                return Err(io::Error::from_raw_os_error(libc::ETIME));
+            }
+        }
+        Ok(())
+    }
+
+    /// As `io_uring_enter` with `IORING_ENTER_GETEVENTS`, without a wait.
+    fn enter(&mut self, to_submit: usize, stats: Option<&Stats>) -> io::Result<()> {
+        if let Some(stats) = stats {
+            stats.syscalls.io_uring_enter.add(1);
+        }
+        crate::clock::preempt();
+        let count = to_submit.min(self.entries.len());
+        let result = if count > 0 { self.world.admit(count, count).map(Some) } else { Ok(None) };
+        for _ in 0..result.unwrap_or(None).unwrap_or(0) {
+            if let Some(entry) = self.entries.pop_front() {
+                self.start(&entry);
+            }
+        }
+        self.state.collect(&*self.world);
+        let Inner { visible, deferred, .. } = &mut *self.state.inner.borrow_mut();
+        visible.append(deferred);
+        result.map(|_| ()).map_err(io::Error::from_raw_os_error)
+    }
+
+    fn start(&self, entry: &Words) {
+        let head = entry[0].to_ne_bytes();
+        let (code, user_data) = (head[0], entry[4]);
+        let fd = RawFd::from_ne_bytes([head[4], head[5], head[6], head[7]]);
+        match code {
+            opcode::PollAdd::CODE => self.add_poll(fd, user_data),
+            opcode::PollRemove::CODE => {
+                if self.state.remove_poll(entry[2]) {
+                    self.state.post(entry[2], -libc::ECANCELED, 0);
+                }
+                self.state.post(user_data, 0, 0);
+            }
+            _ => {
+                let is_fixed =
+                    squeue::Flags::from_bits_retain(head[1]).contains(squeue::Flags::FIXED_FILE);
+                let fd = if is_fixed { self.file(fd) } else { fd };
+                // SAFETY: who pushed the entry vouched for what it points to.
+                let op = unsafe { self.op(code, fd, entry) };
+                self.world.start(op);
+            }
+        }
+    }
+
+    fn file(&self, index: RawFd) -> RawFd {
+        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        self.files.borrow().get(index).copied().unwrap_or(-1)
+    }
+
+    fn add_poll(&self, fd: RawFd, user_data: u64) {
+        // SAFETY: the descriptor is only looked at; whether it is open is the next line's concern.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let Ok(fd) = rustix::io::dup(fd) else {
+            // It was closed while its entry was on the way.
+            return self.state.post(user_data, -libc::EBADF, 0);
+        };
+        let flags = EventFlags::IN | EventFlags::ET;
+        epoll::add(&self.state.epoll, &fd, EventData::new_u64(user_data), flags)
+            .expect("an eventfd can be watched");
+        self.state.inner.borrow_mut().polls.push((user_data, fd));
+    }
+
+    /// # Safety
+    ///
+    /// What the entry points to must stay until its completion.
+    unsafe fn op(&self, code: u8, fd: RawFd, entry: &Words) -> KernelOp {
+        let (offset, address, user_data) = (entry[1], entry[2], entry[4]);
+        let (len, flags) = (entry[3] & u64::from(u32::MAX), entry[3] >> 32);
+        let fua = flags & u64::from(libc::RWF_DSYNC.unsigned_abs()) != 0;
+        let base = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
+        let (kind, offset) = match code {
+            opcode::Read::CODE | opcode::Readv::CODE | opcode::ReadFixed::CODE => {
+                (OpKind::Read, offset)
+            }
+            opcode::Write::CODE | opcode::Writev::CODE | opcode::WriteFixed::CODE => {
+                (OpKind::Write { fua }, offset)
+            }
+            opcode::Fsync::CODE => (OpKind::Flush, 0),
+            opcode::Fallocate::CODE => {
+                let mode = libc::c_int::try_from(len).unwrap_or(0);
+                (OpKind::Fallocate { mode, len: address }, offset)
+            }
+            opcode::UringCmd16::CODE => (OpKind::DiscardBlocks { len: entry[6] }, address),
+            other => panic!("the engine submits an entry with opcode {other}"),
+        };
+        let len = usize::try_from(len).unwrap_or(0);
+        let single = [iovec { iov_base: base, iov_len: len }];
+        let iovecs: &[iovec] = match code {
+            // SAFETY: the address and length of a vectored entry are those of its iovecs.
+            opcode::Readv::CODE | opcode::Writev::CODE => unsafe {
+                std::slice::from_raw_parts(base.cast_const().cast(), len)
+            },
+            _ if matches!(kind, OpKind::Read | OpKind::Write { .. }) => &single,
+            _ => &[],
+        };
+        let home = Home::IoUring { ring: Rc::clone(&self.state), user_data };
+        // SAFETY: the caller says that the memory stays until the completion.
+        unsafe { KernelOp::new(kind, fd, offset, iovecs, home) }
+    }
+
+    /// Whether something is visible, or would be after the kernel was entered.
+    fn has_completions(&self) -> bool {
+        sim::is_readable(self.state.epoll.as_fd())
+    }
+
+    fn has_anything(&self) -> bool {
+        self.has_completions() || !self.entries.is_empty()
+    }
+
+    fn run_deferred(&mut self, stats: &Stats) {
+        if self.state.inner.borrow().visible.is_empty() && self.has_completions() {
+            let _ = self.enter(0, Some(stats));
+        }
+    }
+
+    fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
+        let mut inner = self.state.inner.borrow_mut();
+        entries.extend(inner.visible.drain(..).map(|words| {
+            // SAFETY: an entry is the 16 bytes of a `struct io_uring_cqe`, and nothing else.
+            unsafe { std::mem::transmute::<[u64; 2], cqueue::Entry>(words) }
+        }));
+        if inner.deferred.is_empty() {
+            // Nothing is left that was posted; this fails if nothing had been.
+            let _ = rustix::io::read(&self.state.posted, &mut [0; 8]);
+        }
+    }
+}
