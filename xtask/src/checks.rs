@@ -40,6 +40,23 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step {
+        // The workspace as a whole has the simulation, and with it features that the daemon lacks.
+        name: "clippy, daemon",
+        cargo: &[
+            "clippy",
+            "--package",
+            "blockio",
+            "--package",
+            "ringhaul",
+            "--all-targets",
+            "--",
+            "--deny",
+            "warnings",
+        ],
+        slow: true,
+        ..STEP
+    },
+    Step {
         name: "documentation",
         cargo: &["doc", "--workspace", "--no-deps", "--document-private-items"],
         // Private items are documented too, so links to them are fine.

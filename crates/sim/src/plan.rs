@@ -362,3 +362,24 @@ fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
 fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
     if rng.chance(per_mille) { rng.pick(values) } else { 0 }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_turn_one_plan_of_a_seed_into_another() {
+        let mut plan = Plan::new(7);
+        for (name, least) in KNOBS {
+            plan.set(&format!("{name}={}", least + 1)).unwrap();
+        }
+        let mut again = Plan::new(7);
+        for setting in plan.settings() {
+            again.set(&setting).unwrap();
+        }
+        assert_eq!(plan, again);
+        assert!(plan.set("requests=0").is_err());
+        assert!(plan.set("colour=1").is_err());
+        assert!(plan.set("requests").is_err());
+    }
+}

@@ -210,3 +210,31 @@ impl Run {
         Ok(Report { ops: self.world.counts().started, turns })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_pass_and_follow_from_their_seeds() {
+        for seed in 0..30 {
+            let plan = Plan::new(seed);
+            let runs = [run(&plan, false), run(&plan, false)];
+            let [first, second] = runs.map(|result| match result.unwrap() {
+                Ok(Report { ops, turns }) => (ops, turns),
+                Err(failure) => panic!("seed {seed}: {failure}"),
+            });
+            assert_eq!(first, second, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_fails_fails_requests_and_nothing_else() {
+        let mut plan = Plan::new(1);
+        for setting in ["eio=1000", "crashes=0", "kills=0", "odd_shorts=0", "writes=5"] {
+            plan.set(setting).unwrap();
+        }
+        let report = run(&plan, false).unwrap().unwrap();
+        assert!(report.ops > 0);
+    }
+}
