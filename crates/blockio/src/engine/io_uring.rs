@@ -161,7 +161,10 @@ impl IoUring {
         let room = self.depth.saturating_sub(self.in_kernel).min(self.ring.room()).min(max);
         let count = self.queued.len().min(room);
         if count == 0 {
-            if !self.queued.is_empty() && self.in_kernel >= self.depth {
+            // Entries that an interrupted submit has left behind complete only when they are
+            // submitted.
+            let all_submitted = self.ring.unsubmitted() == 0;
+            if !self.queued.is_empty() && self.in_kernel >= self.depth && all_submitted {
                 self.retry.full();
             }
             return 0;
