@@ -172,6 +172,8 @@ pub(crate) struct Queue {
     unpublished: Cell<bool>,
     /// The ring made no sense: it is left alone until it is stopped.
     broken: Cell<bool>,
+    /// No more chains are taken, so those that are available are no work.
+    stopping: Cell<bool>,
     /// Off: each pushed element has its own notify.
     notify_batch: bool,
     stats: Arc<blockio::stats::Stats>,
@@ -207,6 +209,7 @@ impl Queue {
             // A call is forced at the first notify.
             unpublished: Cell::new(true),
             broken: Cell::new(false),
+            stopping: Cell::new(false),
             notify_batch: options.notify_batch,
             stats: Arc::clone(io.stats()),
         };
@@ -269,6 +272,15 @@ impl Queue {
         }
     }
 
+    /// Takes no more chains from now on.
+    pub(crate) fn set_stopping(&self) {
+        self.stopping.set(true);
+    }
+
+    fn takes_chains(&self) -> bool {
+        !self.broken.get() && !self.stopping.get()
+    }
+
     /// Leaves the ring alone from now on, and tells the front-end.
     pub(crate) fn set_broken(&self) {
         self.broken.set(true);
@@ -317,7 +329,7 @@ impl Source for Queue {
     }
 
     fn arm(&self) -> bool {
-        !self.broken.get() && self.ring.borrow_mut().enable_kicks()
+        self.takes_chains() && self.ring.borrow_mut().enable_kicks()
     }
 
     fn disarm(&self) {
@@ -325,7 +337,7 @@ impl Source for Queue {
     }
 
     fn has_work(&self) -> bool {
-        !self.broken.get() && self.ring.borrow().has_available()
+        self.takes_chains() && self.ring.borrow().has_available()
     }
 }
 

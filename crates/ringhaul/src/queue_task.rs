@@ -88,6 +88,7 @@ async fn finish<F: Future<Output = ()>>(
     source: &Registration,
     requests: &mut TaskSet<F>,
 ) {
+    queue.set_stopping();
     loop {
         poll_fn(|cx| {
             requests.run_woken(cx);

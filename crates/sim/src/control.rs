@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 use blockio::disk::DiskInfo;
 use blockio::stats::{OpStats, Stats};
-use blockio::{CompletionRing, DiskSource, EngineKind, IoThread, IoThreadConfig};
+use blockio::{Activity, CompletionRing, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
 use ringhaul::blk::BlkDevice;
 use ringhaul::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
@@ -46,6 +46,36 @@ pub(crate) struct Thread {
     pub(crate) io_thread: IoThread,
     /// Its last turn said that there is more to do.
     pub(crate) ready: bool,
+    /// What it had done by then, and how many turns ago.
+    done: u64,
+    empty_turns: u32,
+}
+
+/// A loop that has so many turns in a row, in which it does nothing but ask for another, spins.
+/// Submits that the kernel refuses are tried again a few times at most.
+const EMPTY_TURNS_MAX: u32 = 40;
+
+impl Thread {
+    /// Takes a turn. Fails when the loop spins.
+    pub(crate) fn turn(&mut self) -> Result<(), Failure> {
+        let activity = self.io_thread.turn(Wait::Never);
+        let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
+        self.ready = activity == Activity::Ready;
+        let (io, stats) = (self.io_thread.io(), self.io_thread.io().stats());
+        let ops = [&stats.read, &stats.write, &stats.flush, &stats.deallocate];
+        let done = ops.iter().map(|kind| kind.ops.get()).sum::<u64>()
+            + stats.submitted_at_once.sum()
+            + stats.syscalls.eventfd_write.get()
+            + io.tasks() as u64
+            + io.ops() as u64;
+        let is_empty = self.ready && std::mem::replace(&mut self.done, done) == done;
+        self.empty_turns = if is_empty { self.empty_turns + 1 } else { 0 };
+        if self.empty_turns > EMPTY_TURNS_MAX {
+            let text = format!("an IoThread did nothing in {EMPTY_TURNS_MAX} turns, but is busy");
+            return Err(Failure::new("busy loop", text));
+        }
+        Ok(())
+    }
 }
 
 enum Service {
@@ -138,7 +168,7 @@ impl Stack {
         let threads = (0..self.plan.io_threads).map(|_| {
             let io_thread = IoThread::new(&config)?;
             // Engine io_uring hands its watches to the kernel in the first turn.
-            Ok(Thread { io_thread, ready: true })
+            Ok(Thread { io_thread, ready: true, done: 0, empty_turns: 0 })
         });
         threads.collect()
     }

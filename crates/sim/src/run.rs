@@ -11,8 +11,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
 use anyhow::{Context, Result};
+use blockio::IoThread;
 use blockio::engine::sim::{self, is_readable};
-use blockio::{Activity, IoThread, Wait};
 
 use crate::control::{Change, Stack};
 use crate::failure::Failure;
@@ -178,10 +178,7 @@ impl Run {
             Step::Turn(index) => {
                 self.world.tick();
                 self.world.trace(|| format!("IoThread {index}: turn"));
-                let thread = &mut self.stack.threads[index];
-                let activity = thread.io_thread.turn(Wait::Never);
-                let activity = activity.map_err(|e| Failure::new("turn", e.to_string()))?;
-                thread.ready = activity == Activity::Ready;
+                self.stack.threads[index].turn()?;
             }
             Step::Guest(queue) => self.guest.step(queue),
             Step::Time => match (self.next_time(), self.world.next_event()) {

@@ -43,6 +43,9 @@ struct Running {
     error: Option<Class>,
 }
 
+/// Lines of a trace.
+const TRACE_LINES_MAX: u32 = 5000;
+
 struct Inner {
     rng: Rng,
     device: Device,
@@ -71,7 +74,8 @@ pub(crate) struct World {
     now: Cell<u64>,
     sequence: Cell<u64>,
     others: RefCell<Option<Others>>,
-    traced: bool,
+    /// Lines of the trace that may still be printed: a run without an end has too many.
+    traced: Cell<u32>,
     inner: RefCell<Inner>,
 }
 
@@ -99,7 +103,7 @@ impl World {
             now: Cell::new(0),
             sequence: Cell::new(1),
             others: RefCell::new(None),
-            traced,
+            traced: Cell::new(if traced { TRACE_LINES_MAX } else { 0 }),
             inner: RefCell::new(inner),
         }
     }
@@ -111,7 +115,9 @@ impl World {
     }
 
     pub(crate) fn trace(&self, what: impl FnOnce() -> String) {
-        if self.traced {
+        let traced = self.traced.get();
+        if traced > 0 {
+            self.traced.set(traced - 1);
             let micros = self.now.get() / 1000;
             println!("{:>6} {micros:>8} us  {}", self.sequence.get(), what());
         }
