@@ -10,6 +10,7 @@
 mod aio;
 mod aio_calls;
 mod aio_ring;
+mod announce;
 mod epoll;
 mod eventfd;
 mod io_uring;
@@ -93,7 +94,7 @@ pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;
 
 /// One IoThread's way to the kernel, and what it waits with.
 pub(crate) enum Engine {
-    Aio(Aio, Epoll),
+    Aio(Box<Aio>, Epoll),
     Threads(Threads, Epoll),
     IoUring(Box<IoUring>),
 }
@@ -106,7 +107,7 @@ impl Engine {
             .map_err(Error::system("create an eventfd for completions"))?;
         let threads = Threads::new(wake);
         let mut engine = match config.engine {
-            EngineKind::Aio => Self::Aio(Aio::new(config, threads)?, Epoll::new()?),
+            EngineKind::Aio => Self::Aio(Box::new(Aio::new(config, threads)?), Epoll::new()?),
             EngineKind::Threads => Self::Threads(threads, Epoll::new()?),
             EngineKind::IoUring => Self::IoUring(Box::new(IoUring::new(config, threads)?)),
         };

@@ -260,7 +260,7 @@ impl Plan {
         self.submit_reject = some(rng, 150, &[5, 20]);
         self.submit_eintr = some(rng, 200, &[50]);
         self.hang = some(rng, 200, &[5, 20]);
-        self.sync = some(rng, 500, &[100, 500, 1000]);
+        self.sync = some(rng, 500, &[100, 500, 950, 990, 1000]);
         self.late_signal = some(rng, 500, &[100, 500, 1000]);
         self.tear = some(rng, 400, &[200, 1000]);
         self.latency_us = rng.pick(&[1, 20, 100, 100, 2000]);

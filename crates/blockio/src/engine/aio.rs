@@ -8,8 +8,9 @@ use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
 use std::time::Instant;
 
-use super::aio_calls::{AioContext, IoEvent, Iocb, iocb};
+use super::aio_calls::{AioContext, IOCB_FLAG_RESFD, IoEvent, Iocb, iocb};
 use super::aio_ring::AioRing;
+use super::announce::{Announcements, UNANNOUNCED};
 use super::retry::Retry;
 use super::threads::Threads;
 use super::{Completer, CompletionRing, EngineKind};
@@ -32,6 +33,7 @@ pub(crate) struct Aio {
     queued: VecDeque<u32>,
     in_kernel: usize,
     retry: Retry,
+    announcements: Announcements,
     iocbs: Vec<Iocb>,
     iocb_addresses: Vec<*mut Iocb>,
     threads: Threads,
@@ -65,6 +67,7 @@ impl Aio {
             queued: VecDeque::new(),
             in_kernel: 0,
             retry: Retry::default(),
+            announcements: Announcements::new(config.harvest_on_submit),
             iocbs: Vec::new(),
             iocb_addresses: Vec::new(),
             threads,
@@ -92,7 +95,8 @@ impl Aio {
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
-        self.retry.retry_at()
+        let times = [self.retry.retry_at(), self.announcements.look_at()];
+        times.into_iter().flatten().min()
     }
 
     pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
@@ -120,6 +124,7 @@ impl Aio {
                 self.retry.accepted();
                 self.queued.drain(..accepted.min(count));
                 self.in_kernel += accepted;
+                self.announcements.submitted(accepted);
                 done.stats.submitted_at_once.record(accepted as u64);
                 accepted > 0
             }
@@ -132,10 +137,16 @@ impl Aio {
         self.iocbs.clear();
         self.iocb_addresses.clear();
         let wake = self.threads.eventfd().as_raw_fd();
+        let announced = !self.announcements.are_left_out();
         for &slot in self.queued.iter().take(count) {
             // Queued slots hold ops: only a completion empties them.
             if let Some(view) = done.slots.view(slot, done.now) {
-                self.iocbs.push(iocb(slot, &view, wake));
+                let mut iocb = iocb(slot, &view, wake);
+                if !announced {
+                    iocb.flags &= !IOCB_FLAG_RESFD;
+                    iocb.data |= UNANNOUNCED;
+                }
+                self.iocbs.push(iocb);
             }
         }
         // Only now: pushing may have moved the array.
@@ -177,19 +188,22 @@ impl Aio {
         if self.in_kernel == 0 {
             return from_pool;
         }
+        let announcements = &mut self.announcements;
         let count = match &mut self.completions {
-            Completions::Ring(ring) => match ring.consume(|event| deliver(event, done)) {
-                Ok(count) => count,
-                Err(_) => {
-                    let depth = u32::try_from(self.depth).unwrap_or(u32::MAX);
-                    self.completions = getevents_from_now_on(depth);
-                    return from_pool + self.harvest(done);
+            Completions::Ring(ring) => {
+                match ring.consume(|event| deliver(event, announcements, done)) {
+                    Ok(count) => count,
+                    Err(_) => {
+                        let depth = u32::try_from(self.depth).unwrap_or(u32::MAX);
+                        self.completions = getevents_from_now_on(depth);
+                        return from_pool + self.harvest(done);
+                    }
                 }
-            },
+            }
             Completions::Getevents(events) => {
                 done.stats.syscalls.io_getevents.add(1);
                 let events = self.context.getevents(events);
-                events.iter().for_each(|event| deliver(*event, done));
+                events.iter().for_each(|event| deliver(*event, announcements, done));
                 events.len() as u64
             }
         };
@@ -197,13 +211,14 @@ impl Aio {
         if count > 0 {
             self.retry.completed();
         }
+        self.announcements.harvested(self.in_kernel, done.now);
         from_pool + count
     }
 }
 
-/// Stores the result of the op whose slot number `iocb` put into the event.
-fn deliver(event: IoEvent, done: &mut Completer<'_>) {
-    if let Ok(slot) = u32::try_from(event.data) {
+/// Stores the result of an op. `prepare` has put its slot into the iocb, perhaps with a mark.
+fn deliver(event: IoEvent, announcements: &mut Announcements, done: &mut Completer<'_>) {
+    if let Ok(slot) = u32::try_from(announcements.completed(event.data)) {
         done.complete(slot, event.res);
     }
 }

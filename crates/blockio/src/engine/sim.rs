@@ -19,8 +19,8 @@ use libc::iovec;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::aio_calls::{
-    IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV, IoEvent,
-    Iocb,
+    IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV,
+    IOCB_FLAG_RESFD, IoEvent, Iocb,
 };
 use super::io_uring::sim_ring::RingState;
 use super::threads::{Job, Pool};
@@ -147,9 +147,20 @@ pub struct KernelOp {
 
 /// Where the answer of an op goes.
 pub(super) enum Home {
-    Ring { context: SimContext, data: u64, wake: Rc<OwnedFd> },
-    Pool { pool: Arc<Pool>, slot: u32 },
-    IoUring { ring: Rc<RingState>, user_data: u64 },
+    /// `wake` is written with the completion, if the op asks for that.
+    Ring {
+        context: SimContext,
+        data: u64,
+        wake: Option<Rc<OwnedFd>>,
+    },
+    Pool {
+        pool: Arc<Pool>,
+        slot: u32,
+    },
+    IoUring {
+        ring: Rc<RingState>,
+        user_data: u64,
+    },
 }
 
 impl KernelOp {
@@ -199,7 +210,7 @@ impl KernelOp {
         match self.home {
             Home::Ring { context, data, wake } => {
                 context.post(data, result);
-                Signal(Some(SignalTo::Ring(wake)))
+                Signal(wake.map(SignalTo::Ring))
             }
             Home::Pool { pool, slot } => {
                 let first = pool.post(slot, result);
@@ -354,8 +365,8 @@ impl SimContext {
                 std::slice::from_raw_parts(address.cast_const().cast(), to_usize(iocb.nbytes))
             },
         };
-        let home =
-            Home::Ring { context: self.clone(), data: iocb.data, wake: self.wake(iocb.resfd) };
+        let wake = (iocb.flags & IOCB_FLAG_RESFD != 0).then(|| self.wake(iocb.resfd));
+        let home = Home::Ring { context: self.clone(), data: iocb.data, wake };
         let offset = u64::try_from(iocb.offset).unwrap_or(u64::MAX);
         // SAFETY: the caller says that the memory stays until the completion.
         unsafe { KernelOp::new(kind, iocb.fd, offset, iovecs, home) }
