@@ -81,7 +81,7 @@ pub struct DaemonOptions {
     pub num_queues: u16,
     /// Options of the command line besides these.
     pub more: Vec<String>,
-    /// System calls to be traced, as strace wants them.
+    /// System calls to be traced, as strace wants them. It names threads too.
     pub trace: Option<&'static str>,
     /// A command that runs it in place of itself, such as one that lowers a limit.
     pub under: &'static [&'static str],
@@ -226,6 +226,32 @@ impl Daemon {
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
+    }
+
+    /// The file that is served.
+    #[must_use]
+    pub fn disk(&self) -> &Path {
+        &self.disk
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// The id of its thread of this name.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn thread_id(&self, name: &str) -> Result<Pid> {
+        let is_it = |entry: &&PathBuf| {
+            fs::read_to_string(entry.join("comm")).is_ok_and(|comm| comm.trim_end() == name)
+        };
+        let entries = self.proc_entries("task")?;
+        let found = entries.iter().find(is_it).and_then(|entry| entry.file_name()?.to_str());
+        let id = found.and_then(|id| Pid::from_raw(id.parse().ok()?));
+        id.with_context(|| format!("the daemon has no thread {name}"))
     }
 
     /// What the disk has on the host.
@@ -405,7 +431,7 @@ fn command(
     let words = match (&calls, &trace) {
         (Some(calls), Some(path)) => &[
             &["setpriv", "--pdeathsig", "KILL", "strace"][..],
-            &["-f", "-v", "-s", "0", "-e", calls, "-o", path],
+            &["-f", "-Y", "-v", "-s", "0", "-e", calls, "-o", path],
         ]
         .concat()[..],
         _ => options.under,

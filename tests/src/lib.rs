@@ -4,3 +4,4 @@ pub mod cli;
 pub mod daemon;
 pub mod frontend;
 pub mod guest;
+pub mod kernel_trace;

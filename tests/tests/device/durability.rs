@@ -1,61 +1,137 @@
 //! Writes are on stable storage when they are answered, unless the driver can flush.
 //!
-//! What the daemon asks of the kernel is seen with strace.
+//! What the daemon asks of the kernel is seen with strace. What the kernel then does, which with
+//! io_uring and Linux AIO strace does not see, is seen in the kernel's own trace. Both tell the
+//! order: data is on stable storage before the driver is called.
+
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{DaemonOptions, pattern};
-use ringhaul_tests::for_each_engine_with_system_calls;
+use ringhaul_tests::daemon::{Daemon, DaemonOptions, pattern};
+use ringhaul_tests::frontend::memory::{take_count, wait_readable};
 use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::{Frontend, Setup, blk, feature, segment};
+use ringhaul_tests::frontend::ring::Desc;
+use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk, feature, segment};
 use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_tests::kernel_trace::KernelTrace;
+use ringhaul_tests::{for_each_engine, for_each_engine_with_system_calls};
 
 use crate::start;
 
-for_each_engine_with_system_calls! {
-    without_a_cache_writes_are_synchronous,
-    a_driver_without_flush_gets_synchronous_writes,
-    a_driver_that_flushes_gets_neither_more_nor_less,
-    the_driver_turns_the_cache_off,
-    wce_without_flush_begins_without_a_cache,
-    without_a_cache_zeroes_are_flushed,
+/// How the daemon is looked at.
+type Look = fn(Engine, Cache, u64, &dyn Fn(&mut Frontend) -> Result<()>) -> Result<Option<Asked>>;
+
+/// Makes the tests with one way to look.
+macro_rules! tests {
+    ($each:ident, $look:expr) => {
+        tests! { $each, $look,
+            without_a_cache_writes_are_synchronous,
+            a_driver_without_flush_gets_synchronous_writes,
+            a_driver_that_flushes_gets_neither_more_nor_less,
+            the_driver_turns_the_cache_off,
+            wce_without_flush_begins_without_a_cache,
+            without_a_cache_zeroes_are_flushed,
+        }
+    };
+    ($each:ident, $look:expr, $($name:ident),* $(,)?) => {
+        use super::*;
+        $each! { $($name),* }
+        $(fn $name(engine: Engine) -> Result<()> {
+            super::$name($look, engine)
+        })*
+    };
+}
+
+mod seen_with_strace {
+    tests! { for_each_engine_with_system_calls, with_strace }
+}
+
+mod seen_in_the_kernel {
+    tests! { for_each_engine, in_the_kernel }
 }
 
 const WRITEBACK: u32 = 32;
 
-/// What was asked of the kernel, in the order in which it was asked.
+/// The thread that serves all queues.
+const IO_THREAD: &str = "iothread-0";
+
+/// `EXT4_SUPER_MAGIC` of linux/magic.h.
+const EXT4: i64 = 0xef53;
+
+/// What was asked of the kernel.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Asked {
-    writes: usize,
-    synchronous_writes: usize,
-    flushes: usize,
+    /// Writes, where the trace shows them.
+    writes: Option<usize>,
+    /// What brought data to stable storage, writes included.
+    syncs: usize,
+    /// `S`: data was brought to stable storage. `C`: the driver was called.
+    order: String,
 }
 
 impl Asked {
-    /// Counts from the first front-end on: engines try out at the start what the kernel has.
-    fn of(trace: &str) -> Self {
+    /// Of a trace by strace, which shows system calls when they begin and when they end. An
+    /// operation of Linux AIO is shown when it is submitted; of its end there is no sign.
+    fn in_calls(trace: &str) -> Self {
+        // Engines try out at the start what the kernel has, so it counts from the first front-end.
         let trace = trace.split_once(" accept4(").map_or("", |(_, rest)| rest);
-        let count = |text: &str| trace.matches(text).count();
-        // An io_submit may be shown in two lines; its iocbs are in one of them.
-        let aio_writes = count("IOCB_CMD_PWRITEV") + count("IOCB_CMD_PWRITE,");
-        // Calls of the pool, where flags of zero are shown as a number.
-        let pool_writes = count(" pwritev2(") + count(" pwritev(") + count(" pwrite64(");
-        Self {
-            writes: aio_writes + pool_writes,
-            synchronous_writes: count("RWF_DSYNC"),
-            flushes: count("IOCB_CMD_FDSYNC")
-                + count("IOCB_CMD_FSYNC")
-                + count(" fdatasync(")
-                + count(" fsync("),
+        let mut asked = Self { writes: Some(0), ..Self::default() };
+        let mut syncing = HashSet::new();
+        for line in trace.lines() {
+            let (thread, call) = line.split_once(' ').unwrap_or_default();
+            let call = call.trim_start();
+            let is_any = |names: &[&str]| names.iter().any(|name| call.starts_with(name));
+            let begins_write = is_any(&["pwritev2(", "pwritev(", "pwrite64("]);
+            let begins_sync = is_any(&["fdatasync(", "fsync("]) || call.contains("RWF_DSYNC");
+            let writes = call.matches("IOCB_CMD_PWRITE").count() + usize::from(begins_write);
+            asked.writes = asked.writes.map(|count| count + writes);
+            let syncs = call.matches("IOCB_CMD_FDSYNC").count() + call.matches("RWF_DSYNC").count();
+            if call.contains("io_submit") {
+                asked.sync(syncs);
+            } else if begins_sync && call.ends_with("<unfinished ...>") {
+                syncing.insert(thread);
+            } else if begins_sync || (call.contains(" resumed>") && syncing.remove(thread)) {
+                let failed = call.contains(" = -1 ");
+                asked.sync(usize::from(!failed));
+            } else if thread.ends_with(&format!("<{IO_THREAD}>")) && call.starts_with("write(") {
+                asked.order.push('C');
+            }
         }
+        asked
+    }
+
+    /// Of events, as [`in_the_kernel`] chooses them.
+    fn in_events(engine: Engine, events: &[String]) -> Self {
+        let mut asked = Self::default();
+        if engine == Engine::IoUring {
+            asked.writes = Some(0);
+        }
+        for event in events {
+            if event.contains(" ext4_sync_file_exit: ") {
+                asked.sync(1);
+            } else if event.contains(" sys_write(") {
+                asked.order.push('C');
+            } else if event.contains(" opcode WRITE") {
+                asked.writes = asked.writes.map(|count| count + 1);
+            }
+        }
+        asked
+    }
+
+    fn sync(&mut self, count: usize) {
+        self.syncs += count;
+        self.order.extend(std::iter::repeat_n('S', count));
     }
 }
 
 /// Runs `driver` on a daemon under strace. None where there is no strace.
-fn trace(
+fn with_strace(
     engine: Engine,
     cache: Cache,
     features: u64,
-    driver: impl FnOnce(&mut Frontend) -> Result<()>,
+    driver: &dyn Fn(&mut Frontend) -> Result<()>,
 ) -> Result<Option<Asked>> {
     let found = std::process::Command::new("strace").arg("-V").output();
     if found.is_err() {
@@ -64,22 +140,106 @@ fn trace(
     }
     let mut options = DaemonOptions::new(engine);
     options.cache = cache;
-    options.trace = Some("accept4,io_submit,pwritev,pwritev2,pwrite64,fdatasync,fsync,fallocate");
+    options.trace =
+        Some("accept4,io_submit,pwritev,pwritev2,pwrite64,fdatasync,fsync,fallocate,write");
     let daemon = start(&options)?;
-    let setup = Setup { features, ..Setup::default() };
-    let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
-    driver(&mut frontend)?;
-    drop(frontend);
-    Ok(Some(Asked::of(&daemon.terminate()?)))
+    drive(&daemon, features, driver)?;
+    Ok(Some(Asked::in_calls(&daemon.terminate()?)))
 }
 
-/// Five writes on each of two queues.
-fn ten_writes(frontend: &mut Frontend) -> Result<()> {
-    for sector in 0..5 {
-        for queue in [0, 1] {
-            frontend.write(queue, 5000 + 8 * sector, &pattern(sector, 4096))?;
-        }
+/// Runs `driver` on a daemon whose file's synchronisations the kernel traces: on ext4 those of
+/// synchronous writes and of flushes alike. None where that is not possible.
+fn in_the_kernel(
+    engine: Engine,
+    cache: Cache,
+    features: u64,
+    driver: &dyn Fn(&mut Frontend) -> Result<()>,
+) -> Result<Option<Asked>> {
+    let mut options = DaemonOptions::new(engine);
+    options.cache = cache;
+    in_the_kernel_of(&options, features, driver)
+}
+
+fn in_the_kernel_of(
+    options: &DaemonOptions,
+    features: u64,
+    driver: &dyn Fn(&mut Frontend) -> Result<()>,
+) -> Result<Option<Asked>> {
+    let daemon = start(options)?;
+    let path = daemon.disk();
+    let kind = rustix::fs::statfs(path).context("looking at the file system of the disk")?.f_type;
+    if kind != EXT4 {
+        eprintln!("skipped: {} is not on ext4, whose events are needed", path.display());
+        return Ok(None);
     }
+    let metadata = fs::metadata(path).with_context(|| format!("looking at {path:?}"))?;
+    // The kernel has 20 bits for the minor number, the C library's number is another.
+    let (major, minor) = (rustix::fs::major(metadata.dev()), rustix::fs::minor(metadata.dev()));
+    let of_file =
+        format!("ret == 0 && ino == {} && dev == {}", metadata.ino(), (major << 20) | minor);
+    let thread = daemon.thread_id(IO_THREAD)?.as_raw_nonzero();
+    let of_thread = format!("common_pid == {thread}");
+    let events = [
+        ("ext4/ext4_sync_file_exit", of_file),
+        ("syscalls/sys_enter_write", format!("{of_thread} && count == 8")),
+        ("io_uring/io_uring_submit_req", of_thread),
+    ];
+    let trace = match KernelTrace::start(&events)? {
+        Ok(trace) => trace,
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            return Ok(None);
+        }
+    };
+    drive(&daemon, features, driver)?;
+    let asked = Asked::in_events(options.engine, &trace.finish()?);
+    daemon.terminate()?;
+    Ok(Some(asked))
+}
+
+/// Runs `driver`, which makes one request at a time. All calls were made when this returns.
+fn drive(
+    daemon: &Daemon,
+    features: u64,
+    driver: &dyn Fn(&mut Frontend) -> Result<()>,
+) -> Result<()> {
+    let setup = Setup { features, ..Setup::default() };
+    let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
+    for ring in &frontend.rings {
+        wait_readable(&ring.call, "call at the start of a queue")?;
+        take_count(&ring.call);
+    }
+    driver(&mut frontend)?;
+    (0..frontend.rings.len()).try_for_each(|queue| frontend.stop_queue(queue).map(|_| ()))
+}
+
+/// Five writes on each of two queues, all where the file has a hole: a write over what is there
+/// may be made durable by the device alone, and no event of the file system shows it.
+fn ten_writes(frontend: &mut Frontend) -> Result<()> {
+    for number in 0..5 {
+        let data = pattern(number, 4096);
+        frontend.write(0, 5000 + 8 * number, &data)?;
+        write_from_two_buffers(frontend, 1, 6000 + 8 * number, &data)?;
+    }
+    Ok(())
+}
+
+fn write_from_two_buffers(
+    frontend: &mut Frontend,
+    queue: usize,
+    sector: u64,
+    data: &[u8],
+) -> Result<()> {
+    let (header, status) = frontend.put_header(queue, 0, blk::OUT, sector)?;
+    let half = u32::try_from(data.len() / 2)?;
+    let apart = DATA + 0x1_0000;
+    frontend.memory.write(DATA, &data[..data.len() / 2])?;
+    frontend.memory.write(apart, &data[data.len() / 2..])?;
+    let halves = [Desc::readable(DATA, half), Desc::readable(apart, half)];
+    let chain = [&[Desc::readable(header, 16)], &halves[..], &[Desc::writable(status, 1)]].concat();
+    frontend.execute(queue, &chain)?;
+    let status = frontend.memory.read(status, 1)?;
+    ensure!(status == [blk::OK], "a write from two buffers ended with {status:?}");
     Ok(())
 }
 
@@ -89,83 +249,96 @@ fn flush(frontend: &mut Frontend) -> Result<()> {
     Ok(())
 }
 
-fn expect(asked: Option<Asked>, writes: usize, synchronous: usize, flushes: usize) {
+/// Compares with `order`, which begins after the two calls of queues that start.
+fn expect(asked: Option<Asked>, writes: usize, order: &str) {
     if let Some(asked) = asked {
-        assert_eq!(asked, Asked { writes, synchronous_writes: synchronous, flushes });
+        let writes = asked.writes.map(|_| writes);
+        let order = format!("CC{order}");
+        assert_eq!(asked, Asked { writes, syncs: order.matches('S').count(), order });
     }
 }
 
-fn without_a_cache_writes_are_synchronous(engine: Engine) -> Result<()> {
+fn without_a_cache_writes_are_synchronous(look: Look, engine: Engine) -> Result<()> {
     for cache in [Cache::Directsync, Cache::Writethrough] {
         for features in [feature::FLUSH, 0, feature::FLUSH | feature::CONFIG_WCE] {
             let features = features | feature::VERSION_1 | feature::MQ;
-            expect(trace(engine, cache, features, ten_writes)?, 10, 10, 0);
+            expect(look(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
         }
     }
     Ok(())
 }
 
-fn a_driver_without_flush_gets_synchronous_writes(engine: Engine) -> Result<()> {
+fn a_driver_without_flush_gets_synchronous_writes(look: Look, engine: Engine) -> Result<()> {
     for cache in [Cache::None, Cache::Writeback] {
         let features = feature::VERSION_1 | feature::MQ;
-        expect(trace(engine, cache, features, ten_writes)?, 10, 10, 0);
+        expect(look(engine, cache, features, &ten_writes)?, 10, &"SC".repeat(10));
     }
     Ok(())
 }
 
-fn a_driver_that_flushes_gets_neither_more_nor_less(engine: Engine) -> Result<()> {
+fn a_driver_that_flushes_gets_neither_more_nor_less(look: Look, engine: Engine) -> Result<()> {
     for cache in [Cache::None, Cache::Writeback] {
         for features in [feature::FLUSH, feature::FLUSH | feature::CONFIG_WCE] {
             let features = features | feature::VERSION_1 | feature::MQ;
-            let asked = trace(engine, cache, features, |frontend| {
+            let asked = look(engine, cache, features, &|frontend| {
                 ten_writes(frontend)?;
                 flush(frontend)
             })?;
-            expect(asked, 10, 0, 1);
+            expect(asked, 10, &("C".repeat(10) + "SC"));
         }
     }
     Ok(())
 }
 
-fn the_driver_turns_the_cache_off(engine: Engine) -> Result<()> {
+fn the_driver_turns_the_cache_off(look: Look, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1 | feature::MQ | feature::FLUSH | feature::CONFIG_WCE;
-    let asked = trace(engine, Cache::None, features, |frontend| {
+    let asked = look(engine, Cache::None, features, &|frontend| {
         frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[0]))?;
         ten_writes(frontend)?;
         frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
         frontend.write(0, 5000, &pattern(1, 4096)).context("with the cache on again")
     })?;
-    expect(asked, 11, 10, 0);
+    expect(asked, 11, &("SC".repeat(10) + "C"));
     Ok(())
 }
 
 /// Virtio 1.3, section 5.2.5.2: such a driver cannot flush, so it must not start with a cache.
-fn wce_without_flush_begins_without_a_cache(engine: Engine) -> Result<()> {
+fn wce_without_flush_begins_without_a_cache(look: Look, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1 | feature::MQ | feature::CONFIG_WCE;
-    let asked = trace(engine, Cache::None, features, |frontend| {
+    let asked = look(engine, Cache::None, features, &|frontend| {
         let writeback = frontend.config(WRITEBACK, 1)?;
         ensure!(writeback == [0], "the driver sees a cache that it cannot flush");
         ten_writes(frontend)
     })?;
-    expect(asked, 10, 10, 0);
+    expect(asked, 10, &"SC".repeat(10));
     Ok(())
 }
 
-fn without_a_cache_zeroes_are_flushed(engine: Engine) -> Result<()> {
+fn without_a_cache_zeroes_are_flushed(look: Look, engine: Engine) -> Result<()> {
     let features = feature::VERSION_1
         | feature::MQ
         | feature::DISCARD
         | feature::WRITE_ZEROES
         | feature::FLUSH;
-    for (cache, flushes) in [(Cache::Directsync, 2), (Cache::None, 0)] {
-        let asked = trace(engine, cache, features, |frontend| {
+    for (cache, order) in [(Cache::Directsync, "SCSC"), (Cache::None, "CC")] {
+        let asked = look(engine, cache, features, &|frontend| {
             for kind in [blk::DISCARD, blk::WRITE_ZEROES] {
                 let answer = frontend.request(0, kind, 0, &segment(0, 8, 0), 0)?;
                 ensure!(answer.status == blk::OK, "type {kind} ended with {answer:?}");
             }
             Ok(())
         })?;
-        expect(asked, 0, 0, flushes);
+        expect(asked, 0, order);
     }
+    Ok(())
+}
+
+/// io_uring has an operation of its own for memory that is registered.
+#[test]
+fn writes_from_registered_memory_are_synchronous() -> Result<()> {
+    let mut options = DaemonOptions::new(Engine::IoUring).with("--fixed-buffers", "");
+    options.cache = Cache::Directsync;
+    let features = feature::VERSION_1 | feature::MQ;
+    expect(in_the_kernel_of(&options, features, &ten_writes)?, 10, &"SC".repeat(10));
     Ok(())
 }
