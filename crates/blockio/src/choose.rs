@@ -65,6 +65,15 @@ pub fn best_engine(source: &DiskSource) -> Choice {
     }
 }
 
+/// The engines to be used in place of `best` when it cannot be set up after all, the better first.
+/// The last one always can.
+pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = EngineKind> {
+    // With the page cache, Linux AIO would wait for the disk.
+    let aio = source.info().direct.then_some(EngineKind::Aio);
+    let all = [Some(EngineKind::IoUring), aio, Some(EngineKind::Threads)];
+    all.into_iter().flatten().filter(move |&engine| engine != best)
+}
+
 fn faster(io_uring: Trial, aio: Trial) -> Choice {
     let (mut of_io_uring, mut of_aio) = (Duration::MAX, Duration::MAX);
     let start = Instant::now();
@@ -181,6 +190,18 @@ mod tests {
         let choice = best_engine(&source);
         assert!(choice.why.contains("a trial of"), "{choice:?}");
         assert_ne!(choice.engine, EngineKind::Threads, "{choice:?}");
+    }
+
+    #[test]
+    fn a_fallback_suits_the_disk() {
+        let null = |direct| {
+            let options = DiskOptions { direct, ..DiskOptions::default() };
+            DiskSource::null(4096, &options).unwrap()
+        };
+        let of = |best, direct| fallbacks(best, &null(direct)).collect::<Vec<_>>();
+        assert_eq!(of(EngineKind::IoUring, true), [EngineKind::Aio, EngineKind::Threads]);
+        assert_eq!(of(EngineKind::IoUring, false), [EngineKind::Threads]);
+        assert_eq!(of(EngineKind::Aio, true), [EngineKind::IoUring, EngineKind::Threads]);
     }
 
     #[test]

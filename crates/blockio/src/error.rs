@@ -67,6 +67,18 @@ pub enum Error {
 }
 
 impl Error {
+    /// What the kernel said, if it is the kernel that refused.
+    #[must_use]
+    pub fn system_error(&self) -> Option<&io::Error> {
+        match self {
+            Self::System { error, .. }
+            | Self::AioUnavailable { error }
+            | Self::IoUringUnavailable { error }
+            | Self::Open { error, .. } => Some(error),
+            Self::AioExhausted { .. } | Self::Unusable { .. } | Self::Options(_) => None,
+        }
+    }
+
     /// Wraps the errno of a system call with what was being done.
     pub(crate) fn system(action: &'static str) -> impl Fn(rustix::io::Errno) -> Self {
         move |errno| Self::System { action, error: errno.into() }

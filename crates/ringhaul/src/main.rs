@@ -31,9 +31,28 @@ fn main() -> ExitCode {
         Err(error) => Err(anyhow::Error::msg(one_line(&error))),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("ringhaul: {error:#}");
+        eprintln!("ringhaul: {}", with_advice(&error));
         ExitCode::from(EXIT_USAGE)
     })
+}
+
+/// The error, with what to do when it is that no descriptor is left, wherever that shows.
+fn with_advice(error: &anyhow::Error) -> String {
+    let text = format!("{error:#}");
+    let advice = "raise the limit on open files (ulimit -n)";
+    let out_of_descriptors = error
+        .chain()
+        .filter_map(errno_of)
+        .any(|errno| [libc::EMFILE, libc::ENFILE].contains(&errno));
+    if out_of_descriptors && !text.contains(advice) { format!("{text}; {advice}") } else { text }
+}
+
+fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
+    if let Some(errno) = error.downcast_ref::<rustix::io::Errno>() {
+        return Some(errno.raw_os_error());
+    }
+    let of_disk = error.downcast_ref::<blockio::Error>().and_then(blockio::Error::system_error);
+    of_disk.or_else(|| error.downcast_ref::<std::io::Error>())?.raw_os_error()
 }
 
 /// Whether this is help or a version that was asked for, or help in place of a command.

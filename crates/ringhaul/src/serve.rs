@@ -150,18 +150,22 @@ impl<'a> Engines<'a> {
             return Ok(threads);
         }
         let Choice { engine, why } = blockio::choose::best_engine(&disk.source);
-        match self.threads(engine) {
+        let mut failed = match self.threads(engine) {
             Ok(threads) => {
                 tracing::info!("{name}: engine {engine}: {why}");
-                Ok(threads)
+                return Ok(threads);
             }
-            // The trial had room for one context, and there are more IoThreads.
-            Err(error) if engine != EngineKind::Threads => {
-                tracing::warn!("{name}: {error:#}; falling back to engine threads");
-                self.threads(EngineKind::Threads)
+            Err(error) => error,
+        };
+        // The trial had room for one small ring or context, and there are more and larger ones.
+        for engine in blockio::choose::fallbacks(engine, &disk.source) {
+            tracing::warn!("{name}: {failed:#}; falling back to engine {engine}");
+            match self.threads(engine) {
+                Ok(threads) => return Ok(threads),
+                Err(error) => failed = error,
             }
-            Err(error) => Err(error),
         }
+        Err(failed)
     }
 
     fn threads(&mut self, engine: EngineKind) -> Result<Vec<Remote>> {

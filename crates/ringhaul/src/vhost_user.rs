@@ -83,6 +83,7 @@ impl Session {
                 break error;
             }
         };
+        let advice = self.advice();
         self.closer.lock().close();
         self.device.reset();
         match reason {
@@ -90,7 +91,16 @@ impl Session {
             VhostError::SocketBroken(error) => {
                 tracing::info!("{name}: the front-end has gone: {error}");
             }
-            error => tracing::warn!("{name}: the front-end is dropped: {error}"),
+            error => tracing::warn!("{name}: the front-end is dropped: {error}{advice}"),
+        }
+    }
+
+    /// What to do when descriptors are used up: those of a message are lost then, and it looks as
+    /// if the front-end had not sent them.
+    fn advice(&self) -> &'static str {
+        match self.closer.socket.try_clone() {
+            Ok(_) => "",
+            Err(_) => "; no descriptor is left: raise the limit on open files (ulimit -n)",
         }
     }
 }

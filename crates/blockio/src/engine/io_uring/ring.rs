@@ -7,6 +7,7 @@ use std::time::Instant;
 use io_uring::register::Restriction;
 use io_uring::{Builder, IoUring, Probe, Submitter, cqueue, opcode, squeue, types};
 use rustix::fd::AsFd;
+use rustix::process::{Resource, getrlimit};
 
 use super::fixed::{BUFFERS_MAX, FILES_MAX};
 use crate::stats::Stats;
@@ -69,7 +70,7 @@ impl KernelRing {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's is too old"));
         }
         let submitter = ring.submitter();
-        submitter.register_files_sparse(FILES_MAX)?;
+        submitter.register_files_sparse(files_max())?;
         submitter.register_buffers_sparse(BUFFERS_MAX)?;
         let mut probe = Probe::new();
         submitter.register_probe(&mut probe)?;
@@ -255,6 +256,12 @@ impl AsFd for KernelRing {
 /// Submission entries of a ring for `depth` ops.
 pub(super) fn entries_for(depth: u32) -> u32 {
     depth.next_power_of_two().clamp(ENTRIES_MIN, ENTRIES_MAX)
+}
+
+/// The kernel takes no table of more files than a process may have open.
+fn files_max() -> u32 {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    FILES_MAX.min(u32::try_from(limit).unwrap_or(u32::MAX))
 }
 
 /// The best set-up that the kernel has. It starts disabled.
