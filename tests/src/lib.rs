@@ -5,3 +5,4 @@ pub mod daemon;
 pub mod frontend;
 pub mod guest;
 pub mod kernel_trace;
+pub mod system;

@@ -1,0 +1,140 @@
+//! What tests change in the system, and change back however they end.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use rustix::fs::{FlockOperation, flock};
+use tempfile::TempDir;
+
+/// Whether this test may change the system. Says so if not.
+#[must_use]
+pub fn may_change(what: &str) -> bool {
+    let may = rustix::process::geteuid().is_root();
+    if !may {
+        eprintln!("skipped: only root can change {what}");
+    }
+    may
+}
+
+/// Undoes something when it is dropped; so does the end of this process, whatever ends it, because
+/// a keeper waits for that.
+struct Undo {
+    keeper: Child,
+    what: String,
+}
+
+impl Undo {
+    /// Starts the keeper, which is to run `script`, a shell's, with `$1` and so on for `words`.
+    fn later(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
+        let script = format!("trap '' HUP INT TERM; read -r end; {script}");
+        let keeper = Command::new("sh")
+            .args(["-c", &script, "sh"])
+            .args(words)
+            .stdin(Stdio::piped())
+            .stdout(output)
+            .spawn()
+            .context("starting a keeper of the system's state")?;
+        Ok(Self { keeper, what: words.join(" ") })
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        drop(self.keeper.stdin.take());
+        match self.keeper.wait() {
+            Ok(status) if status.success() => {}
+            other => eprintln!("the state of {} was not restored: {other:?}", self.what),
+        }
+    }
+}
+
+/// A setting of the kernel under /proc/sys, changed until this is dropped.
+pub struct Setting {
+    _undo: Undo,
+}
+
+impl Setting {
+    /// Changes the setting at `path`. Others who want to wait until it is restored.
+    ///
+    /// # Errors
+    /// When it is not there, or the kernel refuses.
+    pub fn change(path: &str, value: &str) -> Result<Self> {
+        let opened = File::options().write(true).open(path);
+        let file = opened.with_context(|| format!("opening {path}"))?;
+        // The keeper inherits the lock, so a second run of a test sees the setting restored.
+        flock(&file, FlockOperation::LockExclusive).with_context(|| format!("locking {path}"))?;
+        let before = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
+        let undo = Undo::later("echo \"$1\"", &[before.trim()], file.into())?;
+        fs::write(path, value).with_context(|| format!("writing {value} to {path}"))?;
+        Ok(Self { _undo: undo })
+    }
+}
+
+/// A file system in memory, mounted in a folder of its own.
+pub struct Tmpfs {
+    _undo: Undo,
+    folder: TempDir,
+}
+
+impl Tmpfs {
+    /// Mounts one with room for `bytes`.
+    ///
+    /// # Errors
+    /// When it cannot be mounted.
+    pub fn mount(bytes: u64) -> Result<Self> {
+        let folder = tempfile::tempdir().context("making a folder to mount on")?;
+        let path = folder.path().to_str().context("a folder with an odd name")?;
+        let undo = Undo::later("umount --lazy \"$1\"", &[path], Stdio::null())?;
+        let options = format!("size={bytes}");
+        run("mount", &["-t", "tmpfs", "-o", &options, "ringhaul-test", path])?;
+        Ok(Self { _undo: undo, folder })
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// A loop device.
+pub struct LoopDevice {
+    _undo: Undo,
+    path: PathBuf,
+}
+
+impl LoopDevice {
+    /// Makes a block device of a file.
+    ///
+    /// # Errors
+    /// When there is none left.
+    pub fn attach(file: &Path) -> Result<Self> {
+        let file = file.to_str().context("a file with an odd name")?;
+        let path = run("losetup", &["--find", "--show", file])?.trim().to_owned();
+        // It may have been detached by then, and be another's.
+        let script =
+            "if losetup --associated \"$2\" | grep -q \"^$1:\"; then losetup -d \"$1\"; fi";
+        let undo = Undo::later(script, &[&path, file], Stdio::null())?;
+        Ok(Self { _undo: undo, path: path.into() })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Runs a command of the system, and returns what it says.
+///
+/// # Errors
+/// When it is not there or fails.
+pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.with_context(|| format!("starting {program}"))?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {arguments:?}: {}: {error}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

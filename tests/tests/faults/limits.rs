@@ -1,0 +1,109 @@
+//! Limits of the process that are reached.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{READY, Running, Scene, ringhaul_under};
+use ringhaul_tests::daemon::DaemonOptions;
+use ringhaul_tests::for_each_engine;
+use ringhaul_tests::frontend::memory::Region;
+use ringhaul_tests::frontend::message::Message;
+use ringhaul_tests::frontend::{Frontend, MEMORY_END, Setup, check_service};
+use ringhaul_tests::guest::Engine;
+use rustix::process::Signal;
+
+use crate::start;
+
+for_each_engine! {
+    a_start_without_enough_descriptors,
+    a_front_end_that_brings_too_many_descriptors,
+    a_start_without_locked_memory,
+}
+
+/// With each number of descriptors the daemon either serves or says in one line why it does not.
+fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+    let (mut served, mut refused) = (false, false);
+    for limit in (4..=40).step_by(4) {
+        let mut command = ringhaul_under(&["prlimit", &format!("--nofile={limit}")])?;
+        command.arg("serve").arg("--socket-path").arg(&socket).arg("--blk-file").arg(&file);
+        command.args(["--engine", &engine.to_string()]);
+        let mut daemon = Running::start(&mut command)?;
+        if daemon.wait_for(READY).is_ok() {
+            served = true;
+            daemon.signal(Signal::TERM)?;
+            let finished = daemon.finish()?.expect_code(0)?;
+            ensure!(!finished.stderr.contains("panic"), "{}", finished.stderr);
+        } else {
+            refused = true;
+            ensure!(!served, "what sufficed before does not with {limit}");
+            let finished = daemon.finish()?.expect_code(2)?;
+            let advised = finished.stderr.contains("ulimit -n");
+            // The loader of the program needs some before the program is there to speak.
+            let loader = finished.stderr.contains("error while loading shared libraries");
+            ensure!(advised || loader, "no advice with {limit}: {}", finished.stderr);
+        }
+    }
+    ensure!(served && refused, "served {served}, refused {refused}");
+    Ok(())
+}
+
+/// Each region of memory takes a descriptor, and there is no room for all of them.
+fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
+    let options =
+        DaemonOptions { under: &["prlimit", "--nofile=80"], ..DaemonOptions::new(engine) };
+    let mut daemon = start(&options)?;
+    let descriptors = daemon.descriptors()?;
+    for _ in 0..3 {
+        let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
+        frontend.negotiate()?;
+        let page = Region::new(MEMORY_END, 4096)?;
+        let refused = (0..100).find_map(|number| {
+            let region = Region {
+                guest_addr: page.guest_addr + number * page.bytes,
+                user_addr: page.user_addr + number * page.bytes,
+                file: Arc::clone(&page.file),
+                ..page.clone()
+            };
+            frontend.tell(Message::add_region(&region)).err()
+        });
+        ensure!(refused.is_some(), "there was room for 100 regions");
+        drop(frontend);
+        check_service(&mut daemon).context("after one that brought too many")?;
+    }
+    daemon.wait_let_go(&descriptors)?;
+    daemon.wait_for_message("the front-end is dropped", 3)?;
+    daemon.wait_for_message("ulimit -n", 1)?;
+    daemon.terminate()?;
+    Ok(())
+}
+
+/// What io_uring shares with the kernel is locked memory. Who asks for it hears that; the best
+/// engine that works is another.
+fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
+    for engine in [engine.to_string(), "auto".to_owned()] {
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+        let words = ["prlimit", "--memlock=65536", "setpriv", "--bounding-set=-ipc_lock"];
+        let mut command = ringhaul_under(&words)?;
+        command.arg("serve").arg("--socket-path").arg(&socket).arg("--blk-file").arg(&file);
+        command.args(["--engine", &engine]);
+        let mut daemon = Running::start(&mut command)?;
+        if daemon.wait_for(READY).is_err() {
+            ensure!(engine == "io_uring", "engine {engine} does not start");
+            daemon.finish()?.expect_refusal(&["cannot set up io_uring", "ulimit -l", "aio"])?;
+            continue;
+        }
+        if engine == "auto" {
+            ensure!(!daemon.stderr().contains("engine threads"), "{}", daemon.stderr());
+        }
+        let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+        frontend.write(0, 9, &[3; 4096])?;
+        ensure!(frontend.read(1, 9, 4096)? == vec![3; 4096]);
+        drop(frontend);
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,15 @@
+//! Storage and limits that fail the daemon, on real parts.
+
+mod limits;
+mod neighbours;
+mod storage;
+
+use std::path::Path;
+
+use anyhow::Result;
+use ringhaul_tests::daemon::{Daemon, DaemonOptions};
+
+/// Starts a daemon with its disk where direct I/O works.
+fn start(options: &DaemonOptions) -> Result<Daemon> {
+    Daemon::start(Path::new(env!("CARGO_TARGET_TMPDIR")), options)
+}

@@ -1,0 +1,234 @@
+//! Storage that is full, cut short, detached or read-only while it is served.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
+use ringhaul_tests::for_each_engine;
+use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service};
+use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_tests::system::{LoopDevice, Tmpfs, may_change, run};
+
+use crate::start;
+
+for_each_engine! {
+    a_full_file_system,
+    a_file_that_is_cut_short,
+    a_loop_device_that_is_detached,
+    a_loop_device_on_a_file_that_is_gone,
+    a_loop_device_on_a_full_file_system,
+    a_device_that_becomes_read_only,
+}
+
+const MIB: u64 = 1 << 20;
+/// Bytes of a write: the device takes more.
+const PIECE: usize = 64 << 10;
+
+fn sector_of(byte: u64) -> u64 {
+    byte / SECTOR_BYTES as u64
+}
+
+/// The status of a request.
+fn status(frontend: &mut Frontend, kind: u32, byte: u64, data: &[u8], room: usize) -> Result<u8> {
+    Ok(frontend.request(0, kind, sector_of(byte), data, room)?.status)
+}
+
+/// Writes until one fails, from `byte` on. Returns where it did.
+fn write_until_full(frontend: &mut Frontend, byte: u64, end: u64) -> Result<u64> {
+    let mut byte = byte;
+    while byte < end {
+        match status(frontend, blk::OUT, byte, &pattern(byte, PIECE), 0)? {
+            blk::OK => byte += PIECE as u64,
+            blk::IOERR => return Ok(byte),
+            other => anyhow::bail!("status {other}"),
+        }
+    }
+    anyhow::bail!("there was room for all that was written")
+}
+
+fn a_full_file_system(engine: Engine) -> Result<()> {
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let tmpfs = Tmpfs::mount(6 * MIB)?;
+    let filler = tmpfs.path().join("filler");
+    fs::write(&filler, vec![1; 2 << 20]).context("filling a file system")?;
+    for cache in [Cache::None, Cache::Writethrough] {
+        let mut options = DaemonOptions::new(engine);
+        options.cache = cache;
+        let mut daemon = Daemon::start(tmpfs.path(), &options)?;
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        let start = FILLED_BYTES as u64;
+        let full = write_until_full(&mut frontend, start, 16 * MIB)?;
+        ensure!(full > start, "nothing could be written");
+        // What has its place can be written and read, and so can the rest once there is room.
+        frontend.write(1, sector_of(start), &pattern(7, PIECE))?;
+        ensure!(frontend.read(0, sector_of(start), PIECE)? == pattern(7, PIECE));
+        let another = status(&mut frontend, blk::OUT, full, &pattern(1, PIECE), 0)?;
+        ensure!(another == blk::IOERR, "status {another}");
+        fs::remove_file(&filler).context("making room")?;
+        frontend.write(0, sector_of(full), &pattern(8, PIECE))?;
+        ensure!(frontend.read(1, sector_of(full), PIECE)? == pattern(8, PIECE));
+        drop(frontend);
+        check_service(&mut daemon)?;
+        daemon.wait_for_message("a request failed: write at byte", 1)?;
+        daemon.wait_for_message("No space left on device", 1)?;
+        daemon.terminate()?;
+        fs::write(&filler, vec![1; 2 << 20]).context("filling a file system")?;
+    }
+    Ok(())
+}
+
+/// The end is in the middle of a sector, and of a page.
+fn a_file_that_is_cut_short(engine: Engine) -> Result<()> {
+    for cache in [Cache::None, Cache::Writeback] {
+        let mut options = DaemonOptions::new(engine);
+        options.cache = cache;
+        let mut daemon = start(&options)?;
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        let before = frontend.read(0, sector_of(MIB), 8192)?;
+        let end = MIB + 700;
+        let file = File::options().write(true).open(daemon.disk()).context("opening the disk")?;
+        file.set_len(end).context("cutting the disk short")?;
+        // Across the end, from it on, and far behind it.
+        let across = frontend.read(0, sector_of(MIB), 8192)?;
+        ensure!(across[..700] == before[..700], "what is left is not what was there");
+        ensure!(across[700..].iter().all(|&byte| byte == 0), "no zeroes behind the end");
+        for byte in [MIB + 1024, 2 * MIB, 8 * MIB] {
+            let read = frontend.read(1, sector_of(byte), PIECE)?;
+            ensure!(read.iter().all(|&byte| byte == 0), "no zeroes at {byte}");
+        }
+        // The kernel grows the file: none of these has a reason to fail.
+        for (seed, byte) in [(1, MIB + 4096), (2, 4 * MIB), (3, 3 * MIB)] {
+            let data = pattern(seed, PIECE);
+            frontend.write(0, sector_of(byte), &data)?;
+            ensure!(frontend.read(1, sector_of(byte), PIECE)? == data, "other data at {byte}");
+            ensure!(daemon.read_disk(sector_of(byte), PIECE)? == data, "not on the disk");
+        }
+        let hole = frontend.read(0, sector_of(2 * MIB), PIECE)?;
+        ensure!(hole.iter().all(|&byte| byte == 0), "a hole that is not empty");
+        let flush = status(&mut frontend, blk::FLUSH, 0, &[], 0)?;
+        ensure!(flush == blk::OK, "a flush ended with status {flush}");
+        drop(frontend);
+        check_service(&mut daemon)?;
+        daemon.terminate()?;
+    }
+    Ok(())
+}
+
+/// A daemon on a loop device, whose own disk is there and not served.
+fn start_on(device: &Path, engine: Engine, cache: Cache) -> Result<Daemon> {
+    let disk = format!("file,path={}", device.display());
+    let mut options = DaemonOptions::new(engine).with("--disk", &disk);
+    options.cache = cache;
+    start(&options)
+}
+
+fn backing_file(folder: &Path, bytes: u64) -> Result<std::path::PathBuf> {
+    let path = folder.join("backing.img");
+    File::create(&path).and_then(|file| file.set_len(bytes)).context("making a backing file")?;
+    Ok(path)
+}
+
+/// The kernel keeps the device until it is closed, so nothing fails.
+fn a_loop_device_that_is_detached(engine: Engine) -> Result<()> {
+    if !may_change("loop devices") {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+    let device = LoopDevice::attach(&backing_file(folder.path(), 8 * MIB)?)?;
+    let mut daemon = start_on(device.path(), engine, Cache::None)?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    frontend.write(0, 0, &pattern(1, PIECE))?;
+    run("losetup", &["--detach", &device.path().to_string_lossy()])?;
+    ensure!(frontend.read(1, 0, PIECE)? == pattern(1, PIECE));
+    frontend.write(0, 128, &pattern(2, PIECE))?;
+    drop(frontend);
+    check_service(&mut daemon)?;
+    daemon.terminate()?;
+    Ok(())
+}
+
+/// A read where the backing file has nothing any more is an error, not zeroes: the kernel says so.
+fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
+    if !may_change("loop devices") {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+    let backing = backing_file(folder.path(), 8 * MIB)?;
+    let device = LoopDevice::attach(&backing)?;
+    let mut daemon = start_on(device.path(), engine, Cache::None)?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    frontend.write(0, 0, &pattern(1, PIECE))?;
+    let file = File::options().write(true).open(&backing).context("opening the backing file")?;
+    file.set_len(4096).context("cutting a backing file short")?;
+    for byte in [MIB, 7 * MIB] {
+        let read = status(&mut frontend, blk::IN, byte, &[], PIECE)?;
+        ensure!(read == blk::IOERR, "a read of nothing ended with status {read}");
+    }
+    ensure!(frontend.read(1, 0, 4096)? == pattern(1, PIECE)[..4096]);
+    file.set_len(8 * MIB).context("making the backing file whole")?;
+    ensure!(frontend.read(1, sector_of(MIB), 4096)? == vec![0; 4096]);
+    drop(frontend);
+    check_service(&mut daemon)?;
+    daemon.wait_for_message("Input/output error", 1)?;
+    daemon.terminate()?;
+    Ok(())
+}
+
+/// Without the page cache a write fails, with it the flush that comes after.
+fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
+    if !may_change("loop devices") {
+        return Ok(());
+    }
+    for cache in [Cache::None, Cache::Writeback] {
+        let tmpfs = Tmpfs::mount(4 * MIB)?;
+        let device = LoopDevice::attach(&backing_file(tmpfs.path(), 16 * MIB)?)?;
+        let mut daemon = start_on(device.path(), engine, cache)?;
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        if cache == Cache::None {
+            write_until_full(&mut frontend, 0, 16 * MIB)?;
+        } else {
+            for byte in (0..8 * MIB).step_by(PIECE) {
+                frontend.write(0, sector_of(byte), &pattern(byte, PIECE))?;
+            }
+            let flush = status(&mut frontend, blk::FLUSH, 0, &[], 0)?;
+            ensure!(flush == blk::IOERR, "a flush that lost data ended with status {flush}");
+        }
+        let size = format!("remount,size={}", 32 * MIB);
+        run("mount", &["-o", &size, &tmpfs.path().to_string_lossy()])?;
+        frontend.write(1, sector_of(8 * MIB), &pattern(5, PIECE))?;
+        let flush = status(&mut frontend, blk::FLUSH, 0, &[], 0)?;
+        ensure!(flush == blk::OK, "a flush with room ended with status {flush}");
+        ensure!(frontend.read(0, sector_of(8 * MIB), PIECE)? == pattern(5, PIECE));
+        drop(frontend);
+        check_service(&mut daemon)?;
+        daemon.terminate()?;
+    }
+    Ok(())
+}
+
+fn a_device_that_becomes_read_only(engine: Engine) -> Result<()> {
+    if !may_change("loop devices") {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+    let device = LoopDevice::attach(&backing_file(folder.path(), 8 * MIB)?)?;
+    let path = device.path().to_string_lossy().into_owned();
+    let mut daemon = start_on(device.path(), engine, Cache::None)?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    frontend.write(0, 0, &pattern(1, PIECE))?;
+    run("blockdev", &["--setro", &path])?;
+    let write = status(&mut frontend, blk::OUT, 0, &pattern(2, PIECE), 0)?;
+    ensure!(write == blk::IOERR, "a write that is not allowed ended with status {write}");
+    ensure!(frontend.read(1, 0, PIECE)? == pattern(1, PIECE), "data has changed");
+    run("blockdev", &["--setrw", &path])?;
+    frontend.write(0, 0, &pattern(3, PIECE))?;
+    ensure!(frontend.read(1, 0, PIECE)? == pattern(3, PIECE));
+    drop(frontend);
+    check_service(&mut daemon)?;
+    daemon.wait_for_message("a request failed: write at byte 0", 1)?;
+    daemon.terminate()?;
+    Ok(())
+}

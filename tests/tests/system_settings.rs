@@ -1,0 +1,109 @@
+//! Engines that the system does not offer. Its settings are the same for the whole machine, so
+//! this is a test program of its own, which cargo runs when no other is running.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{READY, Running, Scene, bench, run, serve};
+use ringhaul_tests::system::{Setting, may_change};
+use rustix::process::Signal;
+
+const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
+const NO_IO_URING: &str = "/proc/sys/kernel/io_uring_disabled";
+
+/// Tests of one program run at the same time.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// What a daemon is to do while settings are changed.
+struct Case<'a> {
+    /// The settings, and what they are changed to. Not to numbers that are in use: these may fall
+    /// while the test runs.
+    settings: &'a [(&'a str, &'a str)],
+    /// An engine that is not to be had, and words of the refusal.
+    refused: &'a [(&'a str, &'a [&'a str])],
+    /// What the best engine must be, and words on why.
+    auto: &'a [&'a str],
+}
+
+impl Case<'_> {
+    fn check(&self) -> Result<()> {
+        let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = || {
+            let texts = self.settings.iter().map(|(path, _)| fs::read_to_string(path));
+            texts.collect::<std::io::Result<Vec<_>>>().context("reading settings")
+        };
+        if !self.settings.iter().all(|(path, _)| PathBuf::from(path).exists() && may_change(path)) {
+            eprintln!("skipped: not all of these are there to be changed: {:?}", self.settings);
+            return Ok(());
+        }
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+        let before = read()?;
+        let changed: Vec<Setting> = self
+            .settings
+            .iter()
+            .map(|(path, value)| Setting::change(path, value))
+            .collect::<Result<_>>()?;
+        let mut refusals = Vec::new();
+        for (engine, words) in self.refused {
+            let mut explicit = serve(&socket, &file)?;
+            explicit.args(["--engine", engine]);
+            refusals.push((run(&mut explicit), words));
+        }
+        let daemon = Running::start(&mut serve(&socket, &file)?).and_then(|mut daemon| {
+            daemon.wait_for(READY)?;
+            Ok(daemon)
+        });
+        drop(changed);
+
+        for (refused, words) in refusals {
+            refused?.expect_refusal(words)?;
+        }
+        let mut daemon = daemon?;
+        for words in self.auto {
+            ensure!(daemon.stderr().contains(words), "no {words:?}:\n{}", daemon.stderr());
+        }
+        let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
+        run(&mut bench(&socket, options)?)?.expect_code(0)?;
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+        ensure!(read()? == before, "settings were {before:?} and are {:?}", read()?);
+        Ok(())
+    }
+}
+
+const AIO_REFUSED: (&str, &[&str]) = ("aio", &["Linux AIO", "fs.aio-max-nr", "sysctl", "threads"]);
+const IO_URING_REFUSED: (&str, &[&str]) =
+    ("io_uring", &["cannot set up io_uring", "kernel.io_uring_disabled", "sysctl", "`aio`"]);
+
+#[test]
+fn without_aio_contexts() -> Result<()> {
+    Case {
+        settings: &[(AIO_MAX, "0")],
+        refused: &[AIO_REFUSED],
+        auto: &["engine io_uring: ", "fs.aio-max-nr"],
+    }
+    .check()
+}
+
+#[test]
+fn without_io_uring() -> Result<()> {
+    Case {
+        settings: &[(NO_IO_URING, "2")],
+        refused: &[IO_URING_REFUSED],
+        auto: &["engine aio: ", "kernel.io_uring_disabled"],
+    }
+    .check()
+}
+
+#[test]
+fn without_either() -> Result<()> {
+    Case {
+        settings: &[(AIO_MAX, "0"), (NO_IO_URING, "2")],
+        refused: &[AIO_REFUSED, IO_URING_REFUSED],
+        auto: &["engine threads: ", "kernel.io_uring_disabled", "fs.aio-max-nr"],
+    }
+    .check()
+}
