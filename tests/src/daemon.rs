@@ -32,6 +32,9 @@ pub const GUEST_MEMORY: &str = "ringhaul-test-guest";
 /// Threads that come and go with load, and the one that starts when the daemon listens already.
 const PASSING_THREADS: [&str; 2] = ["ringhaul-pool", "ringhaul-signal"];
 
+/// How the names of threads begin that the kernel starts and ends for io_uring.
+const KERNEL_THREADS: &str = "iou-wrk-";
+
 /// Makes a test for each engine out of each function that takes one.
 #[macro_export]
 macro_rules! for_each_engine {
@@ -329,12 +332,29 @@ impl Daemon {
         for entry in self.proc_entries("task")? {
             if let Ok(name) = fs::read_to_string(entry.join("comm"))
                 && !PASSING_THREADS.contains(&name.trim_end())
+                && !name.starts_with(KERNEL_THREADS)
             {
                 names.push(name.trim_end().to_owned());
             }
         }
         names.sort_unstable();
         Ok(names)
+    }
+
+    /// Waits until its threads are those of `names` and no others, by [`threads`](Self::threads).
+    ///
+    /// # Errors
+    /// When that takes too long.
+    pub fn wait_threads(&self, names: &[String]) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let now = self.threads()?;
+            if now == names {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "threads were {names:?} and are {now:?}");
+            std::thread::yield_now();
+        }
     }
 
     /// The lines of its memory map that contain `text`.
@@ -345,6 +365,18 @@ impl Daemon {
         let path = self.proc().join("maps");
         let maps = fs::read_to_string(&path).with_context(|| format!("reading {path:?}"))?;
         Ok(maps.lines().filter(|line| line.contains(text)).count())
+    }
+
+    /// Bytes of memory that it has for itself: neither files nor what front-ends share.
+    ///
+    /// # Errors
+    /// When /proc does not tell.
+    pub fn own_memory(&self) -> Result<usize> {
+        let path = self.proc().join("status");
+        let status = fs::read_to_string(&path).with_context(|| format!("reading {path:?}"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<usize>().ok());
+        Ok(kib.with_context(|| format!("no RssAnon in {path:?}"))? << 10)
     }
 
     /// Waits until the daemon has let go of its last front-end: `descriptors` are open and no

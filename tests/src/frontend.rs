@@ -79,8 +79,8 @@ pub const DATA: u64 = 0x20_0000;
 const SLOTS: u64 = 0x14_0000;
 const SLOT_BYTES: u64 = 64;
 const SLOTS_OF_QUEUE: u64 = 1024 * SLOT_BYTES;
-/// Data of one queue's [`Frontend::request`].
-const DATA_BYTES: u64 = 0x4_0000;
+/// Bytes of the data of one queue's [`Frontend::request`]; queues follow one another from [`DATA`].
+pub const DATA_BYTES: u64 = 0x4_0000;
 
 /// What a front-end asks for.
 #[derive(Clone, Debug)]
