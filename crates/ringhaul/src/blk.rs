@@ -33,8 +33,10 @@ struct Shared {
     features: AtomicU64,
     /// The `writeback` byte of the configuration space.
     writeback: AtomicBool,
-    /// For lines that the guest can cause.
+    /// For lines on errors that the guest or the front-end can cause.
     log: LogLimit,
+    /// For lines on front-ends that come and go.
+    sessions: LogLimit,
     /// Whether calls may be made in the way that can hang.
     trust: Arc<CallTrust>,
 }
@@ -46,9 +48,24 @@ impl BlkDevice {
         let writeback = AtomicBool::new(options.write_cache);
         let features = AtomicU64::new(0);
         let trust = Arc::new(CallTrust::new(&options.name));
-        let log = LogLimit::default();
-        let shared = Shared { source, options, features, writeback, log, trust };
+        let (log, sessions) = (LogLimit::default(), LogLimit::default());
+        let shared = Shared { source, options, features, writeback, log, sessions, trust };
         Self { shared: Arc::new(shared) }
+    }
+
+    /// What the log calls the device.
+    pub(crate) fn name(&self) -> &str {
+        &self.shared.options.name
+    }
+
+    /// The limit on lines that tell of front-ends which come and go.
+    pub(crate) fn sessions(&self) -> &LogLimit {
+        &self.shared.sessions
+    }
+
+    /// The limit on lines on errors that the guest or the front-end can cause.
+    pub(crate) fn log(&self) -> &LogLimit {
+        &self.shared.log
     }
 
     /// The most queues that a driver may use.
@@ -174,11 +191,12 @@ impl BlkDevice {
         match queue.register_memory(io) {
             Ok(memory) => Some(memory),
             Err(error) => {
-                if self.shared.log.permit().is_some() {
+                if let Some(left_out) = self.shared.log.permit() {
                     tracing::warn!(
-                        "{}: cannot register the guest's memory with io_uring: {error}; going on \
-                         without (the usual reason is the limit on locked memory, ulimit -l)",
-                        self.shared.options.name
+                        export = self.name(),
+                        left_out,
+                        "cannot register the guest's memory with io_uring: {error}; going on \
+                         without (the usual reason is the limit on locked memory, ulimit -l)"
                     );
                 }
                 None
@@ -211,10 +229,10 @@ impl Blk {
     }
 
     pub(crate) fn log(&self) -> &LogLimit {
-        &self.device.shared.log
+        self.device.log()
     }
 
     pub(crate) fn name(&self) -> &str {
-        &self.device.shared.options.name
+        self.device.name()
     }
 }

@@ -190,9 +190,9 @@ fn watch_calls() {
 /// was only kept from running, the next look interrupts it, or nothing is lost but trust.
 fn cut_short(mark: &Mark) {
     if !mark.trust.lost.swap(true, Ordering::Relaxed) {
-        let name = &mark.trust.name;
         tracing::warn!(
-            "{name}: a call did not return and was interrupted: its eventfd was made to block, or \
+            export = mark.trust.name,
+            "a call did not return and was interrupted: its eventfd was made to block, or \
              this process was kept from running; calls are made without waiting from now on"
         );
     }

@@ -192,6 +192,14 @@ impl Export {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        let (total, left_out) = self.shared.device.log().totals();
+        if total > 0 {
+            tracing::info!(
+                export = self.shared.name,
+                left_out,
+                "guests or front-ends caused {total} errors"
+            );
+        }
     }
 }
 
@@ -213,7 +221,7 @@ impl Shared {
             match listener.accept() {
                 Ok((socket, _)) => self.serve(socket),
                 Err(error) => {
-                    tracing::warn!("{}: cannot accept a front-end: {error}", self.name);
+                    self.failed("cannot accept a front-end", &error);
                     if self.pause() {
                         return;
                     }
@@ -231,12 +239,21 @@ impl Shared {
                 Ok(_) if !fds[0].revents().is_empty() => return true,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!("{}: cannot wait for a front-end: {error}", self.name);
+                    tracing::error!(export = self.name, "cannot wait for a front-end: {error}");
                     return false;
                 }
             }
         }
         false
+    }
+
+    fn failed(&self, what: &str, error: &io::Error) {
+        let Some(left_out) = self.device.log().permit() else { return };
+        let advice = match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => "; raise the limit on open files (ulimit -n)",
+            _ => "",
+        };
+        tracing::warn!(export = self.name, left_out, "{what}: {error}{advice}");
     }
 
     /// Gives descriptors time to come back. True when the export is to end.
@@ -251,7 +268,7 @@ impl Shared {
         let session = match Session::new(socket, &self.name, &self.device, &self.threads) {
             Ok(session) => session,
             Err(error) => {
-                tracing::warn!("{}: cannot serve a front-end: {error}", self.name);
+                self.failed("cannot serve a front-end", &error);
                 return;
             }
         };

@@ -10,6 +10,7 @@ mod call_watch;
 pub mod export;
 mod guest_buf;
 pub mod io_threads;
+pub mod log;
 mod log_limit;
 pub mod options;
 pub mod queue;

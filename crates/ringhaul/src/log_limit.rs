@@ -1,6 +1,6 @@
-//! A limit on lines that a guest can cause.
+//! A limit on lines that a guest or a front-end can cause.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 const WINDOW: Duration = Duration::from_secs(60);
@@ -15,25 +15,68 @@ pub(crate) struct LogLimit {
 
 #[derive(Default)]
 struct State {
+    /// When the first line of the minute was written.
     since: Option<Instant>,
+    /// Lines written since.
     lines: u32,
+    /// Lines left out that nobody was told of.
+    left_out: u64,
+    /// Whether a count without a line of its own was told in this minute.
+    told: bool,
+    /// All that happened, logged or not.
+    total: u64,
+}
+
+impl State {
+    fn start_window(&mut self, now: Instant) {
+        if self.since.is_none_or(|since| now - since >= WINDOW) {
+            (self.since, self.lines, self.told) = (Some(now), 0, false);
+        }
+    }
 }
 
 impl LogLimit {
     /// Whether a line may be written now, and how many were left out before it.
-    pub(crate) fn permit(&self) -> Option<u32> {
+    pub(crate) fn permit(&self) -> Option<u64> {
         self.permit_at(Instant::now())
     }
 
-    fn permit_at(&self, now: Instant) -> Option<u32> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut left_out = 0;
-        if state.since.is_none_or(|since| now - since >= WINDOW) {
-            left_out = state.lines.saturating_sub(LINES);
-            *state = State { since: Some(now), lines: 0 };
+    /// How many lines were left out that nobody was told of, if that may be said now. For the end
+    /// of a connection, after which there may be no next line for long.
+    pub(crate) fn left_out(&self) -> Option<u64> {
+        self.left_out_at(Instant::now())
+    }
+
+    /// All that happened, and how much of that was left out and not told of. For the very end.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        let mut state = self.state();
+        (state.total, std::mem::take(&mut state.left_out))
+    }
+
+    fn permit_at(&self, now: Instant) -> Option<u64> {
+        let mut state = self.state();
+        state.start_window(now);
+        state.total += 1;
+        if state.lines >= LINES {
+            state.left_out += 1;
+            return None;
         }
-        state.lines = state.lines.saturating_add(1);
-        (state.lines <= LINES).then_some(left_out)
+        state.lines += 1;
+        Some(std::mem::take(&mut state.left_out))
+    }
+
+    fn left_out_at(&self, now: Instant) -> Option<u64> {
+        let mut state = self.state();
+        state.start_window(now);
+        if state.told || state.left_out == 0 {
+            return None;
+        }
+        state.told = true;
+        Some(std::mem::take(&mut state.left_out))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -41,13 +84,34 @@ impl LogLimit {
 mod tests {
     use super::*;
 
+    const MOST: u64 = LINES as u64;
+
+    fn flood(limit: &LogLimit, now: Instant) -> u64 {
+        (0..1000).filter_map(|_| limit.permit_at(now)).map(|_| 1).sum()
+    }
+
     #[test]
     fn a_flood_becomes_a_few_lines_and_a_count() {
         let limit = LogLimit::default();
         let start = Instant::now();
-        let written = (0..1000).filter_map(|_| limit.permit_at(start)).count();
-        assert_eq!(written, LINES as usize);
-        assert_eq!(limit.permit_at(start + WINDOW), Some(1000 - LINES));
+        assert_eq!(flood(&limit, start), MOST);
+        assert_eq!(limit.permit_at(start + WINDOW), Some(1000 - MOST));
         assert_eq!(limit.permit_at(start + WINDOW), Some(0));
+        assert_eq!(limit.totals(), (1002, 0));
+    }
+
+    #[test]
+    fn what_was_left_out_is_told_once_a_minute_without_a_line() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        assert_eq!(limit.left_out_at(start), None);
+        flood(&limit, start);
+        assert_eq!(limit.left_out_at(start), Some(1000 - MOST));
+        flood(&limit, start);
+        assert_eq!(limit.left_out_at(start), None);
+        assert_eq!(limit.left_out_at(start + WINDOW), Some(1000));
+        flood(&limit, start);
+        assert_eq!(limit.totals().0, 3000);
+        assert!(limit.totals().1 == 0 && limit.left_out_at(start + WINDOW + WINDOW).is_none());
     }
 }

@@ -1,37 +1,39 @@
 //! The program `ringhaul`.
 
 use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use ringhaul::log;
 use ringhaul::options::{CAPABILITIES, Cli, Command};
-use tracing_subscriber::EnvFilter;
 
 /// The daemon cannot start, or the command line makes no sense.
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_target(false)
-        .init();
-    let arguments = arguments();
-    if asks_for_capabilities(&arguments) {
+    let CommandLine { arguments, capabilities } = command_line();
+    if capabilities {
         return print_capabilities();
     }
-    let result = match Cli::try_parse_from(arguments) {
-        Ok(Cli { command: Command::Serve(args) }) => ringhaul::serve::run(&args),
-        Ok(Cli { command: Command::Bench(args) }) => ringhaul_bench::run(&args),
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
         Err(error) if is_answer(&error) => error.exit(),
-        Err(error) => Err(anyhow::Error::msg(one_line(&error))),
+        Err(error) => {
+            eprintln!("ringhaul: {}", one_line(&error));
+            return ExitCode::from(EXIT_USAGE);
+        }
+    };
+    // The filter was understood once, with the other options.
+    let filter = cli.log.as_deref().and_then(|text| log::parse_filter(text).ok());
+    log::start(cli.log_format, filter);
+    let result = match cli.command {
+        Command::Serve(args) => ringhaul::serve::run(&args),
+        Command::Bench(args) => ringhaul_bench::run(&args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("ringhaul: {}", with_advice(&error));
+        log::report_failure(cli.log_format, &with_advice(&error));
         ExitCode::from(EXIT_USAGE)
     })
 }
@@ -70,12 +72,6 @@ fn one_line(error: &clap::Error) -> String {
     format!("{}; see --help", said.trim_start_matches("error: "))
 }
 
-/// The conventions for vhost-user back-ends ask to ignore all other options then.
-fn asks_for_capabilities(arguments: &[OsString]) -> bool {
-    let is_serve = arguments.get(1).is_some_and(|first| first == "serve");
-    is_serve && arguments.iter().any(|argument| argument == "--print-capabilities")
-}
-
 fn print_capabilities() -> ExitCode {
     match writeln!(std::io::stdout(), "{CAPABILITIES}") {
         Ok(()) => ExitCode::SUCCESS,
@@ -86,13 +82,31 @@ fn print_capabilities() -> ExitCode {
     }
 }
 
+/// What the program was called with.
+struct CommandLine {
+    arguments: Vec<OsString>,
+    /// The conventions for vhost-user back-ends ask to ignore all other options then.
+    capabilities: bool,
+}
+
 /// The command line, with `serve` put in where it is left out: management programs start a
 /// vhost-user back-end with options alone.
-fn arguments() -> Vec<OsString> {
+fn command_line() -> CommandLine {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
-    let first = arguments.get(1).and_then(|argument| argument.to_str()).unwrap_or_default();
-    if first.starts_with("--") && !["--help", "--version"].contains(&first) {
-        arguments.insert(1, "serve".into());
+    let mut index = 1;
+    // Options of the log may stand before the command.
+    while let Some(option) = arguments.get(index).and_then(|argument| argument.to_str()) {
+        let of_log = |name: &str| option == name || option.starts_with(&format!("{name}="));
+        if !of_log("--log") && !of_log("--log-format") {
+            break;
+        }
+        index += if option.contains('=') { 1 } else { 2 };
     }
-    arguments
+    let first = arguments.get(index).and_then(|argument| argument.to_str()).unwrap_or_default();
+    if first.starts_with("--") && !["--help", "--version"].contains(&first) {
+        arguments.insert(index, "serve".into());
+    }
+    let is_serve = arguments.get(index).is_some_and(|first| first == "serve");
+    let asked = arguments.iter().any(|argument| argument == "--print-capabilities");
+    CommandLine { arguments, capabilities: is_serve && asked }
 }

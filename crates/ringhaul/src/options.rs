@@ -11,6 +11,7 @@ use blockio::{EngineKind, IoThreadConfig};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::blk::config::SERIAL_BYTES;
+use crate::log::{LogFormat, parse_filter};
 pub use export::{EndpointSpec, ExportSpec, OpenDisk};
 use switches::Switches;
 
@@ -21,6 +22,14 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+    /// How the log on standard error is written.
+    #[arg(long, value_name = "FORMAT", default_value = "text", global = true)]
+    pub log_format: LogFormat,
+    /// What is logged: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
+    /// parts, such as `info,blockio=debug`. Goes before the variable RUST_LOG, which is of the same
+    /// form. Default: `info`.
+    #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter)]
+    pub log: Option<String>,
 }
 
 /// The commands.
@@ -191,6 +200,10 @@ impl ServeArgs {
             ..IoThreadConfig::default()
         }
     }
+}
+
+fn check_filter(text: &str) -> Result<String, String> {
+    parse_filter(text).map(|_| text.to_owned())
 }
 
 fn parse_serial(text: &str) -> Result<String, String> {

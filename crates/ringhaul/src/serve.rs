@@ -96,8 +96,12 @@ fn start_export(
         let _ = ended.send(End::ExportEnded);
     })?;
     match &spec.endpoint {
-        EndpointSpec::Path(path) => tracing::info!("{summary}; serving on {}", path.display()),
-        EndpointSpec::Fd(_) => tracing::info!("{summary}; serving on an inherited socket"),
+        EndpointSpec::Path(path) => {
+            tracing::info!(export = name, "{summary}; serving on {}", path.display())
+        }
+        EndpointSpec::Fd(_) => {
+            tracing::info!(export = name, "{summary}; serving on an inherited socket")
+        }
     }
     Ok(export)
 }
@@ -146,20 +150,20 @@ impl<'a> Engines<'a> {
             let waits = engine == EngineKind::Aio && !disk.source.info().direct;
             let but =
                 if waits { "; with the page cache its submits wait for the disk" } else { "" };
-            tracing::info!("{name}: engine {engine}: as asked{but}");
+            tracing::info!(export = name, "engine {engine}: as asked{but}");
             return Ok(threads);
         }
         let Choice { engine, why } = blockio::choose::best_engine(&disk.source);
         let mut failed = match self.threads(engine) {
             Ok(threads) => {
-                tracing::info!("{name}: engine {engine}: {why}");
+                tracing::info!(export = name, "engine {engine}: {why}");
                 return Ok(threads);
             }
             Err(error) => error,
         };
         // The trial had room for one small ring or context, and there are more and larger ones.
         for engine in blockio::choose::fallbacks(engine, &disk.source) {
-            tracing::warn!("{name}: {failed:#}; falling back to engine {engine}");
+            tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
             match self.threads(engine) {
                 Ok(threads) => return Ok(threads),
                 Err(error) => failed = error,

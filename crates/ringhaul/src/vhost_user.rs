@@ -76,8 +76,12 @@ impl Session {
     /// Serves the front-end until it goes away or sends something that makes no sense. When this
     /// returns, its requests are finished; its memory is unmapped with the last closer.
     pub(crate) fn run(mut self) {
-        let name = &self.name;
-        tracing::info!("{name}: a front-end has attached");
+        // A front-end that comes and goes without an end is told of as seldom as errors are.
+        let export = self.name.as_str();
+        let shown = self.device.sessions().permit();
+        if let Some(left_out) = shown {
+            tracing::info!(export, left_out, "a front-end has attached");
+        }
         let reason = loop {
             if let Err(error) = self.handler.handle_request() {
                 break error;
@@ -87,11 +91,21 @@ impl Session {
         self.closer.lock().close();
         self.device.reset();
         match reason {
-            VhostError::Disconnected => tracing::info!("{name}: the front-end has gone"),
-            VhostError::SocketBroken(error) => {
-                tracing::info!("{name}: the front-end has gone: {error}");
+            VhostError::Disconnected if shown.is_some() => {
+                tracing::info!(export, "the front-end has gone");
             }
-            error => tracing::warn!("{name}: the front-end is dropped: {error}{advice}"),
+            VhostError::SocketBroken(error) if shown.is_some() => {
+                tracing::info!(export, "the front-end has gone: {error}");
+            }
+            VhostError::Disconnected | VhostError::SocketBroken(_) => {}
+            error => {
+                if let Some(left_out) = self.device.log().permit() {
+                    tracing::warn!(export, left_out, "the front-end is dropped: {error}{advice}");
+                }
+            }
+        }
+        if let Some(left_out) = self.device.log().left_out() {
+            tracing::warn!(export, left_out, "errors that the guest or the front-end caused go on");
         }
     }
 

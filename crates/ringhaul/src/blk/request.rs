@@ -253,16 +253,15 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 impl Blk {
     fn failed(&self, error: &RequestError) {
         if let Some(left_out) = self.log().permit() {
-            let name = self.name();
-            tracing::warn!(left_out, "{name}: a request failed: {error}");
+            tracing::warn!(export = self.name(), left_out, "a request failed: {error}");
         }
     }
 
     /// A chain without a status byte cannot be answered, so its ring is stopped.
     fn no_status(&self, queue: &Queue, head: u16) {
         if let Some(left_out) = self.log().permit() {
-            let name = self.name();
-            tracing::warn!(left_out, "{name}: chain {head} has no status byte; its queue stops");
+            let export = self.name();
+            tracing::warn!(export, left_out, "chain {head} has no status byte; its queue stops");
         }
         queue.push(head, 0);
         queue.set_broken();
@@ -271,8 +270,8 @@ impl Blk {
     /// A ring that makes no sense is left alone; the other queues go on.
     pub(crate) fn ring_is_bad(&self, queue: &Queue, error: &QueueError) {
         if let Some(left_out) = self.log().permit() {
-            let name = self.name();
-            tracing::warn!(left_out, "{name}: a queue stops, its ring is bad: {error}");
+            let export = self.name();
+            tracing::warn!(export, left_out, "a queue stops, its ring is bad: {error}");
         }
         queue.set_broken();
     }

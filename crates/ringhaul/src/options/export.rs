@@ -193,7 +193,7 @@ impl ExportSpec {
         };
         let info = source.info();
         let summary = format!(
-            "{name}: {} MiB, logical block {} bytes, cache {}{}",
+            "{} MiB, logical block {} bytes, cache {}{}",
             info.size_bytes >> 20,
             info.logical_block_bytes,
             name_of(cache),

@@ -57,7 +57,7 @@ impl Connection {
     fn stop_all(&mut self) {
         for ring in &mut self.rings {
             if let Err(error) = ring.stop() {
-                tracing::error!("{}: cannot stop a queue: {error}", self.name);
+                tracing::error!(export = self.name, "cannot stop a queue: {error}");
             }
         }
     }
@@ -97,7 +97,7 @@ impl Connection {
         for index in 0..self.rings.len() {
             if let Err(error) = self.update(index) {
                 // Its memory may be on its way: a region that grows is removed and added again.
-                tracing::debug!("{}: queue {index} waits for memory: {error}", self.name);
+                tracing::debug!(export = self.name, "queue {index} waits for memory: {error}");
             }
         }
         Ok(())

@@ -1,0 +1,284 @@
+//! The log on standard error: lines for people, or for programs.
+//!
+//! Events may have a field `export`, the name of the export that they are about, and `left_out`,
+//! how many others a limit has kept out of the log before them.
+
+use std::fmt::{self, Write as _};
+use std::io::IsTerminal;
+
+use clap::ValueEnum;
+use serde::Serialize;
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::RecordFields;
+use tracing_subscriber::fmt::FmtContext;
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Values of `--log-format`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// A line of text: time, level, export, message.
+    #[default]
+    Text,
+    /// A JSON object in a line: `timestamp` (RFC 3339, UTC), `level`, `message`, and where they
+    /// apply `export` and `left_out`.
+    Json,
+}
+
+/// What is logged when nothing says otherwise.
+const DEFAULT_FILTER: &str = "info";
+
+/// Starts the log of this process. `filter` goes before the environment variable `RUST_LOG`.
+pub fn start(format: LogFormat, filter: Option<EnvFilter>) {
+    let (filter, ignored) = match filter {
+        Some(filter) => (filter, None),
+        None => filter_of_environment(),
+    };
+    match format {
+        LogFormat::Text => tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .with_ansi(std::io::stderr().is_terminal())
+            .with_target(false)
+            .fmt_fields(TextFields)
+            .init(),
+        LogFormat::Json => tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .event_format(JsonLines)
+            .init(),
+    }
+    if let Some(error) = ignored {
+        tracing::warn!("RUST_LOG is ignored: {error}; see --help on --log");
+    }
+}
+
+/// What `RUST_LOG` asks for, and why it is ignored if it is.
+fn filter_of_environment() -> (EnvFilter, Option<String>) {
+    let default = EnvFilter::new(DEFAULT_FILTER);
+    match std::env::var(EnvFilter::DEFAULT_ENV) {
+        Ok(text) if !text.is_empty() => match parse_filter(&text) {
+            Ok(filter) => (filter, None),
+            Err(error) => (default, Some(error)),
+        },
+        _ => (default, None),
+    }
+}
+
+/// Understands a filter.
+///
+/// # Errors
+///
+/// When a directive makes no sense.
+pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
+    EnvFilter::try_new(text).map_err(|error| format!("'{text}' is no filter: {error}"))
+}
+
+/// Writes the line that a process ends with when it fails, whatever the filter.
+pub fn report_failure(format: LogFormat, text: &str) {
+    match format {
+        LogFormat::Text => eprintln!("ringhaul: {text}"),
+        LogFormat::Json => {
+            let subscriber = tracing_subscriber::fmt()
+                .with_writer(std::io::stderr)
+                .event_format(JsonLines)
+                .finish();
+            tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
+        }
+    }
+}
+
+/// What an event says.
+#[derive(Default)]
+struct Fields {
+    message: String,
+    export: Option<String>,
+    left_out: u64,
+}
+
+impl Fields {
+    fn set(&mut self, field: &Field, value: &dyn fmt::Display) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value}"),
+            "export" => write!(self.export.get_or_insert_default(), "{value}"),
+            name => write!(self.message, " {name}={value}"),
+        };
+    }
+}
+
+impl Visit for Fields {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "left_out" {
+            self.left_out = value;
+        } else {
+            self.set(field, &value);
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.set(field, &value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.set(field, &format_args!("{value:?}"));
+    }
+}
+
+/// The fields in a line of text. Control characters, which a name may have, are escaped.
+struct TextFields;
+
+impl<'writer> FormatFields<'writer> for TextFields {
+    fn format_fields<R: RecordFields>(
+        &self,
+        mut writer: Writer<'writer>,
+        recorded: R,
+    ) -> fmt::Result {
+        let mut fields = Fields::default();
+        recorded.record(&mut fields);
+        let Fields { message, export, left_out } = fields;
+        let export = export.map(|name| format!("{name}: ")).unwrap_or_default();
+        for character in export.chars().chain(message.chars()) {
+            if character.is_control() {
+                write!(writer, "{}", character.escape_default())?;
+            } else {
+                writer.write_char(character)?;
+            }
+        }
+        if left_out > 0 { write!(writer, " ({left_out} more were not logged)") } else { Ok(()) }
+    }
+}
+
+/// An event as a line of JSON.
+#[derive(Serialize)]
+struct Line<'a> {
+    timestamp: String,
+    level: &'static str,
+    message: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    export: Option<&'a str>,
+    #[serde(skip_serializing_if = "is_zero")]
+    left_out: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+struct JsonLines;
+
+impl<S, N> FormatEvent<S, N> for JsonLines
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+{
+    fn format_event(
+        &self,
+        _: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let mut timestamp = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
+        let line = Line {
+            timestamp,
+            level: event.metadata().level().as_str(),
+            message: &fields.message,
+            export: fields.export.as_deref(),
+            left_out: fields.left_out,
+        };
+        let json = serde_json::to_string(&line).map_err(|_| fmt::Error)?;
+        writeln!(writer, "{json}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use tracing_subscriber::fmt::MakeWriter;
+
+    use super::*;
+
+    /// Where lines go.
+    #[derive(Clone, Default)]
+    struct Kept(Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Kept {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl MakeWriter<'_> for Kept {
+        type Writer = Self;
+
+        fn make_writer(&self) -> Self {
+            self.clone()
+        }
+    }
+
+    fn events() {
+        tracing::warn!(export = %"a \"disk\"\n", left_out = 3_u64, "a {} of {}", "line", 2);
+        tracing::info!("plain");
+    }
+
+    fn text_of(kept: &Kept) -> String {
+        String::from_utf8(kept.0.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn text_has_the_export_first_and_stays_on_its_line() {
+        let kept = Kept::default();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(kept.clone())
+            .with_ansi(false)
+            .with_target(false)
+            .without_time()
+            .fmt_fields(TextFields)
+            .finish();
+        tracing::subscriber::with_default(subscriber, events);
+        let text = text_of(&kept);
+        let lines: Vec<_> = text.lines().map(str::trim).collect();
+        let first = "WARN a \"disk\"\\n: a line of 2 (3 more were not logged)";
+        assert_eq!(lines, [first, "INFO plain"]);
+    }
+
+    #[test]
+    fn json_has_every_part_as_a_member() {
+        let kept = Kept::default();
+        let subscriber =
+            tracing_subscriber::fmt().with_writer(kept.clone()).event_format(JsonLines).finish();
+        tracing::subscriber::with_default(subscriber, events);
+        let text = text_of(&kept);
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines.len(), 2);
+        assert_eq!(lines[0]["export"], "a \"disk\"\n");
+        assert_eq!(lines[0]["left_out"], 3);
+        assert_eq!(lines[0]["message"], "a line of 2");
+        assert_eq!(lines[1]["level"], "INFO");
+        assert!(lines[1].get("export").is_none() && lines[1].get("left_out").is_none());
+        assert!(lines[1]["timestamp"].as_str().unwrap().ends_with('Z'));
+    }
+
+    #[test]
+    fn filters_are_understood_or_refused() {
+        for good in ["info", "ringhaul=debug,blockio=warn", "off"] {
+            assert!(parse_filter(good).is_ok(), "{good}");
+        }
+        for bad in ["ringhaul=loud", "=,=", "a=b=c"] {
+            assert!(parse_filter(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The log: its forms, its filter, and what a guest can do to it.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{EXIT_USAGE, READY, Running, Scene, ringhaul, run, serve};
+use ringhaul_tests::frontend::{Frontend, Setup, blk};
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// Requests that fail, far more than a minute has lines for.
+const BAD_REQUESTS: u64 = 50;
+/// Lines that a guest gets in a minute.
+const LINES: u64 = 5;
+
+fn scene() -> Result<Scene> {
+    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// Lets a guest make requests that fail, in two connections.
+fn misbehave(socket: &Path) -> Result<()> {
+    for _ in 0..2 {
+        let mut frontend = Frontend::attach(socket, &Setup::default())?;
+        for _ in 0..BAD_REQUESTS / 2 {
+            let answer = frontend.request(0, blk::IN, 1 << 40, &[], 512)?;
+            ensure!(answer.status == blk::IOERR, "{answer:?}");
+        }
+    }
+    Ok(())
+}
+
+fn parse(text: &str) -> Result<Vec<Value>> {
+    let parse = |line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}"));
+    text.lines().map(parse).collect()
+}
+
+#[test]
+fn json_lines_with_level_message_and_export() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("a \"b\".img", 16 << 20)?, scene.socket("disk.sock"));
+    let export = format!("socket-path={},null=1M", scene.socket("other.sock").display());
+    // Options of the log may stand before the command, which may be left out.
+    for before in [&["serve"][..], &[]] {
+        let mut command = ringhaul()?;
+        command.args(["--log-format", "json"]).args(before);
+        command.arg("--socket-path").arg(&socket).arg("--blk-file").arg(&file);
+        let mut daemon = Running::start(command.args(["--export", &export]))?;
+        daemon.wait_for(READY)?;
+        daemon.wait_for(READY)?;
+        misbehave(&socket)?;
+        daemon.signal(Signal::TERM)?;
+        let lines = parse(&daemon.finish()?.expect_code(0)?.stderr)?;
+
+        let text = |line: &Value, member: &str| line[member].as_str().map(str::to_owned);
+        for line in &lines {
+            let level = text(line, "level").with_context(|| format!("no level in {line}"))?;
+            ensure!(["INFO", "WARN"].contains(&level.as_str()), "{line}");
+            ensure!(text(line, "message").is_some_and(|text| !text.is_empty()), "{line}");
+            ensure!(text(line, "timestamp").is_some_and(|text| text.ends_with('Z')), "{line}");
+        }
+        let of = |name: &str, what: &str| -> Vec<&Value> {
+            let says = |line: &&Value| text(line, "message").is_some_and(|m| m.contains(what));
+            lines.iter().filter(says).filter(|line| line["export"] == name).collect()
+        };
+        let name = file.to_string_lossy();
+        ensure!(of(&name, READY).len() == 1 && of("null disk", READY).len() == 1);
+        ensure!(of("null disk", "failed").is_empty());
+        let failed = of(&name, "a request failed: read at byte").len() as u64;
+        ensure!(failed == LINES, "{failed} lines");
+        // Each one that was left out is told of once, the last of them at the end.
+        let left_out: u64 = lines.iter().filter_map(|line| line["left_out"].as_u64()).sum();
+        ensure!(left_out == BAD_REQUESTS - LINES, "{left_out} left out: {lines:#?}");
+        ensure!(of(&name, "errors that the guest").len() == 1, "{lines:#?}");
+        let total = format!("caused {BAD_REQUESTS} errors");
+        ensure!(of(&name, &total).len() == 1, "no {total:?}: {lines:#?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn text_has_the_same_counts() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+    let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
+    misbehave(&socket)?;
+    // Nor is there more than a few lines of front-ends that come and go.
+    for _ in 0..20 {
+        Frontend::connect(&socket, &Setup::default())?.negotiate()?;
+    }
+    daemon.signal(Signal::TERM)?;
+    let text = daemon.finish()?.expect_code(0)?.stderr;
+    let name = file.to_string_lossy();
+    let count = |what: &str| text.matches(&format!("{name}: {what}")).count() as u64;
+    ensure!(count("a request failed") == LINES, "{text}");
+    ensure!(count("a front-end has attached") == LINES, "{text}");
+    ensure!(count(&format!("guests or front-ends caused {BAD_REQUESTS} errors")) == 1, "{text}");
+    let left_out = BAD_REQUESTS / 2 - LINES;
+    ensure!(text.contains(&format!("({left_out} more were not logged)")), "{text}");
+    ensure!(text.contains(&format!("({} more were not logged)", BAD_REQUESTS / 2)), "{text}");
+    Ok(())
+}
+
+#[test]
+fn the_option_goes_before_the_environment() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("disk.img", 16 << 20)?, scene.socket("disk.sock"));
+    let mut loud = serve(&socket, &file)?;
+    let mut daemon = Running::serve(loud.args(["--log", "info"]).env("RUST_LOG", "off"))?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+
+    for (option, variable) in [("error", "info"), ("ringhaul=error", "trace"), ("", "error")] {
+        let mut quiet = serve(&socket, &file)?;
+        if !option.is_empty() {
+            quiet.args(["--log", option]);
+        }
+        let mut daemon = Running::start(quiet.env("RUST_LOG", variable))?;
+        let deadline = std::time::Instant::now() + ringhaul_tests::cli::LIMIT;
+        while UnixStream::connect(&socket).is_err() {
+            ensure!(std::time::Instant::now() < deadline, "nobody listens");
+            std::thread::yield_now();
+        }
+        daemon.signal(Signal::TERM)?;
+        let finished = daemon.finish()?.expect_code(0)?;
+        ensure!(finished.stderr.is_empty(), "{option} {variable}: {}", finished.stderr);
+    }
+
+    let mut daemon = Running::start(serve(&socket, &file)?.env("RUST_LOG", "ringhaul=loud"))?;
+    daemon.wait_for("RUST_LOG is ignored")?;
+    daemon.wait_for(READY)?;
+    Ok(())
+}
+
+#[test]
+fn failures_come_in_the_form_that_was_asked_for() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.path("nothing.img"), scene.socket("disk.sock"));
+    let mut refused = serve(&socket, &file)?;
+    let finished = run(refused.args(["--log-format=json", "--log=off"]))?;
+    let finished = finished.expect_code(EXIT_USAGE)?;
+    let lines = parse(&finished.stderr)?;
+    ensure!(lines.len() == 1 && lines[0]["level"] == "ERROR", "{lines:?}");
+    ensure!(lines[0]["message"].as_str().is_some_and(|text| text.contains("nothing.img")));
+
+    for (option, value) in [("--log", "ringhaul=loud"), ("--log-format", "xml")] {
+        let mut refused = serve(&socket, &file)?;
+        run(refused.args([option, value]))?.expect_refusal(&[option, value])?;
+    }
+    Ok(())
+}
