@@ -17,7 +17,7 @@ mod io_uring;
 mod retry;
 #[cfg(feature = "sim")]
 pub mod sim;
-mod threads;
+pub(crate) mod threads;
 
 use std::fmt;
 use std::io;
@@ -25,7 +25,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::AsFd;
 use rustix::io::Errno;
 
 use crate::error::Error;
@@ -289,13 +289,6 @@ impl Engine {
             Self::IoUring(engine) => engine.retry_at(),
         }
     }
-}
-
-/// The eventfd of an engine, shared with whoever signals completions.
-type WakeFd = std::sync::Arc<OwnedFd>;
-
-fn wake_fd(fd: &WakeFd) -> BorrowedFd<'_> {
-    fd.as_fd()
 }
 
 #[cfg(test)]

@@ -22,12 +22,15 @@ pub mod disk;
 pub mod engine;
 mod error;
 pub mod io_thread;
+#[cfg(all(test, any(loom, shuttle)))]
+mod models;
 pub mod op;
 mod pacing;
 mod poll_window;
 mod reactor;
 mod remote;
 pub mod stats;
+mod sync;
 pub mod task;
 
 pub use buf::{BufferMemory, Buffers};

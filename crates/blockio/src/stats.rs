@@ -5,8 +5,9 @@
 //! little old.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// A count that one thread writes and any thread reads.
 #[derive(Debug, Default)]

@@ -10,11 +10,12 @@ use std::future::{Future, poll_fn};
 use std::mem;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
 use crate::io_thread::Io;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Eventfd, Mutex, MutexGuard};
 
 /// Names a task, and a future in its [`TaskSet`].
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -143,7 +144,7 @@ pub(crate) struct ForeignWakes {
     inbox: Mutex<Inbox>,
     /// Whether the inbox holds anything, so that a turn can look without a lock.
     posted: AtomicBool,
-    eventfd: rustix::fd::OwnedFd,
+    eventfd: Eventfd,
 }
 
 /// A closure that another thread wants run here.
@@ -159,11 +160,20 @@ pub(crate) struct Inbox {
 
 impl ForeignWakes {
     pub(crate) fn new(eventfd: rustix::fd::OwnedFd) -> Self {
-        Self { inbox: Mutex::default(), posted: AtomicBool::new(false), eventfd }
+        Self {
+            inbox: Mutex::default(),
+            posted: AtomicBool::new(false),
+            eventfd: Eventfd::new(eventfd),
+        }
     }
 
-    pub(crate) fn eventfd(&self) -> &rustix::fd::OwnedFd {
+    pub(crate) fn eventfd(&self) -> &Eventfd {
         &self.eventfd
+    }
+
+    #[cfg(all(test, shuttle))]
+    pub(crate) fn watch_with(&mut self, other: &Eventfd) {
+        self.eventfd.watch_with(other);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inbox> {
@@ -179,9 +189,7 @@ impl ForeignWakes {
         change(&mut inbox);
         self.posted.store(true, Ordering::Release);
         drop(inbox);
-        // The eventfd cannot overflow: each write adds one. Any other failure would mean that it
-        // is closed, and it lives as long as `self`.
-        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+        self.eventfd.add_one();
         true
     }
 

@@ -5,16 +5,17 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::fd::OwnedFd;
 
-use super::{Completer, WakeFd, wake_fd};
+use super::Completer;
 use crate::op::{OpKind, OpView};
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
 
 /// As many as QEMU's thread pool has: enough to keep a disk array busy.
 const THREADS_MAX: usize = 64;
@@ -22,9 +23,9 @@ const THREADS_MAX: usize = 64;
 const IDLE: Duration = Duration::from_secs(10);
 
 /// One op on its way to a pool thread.
-pub(super) struct Job {
-    pub(super) slot: u32,
-    pub(super) view: OpView,
+pub(crate) struct Job {
+    pub(crate) slot: u32,
+    pub(crate) view: OpView,
 }
 
 // SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
@@ -40,16 +41,26 @@ struct Jobs {
 }
 
 /// What the pool threads share with their engine.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     jobs: Mutex<Jobs>,
     work: Condvar,
     done: Mutex<Vec<(u32, i64)>>,
     /// Length of `done`, so that a harvest that finds nothing takes no lock.
     done_len: AtomicUsize,
-    wake: WakeFd,
+    wake: Eventfd,
 }
 
 impl Pool {
+    pub(crate) fn new(wake: OwnedFd) -> Self {
+        Self {
+            jobs: Mutex::default(),
+            work: Condvar::new(),
+            done: Mutex::default(),
+            done_len: AtomicUsize::new(0),
+            wake: Eventfd::new(wake),
+        }
+    }
+
     fn jobs(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,8 +84,49 @@ impl Pool {
     }
 
     pub(super) fn wake(&self) {
-        // The counter cannot overflow, and nothing else can fail on an open eventfd.
-        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+        self.wake.add_one();
+    }
+
+    #[cfg(all(test, any(loom, shuttle)))]
+    pub(crate) fn eventfd(&self) -> &Eventfd {
+        &self.wake
+    }
+
+    /// Adds jobs; returns how many threads to start for them.
+    pub(crate) fn put(&self, added: impl Iterator<Item = Job>) -> usize {
+        let mut jobs = self.jobs();
+        jobs.waiting.extend(added);
+        let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
+        wanted.min(THREADS_MAX - jobs.threads)
+    }
+
+    /// A thread is about to start.
+    pub(crate) fn count_thread(&self) {
+        self.jobs().threads += 1;
+    }
+
+    /// Wakes idle threads for this many jobs.
+    pub(crate) fn notify(&self, count: usize) {
+        for _ in 0..count {
+            self.work.notify_one();
+        }
+    }
+
+    pub(crate) fn has_completions(&self) -> bool {
+        self.done_len.load(Ordering::Acquire) > 0
+    }
+
+    /// Swaps what is done with `harvested`, which is empty.
+    pub(crate) fn take_done(&self, harvested: &mut Vec<(u32, i64)>) {
+        let mut results = self.done();
+        std::mem::swap(&mut *results, harvested);
+        self.done_len.store(0, Ordering::Relaxed);
+    }
+
+    /// Ends the threads once nothing waits.
+    pub(crate) fn stop(&self) {
+        self.jobs().stop = true;
+        self.work.notify_all();
     }
 }
 
@@ -89,15 +141,8 @@ pub(crate) struct Threads {
 
 impl Threads {
     pub(super) fn new(wake: OwnedFd) -> Self {
-        let pool = Pool {
-            jobs: Mutex::default(),
-            work: Condvar::new(),
-            done: Mutex::default(),
-            done_len: AtomicUsize::new(0),
-            wake: Arc::new(wake),
-        };
         Self {
-            pool: Arc::new(pool),
+            pool: Arc::new(Pool::new(wake)),
             queued: VecDeque::new(),
             in_kernel: 0,
             harvested: Vec::new(),
@@ -106,7 +151,7 @@ impl Threads {
     }
 
     pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
-        wake_fd(&self.pool.wake)
+        self.pool.wake.as_fd()
     }
 
     pub(super) fn queue(&mut self, slot: u32) {
@@ -126,25 +171,20 @@ impl Threads {
             return false;
         }
         let count = self.queued.len().min(max);
-        let mut jobs = self.pool.jobs();
-        for slot in self.queued.drain(..count) {
-            if let Some(view) = done.slots.view(slot, done.now) {
-                self.in_kernel += 1;
-                jobs.waiting.push_back(Job { slot, view });
-            }
-        }
-        let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
-        let room = THREADS_MAX - jobs.threads;
-        drop(jobs);
+        let (slots, in_kernel) = (&mut *done.slots, &mut self.in_kernel);
+        let now = done.now;
+        let wanted = self.pool.put(self.queued.drain(..count).filter_map(|slot| {
+            let view = slots.view(slot, now)?;
+            *in_kernel += 1;
+            Some(Job { slot, view })
+        }));
         done.stats.submitted_at_once.record(count as u64);
         #[cfg(feature = "sim")]
         if super::sim::take_jobs(&self.pool) {
             return !self.queued.is_empty();
         }
-        self.grow(wanted.min(room), done);
-        for _ in 0..count {
-            self.pool.work.notify_one();
-        }
+        self.grow(wanted, done);
+        self.pool.notify(count);
         !self.queued.is_empty()
     }
 
@@ -154,7 +194,7 @@ impl Threads {
         self.handles.retain(|handle| !handle.is_finished());
         for _ in 0..wanted {
             let pool = Arc::clone(&self.pool);
-            self.pool.jobs().threads += 1;
+            self.pool.count_thread();
             let thread = std::thread::Builder::new()
                 .name("ringhaul-pool".into())
                 .stack_size(128 << 10)
@@ -183,18 +223,14 @@ impl Threads {
     }
 
     pub(super) fn has_completions(&self) -> bool {
-        self.pool.done_len.load(Ordering::Acquire) > 0
+        self.pool.has_completions()
     }
 
     pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
         if !self.has_completions() {
             return 0;
         }
-        {
-            let mut results = self.pool.done();
-            std::mem::swap(&mut *results, &mut self.harvested);
-            self.pool.done_len.store(0, Ordering::Relaxed);
-        }
+        self.pool.take_done(&mut self.harvested);
         let count = self.harvested.len();
         self.in_kernel -= count;
         for (slot, result) in self.harvested.drain(..) {
@@ -206,8 +242,7 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.pool.jobs().stop = true;
-        self.pool.work.notify_all();
+        self.pool.stop();
         for handle in self.handles.drain(..) {
             // A pool thread runs system calls only; a panic in one has been printed.
             let _ = handle.join();
@@ -215,7 +250,8 @@ impl Drop for Threads {
     }
 }
 
-fn pool_thread(pool: &Pool) {
+/// What a thread of the pool does. [`Pool::count_thread`] was told of it.
+pub(crate) fn pool_thread(pool: &Pool) {
     while let Some(job) = next_job(pool) {
         if pool.post(job.slot, execute(&job.view)) {
             pool.wake();

@@ -1,0 +1,261 @@
+//! Models of what threads share. loom runs each through every schedule (and every value that a
+//! weak atomic may read) up to a bound; shuttle runs larger ones through many random schedules.
+//!
+//! A lost wake shows as a deadlock: the thread that sleeps on the modelled eventfd is the last.
+//! Neither checker knows time, so pool threads do not end by being idle here.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::OwnedFd;
+
+use crate::engine::threads::{Job, Pool, pool_thread};
+use crate::op::{OpKind, OpView};
+use crate::stats::Counter;
+use crate::task::ForeignWakes;
+
+#[cfg(loom)]
+use loom::thread;
+#[cfg(shuttle)]
+use shuttle::thread;
+
+/// How much larger the models are where not every schedule is tried.
+const SCALE: u32 = if cfg!(loom) { 1 } else { 4 };
+
+fn explore(model: impl Fn() + Send + Sync + 'static) {
+    #[cfg(loom)]
+    {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(2);
+        builder.check(model);
+    }
+    #[cfg(shuttle)]
+    shuttle::check_random(model, 5_000);
+}
+
+fn new_eventfd() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+/// Sleeps as the loop does: only when nothing is posted.
+fn sleep_and_take(wakes: &ForeignWakes, taken: &mut Vec<u32>) {
+    if !wakes.is_posted() {
+        wakes.eventfd().wait();
+    }
+    if wakes.is_posted() {
+        taken.extend(wakes.take().tasks);
+    }
+}
+
+#[test]
+fn every_foreign_wake_is_seen() {
+    explore(|| {
+        let wakes = Arc::new(ForeignWakes::new(new_eventfd()));
+        let posters: Vec<_> = (0..2 * SCALE)
+            .map(|poster| {
+                let wakes = Arc::clone(&wakes);
+                thread::spawn(move || {
+                    for post in 0..SCALE {
+                        assert!(wakes.post(|inbox| inbox.tasks.push(poster * SCALE + post)));
+                    }
+                })
+            })
+            .collect();
+        let mut taken = Vec::new();
+        while taken.len() < (2 * SCALE * SCALE) as usize {
+            sleep_and_take(&wakes, &mut taken);
+        }
+        for poster in posters {
+            poster.join().unwrap();
+        }
+        taken.sort_unstable();
+        assert!(taken.into_iter().eq(0..2 * SCALE * SCALE), "each comes once");
+    });
+}
+
+#[test]
+fn what_was_posted_before_the_close_is_not_lost() {
+    explore(|| {
+        let wakes = Arc::new(ForeignWakes::new(new_eventfd()));
+        let posters: Vec<_> = (0..2 * SCALE)
+            .map(|poster| {
+                let wakes = Arc::clone(&wakes);
+                thread::spawn(move || wakes.post(|inbox| inbox.tasks.push(poster)))
+            })
+            .collect();
+        let mut taken = Vec::new();
+        if wakes.is_posted() {
+            taken.extend(wakes.take().tasks);
+        }
+        taken.extend(wakes.close().tasks);
+        for (poster, handle) in (0..).zip(posters) {
+            let accepted = handle.join().unwrap();
+            assert_eq!(accepted, taken.contains(&poster), "the poster is told the truth");
+        }
+    });
+}
+
+/// An op that the kernel refuses: no file has this number.
+fn job(slot: u32) -> Job {
+    const NO_FILE: RawFd = -1;
+    let iovecs = std::ptr::null();
+    let view = OpView { kind: OpKind::Flush, fd: NO_FILE, offset: 0, iovecs, iovecs_len: 0 };
+    Job { slot, view }
+}
+
+/// The engine's part of a pool, without slots.
+struct PoolUser {
+    pool: Arc<Pool>,
+    threads: Vec<thread::JoinHandle<()>>,
+    done: Vec<(u32, i64)>,
+}
+
+impl PoolUser {
+    fn new() -> Self {
+        let pool = Arc::new(Pool::new(new_eventfd()));
+        Self { pool, threads: Vec::new(), done: Vec::new() }
+    }
+
+    fn submit(&mut self, slots: std::ops::Range<u32>) {
+        let count = slots.len();
+        for _ in 0..self.pool.put(slots.map(job)) {
+            self.pool.count_thread();
+            let pool = Arc::clone(&self.pool);
+            self.threads.push(thread::spawn(move || pool_thread(&pool)));
+        }
+        self.pool.notify(count);
+    }
+
+    fn harvest(&mut self) {
+        if self.pool.has_completions() {
+            let mut harvested = Vec::new();
+            self.pool.take_done(&mut harvested);
+            self.done.append(&mut harvested);
+        }
+    }
+
+    fn wait_for(&mut self, count: usize) {
+        while self.done.len() < count {
+            if !self.pool.has_completions() {
+                self.pool.eventfd().wait();
+            }
+            self.harvest();
+        }
+    }
+
+    fn stop(self) -> Vec<u32> {
+        self.pool.stop();
+        for thread in self.threads {
+            thread.join().unwrap();
+        }
+        let mut slots: Vec<u32> = self.done.iter().map(|&(slot, _)| slot).collect();
+        slots.sort_unstable();
+        slots
+    }
+}
+
+#[test]
+fn every_op_of_the_pool_completes_once() {
+    explore(|| {
+        let mut user = PoolUser::new();
+        user.submit(0..SCALE);
+        user.submit(SCALE..2 * SCALE);
+        user.wait_for(2 * SCALE as usize);
+        assert!(user.stop().into_iter().eq(0..2 * SCALE));
+    });
+}
+
+#[test]
+fn threads_that_are_idle_take_what_comes_next() {
+    explore(|| {
+        let mut user = PoolUser::new();
+        for round in 0..2 * SCALE {
+            user.submit(round..round + 1);
+            user.wait_for(round as usize + 1);
+        }
+        assert!(user.stop().into_iter().eq(0..2 * SCALE));
+    });
+}
+
+#[test]
+fn a_counter_never_goes_back() {
+    explore(|| {
+        let counter = Arc::new(Counter::default());
+        let reader = {
+            let counter = Arc::clone(&counter);
+            thread::spawn(move || {
+                let first = counter.get();
+                let second = counter.get();
+                assert!(first <= second && second <= u64::from(2 * SCALE));
+            })
+        };
+        for _ in 0..2 * SCALE {
+            counter.add(1);
+        }
+        reader.join().unwrap();
+        assert_eq!(counter.get(), u64::from(2 * SCALE));
+    });
+}
+
+/// A front-end comes, has requests served, has them finished, and comes again; the loop sleeps on
+/// one wait for both the front-end's thread and the pool.
+#[cfg(shuttle)]
+#[test]
+fn sessions_stop_finish_and_start_again() {
+    use shuttle::sync::mpsc::channel;
+
+    const SESSIONS: u32 = 3;
+    const REQUESTS: u32 = 4;
+    const STOP: u32 = u32::MAX;
+    const END: u32 = u32::MAX - 1;
+
+    explore(|| {
+        let mut user = PoolUser::new();
+        let mut wakes = ForeignWakes::new(new_eventfd());
+        wakes.watch_with(user.pool.eventfd());
+        let wakes = Arc::new(wakes);
+        let (answer, answers) = channel();
+        let front_end = {
+            let wakes = Arc::clone(&wakes);
+            thread::spawn(move || {
+                for session in 1..=SESSIONS {
+                    for request in 0..REQUESTS {
+                        let slot = (session - 1) * REQUESTS + request;
+                        assert!(wakes.post(|inbox| inbox.tasks.push(slot)));
+                    }
+                    assert!(wakes.post(|inbox| inbox.tasks.push(STOP)));
+                    let done = answers.recv().unwrap();
+                    assert_eq!(done, (session * REQUESTS) as usize, "a request was left behind");
+                }
+                assert!(wakes.post(|inbox| inbox.tasks.push(END)));
+            })
+        };
+        let (mut submitted, mut stopping, mut ending) = (0, false, false);
+        while !ending {
+            if !wakes.is_posted() && !user.pool.has_completions() {
+                wakes.eventfd().wait();
+            }
+            user.harvest();
+            let posted = if wakes.is_posted() { wakes.take().tasks } else { Vec::new() };
+            for task in posted {
+                match task {
+                    STOP => stopping = true,
+                    END => ending = true,
+                    slot => {
+                        submitted += 1;
+                        user.submit(slot..slot + 1);
+                    }
+                }
+            }
+            if stopping && user.done.len() == submitted {
+                stopping = false;
+                answer.send(submitted).unwrap();
+            }
+        }
+        drop(wakes.close());
+        assert!(!wakes.post(|_| ()), "nobody looks any more");
+        front_end.join().unwrap();
+        assert!(user.stop().into_iter().eq(0..SESSIONS * REQUESTS));
+    });
+}

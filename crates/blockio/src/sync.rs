@@ -1,0 +1,94 @@
+//! What threads share is made of these: the standard library's, or those of a model checker.
+//!
+//! With `--cfg loom` or `--cfg shuttle` the locks and atomics are that checker's, and an
+//! [`Eventfd`] is one that it understands. `src/models.rs` has the models; CONTRIBUTING.md says how
+//! to run them.
+
+#[cfg(loom)]
+use loom as base;
+#[cfg(shuttle)]
+use shuttle as base;
+#[cfg(not(any(loom, shuttle)))]
+use std as base;
+
+pub(crate) use base::sync::{Condvar, Mutex, MutexGuard, atomic};
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// An eventfd with which other threads wake an IoThread.
+pub(crate) struct Eventfd {
+    fd: OwnedFd,
+    #[cfg(any(loom, shuttle))]
+    edge: std::sync::Arc<Edge>,
+}
+
+impl Eventfd {
+    pub(crate) fn new(fd: OwnedFd) -> Self {
+        Self {
+            fd,
+            #[cfg(any(loom, shuttle))]
+            edge: std::sync::Arc::default(),
+        }
+    }
+
+    /// Wakes whoever waits for it.
+    #[cfg(not(any(loom, shuttle)))]
+    pub(crate) fn add_one(&self) {
+        // The counter cannot overflow, as each write adds one, and nothing else can fail on an
+        // open eventfd.
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+    }
+
+    #[cfg(any(loom, shuttle))]
+    pub(crate) fn add_one(&self) {
+        self.edge.raise();
+    }
+
+    /// Has one wait watch both, as one epoll instance does.
+    #[cfg(all(test, shuttle))]
+    #[cfg(all(test, any(loom, shuttle)))]
+    pub(crate) fn watch_with(&mut self, other: &Self) {
+        self.edge = std::sync::Arc::clone(&other.edge);
+    }
+
+    /// Stands for the wait in the kernel.
+    #[cfg(all(test, any(loom, shuttle)))]
+    pub(crate) fn wait(&self) {
+        self.edge.wait();
+    }
+}
+
+impl AsFd for Eventfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// An eventfd that is watched edge-triggered and never read: a wait takes all writes before it.
+#[cfg(any(loom, shuttle))]
+#[derive(Default)]
+struct Edge {
+    written: Mutex<bool>,
+    changed: Condvar,
+}
+
+#[cfg(any(loom, shuttle))]
+impl Edge {
+    fn written(&self) -> MutexGuard<'_, bool> {
+        self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn raise(&self) {
+        *self.written() = true;
+        self.changed.notify_one();
+    }
+
+    #[cfg(test)]
+    fn wait(&self) {
+        let mut written = self.written();
+        while !*written {
+            written = self.changed.wait(written).unwrap_or_else(std::sync::PoisonError::into_inner);
+        }
+        *written = false;
+    }
+}
