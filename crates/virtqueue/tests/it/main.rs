@@ -3,6 +3,7 @@
 
 mod chains;
 mod driver;
+mod events;
 mod front_end;
 mod litmus;
 mod memory;

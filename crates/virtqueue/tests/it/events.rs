@@ -1,0 +1,105 @@
+//! Event idx against a model that counts in 64 bits, from any start and over any wrap.
+
+use proptest::prelude::*;
+
+use crate::ring::{F_WRITE, ISLAND, Ring, pop};
+
+const SIZE: u16 = 8;
+const BUFFER: [(u64, u32, u16); 1] = [(ISLAND, 16, F_WRITE)];
+
+/// One step of the driver or the device.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    /// The driver adds so many chains, if there is room.
+    Add(u64),
+    /// The device pops so many, if they are there.
+    Pop(u64),
+    /// The device pushes so many, if it has them.
+    Push(u64),
+    /// The device publishes; the event lies so far from what was published last.
+    Publish(i64),
+    EnableKicks,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let few = 1..=u64::from(SIZE);
+    let distance =
+        prop_oneof![-2..=i64::from(SIZE) + 2, -0x8001_i64..=-0x7ffe, 0x7ffe_i64..=0x7fff,];
+    let step = prop_oneof![
+        few.clone().prop_map(Step::Add),
+        few.clone().prop_map(Step::Pop),
+        few.prop_map(Step::Push),
+        distance.prop_map(Step::Publish),
+        Just(Step::EnableKicks),
+    ];
+    prop::collection::vec(step, 1..200)
+}
+
+/// Starts at which something wraps soon, and any others.
+fn start() -> impl Strategy<Value = u16> {
+    const EDGES: &[u16] = &[0, 0x7ff0, 0x8000, 0xfff0, 0xffff];
+    prop_oneof![prop::sample::select(EDGES), any::<u16>()]
+}
+
+/// What the 16 bits of an index show of a position.
+fn low(position: u64) -> u16 {
+    u16::try_from(position & 0xffff).expect("16 bits")
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn calls_and_kicks_are_those_of_indexes_that_do_not_wrap(
+        first_avail in start(),
+        first_used in start(),
+        steps in steps(),
+    ) {
+        let mut ring = Ring::new(SIZE, true);
+        ring.config.next_avail = first_avail;
+        ring.set_avail_idx(first_avail);
+        ring.set_used_idx(first_used);
+        let mut queue = ring.queue();
+        prop_assert!(queue.publish(), "the first is forced");
+        // Far from zero, so that an event may lie before the start.
+        let mut added = (1 << 32) + u64::from(first_avail);
+        let mut popped = added;
+        let mut pushed = (1 << 32) + u64::from(first_used);
+        let mut published = pushed;
+        let mut heads = std::collections::VecDeque::new();
+        for step in steps {
+            let in_device = heads.len() as u64;
+            match step {
+                Step::Add(count) => {
+                    let room = u64::from(SIZE) - in_device - (added - popped);
+                    for _ in 0..count.min(room) {
+                        ring.chain(low(added) % SIZE, &BUFFER);
+                        added += 1;
+                    }
+                }
+                Step::Pop(count) => for _ in 0..count.min(added - popped) {
+                    heads.push_back(pop(&mut queue).head);
+                    popped += 1;
+                },
+                Step::Push(count) => for _ in 0..count.min(in_device) {
+                    queue.push(heads.pop_front().expect("it was counted"), 0);
+                    pushed += 1;
+                },
+                Step::Publish(distance) => {
+                    let event = published.checked_add_signed(distance).expect("far from zero");
+                    ring.set_used_event(low(event));
+                    let wanted = (published..pushed).contains(&event);
+                    prop_assert_eq!(queue.publish(), wanted, "event {}", event);
+                    published = pushed;
+                    prop_assert_eq!(ring.used_idx(), low(published));
+                }
+                Step::EnableKicks => {
+                    prop_assert_eq!(queue.enable_kicks(), added > popped);
+                    prop_assert_eq!(ring.avail_event(), low(popped));
+                }
+            }
+            prop_assert_eq!(queue.next_avail(), low(popped));
+            prop_assert_eq!(queue.has_available(), added > popped);
+        }
+    }
+}
