@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use crate::{fuzz, workspace};
 
 /// Options of `cargo xtask check`.
 #[derive(clap::Args)]
@@ -102,6 +102,18 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step { name: "tests", cargo: &["test", "--workspace", "--no-fail-fast"], slow: true, ..STEP },
+    Step {
+        name: "models",
+        cargo: &["run", "--quiet", "--package", "xtask", "loom"],
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "fuzz",
+        cargo: &["run", "--quiet", "--package", "xtask", "fuzz", "--seconds", "60"],
+        slow: true,
+        ..STEP
+    },
 ];
 
 /// What the quick run does in place of `tests`.
@@ -124,8 +136,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         println!("== {}", step.name);
         let outcome = if blocked {
             Outcome::Skipped("the release build failed")
-        } else if step.name == "dependencies" && workspace::find_program("cargo-deny").is_none() {
-            Outcome::Skipped("cargo-deny is missing: cargo install --locked cargo-deny")
+        } else if let Some(missing) = missing(step) {
+            Outcome::Skipped(missing)
         } else {
             execute(step, args.all, &interrupt)?
         };
@@ -138,6 +150,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn selected(all: bool) -> impl Iterator<Item = &'static Step> {
     let unit_tests = (!all).then_some(&UNIT_TESTS);
     STEPS.iter().filter(move |step| all || !step.slow).chain(unit_tests)
+}
+
+/// What a check lacks here, if it is one that not everybody can run.
+fn missing(step: &Step) -> Option<&'static str> {
+    match step.name {
+        "dependencies" => workspace::find_program("cargo-deny")
+            .is_none()
+            .then_some("cargo-deny is missing: cargo install --locked cargo-deny"),
+        "fuzz" => fuzz::missing(),
+        _ => None,
+    }
 }
 
 fn execute(step: &Step, with_binary: bool, interrupt: &Interrupt) -> Result<Outcome> {
@@ -191,7 +214,8 @@ mod tests {
     fn the_quick_run_leaves_out_what_is_slow() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
         assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests"]);
-        assert!(names(true).ends_with(&["release build", "fences", "simulation", "tests"]));
+        let last = ["release build", "fences", "simulation", "tests", "models", "fuzz"];
+        assert!(names(true).ends_with(&last));
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! Development tasks of the workspace: `cargo xtask check`, `tidy`, `demo`, `compare`,
-//! `experiments`, `sim`, `mutants` and `guest`.
+//! Development tasks of the workspace; `cargo xtask` lists them.
 
 mod checks;
 mod compare;
@@ -7,6 +6,8 @@ mod demo;
 mod experiments;
 mod lab;
 mod mutants;
+mod fuzz;
+mod models;
 mod process;
 #[cfg(test)]
 mod setup;
@@ -42,6 +43,10 @@ enum Command {
     Sim(sim::Args),
     /// Break the code on purpose and demand that a test notices
     Mutants(mutants::Args),
+    /// Run the fuzz targets, each for a while
+    Fuzz(fuzz::Args),
+    /// Run the models of what threads share, in loom and shuttle
+    Loom,
     /// Boot real guests with vhost-user disks
     Guest(guest::Args),
 }
@@ -55,6 +60,8 @@ fn main() -> ExitCode {
         Command::Experiments(args) => experiments::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
+        Command::Loom => models::run(),
         Command::Guest(args) => match guest::run(&args) {
             Ok(status) => return status,
             Err(error) => Err(error),

@@ -61,6 +61,23 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
+/// Why what needs a nightly toolchain is skipped.
+pub(crate) const NO_NIGHTLY: &str =
+    "there is no nightly toolchain: rustup toolchain install nightly";
+
+/// The cargo of the nightly toolchain, in the root of the tree, if rustup has one.
+pub(crate) fn nightly() -> Option<Command> {
+    let rustup = find_program("rustup")?;
+    let run = |program: &str| {
+        let mut command = Command::new(&rustup);
+        command.args(["run", "nightly", program]).current_dir(root());
+        command
+    };
+    // rustup must not fetch one.
+    let there = run("rustc").arg("--version").env("RUSTUP_AUTO_INSTALL", "0").output().ok()?;
+    there.status.success().then(|| run("cargo"))
+}
+
 /// The absolute path of `name` if it is an executable file in PATH or an sbin folder.
 ///
 /// Debian leaves the sbin folders out of the PATH of ordinary users.

@@ -1,0 +1,371 @@
+//! The device as a whole: `BlkDevice` on an IoThread that is stepped by hand.
+//!
+//! The input is a set-up, actions of whoever controls the device and of the guest's driver, and
+//! behind these an image of guest memory. Whatever they are, each queue stops, and nothing is left
+//! on the IoThread then: no op, no task, no descriptor. Nothing outside of the guest's memory is
+//! written.
+
+#![no_main]
+
+use std::cell::OnceCell;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
+use libfuzzer_sys::fuzz_target;
+use ringhaul::blk::BlkDevice;
+use ringhaul::blk::config::{BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1};
+use ringhaul::queue::{QueueHandle, QueueSetup, Ring};
+use ringhaul_fuzz::{Input, memfd, open_descriptors};
+use rustix::event::{EventfdFlags, eventfd};
+use virtqueue::{GuestMemory, RegionConfig};
+
+const DISK_BYTES: u64 = 256 << 10;
+const QUEUES: u16 = 2;
+/// Bytes of the file that guest memory is in.
+const FILE_BYTES: u64 = 0x2_0000;
+/// What is in the file outside of all regions.
+const OUTSIDE: u8 = 0xa5;
+
+/// A region: guest address, bytes, offset in the file. The pages at both ends are mapped as a
+/// whole, so what is written beyond a region shows in the file; all layouts leave the same bytes
+/// out.
+type Region = (u64, u64, u64);
+const LAYOUTS: [&[Region]; 4] = [
+    &[(0, 0x1_0000, 0x800), (0x1_0000, 0x7400, 0x1_1800)],
+    &[(0, 0x1_0000, 0x800)],
+    &[(0, 0x4000, 0x800), (0x4000, 0x3800, 0x4800), (0x8000, 0x8000, 0x8800)],
+    &[],
+];
+
+thread_local! {
+    static STAGES: [OnceCell<Stage>; 3] = const { [const { OnceCell::new() }; 3] };
+}
+
+/// What is made once, and must be as new after each input.
+struct Stage {
+    thread: IoThread,
+    source: DiskSource,
+    control: Control,
+    /// The disk, which keeps its place in the file system.
+    _file: Option<tempfile::NamedTempFile>,
+}
+
+impl Stage {
+    fn new(index: usize) -> Self {
+        virtqueue::install_sigbus_handler().expect("a handler for SIGBUS");
+        let engine = [EngineKind::Threads, EngineKind::Aio, EngineKind::Threads][index];
+        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+        let file = (index < 2).then(|| tempfile::NamedTempFile::new().expect("a file"));
+        let options = DiskOptions::default();
+        let source = match &file {
+            None => DiskSource::null(DISK_BYTES, &options),
+            Some(file) => {
+                file.as_file().set_len(DISK_BYTES).expect("the length of a file");
+                DiskSource::file(file.path(), &options)
+            }
+        };
+        let thread = IoThread::new(&config).expect("an IoThread");
+        let source = source.expect("a disk");
+        Self { thread, source, control: Control::start(), _file: file }
+    }
+
+    /// Has the control thread do what waits for the IoThread, and steps that meanwhile.
+    fn control<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
+        let (sender, receiver) = channel();
+        let work = Box::new(move || sender.send(work()).expect("somebody waits"));
+        self.control.work.send(work).expect("the control thread runs");
+        loop {
+            match receiver.try_recv() {
+                Ok(result) => return result,
+                Err(TryRecvError::Empty) => self.turn(),
+                Err(TryRecvError::Disconnected) => panic!("the control thread has panicked"),
+            }
+        }
+    }
+
+    fn turn(&self) {
+        self.thread.turn(Wait::Never).expect("the kernel waits for events");
+    }
+}
+
+/// A thread like the one that serves a front-end.
+struct Control {
+    work: Sender<Box<dyn FnOnce() + Send>>,
+}
+
+impl Control {
+    fn start() -> Self {
+        let (work, to_do): (_, Receiver<Box<dyn FnOnce() + Send>>) = channel();
+        std::thread::spawn(move || to_do.into_iter().for_each(|work| work()));
+        Self { work }
+    }
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input::new(bytes);
+    let index = usize::from(input.u8() % 3);
+    STAGES.with(|stages| {
+        let stage = stages[index].get_or_init(|| Stage::new(index));
+        let before = open_descriptors();
+        Run::new(stage, input.u8()).all(input);
+        // The task of a queue ends in the turn in which it answers, and that was the last one.
+        assert_eq!((stage.thread.io().ops(), stage.thread.io().tasks()), (0, 0), "a leak");
+        assert_eq!(open_descriptors(), before, "a descriptor leaks");
+    });
+});
+
+struct Run<'a> {
+    stage: &'a Stage,
+    device: BlkDevice,
+    file: Arc<File>,
+    memory: Arc<GuestMemory>,
+    layout: &'static [Region],
+    truncated: bool,
+    queues: [Queue; QUEUES as usize],
+}
+
+#[derive(Default)]
+struct Queue {
+    ring: Option<Ring>,
+    handle: Option<QueueHandle>,
+    kick: Option<OwnedFd>,
+}
+
+impl<'a> Run<'a> {
+    fn new(stage: &'a Stage, switches: u8) -> Self {
+        let options = BlkOptions {
+            name: "fuzz".into(),
+            serial: "serial".into(),
+            num_queues: QUEUES,
+            queue_size: 64,
+            write_cache: switches & 1 == 0,
+            notify_batch: switches & 2 == 0,
+            fixed_buffers: switches & 4 != 0,
+        };
+        let device = BlkDevice::new(stage.source.clone(), options);
+        let wanted = [F_VERSION_1, F_FLUSH, F_INDIRECT_DESC, F_EVENT_IDX];
+        let bits = wanted.iter().zip(4..8).filter(|(_, at)| switches >> at & 1 != 0);
+        let features = bits.fold(0, |all, (bit, _)| all | 1_u64 << bit);
+        device.set_features(features).expect("they are offered");
+        let file = Arc::new(memfd(FILE_BYTES));
+        file.write_all_at(&vec![OUTSIDE; FILE_BYTES as usize], 0).expect("a memfd takes it");
+        let mut run = Self {
+            stage,
+            device,
+            file,
+            memory: Arc::new(GuestMemory::empty()),
+            layout: &[],
+            truncated: false,
+            queues: Default::default(),
+        };
+        run.map(usize::from(switches >> 3 & 1));
+        run
+    }
+
+    fn all(mut self, mut input: Input) {
+        let count = usize::from(input.u16() & 0x3ff);
+        let actions = input.bytes(count);
+        for (addr, byte) in (0..).zip(input.rest()) {
+            // Below the first 64 KiB; what is behind these is written by actions.
+            let _ = self.memory.write(addr & 0xffff, &[*byte]);
+        }
+        let mut actions = Input::new(actions);
+        while !actions.is_empty() {
+            self.step(&mut actions);
+        }
+        self.stop_all();
+        self.check_outside();
+    }
+
+    fn step(&mut self, input: &mut Input) {
+        let queue = usize::from(input.u8());
+        let (queue, action) = (queue >> 7, queue & 0x7f);
+        match action % 16 {
+            0 => self.start(queue, input),
+            1 => self.stop(queue),
+            2 => self.kick(queue),
+            3 | 4 => self.make_available(queue, input.u8()),
+            5 => {
+                let (addr, len) = (u64::from(input.u16()), usize::from(input.u8()));
+                let _ = self.memory.write(addr, input.bytes(len));
+            }
+            6 | 7 => self.request(queue, input),
+            8 => {
+                let features = input.u64();
+                self.stop_all();
+                let _ = self.device.set_features(features & self.device.features());
+                let _ = self.device.set_features(features & input.u64());
+            }
+            9 => {
+                let (offset, len) = (usize::from(input.u8()), usize::from(input.u8() % 8));
+                let _ = self.device.write_config(offset, input.bytes(len));
+                let _ = self.device.config_space();
+            }
+            10 => {
+                if let Some(handle) = &self.queues[queue].handle {
+                    let fd = (input.u8() & 1 == 0).then(new_eventfd);
+                    if action & 16 == 0 { handle.set_call(fd) } else { handle.set_err(fd) }
+                }
+            }
+            11 => {
+                self.stop_all();
+                self.device.reset();
+            }
+            12 => self.change_memory(usize::from(input.u8()) % LAYOUTS.len()),
+            13 => self.truncate(u64::from(input.u8()) << 12),
+            _ => self.stage.turn(),
+        }
+    }
+
+    fn start(&mut self, index: usize, input: &mut Input) {
+        self.stop(index);
+        let switches = input.u8();
+        let place = |input: &mut Input, default: u64| match switches & 1 {
+            0 => default + 0x2000 * index as u64,
+            _ => u64::from(input.u16()) << 2,
+        };
+        self.queues[index].ring = Some(Ring {
+            size: if switches & 2 == 0 { 1 << (switches >> 5) } else { input.u16() },
+            desc_table: place(input, 0x1000),
+            avail_ring: place(input, 0x1800),
+            used_ring: place(input, 0x2000),
+            next_avail: if switches & 4 == 0 { 0 } else { input.u16() },
+        });
+        self.queues[index].kick = (switches & 8 == 0).then(new_eventfd);
+        let call = (switches & 16 == 0).then(new_eventfd);
+        self.go_on(index, call);
+    }
+
+    /// Starts the queue where its ring says.
+    fn go_on(&mut self, index: usize, call: Option<OwnedFd>) {
+        let Some(ring) = self.queues[index].ring else { return };
+        let kick = &self.queues[index].kick;
+        let setup = QueueSetup {
+            memory: Arc::clone(&self.memory),
+            ring,
+            kick: kick.as_ref().map(|fd| fd.try_clone().expect("a descriptor")),
+            call,
+            err: Some(new_eventfd()),
+        };
+        let (device, remote) = (self.device.clone(), self.stage.thread.remote());
+        let started = self.stage.control(move || device.start_queue(&remote, setup));
+        self.queues[index].handle = started.ok();
+    }
+
+    fn stop(&mut self, index: usize) {
+        if let Some(handle) = self.queues[index].handle.take() {
+            let stopped = self.stage.control(move || handle.stop());
+            let next_avail = stopped.expect("the IoThread is there");
+            if let Some(ring) = &mut self.queues[index].ring {
+                ring.next_avail = next_avail;
+            }
+        }
+    }
+
+    fn stop_all(&mut self) {
+        (0..self.queues.len()).for_each(|index| self.stop(index));
+    }
+
+    fn kick(&self, index: usize) {
+        if let Some(kick) = &self.queues[index].kick {
+            rustix::io::write(kick, &1_u64.to_ne_bytes()).expect("the counter has room");
+        }
+    }
+
+    /// What a driver does when it has filled descriptors.
+    fn make_available(&self, index: usize, head: u8) {
+        let Some(ring) = self.queues[index].ring else { return };
+        let mut idx = [0; 2];
+        if ring.size == 0 || self.memory.read(ring.avail_ring + 2, &mut idx).is_err() {
+            return;
+        }
+        let idx = u16::from_le_bytes(idx);
+        let entry = ring.avail_ring + 4 + u64::from(idx % ring.size) * 2;
+        let _ = self.memory.write(entry, &u16::from(head).to_le_bytes());
+        let _ = self.memory.write(ring.avail_ring + 2, &idx.wrapping_add(1).to_le_bytes());
+    }
+
+    /// Writes a chain of three descriptors as virtio-blk has them, but for what the input changes.
+    fn request(&self, index: usize, input: &mut Input) {
+        let Some(ring) = self.queues[index].ring else { return };
+        let head = u16::from(input.u8() % 16);
+        let (kind, sector) = (u32::from(input.u8()), u64::from(input.u16()));
+        let (pages, odd) = (u32::from(input.u8()), u32::from(input.u8()));
+        let header_addr = 0x5000 + u64::from(head) * 32;
+        let mut header = kind.to_le_bytes().to_vec();
+        header.extend([0; 4]);
+        header.extend(sector.to_le_bytes());
+        let _ = self.memory.write(header_addr, &header);
+        let write = if matches!(kind, 0 | 8) { 2 } else { 0 };
+        let len = match kind {
+            // Discard and write zeroes bring segments of 16 bytes.
+            11 | 13 => (pages & 7) * 16,
+            _ => (pages & 31) * 512,
+        } + if odd & 0xc0 == 0xc0 { odd & 63 } else { 0 };
+        let data = (0x6000 + u64::from(odd) * 64, len, 1 | write);
+        for (at, (addr, len, flags)) in
+            [(header_addr, 16, 1), data, (header_addr + 16, 1, 2)].into_iter().enumerate()
+        {
+            let at = head + at as u16;
+            let mut bytes = addr.to_le_bytes().to_vec();
+            bytes.extend(len.to_le_bytes());
+            bytes.extend((flags as u16).to_le_bytes());
+            bytes.extend((at + 1).to_le_bytes());
+            let _ = self.memory.write(ring.desc_table + u64::from(at) * 16, &bytes);
+        }
+        self.make_available(index, head as u8);
+    }
+
+    /// As vhost-user does it: nothing uses the old map once the new one is there.
+    fn change_memory(&mut self, layout: usize) {
+        let running = self.queues.each_ref().map(|queue| queue.handle.is_some());
+        self.stop_all();
+        self.map(layout);
+        for (index, _) in running.iter().enumerate().filter(|(_, running)| **running) {
+            self.go_on(index, Some(new_eventfd()));
+        }
+    }
+
+    fn map(&mut self, layout: usize) {
+        let region = |&(guest_addr, size, file_offset): &Region| RegionConfig {
+            guest_addr,
+            size,
+            user_addr: guest_addr,
+            file: Arc::clone(&self.file),
+            file_offset,
+        };
+        // The file may be too short by now.
+        if let Ok(memory) = GuestMemory::new(LAYOUTS[layout].iter().map(region).collect()) {
+            self.memory = Arc::new(memory);
+            self.layout = LAYOUTS[layout];
+        }
+    }
+
+    /// The front-end takes memory away.
+    fn truncate(&mut self, bytes: u64) {
+        self.file.set_len(bytes.min(FILE_BYTES)).expect("a memfd gets shorter");
+        self.truncated = true;
+    }
+
+    /// Bytes around the regions must be as they were.
+    fn check_outside(&self) {
+        if self.truncated {
+            return;
+        }
+        let mut bytes = vec![0; FILE_BYTES as usize];
+        self.file.read_exact_at(&mut bytes, 0).expect("it has its length");
+        for (at, byte) in (0..).zip(bytes) {
+            let inside = |&(_, size, start): &Region| start <= at && at < start + size;
+            let mapped = LAYOUTS.iter().any(|layout| layout.iter().any(inside));
+            assert!(mapped || byte == OUTSIDE, "byte {at:#x} lies outside of all regions");
+        }
+    }
+}
+
+fn new_eventfd() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd")
+}

@@ -1,0 +1,171 @@
+//! vhost-user messages with descriptors, over a socket, to a real session.
+//!
+//! The input is a list of messages. Whatever they are, the session ends when the front-end has
+//! gone, and nothing is left of it: no descriptor (so no mapping, which keeps one), no op, no task.
+
+#![no_main]
+
+use std::fs::File;
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThreadConfig};
+use libfuzzer_sys::fuzz_target;
+use ringhaul::blk::BlkDevice;
+use ringhaul::blk::config::BlkOptions;
+use ringhaul::export::{Endpoint, Export};
+use ringhaul::io_threads::IoThreads;
+use ringhaul_fuzz::{Input, memfd, open_descriptors};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+/// All replies together must fit the socket, which nobody reads meanwhile.
+const MESSAGES_MAX: usize = 40;
+const FILE_BYTES: u64 = 1 << 20;
+/// A session that takes longer hangs. Only ends a hopeless wait.
+const LIMIT: Duration = Duration::from_secs(20);
+/// An action in place of a message: the guest writes to its memory.
+const WRITE_MEMORY: u8 = 0xfe;
+/// An action in place of a message: the guest kicks.
+const KICK: u8 = 0xff;
+
+fn threads() -> &'static IoThreads {
+    static THREADS: OnceLock<IoThreads> = OnceLock::new();
+    THREADS.get_or_init(|| {
+        virtqueue::install_sigbus_handler().expect("a handler for SIGBUS");
+        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        IoThreads::start(2, &config).expect("two IoThreads")
+    })
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let threads = threads();
+    let before = open_descriptors();
+    run(threads, Input::new(bytes));
+    for remote in threads.remotes() {
+        let left = remote.call(|io| (io.ops(), io.tasks())).expect("the IoThread is there");
+        assert_eq!(left, (0, 0), "a session leaves something on its IoThread");
+    }
+    assert_eq!(open_descriptors(), before, "a descriptor leaks");
+});
+
+fn run(threads: &IoThreads, mut input: Input) {
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).expect("a disk");
+    let options = BlkOptions { name: "fuzz".into(), num_queues: 2, ..BlkOptions::default() };
+    let device = BlkDevice::new(source, options);
+    let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+    let (sender, ended) = channel();
+    let export = Export::start(
+        "fuzz",
+        device,
+        Endpoint::Connection(theirs),
+        threads.remotes().to_vec(),
+        move || sender.send(()).expect("somebody waits"),
+    )
+    .expect("an export");
+    let guest = FrontEnd::new();
+    let stops_early = input.u8() & 1 != 0;
+    for _ in 0..MESSAGES_MAX {
+        if input.is_empty() || !guest.send(&ours, &mut input) {
+            break;
+        }
+    }
+    if stops_early {
+        // The operator ends the export while messages are on their way.
+        export.stop();
+        ended.recv_timeout(LIMIT).expect("an export that was stopped has ended");
+        return;
+    }
+    ours.shutdown(std::net::Shutdown::Write).expect("a socket can be shut down");
+    ended.recv_timeout(LIMIT).expect("a session whose front-end has gone ends");
+    // What it said must be readable to its end: it has closed the socket.
+    let mut replies = Vec::new();
+    match ours.read_to_end(&mut replies) {
+        Ok(_) => {}
+        // Messages that it has not read are lost, and it says so.
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
+    export.stop();
+}
+
+struct FrontEnd {
+    memory: File,
+    event: OwnedFd,
+    null: File,
+    pipe: (OwnedFd, OwnedFd),
+}
+
+impl FrontEnd {
+    fn new() -> Self {
+        Self {
+            memory: memfd(FILE_BYTES),
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"),
+            null: File::open("/dev/null").expect("/dev/null is there"),
+            pipe: rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).expect("a pipe"),
+        }
+    }
+
+    /// Sends the next message. False when nobody listens any more.
+    fn send(&self, socket: &UnixStream, input: &mut Input) -> bool {
+        use std::os::unix::fs::FileExt;
+
+        let request = input.u8();
+        match request {
+            WRITE_MEMORY => {
+                let (offset, len) = (u64::from(input.u32() & 0xf_ffff), usize::from(input.u8()));
+                let bytes = input.bytes(len);
+                if input.u8() == 0xff {
+                    // Takes memory away.
+                    self.memory.set_len(offset).expect("a memfd gets shorter");
+                } else if offset + 256 <= FILE_BYTES {
+                    self.memory.write_all_at(bytes, offset).expect("a memfd can be written");
+                }
+                return true;
+            }
+            KICK => {
+                rustix::io::write(&self.event, &1_u64.to_ne_bytes()).expect("it has room");
+                return true;
+            }
+            _ => {}
+        }
+        let (switches, kinds, count) = (input.u8(), input.u8(), input.u8());
+        let payload = input.bytes(usize::from(count));
+        // Version 1, maybe with a reply asked for, or whatever comes; a size that is right, or not.
+        let flags = if switches & 1 == 0 { 1 | u32::from(switches & 8) } else { input.u32() };
+        let size = if switches & 2 == 0 { payload.len() as u32 } else { input.u32() };
+        let request = if switches & 4 == 0 { u32::from(request) } else { input.u32() };
+        let mut message = Vec::new();
+        for number in [request, flags, size] {
+            message.extend(number.to_le_bytes());
+        }
+        message.extend(payload);
+        let fds: Vec<_> =
+            (0..switches >> 4).map(|at| self.descriptor(kinds >> (2 * (at & 3)) & 3)).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)), "there is room");
+        }
+        let sent = sendmsg(socket, &[IoSlice::new(&message)], &mut ancillary, SendFlags::NOSIGNAL);
+        match sent {
+            Ok(_) => true,
+            Err(Errno::PIPE | Errno::CONNRESET) => false,
+            Err(error) => panic!("cannot send to a session: {error}"),
+        }
+    }
+
+    fn descriptor(&self, kind: u8) -> rustix::fd::BorrowedFd<'_> {
+        match kind {
+            0 => self.memory.as_fd(),
+            1 => self.event.as_fd(),
+            2 => self.null.as_fd(),
+            _ => self.pipe.1.as_fd(),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! What the fuzz targets share: an input as a list of numbers, and a count of open descriptors.
+
+use std::fs::File;
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+/// Takes an input apart. Behind its end there are zeroes, so that any input is a good one.
+pub struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    /// All of an input.
+    #[must_use]
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// Whether nothing is left.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next bytes, fewer at the end.
+    pub fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(count.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut array = [0; N];
+        let taken = self.bytes(N);
+        array[..taken.len()].copy_from_slice(taken);
+        array
+    }
+
+    /// The next byte.
+    pub fn u8(&mut self) -> u8 {
+        let [byte] = self.array();
+        byte
+    }
+
+    /// The next two bytes, little-endian.
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    /// The next four bytes, little-endian.
+    pub fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    /// The next eight bytes, little-endian.
+    pub fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+
+    /// What is left.
+    #[must_use]
+    pub fn rest(self) -> &'a [u8] {
+        self.0
+    }
+}
+
+/// An anonymous file of this length.
+///
+/// # Panics
+///
+/// When the kernel has none left.
+#[must_use]
+pub fn memfd(bytes: u64) -> File {
+    let file = File::from(memfd_create("ringhaul-fuzz", MemfdFlags::CLOEXEC).expect("a memfd"));
+    file.set_len(bytes).expect("the length of a memfd");
+    file
+}
+
+/// How many descriptors this process has open.
+///
+/// # Panics
+///
+/// Without /proc.
+#[must_use]
+pub fn open_descriptors() -> usize {
+    // The descriptor with which the folder is read is one more each time.
+    std::fs::read_dir("/proc/self/fd").expect("/proc is mounted").count()
+}

@@ -1,0 +1,68 @@
+//! `cargo xtask fuzz`: the fuzz targets, each for a while.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::process::{Interrupt, Running, describe};
+use crate::workspace;
+
+/// The targets, in `fuzz/fuzz_targets`.
+const TARGETS: [&str; 3] = ["chains", "device", "messages"];
+
+/// Options of `cargo xtask fuzz`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Run each target for this many seconds
+    #[arg(long, default_value_t = 60)]
+    seconds: u32,
+
+    /// Run this target only
+    #[arg(value_parser = TARGETS)]
+    target: Option<String>,
+}
+
+/// Why the targets cannot run here.
+pub(crate) fn missing() -> Option<&'static str> {
+    if workspace::find_program("cargo-fuzz").is_none() {
+        return Some("cargo-fuzz is missing: cargo install --locked cargo-fuzz");
+    }
+    workspace::nightly().is_none().then_some(workspace::NO_NIGHTLY)
+}
+
+/// Runs the targets. What they find along the way is kept in `fuzz/corpus`, which is not part of
+/// the tree; what fails is kept in `fuzz/artifacts`.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(missing) = missing() {
+        bail!("{missing}");
+    }
+    let interrupt = Interrupt::install()?;
+    let targets = TARGETS.iter().filter(|name| args.target.as_ref().is_none_or(|t| t == *name));
+    for target in targets {
+        let folder = |kind: &str| workspace::root().join("fuzz").join(kind).join(target);
+        let (corpus, seeds) = (folder("corpus"), folder("seeds"));
+        std::fs::create_dir_all(&corpus)
+            .with_context(|| format!("making the folder {}", corpus.display()))?;
+        let mut command = workspace::nightly().context(workspace::NO_NIGHTLY)?;
+        command.args(["fuzz", "run", target]).args([&corpus, &seeds]).args([
+            "--",
+            &format!("-max_total_time={}", args.seconds),
+            // A hang is a failure, and so is memory that grows without bound.
+            "-timeout=30",
+            "-rss_limit_mb=2048",
+            "-max_len=4096",
+            "-print_final_stats=1",
+            "-verbosity=0",
+        ]);
+        println!("fuzz: {target}, {} s", args.seconds);
+        let status = Running::start(target, &mut command, &interrupt)?.wait(Duration::MAX)?;
+        if !status.success() {
+            bail!(
+                "fuzz target {target}: {}; the input is in fuzz/artifacts/{target}, and \
+                 `cargo +nightly fuzz run {target} FILE` repeats it",
+                describe(status)
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,29 @@
+//! `cargo xtask loom`: the models of what threads share, in loom and then in shuttle.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::process::{Interrupt, Running, describe};
+use crate::workspace;
+
+/// Runs the models. Each checker has a build of its own, beside the others.
+pub(crate) fn run() -> Result<()> {
+    let interrupt = Interrupt::install()?;
+    for checker in ["loom", "shuttle"] {
+        println!("loom: the models in {checker}");
+        let mut command = workspace::cargo();
+        command
+            .args(["test", "--package", "blockio", "--lib", "models"])
+            .env("CARGO_TARGET_DIR", workspace::target_dir()?.join(checker))
+            .env("RUSTFLAGS", format!("--cfg {checker}"))
+            // Schedules by the thousand: slow code costs more than its optimisation.
+            .env("CARGO_PROFILE_TEST_OPT_LEVEL", "2")
+            .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
+        let status = Running::start(checker, &mut command, &interrupt)?.wait(Duration::MAX)?;
+        if !status.success() {
+            bail!("the models in {checker}: {}; what failed is above", describe(status));
+        }
+    }
+    Ok(())
+}
