@@ -9,6 +9,7 @@ mod mutants;
 mod fuzz;
 mod models;
 mod process;
+mod sanitize;
 #[cfg(test)]
 mod setup;
 mod sim;
@@ -45,6 +46,8 @@ enum Command {
     Mutants(mutants::Args),
     /// Run the fuzz targets, each for a while
     Fuzz(fuzz::Args),
+    /// Run unit tests under AddressSanitizer and valgrind
+    Sanitize,
     /// Run the models of what threads share, in loom and shuttle
     Loom,
     /// Boot real guests with vhost-user disks
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
+        Command::Sanitize => sanitize::run(),
         Command::Loom => models::run(),
         Command::Guest(args) => match guest::run(&args) {
             Ok(status) => return status,

@@ -1,0 +1,106 @@
+//! `cargo xtask sanitize`: unit tests under AddressSanitizer with LeakSanitizer, and under
+//! valgrind as far as that goes.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::process::{Interrupt, Running, describe};
+use crate::workspace;
+
+/// AddressSanitizer exists for few targets; this is the one that we build for.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// What valgrind runs: a package and a filter for its unit tests. The rings of Linux AIO and
+/// io_uring are beyond it: the kernel fills them unseen, so all that is read from there counts as
+/// uninitialised. It would also need hours for tests that try every number.
+const UNDER_VALGRIND: [(&str, &[&str]); 3] = [
+    ("blockio", &["buf::", "op::", "stats::", "poll_window::", "engine::threads::"]),
+    ("virtqueue", &["--test", "it", "queue::", "chains::", "memory::"]),
+    ("ringhaul", &["blk::", "guest_buf::", "options::"]),
+];
+
+/// Too slow under valgrind.
+const SKIPPED: [&str; 4] = [
+    "ops_that_block_have_a_thread_each_up_to_the_limit",
+    "with_event_idx_the_event_decides_through_the_whole_wrap",
+    "a_chain_of_four_gibibytes_is_too_long",
+    "as_many_regions_as_a_front_end_may_add_and_no_more",
+];
+
+/// Runs both, or says what is missing for one.
+pub(crate) fn run() -> Result<()> {
+    let interrupt = Interrupt::install()?;
+    match workspace::nightly() {
+        Some(cargo) => address_sanitizer(cargo, &interrupt)?,
+        None => println!("sanitize: AddressSanitizer skipped: {}", workspace::NO_NIGHTLY),
+    }
+    match workspace::find_program("valgrind") {
+        Some(valgrind) => memcheck(&valgrind, &interrupt)?,
+        None => println!("sanitize: valgrind skipped: it is not installed"),
+    }
+    Ok(())
+}
+
+fn address_sanitizer(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
+    println!("sanitize: AddressSanitizer and LeakSanitizer");
+    cargo
+        .args(["test", "--target", TARGET, "--no-fail-fast", "--lib", "--test", "it"])
+        .args(["--package", "blockio", "--package", "virtqueue", "--package", "ringhaul"])
+        .env("CARGO_TARGET_DIR", workspace::target_dir()?.join("sanitize"))
+        .env("RUSTFLAGS", "-Zsanitizer=address")
+        .env("PROPTEST_CASES", "64")
+        // A test looks at how a process ends by SIGBUS.
+        .env("ASAN_OPTIONS", "handle_sigbus=0");
+    let status = Running::start("tests", &mut cargo, interrupt)?.wait(Duration::MAX)?;
+    if !status.success() {
+        bail!("tests under AddressSanitizer: {}; its reports are above", describe(status));
+    }
+    Ok(())
+}
+
+fn memcheck(valgrind: &PathBuf, interrupt: &Interrupt) -> Result<()> {
+    for (package, words) in UNDER_VALGRIND {
+        println!("sanitize: valgrind memcheck, {package}");
+        let (kind, filters) = match words {
+            ["--test", name, filters @ ..] => (vec!["--test", name], filters),
+            filters => (vec!["--lib"], filters),
+        };
+        let binary = test_binary(package, &kind)?;
+        let mut command = Command::new(valgrind);
+        command
+            .args(["--quiet", "--error-exitcode=99", "--leak-check=full"])
+            .args(["--errors-for-leak-kinds=definite", "--fair-sched=yes"])
+            .arg(binary)
+            .arg("--test-threads=1")
+            .args(SKIPPED.iter().flat_map(|name| ["--skip", name]))
+            .args(filters)
+            .env("PROPTEST_CASES", "4");
+        let status = Running::start("valgrind", &mut command, interrupt)?.wait(Duration::MAX)?;
+        if !status.success() {
+            bail!("{package} under valgrind: {}; its reports are above", describe(status));
+        }
+    }
+    Ok(())
+}
+
+/// Builds tests and returns their binary.
+fn test_binary(package: &str, kind: &[&str]) -> Result<PathBuf> {
+    let output = workspace::cargo()
+        .args(["test", "--no-run", "--message-format", "json", "--package", package])
+        .args(kind)
+        .stderr(Stdio::inherit())
+        .output()
+        .context("running cargo test --no-run")?;
+    if !output.status.success() {
+        bail!("building the tests of {package} failed; its messages are above");
+    }
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter(|message| message["profile"]["test"] == true)
+        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
+        .with_context(|| format!("cargo names no test binary of {package}"))
+}
