@@ -4,10 +4,10 @@ mod checks;
 mod compare;
 mod demo;
 mod experiments;
-mod lab;
-mod mutants;
 mod fuzz;
+mod lab;
 mod models;
+mod mutants;
 mod process;
 mod sanitize;
 #[cfg(test)]
