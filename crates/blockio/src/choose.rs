@@ -180,6 +180,7 @@ mod tests {
     use crate::disk::DiskOptions;
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_gets_an_engine_that_works() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
@@ -205,6 +206,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn the_places_of_a_trial_lie_on_the_disk() {
         for size in [512, 4096, 4608, 1 << 20] {
             let source = DiskSource::null(size, &DiskOptions::default()).unwrap();

@@ -42,6 +42,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_is_written_is_read_back() {
     with_each(MIB, |thread, disk, file| {
         let data = pattern(1, 8192);
@@ -58,6 +59,7 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn misaligned_memory_is_bounced_only_where_it_must_be() {
     with_each(4 * MIB, |thread, disk, _| {
         for bytes in [512usize * 8, 3 << 20] {
@@ -79,6 +81,7 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn many_requests_of_one_task_are_in_the_kernel_together() {
     for engine in ENGINES {
         let file = temp_file(MIB);
@@ -113,6 +116,7 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
     with_each(MIB, |thread, disk, file| {
         std::fs::write(file.path(), pattern(2, 1 << 20)).unwrap();
@@ -132,6 +136,7 @@ fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn discard_gives_space_back_and_zeroing_zeroes() {
     with_each(4 * MIB, |thread, disk, file| {
         let fill = || {
@@ -158,6 +163,7 @@ fn discard_gives_space_back_and_zeroing_zeroes() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
     with_each(4 * MIB, |thread, disk, file| {
         std::fs::write(file.path(), pattern(3, 4 << 20)).unwrap();
@@ -171,6 +177,7 @@ fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_full_file_system_is_reported_as_such() {
     let info = *DiskSource::null(MIB, &options(false)).unwrap().info();
     let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/full")) };
@@ -182,6 +189,7 @@ fn a_full_file_system_is_reported_as_such() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn ranges_are_checked_and_read_only_is_kept() {
     let file = temp_file(MIB);
     let thread = thread(EngineKind::Threads);
@@ -204,6 +212,7 @@ fn open_error(path: &Path, options: &DiskOptions) -> String {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_cannot_be_a_disk_is_refused_with_a_reason() {
     let folder = tempfile::tempdir().unwrap();
     let plain = options(false);
@@ -223,6 +232,7 @@ fn what_cannot_be_a_disk_is_refused_with_a_reason() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_is_written_by_one_daemon_only() {
     let file = temp_file(MIB);
     let first = DiskSource::file(file.path(), &options(false)).unwrap();
@@ -235,6 +245,7 @@ fn a_file_is_written_by_one_daemon_only() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn disks_of_one_thread_share_its_engine() {
     let files = [temp_file(MIB), temp_file(MIB)];
     let thread = thread(EngineKind::Aio);

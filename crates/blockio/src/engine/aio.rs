@@ -306,6 +306,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn more_ops_than_the_context_holds_all_complete() {
         let (_path, file) = file(true);
         let mut bench = Bench::new(4);
@@ -321,6 +322,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_rejected_op_fails_alone() {
         let (_path, file) = file(true);
         let write_only = std::fs::File::options().write(true).open(_path.path()).unwrap();
@@ -342,6 +344,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn io_getevents_serves_a_ring_that_cannot_be_read() {
         let (_path, file) = file(true);
         let mut bench = Bench::new(16);
@@ -355,6 +358,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn the_kernel_here_gives_a_readable_ring_and_fdsync() {
         let (_path, file) = file(true);
         let mut bench = Bench::new(16);
@@ -369,6 +373,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_kernel_without_room_is_asked_again_and_in_the_end_the_pool_serves() {
         let (_path, file) = file(true);
         let mut bench = Bench::new(16);

@@ -72,6 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn it_adds_as_often_as_it_is_asked() {
         let adder = EventfdAdder::new().unwrap();
         let fd = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
@@ -84,6 +85,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_full_counter_that_blocks_is_not_waited_for() {
         let adder = EventfdAdder::new().unwrap();
         let fd = eventfd(0, EventfdFlags::empty()).unwrap();
@@ -97,6 +99,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn what_is_no_eventfd_is_an_error() {
         let adder = EventfdAdder::new().unwrap();
         let (_reader, writer) = rustix::pipe::pipe().unwrap();

@@ -19,6 +19,7 @@ fn thread(engine: EngineKind) -> IoThread {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn another_thread_wakes_a_sleeping_loop() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let thread = thread(engine);
@@ -38,6 +39,7 @@ fn another_thread_wakes_a_sleeping_loop() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_waker_used_on_another_thread_wakes_its_task() {
     let thread = thread(EngineKind::Threads);
     let flag = Arc::new(std::sync::atomic::AtomicBool::new(false));
@@ -65,6 +67,7 @@ fn a_waker_used_on_another_thread_wakes_its_task() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn timers_come_in_order_and_not_early() {
     let thread = thread(EngineKind::Threads);
     let order = Rc::new(RefCell::new(Vec::new()));
@@ -132,6 +135,7 @@ fn serving() -> (IoThread, Rc<Ring>, rustix::fd::OwnedFd, Rc<Cell<u32>>) {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
     let (thread, ring, kick, served) = serving();
     ring.work.set(5);
@@ -151,6 +155,7 @@ fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn work_that_comes_without_a_kick_is_found_while_arming() {
     let (thread, ring, _kick, served) = serving();
     assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
@@ -172,6 +177,7 @@ fn work_that_comes_without_a_kick_is_found_while_arming() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();

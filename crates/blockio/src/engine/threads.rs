@@ -400,6 +400,7 @@ mod tests {
     /// No file makes a read at an offset wait, so what each thread waits for is to say that it is
     /// done: as good as an op that never ends, until the results are let go.
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn ops_that_block_have_a_thread_each_up_to_the_limit() {
         let mut bench = Bench::new();
         for count in [1, 7, THREADS_MAX - 1] {
@@ -427,6 +428,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn ops_that_come_while_ops_block_have_threads_of_their_own() {
         let mut bench = Bench::new();
         let pool = Arc::clone(&bench.engine.pool);
