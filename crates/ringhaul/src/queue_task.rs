@@ -32,8 +32,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
     let source = match io.add_source(source, kick) {
         Ok(id) => Registration { io: Rc::clone(&io), id },
         Err(error) => {
-            tracing::error!("{}: {error}; the queue is not served", blk.name());
-            queue.set_broken();
+            blk.cannot_serve(&queue, &error);
             wait_for_stop(&io, &queue).await.answer(&queue);
             return;
         }

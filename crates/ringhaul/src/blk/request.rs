@@ -267,6 +267,14 @@ impl Blk {
         queue.set_broken();
     }
 
+    /// The kick of a queue cannot be watched: it is no eventfd, or there are too many.
+    pub(crate) fn cannot_serve(&self, queue: &Queue, error: &blockio::Error) {
+        if let Some(left_out) = self.log().permit() {
+            tracing::error!(export = self.name(), left_out, "a queue is not served: {error}");
+        }
+        queue.set_broken();
+    }
+
     /// A ring that makes no sense is left alone; the other queues go on.
     pub(crate) fn ring_is_bad(&self, queue: &Queue, error: &QueueError) {
         if let Some(left_out) = self.log().permit() {
