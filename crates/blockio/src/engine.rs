@@ -238,11 +238,11 @@ impl Engine {
 
     /// Whether a harvest would find something: a cheap look, for busy-polling.
     #[inline]
-    pub(crate) fn has_completions(&self) -> bool {
+    pub(crate) fn has_completions(&self, now: Instant) -> bool {
         match self {
             Self::Aio(engine, _) => engine.has_completions(),
             Self::Threads(engine, _) => engine.has_completions(),
-            Self::IoUring(engine) => engine.has_completions(),
+            Self::IoUring(engine) => engine.has_completions(now),
         }
     }
 

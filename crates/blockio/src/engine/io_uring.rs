@@ -10,6 +10,7 @@ mod ring;
 pub(super) mod sim_ring;
 mod watches;
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -43,6 +44,10 @@ const TRANSFER_MAX: u32 = 0x7fff_f000;
 /// How long a wait lasts at most while the kernel takes no submission entries.
 const REFUSED_WAIT: Duration = Duration::from_millis(1);
 
+/// How long busy-polling lets put-off completions gather, for each op in the kernel up to so many.
+const GRACE_FOR_EACH: Duration = Duration::from_nanos(250);
+const GRACE_OPS: usize = 64;
+
 pub(crate) struct IoUring {
     ring: Ring,
     depth: usize,
@@ -55,6 +60,8 @@ pub(crate) struct IoUring {
     buffers: FixedBuffers,
     /// Empty between harvests; kept so that they allocate nothing.
     entries: Vec<cqueue::Entry>,
+    /// When busy-polling saw first that the kernel has put completions off.
+    deferred_since: Cell<Option<Instant>>,
     /// Device discards through the ring work since Linux 6.12.
     has_discard: bool,
     threads: Threads,
@@ -76,6 +83,7 @@ impl IoUring {
             files: FixedFiles::default(),
             buffers: FixedBuffers::default(),
             entries: Vec::new(),
+            deferred_since: Cell::new(None),
             threads,
         })
     }
@@ -200,13 +208,40 @@ impl IoUring {
         false
     }
 
-    pub(super) fn has_completions(&self) -> bool {
-        self.ring.has_completions() || self.threads.has_completions()
+    /// For busy-polling. What the kernel has put off until it is asked costs a system call, so
+    /// more is waited for: the longer, the more ops may still join.
+    pub(super) fn has_completions(&self, now: Instant) -> bool {
+        if self.ring.has_entries() || self.threads.has_completions() {
+            return true;
+        }
+        if !self.ring.has_completions() {
+            self.deferred_since.set(None);
+            return false;
+        }
+        let since = self.deferred_since.get().unwrap_or(now);
+        self.deferred_since.set(Some(since));
+        now.saturating_duration_since(since) >= self.grace()
+    }
+
+    fn grace(&self) -> Duration {
+        let ops = u32::try_from(self.in_kernel.min(GRACE_OPS)).unwrap_or(0);
+        GRACE_FOR_EACH * ops
+    }
+
+    /// Asks for what the kernel has put off, unless busy-polling has just found it.
+    fn run_deferred(&mut self, done: &Completer<'_>) {
+        match self.deferred_since.get() {
+            Some(since) if done.now.saturating_duration_since(since) < self.grace() => {}
+            _ => {
+                self.deferred_since.set(None);
+                self.ring.run_deferred(done.stats);
+            }
+        }
     }
 
     pub(super) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
         let from_pool = self.threads.harvest(done);
-        self.ring.run_deferred(done.stats);
+        self.run_deferred(done);
         let mut found = 0;
         let mut entries = std::mem::take(&mut self.entries);
         self.ring.take(&mut entries);

@@ -104,10 +104,11 @@ impl Io {
         let ops = self.ops.borrow();
         loop {
             reactor.look(woken);
+            let now = clock::now();
             let found = !woken.is_empty()
-                || (self.harvest_on_submit && ops.engine.has_completions())
+                || (self.harvest_on_submit && ops.engine.has_completions(now))
                 || self.foreign.is_posted();
-            let polled = clock::now().saturating_duration_since(since);
+            let polled = now.saturating_duration_since(since);
             if found || polled >= window {
                 self.poll_window.spent(polled);
                 return found;

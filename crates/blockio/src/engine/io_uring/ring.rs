@@ -222,6 +222,12 @@ impl KernelRing {
         }
     }
 
+    /// Whether there are completions that can be taken without a system call.
+    pub(super) fn has_entries(&self) -> bool {
+        // SAFETY: as in `has_completions`.
+        unsafe { !self.ring.completion_shared().is_empty() }
+    }
+
     /// Whether there are completions, put-off work or entries that were not submitted.
     pub(super) fn has_anything(&self) -> bool {
         // SAFETY: as in `has_completions`.

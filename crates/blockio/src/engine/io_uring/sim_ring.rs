@@ -104,6 +104,10 @@ impl Ring {
         either!(self, has_completions())
     }
 
+    pub(super) fn has_entries(&self) -> bool {
+        either!(self, has_entries())
+    }
+
     pub(super) fn has_anything(&self) -> bool {
         either!(self, has_anything())
     }
@@ -392,6 +396,10 @@ impl SimRing {
     /// Whether something is visible, or would be after the kernel was entered.
     fn has_completions(&self) -> bool {
         sim::is_readable(self.state.epoll.as_fd())
+    }
+
+    fn has_entries(&self) -> bool {
+        !self.state.inner.borrow().visible.is_empty()
     }
 
     fn has_anything(&self) -> bool {
