@@ -80,7 +80,8 @@ impl Scene {
             cache,
             num_queues: 2,
             queue_size: 256,
-            serial: format!("rh-{name}"),
+            // As long as a serial number may be.
+            serial: format!("{name:.20}"),
             logical_block_bytes: 512,
             read_only: false,
         })
