@@ -61,6 +61,15 @@ pub enum CompletionRingChoice {
     Getevents,
 }
 
+impl From<CompletionRingChoice> for CompletionRing {
+    fn from(choice: CompletionRingChoice) -> Self {
+        match choice {
+            CompletionRingChoice::Userspace => Self::Userspace,
+            CompletionRingChoice::Getevents => Self::Getevents,
+        }
+    }
+}
+
 impl CompletionRingChoice {
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -91,7 +100,7 @@ impl OnOff {
 /// Values of `--engine`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum EngineChoice {
-    /// The best that works for the file.
+    /// The best that works for the disk.
     Auto,
     /// io_uring.
     #[value(name = "io_uring")]
@@ -104,7 +113,7 @@ pub enum EngineChoice {
 
 impl EngineChoice {
     /// Returns the engine that was asked for; `None` is the best one.
-    pub(crate) fn kind(self) -> Option<EngineKind> {
+    pub fn kind(self) -> Option<EngineKind> {
         match self {
             Self::Auto => None,
             Self::IoUring => Some(EngineKind::IoUring),
@@ -127,10 +136,7 @@ impl EngineArgs {
             poll_max: Duration::from_micros(self.poll_max_us.into()),
             harvest_on_submit: self.harvest_on_submit.is_on(),
             submit_max: if self.submit_batch.is_on() { u32::MAX } else { 1 },
-            completion_ring: match self.completion_ring {
-                CompletionRingChoice::Userspace => CompletionRing::Userspace,
-                CompletionRingChoice::Getevents => CompletionRing::Getevents,
-            },
+            completion_ring: self.completion_ring.into(),
             ..IoThreadConfig::default()
         }
     }

@@ -11,16 +11,18 @@
 
 use std::time::{Duration, Instant};
 
+/// The simulation's runs are short: there, everything happens after fewer ops.
+const SHORT: bool = cfg!(all(feature = "sim", not(test)));
 /// Completions that come together, fewer than this, say nothing.
-const CONVOY_MIN: usize = 6;
+const CONVOY_MIN: usize = if SHORT { 2 } else { 6 };
 /// So many times in a row all ops complete together before it is tried to keep some back.
-const CONVOYS: u32 = 16;
+const CONVOYS: u32 = if SHORT { 2 } else { 16 };
 /// Ops in each span of a trial.
-const SPAN_OPS: usize = 1024;
+const SPAN_OPS: usize = if SHORT { 8 } else { 1024 };
 /// Spans of a trial: with and without a limit in turn.
 const SPANS: u32 = 6;
 /// How many ops the outcome of a trial holds for.
-const PERIOD_OPS: usize = 128 * 1024;
+const PERIOD_OPS: usize = if SHORT { 32 } else { 128 * 1024 };
 /// So many harvests after which a limit follows the demand.
 const HARVESTS: u32 = 16;
 /// When nothing is asked for, the disk is not slow: a longer time between harvests counts as so

@@ -13,6 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::blk::config::SERIAL_BYTES;
 use crate::log::{LogFormat, parse_filter};
 pub use export::{EndpointSpec, ExportSpec, OpenDisk};
+use ringhaul_bench::EngineChoice;
 use switches::Switches;
 
 /// Serves disks to virtual machines over vhost-user.
@@ -99,7 +100,7 @@ pub struct ServeArgs {
     pub poll_budget: u8,
     /// How operations reach the kernel. `auto` tries what there is and says what it chose and why.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
-    pub engine: EngineOption,
+    pub engine: EngineChoice,
     /// With io_uring, let a kernel thread take submissions in: fewer system calls, and up to one
     /// more core for each IoThread.
     #[arg(long)]
@@ -125,20 +126,6 @@ pub struct ServeArgs {
     /// the disk asks for.
     #[arg(long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
-}
-
-/// Values of `--engine`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum EngineOption {
-    /// The best that works for this disk.
-    Auto,
-    /// io_uring.
-    #[value(name = "io_uring")]
-    IoUring,
-    /// Linux AIO.
-    Aio,
-    /// Blocking system calls on a pool of threads.
-    Threads,
 }
 
 /// Values of `--cache`.
@@ -175,17 +162,6 @@ pub const CAPABILITIES: &str = r#"{
 }"#;
 
 impl ServeArgs {
-    /// The engine that was asked for; `None` is the best one.
-    #[must_use]
-    pub fn engine(&self) -> Option<EngineKind> {
-        match self.engine {
-            EngineOption::Auto => None,
-            EngineOption::IoUring => Some(EngineKind::IoUring),
-            EngineOption::Aio => Some(EngineKind::Aio),
-            EngineOption::Threads => Some(EngineKind::Threads),
-        }
-    }
-
     /// How each IoThread is set up, with `engine`.
     #[must_use]
     pub fn io_thread_config(&self, engine: EngineKind) -> IoThreadConfig {
@@ -194,8 +170,8 @@ impl ServeArgs {
             poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
             poll_budget_percent: u32::from(self.poll_budget),
             sqpoll: self.sqpoll,
-            harvest_on_submit: self.switches.harvest_on_submit.into(),
-            submit_max: if self.switches.submit_batch.into() { u32::MAX } else { 1 },
+            harvest_on_submit: self.switches.harvest_on_submit.is_on(),
+            submit_max: if self.switches.submit_batch.is_on() { u32::MAX } else { 1 },
             completion_ring: self.switches.completion_ring.into(),
             ..IoThreadConfig::default()
         }

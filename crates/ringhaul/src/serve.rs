@@ -145,7 +145,7 @@ impl<'a> Engines<'a> {
     /// The threads for a disk, with the engine that was asked for or the best that works.
     fn threads_for(&mut self, disk: &OpenDisk) -> Result<Vec<Remote>> {
         let name = &disk.options.name;
-        if let Some(engine) = self.args.engine() {
+        if let Some(engine) = self.args.engine.kind() {
             let threads = self.threads(engine)?;
             let waits = engine == EngineKind::Aio && !disk.source.info().direct;
             let but =

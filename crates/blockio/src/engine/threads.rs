@@ -167,7 +167,7 @@ impl Threads {
     }
 
     pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
-        if self.queued.is_empty() {
+        if self.queued.is_empty() || max == 0 {
             return false;
         }
         let count = self.queued.len().min(max);

@@ -94,7 +94,7 @@ impl ServeArgs {
             logical_block_bytes: self.logical_block_size,
             num_queues: self.num_queues,
             queue_size: self.queue_size,
-            notify_batch: self.switches.notify_batch.into(),
+            notify_batch: self.switches.notify_batch.is_on(),
             fixed_buffers: self.fixed_buffers,
         }
     }

@@ -1,7 +1,7 @@
 //! Options that switch one optimisation off, to measure what it is worth.
 
-use blockio::CompletionRing;
-use clap::{Args, ValueEnum};
+use clap::Args;
+use ringhaul_bench::{CompletionRingChoice, OnOff};
 
 /// Each step by itself. The defaults are the better side.
 #[derive(Debug, Clone, Args)]
@@ -10,7 +10,7 @@ pub struct Switches {
     /// Where engine aio finds completions: in the ring that the kernel shares with the process, or
     /// by a system call.
     #[arg(long, value_name = "WHERE", default_value = "userspace")]
-    pub completion_ring: CompletionRingOption,
+    pub completion_ring: CompletionRingChoice,
     /// Look for completions right after each submit; off: only when the kernel wakes the loop.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub harvest_on_submit: OnOff,
@@ -20,37 +20,4 @@ pub struct Switches {
     /// Notify the driver of completed requests together; off: of each by itself.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub notify_batch: OnOff,
-}
-
-/// A switch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum OnOff {
-    /// Used.
-    On,
-    /// Not used.
-    Off,
-}
-
-impl From<OnOff> for bool {
-    fn from(value: OnOff) -> Self {
-        value == OnOff::On
-    }
-}
-
-/// Values of `--completion-ring`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum CompletionRingOption {
-    /// Read in userspace.
-    Userspace,
-    /// By io_getevents.
-    Getevents,
-}
-
-impl From<CompletionRingOption> for CompletionRing {
-    fn from(value: CompletionRingOption) -> Self {
-        match value {
-            CompletionRingOption::Userspace => Self::Userspace,
-            CompletionRingOption::Getevents => Self::Getevents,
-        }
-    }
 }
