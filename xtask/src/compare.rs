@@ -66,8 +66,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         (args.rounds, args.runtime, args.size) = QUICK;
     }
     let workloads = |target| plan::wanted(target, &args.only);
-    let count: usize =
-        Target::ALL.iter().map(|target| workloads(*target).len() * Server::on(*target).len()).sum();
+    let programs = |target| -> usize {
+        workloads(target).iter().map(|workload| Server::under(target, *workload).len()).sum()
+    };
+    let count: usize = Target::ALL.iter().map(|target| programs(*target)).sum();
     ensure!(count > 0, "nothing has {:?} in its name; --list shows the names", args.only);
     if args.list {
         for target in Target::ALL {
@@ -127,7 +129,8 @@ fn measure_all(
                 disk.restore()?;
             }
             Prepared::Skipped(why) => {
-                progress.skip(workloads.len() * Server::on(target).len() * (args.rounds + 1));
+                let programs = workloads.iter().map(|one| Server::under(target, *one).len());
+                progress.skip(programs.sum::<usize>() * (args.rounds + 1));
                 progress.say(&format!("{target}: skipped, {why}"));
                 comparison.add_target(target, &format!("skipped, {why}"), Vec::new());
             }
@@ -145,7 +148,7 @@ fn measure_cell(
     progress: &mut Progress,
 ) -> Result<Cell> {
     let target = disk.target;
-    let servers = Server::on(target);
+    let servers = Server::under(target, workload);
     let mut series: Vec<Series> = servers.iter().map(|server| Series::new(*server)).collect();
     for round in 0..rounds {
         for turn in 0..servers.len() {

@@ -140,14 +140,15 @@ impl Bench {
 }
 
 /// The workload that is shown in the report's commands.
-const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64 };
+const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false };
 
 fn bench_options(workload: Workload, socket: &str, cpu: usize) -> Vec<String> {
     let depth = workload.depth.to_string();
     let cpu = cpu.to_string();
     let options = ["--socket-path", socket, "--rw", workload.rw, "--bs", workload.bs];
     let more = ["--iodepth", &depth, "--numjobs", "1", "--cpus_allowed", &cpu];
-    options.iter().chain(&more).map(|word| (*word).to_owned()).collect()
+    let poll: &[&str] = if workload.driver_polls { &["--busy-poll"] } else { &[] };
+    options.iter().chain(&more).chain(poll).map(|word| (*word).to_owned()).collect()
 }
 
 /// Finds our figures in the load generator's report.

@@ -62,6 +62,12 @@ impl Server {
         }
     }
 
+    /// Those of them for which `workload` means something: fio has no virtqueue to poll.
+    pub(super) fn under(target: Target, workload: Workload) -> Vec<Self> {
+        let servers = Self::on(target).iter().copied();
+        servers.filter(|server| server.is_server() || !workload.driver_polls).collect()
+    }
+
     /// The program's name.
     pub(super) fn program(self) -> &'static str {
         match self {
@@ -125,7 +131,7 @@ pub(super) fn fio_options(
     workload: Workload,
     cpu: usize,
 ) -> Vec<String> {
-    let Workload { rw, bs, depth } = workload;
+    let Workload { rw, bs, depth, .. } = workload;
     // As the load generator: each random offset is drawn independently of the others.
     [
         "--name=limit".to_owned(),

@@ -49,7 +49,11 @@ impl Cell {
         let load = self.load.name.replace(", ", "-").replace(' ', "-");
         let Self { experiment, target, through, engine, .. } = self;
         let through = through.to_string().replace(' ', "-");
-        format!("{experiment}/{target}/{through}/{engine}/{load}")
+        let name = format!("{experiment}/{target}/{through}/{engine}/{load}");
+        match self.on {
+            SQPOLL | FIXED_BUFFERS => name + "-with-" + self.on[0].trim_start_matches('-'),
+            _ => name,
+        }
     }
 }
 
@@ -76,9 +80,11 @@ impl Cell {
             (_, Target::Null) => "daemon".to_owned(),
             _ => format!("daemon {}", self.engine),
         };
-        let what = match self.off {
-            POLL_OFF => ", busy-poll",
-            SUBMIT_OFF => ", submit",
+        let what = match (self.off, self.on) {
+            (POLL_OFF, _) => ", busy-poll",
+            (SUBMIT_OFF, _) => ", submit",
+            (_, SQPOLL) => ", sqpoll",
+            (_, FIXED_BUFFERS) => ", fixed buffers",
             _ => "",
         };
         format!("{}, {through}, {load}{what}", self.target)
@@ -113,7 +119,7 @@ pub(super) struct Experiment {
     pub(super) sides: &'static str,
 }
 
-pub(super) const EXPERIMENTS: [Experiment; 5] = [
+pub(super) const EXPERIMENTS: [Experiment; 6] = [
     Experiment {
         number: 1,
         title: "The completion ring read in userspace",
@@ -165,6 +171,14 @@ pub(super) const EXPERIMENTS: [Experiment; 5] = [
         sides: "off: --completion-ring getevents --harvest-on-submit off --submit-batch off \
                 --notify-batch off --poll-max-us 0; on: none of these options",
     },
+    Experiment {
+        number: 6,
+        title: "Options of io_uring",
+        tests: "Does a kernel thread that takes submissions in pay, which needs a CPU of its own, \
+                and does it pay to register the guest's memory, which pins it?",
+        credit: "Jens Axboe, io_uring, Linux 5.1, 2019.",
+        sides: "off: neither option; on: --sqpoll, or --fixed-buffers",
+    },
 ];
 
 const RANDREAD: &[&str] = &["--rw", "randread", "--bs", "4k"];
@@ -195,7 +209,7 @@ pub(super) const FILE_SERVER: Load = Load {
 pub(super) const IDLE: Load = Load { name: "no load", options: &[], depth: 1, jobs: 1 };
 
 const REAL: [Target; 3] = [Target::Zram, Target::Loop, Target::File];
-const ENGINES: [&str; 2] = ["aio", "io_uring"];
+const ENGINES: [&str; 3] = ["aio", "io_uring", "threads"];
 
 // Busy-polling looks at the ring in userspace, and so is off on both sides where one of them does
 // not look there: else its effect would be counted as that of the step.
@@ -222,6 +236,9 @@ const ALL_OFF: Switches = &[
     "0",
 ];
 const ALL_ON: Switches = &[];
+const PLAIN: Switches = &[];
+const SQPOLL: Switches = &["--sqpoll"];
+const FIXED_BUFFERS: Switches = &["--fixed-buffers"];
 
 /// The engine where the experiment is about something else. Not `auto`, which may choose one for
 /// a round and another for the next.
@@ -246,6 +263,9 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
             add(2, target, Through::Daemon, engine, FLIGHT_128, sides);
             add(2, target, Through::Daemon, engine, FILE_SERVER, sides);
             add(4, target, Through::Engine, engine, DEPTH_64, (SUBMIT_OFF, SUBMIT_ON));
+        }
+        for (load, options) in [(DEPTH_64, SQPOLL), (DEPTH_1, SQPOLL), (DEPTH_64, FIXED_BUFFERS)] {
+            add(6, target, Through::Daemon, "io_uring", load, (PLAIN, options));
         }
     }
     for target in Target::ALL {
