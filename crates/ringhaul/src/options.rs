@@ -102,7 +102,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub engine: EngineChoice,
     /// With io_uring, let a kernel thread take submissions in: fewer system calls, and up to one
-    /// more core for each IoThread.
+    /// more core for each IoThread. Without a CPU of its own for that thread everything is slow.
     #[arg(long)]
     pub sqpoll: bool,
     /// With io_uring, register the guest's memory, which saves the kernel work for each request.

@@ -8,6 +8,7 @@ use blockio::choose::Choice;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::sched_getaffinity;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -131,6 +132,19 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// With `--sqpoll` the kernel's threads and ours spin, and two that share a CPU wait out each
+/// other's time slices: a request then takes milliseconds.
+fn warn_of_few_cpus(iothreads: usize) {
+    let (wanted, allowed) = (2 * iothreads, sched_getaffinity(None).map_or(0, |cpus| cpus.count()));
+    if (1..wanted).contains(&(allowed as usize)) {
+        tracing::warn!(
+            "--sqpoll keeps {wanted} CPUs busy, one for each IoThread and one for its kernel \
+             thread, and the daemon may run on {allowed}: requests may take milliseconds; allow \
+             it more CPUs (taskset, cpuset) or leave --sqpoll out"
+        );
+    }
+}
+
 /// The IoThreads: a set of them for each engine that a disk needs.
 struct Engines<'a> {
     args: &'a ServeArgs,
@@ -177,6 +191,9 @@ impl<'a> Engines<'a> {
             return Ok(threads.remotes().to_vec());
         }
         let count = usize::from(self.args.iothreads);
+        if engine == EngineKind::IoUring && self.args.sqpoll {
+            warn_of_few_cpus(count);
+        }
         let threads = IoThreads::start(count, &self.args.io_thread_config(engine))?;
         let remotes = threads.remotes().to_vec();
         self.running.push((engine, threads));

@@ -6,7 +6,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{Finished, READY, Refusals, Running, bench, ringhaul, run, serve};
+use ringhaul_tests::cli::{
+    Finished, READY, Refusals, Running, bench, ringhaul, ringhaul_under, run, serve,
+};
 use ringhaul_tests::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -317,5 +319,21 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
     }
+    Ok(())
+}
+
+#[test]
+fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let socket = scene.socket("sqpoll.sock");
+    let path = |path: &std::path::Path| path.display().to_string();
+    let options = ["--socket-path", &path(&socket), "--blk-file", &path(&file), "--sqpoll"];
+    let mut command = ringhaul_under(&["taskset", "--cpu-list", "0"])?;
+    command.arg("serve").args(options).args(["--engine", "io_uring"]);
+    let mut daemon = Running::serve(&mut command)?;
+    daemon.signal(Signal::TERM)?;
+    let messages = daemon.finish()?.expect_code(0)?.stderr;
+    assert!(messages.contains("--sqpoll keeps 2 CPUs busy"), "{messages}");
     Ok(())
 }
