@@ -1,7 +1,7 @@
 //! The last phase of a turn: busy-polling, arming, sleeping.
 
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{Activity, Io, Ops, ROUNDS_BETWEEN_LOOKS, Wait};
 use crate::clock;
@@ -9,10 +9,6 @@ use crate::engine::Completer;
 use crate::error::Error;
 use crate::reactor::Reactor;
 use crate::task::TaskKey;
-
-/// While it polls, the loop offers its CPU to other threads this often. The one that it waits for
-/// may need it: a virtual CPU, a kernel thread behind the device.
-const YIELD_EVERY: Duration = Duration::from_micros(4);
 
 impl Io {
     /// Whether the wait that ends this turn is to submit, so that both cost one system call.
@@ -106,7 +102,6 @@ impl Io {
             return false;
         }
         let ops = self.ops.borrow();
-        let mut yield_at = since + YIELD_EVERY;
         loop {
             reactor.look(woken);
             let now = clock::now();
@@ -117,10 +112,6 @@ impl Io {
             if found || polled >= window {
                 self.poll_window.spent(polled);
                 return found;
-            }
-            if now >= yield_at {
-                std::thread::yield_now();
-                yield_at = now + YIELD_EVERY;
             }
             std::hint::spin_loop();
         }
