@@ -17,7 +17,8 @@ const ENTER_GETEVENTS: u32 = 1 << 0;
 const ENTER_SQ_WAKEUP: u32 = 1 << 1;
 const ENTER_EXT_ARG: u32 = 1 << 3;
 
-/// `IORING_REGISTER_FILES_UPDATE` and `IORING_REGISTER_BUFFERS_UPDATE`.
+/// `IORING_UNREGISTER_FILES`, `IORING_REGISTER_FILES_UPDATE` and `IORING_REGISTER_BUFFERS_UPDATE`.
+const UNREGISTER_FILES: u8 = 3;
 const REGISTER_FILES_UPDATE: u8 = 6;
 const REGISTER_BUFFERS_UPDATE: u8 = 16;
 
@@ -252,6 +253,16 @@ impl KernelRing {
     }
 }
 
+impl Drop for KernelRing {
+    /// The kernel takes a ring apart later, up to seconds after the program has ended. Files would
+    /// stay open as long, and a block device claimed, so that the next program could not have it.
+    fn drop(&mut self) {
+        if let Err(error) = self.ring.submitter().unregister_files() {
+            tracing::debug!("cannot give back the files that io_uring has registered: {error}");
+        }
+    }
+}
+
 impl AsFd for KernelRing {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open for as long as the ring, which the result borrows.
@@ -301,6 +312,7 @@ fn restrict(submitter: &Submitter<'_>, probe: &Probe) -> io::Result<()> {
     let known = OPCODES.iter().filter(|&&code| probe.is_supported(code));
     let mut restrictions: Vec<Restriction> = known.map(|&code| Restriction::sqe_op(code)).collect();
     restrictions.extend([
+        Restriction::register_op(UNREGISTER_FILES),
         Restriction::register_op(REGISTER_FILES_UPDATE),
         Restriction::register_op(REGISTER_BUFFERS_UPDATE),
         Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()),
