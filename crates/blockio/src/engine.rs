@@ -30,7 +30,7 @@ use rustix::io::Errno;
 
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
-use crate::op::Slots;
+use crate::op::{OpenFile, Slots};
 use crate::stats::Stats;
 use crate::task::TaskKey;
 use aio::Aio;
@@ -171,14 +171,14 @@ impl Engine {
     }
 
     /// Has the kernel look `file` up once instead of for each op, where the engine can.
-    pub(crate) fn register_file(&mut self, file: BorrowedFd<'_>) {
+    pub(crate) fn register_file(&mut self, file: &OpenFile) {
         if let Self::IoUring(engine) = self {
             engine.register_file(file);
         }
     }
 
     /// Ends what `register_file` began. Ops that are on their way finish.
-    pub(crate) fn unregister_file(&mut self, file: BorrowedFd<'_>) {
+    pub(crate) fn unregister_file(&mut self, file: &OpenFile) {
         if let Self::IoUring(engine) = self {
             engine.unregister_file(file);
         }
@@ -238,11 +238,11 @@ impl Engine {
 
     /// Whether a harvest would find something: a cheap look, for busy-polling.
     #[inline]
-    pub(crate) fn has_completions(&self, now: Instant) -> bool {
+    pub(crate) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
         match self {
             Self::Aio(engine, _) => engine.has_completions(),
             Self::Threads(engine, _) => engine.has_completions(),
-            Self::IoUring(engine) => engine.has_completions(now),
+            Self::IoUring(engine) => engine.has_completions(now, stats),
         }
     }
 
@@ -255,10 +255,11 @@ impl Engine {
         }
     }
 
-    /// Whether the engine has prepared entries, of watches say, that the next wait submits.
-    pub(crate) fn has_unsubmitted_entries(&mut self) -> bool {
+    /// Whether the descriptor says nothing of some work: entries, of watches say, that the next
+    /// wait submits, or ops whose completions are polled for.
+    pub(crate) fn must_be_asked(&mut self) -> bool {
         match self {
-            Self::IoUring(engine) => engine.has_unsubmitted_entries(),
+            Self::IoUring(engine) => engine.must_be_asked(),
             _ => false,
         }
     }

@@ -44,6 +44,10 @@ pub struct IoThreadConfig {
     /// Engine `io_uring`: a kernel thread takes submissions in, so that a submit needs no system
     /// call. It burns a core while there is work.
     pub sqpoll: bool,
+    /// Engine `io_uring`: completions of reads and writes are polled for on disks that can do
+    /// that (direct I/O on a device whose driver has queues for it); the device makes no
+    /// interrupts for them. The loop does not sleep, or little, while it has such ops.
+    pub iopoll: bool,
     /// For measurement: whether completions are looked for right after each submit. If not, they
     /// are found only when the kernel wakes the loop.
     pub harvest_on_submit: bool,
@@ -61,9 +65,25 @@ impl Default for IoThreadConfig {
             poll_max: Duration::from_micros(64),
             poll_budget_percent: 100,
             sqpoll: false,
+            iopoll: false,
             harvest_on_submit: true,
             submit_max: u32::MAX,
             completion_ring: CompletionRing::default(),
+        }
+    }
+}
+
+impl IoThreadConfig {
+    /// What only one engine has is an error with another.
+    fn check_engine(&self) -> Result<(), Error> {
+        let options = [(self.sqpoll, "sqpoll"), (self.iopoll, "iopoll")];
+        let asked = options.into_iter().find(|(is_asked, _)| *is_asked);
+        match asked {
+            Some((_, name)) if self.engine != EngineKind::IoUring => Err(Error::Options(format!(
+                "engine {} has no {name}; use io_uring, or do without",
+                self.engine
+            ))),
+            _ => Ok(()),
         }
     }
 }
@@ -146,6 +166,7 @@ impl IoThread {
             let depth = config.depth;
             return Err(Error::Options(format!("an IoThread's depth is 1 to 65535, not {depth}")));
         }
+        config.check_engine()?;
         let mut engine = Engine::new(config)?;
         let foreign = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::system("create an eventfd for wakes"))?;

@@ -25,6 +25,7 @@ pub mod io_thread;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
 pub mod op;
+mod open_file;
 mod pacing;
 mod poll_window;
 mod reactor;

@@ -19,7 +19,7 @@
 //! comments; `tests::an_abandoned_op_keeps_its_memory_until_it_completes` is the test of it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -28,12 +28,13 @@ use std::time::Instant;
 
 use crate::buf::Buffers;
 use crate::io_thread::Io;
+pub use crate::open_file::OpenFile;
 use crate::stats::{OpStats, Stats, nanoseconds};
 use crate::task::TaskKey;
 
 /// An open file, shared by the IoThreads through the `Arc` and by the ops of one IoThread through
 /// the `Rc`: a clone for an op costs no atomic operation.
-pub type FileRef = Rc<Arc<OwnedFd>>;
+pub type FileRef = Rc<Arc<OpenFile>>;
 
 /// What the kernel is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,6 +140,11 @@ impl Slots {
     #[inline]
     pub(crate) fn kind(&self, index: u32) -> Option<OpKind> {
         self.slots.get(index as usize)?.op.as_ref().map(|op| op.kind)
+    }
+
+    /// The file of the op in slot `index`.
+    pub(crate) fn file(&self, index: u32) -> Option<&OpenFile> {
+        self.slots.get(index as usize)?.op.as_ref().map(|op| &**op.file)
     }
 
     /// What to tell the kernel about the op in slot `index`; notes the time of its submit.
@@ -287,9 +293,11 @@ fn record(stats: &OpStats, result: i64, latency: Option<std::time::Duration>) {
 mod tests {
     use super::*;
     use std::fs::File;
+    use std::os::fd::OwnedFd;
 
     fn op(buffers: Buffers) -> Op {
-        let file = Rc::new(Arc::new(OwnedFd::from(File::open("/dev/null").unwrap())));
+        let file = OwnedFd::from(File::open("/dev/null").unwrap());
+        let file = Rc::new(Arc::new(file.into()));
         Op { kind: OpKind::Read, file, offset: 0, buffers }
     }
 

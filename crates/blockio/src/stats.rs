@@ -240,6 +240,8 @@ pub struct Stats {
     pub submitted_at_once: Sizes,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
+    /// Reads and writes whose completions were polled for.
+    pub polled: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).
     pub submit_again: Counter,
     /// Turns of the loop.

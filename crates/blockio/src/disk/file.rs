@@ -3,7 +3,6 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::rc::Rc;
@@ -15,7 +14,7 @@ use super::{DiskInfo, DiskOptions, check_logical_block};
 use crate::buf::Buffers;
 use crate::error::Error;
 use crate::io_thread::Io;
-use crate::op::{Completion, FileRef, Op, OpKind};
+use crate::op::{Completion, FileRef, Op, OpKind, OpenFile};
 
 /// Memory for bouncing one request is taken in pieces of at most this many bytes.
 const BOUNCE_BYTES: usize = 1 << 20;
@@ -25,7 +24,7 @@ const RETRIES_MAX: u32 = 100;
 /// An open file.
 #[derive(Debug, Clone)]
 pub(super) struct FileSource {
-    file: Arc<OwnedFd>,
+    file: Arc<OpenFile>,
     is_block_device: bool,
     /// Memory and lengths of ranges must be multiples of it; 1 with the page cache.
     memory_align: u32,
@@ -85,7 +84,7 @@ impl FileSource {
             read_only: options.read_only,
             direct: options.direct,
         };
-        let file = Arc::new(OwnedFd::from(file));
+        let file = Arc::new(OpenFile::new(file, path, options.direct));
         Ok((
             Self {
                 file,
@@ -100,20 +99,31 @@ impl FileSource {
     /// A file whose nature is not looked at but told.
     #[cfg(feature = "sim")]
     pub(super) fn simulated(
-        file: OwnedFd,
+        file: std::os::fd::OwnedFd,
         is_block_device: bool,
         memory_align: u32,
         request_align: u32,
     ) -> Self {
-        Self { file: Arc::new(file), is_block_device, memory_align, request_align }
+        Self { file: Arc::new(file.into()), is_block_device, memory_align, request_align }
     }
 
     /// A character device, which `open` would refuse: some of them fail in useful ways.
     #[cfg(test)]
     pub(super) fn of_device(path: &str) -> Self {
         let file = File::options().read(true).write(true).open(path);
-        let file = Arc::new(OwnedFd::from(file.unwrap()));
+        let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
         Self { file, is_block_device: false, memory_align: 1, request_align: 1 }
+    }
+
+    /// As if nothing were known of it but what the kernel says to each op.
+    #[cfg(test)]
+    pub(super) fn forget_polling(&mut self) {
+        Arc::get_mut(&mut self.file).unwrap().forget_polling();
+    }
+
+    #[cfg(test)]
+    pub(super) fn may_be_polled(&self) -> bool {
+        self.file.may_be_polled()
     }
 
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {

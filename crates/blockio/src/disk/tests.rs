@@ -6,11 +6,32 @@ use crate::io_thread::{IoThread, IoThreadConfig};
 use std::os::unix::fs::MetadataExt;
 use tempfile::NamedTempFile;
 
-const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+/// Engines, and whether completions are to be polled for.
+const SETUPS: [(EngineKind, bool); 4] = [
+    (EngineKind::IoUring, false),
+    (EngineKind::IoUring, true),
+    (EngineKind::Aio, false),
+    (EngineKind::Threads, false),
+];
 const MIB: u64 = 1 << 20;
 
 fn thread(engine: EngineKind) -> IoThread {
-    IoThread::new(&IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() }).unwrap()
+    thread_with((engine, false))
+}
+
+fn thread_with((engine, iopoll): (EngineKind, bool)) -> IoThread {
+    let config = IoThreadConfig { engine, iopoll, depth: 64, ..IoThreadConfig::default() };
+    IoThread::new(&config).unwrap()
+}
+
+/// A disk of which nothing is known but what the kernel says to each op: whatever it is, its ops
+/// go to a polled ring first.
+fn open_unknown(path: &Path, direct: bool) -> DiskSource {
+    let mut source = DiskSource::file(path, &options(direct)).unwrap();
+    if let SourceKind::File(file) = &mut source.kind {
+        file.forget_polling();
+    }
+    source
 }
 
 /// A file next to the sources: the system's temporary folder may lack direct I/O.
@@ -26,11 +47,11 @@ fn options(direct: bool) -> DiskOptions {
 
 /// Runs `test` with a disk over a fresh file, for each engine, direct and with the page cache.
 fn with_each(bytes: u64, test: impl Fn(&IoThread, &Disk, &NamedTempFile)) {
-    for engine in ENGINES {
+    for setup in SETUPS {
         for direct in [true, false] {
             let file = temp_file(bytes);
-            let thread = thread(engine);
-            let source = DiskSource::file(file.path(), &options(direct)).unwrap();
+            let thread = thread_with(setup);
+            let source = open_unknown(file.path(), direct);
             test(&thread, &source.attach(thread.io()), &file);
             assert_eq!(thread.io().ops(), 0, "slots are left over");
         }
@@ -83,10 +104,10 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn many_requests_of_one_task_are_in_the_kernel_together() {
-    for engine in ENGINES {
+    for setup in SETUPS {
         let file = temp_file(MIB);
-        let thread = thread(engine);
-        let source = DiskSource::file(file.path(), &options(true)).unwrap();
+        let thread = thread_with(setup);
+        let source = open_unknown(file.path(), true);
         let disk = std::rc::Rc::new(source.attach(thread.io()));
         let done = std::rc::Rc::new(std::cell::Cell::new(0u32));
         let (io, count) = (std::rc::Rc::clone(thread.io()), std::rc::Rc::clone(&done));
@@ -112,6 +133,73 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
         assert_eq!(stats.read.ops.get(), 200);
         assert_eq!(stats.read.bytes.get(), 200 * 4096);
         assert!(stats.submitted_at_once.percentile(50.0) >= 50, "submits are not batched");
+    }
+}
+
+/// Nothing that is refused to be polled for is lost, and what was learnt holds.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_cannot_be_polled_for_goes_the_other_way() {
+    let of_page_cache = temp_file(MIB);
+    let of_memory = NamedTempFile::new_in("/dev/shm").unwrap();
+    of_memory.as_file().set_len(MIB).unwrap();
+    // A tmpfs has had direct I/O since Linux 6.6.
+    let has_direct = DiskSource::file(of_memory.path(), &options(true)).is_ok();
+    let cases = [(&of_page_cache, false), (&of_memory, has_direct)];
+    for ((file, direct), sqpoll) in cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
+        let source = open_unknown(file.path(), direct);
+        let SourceKind::File(inner) = &source.kind else { panic!("not a file") };
+        assert!(inner.may_be_polled());
+        let engine = EngineKind::IoUring;
+        let config = IoThreadConfig { engine, sqpoll, iopoll: true, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        for round in 0..3u64 {
+            let disk = source.attach(thread.io());
+            let write = |number: u64| {
+                let data = Buffers::aligned(4096, 4096);
+                data.copy_from(0, &pattern(usize::try_from(round + number).unwrap(), 4096));
+                Box::pin(disk.write(number * 4096, data, number.is_multiple_of(2)))
+            };
+            let mut writes: Vec<_> = (0..100).map(write).collect();
+            let all = std::future::poll_fn(|cx| {
+                writes.retain_mut(|write| match write.as_mut().poll(cx) {
+                    std::task::Poll::Ready((result, _)) => {
+                        result.unwrap();
+                        false
+                    }
+                    std::task::Poll::Pending => true,
+                });
+                if writes.is_empty() {
+                    std::task::Poll::Ready(())
+                } else {
+                    std::task::Poll::Pending
+                }
+            });
+            thread.block_on(all).unwrap();
+            assert!(!inner.may_be_polled(), "it is tried over and over");
+            let data = std::fs::read(file.path()).unwrap();
+            for (number, data) in data.chunks(4096).take(100).enumerate() {
+                let seed = usize::try_from(round).unwrap() + number;
+                assert!(data == pattern(seed, 4096), "write {number} of round {round}");
+            }
+        }
+        let stats = thread.io().stats();
+        assert_eq!((stats.write.ops.get(), stats.write.errors.get()), (300, 0));
+        assert_eq!((stats.polled.get(), thread.io().ops()), (0, 0));
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn only_io_uring_polls_for_completions() {
+    for engine in [EngineKind::Aio, EngineKind::Threads] {
+        for (sqpoll, iopoll) in [(true, false), (false, true)] {
+            let config = IoThreadConfig { engine, sqpoll, iopoll, ..IoThreadConfig::default() };
+            let Err(error) = IoThread::new(&config) else { panic!("{engine} has {config:?}") };
+            let word = if iopoll { "iopoll" } else { "sqpoll" };
+            assert!(error.to_string().contains(word), "{error}");
+        }
     }
 }
 

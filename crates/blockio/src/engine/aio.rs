@@ -302,7 +302,7 @@ mod tests {
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let file =
             std::fs::File::options().read(true).write(true).custom_flags(flags).open(path.path());
-        (path, Rc::new(Arc::new(file.unwrap().into())))
+        (path, Rc::new(Arc::new(OwnedFd::from(file.unwrap()).into())))
     }
 
     #[test]
@@ -326,7 +326,7 @@ mod tests {
     fn a_rejected_op_fails_alone() {
         let (_path, file) = file(true);
         let write_only = std::fs::File::options().write(true).open(_path.path()).unwrap();
-        let write_only = Rc::new(Arc::new(OwnedFd::from(write_only)));
+        let write_only = Rc::new(Arc::new(OwnedFd::from(write_only).into()));
         let mut bench = Bench::new(64);
         let slots: Vec<u32> = (0..9)
             .map(|i| bench.queue(if i % 4 == 0 { &write_only } else { &file }, OpKind::Read, 0))

@@ -5,18 +5,16 @@
 //! and are never read.
 
 mod fixed;
+mod op_ring;
 mod ring;
 #[cfg(feature = "sim")]
 pub(super) mod sim_ring;
 mod watches;
 
-use std::cell::Cell;
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use io_uring::{cqueue, opcode, squeue, types};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
@@ -26,8 +24,9 @@ use super::{Completer, TOKEN_ENGINE};
 use crate::clock;
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
-use crate::op::{OpKind, OpView, Slots};
-use fixed::{FixedBuffers, FixedFiles};
+use crate::op::{OpKind, OpenFile, Slots};
+use crate::stats::Stats;
+use op_ring::OpRing;
 #[cfg(not(feature = "sim"))]
 use ring::KernelRing as Ring;
 use ring::Setup;
@@ -35,33 +34,30 @@ use ring::Setup;
 use sim_ring::Ring;
 use watches::{Seen, Watches};
 
-/// `BLOCK_URING_CMD_DISCARD` of linux/blkdev.h: `_IO(0x12, 0)`.
-const BLOCK_URING_CMD_DISCARD: u32 = 0x1200;
-
-/// `MAX_RW_COUNT` of the kernel: a page less than 2 GiB.
-const TRANSFER_MAX: u32 = 0x7fff_f000;
-
 /// How long a wait lasts at most while the kernel takes no submission entries.
 const REFUSED_WAIT: Duration = Duration::from_millis(1);
+
+/// While only polled ops are waited for, the loop may sleep for this part of the time that they
+/// have taken so far: a slow device costs little CPU time, and its ops become little slower.
+const PAUSE_PART: u32 = 8;
+/// Timers are late by about as much, so shorter pauses make no sense.
+const PAUSE_MIN: Duration = Duration::from_micros(50);
+const PAUSE_MAX: Duration = Duration::from_millis(10);
 
 /// How long busy-polling lets put-off completions gather, for each op in the kernel up to so many.
 const GRACE_FOR_EACH: Duration = Duration::from_nanos(250);
 const GRACE_OPS: usize = 64;
 
 pub(crate) struct IoUring {
-    ring: Ring,
+    /// For everything but what goes through the other ring; the loop sleeps in this one.
+    main: OpRing,
+    /// For reads and writes whose completions are polled for. It takes nothing else.
+    polled: Option<OpRing>,
     depth: usize,
-    queued: VecDeque<u32>,
-    /// Ops that are in the submission ring or in the kernel.
-    in_kernel: usize,
     retry: Retry,
     watches: Watches,
-    files: FixedFiles,
-    buffers: FixedBuffers,
-    /// Empty between harvests; kept so that they allocate nothing.
-    entries: Vec<cqueue::Entry>,
     /// When busy-polling saw first that the kernel has put completions off.
-    deferred_since: Cell<Option<Instant>>,
+    deferred_since: Option<Instant>,
     /// Device discards through the ring work since Linux 6.12.
     has_discard: bool,
     threads: Threads,
@@ -70,76 +66,108 @@ pub(crate) struct IoUring {
 impl IoUring {
     /// Sets up a ring for `config.depth` ops in the kernel, for the calling thread.
     pub(super) fn new(config: &IoThreadConfig, threads: Threads) -> Result<Self, Error> {
-        let setup = Setup { depth: config.depth, sqpoll: config.sqpoll };
-        let ring = Ring::new(&setup).map_err(|error| Error::IoUringUnavailable { error })?;
+        let unavailable = |error| Error::IoUringUnavailable { error };
+        let setup = Setup { depth: config.depth, sqpoll: config.sqpoll, polled_beside: None };
+        let main = Ring::new(&setup).map_err(unavailable)?;
+        let polled = if config.iopoll {
+            let setup = Setup { polled_beside: Some(main.as_fd()), ..setup };
+            Some(OpRing::new(Ring::new(&setup).map_err(unavailable)?))
+        } else {
+            None
+        };
         Ok(Self {
-            has_discard: ring.has_uring_cmd(),
-            ring,
+            has_discard: main.has_uring_cmd(),
+            main: OpRing::new(main),
+            polled,
             depth: config.depth as usize,
-            queued: VecDeque::new(),
-            in_kernel: 0,
             retry: Retry::default(),
             watches: Watches::default(),
-            files: FixedFiles::default(),
-            buffers: FixedBuffers::default(),
-            entries: Vec::new(),
-            deferred_since: Cell::new(None),
+            deferred_since: None,
             threads,
         })
     }
 
+    fn rings(&mut self) -> impl Iterator<Item = &mut OpRing> {
+        [Some(&mut self.main), self.polled.as_mut()].into_iter().flatten()
+    }
+
     pub(super) fn watch_own_eventfd(&mut self) -> Result<(), Errno> {
         let fd = self.threads.eventfd();
-        self.watches.add(&mut self.ring, fd, TOKEN_ENGINE)
+        self.watches.add(&mut self.main.ring, fd, TOKEN_ENGINE)
     }
 
     pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-        self.watches.add(&mut self.ring, fd, token)
+        self.watches.add(&mut self.main.ring, fd, token)
     }
 
     pub(super) fn unwatch(&mut self, token: u64) {
-        self.watches.remove(&mut self.ring, token);
+        self.watches.remove(&mut self.main.ring, token);
     }
 
-    pub(super) fn register_file(&mut self, file: BorrowedFd<'_>) {
-        self.files.add(&self.ring, file);
+    pub(super) fn register_file(&mut self, file: &OpenFile) {
+        if self.polled.is_some() {
+            file.tell();
+        }
+        self.rings().for_each(|ring| ring.register_file(file.as_fd()));
     }
 
-    pub(super) fn unregister_file(&mut self, file: BorrowedFd<'_>) {
-        self.files.remove(&self.ring, file);
+    pub(super) fn unregister_file(&mut self, file: &OpenFile) {
+        self.rings().for_each(|ring| ring.unregister_file(file.as_fd()));
     }
 
     pub(super) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<()> {
-        self.buffers.add(&self.ring, memory)
+        self.main.register_memory(memory)?;
+        let Some(polled) = &mut self.polled else { return Ok(()) };
+        polled.register_memory(memory).inspect_err(|_| self.main.unregister_memory(memory))
     }
 
     pub(super) fn unregister_memory(&mut self, memory: &[libc::iovec]) {
-        self.buffers.remove(&self.ring, memory);
+        self.rings().for_each(|ring| ring.unregister_memory(memory));
     }
 
     pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
         match slots.kind(slot) {
             Some(OpKind::ZeroBlocks { .. }) => self.threads.queue(slot),
             Some(OpKind::DiscardBlocks { .. }) if !self.has_discard => self.threads.queue(slot),
-            _ => self.queued.push_back(slot),
+            Some(OpKind::Read | OpKind::Write { .. }) => match &mut self.polled {
+                Some(polled) if slots.file(slot).is_some_and(OpenFile::may_be_polled) => {
+                    polled.queue(slot);
+                }
+                _ => self.main.queue(slot),
+            },
+            _ => self.main.queue(slot),
         }
     }
 
     pub(super) fn queued(&self) -> usize {
-        self.queued.len() + self.threads.queued()
+        self.sum(OpRing::queued) + self.threads.queued()
     }
 
     pub(super) fn in_kernel(&self) -> usize {
-        self.in_kernel + self.threads.in_kernel()
+        self.sum(OpRing::in_kernel) + self.threads.in_kernel()
+    }
+
+    /// Of both rings.
+    #[inline]
+    fn sum(&self, number: impl Fn(&OpRing) -> usize) -> usize {
+        number(&self.main) + self.polled.as_ref().map_or(0, &number)
+    }
+
+    fn polled_in_kernel(&self) -> usize {
+        self.polled.as_ref().map_or(0, OpRing::in_kernel)
+    }
+
+    fn unsubmitted(&mut self) -> usize {
+        self.rings().map(|ring| ring.ring.unsubmitted()).sum()
     }
 
     /// Events of eventfds come by harvest, so it is quiet only when the rings are empty.
     pub(super) fn is_quiet(&self) -> bool {
-        self.queued() == 0 && self.in_kernel() == 0 && !self.ring.has_anything()
+        self.queued() == 0 && self.in_kernel() == 0 && !self.main.ring.has_anything()
     }
 
-    pub(super) fn has_unsubmitted_entries(&mut self) -> bool {
-        self.ring.unsubmitted() > 0
+    pub(super) fn must_be_asked(&mut self) -> bool {
+        self.polled_in_kernel() > 0 || self.unsubmitted() > 0
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
@@ -152,44 +180,33 @@ impl IoUring {
             return more_jobs;
         }
         let pushed = self.push_queued(max, done);
-        if pushed == 0 && self.ring.unsubmitted() == 0 {
+        if pushed == 0 && self.unsubmitted() == 0 {
             return more_jobs;
         }
-        match self.ring.submit(done.stats) {
+        let result = self.rings().try_for_each(|ring| ring.submit(done.stats));
+        match result {
             Ok(()) => {
                 self.retry.accepted();
-                more_jobs || (pushed > 0 && self.queued() > 0)
+                more_jobs || (pushed > 0 && self.sum(OpRing::queued) > 0)
             }
             Err(error) => self.refused(&error, done) || more_jobs,
         }
     }
 
-    /// Fills submission entries for queued ops, as many as `max`, the depth and the ring allow.
+    /// Fills submission entries for queued ops, as many as `max`, the depth and the rings allow.
     fn push_queued(&mut self, max: usize, done: &mut Completer<'_>) -> usize {
-        let room = self.depth.saturating_sub(self.in_kernel).min(self.ring.room()).min(max);
-        let count = self.queued.len().min(room);
-        if count == 0 {
-            // Entries that an interrupted submit has left behind complete only when they are
-            // submitted.
-            let all_submitted = self.ring.unsubmitted() == 0;
-            if !self.queued.is_empty() && self.in_kernel >= self.depth && all_submitted {
-                self.retry.full();
-            }
-            return 0;
+        let in_kernel = self.sum(OpRing::in_kernel);
+        let room = self.depth.saturating_sub(in_kernel).min(max);
+        let pushed = self.rings().fold(0, |sum, ring| sum + ring.push(room - sum, done));
+        // Entries that an interrupted submit has left behind complete only when they are submitted.
+        if pushed == 0
+            && in_kernel >= self.depth
+            && self.sum(OpRing::queued) > 0
+            && self.unsubmitted() == 0
+        {
+            self.retry.full();
         }
-        for slot in self.queued.drain(..count) {
-            // Queued slots hold ops: only a completion empties them.
-            if let Some(view) = done.slots.view(slot, done.now) {
-                let entry = entry(&view, &self.files, &mut self.buffers).user_data(u64::from(slot));
-                // SAFETY: the entry's addresses are those of the slot's iovecs and of the memory
-                // behind them, and its file is the slot's. The slot keeps all three until the
-                // completion that carries its number (see `op.rs`).
-                unsafe { self.ring.push(&entry) };
-                self.in_kernel += 1;
-            }
-        }
-        done.stats.submitted_at_once.record(count as u64);
-        count
+        pushed
     }
 
     /// Deals with a submit that the kernel did not take. The entries stay in the submission ring.
@@ -201,7 +218,7 @@ impl IoUring {
         done.stats.submit_again.add(1);
         // EBUSY: completions that the ring had no room for wait to be harvested. What is in the
         // submission ring cannot be taken back, so the pool never takes over: it is tried again.
-        let others = self.in_kernel.saturating_sub(self.ring.unsubmitted());
+        let others = self.sum(OpRing::in_kernel).saturating_sub(self.unsubmitted());
         if self.retry.refused(others, done.now) {
             tracing::warn!("io_uring takes no operations: {error}; they are tried again");
         }
@@ -210,31 +227,35 @@ impl IoUring {
 
     /// For busy-polling. What the kernel has put off until it is asked costs a system call, so
     /// more is waited for: the longer, the more ops may still join.
-    pub(super) fn has_completions(&self, now: Instant) -> bool {
-        if self.ring.has_entries() || self.threads.has_completions() {
+    pub(super) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
+        if self.main.ring.has_entries() || self.threads.has_completions() {
             return true;
         }
-        if !self.ring.has_completions() {
-            self.deferred_since.set(None);
+        if let Some(polled) = &mut self.polled
+            && polled.has_polled_completions(stats)
+        {
+            return true;
+        }
+        if !self.main.ring.has_completions() {
+            self.deferred_since = None;
             return false;
         }
-        let since = self.deferred_since.get().unwrap_or(now);
-        self.deferred_since.set(Some(since));
+        let since = *self.deferred_since.get_or_insert(now);
         now.saturating_duration_since(since) >= self.grace()
     }
 
     fn grace(&self) -> Duration {
-        let ops = u32::try_from(self.in_kernel.min(GRACE_OPS)).unwrap_or(0);
+        let ops = u32::try_from(self.main.in_kernel().min(GRACE_OPS)).unwrap_or(0);
         GRACE_FOR_EACH * ops
     }
 
     /// Asks for what the kernel has put off, unless busy-polling has just found it.
     fn run_deferred(&mut self, done: &Completer<'_>) {
-        match self.deferred_since.get() {
+        match self.deferred_since {
             Some(since) if done.now.saturating_duration_since(since) < self.grace() => {}
             _ => {
-                self.deferred_since.set(None);
-                self.ring.run_deferred(done.stats);
+                self.deferred_since = None;
+                self.main.ring.run_deferred(done.stats);
             }
         }
     }
@@ -243,10 +264,9 @@ impl IoUring {
         let from_pool = self.threads.harvest(done);
         self.run_deferred(done);
         let mut found = 0;
-        let mut entries = std::mem::take(&mut self.entries);
-        self.ring.take(&mut entries);
+        let mut entries = self.main.begin_harvest();
         for entry in entries.drain(..) {
-            match self.watches.take_in(&mut self.ring, &entry) {
+            match self.watches.take_in(&mut self.main.ring, &entry) {
                 Seen::Op(slot) => {
                     found += 1;
                     self.complete(slot, entry.result(), done);
@@ -255,8 +275,8 @@ impl IoUring {
                 Seen::Nothing => {}
             }
         }
-        self.entries = entries;
-        self.in_kernel = self.in_kernel.saturating_sub(found);
+        self.main.end_harvest(entries, found);
+        found += self.harvest_polled(done);
         if found > 0 {
             self.retry.completed();
         }
@@ -275,6 +295,33 @@ impl IoUring {
         done.complete(slot, i64::from(result));
     }
 
+    fn harvest_polled(&mut self, done: &mut Completer<'_>) -> usize {
+        let Some(polled) = &mut self.polled else { return 0 };
+        polled.poll_once(done.stats);
+        let mut entries = polled.begin_harvest();
+        let found = entries.len();
+        for entry in entries.drain(..) {
+            // Only ops have entries in this ring, and their numbers are those of slots.
+            let Ok(slot) = u32::try_from(entry.user_data()) else { continue };
+            match -entry.result() {
+                libc::EOPNOTSUPP => {
+                    if let Some(file) = done.slots.file(slot) {
+                        file.stop_polling("its file system or its device refuses it (EOPNOTSUPP)");
+                    }
+                    self.main.queue(slot);
+                }
+                // No room in the device's queues for polling; the others have some.
+                libc::EAGAIN => self.main.queue(slot),
+                _ => {
+                    done.stats.polled.add(1);
+                    done.complete(slot, i64::from(entry.result()));
+                }
+            }
+        }
+        polled.end_harvest(entries, found);
+        found
+    }
+
     pub(super) fn wait(
         &mut self,
         deadline: Option<Instant>,
@@ -285,7 +332,7 @@ impl IoUring {
         if !self.retry.is_blocked(done.now) {
             self.push_queued(max, done);
         }
-        match self.ring.submit_and_wait(deadline, done.stats) {
+        match self.wait_for_rings(deadline, done.stats) {
             Ok(()) => {
                 self.retry.accepted();
                 Ok(())
@@ -296,82 +343,46 @@ impl IoUring {
                     self.refused(&error, done);
                     let soon = clock::now() + REFUSED_WAIT;
                     let until = deadline.map_or(soon, |deadline| deadline.min(soon));
-                    self.ring.only_wait(until, done.stats);
+                    self.main.ring.only_wait(until, done.stats);
                     Ok(())
                 }
                 _ => Err(Error::System { action: "wait for events in io_uring", error }),
             },
         }
     }
+
+    /// Submits, and waits for the first completion or event in either ring. A polled ring wakes
+    /// nobody: while it has ops, both are looked at in turn.
+    fn wait_for_rings(&mut self, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
+        let main = &mut self.main.ring;
+        let Some(polled) = self.polled.as_mut().filter(|ring| ring.in_kernel() > 0) else {
+            return main.submit_and_wait(deadline, stats);
+        };
+        polled.submit(stats)?;
+        let since = clock::now();
+        let mut pause = Duration::ZERO;
+        loop {
+            let found = polled.has_polled_completions(stats);
+            let until = clock::now() + if found { Duration::ZERO } else { pause };
+            let until = deadline.map_or(until, |deadline| deadline.min(until));
+            if !pause.is_zero() || main.has_anything() {
+                match main.submit_and_wait(Some(until), stats) {
+                    Err(error) if error.raw_os_error() == Some(libc::ETIME) => {}
+                    result => result?,
+                }
+            }
+            let now = clock::now();
+            if found || main.has_entries() || deadline.is_some_and(|deadline| deadline <= now) {
+                return Ok(());
+            }
+            let part = (now - since) / PAUSE_PART;
+            pause = if part < PAUSE_MIN { Duration::ZERO } else { part.min(PAUSE_MAX) };
+        }
+    }
 }
 
 impl AsFd for IoUring {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.ring.as_fd()
+        self.main.ring.as_fd()
     }
-}
-
-/// The submission entry of an op, without its slot number.
-fn entry(view: &OpView, files: &FixedFiles, buffers: &mut FixedBuffers) -> squeue::Entry {
-    let (fd, flags) = match files.index_of(view.fd) {
-        Some(index) => (index, squeue::Flags::FIXED_FILE),
-        None => (view.fd, squeue::Flags::empty()),
-    };
-    let (fd, offset) = (types::Fd(fd), view.offset);
-    let entry = match view.kind {
-        OpKind::Read if view.iovecs_len == 1 => {
-            let (start, len) = single(view);
-            match buffers.index_of(start, len) {
-                Some(index) => opcode::ReadFixed::new(fd, start, len, index).offset(offset).build(),
-                None => opcode::Read::new(fd, start, len).offset(offset).build(),
-            }
-        }
-        OpKind::Read => opcode::Readv::new(fd, view.iovecs, count(view)).offset(offset).build(),
-        OpKind::Write { fua } => {
-            let rw_flags = if fua { libc::RWF_DSYNC } else { 0 };
-            if view.iovecs_len == 1 {
-                let (start, len) = single(view);
-                match buffers.index_of(start, len) {
-                    Some(index) => opcode::WriteFixed::new(fd, start, len, index)
-                        .offset(offset)
-                        .rw_flags(rw_flags)
-                        .build(),
-                    None => {
-                        opcode::Write::new(fd, start, len).offset(offset).rw_flags(rw_flags).build()
-                    }
-                }
-            } else {
-                opcode::Writev::new(fd, view.iovecs, count(view))
-                    .offset(offset)
-                    .rw_flags(rw_flags)
-                    .build()
-            }
-        }
-        OpKind::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
-        OpKind::Fallocate { mode, len } => {
-            opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
-        }
-        OpKind::DiscardBlocks { len } | OpKind::ZeroBlocks { len } => {
-            // The kernel reads the start from `addr` and the length from the command's bytes.
-            let mut command = [0; 16];
-            command[..8].copy_from_slice(&len.to_ne_bytes());
-            opcode::UringCmd16::new(fd, BLOCK_URING_CMD_DISCARD)
-                .cmd(command)
-                .addr(Some(offset))
-                .build()
-        }
-    };
-    entry.flags(flags)
-}
-
-/// The one range of a list of one. A transfer of more than the kernel takes at once is cut, and
-/// comes back short.
-fn single(view: &OpView) -> (*mut u8, u32) {
-    // SAFETY: a list of one iovec has a first.
-    let range = unsafe { *view.iovecs };
-    (range.iov_base.cast(), u32::try_from(range.iov_len).unwrap_or(TRANSFER_MAX))
-}
-
-fn count(view: &OpView) -> u32 {
-    u32::try_from(view.iovecs_len).unwrap_or(u32::MAX)
 }

@@ -359,7 +359,7 @@ mod tests {
             let file = OwnedFd::from(tempfile::tempfile().unwrap());
             Self {
                 engine: Threads::new(wake),
-                file: Rc::new(Arc::new(file)),
+                file: Rc::new(Arc::new(file.into())),
                 slots: Slots::default(),
                 stats: Stats::default(),
                 woken: Vec::new(),

@@ -3,8 +3,6 @@
 use std::io;
 use std::rc::Rc;
 
-use rustix::fd::AsFd;
-
 use super::Io;
 use crate::buf::Buffers;
 use crate::op::FileRef;
@@ -13,11 +11,11 @@ impl Io {
     /// Has the kernel look `file` up once instead of for each op, where the engine can do that,
     /// until [`unregister_file`](Self::unregister_file).
     pub(crate) fn register_file(&self, file: &FileRef) {
-        self.ops.borrow_mut().engine.register_file(file.as_fd());
+        self.ops.borrow_mut().engine.register_file(file);
     }
 
     pub(crate) fn unregister_file(&self, file: &FileRef) {
-        self.ops.borrow_mut().engine.unregister_file(file.as_fd());
+        self.ops.borrow_mut().engine.unregister_file(file);
     }
 
     /// Has the kernel pin the pages of `memory` and keep them at hand, where the engine can do

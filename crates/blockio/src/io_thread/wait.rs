@@ -61,10 +61,8 @@ impl Io {
         self.found.set(woken);
         self.submit_and_harvest();
         let is_ready = self.run_foreign() || self.has_ready();
-        // What the kernel has not been told yet, it cannot make the descriptor readable for.
-        let is_untold =
-            wait == Wait::Never && self.ops.borrow_mut().engine.has_unsubmitted_entries();
-        Ok(if is_ready || is_untold { Activity::Ready } else { Activity::Idle })
+        let asks = wait == Wait::Never && self.ops.borrow_mut().engine.must_be_asked();
+        Ok(if is_ready || asks { Activity::Ready } else { Activity::Idle })
     }
 
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
@@ -101,12 +99,12 @@ impl Io {
         if window.is_zero() {
             return false;
         }
-        let ops = self.ops.borrow();
         loop {
             reactor.look(woken);
             let now = clock::now();
+            let engine = &mut self.ops.borrow_mut().engine;
             let found = !woken.is_empty()
-                || (self.harvest_on_submit && ops.engine.has_completions(now))
+                || (self.harvest_on_submit && engine.has_completions(now, &self.stats))
                 || self.foreign.is_posted();
             let polled = now.saturating_duration_since(since);
             if found || polled >= window {

@@ -31,14 +31,18 @@ const EVENTS_MAX: u32 = 1024;
 /// Milliseconds that the submission thread spins before it sleeps.
 const SQPOLL_IDLE_MS: u32 = 2;
 
-/// What every operation of this engine is: the ring can do nothing else.
-const OPCODES: &[u8] = &[
+/// What every read and write of this engine is: a polled ring can do nothing else.
+const TRANSFERS: &[u8] = &[
     opcode::Read::CODE,
     opcode::Write::CODE,
     opcode::Readv::CODE,
     opcode::Writev::CODE,
     opcode::ReadFixed::CODE,
     opcode::WriteFixed::CODE,
+];
+
+/// What every other operation is: no ring can do anything beyond these two lists.
+const OTHERS: &[u8] = &[
     opcode::Fsync::CODE,
     opcode::Fallocate::CODE,
     opcode::UringCmd16::CODE,
@@ -47,10 +51,13 @@ const OPCODES: &[u8] = &[
 ];
 
 /// How a ring is set up.
-pub(super) struct Setup {
+pub(super) struct Setup<'a> {
     pub(super) depth: u32,
     /// A kernel thread takes submissions in, so that a submit needs no system call.
     pub(super) sqpoll: bool,
+    /// The kernel looks for completions only when asked to, or all the time in its thread for
+    /// submissions, which is that of the ring with this descriptor.
+    pub(super) polled_beside: Option<BorrowedFd<'a>>,
 }
 
 pub(super) struct KernelRing {
@@ -60,7 +67,7 @@ pub(super) struct KernelRing {
 }
 
 impl KernelRing {
-    pub(super) fn new(setup: &Setup) -> io::Result<Self> {
+    pub(super) fn new(setup: &Setup<'_>) -> io::Result<Self> {
         let ring = build(setup)?;
         let params = ring.params();
         // Resource tags came with Linux 5.13, as multishot polls did.
@@ -76,7 +83,7 @@ impl KernelRing {
         let mut probe = Probe::new();
         submitter.register_probe(&mut probe)?;
         let has_uring_cmd = probe.is_supported(opcode::UringCmd16::CODE);
-        restrict(&submitter, &probe)?;
+        restrict(&submitter, &probe, setup)?;
         submitter.register_enable_rings()?;
         Ok(Self { ring, sqpoll: setup.sqpoll, has_uring_cmd })
     }
@@ -282,13 +289,19 @@ fn files_max() -> u32 {
 }
 
 /// The best set-up that the kernel has. It starts disabled.
-fn build(setup: &Setup) -> io::Result<IoUring> {
+fn build(setup: &Setup<'_>) -> io::Result<IoUring> {
     let with = |more: &dyn Fn(&mut Builder)| {
         let mut builder = IoUring::builder();
         builder
             .setup_r_disabled()
             .setup_clamp()
             .setup_cqsize((setup.depth * 2).next_power_of_two().max(ENTRIES_MAX) + EVENTS_MAX);
+        if let Some(main) = setup.polled_beside {
+            builder.setup_iopoll();
+            if setup.sqpoll {
+                builder.setup_attach_wq(main.as_raw_fd());
+            }
+        }
         more(&mut builder);
         builder.build(entries_for(setup.depth))
     };
@@ -308,8 +321,9 @@ fn build(setup: &Setup) -> io::Result<IoUring> {
 }
 
 /// Lets the ring do nothing but what this engine does.
-fn restrict(submitter: &Submitter<'_>, probe: &Probe) -> io::Result<()> {
-    let known = OPCODES.iter().filter(|&&code| probe.is_supported(code));
+fn restrict(submitter: &Submitter<'_>, probe: &Probe, setup: &Setup<'_>) -> io::Result<()> {
+    let others = if setup.polled_beside.is_none() { OTHERS } else { &[] };
+    let known = TRANSFERS.iter().chain(others).filter(|&&code| probe.is_supported(code));
     let mut restrictions: Vec<Restriction> = known.map(|&code| Restriction::sqe_op(code)).collect();
     restrictions.extend([
         Restriction::register_op(UNREGISTER_FILES),

@@ -35,7 +35,7 @@ macro_rules! either {
 }
 
 impl Ring {
-    pub(super) fn new(setup: &Setup) -> io::Result<Self> {
+    pub(super) fn new(setup: &Setup<'_>) -> io::Result<Self> {
         match SimRing::new(setup.depth) {
             Some(ring) => Ok(Self::Simulated(ring)),
             None => KernelRing::new(setup).map(Self::Kernel),

@@ -1,0 +1,205 @@
+//! A ring, the ops that wait for it, and those that it has.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use io_uring::{cqueue, opcode, squeue, types};
+
+use super::Ring;
+use super::fixed::{FixedBuffers, FixedFiles};
+use crate::engine::Completer;
+use crate::op::{OpKind, OpView};
+use crate::stats::Stats;
+
+/// `BLOCK_URING_CMD_DISCARD` of linux/blkdev.h: `_IO(0x12, 0)`.
+const BLOCK_URING_CMD_DISCARD: u32 = 0x1200;
+
+/// `MAX_RW_COUNT` of the kernel: a page less than 2 GiB.
+const TRANSFER_MAX: u32 = 0x7fff_f000;
+
+pub(super) struct OpRing {
+    pub(super) ring: Ring,
+    queued: VecDeque<u32>,
+    /// Ops that are in the submission ring or in the kernel.
+    in_kernel: usize,
+    files: FixedFiles,
+    buffers: FixedBuffers,
+    /// Empty between harvests; kept so that they allocate nothing.
+    entries: Vec<cqueue::Entry>,
+    /// Whether the kernel was entered since the last harvest.
+    is_asked: bool,
+}
+
+impl OpRing {
+    pub(super) fn new(ring: Ring) -> Self {
+        Self {
+            ring,
+            queued: VecDeque::new(),
+            in_kernel: 0,
+            files: FixedFiles::default(),
+            buffers: FixedBuffers::default(),
+            entries: Vec::new(),
+            is_asked: false,
+        }
+    }
+
+    pub(super) fn register_file(&mut self, file: BorrowedFd<'_>) {
+        self.files.add(&self.ring, file);
+    }
+
+    pub(super) fn unregister_file(&mut self, file: BorrowedFd<'_>) {
+        self.files.remove(&self.ring, file);
+    }
+
+    pub(super) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<()> {
+        self.buffers.add(&self.ring, memory)
+    }
+
+    pub(super) fn unregister_memory(&mut self, memory: &[libc::iovec]) {
+        self.buffers.remove(&self.ring, memory);
+    }
+
+    pub(super) fn queue(&mut self, slot: u32) {
+        self.queued.push_back(slot);
+    }
+
+    pub(super) fn queued(&self) -> usize {
+        self.queued.len()
+    }
+
+    pub(super) fn in_kernel(&self) -> usize {
+        self.in_kernel
+    }
+
+    /// Fills submission entries for queued ops, as many as `max` and the ring allow.
+    pub(super) fn push(&mut self, max: usize, done: &mut Completer<'_>) -> usize {
+        let count = self.queued.len().min(self.ring.room()).min(max);
+        if count == 0 {
+            return 0;
+        }
+        for slot in self.queued.drain(..count) {
+            // Queued slots hold ops: only a completion empties them.
+            if let Some(view) = done.slots.view(slot, done.now) {
+                let entry = entry(&view, &self.files, &mut self.buffers).user_data(u64::from(slot));
+                // SAFETY: the entry's addresses are those of the slot's iovecs and of the memory
+                // behind them, and its file is the slot's. The slot keeps all three until the
+                // completion that carries its number (see `op.rs`).
+                unsafe { self.ring.push(&entry) };
+                self.in_kernel += 1;
+            }
+        }
+        done.stats.submitted_at_once.record(count as u64);
+        count
+    }
+
+    /// Submits entries, if there are any.
+    pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
+        if self.ring.unsubmitted() == 0 {
+            return Ok(());
+        }
+        self.ask(stats)
+    }
+
+    /// Enters the kernel without waiting: it takes entries in, and posts what has completed. A
+    /// polled ring does that only when asked.
+    pub(super) fn ask(&mut self, stats: &Stats) -> io::Result<()> {
+        self.is_asked = true;
+        self.ring.submit(stats)
+    }
+
+    /// Of a polled ring: whether completions are visible, after a look at the device.
+    pub(super) fn has_polled_completions(&mut self, stats: &Stats) -> bool {
+        if self.in_kernel == 0 {
+            return false;
+        }
+        // What the kernel refuses now is submitted again in any case.
+        self.ring.has_entries() || (self.ask(stats).is_ok() && self.ring.has_entries())
+    }
+
+    /// As `has_polled_completions`, but the look that came with the last submit will do.
+    pub(super) fn poll_once(&mut self, stats: &Stats) {
+        if !self.is_asked {
+            self.has_polled_completions(stats);
+        }
+    }
+
+    /// Takes the completion entries that are visible; [`end_harvest`](Self::end_harvest) follows.
+    pub(super) fn begin_harvest(&mut self) -> Vec<cqueue::Entry> {
+        self.is_asked = false;
+        let mut entries = std::mem::take(&mut self.entries);
+        self.ring.take(&mut entries);
+        entries
+    }
+
+    /// `ops` of the entries were completions of ops.
+    pub(super) fn end_harvest(&mut self, entries: Vec<cqueue::Entry>, ops: usize) {
+        self.entries = entries;
+        self.in_kernel = self.in_kernel.saturating_sub(ops);
+    }
+}
+
+/// The submission entry of an op, without its slot number.
+fn entry(view: &OpView, files: &FixedFiles, buffers: &mut FixedBuffers) -> squeue::Entry {
+    let (fd, flags) = match files.index_of(view.fd) {
+        Some(index) => (index, squeue::Flags::FIXED_FILE),
+        None => (view.fd, squeue::Flags::empty()),
+    };
+    let (fd, offset) = (types::Fd(fd), view.offset);
+    let entry = match view.kind {
+        OpKind::Read if view.iovecs_len == 1 => {
+            let (start, len) = single(view);
+            match buffers.index_of(start, len) {
+                Some(index) => opcode::ReadFixed::new(fd, start, len, index).offset(offset).build(),
+                None => opcode::Read::new(fd, start, len).offset(offset).build(),
+            }
+        }
+        OpKind::Read => opcode::Readv::new(fd, view.iovecs, count(view)).offset(offset).build(),
+        OpKind::Write { fua } => {
+            let rw_flags = if fua { libc::RWF_DSYNC } else { 0 };
+            if view.iovecs_len == 1 {
+                let (start, len) = single(view);
+                match buffers.index_of(start, len) {
+                    Some(index) => opcode::WriteFixed::new(fd, start, len, index)
+                        .offset(offset)
+                        .rw_flags(rw_flags)
+                        .build(),
+                    None => {
+                        opcode::Write::new(fd, start, len).offset(offset).rw_flags(rw_flags).build()
+                    }
+                }
+            } else {
+                opcode::Writev::new(fd, view.iovecs, count(view))
+                    .offset(offset)
+                    .rw_flags(rw_flags)
+                    .build()
+            }
+        }
+        OpKind::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+        OpKind::Fallocate { mode, len } => {
+            opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
+        }
+        OpKind::DiscardBlocks { len } | OpKind::ZeroBlocks { len } => {
+            // The kernel reads the start from `addr` and the length from the command's bytes.
+            let mut command = [0; 16];
+            command[..8].copy_from_slice(&len.to_ne_bytes());
+            opcode::UringCmd16::new(fd, BLOCK_URING_CMD_DISCARD)
+                .cmd(command)
+                .addr(Some(offset))
+                .build()
+        }
+    };
+    entry.flags(flags)
+}
+
+/// The one range of a list of one. A transfer of more than the kernel takes at once is cut, and
+/// comes back short.
+fn single(view: &OpView) -> (*mut u8, u32) {
+    // SAFETY: a list of one iovec has a first.
+    let range = unsafe { *view.iovecs };
+    (range.iov_base.cast(), u32::try_from(range.iov_len).unwrap_or(TRANSFER_MAX))
+}
+
+fn count(view: &OpView) -> u32 {
+    u32::try_from(view.iovecs_len).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,130 @@
+//! An open file, and whether completions of its reads and writes can be polled for.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fd::AsFd;
+
+/// What all ops on one file share, on any IoThread.
+#[derive(Debug)]
+pub struct OpenFile {
+    file: OwnedFd,
+    /// For the log; empty when nobody has said.
+    path: PathBuf,
+    /// Why completions cannot be polled for; nothing as long as they may be.
+    not_polled: OnceLock<&'static str>,
+    is_told: AtomicBool,
+}
+
+impl OpenFile {
+    /// A file that `path` led to, opened with `O_DIRECT` or not.
+    pub(crate) fn new(file: File, path: &Path, direct: bool) -> Self {
+        let not_polled = if !direct {
+            Some("it goes through the page cache, and only direct I/O can be polled for")
+        } else if has_poll_queues(&file) == Some(false) {
+            Some(
+                "its device has no queues for that, which some make when asked: nvme.poll_queues=N",
+            )
+        } else {
+            None
+        };
+        let place = OnceLock::new();
+        if let Some(why) = not_polled {
+            let _ = place.set(why);
+        }
+        Self { path: path.to_owned(), not_polled: place, ..Self::from(OwnedFd::from(file)) }
+    }
+
+    /// Whether completions may be polled for, as far as is known.
+    #[inline]
+    pub(crate) fn may_be_polled(&self) -> bool {
+        self.not_polled.get().is_none()
+    }
+
+    /// From now on completions are not polled for, on any IoThread.
+    pub(crate) fn stop_polling(&self, why: &'static str) {
+        // What was found out first holds.
+        let _ = self.not_polled.set(why);
+        self.tell();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn forget_polling(&mut self) {
+        self.not_polled = OnceLock::new();
+    }
+
+    /// Says once in the log that completions are not polled for, if so.
+    pub(crate) fn tell(&self) {
+        if let Some(why) = self.not_polled.get()
+            && !self.is_told.swap(true, Ordering::Relaxed)
+        {
+            tracing::info!("{}: completions are not polled for: {why}", self.path.display());
+        }
+    }
+}
+
+impl From<OwnedFd> for OpenFile {
+    fn from(file: OwnedFd) -> Self {
+        let (not_polled, is_told) = (OnceLock::new(), AtomicBool::new(false));
+        Self { file, path: PathBuf::new(), not_polled, is_told }
+    }
+}
+
+impl AsFd for OpenFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl AsRawFd for OpenFile {
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+/// Whether the block device that a file is, or lies on, has queues to poll. Newer kernels refuse
+/// polled requests where there are none, older ones complete them by interrupts without a word.
+/// `None`: nobody says.
+fn has_poll_queues(file: &File) -> Option<bool> {
+    let metadata = file.metadata().ok()?;
+    let is_device = metadata.file_type().is_block_device();
+    let device = if is_device { metadata.rdev() } else { metadata.dev() };
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let folder = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+    // A partition has the queues of its disk, in whose folder its own lies.
+    let text = ["queue/io_poll", "../queue/io_poll"]
+        .into_iter()
+        .find_map(|name| std::fs::read_to_string(folder.join(name)).ok())?;
+    Some(text.trim() != "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::OpenOptionsExt;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn what_cannot_be_polled_for_is_known_at_once_or_learnt() {
+        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let open =
+            |flags| File::options().read(true).custom_flags(flags).open(temp.path()).unwrap();
+        assert!(!OpenFile::new(open(0), temp.path(), false).may_be_polled());
+        let of_device = has_poll_queues(&open(0));
+        let direct = OpenFile::new(open(libc::O_DIRECT), temp.path(), true);
+        assert_eq!(direct.may_be_polled(), of_device != Some(false));
+        direct.stop_polling("a test says so");
+        assert!(!direct.may_be_polled());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_system_without_a_device_says_nothing() {
+        let temp = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        assert_eq!(has_poll_queues(temp.as_file()), None);
+    }
+}
