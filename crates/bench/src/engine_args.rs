@@ -35,6 +35,11 @@ pub struct EngineArgs {
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,
 
+    /// With io_uring and direct I/O, poll for completions, on devices whose drivers have queues for
+    /// that; it needs a core for each job
+    #[arg(long, conflicts_with = "socket_path")]
+    pub iopoll: bool,
+
     /// Where engine aio finds completions: in the ring that the kernel shares with the process, or
     /// by a system call
     #[arg(long, value_name = "WHERE", value_enum, conflicts_with = "socket_path",
@@ -121,6 +126,31 @@ impl EngineChoice {
             Self::Threads => Some(EngineKind::Threads),
         }
     }
+
+    /// Checks options (with whether they are given) that only io_uring has.
+    ///
+    /// # Errors
+    ///
+    /// When one is given and another engine is asked for.
+    pub fn check_io_uring_options(self, options: &[(&str, bool)]) -> Result<(), String> {
+        match (self.kind(), given(options).next()) {
+            (Some(engine), Some(name)) if engine != EngineKind::IoUring => {
+                Err(format!("{name} is for engine io_uring, not {engine}; leave one of them out"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Names what only io_uring has, is given, and has no effect with the engine that was chosen.
+pub fn without_effect(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
+    let names: Vec<&str> = given(options).collect();
+    let in_vain = engine != EngineKind::IoUring && !names.is_empty();
+    in_vain.then(|| format!("{}: without effect, only io_uring has that", names.join(", ")))
+}
+
+fn given<'a>(options: &[(&'a str, bool)]) -> impl Iterator<Item = &'a str> {
+    options.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name)
 }
 
 impl EngineArgs {
@@ -128,16 +158,46 @@ impl EngineArgs {
     /// serve` takes from a virtqueue before it submits.
     pub(crate) const DEFAULT_BATCH: usize = 16;
 
+    /// Returns the options that only io_uring has, and whether they are given.
+    pub(crate) fn io_uring_options(&self) -> [(&'static str, bool); 1] {
+        [("--iopoll", self.iopoll)]
+    }
+
     /// Returns how an IoThread with `engine` and room for `depth` operations is set up.
     pub(crate) fn config(&self, engine: EngineKind, depth: u32) -> IoThreadConfig {
         IoThreadConfig {
             engine,
             depth,
             poll_max: Duration::from_micros(self.poll_max_us.into()),
+            iopoll: self.iopoll && engine == EngineKind::IoUring,
             harvest_on_submit: self.harvest_on_submit.is_on(),
             submit_max: if self.submit_batch.is_on() { u32::MAX } else { 1 },
             completion_ring: self.completion_ring.into(),
             ..IoThreadConfig::default()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_only_io_uring_has_is_refused_with_others() {
+        let options = [("--sqpoll", false), ("--iopoll", true)];
+        for (choice, is_good) in [
+            (EngineChoice::Auto, true),
+            (EngineChoice::IoUring, true),
+            (EngineChoice::Aio, false),
+            (EngineChoice::Threads, false),
+        ] {
+            let result = choice.check_io_uring_options(&options);
+            assert_eq!(result.is_ok(), is_good, "{choice:?}: {result:?}");
+            assert!(result.is_ok() || result.unwrap_err().contains("--iopoll is for"));
+            assert!(choice.check_io_uring_options(&[("--iopoll", false)]).is_ok());
+        }
+        assert_eq!(without_effect(EngineKind::IoUring, &options), None);
+        assert!(without_effect(EngineKind::Aio, &options).unwrap().starts_with("--iopoll:"));
+        assert_eq!(without_effect(EngineKind::Aio, &[("--iopoll", false)]), None);
     }
 }

@@ -29,6 +29,8 @@ pub(crate) struct Figures {
     harvested_at_once: Distribution,
     /// Ops given to the kernel by one submit.
     submitted_at_once: Distribution,
+    /// Completions that were polled for.
+    polled: u64,
     system_calls: [u64; SYSTEM_CALLS.len()],
 }
 
@@ -43,6 +45,7 @@ impl Sample {
             latency_ns: latencies.map(|op| op.latency_ns.values()),
             harvested_at_once: stats.harvested_at_once.values(),
             submitted_at_once: stats.submitted_at_once.values(),
+            polled: stats.polled.get(),
             system_calls: SYSTEM_CALLS.map(|(_, count)| count(stats)),
         })
     }
@@ -55,6 +58,7 @@ impl Sample {
             latency_ns: std::array::from_fn(index),
             harvested_at_once: now.harvested_at_once.since(&then.harvested_at_once),
             submitted_at_once: now.submitted_at_once.since(&then.submitted_at_once),
+            polled: now.polled.saturating_sub(then.polled),
             system_calls: std::array::from_fn(|i| {
                 now.system_calls[i].saturating_sub(then.system_calls[i])
             }),
@@ -70,6 +74,7 @@ impl Figures {
         }
         self.harvested_at_once.add(&other.harvested_at_once);
         self.submitted_at_once.add(&other.submitted_at_once);
+        self.polled += other.polled;
         for (mine, theirs) in self.system_calls.iter_mut().zip(&other.system_calls) {
             *mine += theirs;
         }
@@ -79,9 +84,10 @@ impl Figures {
 /// What the engine did, with `--filename` only.
 ///
 /// In JSON its fields are keys beside the others: `engine`, `direct`, `iodepth_batch` (`null`:
-/// up to 16), `poll_max_us`, `completion_ring`, `harvest_on_submit`, `submit_batch`; `harvests`
-/// that found anything, `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at
-/// once, at N = 1, 10, 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
+/// up to 16), `poll_max_us`, `iopoll`, `completion_ring`, `harvest_on_submit`, `submit_batch`;
+/// `polled` (completions that were polled for); `harvests` that found anything,
+/// `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at once, at N = 1, 10,
+/// 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
 /// `submitted_at_once_pN`; `syscalls`, `syscalls_per_io`, and `syscalls_NAME` for each kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineReport {
@@ -91,6 +97,8 @@ pub struct EngineReport {
     pub harvested_at_once: SizeReport,
     /// Ops submitted at once.
     pub submitted_at_once: SizeReport,
+    /// Reads and writes whose completions were polled for.
+    pub polled: u64,
     /// Names of system calls, and how often they were made.
     pub system_calls: Vec<(&'static str, u64)>,
     /// All system calls for each I/O.
@@ -130,6 +138,8 @@ pub struct Setup {
     pub iodepth_batch: Option<u32>,
     /// The longest time to busy-poll.
     pub poll_max_us: u16,
+    /// Whether completions were to be polled for.
+    pub iopoll: bool,
     /// Where Linux AIO's completions were found.
     pub completion_ring: &'static str,
     /// Whether completions were looked for right after each submit.
@@ -146,6 +156,7 @@ impl EngineReport {
             setup: setup.clone(),
             harvested_at_once: SizeReport::new(&figures.harvested_at_once),
             submitted_at_once: SizeReport::new(&figures.submitted_at_once),
+            polled: figures.polled,
             system_calls: names.zip(figures.system_calls).collect(),
             system_calls_per_io: (ios > 0).then(|| total as f64 / ios as f64),
         }
@@ -160,9 +171,11 @@ impl Serialize for EngineReport {
         map.serialize_entry("direct", &setup.direct)?;
         map.serialize_entry("iodepth_batch", &setup.iodepth_batch)?;
         map.serialize_entry("poll_max_us", &setup.poll_max_us)?;
+        map.serialize_entry("iopoll", &setup.iopoll)?;
         map.serialize_entry("completion_ring", setup.completion_ring)?;
         map.serialize_entry("harvest_on_submit", &setup.harvest_on_submit)?;
         map.serialize_entry("submit_batch", &setup.submit_batch)?;
+        map.serialize_entry("polled", &self.polled)?;
         map.serialize_entry("harvests", &self.harvested_at_once.count)?;
         map.serialize_entry("harvested_at_once_mean", &self.harvested_at_once.mean)?;
         map.serialize_entry("submits", &self.submitted_at_once.count)?;
@@ -196,11 +209,13 @@ pub(crate) mod tests {
             let stats = Stats::default();
             stats.harvested_at_once.record(1);
             stats.syscalls.io_submit.add(5);
+            stats.polled.add(3);
             let opened = Sample::take(&stats);
             stats.harvested_at_once.record(size);
             stats.submitted_at_once.record(size);
             stats.read.latency_ns.record(size * 1000);
             stats.syscalls.io_submit.add(1);
+            stats.polled.add(7);
             sum.merge(&Sample::take(&stats).since(&opened));
         }
         sum
@@ -212,6 +227,7 @@ pub(crate) mod tests {
             direct: true,
             iodepth_batch: None,
             poll_max_us: 64,
+            iopoll: true,
             completion_ring: "userspace",
             harvest_on_submit: true,
             submit_batch: false,
@@ -230,6 +246,7 @@ pub(crate) mod tests {
         for (key, value) in [
             ("harvested_at_once_p50", 16),
             ("harvested_at_once_p99_99", 128),
+            ("polled", 14),
             ("submits", 2),
             ("syscalls", 2),
             ("syscalls_io_submit", 2),

@@ -62,7 +62,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, Eta, OutputFormat, Profile};
-pub use engine_args::{CompletionRingChoice, EngineArgs, EngineChoice, OnOff};
+pub use engine_args::{CompletionRingChoice, EngineArgs, EngineChoice, OnOff, without_effect};
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;
 pub use pattern::{BlockSplit, Rw};

@@ -142,6 +142,8 @@ fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
     if depth.get() > DEPTH_LIMIT {
         return refuse(format!("--iodepth={depth}: an IoThread has at most {DEPTH_LIMIT} ops"));
     }
+    let options = args.engine.io_uring_options();
+    args.engine.engine.check_io_uring_options(&options).map_err(BenchError::Usage)?;
     match args.engine.iodepth_batch {
         Some(batch) if batch > depth => refuse(format!(
             "--iodepth-batch={batch} is more than --iodepth={depth} can have in flight"

@@ -15,7 +15,7 @@ use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
 use crate::args::BenchArgs;
 use crate::driver::{Device, Virtqueue, peer_pid};
 use crate::engine::EngineWorker;
-use crate::engine_args::{EngineArgs, EngineChoice};
+use crate::engine_args::{EngineArgs, EngineChoice, without_effect};
 use crate::engine_stats::{Figures, Setup};
 use crate::error::BenchError;
 use crate::job::{Batch, Job};
@@ -79,6 +79,7 @@ impl Target {
             direct: source.info().direct,
             iodepth_batch: args.engine.iodepth_batch.map(u32::from),
             poll_max_us: args.engine.poll_max_us,
+            iopoll: args.engine.iopoll,
             completion_ring: args.engine.completion_ring.name(),
             harvest_on_submit: args.engine.harvest_on_submit.is_on(),
             submit_batch: args.engine.submit_batch.is_on(),
@@ -182,6 +183,9 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         }
         Err(error) => return Err(BenchError::Connect(error.to_string())),
     };
+    if let Some(warning) = without_effect(engine, &args.engine.io_uring_options()) {
+        eprintln!("warning: engine {engine}; {warning}");
+    }
     Ok(Target::File(source, engine))
 }
 

@@ -134,6 +134,9 @@ fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
         if setup.harvest_on_submit { "" } else { ", no harvest on submit" },
         if setup.submit_batch { "" } else { ", each op submitted by itself" },
     )?;
+    if setup.iopoll {
+        writeln!(out, "    completions that were polled for: {}", engine.polled)?;
+    }
     let heads = SIZE_PERCENTILES.map(|percent| format!("{:>7}", format!("{percent}%")));
     writeln!(out, "    {:20}{}", "at once", heads.join(""))?;
     let rows = [
@@ -223,6 +226,7 @@ mod tests {
             "completion latency (us): min=16.1, mean=72.0",
             "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us, each op \
              submitted by itself\n",
+            "completions that were polled for: 14\n",
             "    128    128 mean 72.0, 2 times",
             "0.0020 per I/O (2 io_submit)",
             "this process (pid 17)",

@@ -105,6 +105,11 @@ pub struct ServeArgs {
     /// more core for each IoThread. Without a CPU of its own for that thread everything is slow.
     #[arg(long)]
     pub sqpoll: bool,
+    /// With io_uring and direct I/O, poll for completions of reads and writes, on devices whose
+    /// drivers have queues for that. An IoThread does not sleep while it waits for them, which
+    /// takes a core each. Other disks are served as without it, and the log says why.
+    #[arg(long)]
+    pub iopoll: bool,
     /// With io_uring, register the guest's memory, which saves the kernel work for each request.
     /// All of that memory is pinned. Only for guests without a memory balloon, free page
     /// reporting or virtio-mem: when the front-end takes pages away, data would go to the old ones.
@@ -162,6 +167,16 @@ pub const CAPABILITIES: &str = r#"{
 }"#;
 
 impl ServeArgs {
+    /// The options that only engine io_uring has, and whether they are given.
+    #[must_use]
+    pub fn io_uring_options(&self) -> [(&'static str, bool); 3] {
+        [
+            ("--sqpoll", self.sqpoll),
+            ("--iopoll", self.iopoll),
+            ("--fixed-buffers", self.fixed_buffers),
+        ]
+    }
+
     /// How each IoThread is set up, with `engine`.
     #[must_use]
     pub fn io_thread_config(&self, engine: EngineKind) -> IoThreadConfig {
@@ -169,7 +184,8 @@ impl ServeArgs {
             engine,
             poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
             poll_budget_percent: u32::from(self.poll_budget),
-            sqpoll: self.sqpoll,
+            sqpoll: self.sqpoll && engine == EngineKind::IoUring,
+            iopoll: self.iopoll && engine == EngineKind::IoUring,
             harvest_on_submit: self.switches.harvest_on_submit.is_on(),
             submit_max: if self.switches.submit_batch.is_on() { u32::MAX } else { 1 },
             completion_ring: self.switches.completion_ring.into(),

@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use blockio::choose::Choice;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
+use ringhaul_bench::without_effect;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::sched_getaffinity;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -38,6 +39,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Dropped last: a call that hangs must not keep queues from stopping.
     let _watch = CallWatch::start()?;
     raise_descriptor_limit();
+    let options = args.io_uring_options();
+    args.engine.check_io_uring_options(&options).map_err(anyhow::Error::msg)?;
     let specs = args.exports()?;
     let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
     // Before the threads, which say what they chose: what is refused is refused in one line.
@@ -171,6 +174,9 @@ impl<'a> Engines<'a> {
         let mut failed = match self.threads(engine) {
             Ok(threads) => {
                 tracing::info!(export = name, "engine {engine}: {why}");
+                if let Some(what) = without_effect(engine, &self.args.io_uring_options()) {
+                    tracing::info!(export = name, "{what}");
+                }
                 return Ok(threads);
             }
             Err(error) => error,
@@ -228,11 +234,12 @@ fn summary_of(stats: &Stats) -> String {
         (count, errors) => format!("{count} {name} ({errors} failed)"),
     };
     format!(
-        "{}, {}, {}, {}; {} calls, {} submits, {} waits",
+        "{}, {}, {}, {}; {} polled for; {} calls, {} submits, {} waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),
         of("discards and zeroings", &stats.deallocate),
+        stats.polled.get(),
         stats.syscalls.eventfd_write.get(),
         stats.submitted_at_once.count(),
         stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),

@@ -52,6 +52,18 @@ fn every_engine_verifies() -> Result<()> {
 }
 
 #[test]
+fn a_disk_that_cannot_be_polled_is_driven_all_the_same() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let options = "--engine io_uring --iopoll --direct off --rw randrw --numjobs 2 --iodepth 8 \
+                   --size 4m --number_ios 200 --verify";
+    let report = json(&mut bench_file(&file, options)?)?;
+    ensure!(report["ios"] == 400 && report["errors"] == 0, "{report}");
+    ensure!(report["iopoll"] == true && report["polled"] == 0, "{report}");
+    Ok(())
+}
+
+#[test]
 fn what_the_engine_did_is_reported() -> Result<()> {
     let scene = scene()?;
     let file = scene.disk("disk.img", DISK_BYTES)?;
@@ -130,6 +142,7 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
         (&file, "--iodepth 70000", ["--iodepth=70000", "65535"]),
         (&file, "--numjobs 300", ["--numjobs=300", "256"]),
         (&file, "--poll-max-us 20000", ["--poll-max-us", "20000"]),
+        (&file, "--engine aio --iopoll", ["--iopoll is for engine io_uring", "not aio"]),
         (&file, "--busy-poll", ["--busy-poll", "--filename"]),
         (&file, "--socket-path s", ["--socket-path", "--filename"]),
         (&file, "--bs 1000", ["1000", "512 bytes"]),

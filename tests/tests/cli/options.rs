@@ -54,6 +54,11 @@ fn impossible_options_are_refused() -> Result<()> {
     ] {
         refusals.check(option, with(option, value), &words);
     }
+    for option in ["--sqpoll", "--iopoll", "--fixed-buffers"] {
+        let mut command = with("--engine", "aio")?;
+        command.arg(option);
+        refusals.check(option, Ok(command), &[option, "engine io_uring, not aio"]);
+    }
     refusals.finish()
 }
 
@@ -303,6 +308,9 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
         ("aio", ALL_OFF),
         ("threads", ALL_OFF),
         ("io_uring", &["--sqpoll"]),
+        ("io_uring", &["--iopoll"]),
+        ("io_uring", &["--iopoll", "--fixed-buffers", "--harvest-on-submit", "off"]),
+        ("io_uring", &["--iopoll", "--sqpoll", "--cache", "directsync"]),
         ("io_uring", &["--fixed-buffers", "--poll-budget", "10"]),
         ("io_uring", &["--harvest-on-submit", "off"]),
         ("aio", &["--harvest-on-submit", "off"]),
@@ -335,5 +343,42 @@ fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     let messages = daemon.finish()?.expect_code(0)?.stderr;
     assert!(messages.contains("--sqpoll keeps 2 CPUs busy"), "{messages}");
+    Ok(())
+}
+
+/// A disk whose completions cannot be polled for is served all the same; the log says why, once.
+#[test]
+fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("plain.img", DISK_BYTES)?;
+    let socket = scene.socket("plain.sock");
+    let mut command = serve(&socket, &file)?;
+    // Not even where the system's disks have queues for it: not the page cache.
+    command.args(["--engine", "io_uring", "--iopoll", "--iothreads", "2", "--cache", "writeback"]);
+    let mut daemon = Running::serve(&mut command)?;
+    for _ in 0..2 {
+        let load = "--rw randrw --number_ios 100 --iodepth 16 --numjobs 2 --verify";
+        run(&mut bench(&socket, load)?)?.expect_code(0)?;
+    }
+    daemon.signal(Signal::TERM)?;
+    let text = daemon.finish()?.expect_code(0)?.stderr;
+    let line = format!("{}: completions are not polled for: it goes through", file.display());
+    ensure!(text.matches(&line).count() == 1, "{text}");
+    ensure!(text.matches("; 0 polled for;").count() == 2, "{text}");
+    Ok(())
+}
+
+/// Left the choice, the daemon may choose an engine that cannot do what was asked for.
+#[test]
+fn an_option_without_effect_is_named() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("null.sock");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(&socket);
+    command.args(["--disk", "null,size=1G", "--iopoll"]);
+    let mut daemon = Running::serve(&mut command)?;
+    daemon.signal(Signal::TERM)?;
+    let text = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(text.contains("--iopoll: without effect, only io_uring has that"), "{text}");
     Ok(())
 }
