@@ -233,7 +233,10 @@ pub(crate) fn find_program(name: &str, package: &str) -> Result<PathBuf> {
 }
 
 /// The shared libraries of `program` and the loader, at the paths where it looks for them.
-fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
+///
+/// # Errors
+/// When it cannot run here, for lack of one of them.
+pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let listing =
         Command::new("ldd").arg(program).env("LC_ALL", "C").output().context("running ldd")?;
     // ldd fails for a static program, which is no error here.

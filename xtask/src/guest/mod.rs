@@ -22,7 +22,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 pub use accelerator::Accelerator;
 pub use channel::Stop;
-pub use image::Image;
+pub use image::{Image, shared_libraries};
 pub use qemu::{QemuCrashed, wait_child};
 pub use vm::{Disk, ScriptOutput, Vm, VmOptions};
 

@@ -3,6 +3,8 @@
 //! A boot takes seconds, so each test does as much with one guest as it can. Where no KVM works,
 //! guests run under TCG, and all of this takes a few minutes.
 
+mod polling;
+
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
@@ -14,13 +16,13 @@ use ringhaul_tests::guest::{Cache, Engine, Export, Program, Server, allocated_by
 use tempfile::TempDir;
 use xtask::guest::{Accelerator, Disk, Image, QemuCrashed, Vm, VmOptions};
 
-const ATTRIBUTES: &str = include_str!("../guest/attributes.sh");
-const FIO_VERIFY: &str = include_str!("../guest/fio-verify.sh");
-const WRITE_ZEROES: &str = include_str!("../guest/write-zeroes.sh");
-const FILES_WRITE: &str = include_str!("../guest/files-write.sh");
-const FILES_CHECK: &str = include_str!("../guest/files-check.sh");
-const LOAD_START: &str = include_str!("../guest/load-start.sh");
-const LOAD_STOP: &str = include_str!("../guest/load-stop.sh");
+const ATTRIBUTES: &str = include_str!("../../guest/attributes.sh");
+const FIO_VERIFY: &str = include_str!("../../guest/fio-verify.sh");
+const WRITE_ZEROES: &str = include_str!("../../guest/write-zeroes.sh");
+const FILES_WRITE: &str = include_str!("../../guest/files-write.sh");
+const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
+const LOAD_START: &str = include_str!("../../guest/load-start.sh");
+const LOAD_STOP: &str = include_str!("../../guest/load-stop.sh");
 
 /// Large enough for a file system with a few dozen files, and no power of two.
 const DISK_BYTES: u64 = 128 * 1024 * 1024 + 3 * 4096;
