@@ -35,6 +35,10 @@ pub struct EngineArgs {
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,
 
+    /// With io_uring, let a kernel thread take submissions in; each job keeps one more CPU busy
+    #[arg(long, conflicts_with = "socket_path")]
+    pub sqpoll: bool,
+
     /// With io_uring and direct I/O, poll for completions, on devices whose drivers have queues for
     /// that; it needs a core for each job
     #[arg(long, conflicts_with = "socket_path")]
@@ -159,8 +163,8 @@ impl EngineArgs {
     pub(crate) const DEFAULT_BATCH: usize = 16;
 
     /// Returns the options that only io_uring has, and whether they are given.
-    pub(crate) fn io_uring_options(&self) -> [(&'static str, bool); 1] {
-        [("--iopoll", self.iopoll)]
+    pub(crate) fn io_uring_options(&self) -> [(&'static str, bool); 2] {
+        [("--sqpoll", self.sqpoll), ("--iopoll", self.iopoll)]
     }
 
     /// Returns how an IoThread with `engine` and room for `depth` operations is set up.
@@ -169,6 +173,7 @@ impl EngineArgs {
             engine,
             depth,
             poll_max: Duration::from_micros(self.poll_max_us.into()),
+            sqpoll: self.sqpoll && engine == EngineKind::IoUring,
             iopoll: self.iopoll && engine == EngineKind::IoUring,
             harvest_on_submit: self.harvest_on_submit.is_on(),
             submit_max: if self.submit_batch.is_on() { u32::MAX } else { 1 },

@@ -68,6 +68,11 @@ impl Cell {
         }
     }
 
+    /// Whether it is about threads that need a CPU each.
+    pub(super) fn needs_all_cpus(&self) -> bool {
+        self.on == SQPOLL
+    }
+
     /// A name for pictures and lists.
     pub(super) fn short_name(&self) -> String {
         let load = match (self.load == FILE_SERVER, self.load.depth, self.load.jobs) {
@@ -177,7 +182,8 @@ pub(super) const EXPERIMENTS: [Experiment; 6] = [
         tests: "Does a kernel thread that takes submissions in pay, which needs a CPU of its own, \
                 and does it pay to register the guest's memory, which pins it?",
         credit: "Jens Axboe, io_uring, Linux 5.1, 2019.",
-        sides: "off: neither option; on: --sqpoll, or --fixed-buffers",
+        sides: "off: neither option; on: --sqpoll, for which both sides have both CPUs, or \
+                --fixed-buffers",
     },
 ];
 
@@ -264,8 +270,9 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
             add(2, target, Through::Daemon, engine, FILE_SERVER, sides);
             add(4, target, Through::Engine, engine, DEPTH_64, (SUBMIT_OFF, SUBMIT_ON));
         }
-        for (load, options) in [(DEPTH_64, SQPOLL), (DEPTH_1, SQPOLL), (DEPTH_64, FIXED_BUFFERS)] {
-            add(6, target, Through::Daemon, "io_uring", load, (PLAIN, options));
+        for load in [DEPTH_64, DEPTH_1] {
+            add(6, target, Through::Engine, "io_uring", load, (PLAIN, SQPOLL));
+            add(6, target, Through::Daemon, "io_uring", load, (PLAIN, FIXED_BUFFERS));
         }
     }
     for target in Target::ALL {

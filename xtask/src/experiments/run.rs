@@ -169,8 +169,12 @@ impl Runner<'_> {
 
     fn engine(&self, cell: &Cell, switches: &[&str], disk: &Disk) -> Vec<String> {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-        let cpu = self.lab.server_cpu.to_string();
-        let start = ["--filename", &path, "--engine", cell.engine, "--cpus_allowed", &cpu];
+        let Lab { server_cpu, client_cpu, .. } = self.lab;
+        let cpus = match cell.needs_all_cpus() {
+            true => format!("{server_cpu},{client_cpu}"),
+            false => server_cpu.to_string(),
+        };
+        let start = ["--filename", &path, "--engine", cell.engine, "--cpus_allowed", &cpus];
         let start = words(&start).into_iter().chain(words(switches));
         start.chain(load_options(cell)).collect()
     }
