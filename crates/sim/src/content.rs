@@ -11,8 +11,10 @@ pub(crate) enum Value {
     Id(u64),
 }
 
-/// The content of a disk that nobody has written to.
-pub(crate) const INITIAL: Value = Value::Id(1);
+/// The content of a disk that nobody has written to: of each disk another.
+pub(crate) fn initial(disk: usize) -> Value {
+    Value::Id(1 + disk as u64)
+}
 
 /// The bytes that `value` leaves in `sector`.
 pub(crate) fn bytes_of(value: Value, sector: u64) -> [u8; SECTOR] {

@@ -1,6 +1,6 @@
 //! The simulated disk: what reads see, and what a loss of power would leave.
 
-use crate::content::{INITIAL, SECTOR, Value, bytes_of};
+use crate::content::{SECTOR, Value, bytes_of};
 use crate::rng::Rng;
 
 /// Sequence number of something that has not happened.
@@ -27,9 +27,10 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    pub(crate) fn new(sectors: u64, end_sector: u64) -> Self {
+    /// A disk with `initial` in all sectors before `end_sector`, where the file ends.
+    pub(crate) fn new(sectors: u64, end_sector: u64, initial: Value) -> Self {
         let sector = |sector| {
-            let value = if sector < end_sector { INITIAL } else { Value::Zero };
+            let value = if sector < end_sector { initial } else { Value::Zero };
             let bytes = Box::new(bytes_of(value, sector));
             Sector { versions: vec![Version { bytes, op: 0, answered: 0 }] }
         };

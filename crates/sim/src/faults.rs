@@ -1,7 +1,5 @@
 //! What can go wrong with one op, and what must not be wrong with it.
 
-use std::os::fd::RawFd;
-
 use blockio::engine::sim::KernelOp;
 use blockio::op::OpKind;
 
@@ -88,8 +86,9 @@ pub(crate) fn outcome(
     (i64::try_from(moved).unwrap_or(0), moved, None)
 }
 
-/// Whether an op may reach the kernel: it is for the disk, inside, and aligned.
-pub(crate) fn check_op(plan: &Plan, disk: RawFd, op: &KernelOp) -> Result<(), Failure> {
+/// Whether an op may reach the kernel: it is for a disk, inside, and aligned.
+/// `found`: there is a disk with its descriptor.
+pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Failure> {
     let (len, block) = (op_len(op), plan.block_bytes());
     let end = op.offset().checked_add(len as u64);
     let is_data = matches!(op.kind(), OpKind::Read | OpKind::Write { .. });
@@ -97,7 +96,7 @@ pub(crate) fn check_op(plan: &Plan, disk: RawFd, op: &KernelOp) -> Result<(), Fa
         || !is_data
         || ((op.offset() | len as u64) & (block - 1) == 0 && op.buffers().is_aligned(SECTOR));
     let inside = end.is_some_and(|end| end <= plan.sectors() * SECTOR as u64);
-    if op.fd() != disk || !aligned || !inside || (is_data && len == 0) {
+    if !found || !aligned || !inside || (is_data && len == 0) {
         let (kind, offset, buffers) = (op.kind(), op.offset(), op.buffers());
         let text = format!("{kind:?} at {offset} of {buffers:?}: {:?}", buffers.iovecs());
         return Err(Failure::new("bad op", text));

@@ -10,13 +10,13 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
 use virtqueue::GuestMemory;
 
 use crate::blame::{self, Failed};
-use crate::content::{INITIAL, SECTOR, Value, describe, value_of};
+use crate::content::{SECTOR, Value, describe, initial, value_of};
 use crate::driver::Driver;
 use crate::failure::Failure;
 use crate::history::{History, NEVER};
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
 use crate::plan::Plan;
-use crate::request::{Kind, Outstanding, Request};
+use crate::request::{Kind, Outstanding, Request, serial};
 use crate::rng::Rng;
 use crate::world::World;
 
@@ -53,7 +53,10 @@ struct State {
 }
 
 pub(crate) struct Guest {
+    /// Of the guest's device.
     plan: Plan,
+    /// The number of the device and of its disk.
+    device: usize,
     world: Rc<World>,
     layout: Layout,
     memory: Rc<GuestMemory>,
@@ -71,20 +74,20 @@ pub(crate) fn duplicate(fd: Option<&OwnedFd>) -> Option<OwnedFd> {
 }
 
 impl Guest {
-    pub(crate) fn new(plan: &Plan, world: &Rc<World>) -> Self {
+    /// The guest of device number `device`, whose plan this is.
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, device: usize) -> Self {
         let layout = Layout::new(plan);
         let memory = Rc::new(layout.map());
-        let initial = (0..plan.sectors()).map(|sector| {
-            if value_of(&world.content(sector), sector) == Some(INITIAL) {
-                INITIAL
-            } else {
-                Value::Zero
+        let content = (0..plan.sectors()).map(|sector| {
+            match value_of(&world.content(device, sector), sector) {
+                Some(value) if value == initial(device) => value,
+                _ => Value::Zero,
             }
         });
         let state = State {
-            rng: Rng::new(plan.seed ^ plan.schedule << 40, 3),
+            rng: Rng::new(plan.seed ^ plan.schedule << 40, 3 + 100 * device as u64),
             queues: Vec::new(),
-            history: History::new(initial),
+            history: History::new(content),
             left: plan.requests,
             failed: Vec::new(),
             failure: None,
@@ -92,10 +95,12 @@ impl Guest {
         };
         let guest = Self {
             plan: plan.clone(),
+            device,
             world: Rc::clone(world),
             layout,
             memory,
-            next_id: Cell::new(100),
+            // No two writes have the same number, whatever disks they are for.
+            next_id: Cell::new(100 + device as u64 * 1_000_000),
             state: RefCell::new(state),
         };
         guest.reboot();
@@ -118,6 +123,10 @@ impl Guest {
             }
         };
         self.state.borrow_mut().queues = (0..queues).map(queue).collect();
+    }
+
+    fn trace(&self, what: impl FnOnce() -> String) {
+        self.world.trace(|| format!("guest {}: {}", self.device, what()));
     }
 
     pub(crate) fn layout(&self) -> &Layout {
@@ -173,7 +182,7 @@ impl Guest {
 
     pub(crate) fn describe_outstanding(&self) -> String {
         let state = self.state.borrow();
-        let mut text = String::new();
+        let mut text = format!("\n  guest {}: {} requests to come", self.device, state.left);
         for (index, queue) in state.queues.iter().enumerate() {
             for outstanding in queue.outstanding.iter().flatten() {
                 let Outstanding { request, begin, .. } = outstanding;
@@ -241,7 +250,7 @@ impl Guest {
         let queue = &mut state.queues[index];
         if added > 0 {
             queue.published_from = Some(queue.driver.publish());
-            self.world.trace(|| format!("guest: queue {index}: {added} chains published"));
+            self.trace(|| format!("queue {index}: {added} chains published"));
         }
     }
 
@@ -282,10 +291,10 @@ impl Guest {
         let sectors = request.ranges.iter().flat_map(|&(first, count)| first..first + count);
         let writes =
             sectors.filter_map(|sector| Some(history.begin_write(sector, value?, begin))).collect();
-        self.world.trace(|| {
+        self.trace(|| {
             let Request { id, kind, ranges, .. } = &request;
             let pieces = pieces.len();
-            format!("guest: queue {index}: request {id}: {kind:?} {ranges:?}, {pieces} buffers")
+            format!("queue {index}: request {id}: {kind:?} {ranges:?}, {pieces} buffers")
         });
         let outstanding = Outstanding { request, pieces, area, image, begin, writes };
         queue.outstanding[usize::from(head)] = Some(outstanding);
@@ -296,7 +305,7 @@ impl Guest {
         let queue = &mut state.queues[index];
         let Some(from) = queue.published_from.take() else { return };
         let wanted = queue.driver.wants_kick(from);
-        self.world.trace(|| format!("guest: queue {index}: kick: {wanted}"));
+        self.trace(|| format!("queue {index}: kick: {wanted}"));
         if let Some(kick) = queue.kick.as_ref().filter(|_| wanted) {
             write_eventfd(kick);
         }
@@ -310,7 +319,7 @@ impl Guest {
                 // Calls that came together are one; there may be none if the guest only polls.
                 let _ = rustix::io::read(call, &mut [0; 8]);
             }
-            self.world.trace(|| format!("guest: queue {index}: wakes up"));
+            self.trace(|| format!("queue {index}: wakes up"));
             queue.attention = Attention::Awake;
         }
         if queue.attention == Attention::Awake {
@@ -328,18 +337,23 @@ impl Guest {
     }
 
     fn take_answer(&self, state: &mut State, index: usize) {
+        let device = self.device;
         let queue = &mut state.queues[index];
         let Some((id, len)) = queue.driver.take_used() else { return };
         let slot = usize::try_from(id).ok().and_then(|id| queue.outstanding.get_mut(id));
         let Some(outstanding) = slot.and_then(Option::take) else {
-            let text = format!("queue {index}: a used element for head {id}, which is not out");
+            let text = format!(
+                "device {device}, queue {index}: a used element for head {id}, which is not out"
+            );
             state.failure.get_or_insert(Failure::new("bad answer", text));
             return;
         };
         let end = self.world.tick();
         if let Err(text) = self.check_answer(state, &outstanding, len, end) {
             let Request { id, kind, ranges, .. } = &outstanding.request;
-            let text = format!("queue {index}: request {id} ({kind:?} {ranges:?}): {text}");
+            let text = format!(
+                "device {device}, queue {index}: request {id} ({kind:?} {ranges:?}): {text}"
+            );
             state.failure.get_or_insert(Failure::new("bad answer", text));
         }
     }
@@ -364,9 +378,7 @@ impl Guest {
             bytes.copy_from_slice(&image[from..from + bytes.len()]);
         }
         let status = answer.pop().map_or(u32::MAX, u32::from);
-        self.world.trace(|| {
-            format!("guest: request {} is answered: status {status}, length {len}", request.id)
-        });
+        self.trace(|| format!("request {} is answered: status {status}, length {len}", request.id));
         if memory != *image {
             return Err("the device wrote where it may not".into());
         }
@@ -392,7 +404,7 @@ impl Guest {
         match request.kind {
             Kind::Read => self.check_data(state, outstanding, &answer, end)?,
             Kind::Flush => state.history.flushed(*begin),
-            Kind::GetId if answer != request.id_answer() => {
+            Kind::GetId if answer != request.id_answer(&serial(self.device)) => {
                 return Err(format!("the id is {answer:?}"));
             }
             _ => {}
@@ -427,7 +439,7 @@ impl Guest {
             let (kind, ranges) = (request.kind, request.ranges.clone());
             Failed { kind, begin: *begin, end, ranges, answered: false }
         }));
-        blame::check(&self.world.injected(), failed)
+        blame::check(&self.world.injected(self.device), failed)
     }
 
     /// Checks what is on the disk after the IoThreads have gone, and goes on from there. With
@@ -436,7 +448,7 @@ impl Guest {
         let mut state = self.state.borrow_mut();
         let mut left = Vec::new();
         for sector in 0..self.plan.sectors() {
-            let bytes = self.world.content(sector);
+            let bytes = self.world.content(self.device, sector);
             let value = value_of(&bytes, sector).ok_or_else(|| {
                 Failure::new("lost data", format!("sector {sector} {}", describe(&bytes)))
             })?;

@@ -1,7 +1,7 @@
 //! Runs the whole data path against a simulated kernel and a model guest, many times.
 //!
 //! Each run follows from its seed, and so does what goes wrong in it. `run.rs` says how a run goes,
-//! `plan.rs` what it is made of, `world.rs` what the kernel does, `guest.rs` what the guest does
+//! `plan.rs` what it is made of, `world.rs` what the kernel does, `guest.rs` what a guest does
 //! and checks. See docs/testing.md for how to use it.
 
 mod blame;
@@ -9,6 +9,7 @@ mod content;
 mod control;
 mod device;
 mod driver;
+mod export;
 mod failure;
 mod faults;
 mod guest;
@@ -19,6 +20,7 @@ mod request;
 mod rng;
 mod run;
 mod shrink;
+mod stack;
 mod workers;
 mod world;
 

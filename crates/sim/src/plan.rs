@@ -34,7 +34,13 @@ knobs! {
     schedule: 0,
     /// Requests of the guest in all.
     requests: 1,
-    /// Queues, at most 4.
+    /// Devices, at most 3, each with a guest, a disk and IoThreads that others may use too.
+    devices: 1,
+    /// Devices differ in their disks, their queues, and what their guests do.
+    mixed: 0,
+    /// On the disks of so many devices, the last ones, nothing goes wrong.
+    sound_disks: 0,
+    /// Queues of a device, at most 4.
     queues: 1,
     /// The avail and used idx that the rings start with: near 65535 they wrap.
     first_index: 0,
@@ -186,16 +192,36 @@ impl Plan {
         let mut rng = Rng::new(seed, 1);
         let mut plan = Self { seed, ..Self::default() };
         plan.draw_stack(&mut rng);
+        plan.draw_disk(&mut rng);
         plan.draw_guest(&mut rng);
         plan.draw_faults(&mut rng);
         plan.draw_control(&mut rng);
         plan.tidied()
     }
 
+    /// The plan of one device. Its requests are a share of all.
+    pub(crate) fn of_device(&self, device: usize) -> Self {
+        let device = device as u64;
+        let mut plan = self.clone();
+        if self.mixed > 0 && device > 0 {
+            let mut rng = Rng::new(self.seed, 100 + device);
+            plan.draw_disk(&mut rng);
+            plan.draw_guest(&mut rng);
+            plan = plan.tidied();
+        }
+        plan.requests = (self.requests / self.devices).max(1);
+        if device + self.sound_disks >= self.devices {
+            (plan.eio, plan.enospc, plan.eintr, plan.eagain) = (0, 0, 0, 0);
+            (plan.hang, plan.submit_reject) = (0, 0);
+        }
+        plan
+    }
+
     fn draw_stack(&mut self, rng: &mut Rng) {
-        self.queues = rng.between(1, 4);
-        self.queue_log2 = rng.between(1, 5);
-        self.first_index = rng.pick(&[0, 0, 1, 65_500, 65_535]);
+        self.devices = rng.pick(&[1, 1, 2, 3]);
+        self.mixed = flag(rng, 600);
+        self.sound_disks = some(rng, 400, &[1, 2]);
+        self.requests = rng.pick(&[20, 50, 100, 200, 300]);
         self.io_threads = rng.between(1, 3);
         self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
         self.engine = rng.pick(&[0, 0, 0, 1, 2, 2, 2, 2]);
@@ -210,6 +236,9 @@ impl Plan {
         self.ring_unknown = flag(rng, 100);
         self.ring_slack = rng.pick(&[0, 0, 1, 2, 7, 61]);
         self.no_fdsync = flag(rng, 200);
+    }
+
+    fn draw_disk(&mut self, rng: &mut Rng) {
         self.block_4k = flag(rng, 200);
         self.blocks = rng.pick(&[4, 8, 16, 24, 64]);
         self.direct = flag(rng, 700);
@@ -222,7 +251,9 @@ impl Plan {
     }
 
     fn draw_guest(&mut self, rng: &mut Rng) {
-        self.requests = rng.pick(&[20, 50, 100, 200, 300]);
+        self.queues = rng.between(1, 4);
+        self.queue_log2 = rng.between(1, 5);
+        self.first_index = rng.pick(&[0, 0, 1, 65_500, 65_535]);
         self.event_idx = flag(rng, 600);
         self.indirect = flag(rng, 600);
         self.no_write_cache = flag(rng, 200);

@@ -14,8 +14,10 @@ use crate::layout::{TABLE_OFFSET, UNMAPPED};
 use crate::plan::Plan;
 use crate::rng::Rng;
 
-/// What the device answers with `GET_ID`.
-pub(crate) const SERIAL: &str = "sim-0123456789";
+/// What a device answers with `GET_ID`.
+pub(crate) fn serial(device: usize) -> String {
+    format!("sim-0123456789-{device}")
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -191,10 +193,9 @@ impl Request {
     }
 
     /// Bytes of the answer that are data, where the answer is a success.
-    pub(crate) fn id_answer(&self) -> Vec<u8> {
-        let mut answer = SERIAL.as_bytes()[..SERIAL.len().min(SERIAL_BYTES)].to_vec();
+    pub(crate) fn id_answer(&self, serial: &str) -> Vec<u8> {
+        let mut answer = serial.as_bytes()[..serial.len().min(SERIAL_BYTES)].to_vec();
         answer.resize(self.writable - 1, 0);
-        answer.truncate(self.writable - 1);
         answer
     }
 

@@ -1,4 +1,4 @@
-//! One run: IoThreads, the guest and whoever controls them take steps in an order that the seed
+//! One run: IoThreads, guests and whoever controls them take steps in an order that the seed
 //! chooses, all on this thread.
 //!
 //! An IoThread takes a turn only when it would have woken: when its last turn said that there is
@@ -6,7 +6,7 @@
 //! lost shows as a run in which nobody can take a step, and requests are out.
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
@@ -14,11 +14,13 @@ use anyhow::{Context, Result};
 use blockio::IoThread;
 use blockio::engine::sim::{self, is_readable};
 
-use crate::control::{Change, Stack};
+use crate::control::{Change, Control};
+use crate::export::Export;
 use crate::failure::Failure;
 use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
+use crate::stack::Stack;
 use crate::world::World;
 
 /// A run that takes more steps than this for each request does not come to an end.
@@ -29,12 +31,12 @@ const STEPS_FOR_REQUEST: u64 = 4000;
 enum Step {
     /// An IoThread takes a turn.
     Turn(usize),
-    /// The guest's CPU does something for a queue.
-    Guest(usize),
+    /// The CPU of a device's guest does something for a queue.
+    Guest(usize, usize),
     /// Time passes.
     Time,
-    /// A queue that was stopped is started.
-    Start(usize),
+    /// A queue of a device that was stopped is started.
+    Start(usize, usize),
     Change(Change),
 }
 
@@ -42,10 +44,8 @@ struct Run {
     plan: Plan,
     rng: Rng,
     world: Rc<World>,
-    guest: Rc<Guest>,
+    guests: Vec<Rc<Guest>>,
     stack: Stack,
-    /// How often each change may still be made.
-    changes: Vec<(Change, u64)>,
 }
 
 /// What a run that did not fail has done.
@@ -57,25 +57,33 @@ pub(crate) struct Report {
 
 /// Runs a plan. The inner result is that of the run, the outer one whether there could be one.
 pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> {
-    let disk = File::options().read(true).write(true).open("/dev/null");
-    let disk = OwnedFd::from(disk.context("opening /dev/null, which stands for the disk")?);
-    let world = Rc::new(World::new(plan, disk.as_raw_fd(), traced));
+    let mut disks = Vec::new();
+    for device in 0..usize::try_from(plan.devices).unwrap_or(1) {
+        let disk = File::options().read(true).write(true).open("/dev/null");
+        let disk = OwnedFd::from(disk.context("opening /dev/null, which stands for a disk")?);
+        disks.push((plan.of_device(device), disk));
+    }
+    let known: Vec<(Plan, RawFd)> =
+        disks.iter().map(|(plan, disk)| (plan.clone(), disk.as_raw_fd())).collect();
+    let world = Rc::new(World::new(plan, &known, traced));
     let installed = sim::install(Rc::<World>::clone(&world));
-    let guest = Rc::new(Guest::new(plan, &world));
-    let stack = Stack::new(plan, &world, &guest, disk)?;
-    let changes = vec![
-        (Change::Stop, plan.stops),
-        (Change::Remap, plan.remaps),
-        (Change::Reset, plan.resets),
-        (Change::SetCall, plan.set_calls),
-        (Change::Writeback, plan.writebacks),
-        (Change::Crash, plan.crashes),
-        (Change::Kill, plan.kills),
-    ];
+    let disks = disks.into_iter().enumerate();
+    let exports: Vec<Export> =
+        disks.map(|(device, (plan, disk))| Export::new(&plan, &world, device, disk)).collect();
+    let guests = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
+    let stack = Stack::new(plan, &world, Control::new(plan, exports))?;
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
-    let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guest, stack, changes };
-    let others = Rc::clone(&run.guest);
-    world.set_others(Some(Rc::new(move || others.act())));
+    let control = Rc::clone(&stack.control);
+    let others = Rc::clone(&world);
+    world.set_others(Some(Rc::new(move || {
+        // Who controls may be in the middle of something.
+        if let Ok(mut control) = control.try_borrow_mut()
+            && let Err(failure) = control.act()
+        {
+            others.fail(failure);
+        }
+    })));
+    let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guests, stack };
     let result = catch_unwind(AssertUnwindSafe(|| run.go()))
         .unwrap_or_else(|_| Err(Failure::new("panic", crate::panic_message())));
     if result.is_err() {
@@ -96,7 +104,7 @@ impl Run {
             self.stack.advance()?;
             self.check_failures()?;
             let steps = self.steps();
-            if self.guest.is_done() && self.stack.is_settled() {
+            if self.stack.is_done() {
                 if self.stack.is_stopped() {
                     return self.finish(turns);
                 }
@@ -104,19 +112,18 @@ impl Run {
                 continue;
             }
             let Some(step) = self.choose(&steps) else {
-                let text = self.guest.describe_outstanding();
-                let stack = self.stack.describe();
-                return Err(Failure::new("lost wake", format!("nobody can go on{text}{stack}")));
+                let text = format!("nobody can go on{}", self.stack.describe());
+                return Err(Failure::new("lost wake", text));
             };
             turns += u64::from(matches!(step, Step::Turn(_)));
             self.take(step)?;
         }
-        Err(Failure::new("no end", format!("{limit} steps{}", self.guest.describe_outstanding())))
+        Err(Failure::new("no end", format!("{limit} steps{}", self.stack.describe())))
     }
 
     fn check_failures(&self) -> Result<(), Failure> {
-        let failure = self.guest.failure().or_else(|| self.world.failure());
-        failure.map_or(Ok(()), Err)
+        let mut failures = self.guests.iter().filter_map(|guest| guest.failure());
+        failures.next().or_else(|| self.world.failure()).map_or(Ok(()), Err)
     }
 
     /// Everything that can happen now.
@@ -130,21 +137,17 @@ impl Run {
                 steps.push((Step::Turn(index), 20));
             }
         }
-        for queue in 0..self.guest.queues() {
-            if self.guest.can_step(queue) {
-                steps.push((Step::Guest(queue), 20));
-            }
+        for (device, guest) in self.guests.iter().enumerate() {
+            let queues = (0..guest.queues()).filter(|queue| guest.can_step(*queue));
+            steps.extend(queues.map(|queue| (Step::Guest(device, queue), 20)));
         }
         if self.next_time().is_some() {
             steps.push((Step::Time, 20));
         }
-        for queue in self.stack.startable() {
-            steps.push((Step::Start(queue), 10));
-        }
-        if !self.guest.is_done() && !steps.is_empty() {
-            let changes = self.changes.iter().filter(|(_, left)| *left > 0);
-            let possible = changes.filter(|(change, _)| self.stack.can_change(*change));
-            steps.extend(possible.map(|(change, _)| (Step::Change(*change), 1)));
+        let control = self.stack.control.borrow();
+        steps.extend(control.startable().map(|(device, queue)| (Step::Start(device, queue), 10)));
+        if !steps.is_empty() {
+            steps.extend(control.possible().map(|change| (Step::Change(change), 1)));
         }
         steps
     }
@@ -180,7 +183,7 @@ impl Run {
                 self.world.trace(|| format!("IoThread {index}: turn"));
                 self.stack.threads[index].turn()?;
             }
-            Step::Guest(queue) => self.guest.step(queue),
+            Step::Guest(device, queue) => self.guests[device].step(queue),
             Step::Time => match (self.next_time(), self.world.next_event()) {
                 (Some(time), Some(event)) if event <= time => {
                     self.world.run_event();
@@ -188,13 +191,15 @@ impl Run {
                 (Some(time), _) => self.world.advance_to(time),
                 _ => {}
             },
-            Step::Start(queue) => self.stack.start(queue),
+            Step::Start(device, queue) => {
+                self.stack.control.borrow_mut().start(device, queue);
+            }
             Step::Change(change) => {
-                if let Some((_, left)) = self.changes.iter_mut().find(|(c, _)| *c == change) {
-                    *left -= 1;
+                self.stack.control.borrow_mut().change(change)?;
+                if change.is_of_all() {
+                    self.world.trace(|| format!("control: {change:?}"));
+                    self.stack.restart(change == Change::Crash)?;
                 }
-                self.world.trace(|| format!("control: {change:?}"));
-                self.stack.change(change, &mut self.rng)?;
             }
         }
         Ok(())
@@ -202,8 +207,7 @@ impl Run {
 
     /// Everything is answered and stopped: whether all is in order.
     fn finish(&mut self, turns: u64) -> Result<Report, Failure> {
-        self.guest.check()?;
-        self.stack.check_balance()?;
+        self.stack.check_end()?;
         Ok(Report { ops: self.world.counts().started, turns })
     }
 }
@@ -233,5 +237,21 @@ mod tests {
         }
         let report = run(&plan, false).unwrap().unwrap();
         assert!(report.ops > 0);
+    }
+
+    #[test]
+    fn a_disk_that_fails_harms_no_other_device_of_its_io_thread() {
+        for engine in 0..3 {
+            let mut plan = Plan::new(2);
+            let engine = format!("engine={engine}");
+            for setting in ["devices=3", "sound_disks=2", "io_threads=1", "eio=1000", &engine] {
+                plan.set(setting).unwrap();
+            }
+            for setting in ["crashes=0", "kills=0", "odd_shorts=0", "writes=5", "no_overlap=0"] {
+                plan.set(setting).unwrap();
+            }
+            assert_eq!((plan.of_device(0).eio, plan.of_device(1).eio), (1000, 0));
+            assert!(run(&plan, false).unwrap().unwrap().ops > 0);
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! The simulated kernel: a clock, events to come, one disk, and everything that can go wrong.
+//! The simulated kernel: a clock, events to come, disks, and everything that can go wrong.
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use blockio::engine::sim::{self, KernelOp, RingSetup, Signal};
 use blockio::op::OpKind;
 
-use crate::content::SECTOR;
+use crate::content::{SECTOR, initial};
 use crate::device::Device;
 use crate::failure::Failure;
 use crate::faults::{Class, Injected, check_op, op_len, outcome};
@@ -23,6 +23,8 @@ use crate::rng::Rng;
 pub(crate) struct Counts {
     pub(crate) started: u64,
     pub(crate) rejected: u64,
+    /// Discards that io_uring could not do, and that were to come again.
+    pub(crate) discards_twice: u64,
     pub(crate) read_bytes: u64,
     pub(crate) written_bytes: u64,
 }
@@ -35,9 +37,21 @@ enum Event {
     Signal(u64),
 }
 
+/// A disk of the simulated kernel.
+struct Disk {
+    /// Of its device.
+    plan: Plan,
+    /// The descriptor that stands for it.
+    fd: RawFd,
+    device: Device,
+    hangs_until: u64,
+    injected: Vec<Injected>,
+}
+
 /// An op in the simulated kernel.
 struct Running {
     op: KernelOp,
+    disk: usize,
     begin: u64,
     result: i64,
     error: Option<Class>,
@@ -48,18 +62,14 @@ const TRACE_LINES_MAX: u32 = 5000;
 
 struct Inner {
     rng: Rng,
-    device: Device,
-    /// The descriptor that stands for the disk.
-    disk: RawFd,
+    disks: Vec<Disk>,
     ops: BTreeMap<u64, Running>,
     signals: BTreeMap<u64, Signal>,
     /// Time, a number that mixes events of the same time, and the event.
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     next_id: u64,
-    hangs_until: u64,
     refusals_to_come: u64,
     power_is_off: bool,
-    injected: Vec<Injected>,
     failure: Option<Failure>,
     counts: Counts,
 }
@@ -80,20 +90,22 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(plan: &Plan, disk: RawFd, traced: bool) -> Self {
-        let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
+    /// A world with these disks: the plans of their devices, and what stands for them.
+    pub(crate) fn new(plan: &Plan, disks: &[(Plan, RawFd)], traced: bool) -> Self {
+        let disk = |(index, (plan, fd)): (usize, &(Plan, RawFd))| {
+            let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
+            let device = Device::new(plan.sectors(), end, initial(index));
+            Disk { plan: plan.clone(), fd: *fd, device, hangs_until: 0, injected: Vec::new() }
+        };
         let inner = Inner {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 2),
-            device: Device::new(plan.sectors(), end),
-            disk,
+            disks: disks.iter().enumerate().map(disk).collect(),
             ops: BTreeMap::new(),
             signals: BTreeMap::new(),
             events: BinaryHeap::new(),
             next_id: 1,
-            hangs_until: 0,
             refusals_to_come: 0,
             power_is_off: false,
-            injected: Vec::new(),
             failure: None,
             counts: Counts::default(),
         };
@@ -127,21 +139,27 @@ impl World {
         *self.others.borrow_mut() = others;
     }
 
+    /// Ends the run with a failure, if it is the first.
+    pub(crate) fn fail(&self, failure: Failure) {
+        self.inner.borrow_mut().failure.get_or_insert(failure);
+    }
+
     pub(crate) fn failure(&self) -> Option<Failure> {
         self.inner.borrow().failure.clone()
     }
 
-    pub(crate) fn injected(&self) -> Vec<Injected> {
-        self.inner.borrow().injected.clone()
+    /// Errors that were put in by this disk.
+    pub(crate) fn injected(&self, disk: usize) -> Vec<Injected> {
+        self.inner.borrow().disks[disk].injected.clone()
     }
 
     pub(crate) fn counts(&self) -> Counts {
         self.inner.borrow().counts
     }
 
-    /// What is in a sector now.
-    pub(crate) fn content(&self, sector: u64) -> [u8; SECTOR] {
-        *self.inner.borrow().device.content(sector)
+    /// What is in a sector of a disk now.
+    pub(crate) fn content(&self, disk: usize, sector: u64) -> [u8; SECTOR] {
+        *self.inner.borrow().disks[disk].device.content(sector)
     }
 
     /// When the next event is due.
@@ -194,15 +212,15 @@ impl World {
 
     /// The power is back; what is on the disk has been decided.
     pub(crate) fn power_on(&self) {
-        let Inner { rng, device, power_is_off, .. } = &mut *self.inner.borrow_mut();
-        device.lose_power(rng);
+        let Inner { rng, disks, power_is_off, .. } = &mut *self.inner.borrow_mut();
+        disks.iter_mut().for_each(|disk| disk.device.lose_power(rng));
         *power_is_off = false;
     }
 
     /// Everything that was written is on stable storage. No op may be in the kernel.
     pub(crate) fn settle(&self) {
-        let Inner { rng, device, .. } = &mut *self.inner.borrow_mut();
-        device.flush(u64::MAX, rng);
+        let Inner { rng, disks, .. } = &mut *self.inner.borrow_mut();
+        disks.iter_mut().for_each(|disk| disk.device.flush(u64::MAX, rng));
     }
 
     /// Lets go of ops and eventfds, which know this world.
@@ -214,8 +232,9 @@ impl World {
     }
 
     fn effect(&self, id: u64, from: usize, to: usize) {
-        let Inner { ops, device, .. } = &mut *self.inner.borrow_mut();
-        let Some(Running { op, .. }) = ops.get(&id) else { return };
+        let Inner { ops, disks, .. } = &mut *self.inner.borrow_mut();
+        let Some(Running { op, disk, .. }) = ops.get(&id) else { return };
+        let device = &mut disks[*disk].device;
         let offset = op.offset() + from as u64;
         self.trace(|| format!("kernel: op {id} moves its bytes {from} to {to}"));
         match op.kind() {
@@ -237,8 +256,9 @@ impl World {
     fn answer(&self, id: u64) {
         let now = self.tick();
         let mut inner = self.inner.borrow_mut();
-        let Inner { ops, device, rng, counts, power_is_off, .. } = &mut *inner;
-        let Some(Running { op, begin, mut result, error }) = ops.remove(&id) else { return };
+        let Inner { ops, disks, rng, counts, power_is_off, .. } = &mut *inner;
+        let Some(Running { op, disk, begin, mut result, error }) = ops.remove(&id) else { return };
+        let Disk { device, injected, .. } = &mut disks[disk];
         let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
         if *power_is_off {
             result = -i64::from(libc::EIO);
@@ -254,10 +274,13 @@ impl World {
         match kind {
             OpKind::Read => counts.read_bytes += bytes,
             OpKind::Write { .. } => counts.written_bytes += bytes,
+            OpKind::DiscardBlocks { .. } if op.is_ring_entry() => {
+                counts.discards_twice += u64::from(result == -i64::from(libc::EOPNOTSUPP));
+            }
             _ => {}
         }
         if let Some(class) = error.filter(|_| !*power_is_off) {
-            inner.injected.push(Injected { class, when: now, offset, len: len as u64 });
+            injected.push(Injected { class, when: now, offset, len: len as u64 });
         }
         self.trace(|| format!("kernel: op {id} is answered with {result}"));
         let signal = op.answer(result);
@@ -321,8 +344,8 @@ impl sim::World for World {
         }
     }
 
-    fn admit(&self, count: usize, room: usize) -> Result<usize, libc::c_int> {
-        let mut inner = self.inner.borrow_mut();
+    fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int> {
+        let inner = &mut *self.inner.borrow_mut();
         let plan = &self.plan;
         if inner.power_is_off {
             return Ok(count.min(room));
@@ -337,11 +360,12 @@ impl sim::World for World {
             Some(libc::EAGAIN)
         } else if inner.rng.chance(plan.submit_eintr) {
             Some(libc::EINTR)
-        } else if inner.rng.chance(plan.submit_reject) {
+        } else if let Some(disk) = inner.disks.iter_mut().find(|disk| disk.fd == first)
+            && inner.rng.chance(disk.plan.submit_reject)
+        {
             inner.counts.rejected += 1;
             let when = self.tick();
-            let injected = Injected { class: Class::Any, when, offset: 0, len: u64::MAX };
-            inner.injected.push(injected);
+            disk.injected.push(Injected { class: Class::Any, when, offset: 0, len: u64::MAX });
             Some(libc::EINVAL)
         } else {
             None
@@ -363,36 +387,42 @@ impl sim::World for World {
 
     fn start(&self, op: KernelOp) {
         let begin = self.tick();
-        let mut inner = self.inner.borrow_mut();
+        let mut guard = self.inner.borrow_mut();
+        let inner = &mut *guard;
         let id = inner.next_id;
         inner.next_id += 1;
         inner.counts.started += 1;
+        let found = inner.disks.iter().position(|disk| disk.fd == op.fd());
+        let index = found.unwrap_or(0);
         self.trace(|| {
             let (kind, sector) = (op.kind(), op.offset() / SECTOR as u64);
-            format!("kernel: op {id}: {kind:?}, sector {sector}, {} bytes", op.buffers().bytes())
+            let bytes = op.buffers().bytes();
+            format!("kernel: op {id}: {kind:?}, disk {index}, sector {sector}, {bytes} bytes")
         });
-        if let Err(failure) = check_op(&self.plan, inner.disk, &op) {
+        let disk = &mut inner.disks[index];
+        if let Err(failure) = check_op(&disk.plan, found.is_some(), &op) {
             inner.failure.get_or_insert(failure);
         }
-        let end = inner.device.end_sector;
-        let (result, moved, error) = outcome(&self.plan, &mut inner.rng, end, &op);
-        inner.ops.insert(id, Running { op, begin, result, error });
+        let end = disk.device.end_sector;
+        let (result, moved, error) = outcome(&disk.plan, &mut inner.rng, end, &op);
+        inner.ops.insert(id, Running { op, disk: index, begin, result, error });
         let (now, latency) = (self.now.get(), self.plan.latency_us * 1000);
-        if inner.power_is_off || inner.rng.chance(self.plan.sync) && inner.hangs_until <= now {
+        let hangs = disk.hangs_until > now;
+        if inner.power_is_off || inner.rng.chance(self.plan.sync) && !hangs {
             let is_on = !inner.power_is_off;
-            drop(inner);
+            drop(guard);
             if is_on && moved > 0 {
                 self.effect(id, 0, moved);
             }
             self.answer(id);
             return;
         }
-        if inner.rng.chance(self.plan.hang) {
-            inner.hangs_until = now + inner.rng.below(200 * latency);
+        if inner.rng.chance(disk.plan.hang) {
+            disk.hangs_until = now + inner.rng.below(200 * latency);
         }
-        let delay = inner.hangs_until.saturating_sub(now) + inner.rng.between(1, latency);
-        self.schedule_effects(&mut inner, id, moved, delay);
-        self.schedule(&mut inner, delay, Event::Answer(id));
+        let delay = disk.hangs_until.saturating_sub(now) + inner.rng.between(1, latency);
+        self.schedule_effects(inner, id, moved, delay);
+        self.schedule(inner, delay, Event::Answer(id));
     }
 
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {

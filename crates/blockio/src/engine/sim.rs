@@ -38,13 +38,13 @@ pub trait World {
     /// How the completion ring for `depth` ops is to be.
     fn ring(&self, depth: u32) -> RingSetup;
 
-    /// Decides about a submit of `count` entries, with room for `room` of them: how many are
-    /// taken, from 1 to the lesser of both, or an errno.
+    /// Decides about a submit of `count` entries, the first for descriptor `first`, with room for
+    /// `room` of them: how many are taken, from 1 to the lesser of both, or an errno.
     ///
     /// # Errors
     ///
     /// The errno with which the simulated system call is to fail; it takes nothing then.
-    fn admit(&self, count: usize, room: usize) -> Result<usize, libc::c_int>;
+    fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int>;
 
     /// Whether io_uring is to end a multishot poll with the event that it has just seen.
     fn ends_poll(&self) -> bool;
@@ -203,6 +203,12 @@ impl KernelOp {
         &self.buffers
     }
 
+    /// Whether it was an entry of io_uring.
+    #[must_use]
+    pub fn is_ring_entry(&self) -> bool {
+        matches!(self.home, Home::IoUring { .. })
+    }
+
     /// Posts the result, bytes or a negative errno, where the engine looks for it. The eventfd is
     /// written when the signal is sent, which must be later.
     #[must_use = "the loop may sleep until the signal is sent"]
@@ -328,10 +334,15 @@ impl SimContext {
         preempt();
         let used = self.unread() + self.0.in_kernel.get();
         let room = (self.0.setup.events - 1).saturating_sub(used) as usize;
+        // SAFETY: the caller says that the addresses are those of filled iocbs.
+        let first = iocbs.first().map_or(-1, |&address| unsafe { (*address).fd });
         let taken = if room == 0 {
             Err(libc::EAGAIN)
         } else {
-            self.0.world.admit(iocbs.len(), room).map(|taken| taken.min(room).min(iocbs.len()))
+            self.0
+                .world
+                .admit(first, iocbs.len(), room)
+                .map(|taken| taken.min(room).min(iocbs.len()))
         };
         for &address in &iocbs[..taken.unwrap_or(0)] {
             self.0.in_kernel.set(self.0.in_kernel.get() + 1);

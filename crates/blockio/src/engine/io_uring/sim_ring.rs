@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::rc::Rc;
 use std::time::Instant;
@@ -57,7 +58,10 @@ impl Ring {
         match self {
             // SAFETY: the caller vouches for the same.
             Self::Kernel(ring) => unsafe { ring.update_buffer(index, range) },
-            Self::Simulated(_) => Ok(()),
+            Self::Simulated(ring) => {
+                ring.update_buffer(index, range);
+                Ok(())
+            }
         }
     }
 
@@ -145,6 +149,8 @@ pub(super) struct SimRing {
     entries: VecDeque<Words>,
     /// Registered files.
     files: RefCell<Vec<RawFd>>,
+    /// Registered memory.
+    buffers: RefCell<Vec<Range<usize>>>,
     state: Rc<RingState>,
 }
 
@@ -229,6 +235,7 @@ impl SimRing {
             capacity: entries_for(depth) as usize,
             entries: VecDeque::new(),
             files: RefCell::default(),
+            buffers: RefCell::default(),
             state: Rc::new(state),
         })
     }
@@ -245,6 +252,25 @@ impl SimRing {
         }
         files[index] = file;
         Ok(())
+    }
+
+    fn update_buffer(&self, index: u32, range: iovec) {
+        let (buffers, index) = (&mut self.buffers.borrow_mut(), index as usize);
+        if buffers.len() <= index {
+            buffers.resize(index + 1, 0..0);
+        }
+        let start = range.iov_base.addr();
+        buffers[index] = start..start + range.iov_len;
+    }
+
+    /// As the kernel does for an entry that names registered memory.
+    fn check_registered(&self, index: usize, address: usize, len: usize) {
+        let buffers = self.buffers.borrow();
+        let inside = |range: &Range<usize>| range.start <= address && address + len <= range.end;
+        assert!(
+            buffers.get(index).is_some_and(inside),
+            "the engine says that memory is registered under {index}, but it is not"
+        );
     }
 
     fn room(&self) -> usize {
@@ -302,7 +328,9 @@ impl SimRing {
         }
         crate::clock::preempt();
         let count = to_submit.min(self.entries.len());
-        let result = if count > 0 { self.world.admit(count, count).map(Some) } else { Ok(None) };
+        // A bad entry is answered with a completion, so it does not matter whose the first is.
+        let result =
+            if count > 0 { self.world.admit(-1, count, count).map(Some) } else { Ok(None) };
         for _ in 0..result.unwrap_or(None).unwrap_or(0) {
             if let Some(entry) = self.entries.pop_front() {
                 self.start(&entry);
@@ -362,7 +390,8 @@ impl SimRing {
         let (offset, address, user_data) = (entry[1], entry[2], entry[4]);
         let (len, flags) = (entry[3] & u64::from(u32::MAX), entry[3] >> 32);
         let fua = flags & u64::from(libc::RWF_DSYNC.unsigned_abs()) != 0;
-        let base = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
+        let address_bytes = usize::try_from(address).unwrap_or(0);
+        let base = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address_bytes);
         let (kind, offset) = match code {
             opcode::Read::CODE | opcode::Readv::CODE | opcode::ReadFixed::CODE => {
                 (OpKind::Read, offset)
@@ -379,6 +408,10 @@ impl SimRing {
             other => panic!("the engine submits an entry with opcode {other}"),
         };
         let len = usize::try_from(len).unwrap_or(0);
+        if matches!(code, opcode::ReadFixed::CODE | opcode::WriteFixed::CODE) {
+            let index = usize::try_from(entry[5] & 0xffff).unwrap_or(0);
+            self.check_registered(index, address_bytes, len);
+        }
         let single = [iovec { iov_base: base, iov_len: len }];
         let iovecs: &[iovec] = match code {
             // SAFETY: the address and length of a vectored entry are those of its iovecs.

@@ -1,0 +1,310 @@
+//! A device, its queues and its guest, and what is done to them while they run: what a VMM does.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockio::disk::DiskInfo;
+use blockio::{DiskSource, Remote};
+use ringhaul::blk::BlkDevice;
+use ringhaul::blk::config::{
+    BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
+};
+use ringhaul::queue::{Pending, QueueHandle, QueueSetup, StartError};
+use virtqueue::GuestMemory;
+
+use crate::control::Change;
+use crate::failure::Failure;
+use crate::guest::Guest;
+use crate::plan::Plan;
+use crate::request::serial;
+use crate::rng::Rng;
+use crate::world::World;
+
+enum Service {
+    Stopped(u16),
+    Starting(Pending<Result<QueueHandle, StartError>>),
+    Running(QueueHandle),
+    Stopping(Pending<u16>),
+}
+
+pub(crate) struct Export {
+    plan: Plan,
+    /// Its number, and that of its disk.
+    index: usize,
+    world: Rc<World>,
+    pub(crate) guest: Rc<Guest>,
+    source: DiskSource,
+    device: BlkDevice,
+    memory: Arc<GuestMemory>,
+    services: Vec<Service>,
+    /// What is done once all queues have stopped.
+    waiting: Option<Change>,
+    /// All queues are to stay stopped.
+    ending: bool,
+}
+
+impl Export {
+    /// Export number `index`, whose plan this is.
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disk: OwnedFd) -> Self {
+        let block = u32::try_from(plan.block_bytes()).unwrap_or(512);
+        let info = DiskInfo {
+            size_bytes: plan.sectors() * 512,
+            logical_block_bytes: block,
+            physical_block_bytes: block,
+            read_only: plan.read_only > 0,
+            direct: plan.direct > 0,
+        };
+        let (memory_align, request_align) = if plan.direct > 0 { (512, block) } else { (1, 1) };
+        let is_block = plan.block_device > 0;
+        let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align);
+        let guest = Rc::new(Guest::new(plan, world, index));
+        let export = Self {
+            plan: plan.clone(),
+            index,
+            world: Rc::clone(world),
+            device: device(plan, index, &source),
+            source,
+            memory: Arc::new(guest.layout().map()),
+            guest,
+            services: stopped(plan),
+            waiting: None,
+            ending: false,
+        };
+        export.negotiate();
+        export
+    }
+
+    pub(crate) fn trace(&self, what: impl FnOnce() -> String) {
+        self.world.trace(|| format!("control: device {}: {}", self.index, what()));
+    }
+
+    /// What a driver says before its queues start.
+    fn negotiate(&self) {
+        let left_out = [
+            (F_EVENT_IDX, self.plan.event_idx == 0),
+            (F_INDIRECT_DESC, self.plan.indirect == 0),
+            (F_FLUSH, self.plan.no_flush > 0),
+            (F_CONFIG_WCE, self.plan.no_wce > 0),
+        ];
+        let left_out = left_out.iter().filter(|(_, is_out)| *is_out);
+        let features =
+            left_out.fold(self.device.features(), |all, (feature, _)| all & !(1 << feature));
+        self.device.set_features(features).expect("only what is offered is negotiated");
+        self.note_write_through();
+    }
+
+    /// Tells the guest whether writes are on stable storage when they are answered.
+    fn note_write_through(&self) {
+        let plan = &self.plan;
+        let cached = if plan.no_wce == 0 {
+            self.device.config_space()[WRITEBACK_OFFSET] == 1
+        } else {
+            plan.no_flush == 0 && plan.no_write_cache == 0
+        };
+        self.guest.set_write_through(!cached);
+    }
+
+    /// Goes on with what IoThreads have answered meanwhile.
+    pub(crate) fn advance(&mut self) -> Result<(), Failure> {
+        for index in 0..self.services.len() {
+            let next = match &self.services[index] {
+                Service::Starting(pending) => pending.poll().map(|started| {
+                    let handle = started.map_err(|e| Failure::new("no start", e.to_string()))?;
+                    self.trace(|| format!("queue {index} runs"));
+                    Ok(Service::Running(handle))
+                }),
+                Service::Stopping(pending) => pending.poll().map(|next_avail| {
+                    self.trace(|| format!("queue {index} stopped at {next_avail}"));
+                    let (used, _) = self.guest.indexes(index);
+                    if used != next_avail {
+                        let text = format!(
+                            "queue {index} has taken {next_avail} chains and answered {used}"
+                        );
+                        return Err(Failure::new("bad stop", text));
+                    }
+                    Ok(Service::Stopped(next_avail))
+                }),
+                _ => None,
+            };
+            if let Some(next) = next {
+                self.services[index] = next?;
+            }
+        }
+        match self.waiting {
+            Some(change) if self.is_stopped() => {
+                self.waiting = None;
+                self.change_stopped(change)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.services.iter().all(|service| matches!(service, Service::Stopped(_)))
+    }
+
+    /// No queue is on its way from one state to another, and nothing waits for that.
+    pub(crate) fn is_settled(&self) -> bool {
+        let on_the_way = |s: &Service| matches!(s, Service::Starting(_) | Service::Stopping(_));
+        self.waiting.is_none() && !self.services.iter().any(on_the_way)
+    }
+
+    /// Queues that can be started.
+    pub(crate) fn startable(&self) -> impl Iterator<Item = usize> {
+        let is_open = self.waiting.is_none() && !self.ending;
+        let stopped = move |s: &Service| is_open && matches!(s, Service::Stopped(_));
+        let queues = self.services.iter().enumerate().filter(move |(_, s)| stopped(s));
+        queues.map(|(index, _)| index)
+    }
+
+    /// Starts a queue on the IoThread behind `thread`.
+    pub(crate) fn start(&mut self, queue: usize, thread: &Remote) {
+        let Service::Stopped(next_avail) = self.services[queue] else { return };
+        let (kick, call) = self.guest.eventfds(queue);
+        let setup = QueueSetup {
+            memory: Arc::clone(&self.memory),
+            ring: self.guest.layout().ring(queue, next_avail),
+            kick,
+            call,
+            err: None,
+        };
+        self.services[queue] = Service::Starting(self.device.begin_start_queue(thread, setup));
+    }
+
+    fn stop(&mut self, queue: usize) {
+        let service = &mut self.services[queue];
+        *service = match std::mem::replace(service, Service::Stopped(0)) {
+            Service::Running(handle) => Service::Stopping(handle.begin_stop()),
+            other => other,
+        };
+    }
+
+    /// Stops all queues for good.
+    pub(crate) fn stop_all(&mut self) {
+        self.ending = true;
+        (0..self.services.len()).for_each(|queue| self.stop(queue));
+    }
+
+    fn running(&self) -> Vec<usize> {
+        let services = self.services.iter().enumerate();
+        let running = services.filter(|(_, service)| matches!(service, Service::Running(_)));
+        running.map(|(index, _)| index).collect()
+    }
+
+    pub(crate) fn can_change(&self, change: Change) -> bool {
+        match change {
+            Change::Crash | Change::Kill => !self.ending,
+            Change::Writeback => self.plan.no_wce == 0,
+            Change::Stop | Change::SetCall => !self.ending && !self.running().is_empty(),
+            Change::Remap | Change::Reset => {
+                !self.ending && self.is_settled() && !self.running().is_empty()
+            }
+        }
+    }
+
+    /// Does what is done to one device.
+    pub(crate) fn change(&mut self, change: Change, rng: &mut Rng) -> Result<(), Failure> {
+        self.trace(|| format!("{change:?}"));
+        match change {
+            Change::Stop => self.stop(rng.pick(&self.running())),
+            Change::SetCall => {
+                let queue = rng.pick(&self.running());
+                let call = self.guest.replace_call(queue);
+                if let Service::Running(handle) = &self.services[queue] {
+                    handle.set_call(call);
+                }
+            }
+            Change::Writeback => {
+                let value = rng.next().to_le_bytes()[0] & 1;
+                // Before the device takes it, the guest may not count on it.
+                self.guest.set_write_through(false);
+                let written = self.device.write_config(WRITEBACK_OFFSET, &[value]);
+                written.map_err(|error| Failure::new("config", error.to_string()))?;
+                self.note_write_through();
+            }
+            Change::Remap | Change::Reset => {
+                (0..self.services.len()).for_each(|queue| self.stop(queue));
+                self.waiting = Some(change);
+            }
+            Change::Crash | Change::Kill => {}
+        }
+        Ok(())
+    }
+
+    /// What is done when all queues are stopped.
+    fn change_stopped(&mut self, change: Change) -> Result<(), Failure> {
+        self.check_memory()?;
+        if change == Change::Reset {
+            self.device.reset();
+            self.negotiate();
+        }
+        self.memory = Arc::new(self.guest.layout().map());
+        self.trace(|| "a new memory map".to_owned());
+        Ok(())
+    }
+
+    /// The IoThreads go: nobody knows of the queues any more.
+    pub(crate) fn leave(&mut self) {
+        self.services.clear();
+        self.waiting = None;
+    }
+
+    /// What was answered before the IoThreads went.
+    pub(crate) fn check_answers(&self) -> Result<(), Failure> {
+        self.guest.check()?;
+        self.check_memory()
+    }
+
+    /// Goes on with what is on the disk, once the IoThreads are gone.
+    pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
+        self.guest.check_left(power_lost)?;
+        self.guest.reboot();
+        self.device = device(&self.plan, self.index, &self.source);
+        self.services = stopped(&self.plan);
+        self.negotiate();
+        Ok(())
+    }
+
+    /// Fails when somebody holds the memory map though no queue runs.
+    pub(crate) fn check_memory(&self) -> Result<(), Failure> {
+        match Arc::strong_count(&self.memory) {
+            1 => Ok(()),
+            count => {
+                let text = format!("{} references to a memory map that nobody uses", count - 1);
+                Err(Failure::new("leak", text))
+            }
+        }
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        let mut text = self.guest.describe_outstanding();
+        for (index, service) in self.services.iter().enumerate() {
+            let state = match service {
+                Service::Stopped(_) => "stopped",
+                Service::Starting(_) => "starting",
+                Service::Running(_) => "running",
+                Service::Stopping(_) => "stopping",
+            };
+            text += &format!("\n  queue {index} is {state}");
+        }
+        text
+    }
+}
+
+fn stopped(plan: &Plan) -> Vec<Service> {
+    (0..plan.queues).map(|_| Service::Stopped(plan.first_index())).collect()
+}
+
+fn device(plan: &Plan, index: usize, source: &DiskSource) -> BlkDevice {
+    let options = BlkOptions {
+        name: format!("sim-{index}"),
+        serial: serial(index),
+        num_queues: u16::try_from(plan.queues).unwrap_or(1),
+        queue_size: plan.queue_size(),
+        write_cache: plan.no_write_cache == 0,
+        notify_batch: plan.no_notify_batch == 0,
+        fixed_buffers: plan.fixed_buffers > 0,
+    };
+    BlkDevice::new(source.clone(), options)
+}

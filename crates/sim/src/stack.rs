@@ -1,0 +1,213 @@
+//! The IoThreads and what runs on them.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::Result;
+use blockio::stats::{OpStats, Stats};
+use blockio::{Activity, CompletionRing, EngineKind, IoThread, IoThreadConfig, Wait};
+
+use crate::control::Control;
+use crate::failure::Failure;
+use crate::plan::Plan;
+use crate::world::{Counts, World};
+
+pub(crate) struct Thread {
+    pub(crate) io_thread: IoThread,
+    /// Its last turn said that there is more to do.
+    pub(crate) ready: bool,
+    /// What it had done by then, and how many turns ago.
+    done: u64,
+    empty_turns: u32,
+}
+
+/// A loop that has so many turns in a row, in which it does nothing but ask for another, spins.
+/// Submits that the kernel refuses are tried again a few times at most.
+const EMPTY_TURNS_MAX: u32 = 40;
+
+impl Thread {
+    /// Takes a turn. Fails when the loop spins.
+    pub(crate) fn turn(&mut self) -> Result<(), Failure> {
+        let activity = self.io_thread.turn(Wait::Never);
+        let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
+        self.ready = activity == Activity::Ready;
+        let (io, stats) = (self.io_thread.io(), self.io_thread.io().stats());
+        let ops = [&stats.read, &stats.write, &stats.flush, &stats.deallocate];
+        let done = ops.iter().map(|kind| kind.ops.get()).sum::<u64>()
+            + stats.submitted_at_once.sum()
+            + stats.syscalls.eventfd_write.get()
+            + io.tasks() as u64
+            + io.ops() as u64;
+        let is_empty = self.ready && std::mem::replace(&mut self.done, done) == done;
+        self.empty_turns = if is_empty { self.empty_turns + 1 } else { 0 };
+        if self.empty_turns > EMPTY_TURNS_MAX {
+            let text = format!("an IoThread did nothing in {EMPTY_TURNS_MAX} turns, but is busy");
+            return Err(Failure::new("busy loop", text));
+        }
+        Ok(())
+    }
+}
+
+pub(crate) struct Stack {
+    plan: Plan,
+    world: Rc<World>,
+    pub(crate) threads: Vec<Thread>,
+    /// Others act on it too, within turns.
+    pub(crate) control: Rc<RefCell<Control>>,
+    /// There were IoThreads before, and what they counted is gone.
+    restarted: bool,
+}
+
+impl Stack {
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, control: Control) -> Result<Self> {
+        let mut stack = Self {
+            plan: plan.clone(),
+            world: Rc::clone(world),
+            threads: Vec::new(),
+            control: Rc::new(RefCell::new(control)),
+            restarted: false,
+        };
+        stack.start_threads()?;
+        Ok(stack)
+    }
+
+    fn start_threads(&mut self) -> Result<()> {
+        let engine = match self.plan.engine {
+            0 => EngineKind::Aio,
+            1 => EngineKind::Threads,
+            _ => EngineKind::IoUring,
+        };
+        let depth = u32::try_from(self.plan.depth).unwrap_or(1);
+        // Time stands still within a turn, so busy-polling would never end.
+        let config = IoThreadConfig {
+            engine,
+            depth,
+            poll_max: std::time::Duration::ZERO,
+            harvest_on_submit: self.plan.no_harvest_on_submit == 0,
+            submit_max: u32::try_from(self.plan.submit_max)
+                .ok()
+                .filter(|m| *m > 0)
+                .unwrap_or(u32::MAX),
+            completion_ring: if self.plan.getevents > 0 {
+                CompletionRing::Getevents
+            } else {
+                CompletionRing::Userspace
+            },
+            ..IoThreadConfig::default()
+        };
+        for _ in 0..self.plan.io_threads {
+            let io_thread = IoThread::new(&config)?;
+            // Engine io_uring hands its watches to the kernel in the first turn.
+            self.threads.push(Thread { io_thread, ready: true, done: 0, empty_turns: 0 });
+        }
+        let remotes = self.threads.iter().map(|thread| thread.io_thread.remote());
+        self.control.borrow_mut().threads = remotes.collect();
+        Ok(())
+    }
+
+    /// Goes on with what IoThreads have answered meanwhile.
+    pub(crate) fn advance(&mut self) -> Result<(), Failure> {
+        self.control.borrow_mut().exports.iter_mut().try_for_each(|export| export.advance())
+    }
+
+    /// Everything is asked and answered, and no queue is on its way to another state.
+    pub(crate) fn is_done(&self) -> bool {
+        let control = self.control.borrow();
+        control.is_done() && control.exports.iter().all(|export| export.is_settled())
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.control.borrow().exports.iter().all(|export| export.is_stopped())
+    }
+
+    /// Stops all queues for good.
+    pub(crate) fn stop_all(&mut self) {
+        self.control.borrow_mut().exports.iter_mut().for_each(|export| export.stop_all());
+    }
+
+    /// The IoThreads end with whatever is out, and start again with what is on the disks: all of
+    /// it, or, if the power is lost, what was on stable storage.
+    pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
+        if power_lost {
+            self.world.power_off();
+        }
+        {
+            let mut control = self.control.borrow_mut();
+            control.threads.clear();
+            control.exports.iter_mut().for_each(|export| export.leave());
+        }
+        self.threads.clear();
+        let exports = |check: &mut dyn FnMut(&mut crate::export::Export) -> Result<(), Failure>| {
+            self.control.borrow_mut().exports.iter_mut().try_for_each(check)
+        };
+        exports(&mut |export| export.check_answers())?;
+        if power_lost {
+            self.world.power_on();
+        } else {
+            // So that what is found there now is also what a later loss of power must leave.
+            self.world.settle();
+        }
+        exports(&mut |export| export.restart(power_lost))?;
+        self.restarted = true;
+        self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
+    }
+
+    /// All queues are stopped: nothing is left of them, and all answers can be explained.
+    pub(crate) fn check_end(&self) -> Result<(), Failure> {
+        let control = self.control.borrow();
+        control.exports.iter().try_for_each(|export| export.check_answers())?;
+        for (index, thread) in self.threads.iter().enumerate() {
+            let io = thread.io_thread.io();
+            if io.ops() != 0 || io.tasks() != 0 {
+                let text = format!("IoThread {index}: {} ops, {} tasks", io.ops(), io.tasks());
+                return Err(Failure::new("leak", text));
+            }
+        }
+        if self.restarted {
+            return Ok(());
+        }
+        let all: Vec<_> =
+            self.threads.iter().map(|t| Arc::clone(t.io_thread.io().stats())).collect();
+        check_counts(&all, self.world.counts())
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        let mut text = String::new();
+        for (index, thread) in self.threads.iter().enumerate() {
+            let io = thread.io_thread.io();
+            text += &format!("\n  IoThread {index}: {} ops, {} tasks", io.ops(), io.tasks());
+        }
+        let exports = self.control.borrow();
+        exports.exports.iter().fold(text, |text, export| text + &export.describe())
+    }
+
+    /// Leaves the IoThreads as they are, for they might not end.
+    pub(crate) fn forget(&mut self) {
+        std::mem::take(&mut self.threads).into_iter().for_each(std::mem::forget);
+    }
+}
+
+/// Whether the IoThreads have counted what the kernel has.
+fn check_counts(all: &[Arc<Stats>], counts: Counts) -> Result<(), Failure> {
+    let sum = |of: &dyn Fn(&Stats) -> u64| all.iter().map(|stats| of(stats)).sum::<u64>();
+    let kinds: [fn(&Stats) -> &OpStats; 4] =
+        [|s| &s.read, |s| &s.write, |s| &s.flush, |s| &s.deallocate];
+    let ops = kinds.iter().map(|kind| sum(&|stats| kind(stats).ops.get())).sum::<u64>();
+    // A discard that io_uring cannot do goes to the kernel once more, and is one op.
+    let once = counts.started - counts.discards_twice;
+    let checks = [
+        ("ops", ops, once + counts.rejected),
+        ("submitted ops", sum(&|stats| stats.submitted_at_once.sum()), counts.started),
+        ("harvested ops", sum(&|stats| stats.harvested_at_once.sum()), counts.started),
+        ("bytes read", sum(&|stats| stats.read.bytes.get()), counts.read_bytes),
+        ("bytes written", sum(&|stats| stats.write.bytes.get()), counts.written_bytes),
+    ];
+    for (what, counted, expected) in checks {
+        if counted != expected {
+            let text = format!("{what}: {counted} were counted, {expected} were there");
+            return Err(Failure::new("bad count", text));
+        }
+    }
+    Ok(())
+}
