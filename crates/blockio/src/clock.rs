@@ -16,6 +16,14 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
+/// Busy-polling lets a moment pass.
+#[inline]
+pub(crate) fn spin() {
+    #[cfg(feature = "sim")]
+    crate::engine::sim::spin();
+    std::hint::spin_loop();
+}
+
 /// A point at which other threads, the kernel and the other side of a ring may act. A simulation
 /// lets them; otherwise there is nothing to do, since they act when they like.
 #[inline]

@@ -33,7 +33,6 @@ use clap::Parser;
 
 use failure::Failure;
 use plan::Plan;
-use run::Report;
 use workers::Ending;
 
 /// Runs the data path against a simulated kernel and a model guest.
@@ -106,9 +105,9 @@ fn execute(args: &Args) -> Result<()> {
     let ending = workers::share(args.first_seed, args.seeds, jobs)?;
     let seconds = start.elapsed().as_secs_f64();
     match ending {
-        Ending::Passed(Report { ops, turns }) => {
+        Ending::Passed(report) => {
             println!(
-                "sim: {} seeds from {}, {ops} ops in {turns} turns, {seconds:.1} s: no failure",
+                "sim: {} seeds from {}, {report}, {seconds:.1} s: no failure",
                 args.seeds, args.first_seed
             );
             Ok(())
@@ -135,7 +134,7 @@ fn run_one(seed: u64, args: &Args) -> Result<()> {
         println!("plan: {plan}");
     }
     match run::run(&plan, args.trace)? {
-        Ok(Report { ops, turns }) => println!("seed {seed}: {ops} ops in {turns} turns, passed"),
+        Ok(report) => println!("seed {seed}: {report}, passed"),
         Err(failure) => bail!("seed {seed} fails: {failure}"),
     }
     Ok(())

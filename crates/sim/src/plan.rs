@@ -60,6 +60,12 @@ knobs! {
     poll_ends: 0,
     /// Guest memory is registered with io_uring.
     fixed_buffers: 0,
+    /// IoThreads run their own loop; if not, that of a program that embeds them does.
+    own_loop: 0,
+    /// IoThreads busy-poll for so many microseconds at most, in their own loop.
+    poll_us: 0,
+    /// The share of the time in percent that may go into busy-polling; zero is all of it.
+    poll_percent: 0,
     /// Completions are not looked for right after a submit.
     no_harvest_on_submit: 0,
     /// Ops of one submit at most; zero is no limit.
@@ -229,6 +235,9 @@ impl Plan {
         self.no_uring_cmd = flag(rng, 300);
         self.poll_ends = some(rng, 300, &[20, 300]);
         self.fixed_buffers = flag(rng, 300);
+        self.own_loop = flag(rng, 600);
+        self.poll_us = some(rng, 700, &[4, 20, 64, 500]);
+        self.poll_percent = some(rng, 200, &[5, 50]);
         self.no_harvest_on_submit = flag(rng, 100);
         self.submit_max = some(rng, 150, &[1, 2, 5]);
         self.getevents = flag(rng, 70);

@@ -5,6 +5,7 @@
 //! more to do, when its descriptor is readable, or when its deadline has come. So a wake that gets
 //! lost shows as a run in which nobody can take a step, and requests are out.
 
+use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,7 +22,7 @@ use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::stack::Stack;
-use crate::world::World;
+use crate::world::{Polls, World};
 
 /// A run that takes more steps than this for each request does not come to an end.
 const STEPS_FOR_REQUEST: u64 = 4000;
@@ -53,6 +54,23 @@ struct Run {
 pub(crate) struct Report {
     pub(crate) ops: u64,
     pub(crate) turns: u64,
+    pub(crate) polls: Polls,
+}
+
+impl Report {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.ops += other.ops;
+        self.turns += other.turns;
+        self.polls.found += other.polls.found;
+        self.polls.missed += other.polls.missed;
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ops, turns, polls: Polls { found, missed } } = self;
+        write!(f, "{ops} ops in {turns} turns, {found} of {} polls found work", found + missed)
+    }
 }
 
 /// Runs a plan. The inner result is that of the run, the outer one whether there could be one.
@@ -181,7 +199,7 @@ impl Run {
             Step::Turn(index) => {
                 self.world.tick();
                 self.world.trace(|| format!("IoThread {index}: turn"));
-                self.stack.threads[index].turn()?;
+                self.stack.turn(index)?;
             }
             Step::Guest(device, queue) => self.guests[device].step(queue),
             Step::Time => match (self.next_time(), self.world.next_event()) {
@@ -208,7 +226,7 @@ impl Run {
     /// Everything is answered and stopped: whether all is in order.
     fn finish(&mut self, turns: u64) -> Result<Report, Failure> {
         self.stack.check_end()?;
-        Ok(Report { ops: self.world.counts().started, turns })
+        Ok(Report { ops: self.world.counts().started, turns, polls: self.world.polls() })
     }
 }
 
@@ -222,11 +240,22 @@ mod tests {
             let plan = Plan::new(seed);
             let runs = [run(&plan, false), run(&plan, false)];
             let [first, second] = runs.map(|result| match result.unwrap() {
-                Ok(Report { ops, turns }) => (ops, turns),
+                Ok(report) => report.to_string(),
                 Err(failure) => panic!("seed {seed}: {failure}"),
             });
             assert_eq!(first, second, "seed {seed}");
         }
+    }
+
+    #[test]
+    fn busy_polling_finds_work_in_many_seeds_and_none_in_many() {
+        let (mut found, mut missed) = (0, 0);
+        for seed in 0..100 {
+            let polls = run(&Plan::new(seed), false).unwrap().unwrap().polls;
+            found += u32::from(polls.found > 5);
+            missed += u32::from(polls.missed > 5);
+        }
+        assert!(found > 20 && missed > 20, "{found} seeds with work, {missed} without");
     }
 
     #[test]

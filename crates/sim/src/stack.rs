@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use blockio::stats::{OpStats, Stats};
@@ -11,7 +12,7 @@ use blockio::{Activity, CompletionRing, EngineKind, IoThread, IoThreadConfig, Wa
 use crate::control::Control;
 use crate::failure::Failure;
 use crate::plan::Plan;
-use crate::world::{Counts, World};
+use crate::world::{Counts, TurnEnd, World};
 
 pub(crate) struct Thread {
     pub(crate) io_thread: IoThread,
@@ -22,16 +23,22 @@ pub(crate) struct Thread {
     empty_turns: u32,
 }
 
-/// A loop that has so many turns in a row, in which it does nothing but ask for another, spins.
+/// A loop that has so many turns in a row, in which no time passes and nothing is done but to ask
+/// for another, spins.
 /// Submits that the kernel refuses are tried again a few times at most.
 const EMPTY_TURNS_MAX: u32 = 40;
 
 impl Thread {
     /// Takes a turn. Fails when the loop spins.
-    pub(crate) fn turn(&mut self) -> Result<(), Failure> {
-        let activity = self.io_thread.turn(Wait::Never);
+    fn turn(&mut self, wait: Wait, world: &World) -> Result<(), Failure> {
+        let begin = world.now_nanoseconds();
+        world.begin_turn();
+        let activity = self.io_thread.turn(wait);
+        let end = world.end_turn();
         let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
-        self.ready = activity == Activity::Ready;
+        // A loop of its own goes on, unless the world has let it sleep.
+        let goes_on = wait == Wait::ForEvent && end != TurnEnd::Asleep;
+        self.ready = goes_on || activity == Activity::Ready;
         let (io, stats) = (self.io_thread.io(), self.io_thread.io().stats());
         let ops = [&stats.read, &stats.write, &stats.flush, &stats.deallocate];
         let done = ops.iter().map(|kind| kind.ops.get()).sum::<u64>()
@@ -39,7 +46,9 @@ impl Thread {
             + stats.syscalls.eventfd_write.get()
             + io.tasks() as u64
             + io.ops() as u64;
-        let is_empty = self.ready && std::mem::replace(&mut self.done, done) == done;
+        let is_empty = std::mem::replace(&mut self.done, done) == done
+            && self.ready
+            && world.now_nanoseconds() == begin;
         self.empty_turns = if is_empty { self.empty_turns + 1 } else { 0 };
         if self.empty_turns > EMPTY_TURNS_MAX {
             let text = format!("an IoThread did nothing in {EMPTY_TURNS_MAX} turns, but is busy");
@@ -79,11 +88,14 @@ impl Stack {
             _ => EngineKind::IoUring,
         };
         let depth = u32::try_from(self.plan.depth).unwrap_or(1);
-        // Time stands still within a turn, so busy-polling would never end.
         let config = IoThreadConfig {
             engine,
             depth,
-            poll_max: std::time::Duration::ZERO,
+            poll_max: Duration::from_micros(self.plan.poll_us),
+            poll_budget_percent: match self.plan.poll_percent {
+                0 => 100,
+                percent => u32::try_from(percent).unwrap_or(100),
+            },
             harvest_on_submit: self.plan.no_harvest_on_submit == 0,
             submit_max: u32::try_from(self.plan.submit_max)
                 .ok()
@@ -104,6 +116,12 @@ impl Stack {
         let remotes = self.threads.iter().map(|thread| thread.io_thread.remote());
         self.control.borrow_mut().threads = remotes.collect();
         Ok(())
+    }
+
+    /// IoThread `index` takes a turn.
+    pub(crate) fn turn(&mut self, index: usize) -> Result<(), Failure> {
+        let wait = if self.plan.own_loop > 0 { Wait::ForEvent } else { Wait::Never };
+        self.threads[index].turn(wait, &self.world)
     }
 
     /// Goes on with what IoThreads have answered meanwhile.

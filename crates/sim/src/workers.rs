@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::plan::Plan;
 use crate::run::{self, Report};
+use crate::world::Polls;
 
 /// A run takes milliseconds; one that takes this long has no end.
 const HANG: Duration = Duration::from_secs(30);
@@ -29,17 +30,15 @@ pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
     for seed in (first..first + seeds).step_by(usize::try_from(stride.max(1))?) {
         writeln!(out, "seed {seed}")?;
         match run::run(&Plan::new(seed), false)? {
-            Ok(Report { ops, turns }) => {
-                total.ops += ops;
-                total.turns += turns;
-            }
+            Ok(report) => total.add(&report),
             Err(_) => {
                 writeln!(out, "failed {seed}")?;
                 return Ok(());
             }
         }
     }
-    writeln!(out, "done {} {}", total.ops, total.turns)?;
+    let Report { ops, turns, polls: Polls { found, missed } } = total;
+    writeln!(out, "done {ops} {turns} {found} {missed}")?;
     Ok(())
 }
 
@@ -110,9 +109,9 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
         match words[..] {
             ["seed", seed] => worker.seed = seed.parse()?,
             ["failed", seed] => return Ok(Ending::Failed(seed.parse()?)),
-            ["done", ops, turns] => {
-                total.ops += ops.parse::<u64>()?;
-                total.turns += turns.parse::<u64>()?;
+            ["done", ops, turns, found, missed] => {
+                let polls = Polls { found: found.parse()?, missed: missed.parse()? };
+                total.add(&Report { ops: ops.parse()?, turns: turns.parse()?, polls });
                 left -= 1;
             }
             ["ended"] => {

@@ -1,20 +1,22 @@
 //! The simulated kernel: a clock, events to come, disks, and everything that can go wrong.
 
+mod kernel;
+
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
 use std::os::fd::RawFd;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use blockio::engine::sim::{self, KernelOp, RingSetup, Signal};
+use blockio::engine::sim::{KernelOp, Signal};
 use blockio::op::OpKind;
 
 use crate::content::{SECTOR, initial};
 use crate::device::Device;
 use crate::failure::Failure;
-use crate::faults::{Class, Injected, check_op, op_len, outcome};
+use crate::faults::{Class, Injected, op_len};
 use crate::plan::Plan;
 use crate::rng::Rng;
 
@@ -74,6 +76,33 @@ struct Inner {
     counts: Counts,
 }
 
+/// How a turn of an IoThread came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum TurnEnd {
+    /// Without sleep, or something has ended that.
+    #[default]
+    Awake,
+    /// It would still sleep.
+    Asleep,
+}
+
+/// The turn that an IoThread takes.
+#[derive(Debug, Default)]
+struct Turn {
+    /// One is being taken.
+    runs: Cell<bool>,
+    spins: Cell<u64>,
+    end: Cell<TurnEnd>,
+    sleeps: Cell<bool>,
+}
+
+/// How often busy-polling has found something, and how often it has not.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Polls {
+    pub(crate) found: u64,
+    pub(crate) missed: u64,
+}
+
 /// What acts besides the kernel, at the points where others may.
 type Others = Rc<dyn Fn()>;
 
@@ -86,6 +115,8 @@ pub(crate) struct World {
     others: RefCell<Option<Others>>,
     /// Lines of the trace that may still be printed: a run without an end has too many.
     traced: Cell<u32>,
+    turn: Turn,
+    polls: Cell<Polls>,
     inner: RefCell<Inner>,
 }
 
@@ -115,6 +146,8 @@ impl World {
             now: Cell::new(0),
             sequence: Cell::new(1),
             others: RefCell::new(None),
+            turn: Turn::default(),
+            polls: Cell::default(),
             traced: Cell::new(if traced { TRACE_LINES_MAX } else { 0 }),
             inner: RefCell::new(inner),
         }
@@ -198,6 +231,51 @@ impl World {
             }
         }
         true
+    }
+
+    /// An IoThread takes a turn: if it sleeps, the turn ends.
+    pub(crate) fn begin_turn(&self) {
+        self.turn.runs.set(true);
+        self.turn.spins.set(0);
+        self.turn.sleeps.set(false);
+        self.turn.end.set(TurnEnd::Awake);
+    }
+
+    pub(crate) fn end_turn(&self) -> TurnEnd {
+        self.turn.runs.set(false);
+        let mut polls = self.polls.get();
+        if self.turn.spins.get() > 0 {
+            *(if self.turn.sleeps.get() { &mut polls.missed } else { &mut polls.found }) += 1;
+        }
+        self.polls.set(polls);
+        self.turn.end.get()
+    }
+
+    pub(crate) fn polls(&self) -> Polls {
+        self.polls.get()
+    }
+
+    fn act_others(&self) {
+        let others = self.others.borrow().clone();
+        if let Some(others) = others {
+            others();
+        }
+    }
+
+    /// A turn comes to its sleep. Some things may end that; else the turn goes on as if a signal
+    /// had come, and the next one is taken when this sleep would have ended.
+    fn sleep_in_turn(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+        self.turn.sleeps.set(true);
+        let things = self.inner.borrow_mut().rng.below(4);
+        for _ in 0..things {
+            let due = deadline.map_or(u64::MAX, |when| self.nanoseconds(when));
+            if is_over() || self.next_event().is_none_or(|time| time > due) {
+                break;
+            }
+            self.run_event();
+        }
+        let end = if is_over() { TurnEnd::Awake } else { TurnEnd::Asleep };
+        self.turn.end.set(end);
     }
 
     /// The power goes. Ops get answers that nobody will see.
@@ -311,132 +389,6 @@ impl World {
                 self.schedule(inner, when, Event::Effect(id, from, to));
             }
             from = to.max(from);
-        }
-    }
-}
-
-impl sim::World for World {
-    fn now(&self) -> Instant {
-        self.start + Duration::from_nanos(self.now.get())
-    }
-
-    fn preempt(&self) {
-        if self.plan.preempt == 0 || !self.inner.borrow_mut().rng.chance(self.plan.preempt) {
-            return;
-        }
-        if self.inner.borrow_mut().rng.chance(500) {
-            self.run_event();
-        }
-        let others = self.others.borrow().clone();
-        if let Some(others) = others {
-            others();
-        }
-    }
-
-    fn ring(&self, depth: u32) -> RingSetup {
-        let slack = u32::try_from(self.plan.ring_slack).unwrap_or(0);
-        RingSetup {
-            events: depth + 1 + slack,
-            is_known: self.plan.ring_unknown == 0,
-            has_fdsync: self.plan.no_fdsync == 0,
-            defers: self.plan.defers > 0,
-            has_uring_cmd: self.plan.no_uring_cmd == 0,
-        }
-    }
-
-    fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int> {
-        let inner = &mut *self.inner.borrow_mut();
-        let plan = &self.plan;
-        if inner.power_is_off {
-            return Ok(count.min(room));
-        }
-        let refused = if inner.refusals_to_come > 0 {
-            inner.refusals_to_come -= 1;
-            Some(libc::EAGAIN)
-        } else if inner.rng.chance(plan.submit_eagain_burst) {
-            inner.refusals_to_come = inner.rng.between(1, 16);
-            Some(libc::EAGAIN)
-        } else if inner.rng.chance(plan.submit_eagain) {
-            Some(libc::EAGAIN)
-        } else if inner.rng.chance(plan.submit_eintr) {
-            Some(libc::EINTR)
-        } else if let Some(disk) = inner.disks.iter_mut().find(|disk| disk.fd == first)
-            && inner.rng.chance(disk.plan.submit_reject)
-        {
-            inner.counts.rejected += 1;
-            let when = self.tick();
-            disk.injected.push(Injected { class: Class::Any, when, offset: 0, len: u64::MAX });
-            Some(libc::EINVAL)
-        } else {
-            None
-        };
-        if let Some(errno) = refused {
-            self.trace(|| format!("kernel: a submit of {count} ops fails with errno {errno}"));
-            return Err(errno);
-        }
-        let most = count.min(room);
-        if inner.rng.chance(plan.submit_partial) {
-            return Ok(1 + inner.rng.index(most));
-        }
-        Ok(most)
-    }
-
-    fn ends_poll(&self) -> bool {
-        self.inner.borrow_mut().rng.chance(self.plan.poll_ends)
-    }
-
-    fn start(&self, op: KernelOp) {
-        let begin = self.tick();
-        let mut guard = self.inner.borrow_mut();
-        let inner = &mut *guard;
-        let id = inner.next_id;
-        inner.next_id += 1;
-        inner.counts.started += 1;
-        let found = inner.disks.iter().position(|disk| disk.fd == op.fd());
-        let index = found.unwrap_or(0);
-        self.trace(|| {
-            let (kind, sector) = (op.kind(), op.offset() / SECTOR as u64);
-            let bytes = op.buffers().bytes();
-            format!("kernel: op {id}: {kind:?}, disk {index}, sector {sector}, {bytes} bytes")
-        });
-        let disk = &mut inner.disks[index];
-        if let Err(failure) = check_op(&disk.plan, found.is_some(), &op) {
-            inner.failure.get_or_insert(failure);
-        }
-        let end = disk.device.end_sector;
-        let (result, moved, error) = outcome(&disk.plan, &mut inner.rng, end, &op);
-        inner.ops.insert(id, Running { op, disk: index, begin, result, error });
-        let (now, latency) = (self.now.get(), self.plan.latency_us * 1000);
-        let hangs = disk.hangs_until > now;
-        if inner.power_is_off || inner.rng.chance(self.plan.sync) && !hangs {
-            let is_on = !inner.power_is_off;
-            drop(guard);
-            if is_on && moved > 0 {
-                self.effect(id, 0, moved);
-            }
-            self.answer(id);
-            return;
-        }
-        if inner.rng.chance(disk.plan.hang) {
-            disk.hangs_until = now + inner.rng.below(200 * latency);
-        }
-        let delay = disk.hangs_until.saturating_sub(now) + inner.rng.between(1, latency);
-        self.schedule_effects(inner, id, moved, delay);
-        self.schedule(inner, delay, Event::Answer(id));
-    }
-
-    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
-        while !is_over() {
-            let due = deadline.map(|when| self.nanoseconds(when));
-            match self.next_event() {
-                Some(time) if due.is_none_or(|due| time <= due) => {
-                    self.run_event();
-                }
-                _ => match due {
-                    Some(due) => return self.advance_to(due),
-                    None => panic!("an IoThread sleeps for ever"),
-                },
-            }
         }
     }
 }

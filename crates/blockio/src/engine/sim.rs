@@ -4,7 +4,8 @@
 //! an engine submits becomes a [`KernelOp`] of that world, which carries it out and answers it when
 //! it likes, and whose clock is the only one. Engines, slots, disks and the loop are the real ones;
 //! so are eventfds. Several IoThreads can live on one such OS thread, to be stepped with
-//! [`Wait::Never`](crate::Wait::Never).
+//! [`Wait::Never`](crate::Wait::Never), or with [`Wait::ForEvent`](crate::Wait::ForEvent) if
+//! [`World::sleep`] does not wait.
 //!
 //! A world that makes all its choices from a seed repeats a run from the same seed.
 
@@ -52,7 +53,11 @@ pub trait World {
     /// Takes an op. It must be [answered](KernelOp::answer) some time, maybe before this returns.
     fn start(&self, op: KernelOp);
 
-    /// Moves time on until `is_over` says so, or `deadline` has come.
+    /// The thread busy-polls: time must move on, and others may act.
+    fn spin(&self);
+
+    /// Moves time on until `is_over` says so, or `deadline` has come. It may return earlier, as if
+    /// a signal had come.
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool);
 }
 
@@ -109,6 +114,13 @@ pub(crate) fn preempt() {
     {
         world.preempt();
         PREEMPTING.set(false);
+    }
+}
+
+/// Lets simulated time pass, if there is such.
+pub(crate) fn spin() {
+    if let Some(world) = world() {
+        world.spin();
     }
 }
 

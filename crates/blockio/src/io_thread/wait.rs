@@ -37,6 +37,7 @@ impl Io {
             busy = self.busy_poll(since, &self.reactor.borrow(), &mut woken);
         }
         if !busy {
+            clock::preempt();
             self.reactor.borrow_mut().arm(&mut woken);
             busy = !woken.is_empty();
         }
@@ -61,8 +62,8 @@ impl Io {
         self.found.set(woken);
         self.submit_and_harvest();
         let is_ready = self.run_foreign() || self.has_ready();
-        let asks = wait == Wait::Never && self.ops.borrow_mut().engine.must_be_asked();
-        Ok(if is_ready || asks { Activity::Ready } else { Activity::Idle })
+        let is_busy = is_ready || self.ops.borrow_mut().engine.must_be_asked();
+        Ok(if is_busy { Activity::Ready } else { Activity::Idle })
     }
 
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
@@ -111,7 +112,7 @@ impl Io {
                 self.poll_window.spent(polled);
                 return found;
             }
-            std::hint::spin_loop();
+            clock::spin();
         }
     }
 
