@@ -23,8 +23,7 @@ pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Fail
             return Err(Failure::new("failed without a cause", text));
         }
     }
-    // An op that a submit rejects is known to the engine alone, and may be that of a bad request.
-    for error in injected.iter().filter(|error| error.class != Class::Any) {
+    for error in injected.iter().filter(|error| error.must_fail) {
         if !failed.iter().any(|request| explains(error, request)) {
             return Err(Failure::new("swallowed error", format!("{error:?}")));
         }

@@ -19,9 +19,11 @@ pub(crate) enum Class {
     Any,
 }
 
-/// An error that was put in, which some request must answer for.
+/// An error that was put in.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Injected {
+    /// Whether some request must answer for it. If not, one may.
+    pub(crate) must_fail: bool,
     pub(crate) class: Class,
     pub(crate) when: u64,
     pub(crate) offset: u64,
@@ -86,6 +88,23 @@ pub(crate) fn outcome(
     (i64::try_from(moved).unwrap_or(0), moved, None)
 }
 
+/// How io_uring rejects an entry that it has taken, if it does: with which result, and whether that
+/// is an error that a request must answer for.
+pub(crate) fn rejection(plan: &Plan, rng: &mut Rng, op: &KernelOp) -> Option<(i64, Option<Class>)> {
+    if !op.is_ring_entry() || !rng.chance(plan.entry_reject) {
+        return None;
+    }
+    let errno = rng.pick(&[libc::EINVAL, libc::EOPNOTSUPP, libc::EAGAIN, libc::EINTR]);
+    // What may be tried again is, and for what may be unsupported there is another way.
+    let has_way = match op.kind() {
+        OpKind::Read | OpKind::Write { fua: false } | OpKind::Flush => false,
+        _ => errno == libc::EOPNOTSUPP,
+    };
+    let is_transient = matches!(errno, libc::EAGAIN | libc::EINTR);
+    let class = (!has_way && !is_transient).then(|| class_of(op.kind()));
+    Some((-i64::from(errno), class))
+}
+
 /// Whether an op may reach the kernel: it is for a disk, inside, and aligned.
 /// `found`: there is a disk with its descriptor.
 pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Failure> {
@@ -104,7 +123,7 @@ pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Fa
     Ok(())
 }
 
-fn class_of(kind: OpKind) -> Class {
+pub(crate) fn class_of(kind: OpKind) -> Class {
     match kind {
         OpKind::Read => Class::Read,
         OpKind::Write { .. } => Class::Write,

@@ -154,6 +154,12 @@ knobs! {
     eintr: 0,
     /// Ops that fail with EAGAIN, per mille.
     eagain: 0,
+    /// Ops after which their disk answers EAGAIN for ever, per mille.
+    stuck: 0,
+    /// Entries that io_uring takes, and rejects with a completion, per mille.
+    entry_reject: 0,
+    /// io_uring takes no more in one go after an entry that it rejects.
+    no_submit_all: 0,
     /// Submits that fail with EAGAIN, per mille.
     submit_eagain: 0,
     /// Submits that fail with EAGAIN many times in a row, per mille.
@@ -218,7 +224,8 @@ impl Plan {
         plan.requests = (self.requests / self.devices).max(1);
         if device + self.sound_disks >= self.devices {
             (plan.eio, plan.enospc, plan.eintr, plan.eagain) = (0, 0, 0, 0);
-            (plan.hang, plan.submit_reject) = (0, 0);
+            (plan.hang, plan.stuck) = (0, 0);
+            (plan.submit_reject, plan.entry_reject) = (0, 0);
         }
         plan
     }
@@ -294,6 +301,9 @@ impl Plan {
         self.enospc = some(rng, 150, &[5, 30]);
         self.eintr = some(rng, 250, &[20, 100]);
         self.eagain = some(rng, 250, &[20, 100]);
+        self.stuck = some(rng, 30, &[5]);
+        self.entry_reject = some(rng, 250, &[5, 30, 200]);
+        self.no_submit_all = flag(rng, 400);
         self.submit_eagain = some(rng, 250, &[30, 200]);
         self.submit_eagain_burst = some(rng, 150, &[5, 30]);
         self.submit_partial = some(rng, 300, &[100, 500]);
@@ -326,7 +336,8 @@ impl Plan {
                 self.odd_shorts = 0;
             } else {
                 (self.no_overlap, self.crashes, self.kills) = (1, 0, 0);
-                (self.eio, self.enospc, self.submit_reject) = (0, 0, 0);
+                (self.eio, self.enospc, self.stuck) = (0, 0, 0);
+                (self.submit_reject, self.entry_reject) = (0, 0);
             }
         }
         if self.engine == 2 {

@@ -269,6 +269,20 @@ mod tests {
     }
 
     #[test]
+    fn a_ring_that_rejects_every_entry_fails_requests_and_nothing_else() {
+        for submit_all in ["no_submit_all=0", "no_submit_all=1"] {
+            let mut plan = Plan::new(1);
+            for setting in ["engine=2", "entry_reject=1000", "sound_disks=0", submit_all] {
+                plan.set(setting).unwrap();
+            }
+            for setting in ["crashes=0", "kills=0", "odd_shorts=0", "writes=5"] {
+                plan.set(setting).unwrap();
+            }
+            assert!(run(&plan, false).unwrap().unwrap().ops > 0);
+        }
+    }
+
+    #[test]
     fn a_disk_that_fails_harms_no_other_device_of_its_io_thread() {
         for engine in 0..3 {
             let mut plan = Plan::new(2);

@@ -47,6 +47,8 @@ struct Disk {
     fd: RawFd,
     device: Device,
     hangs_until: u64,
+    /// It answers EAGAIN for ever.
+    is_stuck: bool,
     injected: Vec<Injected>,
 }
 
@@ -126,7 +128,8 @@ impl World {
         let disk = |(index, (plan, fd)): (usize, &(Plan, RawFd))| {
             let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
             let device = Device::new(plan.sectors(), end, initial(index));
-            Disk { plan: plan.clone(), fd: *fd, device, hangs_until: 0, injected: Vec::new() }
+            let (plan, fd) = (plan.clone(), *fd);
+            Disk { plan, fd, device, hangs_until: 0, is_stuck: false, injected: Vec::new() }
         };
         let inner = Inner {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 2),
@@ -358,7 +361,9 @@ impl World {
             _ => {}
         }
         if let Some(class) = error.filter(|_| !*power_is_off) {
-            injected.push(Injected { class, when: now, offset, len: len as u64 });
+            // What may be tried again is, so often that others may come between.
+            let must_fail = result != -i64::from(libc::EAGAIN);
+            injected.push(Injected { must_fail, class, when: now, offset, len: len as u64 });
         }
         self.trace(|| format!("kernel: op {id} is answered with {result}"));
         let signal = op.answer(result);

@@ -51,7 +51,8 @@ pub trait World {
     fn ends_poll(&self) -> bool;
 
     /// Takes an op. It must be [answered](KernelOp::answer) some time, maybe before this returns.
-    fn start(&self, op: KernelOp);
+    /// False: it has been, because the entry of io_uring that it was is bad.
+    fn start(&self, op: KernelOp) -> bool;
 
     /// The thread busy-polls: time must move on, and others may act.
     fn spin(&self);
@@ -74,6 +75,8 @@ pub struct RingSetup {
     pub defers: bool,
     /// Of io_uring: whether devices discard through the ring.
     pub has_uring_cmd: bool,
+    /// Of io_uring: whether one bad entry does not end a submit.
+    pub submits_all: bool,
 }
 
 thread_local! {

@@ -7,7 +7,7 @@ use blockio::engine::sim::{self, KernelOp, RingSetup};
 
 use super::{Event, Running, World};
 use crate::content::SECTOR;
-use crate::faults::{Class, Injected, check_op, outcome};
+use crate::faults::{Class, Injected, check_op, class_of, outcome, rejection};
 
 impl sim::World for World {
     fn now(&self) -> Instant {
@@ -49,6 +49,7 @@ impl sim::World for World {
             has_fdsync: self.plan.no_fdsync == 0,
             defers: self.plan.defers > 0,
             has_uring_cmd: self.plan.no_uring_cmd == 0,
+            submits_all: self.plan.no_submit_all == 0,
         }
     }
 
@@ -73,7 +74,9 @@ impl sim::World for World {
         {
             inner.counts.rejected += 1;
             let when = self.tick();
-            disk.injected.push(Injected { class: Class::Any, when, offset: 0, len: u64::MAX });
+            // Which op it is, the engine alone knows; it may be that of a bad request.
+            let (must_fail, class) = (false, Class::Any);
+            disk.injected.push(Injected { must_fail, class, when, offset: 0, len: u64::MAX });
             Some(libc::EINVAL)
         } else {
             None
@@ -93,7 +96,7 @@ impl sim::World for World {
         self.inner.borrow_mut().rng.chance(self.plan.poll_ends)
     }
 
-    fn start(&self, op: KernelOp) {
+    fn start(&self, op: KernelOp) -> bool {
         let begin = self.tick();
         let mut guard = self.inner.borrow_mut();
         let inner = &mut *guard;
@@ -112,18 +115,25 @@ impl sim::World for World {
             inner.failure.get_or_insert(failure);
         }
         let end = disk.device.end_sector;
-        let (result, moved, error) = outcome(&disk.plan, &mut inner.rng, end, &op);
+        let rejected = rejection(&disk.plan, &mut inner.rng, &op).filter(|_| !inner.power_is_off);
+        disk.is_stuck |= inner.rng.chance(disk.plan.stuck);
+        let (result, moved, error) = match rejected {
+            Some((result, error)) => (result, 0, error),
+            None if disk.is_stuck => (-i64::from(libc::EAGAIN), 0, Some(class_of(op.kind()))),
+            None => outcome(&disk.plan, &mut inner.rng, end, &op),
+        };
         inner.ops.insert(id, Running { op, disk: index, begin, result, error });
         let (now, latency) = (self.now.get(), self.plan.latency_us * 1000);
         let hangs = disk.hangs_until > now;
-        if inner.power_is_off || inner.rng.chance(self.plan.sync) && !hangs {
+        let is_sync = inner.rng.chance(self.plan.sync) && !hangs;
+        if inner.power_is_off || rejected.is_some() || is_sync {
             let is_on = !inner.power_is_off;
             drop(guard);
             if is_on && moved > 0 {
                 self.effect(id, 0, moved);
             }
             self.answer(id);
-            return;
+            return rejected.is_none();
         }
         if inner.rng.chance(disk.plan.hang) {
             disk.hangs_until = now + inner.rng.below(200 * latency);
@@ -131,6 +141,7 @@ impl sim::World for World {
         let delay = disk.hangs_until.saturating_sub(now) + inner.rng.between(1, latency);
         self.schedule_effects(inner, id, moved, delay);
         self.schedule(inner, delay, Event::Answer(id));
+        true
     }
 
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {

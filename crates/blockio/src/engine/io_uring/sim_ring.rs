@@ -332,8 +332,11 @@ impl SimRing {
         let result =
             if count > 0 { self.world.admit(-1, count, count).map(Some) } else { Ok(None) };
         for _ in 0..result.unwrap_or(None).unwrap_or(0) {
-            if let Some(entry) = self.entries.pop_front() {
-                self.start(&entry);
+            if let Some(entry) = self.entries.pop_front()
+                && !self.start(&entry)
+                && !self.setup.submits_all
+            {
+                break;
             }
         }
         self.state.collect(&*self.world);
@@ -342,7 +345,8 @@ impl SimRing {
         result.map(|_| ()).map_err(io::Error::from_raw_os_error)
     }
 
-    fn start(&self, entry: &Words) {
+    /// False: the entry is bad.
+    fn start(&self, entry: &Words) -> bool {
         let head = entry[0].to_ne_bytes();
         let (code, user_data) = (head[0], entry[4]);
         let fd = RawFd::from_ne_bytes([head[4], head[5], head[6], head[7]]);
@@ -360,9 +364,10 @@ impl SimRing {
                 let fd = if is_fixed { self.file(fd) } else { fd };
                 // SAFETY: who pushed the entry vouched for what it points to.
                 let op = unsafe { self.op(code, fd, entry) };
-                self.world.start(op);
+                return self.world.start(op);
             }
         }
+        true
     }
 
     fn file(&self, index: RawFd) -> RawFd {
