@@ -74,6 +74,10 @@ impl OpRing {
 
     /// Fills submission entries for queued ops, as many as `max` and the ring allow.
     pub(super) fn push(&mut self, max: usize, done: &mut Completer<'_>) -> usize {
+        if !self.queued.is_empty() && self.in_kernel == 0 {
+            // No completion would end the wait for room, if watches have filled the ring.
+            self.ring.make_room(Some(done.stats));
+        }
         let count = self.queued.len().min(self.ring.room()).min(max);
         if count == 0 {
             return 0;
