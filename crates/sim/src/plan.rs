@@ -54,6 +54,10 @@ knobs! {
     engine: 0,
     /// io_uring shows completions only when the kernel is entered.
     defers: 0,
+    /// io_uring has a submission thread.
+    sqpoll: 0,
+    /// Submission entries of a ring with such a thread; zero is what the engine asks for.
+    sq_entries: 0,
     /// io_uring cannot discard.
     no_uring_cmd: 0,
     /// How often io_uring ends a multishot poll, per mille.
@@ -239,6 +243,8 @@ impl Plan {
         self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
         self.engine = rng.pick(&[0, 0, 0, 1, 2, 2, 2, 2]);
         self.defers = flag(rng, 500);
+        self.sqpoll = flag(rng, 300);
+        self.sq_entries = some(rng, 500, &[1, 2, 4, 16]);
         self.no_uring_cmd = flag(rng, 300);
         self.poll_ends = some(rng, 300, &[20, 300]);
         self.fixed_buffers = flag(rng, 300);

@@ -96,6 +96,7 @@ impl Stack {
                 0 => 100,
                 percent => u32::try_from(percent).unwrap_or(100),
             },
+            sqpoll: self.plan.engine == 2 && self.plan.sqpoll > 0,
             harvest_on_submit: self.plan.no_harvest_on_submit == 0,
             submit_max: u32::try_from(self.plan.submit_max)
                 .ok()

@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::time::Instant;
 
-use blockio::engine::sim::{KernelOp, Signal};
+use blockio::engine::sim::{KernelOp, Signal, SqThread};
 use blockio::op::OpKind;
 
 use crate::content::{SECTOR, initial};
@@ -37,6 +37,8 @@ enum Event {
     Effect(u64, usize, usize),
     Answer(u64),
     Signal(u64),
+    /// A submission thread of io_uring looks for entries.
+    SqThread(u64),
 }
 
 /// A disk of the simulated kernel.
@@ -69,6 +71,7 @@ struct Inner {
     disks: Vec<Disk>,
     ops: BTreeMap<u64, Running>,
     signals: BTreeMap<u64, Signal>,
+    sq_threads: BTreeMap<u64, SqThread>,
     /// Time, a number that mixes events of the same time, and the event.
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     next_id: u64,
@@ -136,6 +139,7 @@ impl World {
             disks: disks.iter().enumerate().map(disk).collect(),
             ops: BTreeMap::new(),
             signals: BTreeMap::new(),
+            sq_threads: BTreeMap::new(),
             events: BinaryHeap::new(),
             next_id: 1,
             refusals_to_come: 0,
@@ -225,6 +229,7 @@ impl World {
         match event {
             Event::Effect(id, from, to) => self.effect(id, from, to),
             Event::Answer(id) => self.answer(id),
+            Event::SqThread(id) => self.sq_thread(id),
             Event::Signal(id) => {
                 let signal = self.inner.borrow_mut().signals.remove(&id);
                 self.trace(|| format!("kernel: the eventfd for op {id} is written"));
@@ -309,6 +314,7 @@ impl World {
         self.set_others(None);
         let mut inner = self.inner.borrow_mut();
         inner.events.clear();
+        inner.sq_threads.clear();
         let _ = (std::mem::take(&mut inner.ops), std::mem::take(&mut inner.signals));
     }
 
@@ -374,6 +380,25 @@ impl World {
             inner.signals.insert(id, signal);
             self.schedule(&mut inner, delay, Event::Signal(id));
         }
+    }
+
+    /// A submission thread takes some entries, or sleeps when there are none.
+    fn sq_thread(&self, id: u64) {
+        let (thread, most, tires) = {
+            let Inner { rng, sq_threads, .. } = &mut *self.inner.borrow_mut();
+            let Some(thread) = sq_threads.remove(&id) else { return };
+            (thread, rng.pick(&[1, 2, 1000]), rng.chance(600))
+        };
+        let Some(taken) = thread.work(self, most) else { return };
+        self.trace(|| format!("kernel: submission thread {id} takes {taken} entries"));
+        if taken == 0 && tires && thread.sleep() {
+            self.trace(|| format!("kernel: submission thread {id} sleeps"));
+            return;
+        }
+        let inner = &mut *self.inner.borrow_mut();
+        inner.sq_threads.insert(id, thread);
+        let delay = inner.rng.between(1, self.plan.latency_us * 1000);
+        self.schedule(inner, delay, Event::SqThread(id));
     }
 
     fn schedule(&self, inner: &mut Inner, delay: u64, event: Event) {

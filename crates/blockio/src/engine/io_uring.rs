@@ -4,6 +4,8 @@
 //! has finished, and waits. Eventfds of others are watched by multishot polls in the same ring
 //! and are never read.
 
+#[cfg(feature = "sim")]
+mod any_ring;
 mod fixed;
 mod op_ring;
 mod ring;
@@ -26,12 +28,12 @@ use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
 use crate::op::{OpKind, OpenFile, Slots};
 use crate::stats::Stats;
+#[cfg(feature = "sim")]
+use any_ring::Ring;
 use op_ring::OpRing;
 #[cfg(not(feature = "sim"))]
 use ring::KernelRing as Ring;
 use ring::Setup;
-#[cfg(feature = "sim")]
-use sim_ring::Ring;
 use watches::{Seen, Watches};
 
 /// How long a wait lasts at most while the kernel takes no submission entries.
@@ -167,7 +169,7 @@ impl IoUring {
     }
 
     pub(super) fn must_be_asked(&mut self) -> bool {
-        self.polled_in_kernel() > 0 || self.unsubmitted() > 0
+        self.polled_in_kernel() > 0 || self.rings().any(|ring| ring.ring.is_untold())
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {

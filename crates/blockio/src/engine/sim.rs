@@ -24,6 +24,7 @@ use super::aio_calls::{
     IOCB_FLAG_RESFD, IoEvent, Iocb,
 };
 use super::io_uring::sim_ring::RingState;
+pub use super::io_uring::sim_ring::SqThread;
 use super::threads::{Job, Pool};
 use crate::buf::Buffers;
 use crate::op::OpKind;
@@ -57,6 +58,10 @@ pub trait World {
     /// The thread busy-polls: time must move on, and others may act.
     fn spin(&self);
 
+    /// Lets a submission thread of io_uring run: some time it must [work](SqThread::work), until it
+    /// [sleeps](SqThread::sleep) or is gone. It comes here again when it is woken.
+    fn run_sq_thread(&self, thread: SqThread);
+
     /// Moves time on until `is_over` says so, or `deadline` has come. It may return earlier, as if
     /// a signal had come.
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool);
@@ -77,6 +82,8 @@ pub struct RingSetup {
     pub has_uring_cmd: bool,
     /// Of io_uring: whether one bad entry does not end a submit.
     pub submits_all: bool,
+    /// Of io_uring with a submission thread: submission entries, if not as many as are asked for.
+    pub sq_entries: Option<u32>,
 }
 
 thread_local! {

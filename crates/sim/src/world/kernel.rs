@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-use blockio::engine::sim::{self, KernelOp, RingSetup};
+use blockio::engine::sim::{self, KernelOp, RingSetup, SqThread};
 
 use super::{Event, Running, World};
 use crate::content::SECTOR;
@@ -50,6 +50,7 @@ impl sim::World for World {
             defers: self.plan.defers > 0,
             has_uring_cmd: self.plan.no_uring_cmd == 0,
             submits_all: self.plan.no_submit_all == 0,
+            sq_entries: u32::try_from(self.plan.sq_entries).ok().filter(|entries| *entries > 0),
         }
     }
 
@@ -142,6 +143,15 @@ impl sim::World for World {
         self.schedule_effects(inner, id, moved, delay);
         self.schedule(inner, delay, Event::Answer(id));
         true
+    }
+
+    fn run_sq_thread(&self, thread: SqThread) {
+        let inner = &mut *self.inner.borrow_mut();
+        let id = inner.next_id;
+        inner.next_id += 1;
+        inner.sq_threads.insert(id, thread);
+        let delay = inner.rng.below(self.plan.latency_us * 1000);
+        self.schedule(inner, delay, Event::SqThread(id));
     }
 
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {

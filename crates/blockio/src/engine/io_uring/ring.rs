@@ -14,7 +14,8 @@ use crate::stats::Stats;
 
 /// Flags of `io_uring_enter` (linux/io_uring.h).
 const ENTER_GETEVENTS: u32 = 1 << 0;
-const ENTER_SQ_WAKEUP: u32 = 1 << 1;
+pub(super) const ENTER_SQ_WAKEUP: u32 = 1 << 1;
+const ENTER_SQ_WAIT: u32 = 1 << 2;
 const ENTER_EXT_ARG: u32 = 1 << 3;
 
 /// `IORING_UNREGISTER_FILES`, `IORING_REGISTER_FILES_UPDATE` and `IORING_REGISTER_BUFFERS_UPDATE`.
@@ -130,17 +131,28 @@ impl KernelRing {
         }
     }
 
+    /// Whether there are entries of which the kernel does not know.
+    pub(super) fn is_untold(&mut self) -> bool {
+        self.unsubmitted() > 0 && (!self.sqpoll || self.ring.submission().need_wakeup())
+    }
+
     /// Makes room for one entry. False when the kernel takes none for now.
     pub(super) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
-        if self.room() == 0 {
-            let _ = self.enter(0, None, stats);
+        while self.room() == 0 {
+            let to_submit = self.entries_to_submit();
+            let entered = self.enter_with(to_submit, WaitFor::Room, None, stats);
+            // The wait for a submission thread ends without room when a signal comes.
+            if entered.is_err() || !self.sqpoll {
+                break;
+            }
         }
         self.room() > 0
     }
 
     /// Gives all entries to the kernel, and lets it post what it has finished.
     pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
-        self.enter(0, None, Some(stats))
+        let to_submit = self.entries_to_submit();
+        self.enter_with(to_submit, WaitFor::Nothing, None, Some(stats))
     }
 
     /// As `submit`, then waits for a completion until `deadline` (`None`: for ever).
@@ -160,24 +172,14 @@ impl KernelRing {
 
     fn wait(&mut self, submit: u32, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
         let Some(deadline) = deadline else {
-            return self.enter_with(submit, 1, None, Some(stats));
+            return self.enter_with(submit, WaitFor::Completion, None, Some(stats));
         };
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return self.enter_with(submit, 0, None, Some(stats));
+            return self.enter_with(submit, WaitFor::Nothing, None, Some(stats));
         }
         let timeout = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
-        self.enter_with(submit, 1, Some(&timeout), Some(stats))
-    }
-
-    fn enter(
-        &mut self,
-        min_complete: u32,
-        timeout: Option<&types::Timespec>,
-        stats: Option<&Stats>,
-    ) -> io::Result<()> {
-        let to_submit = self.entries_to_submit();
-        self.enter_with(to_submit, min_complete, timeout, stats)
+        self.enter_with(submit, WaitFor::Completion, Some(&timeout), Some(stats))
     }
 
     fn entries_to_submit(&mut self) -> u32 {
@@ -188,18 +190,13 @@ impl KernelRing {
     fn enter_with(
         &mut self,
         to_submit: u32,
-        min_complete: u32,
+        waits: WaitFor,
         timeout: Option<&types::Timespec>,
         stats: Option<&Stats>,
     ) -> io::Result<()> {
-        let mut flags = ENTER_GETEVENTS;
-        if self.sqpoll {
-            if self.ring.submission().need_wakeup() {
-                flags |= ENTER_SQ_WAKEUP;
-            } else if min_complete == 0 {
-                return Ok(());
-            }
-        }
+        let asleep = self.sqpoll.then(|| self.ring.submission().need_wakeup());
+        let Some(flags) = enter_flags(asleep, waits) else { return Ok(()) };
+        let min_complete = u32::from(waits == WaitFor::Completion);
         if let Some(stats) = stats {
             stats.syscalls.io_uring_enter.add(1);
         }
@@ -250,7 +247,7 @@ impl KernelRing {
         let queue = self.ring.submission();
         if queue.taskrun() || queue.cq_overflow() {
             drop(queue);
-            let _ = self.enter_with(0, 0, None, Some(stats));
+            let _ = self.enter_with(0, WaitFor::Nothing, None, Some(stats));
         }
     }
 
@@ -275,6 +272,29 @@ impl AsFd for KernelRing {
         // SAFETY: the descriptor is open for as long as the ring, which the result borrows.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
+}
+
+/// What an `io_uring_enter` waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WaitFor {
+    Nothing,
+    /// A completion, or the end of the timeout.
+    Completion,
+    /// A free submission entry. Without a submission thread the call itself makes it.
+    Room,
+}
+
+/// The flags of an `io_uring_enter`; `None` if there need not be one. `asleep`: whether the
+/// submission thread sleeps, if there is one.
+pub(super) fn enter_flags(asleep: Option<bool>, waits: WaitFor) -> Option<u32> {
+    let flags = match (asleep, waits) {
+        (None, _) | (Some(false), WaitFor::Completion) => 0,
+        (Some(false), WaitFor::Nothing) => return None,
+        (Some(false), WaitFor::Room) => ENTER_SQ_WAIT,
+        (Some(true), WaitFor::Room) => ENTER_SQ_WAKEUP | ENTER_SQ_WAIT,
+        (Some(true), _) => ENTER_SQ_WAKEUP,
+    };
+    Some(flags | ENTER_GETEVENTS)
 }
 
 /// Submission entries of a ring for `depth` ops.

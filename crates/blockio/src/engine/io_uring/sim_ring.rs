@@ -1,11 +1,11 @@
-//! A ring of a simulated kernel (see `engine/sim.rs`), and the choice between it and a real one.
+//! A ring of a simulated kernel (see `engine/sim.rs`).
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::time::Instant;
 
 use io_uring::{cqueue, opcode, squeue};
@@ -15,124 +15,10 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 
-use super::ring::{KernelRing, Setup, entries_for};
+use super::ring::{ENTER_SQ_WAKEUP, Setup, WaitFor, enter_flags, entries_for};
 use crate::engine::sim::{self, Home, KernelOp, RingSetup, World};
 use crate::op::OpKind;
 use crate::stats::Stats;
-
-/// The kernel's ring, or a simulated one where the calling thread's kernel is.
-pub(super) enum Ring {
-    Kernel(KernelRing),
-    Simulated(SimRing),
-}
-
-macro_rules! either {
-    ($ring:ident, $name:ident($($argument:expr),*)) => {
-        match $ring {
-            Ring::Kernel(ring) => ring.$name($($argument),*),
-            Ring::Simulated(ring) => ring.$name($($argument),*),
-        }
-    };
-}
-
-impl Ring {
-    pub(super) fn new(setup: &Setup<'_>) -> io::Result<Self> {
-        match SimRing::new(setup.depth) {
-            Some(ring) => Ok(Self::Simulated(ring)),
-            None => KernelRing::new(setup).map(Self::Kernel),
-        }
-    }
-
-    pub(super) fn has_uring_cmd(&self) -> bool {
-        either!(self, has_uring_cmd())
-    }
-
-    pub(super) fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
-        either!(self, update_file(index, file))
-    }
-
-    /// # Safety
-    ///
-    /// As that of [`KernelRing::update_buffer`].
-    pub(super) unsafe fn update_buffer(&self, index: u32, range: iovec) -> io::Result<()> {
-        match self {
-            // SAFETY: the caller vouches for the same.
-            Self::Kernel(ring) => unsafe { ring.update_buffer(index, range) },
-            Self::Simulated(ring) => {
-                ring.update_buffer(index, range);
-                Ok(())
-            }
-        }
-    }
-
-    pub(super) fn room(&mut self) -> usize {
-        either!(self, room())
-    }
-
-    pub(super) fn unsubmitted(&mut self) -> usize {
-        either!(self, unsubmitted())
-    }
-
-    /// # Safety
-    ///
-    /// As that of [`KernelRing::push`].
-    pub(super) unsafe fn push(&mut self, entry: &squeue::Entry) {
-        match self {
-            // SAFETY: the caller vouches for the same.
-            Self::Kernel(ring) => unsafe { ring.push(entry) },
-            Self::Simulated(ring) => ring.push(entry),
-        }
-    }
-
-    pub(super) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
-        either!(self, make_room(stats))
-    }
-
-    pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
-        either!(self, submit(stats))
-    }
-
-    pub(super) fn submit_and_wait(
-        &mut self,
-        deadline: Option<Instant>,
-        stats: &Stats,
-    ) -> io::Result<()> {
-        either!(self, submit_and_wait(deadline, stats))
-    }
-
-    pub(super) fn only_wait(&mut self, until: Instant, stats: &Stats) {
-        either!(self, only_wait(until, stats));
-    }
-
-    pub(super) fn has_completions(&self) -> bool {
-        either!(self, has_completions())
-    }
-
-    pub(super) fn has_entries(&self) -> bool {
-        either!(self, has_entries())
-    }
-
-    pub(super) fn has_anything(&self) -> bool {
-        either!(self, has_anything())
-    }
-
-    pub(super) fn run_deferred(&mut self, stats: &Stats) {
-        either!(self, run_deferred(stats));
-    }
-
-    pub(super) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
-        either!(self, take(entries));
-    }
-}
-
-impl AsFd for Ring {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Kernel(ring) => ring.as_fd(),
-            Self::Simulated(ring) => ring.state.epoll.as_fd(),
-        }
-    }
-}
 
 /// `IORING_CQE_F_MORE`.
 const CQE_MORE: u32 = 1 << 1;
@@ -144,13 +30,7 @@ type Words = [u64; 8];
 
 pub(super) struct SimRing {
     world: Rc<dyn World>,
-    setup: RingSetup,
     capacity: usize,
-    entries: VecDeque<Words>,
-    /// Registered files.
-    files: RefCell<Vec<RawFd>>,
-    /// Registered memory.
-    buffers: RefCell<Vec<Range<usize>>>,
     state: Rc<RingState>,
 }
 
@@ -160,13 +40,20 @@ pub(crate) struct RingState {
     epoll: OwnedFd,
     /// Its counter is above zero while completions wait.
     posted: OwnedFd,
-    /// Whether completions become visible only when the kernel is entered.
-    defers: bool,
+    setup: RingSetup,
+    sqpoll: bool,
     inner: RefCell<Inner>,
 }
 
 #[derive(Default)]
 struct Inner {
+    entries: VecDeque<Words>,
+    /// The submission thread sleeps (`IORING_SQ_NEED_WAKEUP`).
+    asleep: bool,
+    /// Registered files.
+    files: Vec<RawFd>,
+    /// Registered memory.
+    buffers: Vec<Range<usize>>,
     visible: VecDeque<[u64; 2]>,
     deferred: VecDeque<[u64; 2]>,
     polls: Vec<(u64, OwnedFd)>,
@@ -177,7 +64,8 @@ impl RingState {
     pub(crate) fn post(&self, user_data: u64, result: i32, flags: u32) {
         let event = [user_data, u64::from(result.cast_unsigned()) | u64::from(flags) << 32];
         let mut inner = self.inner.borrow_mut();
-        if self.defers {
+        // A submission thread puts nothing off.
+        if self.setup.defers && !self.sqpoll {
             inner.deferred.push_back(event);
         } else {
             inner.visible.push_back(event);
@@ -217,7 +105,7 @@ impl RingState {
 }
 
 impl SimRing {
-    fn new(depth: u32) -> Option<Self> {
+    pub(super) fn new(&Setup { depth, sqpoll, .. }: &Setup<'_>) -> Option<Self> {
         let world = sim::world()?;
         let setup = world.ring(depth);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -228,25 +116,21 @@ impl SimRing {
         let added = epoll::add(&epoll, &posted, EventData::new_u64(POSTED), EventFlags::IN);
         added.expect("an eventfd can be watched");
         let inner = RefCell::default();
-        let state = RingState { epoll, posted, defers: setup.defers, inner };
-        Some(Self {
-            world,
-            setup,
-            capacity: entries_for(depth) as usize,
-            entries: VecDeque::new(),
-            files: RefCell::default(),
-            buffers: RefCell::default(),
-            state: Rc::new(state),
-        })
+        let state = Rc::new(RingState { epoll, posted, setup, sqpoll, inner });
+        let entries = setup.sq_entries.filter(|_| sqpoll).unwrap_or(entries_for(depth));
+        if sqpoll {
+            world.run_sq_thread(SqThread(Rc::downgrade(&state)));
+        }
+        Some(Self { world, capacity: entries as usize, state })
     }
 
-    fn has_uring_cmd(&self) -> bool {
-        self.setup.has_uring_cmd
+    pub(super) fn has_uring_cmd(&self) -> bool {
+        self.state.setup.has_uring_cmd
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "as the kernel's ring has it")]
-    fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
-        let (files, index) = (&mut self.files.borrow_mut(), index as usize);
+    pub(super) fn update_file(&self, index: u32, file: RawFd) -> io::Result<()> {
+        let (files, index) = (&mut self.state.inner.borrow_mut().files, index as usize);
         if files.len() <= index {
             files.resize(index + 1, -1);
         }
@@ -254,8 +138,8 @@ impl SimRing {
         Ok(())
     }
 
-    fn update_buffer(&self, index: u32, range: iovec) {
-        let (buffers, index) = (&mut self.buffers.borrow_mut(), index as usize);
+    pub(super) fn update_buffer(&self, index: u32, range: iovec) {
+        let (buffers, index) = (&mut self.state.inner.borrow_mut().buffers, index as usize);
         if buffers.len() <= index {
             buffers.resize(index + 1, 0..0);
         }
@@ -263,48 +147,48 @@ impl SimRing {
         buffers[index] = start..start + range.iov_len;
     }
 
-    /// As the kernel does for an entry that names registered memory.
-    fn check_registered(&self, index: usize, address: usize, len: usize) {
-        let buffers = self.buffers.borrow();
-        let inside = |range: &Range<usize>| range.start <= address && address + len <= range.end;
-        assert!(
-            buffers.get(index).is_some_and(inside),
-            "the engine says that memory is registered under {index}, but it is not"
-        );
+    pub(super) fn room(&self) -> usize {
+        self.capacity - self.unsubmitted()
     }
 
-    fn room(&self) -> usize {
-        self.capacity - self.entries.len()
+    pub(super) fn unsubmitted(&self) -> usize {
+        self.state.inner.borrow().entries.len()
     }
 
-    fn unsubmitted(&self) -> usize {
-        self.entries.len()
+    pub(super) fn is_untold(&self) -> bool {
+        let inner = self.state.inner.borrow();
+        !inner.entries.is_empty() && (!self.state.sqpoll || inner.asleep)
     }
 
-    fn push(&mut self, entry: &squeue::Entry) {
+    pub(super) fn push(&mut self, entry: &squeue::Entry) {
         assert!(self.room() > 0, "the submission ring is full");
         // SAFETY: an entry is the 64 bytes of a `struct io_uring_sqe`, and nothing else.
-        self.entries.push_back(unsafe { std::mem::transmute_copy::<squeue::Entry, Words>(entry) });
+        let words = unsafe { std::mem::transmute_copy::<squeue::Entry, Words>(entry) };
+        self.state.inner.borrow_mut().entries.push_back(words);
     }
 
-    fn make_room(&mut self, stats: Option<&Stats>) -> bool {
+    pub(super) fn make_room(&mut self, stats: Option<&Stats>) -> bool {
         if self.room() == 0 {
-            let _ = self.enter(usize::MAX, stats);
+            let _ = self.enter(usize::MAX, WaitFor::Room, stats);
         }
         self.room() > 0
     }
 
-    fn submit(&mut self, stats: &Stats) -> io::Result<()> {
-        self.enter(usize::MAX, Some(stats))
+    pub(super) fn submit(&mut self, stats: &Stats) -> io::Result<()> {
+        self.enter(usize::MAX, WaitFor::Nothing, Some(stats))
     }
 
-    fn submit_and_wait(&mut self, deadline: Option<Instant>, stats: &Stats) -> io::Result<()> {
-        self.enter(usize::MAX, Some(stats))?;
+    pub(super) fn submit_and_wait(
+        &mut self,
+        deadline: Option<Instant>,
+        stats: &Stats,
+    ) -> io::Result<()> {
+        self.enter(usize::MAX, WaitFor::Completion, Some(stats))?;
         self.wait(deadline)
     }
 
-    fn only_wait(&mut self, until: Instant, stats: &Stats) {
-        let _ = self.enter(0, Some(stats));
+    pub(super) fn only_wait(&mut self, until: Instant, stats: &Stats) {
+        let _ = self.enter(0, WaitFor::Completion, Some(stats));
         let _ = self.wait(Some(until));
     }
 
@@ -313,7 +197,7 @@ impl SimRing {
         if !is_due() {
             let (state, world) = (&self.state, &self.world);
             world.sleep(deadline, &|| sim::is_readable(state.epoll.as_fd()));
-            self.enter(0, None)?;
+            self.enter(0, WaitFor::Completion, None)?;
             if self.state.inner.borrow().visible.is_empty() {
                 return Err(io::Error::from_raw_os_error(libc::ETIME));
             }
@@ -322,20 +206,24 @@ impl SimRing {
     }
 
     /// As `io_uring_enter` with `IORING_ENTER_GETEVENTS`, without a wait.
-    fn enter(&mut self, to_submit: usize, stats: Option<&Stats>) -> io::Result<()> {
+    fn enter(&mut self, to_submit: usize, waits: WaitFor, stats: Option<&Stats>) -> io::Result<()> {
+        crate::clock::preempt();
+        let asleep = self.state.sqpoll.then(|| self.state.inner.borrow().asleep);
+        let Some(flags) = enter_flags(asleep, waits) else { return Ok(()) };
         if let Some(stats) = stats {
             stats.syscalls.io_uring_enter.add(1);
         }
         crate::clock::preempt();
-        let count = to_submit.min(self.entries.len());
+        if self.state.sqpoll {
+            self.enter_with_thread(flags, waits);
+            return Ok(());
+        }
+        let count = to_submit.min(self.unsubmitted());
         // A bad entry is answered with a completion, so it does not matter whose the first is.
         let result =
             if count > 0 { self.world.admit(-1, count, count).map(Some) } else { Ok(None) };
         for _ in 0..result.unwrap_or(None).unwrap_or(0) {
-            if let Some(entry) = self.entries.pop_front()
-                && !self.start(&entry)
-                && !self.setup.submits_all
-            {
+            if self.state.take_entry(&*self.world) == Some(false) && !self.state.setup.submits_all {
                 break;
             }
         }
@@ -345,18 +233,105 @@ impl SimRing {
         result.map(|_| ()).map_err(io::Error::from_raw_os_error)
     }
 
-    /// False: the entry is bad.
-    fn start(&self, entry: &Words) -> bool {
+    /// As `io_uring_enter` where a thread takes the entries.
+    fn enter_with_thread(&self, flags: u32, waits: WaitFor) {
+        let wakes = flags & ENTER_SQ_WAKEUP != 0;
+        if wakes && std::mem::take(&mut self.state.inner.borrow_mut().asleep) {
+            self.world.run_sq_thread(SqThread(Rc::downgrade(&self.state)));
+        }
+        if waits == WaitFor::Room && self.room() == 0 {
+            // A thread that sleeps makes no room, and the wait for it would not end.
+            assert!(!self.state.inner.borrow().asleep, "a wait for a thread that sleeps");
+            self.state.take_entry(&*self.world);
+        }
+    }
+
+    /// With a submission thread the kernel posts events of eventfds by itself.
+    fn post_events(&self) {
+        if self.state.sqpoll {
+            self.state.collect(&*self.world);
+        }
+    }
+
+    /// Whether something is visible, or would be after the kernel was entered.
+    pub(super) fn has_completions(&self) -> bool {
+        sim::is_readable(self.state.epoll.as_fd())
+    }
+
+    pub(super) fn has_entries(&self) -> bool {
+        self.post_events();
+        !self.state.inner.borrow().visible.is_empty()
+    }
+
+    pub(super) fn has_anything(&self) -> bool {
+        self.has_completions() || self.unsubmitted() > 0
+    }
+
+    pub(super) fn run_deferred(&mut self, stats: &Stats) {
+        if self.state.inner.borrow().visible.is_empty() && self.has_completions() {
+            let _ = self.enter(0, WaitFor::Nothing, Some(stats));
+        }
+    }
+
+    pub(super) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
+        self.post_events();
+        let mut inner = self.state.inner.borrow_mut();
+        entries.extend(inner.visible.drain(..).map(|words| {
+            // SAFETY: an entry is the 16 bytes of a `struct io_uring_cqe`, and nothing else.
+            unsafe { std::mem::transmute::<[u64; 2], cqueue::Entry>(words) }
+        }));
+        if inner.deferred.is_empty() {
+            // Nothing is left that was posted; this fails if nothing had been.
+            let _ = rustix::io::read(&self.state.posted, &mut [0; 8]);
+        }
+    }
+}
+
+impl AsFd for SimRing {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.state.epoll.as_fd()
+    }
+}
+
+/// The submission thread of a ring.
+pub struct SqThread(Weak<RingState>);
+
+impl SqThread {
+    /// Takes at most so many entries. Returns how many; `None`: the ring is gone.
+    #[must_use]
+    pub fn work(&self, world: &dyn World, most: usize) -> Option<usize> {
+        let ring = self.0.upgrade()?;
+        Some((0..most).take_while(|_| ring.take_entry(world).is_some()).count())
+    }
+
+    /// Goes to sleep if there are no entries. From then on it must be woken.
+    #[must_use]
+    pub fn sleep(&self) -> bool {
+        let Some(ring) = self.0.upgrade() else { return true };
+        let inner = &mut *ring.inner.borrow_mut();
+        inner.asleep = inner.entries.is_empty();
+        inner.asleep
+    }
+}
+
+impl RingState {
+    /// Takes an entry. `Some(false)`: it is bad.
+    fn take_entry(self: &Rc<Self>, world: &dyn World) -> Option<bool> {
+        let entry = self.inner.borrow_mut().entries.pop_front()?;
+        Some(self.start(world, &entry))
+    }
+
+    fn start(self: &Rc<Self>, world: &dyn World, entry: &Words) -> bool {
         let head = entry[0].to_ne_bytes();
         let (code, user_data) = (head[0], entry[4]);
         let fd = RawFd::from_ne_bytes([head[4], head[5], head[6], head[7]]);
         match code {
             opcode::PollAdd::CODE => self.add_poll(fd, user_data),
             opcode::PollRemove::CODE => {
-                if self.state.remove_poll(entry[2]) {
-                    self.state.post(entry[2], -libc::ECANCELED, 0);
+                if self.remove_poll(entry[2]) {
+                    self.post(entry[2], -libc::ECANCELED, 0);
                 }
-                self.state.post(user_data, 0, 0);
+                self.post(user_data, 0, 0);
             }
             _ => {
                 let is_fixed =
@@ -364,7 +339,7 @@ impl SimRing {
                 let fd = if is_fixed { self.file(fd) } else { fd };
                 // SAFETY: who pushed the entry vouched for what it points to.
                 let op = unsafe { self.op(code, fd, entry) };
-                return self.world.start(op);
+                return world.start(op);
             }
         }
         true
@@ -372,7 +347,7 @@ impl SimRing {
 
     fn file(&self, index: RawFd) -> RawFd {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
-        self.files.borrow().get(index).copied().unwrap_or(-1)
+        self.inner.borrow().files.get(index).copied().unwrap_or(-1)
     }
 
     fn add_poll(&self, fd: RawFd, user_data: u64) {
@@ -380,18 +355,20 @@ impl SimRing {
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let Ok(fd) = rustix::io::dup(fd) else {
             // It was closed while its entry was on the way.
-            return self.state.post(user_data, -libc::EBADF, 0);
+            return self.post(user_data, -libc::EBADF, 0);
         };
         let flags = EventFlags::IN | EventFlags::ET;
-        epoll::add(&self.state.epoll, &fd, EventData::new_u64(user_data), flags)
-            .expect("an eventfd can be watched");
-        self.state.inner.borrow_mut().polls.push((user_data, fd));
+        if epoll::add(&self.epoll, &fd, EventData::new_u64(user_data), flags).is_err() {
+            // Its number is that of something else by now.
+            return self.post(user_data, -libc::EBADF, 0);
+        }
+        self.inner.borrow_mut().polls.push((user_data, fd));
     }
 
     /// # Safety
     ///
     /// What the entry points to must stay until its completion.
-    unsafe fn op(&self, code: u8, fd: RawFd, entry: &Words) -> KernelOp {
+    unsafe fn op(self: &Rc<Self>, code: u8, fd: RawFd, entry: &Words) -> KernelOp {
         let (offset, address, user_data) = (entry[1], entry[2], entry[4]);
         let (len, flags) = (entry[3] & u64::from(u32::MAX), entry[3] >> 32);
         let fua = flags & u64::from(libc::RWF_DSYNC.unsigned_abs()) != 0;
@@ -426,39 +403,18 @@ impl SimRing {
             _ if matches!(kind, OpKind::Read | OpKind::Write { .. }) => &single,
             _ => &[],
         };
-        let home = Home::IoUring { ring: Rc::clone(&self.state), user_data };
+        let home = Home::IoUring { ring: Rc::clone(self), user_data };
         // SAFETY: the caller says that the memory stays until the completion.
         unsafe { KernelOp::new(kind, fd, offset, iovecs, home) }
     }
 
-    /// Whether something is visible, or would be after the kernel was entered.
-    fn has_completions(&self) -> bool {
-        sim::is_readable(self.state.epoll.as_fd())
-    }
-
-    fn has_entries(&self) -> bool {
-        !self.state.inner.borrow().visible.is_empty()
-    }
-
-    fn has_anything(&self) -> bool {
-        self.has_completions() || !self.entries.is_empty()
-    }
-
-    fn run_deferred(&mut self, stats: &Stats) {
-        if self.state.inner.borrow().visible.is_empty() && self.has_completions() {
-            let _ = self.enter(0, Some(stats));
-        }
-    }
-
-    fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
-        let mut inner = self.state.inner.borrow_mut();
-        entries.extend(inner.visible.drain(..).map(|words| {
-            // SAFETY: an entry is the 16 bytes of a `struct io_uring_cqe`, and nothing else.
-            unsafe { std::mem::transmute::<[u64; 2], cqueue::Entry>(words) }
-        }));
-        if inner.deferred.is_empty() {
-            // Nothing is left that was posted; this fails if nothing had been.
-            let _ = rustix::io::read(&self.state.posted, &mut [0; 8]);
-        }
+    /// As the kernel does for an entry that names registered memory.
+    fn check_registered(&self, index: usize, address: usize, len: usize) {
+        let buffers = &self.inner.borrow().buffers;
+        let inside = |range: &Range<usize>| range.start <= address && address + len <= range.end;
+        assert!(
+            buffers.get(index).is_some_and(inside),
+            "the engine says that memory is registered under {index}, but it is not"
+        );
     }
 }
