@@ -10,11 +10,12 @@ use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 use std::sync::OnceLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use blockio::{DiskOptions, DiskSource, EngineKind, IoThreadConfig};
+use blockio::{DiskOptions, DiskSource, EngineKind, Io, IoThreadConfig};
 use libfuzzer_sys::fuzz_target;
 use ringhaul::blk::BlkDevice;
 use ringhaul::blk::config::BlkOptions;
@@ -48,8 +49,15 @@ fuzz_target!(|bytes: &[u8]| {
     let threads = threads();
     let before = open_descriptors();
     run(threads, Input::new(bytes));
+    // All are asked before the first answer is waited for.
+    let (sender, left) = channel();
     for remote in threads.remotes() {
-        let left = remote.call(|io| (io.ops(), io.tasks())).expect("the IoThread is there");
+        let sender = sender.clone();
+        let post = move |io: &Rc<Io>| sender.send((io.ops(), io.tasks())).expect("one waits");
+        assert!(remote.post(post), "the IoThread is there");
+    }
+    for _ in threads.remotes() {
+        let left = left.recv_timeout(LIMIT).expect("the IoThread is there");
         assert_eq!(left, (0, 0), "a session leaves something on its IoThread");
     }
     assert_eq!(open_descriptors(), before, "a descriptor leaks");

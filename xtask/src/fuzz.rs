@@ -52,6 +52,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             "-rss_limit_mb=2048",
             "-max_len=4096",
             "-print_final_stats=1",
+            // Names of functions that are new to it would each start llvm-symbolizer.
+            "-print_funcs=0",
             "-verbosity=0",
         ]);
         println!("fuzz: {target}, {} s", args.seconds);
