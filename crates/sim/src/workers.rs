@@ -46,6 +46,8 @@ pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
 struct Worker {
     child: Child,
     seed: u64,
+    /// It has run all its seeds.
+    done: bool,
 }
 
 impl Drop for Worker {
@@ -91,7 +93,7 @@ fn start(
         }
         let _ = sender.send((job, None));
     });
-    Ok(Worker { child, seed: first })
+    Ok(Worker { child, seed: first, done: false })
 }
 
 fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Result<Ending> {
@@ -112,16 +114,40 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
             ["done", ops, turns, found, missed] => {
                 let polls = Polls { found: found.parse()?, missed: missed.parse()? };
                 total.add(&Report { ops: ops.parse()?, turns: turns.parse()?, polls });
-                left -= 1;
+                worker.done = true;
             }
+            // Done is not enough: LeakSanitizer speaks at the very end.
             ["ended"] => {
                 let status = worker.child.wait().context("waiting for a child")?;
-                if !status.success() {
+                if !status.success() || !worker.done {
                     return Ok(Ending::Died(worker.seed, status.to_string()));
                 }
+                left -= 1;
             }
             _ => bail!("a child says `{line}`"),
         }
     }
     Ok(Ending::Passed(total))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn follow_one(program: &str, lines: &[&str]) -> Ending {
+        let child = Command::new(program).spawn().unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let lines = lines.iter().map(|line| Some((*line).to_owned()));
+        lines.chain([None]).for_each(|line| sender.send((0, line)).unwrap());
+        follow(&mut [Worker { child, seed: 7, done: false }], &receiver).unwrap()
+    }
+
+    #[test]
+    fn a_process_has_passed_when_it_says_so_and_ends_well() {
+        let done = ["seed 8", "done 3 4 5 6"];
+        let passed = follow_one("true", &done);
+        assert!(matches!(passed, Ending::Passed(Report { ops: 3, turns: 4, .. })));
+        assert!(matches!(follow_one("false", &done), Ending::Died(8, _)));
+        assert!(matches!(follow_one("true", &[]), Ending::Died(7, _)));
+    }
 }
