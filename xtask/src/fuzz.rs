@@ -56,6 +56,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             "-print_funcs=0",
             "-verbosity=0",
         ]);
+        let leaks = workspace::root().join("fuzz/leaks.txt");
+        command.env(
+            "LSAN_OPTIONS",
+            format!("print_suppressions=0:suppressions='{}'", leaks.display()),
+        );
         println!("fuzz: {target}, {} s", args.seconds);
         let status = Running::start(target, &mut command, &interrupt)?.wait(Duration::MAX)?;
         if !status.success() {
