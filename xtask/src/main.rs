@@ -46,8 +46,8 @@ enum Command {
     Mutants(mutants::Args),
     /// Run the fuzz targets, each for a while
     Fuzz(fuzz::Args),
-    /// Run unit tests under AddressSanitizer and valgrind
-    Sanitize,
+    /// Run unit tests and the simulation under AddressSanitizer, and unit tests under valgrind
+    Sanitize(sanitize::Args),
     /// Run the models of what threads share, in loom and shuttle
     Loom,
     /// Boot real guests with vhost-user disks
@@ -64,7 +64,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
-        Command::Sanitize => sanitize::run(),
+        Command::Sanitize(args) => sanitize::run(&args),
         Command::Loom => models::run(),
         Command::Guest(args) => match guest::run(&args) {
             Ok(status) => return status,

@@ -1,5 +1,5 @@
-//! `cargo xtask sanitize`: unit tests under AddressSanitizer with LeakSanitizer, and under
-//! valgrind as far as that goes.
+//! `cargo xtask sanitize`: unit tests and the simulation under AddressSanitizer with LeakSanitizer,
+//! and unit tests under valgrind as far as that goes.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use crate::{sim, workspace};
 
 /// AddressSanitizer exists for few targets; this is the one that we build for.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -30,11 +30,23 @@ const SKIPPED: [&str; 3] = [
     "a_chain_of_four_gibibytes_is_too_long",
 ];
 
-/// Runs both, or says what is missing for one.
-pub(crate) fn run() -> Result<()> {
+/// Options of `cargo xtask sanitize`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Seeds of the simulation to run under AddressSanitizer
+    #[arg(long, default_value_t = 15_000, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: u64,
+}
+
+/// Runs all, or says what is missing for one.
+pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     match workspace::nightly() {
-        Some(cargo) => address_sanitizer(cargo, &interrupt)?,
+        Some(cargo) => {
+            tests(cargo, &interrupt)?;
+            let cargo = workspace::nightly().context(workspace::NO_NIGHTLY)?;
+            simulation(cargo, args.seeds, &interrupt)?;
+        }
         None => println!("sanitize: AddressSanitizer skipped: {}", workspace::NO_NIGHTLY),
     }
     match workspace::find_program("valgrind") {
@@ -44,19 +56,38 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-fn address_sanitizer(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
-    println!("sanitize: AddressSanitizer and LeakSanitizer");
+fn tests(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
+    println!("sanitize: tests under AddressSanitizer and LeakSanitizer");
     cargo
-        .args(["test", "--target", TARGET, "--no-fail-fast", "--lib", "--test", "it"])
+        .args(["test", "--no-fail-fast", "--lib", "--test", "it"])
         .args(["--package", "blockio", "--package", "virtqueue", "--package", "ringhaul"])
+        .env("PROPTEST_CASES", "64");
+    address_sanitizer("the tests", cargo, &[], interrupt)
+}
+
+fn simulation(mut cargo: Command, seeds: u64, interrupt: &Interrupt) -> Result<()> {
+    println!("sanitize: {seeds} seeds of the simulation under AddressSanitizer and LeakSanitizer");
+    cargo.arg("run").args(sim::PACKAGE);
+    address_sanitizer("the simulation", cargo, &["--seeds", &seeds.to_string()], interrupt)
+}
+
+/// Has `cargo` build with AddressSanitizer and run what it built with `args`.
+fn address_sanitizer(
+    name: &str,
+    mut cargo: Command,
+    args: &[&str],
+    interrupt: &Interrupt,
+) -> Result<()> {
+    cargo
+        .args(["--target", TARGET, "--"])
+        .args(args)
         .env("CARGO_TARGET_DIR", workspace::target_dir()?.join("sanitize"))
         .env("RUSTFLAGS", "-Zsanitizer=address")
-        .env("PROPTEST_CASES", "64")
         // A test looks at how a process ends by SIGBUS.
         .env("ASAN_OPTIONS", "handle_sigbus=0");
-    let status = Running::start("tests", &mut cargo, interrupt)?.wait(Duration::MAX)?;
+    let status = Running::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;
     if !status.success() {
-        bail!("tests under AddressSanitizer: {}; its reports are above", describe(status));
+        bail!("{name} under AddressSanitizer: {}; its reports are above", describe(status));
     }
     Ok(())
 }
