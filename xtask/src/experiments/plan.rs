@@ -85,14 +85,22 @@ impl Cell {
             (_, Target::Null) => "daemon".to_owned(),
             _ => format!("daemon {}", self.engine),
         };
-        let what = match (self.off, self.on) {
+        format!("{}, {through}, {load}{}", self.target, self.option())
+    }
+
+    /// The load, and the option where an experiment is about several.
+    pub(super) fn load_and_option(&self) -> String {
+        format!("{}{}", self.load.name, self.option())
+    }
+
+    fn option(&self) -> &'static str {
+        match (self.off, self.on) {
             (POLL_OFF, _) => ", busy-poll",
             (SUBMIT_OFF, _) => ", submit",
             (_, SQPOLL) => ", sqpoll",
             (_, FIXED_BUFFERS) => ", fixed buffers",
             _ => "",
-        };
-        format!("{}, {through}, {load}{what}", self.target)
+        }
     }
 }
 

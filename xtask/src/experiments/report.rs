@@ -183,7 +183,7 @@ fn place(cell: &Cell) -> [String; 3] {
         (Through::Daemon, Target::Null) => "daemon".to_owned(),
         (through, _) => format!("{through}, {}", cell.engine),
     };
-    [cell.target.to_string(), through, cell.load.name.to_owned()]
+    [cell.target.to_string(), through, cell.load_and_option()]
 }
 
 /// `before → after`.
