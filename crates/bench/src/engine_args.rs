@@ -205,4 +205,14 @@ mod tests {
         assert!(without_effect(EngineKind::Aio, &options).unwrap().starts_with("--iopoll:"));
         assert_eq!(without_effect(EngineKind::Aio, &[("--iopoll", false)]), None);
     }
+
+    #[test]
+    fn what_only_io_uring_has_reaches_it_and_nobody_else() {
+        let args = crate::args::tests::parse_only("--filename x --sqpoll --iopoll").unwrap();
+        for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+            let config = args.engine.config(engine, 8);
+            let wanted = engine == EngineKind::IoUring;
+            assert_eq!((config.sqpoll, config.iopoll), (wanted, wanted), "{engine}");
+        }
+    }
 }

@@ -84,7 +84,8 @@ impl Figures {
 /// What the engine did, with `--filename` only.
 ///
 /// In JSON its fields are keys beside the others: `engine`, `direct`, `iodepth_batch` (`null`:
-/// up to 16), `poll_max_us`, `iopoll`, `completion_ring`, `harvest_on_submit`, `submit_batch`;
+/// up to 16), `poll_max_us`, `sqpoll`, `iopoll`, `completion_ring`, `harvest_on_submit`,
+/// `submit_batch`;
 /// `polled` (completions that were polled for); `harvests` that found anything,
 /// `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at once, at N = 1, 10,
 /// 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
@@ -138,6 +139,8 @@ pub struct Setup {
     pub iodepth_batch: Option<u32>,
     /// The longest time to busy-poll.
     pub poll_max_us: u16,
+    /// Whether a kernel thread was to take submissions in.
+    pub sqpoll: bool,
     /// Whether completions were to be polled for.
     pub iopoll: bool,
     /// Where Linux AIO's completions were found.
@@ -171,6 +174,7 @@ impl Serialize for EngineReport {
         map.serialize_entry("direct", &setup.direct)?;
         map.serialize_entry("iodepth_batch", &setup.iodepth_batch)?;
         map.serialize_entry("poll_max_us", &setup.poll_max_us)?;
+        map.serialize_entry("sqpoll", &setup.sqpoll)?;
         map.serialize_entry("iopoll", &setup.iopoll)?;
         map.serialize_entry("completion_ring", setup.completion_ring)?;
         map.serialize_entry("harvest_on_submit", &setup.harvest_on_submit)?;
@@ -227,6 +231,7 @@ pub(crate) mod tests {
             direct: true,
             iodepth_batch: None,
             poll_max_us: 64,
+            sqpoll: false,
             iopoll: true,
             completion_ring: "userspace",
             harvest_on_submit: true,

@@ -79,6 +79,7 @@ impl Target {
             direct: source.info().direct,
             iodepth_batch: args.engine.iodepth_batch.map(u32::from),
             poll_max_us: args.engine.poll_max_us,
+            sqpoll: args.engine.sqpoll,
             iopoll: args.engine.iopoll,
             completion_ring: args.engine.completion_ring.name(),
             harvest_on_submit: args.engine.harvest_on_submit.is_on(),

@@ -125,12 +125,13 @@ fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
     let setup = &engine.setup;
     writeln!(
         out,
-        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us{}{}{}",
+        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us{}{}{}{}",
         setup.engine,
         if setup.direct { "direct I/O" } else { "page cache" },
         setup.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string()),
         setup.poll_max_us,
         if setup.completion_ring == "getevents" { ", completions by io_getevents" } else { "" },
+        if setup.sqpoll { ", a submission thread" } else { "" },
         if setup.harvest_on_submit { "" } else { ", no harvest on submit" },
         if setup.submit_batch { "" } else { ", each op submitted by itself" },
     )?;

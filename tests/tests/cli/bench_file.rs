@@ -64,6 +64,18 @@ fn a_disk_that_cannot_be_polled_is_driven_all_the_same() -> Result<()> {
 }
 
 #[test]
+fn a_submission_thread_takes_what_is_submitted() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", DISK_BYTES)?;
+    let options = "--engine io_uring --sqpoll --rw randrw --numjobs 2 --iodepth 8 --size 4m \
+                   --number_ios 200 --verify";
+    let report = json(&mut bench_file(&file, options)?)?;
+    ensure!(report["ios"] == 400 && report["errors"] == 0, "{report}");
+    ensure!(report["sqpoll"] == true && report["verify_mismatches"] == 0, "{report}");
+    Ok(())
+}
+
+#[test]
 fn what_the_engine_did_is_reported() -> Result<()> {
     let scene = scene()?;
     let file = scene.disk("disk.img", DISK_BYTES)?;
