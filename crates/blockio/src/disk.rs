@@ -107,6 +107,14 @@ impl DiskSource {
         Self { info, kind: SourceKind::File(file) }
     }
 
+    /// As if it were opened anew: a loss of data is forgotten.
+    #[cfg(feature = "sim")]
+    pub fn open_anew(&self) {
+        if let SourceKind::File(file) = &self.kind {
+            file.forget_loss();
+        }
+    }
+
     /// What the disk is like.
     #[must_use]
     pub fn info(&self) -> &DiskInfo {
@@ -171,7 +179,8 @@ impl Disk {
     /// # Errors
     ///
     /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on. A
-    /// part may have been written then.
+    /// part may have been written then. With `fua` also the error of an earlier
+    /// [`flush`](Self::flush).
     pub async fn write(
         &self,
         offset: u64,
@@ -191,7 +200,10 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// What the kernel says. Data may be lost then.
+    /// What the kernel says. Data may be lost then, so every later flush, and every write with
+    /// `fua`, fails with that error until the disk is opened anew, on all IoThreads. Errors of ops
+    /// that never got as far as the file (`EINTR`, `EAGAIN`, `EINVAL`, no support for it) do not
+    /// count, nor does a write with `fua` that found no room (`ENOSPC`, `EDQUOT`, `EFBIG`).
     pub async fn flush(&self) -> io::Result<()> {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,

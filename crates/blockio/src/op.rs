@@ -172,6 +172,9 @@ impl Slots {
     ) -> Option<TaskKey> {
         let slot = self.slots.get_mut(index as usize)?;
         let op = slot.op.as_ref()?;
+        if result < 0 {
+            op.file.op_failed(op.kind, errno_of(result));
+        }
         record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
         match slot.state {
             State::Pending => {
@@ -265,8 +268,12 @@ impl Drop for OpFuture<'_> {
 
 /// A kernel result as Rust has it.
 fn result_of(result: i64) -> io::Result<usize> {
-    usize::try_from(result)
-        .map_err(|_| io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(libc::EIO)))
+    usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(errno_of(result)))
+}
+
+/// The errno in a result that is negative.
+fn errno_of(result: i64) -> i32 {
+    i32::try_from(-result).unwrap_or(libc::EIO)
 }
 
 fn stats_of(stats: &Stats, kind: OpKind) -> &OpStats {

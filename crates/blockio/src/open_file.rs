@@ -1,13 +1,17 @@
-//! An open file, and whether completions of its reads and writes can be polled for.
+//! An open file: whether completions of its reads and writes can be polled for, and whether data
+//! that was written to it may be lost.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use rustix::fd::AsFd;
+
+use crate::op::OpKind;
 
 /// What all ops on one file share, on any IoThread.
 #[derive(Debug)]
@@ -18,6 +22,8 @@ pub struct OpenFile {
     /// Why completions cannot be polled for; nothing as long as they may be.
     not_polled: OnceLock<&'static str>,
     is_told: AtomicBool,
+    /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
+    lost: AtomicI32,
 }
 
 impl OpenFile {
@@ -37,6 +43,49 @@ impl OpenFile {
             let _ = place.set(why);
         }
         Self { path: path.to_owned(), not_polled: place, ..Self::from(OwnedFd::from(file)) }
+    }
+
+    /// Fails once data that was written may be lost: the kernel reports that to one flush of an
+    /// open file, holds the lost pages for clean, and answers later flushes with success. So from
+    /// the first such report on, no flush and no FUA write of any IoThread may succeed.
+    #[inline]
+    pub(crate) fn check_not_lost(&self) -> io::Result<()> {
+        match self.lost.load(Ordering::Acquire) {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// Takes in that the kernel has answered an op of this kind with `errno`. It is called at the
+    /// harvest, so what completed before has been noted before any task goes on.
+    #[cold]
+    pub(crate) fn op_failed(&self, kind: OpKind, errno: i32) {
+        let may_be_lost = match kind {
+            OpKind::Flush => !never_reached_the_file(errno),
+            // Without room for its own range a write fails alone, and may succeed later.
+            OpKind::Write { fua: true } => {
+                !never_reached_the_file(errno)
+                    && !matches!(errno, libc::ENOSPC | libc::EDQUOT | libc::EFBIG)
+            }
+            _ => false,
+        };
+        let first =
+            || self.lost.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if may_be_lost && first() {
+            tracing::error!(
+                "{}: a {} failed: {}; data that was written may be lost, so every flush and FUA \
+                 write fails from now on; check the disk, then stop this export and start it anew",
+                self.path.display(),
+                if kind == OpKind::Flush { "flush" } else { "FUA write" },
+                io::Error::from_raw_os_error(errno),
+            );
+        }
+    }
+
+    /// As if it were opened anew, which is the way out of a failed flush.
+    #[cfg(feature = "sim")]
+    pub(crate) fn forget_loss(&self) {
+        self.lost.store(0, Ordering::Release);
     }
 
     /// Whether completions may be polled for, as far as is known.
@@ -70,8 +119,23 @@ impl OpenFile {
 impl From<OwnedFd> for OpenFile {
     fn from(file: OwnedFd) -> Self {
         let (not_polled, is_told) = (OnceLock::new(), AtomicBool::new(false));
-        Self { file, path: PathBuf::new(), not_polled, is_told }
+        Self { file, path: PathBuf::new(), not_polled, is_told, lost: AtomicI32::new(0) }
     }
+}
+
+/// Errors of ops that were refused or interrupted before the file saw them.
+fn never_reached_the_file(errno: i32) -> bool {
+    matches!(
+        errno,
+        libc::EINTR
+            | libc::EAGAIN
+            | libc::EINVAL
+            | libc::EBADF
+            | libc::EFAULT
+            | libc::EOPNOTSUPP
+            | libc::ENOSYS
+            | libc::ECANCELED
+    )
 }
 
 impl AsFd for OpenFile {
@@ -119,6 +183,34 @@ mod tests {
         assert_eq!(direct.may_be_polled(), of_device != Some(false));
         direct.stop_polling("a test says so");
         assert!(!direct.may_be_polled());
+    }
+
+    #[test]
+    fn a_loss_is_remembered_and_what_is_none_is_not() {
+        let (flush, fua) = (OpKind::Flush, OpKind::Write { fua: true });
+        let null = || OpenFile::from(OwnedFd::from(File::open("/dev/null").unwrap()));
+        let file = null();
+        for (kind, errno) in [
+            (flush, libc::EINTR),
+            (flush, libc::EAGAIN),
+            (flush, libc::EINVAL),
+            (fua, libc::EOPNOTSUPP),
+            (fua, libc::ENOSPC),
+            (OpKind::Read, libc::EIO),
+            (OpKind::Write { fua: false }, libc::EIO),
+            (OpKind::DiscardBlocks { len: 512 }, libc::EIO),
+        ] {
+            file.op_failed(kind, errno);
+            assert!(file.check_not_lost().is_ok(), "{kind:?} {errno}");
+        }
+        for (kind, errno) in [(flush, libc::EIO), (flush, libc::ENOSPC), (fua, libc::EIO)] {
+            let file = null();
+            file.op_failed(kind, errno);
+            // The first is what is told.
+            file.op_failed(flush, libc::EDQUOT);
+            let error = file.check_not_lost().unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(errno), "{kind:?}");
+        }
     }
 
     #[test]

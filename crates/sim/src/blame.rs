@@ -17,7 +17,8 @@ pub(crate) struct Failed {
 
 pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Failure> {
     for request in failed.iter().filter(|request| request.answered) {
-        if !injected.iter().any(|error| explains(error, request)) {
+        let has_cause = |error| explains(error, request) || has_lost_before(error, request);
+        if !injected.iter().any(has_cause) {
             let Failed { kind, begin, end, ranges, .. } = request;
             let text = format!("{kind:?} {ranges:?}, out from {begin} to {end}");
             return Err(Failure::new("failed without a cause", text));
@@ -29,6 +30,11 @@ pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Fail
         }
     }
     Ok(())
+}
+
+/// Once data may be lost, nothing is answered any more that promises stable storage.
+fn has_lost_before(error: &Injected, request: &Failed) -> bool {
+    error.loses && request.kind != Kind::Read && error.when < request.end
 }
 
 fn explains(error: &Injected, request: &Failed) -> bool {

@@ -259,6 +259,7 @@ impl Export {
     /// Goes on with what is on the disk, once the IoThreads are gone.
     pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
         self.guest.check_left(power_lost)?;
+        self.source.open_anew();
         self.guest.reboot();
         self.device = device(&self.plan, self.index, &self.source);
         self.services = stopped(&self.plan);

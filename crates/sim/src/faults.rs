@@ -28,6 +28,8 @@ pub(crate) struct Injected {
     pub(crate) when: u64,
     pub(crate) offset: u64,
     pub(crate) len: u64,
+    /// From then on flushes may fail, and what is to be stable when it is answered.
+    pub(crate) loses: bool,
 }
 
 /// What an op will come to: its result, how many bytes it moves, and if that is an error that a

@@ -369,7 +369,9 @@ impl World {
         if let Some(class) = error.filter(|_| !*power_is_off) {
             // What may be tried again is, so often that others may come between.
             let must_fail = result != -i64::from(libc::EAGAIN);
-            injected.push(Injected { must_fail, class, when: now, offset, len: len as u64 });
+            let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
+            let len = len as u64;
+            injected.push(Injected { must_fail, class, when: now, offset, len, loses });
         }
         self.trace(|| format!("kernel: op {id} is answered with {result}"));
         let signal = op.answer(result);

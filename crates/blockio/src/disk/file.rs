@@ -107,6 +107,12 @@ impl FileSource {
         Self { file: Arc::new(file.into()), is_block_device, memory_align, request_align }
     }
 
+    /// As if it were opened anew.
+    #[cfg(feature = "sim")]
+    pub(super) fn forget_loss(&self) {
+        self.file.forget_loss();
+    }
+
     /// A character device, which `open` would refuse: some of them fail in useful ways.
     #[cfg(test)]
     pub(super) fn of_device(path: &str) -> Self {
@@ -284,20 +290,28 @@ impl FileDisk {
         buffers: Buffers,
         fua: bool,
     ) -> (io::Result<()>, Buffers) {
+        if fua && let Err(error) = self.file.check_not_lost() {
+            return (Err(error), buffers);
+        }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let (result, buffers) = if buffers.is_aligned(self.memory_align) {
             self.transfer(kind, offset, buffers).await
         } else {
             self.bounce(kind, offset, buffers).await
         };
-        if result.is_ok() && fua && !self.has_dsync.get() {
-            return (self.flush().await, buffers);
+        if result.is_ok() && fua {
+            let stable =
+                if self.has_dsync.get() { self.file.check_not_lost() } else { self.flush().await };
+            return (stable, buffers);
         }
         (result, buffers)
     }
 
     pub(super) async fn flush(&self) -> io::Result<()> {
-        self.simple(OpKind::Flush, 0).await
+        self.file.check_not_lost()?;
+        self.simple(OpKind::Flush, 0).await?;
+        // Another one that was out at the same time may have heard of a loss.
+        self.file.check_not_lost()
     }
 
     pub(super) async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
