@@ -106,10 +106,19 @@ pub enum Activity {
     Idle,
 }
 
-/// After so many rounds without a look at the eventfds, the loop looks if any source is armed: one
-/// that is always busy must not starve the others. One look in sixteen rounds is below a hundredth
-/// of their cost.
+/// After so many rounds without a look at the eventfds, or so much time, the loop looks if any
+/// source is armed: one that is always busy must not starve the others. One look in sixteen rounds
+/// is below a hundredth of their cost, and so is one in this time.
 const ROUNDS_BETWEEN_LOOKS: u32 = 16;
+const TIME_BETWEEN_LOOKS: Duration = Duration::from_micros(500);
+
+/// The most rounds that begin on an IoThread between the moment when a source has work, and has
+/// written its eventfd if it was asked to, and the moment when its task runs.
+///
+/// The round that is under way may be past the look at sources. One that is not armed is seen
+/// before the next round, in which its task runs. One that is armed is seen when the eventfds are
+/// looked at, which is at the latest after all the rounds between two looks.
+pub const ROUNDS_UNTIL_SERVED: u32 = ROUNDS_BETWEEN_LOOKS + 2;
 
 /// One loop, for the thread that made it. Its descriptor ([`AsFd`]) is readable when a turn with
 /// [`Wait::Never`] has something to do, for programs that embed the loop in their own: they take a
@@ -141,6 +150,10 @@ pub struct Io {
     root_woken: Cell<bool>,
     stopped: Cell<bool>,
     rounds_since_look: Cell<u32>,
+    /// When the eventfds were looked at last.
+    looked: Cell<Instant>,
+    /// When a submit or a harvest was last made.
+    harvested: Cell<Instant>,
     /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
     found: Cell<Vec<TaskKey>>,
     poll_window: PollWindow,
@@ -176,6 +189,7 @@ impl IoThread {
             .map_err(Error::system("duplicate a descriptor"))?;
         let (slots, woken, happened) = (Slots::default(), Vec::new(), Vec::new());
         let pacing = Pacing::default();
+        let now = clock::now();
         let io = Io {
             executor: RefCell::default(),
             ops: RefCell::new(Ops { slots, engine, woken, happened, pacing }),
@@ -191,8 +205,10 @@ impl IoThread {
             root_woken: Cell::new(false),
             stopped: Cell::new(false),
             rounds_since_look: Cell::new(0),
+            looked: Cell::new(now),
+            harvested: Cell::new(now),
             found: Cell::default(),
-            poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, clock::now()),
+            poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
         };
         Ok(Self { io: Rc::new(io), descriptor, ready: Cell::default() })
     }
@@ -231,7 +247,13 @@ impl IoThread {
     pub fn turn(&self, wait: Wait) -> Result<Activity, Error> {
         let io = &self.io;
         io.in_turn.set(true);
-        while io.has_ready() && io.count_round() {
+        let mut is_first = true;
+        while io.has_ready() && !io.look_is_due() {
+            // The wait before the first round has looked.
+            if !std::mem::replace(&mut is_first, false) {
+                io.look_at_sources();
+            }
+            io.count_round();
             self.run_ready_tasks();
             if !io.may_submit_in_wait(wait) {
                 io.submit_and_harvest();
@@ -436,11 +458,22 @@ impl Io {
         self.executor.borrow().has_ready()
     }
 
-    /// Counts a round; false when it is time for a look at the eventfds.
-    fn count_round(&self) -> bool {
-        let rounds = self.rounds_since_look.get();
-        self.rounds_since_look.set(rounds.saturating_add(1));
-        rounds < ROUNDS_BETWEEN_LOOKS
+    fn count_round(&self) {
+        self.rounds_since_look.set(self.rounds_since_look.get().saturating_add(1));
+        self.stats.rounds.add(1);
+    }
+
+    /// Whether it is time for a look at the eventfds.
+    fn look_is_due(&self) -> bool {
+        self.rounds_since_look.get() >= ROUNDS_BETWEEN_LOOKS
+            || self.harvested.get().saturating_duration_since(self.looked.get())
+                >= TIME_BETWEEN_LOOKS
+    }
+
+    /// Makes the tasks ready of sources that are not armed and have work: nobody tells of it.
+    fn look_at_sources(&self) {
+        let mut executor = self.executor.borrow_mut();
+        self.reactor.borrow().look(|task| executor.wake(task));
     }
 
     fn poll_task(&self, task: u32) {

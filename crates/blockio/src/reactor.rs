@@ -120,13 +120,14 @@ impl Reactor {
         self.sources.len() - self.free.len() > self.disarmed.len()
     }
 
-    /// Appends the tasks of sources that have work and are not armed.
-    pub(crate) fn look(&self, woken: &mut Vec<TaskKey>) {
+    /// Calls `found` with the tasks of sources that have work and are not armed.
+    #[inline]
+    pub(crate) fn look(&self, mut found: impl FnMut(TaskKey)) {
         for &id in &self.disarmed {
             if let Some(Some(entry)) = self.sources.get(id as usize)
                 && entry.source.has_work()
             {
-                woken.push(entry.task);
+                found(entry.task);
             }
         }
     }

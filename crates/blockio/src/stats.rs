@@ -246,6 +246,8 @@ pub struct Stats {
     pub submit_again: Counter,
     /// Turns of the loop.
     pub turns: Counter,
+    /// Rounds of the loop: times that all tasks which were ready ran.
+    pub rounds: Counter,
     /// System calls.
     pub syscalls: Syscalls,
 }

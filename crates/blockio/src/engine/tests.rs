@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::buf::Buffers;
 use crate::disk::{DiskOptions, DiskSource};
-use crate::io_thread::{Activity, IoThread, IoThreadConfig, Wait};
+use crate::io_thread::{Activity, IoThread, IoThreadConfig, ROUNDS_UNTIL_SERVED, Wait};
 use crate::reactor::Source;
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -200,5 +200,45 @@ fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
         assert!(io.upgrade().is_none(), "tasks and loop keep each other alive");
         let data = std::fs::read(file.path()).unwrap();
         assert!(data[..50 * 4096].iter().all(|byte| *byte == 0x5a), "a write was lost");
+    }
+}
+
+/// A source that was kicked is not armed: its driver is told not to kick again, so only a look
+/// finds what comes then.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_busy_task_does_not_keep_a_source_waiting() {
+    for is_armed in [false, true] {
+        let (thread, ring, kick, served) = serving();
+        thread.turn(Wait::Never).unwrap();
+        if !is_armed {
+            rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+            while ring.armed.get() {
+                thread.turn(Wait::Never).unwrap();
+            }
+        }
+        let io = Rc::clone(thread.io());
+        let rounds = Arc::clone(thread.io().stats());
+        let (source, count) = (Rc::clone(&ring), Rc::clone(&served));
+        thread.io().spawn(async move {
+            for _ in 0..1000 {
+                let (before, was) = (rounds.rounds.get(), count.get());
+                source.work.set(1);
+                let mut most = 2;
+                if source.armed.get() {
+                    most = u64::from(ROUNDS_UNTIL_SERVED);
+                    rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+                }
+                while count.get() == was {
+                    let waited = rounds.rounds.get() - before;
+                    assert!(waited <= most, "{waited} rounds");
+                    io.wake_me();
+                    io.suspend().await;
+                }
+            }
+            io.stop();
+        });
+        thread.run().unwrap();
+        assert_eq!(served.get(), 1000);
     }
 }

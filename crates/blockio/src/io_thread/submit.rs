@@ -34,6 +34,7 @@ impl Io {
                 break;
             }
         }
+        self.harvested.set(done.now);
         self.take_in(&mut ops);
     }
 

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use super::{Activity, Io, Ops, ROUNDS_BETWEEN_LOOKS, Wait};
+use super::{Activity, Io, Ops, Wait};
 use crate::clock;
 use crate::engine::Completer;
 use crate::error::Error;
@@ -36,24 +36,27 @@ impl Io {
         if let Some(since) = since {
             busy = self.busy_poll(since, &self.reactor.borrow(), &mut woken);
         }
-        if !busy {
+        if busy {
+            self.look_at_sources();
+        } else {
             clock::preempt();
             self.reactor.borrow_mut().arm(&mut woken);
             busy = !woken.is_empty();
         }
-        let look_is_due = self.rounds_since_look.get() >= ROUNDS_BETWEEN_LOOKS;
-        if look_is_due {
-            self.rounds_since_look.set(0);
-        }
+        let look_is_due = self.look_is_due();
         let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
+        let sleeps = !busy && wait == Wait::ForEvent;
         if !busy || looks {
-            let sleeps = !busy && wait == Wait::ForEvent;
             self.sleep(sleeps)?;
-            if let Some(since) = since
-                && sleeps
-            {
-                self.poll_window.slept(clock::now().saturating_duration_since(since));
-            }
+        }
+        if let Some(since) = since
+            && sleeps
+        {
+            let now = clock::now();
+            self.poll_window.slept(now.saturating_duration_since(since));
+            self.looked(now);
+        } else if look_is_due {
+            self.looked(clock::now());
         }
         self.reactor.borrow_mut().expire_timers(&mut woken);
         for key in woken.drain(..) {
@@ -64,6 +67,12 @@ impl Io {
         let is_ready = self.run_foreign() || self.has_ready();
         let is_busy = is_ready || self.ops.borrow_mut().engine.must_be_asked();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
+    }
+
+    /// The eventfds have been looked at, or nothing would have been learnt from them.
+    fn looked(&self, now: Instant) {
+        self.looked.set(now);
+        self.rounds_since_look.set(0);
     }
 
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
@@ -101,7 +110,7 @@ impl Io {
             return false;
         }
         loop {
-            reactor.look(woken);
+            reactor.look(|task| woken.push(task));
             let now = clock::now();
             let engine = &mut self.ops.borrow_mut().engine;
             let found = !woken.is_empty()
