@@ -86,9 +86,7 @@ fn faster(io_uring: Trial, aio: Trial) -> Choice {
                 of_io_uring = of_io_uring.min(first);
                 of_aio = of_aio.min(second);
             }
-            (Err(error), _) | (_, Err(error)) => {
-                return Choice::new(EngineKind::Aio, format!("nothing was compared: {error}"));
-            }
+            (first, second) => return of_failed_trials(first.err(), second.err()),
         }
     }
     let figures = format!(
@@ -104,6 +102,16 @@ fn faster(io_uring: Trial, aio: Trial) -> Choice {
     } else {
         let why = format!("{figures}, although io_uring needed kernel threads for them");
         Choice::new(EngineKind::IoUring, why)
+    }
+}
+
+/// A trial that failed says something of its engine, or, when both failed, of the disk.
+fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
+    let why = |engine, error| format!("nothing was compared, for with {engine}: {error}");
+    match (io_uring, aio) {
+        (Some(error), None) => Choice::new(EngineKind::Aio, why(EngineKind::IoUring, error)),
+        (_, Some(error)) => Choice::new(EngineKind::IoUring, why(EngineKind::Aio, error)),
+        (None, None) => Choice::new(EngineKind::IoUring, "no trial failed"),
     }
 }
 
@@ -191,6 +199,14 @@ mod tests {
         let choice = best_engine(&source);
         assert!(choice.why.contains("a trial of"), "{choice:?}");
         assert_ne!(choice.engine, EngineKind::Threads, "{choice:?}");
+    }
+
+    #[test]
+    fn an_engine_whose_trial_failed_is_not_chosen() {
+        let error = || Some(Error::Options("it does not work".into()));
+        assert_eq!(of_failed_trials(error(), None).engine, EngineKind::Aio);
+        assert_eq!(of_failed_trials(None, error()).engine, EngineKind::IoUring);
+        assert_eq!(of_failed_trials(error(), error()).engine, EngineKind::IoUring);
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! IoThread and its [`turn`](IoThread::turn): one OS thread's loop. Read this first.
 
+mod config;
 mod memory;
 mod submit;
 mod wait;
 
+pub use config::IoThreadConfig;
 pub use memory::RegisteredMemory;
 
 use std::cell::{Cell, RefCell};
@@ -18,7 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::clock;
-use crate::engine::{CompletionRing, Engine, EngineKind};
+use crate::engine::{Engine, EngineKind};
 use crate::error::Error;
 use crate::op::{Completion, Op, OpFuture, Slots};
 use crate::pacing::Pacing;
@@ -27,66 +29,6 @@ use crate::reactor::{Reactor, Source, SourceId};
 use crate::remote::Remote;
 use crate::stats::Stats;
 use crate::task::{self, Executor, ForeignWakes, NO_CHILD, TaskKey};
-
-/// How an IoThread is set up.
-#[derive(Debug, Clone)]
-pub struct IoThreadConfig {
-    /// How ops reach the kernel.
-    pub engine: EngineKind,
-    /// The most ops in the kernel at once, 1 to 65,535; more than that wait. Linux AIO counts it
-    /// against `fs.aio-max-nr`.
-    pub depth: u32,
-    /// The longest that the loop busy-polls before it sleeps. It polls only as long as that has
-    /// paid lately; zero is never.
-    pub poll_max: Duration,
-    /// The share of the time in percent, 0 to 100, that may go into busy-polling.
-    pub poll_budget_percent: u32,
-    /// Engine `io_uring`: a kernel thread takes submissions in, so that a submit needs no system
-    /// call. It burns a core while there is work.
-    pub sqpoll: bool,
-    /// Engine `io_uring`: completions of reads and writes are polled for on disks that can do
-    /// that (direct I/O on a device whose driver has queues for it); the device makes no
-    /// interrupts for them. The loop does not sleep, or little, while it has such ops.
-    pub iopoll: bool,
-    /// For measurement: whether completions are looked for right after each submit. If not, they
-    /// are found only when the kernel wakes the loop.
-    pub harvest_on_submit: bool,
-    /// For measurement: the most ops that one submit gives to the kernel, at least 1.
-    pub submit_max: u32,
-    /// For measurement: where engine `aio` finds completions.
-    pub completion_ring: CompletionRing,
-}
-
-impl Default for IoThreadConfig {
-    fn default() -> Self {
-        Self {
-            engine: EngineKind::Threads,
-            depth: 1024,
-            poll_max: Duration::from_micros(64),
-            poll_budget_percent: 100,
-            sqpoll: false,
-            iopoll: false,
-            harvest_on_submit: true,
-            submit_max: u32::MAX,
-            completion_ring: CompletionRing::default(),
-        }
-    }
-}
-
-impl IoThreadConfig {
-    /// What only one engine has is an error with another.
-    fn check_engine(&self) -> Result<(), Error> {
-        let options = [(self.sqpoll, "sqpoll"), (self.iopoll, "iopoll")];
-        let asked = options.into_iter().find(|(is_asked, _)| *is_asked);
-        match asked {
-            Some((_, name)) if self.engine != EngineKind::IoUring => Err(Error::Options(format!(
-                "engine {} has no {name}; use io_uring, or do without",
-                self.engine
-            ))),
-            _ => Ok(()),
-        }
-    }
-}
 
 /// How a turn ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -28,6 +28,7 @@ pub mod op;
 mod open_file;
 mod pacing;
 mod poll_window;
+mod rare;
 mod reactor;
 mod remote;
 pub mod stats;

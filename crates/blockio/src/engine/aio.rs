@@ -160,6 +160,7 @@ impl Aio {
             return true;
         }
         if error != libc::EAGAIN {
+            self.retry.accepted();
             if let Some(slot) = self.queued.pop_front() {
                 done.complete(slot, -i64::from(error));
             }
@@ -370,6 +371,20 @@ mod tests {
         assert_eq!(bench.result(write).unwrap(), 4096);
         assert_eq!(bench.result(flush).unwrap(), 0);
         assert_eq!(bench.stats.syscalls.io_getevents.get(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn no_timer_stays_behind_an_op_that_was_refused_and_then_failed() {
+        let (_path, file) = file(true);
+        let mut bench = Bench::new(16);
+        let slot = bench.queue(&file, OpKind::Read, 0);
+        let Bench { engine, slots, stats, woken } = &mut bench;
+        let mut done = Completer { slots, stats, woken, now: Instant::now() };
+        assert!(!engine.refused(libc::EAGAIN, &mut done) && engine.retry_at().is_some());
+        assert!(engine.refused(libc::EBADF, &mut done));
+        assert_eq!(engine.retry_at(), None, "an idle loop would not sleep");
+        assert_eq!(bench.result(slot).unwrap_err().raw_os_error(), Some(libc::EBADF));
     }
 
     #[test]

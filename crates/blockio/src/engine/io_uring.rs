@@ -165,7 +165,10 @@ impl IoUring {
 
     /// Events of eventfds come by harvest, so it is quiet only when the rings are empty.
     pub(super) fn is_quiet(&self) -> bool {
-        self.queued() == 0 && self.in_kernel() == 0 && !self.main.ring.has_anything()
+        self.queued() == 0
+            && self.in_kernel() == 0
+            && !self.main.ring.has_anything()
+            && self.watches.arm_at().is_none()
     }
 
     pub(super) fn must_be_asked(&mut self) -> bool {
@@ -173,11 +176,12 @@ impl IoUring {
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
-        self.retry.retry_at()
+        [self.retry.retry_at(), self.watches.arm_at()].into_iter().flatten().min()
     }
 
     pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
         let more_jobs = self.threads.submit(max, done);
+        self.watches.arm_lost(&mut self.main.ring, done.now);
         if self.retry.is_blocked(done.now) {
             return more_jobs;
         }
@@ -268,7 +272,7 @@ impl IoUring {
         let mut found = 0;
         let mut entries = self.main.begin_harvest();
         for entry in entries.drain(..) {
-            match self.watches.take_in(&mut self.main.ring, &entry) {
+            match self.watches.take_in(&mut self.main.ring, &entry, done.now) {
                 Seen::Op(slot) => {
                     found += 1;
                     self.complete(slot, entry.result(), done);
@@ -386,5 +390,47 @@ impl IoUring {
 impl AsFd for IoUring {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.main.ring.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::task::TaskKey;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    /// Numbers of descriptors that nothing else here uses.
+    const HIGH: i32 = 900;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_watch_that_ends_with_an_error_is_armed_again() {
+        let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
+        let new = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let high = |fd: rustix::fd::OwnedFd| rustix::io::fcntl_dupfd_cloexec(fd, HIGH).unwrap();
+        let mut engine = IoUring::new(&config, Threads::new(new())).unwrap();
+        let watched = high(new());
+        engine.watch(watched.as_fd(), 7).unwrap();
+        // The kernel finds nothing under the number, and then the eventfd.
+        drop(watched);
+        let (mut slots, stats) = (Slots::default(), Stats::default());
+        let (mut woken, mut happened) = (Vec::<TaskKey>::new(), Vec::new());
+        let mut round = |engine: &mut IoUring, now| {
+            let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
+            engine.submit(usize::MAX, &mut done);
+            engine.harvest(&mut done, &mut happened);
+            happened.contains(&7)
+        };
+        let mut now = Instant::now();
+        while engine.retry_at().is_none() {
+            round(&mut engine, now);
+        }
+        assert!(!engine.is_quiet(), "nobody would submit");
+        let watched = high(new());
+        rustix::io::write(&watched, &1u64.to_ne_bytes()).unwrap();
+        while !round(&mut engine, now) {
+            now = engine.retry_at().unwrap_or(now);
+        }
+        assert_eq!(engine.retry_at(), None);
     }
 }

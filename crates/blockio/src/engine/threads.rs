@@ -14,6 +14,7 @@ use rustix::fd::OwnedFd;
 
 use super::Completer;
 use crate::op::{OpKind, OpView};
+use crate::rare::Rare;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
 
@@ -137,6 +138,7 @@ pub(crate) struct Threads {
     in_kernel: usize,
     harvested: Vec<(u32, i64)>,
     handles: Vec<JoinHandle<()>>,
+    no_thread: Rare,
 }
 
 impl Threads {
@@ -147,6 +149,7 @@ impl Threads {
             in_kernel: 0,
             harvested: Vec::new(),
             handles: Vec::new(),
+            no_thread: Rare::default(),
         }
     }
 
@@ -215,7 +218,12 @@ impl Threads {
         if jobs.threads > 0 {
             return;
         }
-        tracing::error!("cannot start a pool thread: {error}; operations fail until one starts");
+        if let Some(left_out) = self.no_thread.permit(done.now) {
+            tracing::error!(
+                left_out,
+                "cannot start a pool thread: {error}; operations fail until one starts"
+            );
+        }
         for job in jobs.waiting.drain(..) {
             self.in_kernel -= 1;
             done.complete(job.slot, -i64::from(libc::EAGAIN));

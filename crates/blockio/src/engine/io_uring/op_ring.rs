@@ -183,7 +183,9 @@ fn entry(view: &OpView, files: &FixedFiles, buffers: &mut FixedBuffers) -> squeu
         OpKind::Fallocate { mode, len } => {
             opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
         }
-        OpKind::DiscardBlocks { len } | OpKind::ZeroBlocks { len } => {
+        // As a discard it would destroy data: the ring has no such operation, the pool has.
+        OpKind::ZeroBlocks { .. } => unreachable!("an op of the pool in a ring"),
+        OpKind::DiscardBlocks { len } => {
             // The kernel reads the start from `addr` and the length from the command's bytes.
             let mut command = [0; 16];
             command[..8].copy_from_slice(&len.to_ne_bytes());

@@ -1,11 +1,13 @@
 //! Eventfds watched in the ring, by multishot polls. They are edge-triggered and never read.
 
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::time::{Duration, Instant};
 
 use io_uring::{cqueue, opcode, types};
 use rustix::io::Errno;
 
 use super::Ring;
+use crate::rare::Rare;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;
@@ -14,10 +16,20 @@ const IGNORED: u64 = u64::MAX;
 /// Serial numbers have 30 bits, so that no watch is taken for `IGNORED`.
 const SERIAL_MASK: u32 = (1 << 30) - 1;
 
+/// The first wait before a watch that has ended is armed again; it doubles up to [`REARM_MAX`].
+const REARM_MIN: Duration = Duration::from_millis(1);
+const REARM_MAX: Duration = Duration::from_secs(1);
+
 struct Watch {
     fd: RawFd,
     token: u64,
     serial: u32,
+}
+
+/// Some watches have no poll in the ring: they were refused, or there was no room.
+struct Lost {
+    indices: Vec<usize>,
+    arm_at: Instant,
 }
 
 /// What a completion entry says.
@@ -34,6 +46,10 @@ pub(super) struct Watches {
     watches: Vec<Option<Watch>>,
     /// Tells a completion of an earlier watch from one of its place's next owner.
     serial: u32,
+    lost: Option<Lost>,
+    /// How long the next loss is to wait.
+    wait: Duration,
+    log: Rare,
 }
 
 impl Watches {
@@ -74,6 +90,7 @@ impl Watches {
         let has_token = |watch: &Option<Watch>| watch.as_ref().is_some_and(|w| w.token == token);
         let Some(index) = self.watches.iter().position(has_token) else { return };
         let Some(watch) = self.watches[index].take() else { return };
+        self.lost.iter_mut().for_each(|lost| lost.indices.retain(|&other| other != index));
         if !ring.make_room(None) {
             // The poll goes on until the ring ends; nobody looks at what it says.
             tracing::debug!("io_uring takes no entry; an eventfd stays watched");
@@ -85,7 +102,7 @@ impl Watches {
         unsafe { ring.push(&entry) };
     }
 
-    pub(super) fn take_in(&mut self, ring: &mut Ring, entry: &cqueue::Entry) -> Seen {
+    pub(super) fn take_in(&mut self, ring: &mut Ring, entry: &cqueue::Entry, now: Instant) -> Seen {
         let user_data = entry.user_data();
         if let Ok(slot) = u32::try_from(user_data) {
             return Seen::Op(slot);
@@ -100,18 +117,54 @@ impl Watches {
         }
         let (fd, token) = (watch.fd, watch.token);
         if entry.result() < 0 {
-            tracing::error!("io_uring cannot watch an eventfd: errno {}", -entry.result());
+            self.lose(index, &format!("it answers with errno {}", -entry.result()), now);
             return Seen::Nothing;
         }
+        self.wait = REARM_MIN;
         if !cqueue::more(entry.flags()) {
             // The kernel ends a multishot poll when the completion ring is full.
             if ring.make_room(None) {
                 self.arm(ring, index, fd, token);
             } else {
-                tracing::error!("io_uring takes no entry; an eventfd is not watched any more");
+                self.lose(index, "it takes no entry", now);
             }
         }
         Seen::Event(token)
+    }
+
+    /// Has a watch armed again after a while. What happens to its eventfd meanwhile is seen then,
+    /// because a poll begins with a look.
+    fn lose(&mut self, index: usize, why: &str, now: Instant) {
+        if let Some(left_out) = self.log.permit(now) {
+            let wait = self.wait;
+            tracing::error!(
+                left_out,
+                "io_uring does not watch an eventfd any more: {why}; tried again in {wait:?}"
+            );
+        }
+        let arm_at = now + self.wait;
+        self.lost.get_or_insert(Lost { indices: Vec::new(), arm_at }).indices.push(index);
+    }
+
+    /// When watches are to be armed again.
+    #[inline]
+    pub(super) fn arm_at(&self) -> Option<Instant> {
+        self.lost.as_ref().map(|lost| lost.arm_at)
+    }
+
+    /// Arms lost watches again, once their time has come.
+    pub(super) fn arm_lost(&mut self, ring: &mut Ring, now: Instant) {
+        let Some(lost) = self.lost.take_if(|lost| lost.arm_at <= now) else { return };
+        self.wait = (self.wait * 2).clamp(REARM_MIN, REARM_MAX);
+        for index in lost.indices {
+            let Some(Some(watch)) = self.watches.get(index) else { continue };
+            let (fd, token) = (watch.fd, watch.token);
+            if ring.make_room(None) {
+                self.arm(ring, index, fd, token);
+            } else {
+                self.lose(index, "it takes no entry", now);
+            }
+        }
     }
 }
 
