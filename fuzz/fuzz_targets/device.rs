@@ -22,7 +22,7 @@ use ringhaul::queue::{Pending, QueueHandle, QueueSetup, Ring};
 use ringhaul_fuzz::{Input, memfd, open_descriptors};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use virtqueue::{GuestMemory, RegionConfig};
+use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
 const DISK_BYTES: u64 = 256 << 10;
 const QUEUES: u16 = 2;
@@ -339,7 +339,8 @@ impl<'a> Run<'a> {
             file_offset,
         };
         // The file may be too short by now.
-        if let Ok(memory) = GuestMemory::new(LAYOUTS[layout].iter().map(region).collect()) {
+        let regions: Vec<_> = LAYOUTS[layout].iter().map(region).collect();
+        if let Ok(memory) = GuestMemory::new(&regions, &MappingRules::default()) {
             self.memory = Arc::new(memory);
             self.layout = LAYOUTS[layout];
         }

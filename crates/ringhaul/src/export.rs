@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, SocketType, sockopt};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags};
 
 use crate::blk::BlkDevice;
+use crate::memory_limits::MemoryLimits;
 use crate::vhost_user::{Closer, Session};
 
 /// Where front-ends come from.
@@ -139,6 +140,7 @@ struct Shared {
     name: String,
     device: BlkDevice,
     threads: Vec<Remote>,
+    limits: MemoryLimits,
     stopping: AtomicBool,
     wake: OwnedFd,
     /// The front-end that is being served.
@@ -146,8 +148,8 @@ struct Shared {
 }
 
 impl Export {
-    /// Starts serving `device` on `endpoint`, its queues on `threads` in turn. `ended` is called
-    /// when the export has ended.
+    /// Starts serving `device` on `endpoint`, its queues on `threads` in turn, to front-ends that
+    /// share memory within `limits`. `ended` is called when the export has ended.
     ///
     /// # Errors
     ///
@@ -157,6 +159,7 @@ impl Export {
         device: BlkDevice,
         endpoint: Endpoint,
         threads: Vec<Remote>,
+        limits: MemoryLimits,
         ended: impl FnOnce() + Send + 'static,
     ) -> Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -165,6 +168,7 @@ impl Export {
             name: name.to_owned(),
             device,
             threads,
+            limits,
             stopping: AtomicBool::new(false),
             wake,
             current: Mutex::new(None),
@@ -265,7 +269,8 @@ impl Shared {
     }
 
     fn serve(&self, socket: UnixStream) {
-        let session = match Session::new(socket, &self.name, &self.device, &self.threads) {
+        let rules = self.limits.of_front_end();
+        let session = match Session::new(socket, &self.name, &self.device, &self.threads, rules) {
             Ok(session) => session,
             Err(error) => {
                 self.failed("cannot serve a front-end", &error);

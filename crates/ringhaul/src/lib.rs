@@ -12,6 +12,7 @@ mod guest_buf;
 pub mod io_threads;
 pub mod log;
 mod log_limit;
+pub mod memory_limits;
 pub mod options;
 pub mod queue;
 mod queue_task;

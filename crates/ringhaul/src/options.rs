@@ -115,6 +115,13 @@ pub struct ServeArgs {
     /// reporting or virtio-mem: when the front-end takes pages away, data would go to the old ones.
     #[arg(long)]
     pub fixed_buffers: bool,
+    /// The most memory that one front-end may share with the daemon. SIZE is as for `--disk`.
+    #[arg(long, value_name = "SIZE", default_value = "16T", value_parser = parse_memory_size)]
+    pub max_guest_memory: u64,
+    /// The most memory that all front-ends together may share. A process has room for 128T, and
+    /// needs some for itself.
+    #[arg(long, value_name = "SIZE", default_value = "64T", value_parser = parse_memory_size)]
+    pub max_mapped_memory: u64,
     /// Options for measurement.
     #[command(flatten)]
     pub switches: Switches,
@@ -196,6 +203,14 @@ impl ServeArgs {
 
 fn check_filter(text: &str) -> Result<String, String> {
     parse_filter(text).map(|_| text.to_owned())
+}
+
+fn parse_memory_size(text: &str) -> Result<u64, String> {
+    match disk::parse_size(text) {
+        Ok(0) => Err("no front-end can be served without memory".to_owned()),
+        Ok(bytes) => Ok(bytes),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 fn parse_serial(text: &str) -> Result<String, String> {

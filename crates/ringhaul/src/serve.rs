@@ -17,6 +17,7 @@ use crate::blk::BlkDevice;
 use crate::call_watch::CallWatch;
 use crate::export::{Endpoint, Export};
 use crate::io_threads::IoThreads;
+use crate::memory_limits::MemoryLimits;
 use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
 
 /// Why the daemon ends.
@@ -46,6 +47,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Before the threads, which say what they chose: what is refused is refused in one line.
     let endpoints = specs.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
     let mut engines = Engines::new(args);
+    let limits = MemoryLimits::new(args.max_guest_memory, args.max_mapped_memory);
     let (end, ends) = mpsc::channel();
     let mut exports = Vec::new();
     for (number, ((spec, disk), endpoint)) in specs.iter().zip(disks).zip(endpoints).enumerate() {
@@ -53,7 +55,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         // The first queues of all exports would otherwise meet on the first thread.
         let count = threads.len();
         threads.rotate_left(number % count);
-        exports.push(start_export(spec, disk, endpoint, threads, &end)?);
+        exports.push(start_export(spec, disk, endpoint, threads, &limits, &end)?);
     }
     let signal_handle = signals.handle();
     let signal_thread = std::thread::Builder::new()
@@ -89,13 +91,14 @@ fn start_export(
     disk: OpenDisk,
     endpoint: Endpoint,
     threads: Vec<Remote>,
+    limits: &MemoryLimits,
     end: &mpsc::Sender<End>,
 ) -> Result<Export> {
     let OpenDisk { source, options, summary } = disk;
     let name = options.name.clone();
     let device = BlkDevice::new(source, options);
     let ended = end.clone();
-    let export = Export::start(&name, device, endpoint, threads, move || {
+    let export = Export::start(&name, device, endpoint, threads, limits.clone(), move || {
         // The receiver goes only when the daemon ends anyway.
         let _ = ended.send(End::ExportEnded);
     })?;

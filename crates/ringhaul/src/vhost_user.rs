@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockio::Remote;
 use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
+use virtqueue::MappingRules;
 
 use crate::blk::BlkDevice;
 use connection::Connection;
@@ -57,9 +58,10 @@ impl Session {
         name: &str,
         device: &BlkDevice,
         threads: &[Remote],
+        rules: MappingRules,
     ) -> io::Result<Self> {
         let for_closer = Arc::new(socket.try_clone()?);
-        let connection = Connection::new(name.to_owned(), device.clone(), threads.to_vec());
+        let connection = Connection::new(name.to_owned(), device.clone(), threads.to_vec(), rules);
         let connection = Arc::new(Mutex::new(connection));
         Ok(Self {
             handler: BackendReqHandler::from_stream(socket, Arc::clone(&connection)),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ringhaul::queue::Ring;
 use rustix::fs::MemfdFlags;
-use virtqueue::{GuestMemory, RegionConfig};
+use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
 use crate::plan::Plan;
 
@@ -56,7 +56,7 @@ impl Layout {
             regions.push(region(AREAS + at, size, file_offset));
             at += size;
         }
-        GuestMemory::new(regions).expect("the simulation needs memory")
+        GuestMemory::new(&regions, &MappingRules::default()).expect("the simulation needs memory")
     }
 
     pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {

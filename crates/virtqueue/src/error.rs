@@ -61,7 +61,8 @@ pub enum MemoryError {
         /// Length of the file.
         length: u64,
     },
-    /// The file is of a kind that cannot be guest memory, such as a socket or a block device.
+    /// The file is of a kind that cannot be guest memory, or that the rules do not allow: accesses
+    /// to files that have no seals may wait for others.
     #[error(
         "cannot map the memory region at guest address {guest_addr:#x}: its descriptor is not of \
          memory (a memfd, a file on tmpfs or hugetlbfs, or a DAX device)"
@@ -91,7 +92,24 @@ pub enum MemoryError {
         /// Bytes.
         size: u64,
         /// What `mmap` said.
-        cause: vm_memory::mmap::MmapRegionError,
+        cause: std::io::Error,
+    },
+    /// More would be mapped than the budget allows.
+    #[error(
+        "cannot map the memory region at guest address {guest_addr:#x}: it takes {needed} bytes, \
+         {mapped} are mapped already, and {what} may be {limit}"
+    )]
+    OverBudget {
+        /// Start of the region.
+        guest_addr: u64,
+        /// Bytes of its mapping, which is of whole pages.
+        needed: u64,
+        /// Bytes that count in that budget so far.
+        mapped: u64,
+        /// Bytes of that budget.
+        limit: u64,
+        /// What the budget is for.
+        what: &'static str,
     },
     /// No region has exactly these addresses and this size.
     #[error(

@@ -51,16 +51,19 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest addresses and lengths are 64 bits wide and must fit a usize");
 
+mod budget;
 mod chain;
 mod error;
+mod mapping;
 mod memory;
 mod region;
 mod sigbus;
 mod split;
 
+pub use budget::MappingBudget;
 pub use chain::{Chain, Segments};
 pub use error::{ChainFault, MemoryError, QueueError, RingPart};
 pub use memory::{GuestByte, GuestMemory, LocalMemory};
-pub use region::{MAX_REGIONS, RegionConfig};
+pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, QueueConfig, SplitQueue};

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use libc::iovec;
 
 use crate::error::MemoryError;
-use crate::region::{self, Region, RegionConfig};
-use crate::sigbus::lost_regions;
+use crate::region::{self, MappingRules, Region, RegionConfig};
+use crate::sigbus::losses;
 
 pub use local::LocalMemory;
 pub(crate) use translator::{Descriptor, Direction, Translator};
@@ -62,30 +62,28 @@ pub struct GuestMemory {
     /// Sorted by guest address, as `regions` is.
     hosts: Vec<HostRegion>,
     regions: Vec<Arc<Region>>,
-    /// What [`lost_regions`] said when no region of this map was lost.
+    /// What [`losses`] said when no region of this map was lost.
     losses: AtomicU64,
 }
 
 impl GuestMemory {
-    /// Maps the files of all regions, shared, for reading and writing.
+    /// Maps the files of all regions, shared, for reading and writing. No descriptor is kept open.
     ///
     /// # Errors
     ///
-    /// When there are more than [`MAX_REGIONS`](crate::MAX_REGIONS); when a region is empty, wraps,
-    /// overlaps another in guest or front-end addresses, or is longer than its file; when the file
-    /// is no memory or the kernel refuses to map it.
-    pub fn new(regions: Vec<RegionConfig>) -> Result<Self, MemoryError> {
+    /// When there are more than [`MAX_REGIONS`](crate::MAX_REGIONS), or one is empty, wraps,
+    /// overlaps another, is longer than its file, is against the rules or cannot be mapped.
+    pub fn new(regions: &[RegionConfig], rules: &MappingRules) -> Result<Self, MemoryError> {
         region::check_count(regions.len())?;
-        let mapped = regions.iter().map(|config| Region::map(config).map(Arc::new));
+        let mapped = regions.iter().map(|config| Region::map(config, rules).map(Arc::new));
         Self::from_regions(mapped.collect::<Result<_, _>>()?)
     }
 
-    /// Private, zeroed memory for pairs of guest address and size in bytes, for a VMM that embeds
-    /// the device and for tests. Front-end addresses are the guest addresses.
+    /// Private zeroes for pairs of guest address and bytes; front-end addresses are the same.
     ///
     /// # Errors
     ///
-    /// As [`GuestMemory::new`], as far as it applies.
+    /// As [`GuestMemory::new`].
     pub fn anonymous(ranges: &[(u64, u64)]) -> Result<Self, MemoryError> {
         region::check_count(ranges.len())?;
         let mapped = ranges.iter().map(|&(addr, size)| Region::anonymous(addr, size).map(Arc::new));
@@ -102,10 +100,14 @@ impl GuestMemory {
     /// # Errors
     ///
     /// As [`GuestMemory::new`].
-    pub fn with_region(&self, region: RegionConfig) -> Result<Self, MemoryError> {
-        region::check_count(self.regions.len() + 1)?;
+    pub fn with_region(
+        &self,
+        config: &RegionConfig,
+        rules: &MappingRules,
+    ) -> Result<Self, MemoryError> {
         let mut regions = self.regions.clone();
-        regions.push(Arc::new(Region::map(&region)?));
+        region::check_count(regions.len() + 1)?;
+        regions.push(Arc::new(Region::map(config, rules)?));
         Self::from_regions(regions)
     }
 
@@ -138,8 +140,7 @@ impl GuestMemory {
     pub fn host_ranges(&self) -> Vec<iovec> {
         let range = |region: &HostRegion| iovec {
             iov_base: region.host.cast(),
-            // A mapped size fits the address space.
-            iov_len: usize::try_from(region.size).unwrap_or(usize::MAX),
+            iov_len: to_usize(region.size),
         };
         self.hosts.iter().map(range).collect()
     }
@@ -183,14 +184,13 @@ impl GuestMemory {
         })
     }
 
-    /// Whether no access has found memory of this map gone. Once this is false, what was read from
-    /// the map may have been zeroes in place of what was there, and what was written is lost. Costs
-    /// two loads as long as no region is lost in the whole process.
+    /// Whether no access has found memory of this map gone. Once this is false, zeroes may have
+    /// been read from it, and what was written is lost. Two loads, unless any map's region is lost.
     #[inline]
     #[must_use]
     pub fn is_intact(&self) -> bool {
         // Read first: what is lost from now on changes the number again.
-        let losses = lost_regions();
+        let losses = losses();
         losses == self.losses.load(Ordering::Relaxed) || self.look_for_lost(losses)
     }
 
@@ -435,7 +435,7 @@ impl GuestByte {
     }
 }
 
-/// Guest addresses and lengths fit: the crate is for 64-bit machines only.
+/// Guest addresses and lengths fit.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "usize is 64 bits wide, see lib.rs")]
 fn to_usize(value: u64) -> usize {

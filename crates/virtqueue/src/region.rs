@@ -1,12 +1,14 @@
 //! One region of guest memory: its description, its checks and its mapping.
 
-use std::fs::{File, Metadata};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::fs::File;
+use std::io;
 use std::sync::Arc;
 
-use vm_memory::{FileOffset, MmapRegion};
+use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, fcntl_get_seals, statx};
 
+use crate::budget::{MappingBudget, Share};
 use crate::error::MemoryError;
+use crate::mapping::Mapping;
 use crate::sigbus::Watched;
 
 /// The most regions of a memory map: what QEMU asks for with configurable memory slots.
@@ -24,10 +26,38 @@ pub struct RegionConfig {
     pub size: u64,
     /// Start in the front-end's address space, in which it names ring addresses.
     pub user_addr: u64,
-    /// What to map, open for reading and writing. The map keeps it open.
+    /// What to map, open for reading and writing. The map does not keep it open.
     pub file: Arc<File>,
     /// Where in the file the region starts, in bytes; need not be aligned.
     pub file_offset: u64,
+}
+
+/// What may be mapped.
+#[derive(Debug, Clone)]
+pub struct MappingRules {
+    /// Which files.
+    pub files: MemoryFiles,
+    /// How much.
+    pub budget: MappingBudget,
+}
+
+impl Default for MappingRules {
+    /// Files that cannot make an access wait, as much as there is.
+    fn default() -> Self {
+        Self { files: MemoryFiles::default(), budget: MappingBudget::unlimited() }
+    }
+}
+
+/// Which files may be guest memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MemoryFiles {
+    /// Files that have seals (memfd, tmpfs, hugetlbfs) and DAX devices. Their pages come from the
+    /// kernel alone, so that no access waits for a program or a server.
+    #[default]
+    Sealable,
+    /// Any file that can be mapped. An access waits for whoever has the pages, for ever if it is a
+    /// FUSE file whose program does not answer: only for front-ends that are trusted.
+    Any,
 }
 
 /// A mapped region. Maps that follow each other share it.
@@ -40,33 +70,39 @@ pub(crate) struct Region {
     lead: usize,
     /// None for private memory, which nobody can take away. Dropped before the mapping.
     watched: Option<Watched>,
-    mapping: MmapRegion,
+    mapping: Mapping,
+    /// What the mapping takes of the budget, given back after it.
+    _share: Option<Share>,
 }
 
 impl Region {
     /// Checks the description and maps the file, shared, for reading and writing.
-    pub(crate) fn map(config: &RegionConfig) -> Result<Self, MemoryError> {
+    pub(crate) fn map(config: &RegionConfig, rules: &MappingRules) -> Result<Self, MemoryError> {
         let RegionConfig { guest_addr, size, user_addr, file_offset, .. } = *config;
         let wrap = || MemoryError::AddressWrap { guest_addr, user_addr, file_offset, size };
         check_addresses(guest_addr, user_addr, size, file_offset)?;
-        let metadata =
-            config.file.metadata().map_err(|cause| MemoryError::Stat { guest_addr, cause })?;
         let end = file_offset.checked_add(size).ok_or_else(wrap)?;
-        check_file(guest_addr, &metadata, end)?;
+        let status = examine(config, rules.files)?;
+        check_file(guest_addr, &status, end)?;
 
         // hugetlbfs gives its page size as the block size, and neither maps nor unmaps parts of a
         // page. The mapping may pass the end of the file; nothing beyond the region is touched.
-        let page = mapping_alignment(&metadata);
+        let page = mapping_alignment(&status);
         let start = file_offset & !(page - 1);
         let length = (end - start).checked_next_multiple_of(page).ok_or_else(wrap)?;
-        let mapping = MmapRegion::from_file(
-            FileOffset::from_arc(Arc::clone(&config.file), start),
-            usize::try_from(length).map_err(|_| wrap())?,
-        )
-        .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
+        let share = rules.budget.take(length).map_err(|over| MemoryError::OverBudget {
+            guest_addr,
+            needed: length,
+            what: over.what,
+            mapped: over.mapped_bytes,
+            limit: over.limit_bytes,
+        })?;
+        let length = usize::try_from(length).map_err(|_| wrap())?;
+        let mapping = Mapping::of_file(&config.file, start, length)
+            .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
         let lead = usize::try_from(file_offset - start).map_err(|_| wrap())?;
-        let watched = Some(Watched::new(mapping.as_ptr(), mapping.size()));
-        Ok(Self { guest_addr, size, user_addr, lead, watched, mapping })
+        let watched = Some(Watched::new(mapping.as_ptr(), mapping.len()));
+        Ok(Self { guest_addr, size, user_addr, lead, watched, mapping, _share: Some(share) })
     }
 
     /// Private memory of this process, at the same guest and front-end address.
@@ -78,12 +114,13 @@ impl Region {
             file_offset: 0,
             size,
         })?;
-        let mapping = MmapRegion::new(length).map_err(|cause| MemoryError::Map {
+        let mapping = Mapping::private(length).map_err(|cause| MemoryError::Map {
             guest_addr,
             size,
             cause,
         })?;
-        Ok(Self { guest_addr, size, user_addr: guest_addr, lead: 0, watched: None, mapping })
+        let (user_addr, lead, watched) = (guest_addr, 0, None);
+        Ok(Self { guest_addr, size, user_addr, lead, watched, mapping, _share: None })
     }
 
     /// Start in guest memory.
@@ -153,25 +190,58 @@ fn check_addresses(
     Ok(())
 }
 
-fn check_file(guest_addr: u64, metadata: &Metadata, end: u64) -> Result<(), MemoryError> {
-    let kind = metadata.file_type();
-    if kind.is_file() {
-        if metadata.len() < end {
-            let length = metadata.len();
-            return Err(MemoryError::FileTooShort { guest_addr, needed: end, length });
-        }
-    } else if kind.is_block_device() || kind.is_dir() || kind.is_fifo() || kind.is_socket() {
-        return Err(MemoryError::NotMemory { guest_addr });
+/// What there is to know of the file, if it may be mapped. A file may be of a FUSE file system,
+/// which need not answer, so nothing is asked that could reach it before it is known to be memory.
+fn examine(config: &RegionConfig, files: MemoryFiles) -> Result<Statx, MemoryError> {
+    let RegionConfig { guest_addr, file, .. } = config;
+    let status = |flags| {
+        statx(file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::BASIC_STATS)
+            .map_err(|errno| MemoryError::Stat { guest_addr: *guest_addr, cause: errno.into() })
+    };
+    if files == MemoryFiles::Any {
+        return status(AtFlags::empty());
     }
-    // What is left, DAX devices and anonymous inodes, has no length to look at; the kernel refuses
-    // to map them past their end.
-    Ok(())
+    let known = status(AtFlags::STATX_DONT_SYNC)?;
+    if fcntl_get_seals(file).is_ok() || is_dax(&known).unwrap_or(false) {
+        return Ok(known);
+    }
+    Err(MemoryError::NotMemory { guest_addr: *guest_addr })
 }
 
-fn mapping_alignment(metadata: &Metadata) -> u64 {
+/// Whether it is a DAX device, memory with a name in /dev.
+fn is_dax(status: &Statx) -> io::Result<bool> {
+    if file_type(status) != FileType::CharacterDevice {
+        return Ok(false);
+    }
+    let (major, minor) = (status.stx_rdev_major, status.stx_rdev_minor);
+    let kind = std::fs::read_link(format!("/sys/dev/char/{major}:{minor}/subsystem"))?;
+    Ok(kind.ends_with("dax"))
+}
+
+fn file_type(status: &Statx) -> FileType {
+    FileType::from_raw_mode(u32::from(status.stx_mode))
+}
+
+fn check_file(guest_addr: u64, status: &Statx, end: u64) -> Result<(), MemoryError> {
+    match file_type(status) {
+        FileType::RegularFile if status.stx_size < end => {
+            let length = status.stx_size;
+            Err(MemoryError::FileTooShort { guest_addr, needed: end, length })
+        }
+        FileType::BlockDevice | FileType::Directory | FileType::Fifo | FileType::Socket => {
+            Err(MemoryError::NotMemory { guest_addr })
+        }
+        // DAX devices and anonymous inodes have no length to look at; the kernel refuses to map
+        // them past their end.
+        _ => Ok(()),
+    }
+}
+
+fn mapping_alignment(status: &Statx) -> u64 {
     let page = u64::try_from(rustix::param::page_size()).unwrap_or(u64::MAX);
-    let block = metadata.blksize();
-    if metadata.is_file() && block.is_power_of_two() && block > page && block <= MAX_PAGE_SIZE {
+    let block = u64::from(status.stx_blksize);
+    let is_file = file_type(status) == FileType::RegularFile;
+    if is_file && block.is_power_of_two() && block > page && block <= MAX_PAGE_SIZE {
         block
     } else {
         page

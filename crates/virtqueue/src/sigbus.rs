@@ -13,7 +13,9 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libc::{c_int, c_void, siginfo_t};
@@ -30,6 +32,8 @@ struct Entry {
     /// Bytes.
     len: AtomicUsize,
     lost: AtomicBool,
+    /// Faults that were answered by replacing it.
+    faults: AtomicU32,
 }
 
 impl Entry {
@@ -39,6 +43,7 @@ impl Entry {
             start: AtomicUsize::new(0),
             len: AtomicUsize::new(0),
             lost: AtomicBool::new(false),
+            faults: AtomicU32::new(0),
         }
     }
 
@@ -49,6 +54,7 @@ impl Entry {
         self.start.store(start, Ordering::Relaxed);
         self.len.store(len, Ordering::Relaxed);
         self.lost.store(false, Ordering::Relaxed);
+        self.faults.store(0, Ordering::Relaxed);
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
@@ -70,15 +76,22 @@ struct Chunk {
 /// The newest chunk. Chunks are never freed.
 static CHUNKS: AtomicPtr<Chunk> = AtomicPtr::new(ptr::null_mut());
 static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
-/// How many regions have been lost since the process started.
+/// Counts up with every fault, before what it has lost can be read.
 static LOSSES: AtomicU64 = AtomicU64::new(0);
+/// How many regions have been lost since the process started.
+static LOST_REGIONS: AtomicU64 = AtomicU64::new(0);
 /// What was to be done about SIGBUS before.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// How many regions of memory their owners have taken away since the process started.
-#[inline]
 #[must_use]
 pub fn lost_regions() -> u64 {
+    LOST_REGIONS.load(Ordering::Relaxed)
+}
+
+/// A number that has changed since if an access found memory gone.
+#[inline]
+pub(crate) fn losses() -> u64 {
     LOSSES.load(Ordering::Acquire)
 }
 
@@ -137,8 +150,10 @@ impl std::fmt::Debug for Watched {
 /// before any guest memory is accessed; more calls change nothing.
 ///
 /// A SIGBUS from anywhere else goes to the handler that was there before, and without one it ends
-/// the process as ever. A program that installs a handler of its own after this call has to pass
-/// on what it does not know.
+/// the process as ever. A mere notice that a page of memory is damaged (`BUS_MCEERR_AO`) goes to
+/// nobody: the handler of Rust's standard library, for one, would let the next SIGBUS end the
+/// process, and an access that needs the page raises one of its own. A program that installs a
+/// handler after this call has to pass on what it does not know.
 ///
 /// # Errors
 ///
@@ -177,6 +192,12 @@ pub fn install_sigbus_handler() -> io::Result<()> {
 /// Codes of SIGBUS that are about an access at `si_addr` (siginfo.h).
 const BUS_ADRERR: c_int = 2;
 const BUS_MCEERR_AR: c_int = 4;
+/// A page is known to be damaged and nobody has accessed it: nothing has to be done.
+const BUS_MCEERR_AO: c_int = 5;
+
+/// How many faults of one region are answered. Threads that access it at once fault once each; a
+/// region that goes on faulting when it is replaced has no memory behind it to be had.
+const FAULTS_MAX: u32 = 1024;
 
 /// The handler. It calls only system calls, and touches only atomics and its arguments.
 extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
@@ -186,7 +207,8 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
         let errno = *libc::__errno_location();
         let code = (*info).si_code;
         let is_access = code == BUS_ADRERR || code == BUS_MCEERR_AR;
-        if !is_access || !replace((*info).si_addr().addr()) {
+        let is_done = code == BUS_MCEERR_AO || is_access && replace((*info).si_addr().addr());
+        if !is_done {
             pass_on(signal, info, context);
         }
         *libc::__errno_location() = errno;
@@ -199,10 +221,41 @@ fn replace(addr: usize) -> bool {
     let entries = chunks().flat_map(|chunk| chunk.entries.iter());
     let found = entries.filter_map(|entry| Some((entry, entry.find(addr)?))).next();
     let Some((entry, (start, len))) = found else { return false };
-    // The mark comes first, so that whoever reads a zero finds it.
     if !entry.lost.swap(true, Ordering::AcqRel) {
-        LOSSES.fetch_add(1, Ordering::AcqRel);
+        LOST_REGIONS.fetch_add(1, Ordering::Relaxed);
     }
+    // Before the zeroes, so that whoever reads one finds that something was lost, and then the
+    // mark. By every thread: one that was first with the mark may be held up before it gets here.
+    LOSSES.fetch_add(1, Ordering::AcqRel);
+    if entry.faults.fetch_add(1, Ordering::Relaxed) >= FAULTS_MAX {
+        return false;
+    }
+    replace_by_private(start, len) || replace_by_file(start, len)
+}
+
+/// Maps memory of this process' own. Fails where the kernel counts what might be written against
+/// what it has (`vm.overcommit_memory` 2) and does not have it.
+fn replace_by_private(start: usize, len: usize) -> bool {
+    map_over(start, len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)
+}
+
+/// Maps a sparse file that nobody else has, of which the kernel counts what is touched.
+fn replace_by_file(start: usize, len: usize) -> bool {
+    let Ok(bytes) = libc::off_t::try_from(len) else { return false };
+    // SAFETY: the name is a string, and the descriptor is closed once, here.
+    unsafe {
+        let file = libc::memfd_create(c"ringhaul-lost".as_ptr(), libc::MFD_CLOEXEC);
+        if file < 0 {
+            return false;
+        }
+        let mapped =
+            libc::ftruncate(file, bytes) == 0 && map_over(start, len, libc::MAP_SHARED, file);
+        libc::close(file);
+        mapped
+    }
+}
+
+fn map_over(start: usize, len: usize, flags: c_int, file: c_int) -> bool {
     // SAFETY: the mapping is a region's, which lives at least until the access that brought us
     // here is over, and all accesses to it are of a kind that bears any change of its bytes (see
     // `memory.rs`). The new mapping has the same place, and goes with the region's.
@@ -211,8 +264,8 @@ fn replace(addr: usize) -> bool {
             ptr::without_provenance_mut(start),
             len,
             libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
-            -1,
+            flags | libc::MAP_FIXED,
+            file,
             0,
         )
     };
@@ -249,6 +302,58 @@ unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
                     libc::raise(signal);
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::Mapping;
+
+    const BYTES: usize = 0x4000;
+
+    fn watched() -> (Watched, Mapping) {
+        let mapping = Mapping::private(BYTES).unwrap();
+        (Watched::new(mapping.as_ptr(), mapping.len()), mapping)
+    }
+
+    /// The first of two threads is held up between its mark and its count.
+    #[test]
+    fn a_second_fault_counts_when_the_first_has_only_left_its_mark() {
+        let (watched, mapping) = watched();
+        watched.0.lost.store(true, Ordering::Release);
+        let before = losses();
+        assert!(replace(mapping.as_ptr().addr() + 7));
+        assert_ne!(losses(), before, "whoever reads a zero now believes it");
+        assert!(watched.is_lost());
+    }
+
+    #[test]
+    fn a_region_that_goes_on_faulting_is_given_up() {
+        let (_watched, mapping) = watched();
+        let faults = std::iter::repeat_with(|| replace(mapping.as_ptr().addr()));
+        let answered = faults.take_while(|replaced| *replaced).take(100_000).count();
+        assert_eq!(answered, FAULTS_MAX as usize);
+        assert!(!replace(mapping.as_ptr().addr().wrapping_sub(1 << 40)), "nobody's address");
+    }
+
+    /// What is done where the kernel refuses private memory that it cannot have in full.
+    #[test]
+    fn a_file_takes_the_place_of_a_region_and_belongs_to_it_alone() {
+        let (_first, first) = watched();
+        let (_second, second) = watched();
+        for mapping in [&first, &second] {
+            // SAFETY: the test has mapped these bytes, and nobody else knows of them.
+            unsafe { mapping.as_ptr().write_volatile(1) };
+            assert!(replace_by_file(mapping.as_ptr().addr(), mapping.len()));
+        }
+        // SAFETY: as above, in the mappings that took their place.
+        unsafe {
+            first.as_ptr().add(BYTES - 1).write_volatile(7);
+            assert_eq!(first.as_ptr().read_volatile(), 0);
+            assert_eq!(second.as_ptr().add(BYTES - 1).read_volatile(), 0);
+            assert_eq!(first.as_ptr().add(BYTES - 1).read_volatile(), 7);
         }
     }
 }

@@ -1,14 +1,12 @@
 //! Limits of the process that are reached.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::cli::{READY, Running, Scene, ringhaul_under};
 use ringhaul_tests::daemon::DaemonOptions;
 use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::Region;
-use ringhaul_tests::frontend::message::Message;
-use ringhaul_tests::frontend::{Frontend, MEMORY_END, Setup, check_service};
+use ringhaul_tests::frontend::memory::new_eventfd;
+use ringhaul_tests::frontend::message::{Message, code};
+use ringhaul_tests::frontend::{Frontend, Setup, check_service};
 use ringhaul_tests::guest::Engine;
 use rustix::process::Signal;
 
@@ -49,26 +47,20 @@ fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// Each region of memory takes a descriptor, and there is no room for all of them.
+/// Each eventfd of a queue takes a descriptor, and there is no room for all of them.
 fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
-    let options =
-        DaemonOptions { under: &["prlimit", "--nofile=80"], ..DaemonOptions::new(engine) };
+    let under: &[_] = &["prlimit", "--nofile=80"];
+    let options = DaemonOptions { under, num_queues: 100, ..DaemonOptions::new(engine) };
     let mut daemon = start(&options)?;
     let descriptors = daemon.descriptors()?;
     for _ in 0..3 {
         let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
         frontend.negotiate()?;
-        let page = Region::new(MEMORY_END, 4096)?;
-        let refused = (0..100).find_map(|number| {
-            let region = Region {
-                guest_addr: page.guest_addr + number * page.bytes,
-                user_addr: page.user_addr + number * page.bytes,
-                file: Arc::clone(&page.file),
-                ..page.clone()
-            };
-            frontend.tell(Message::add_region(&region)).err()
+        let call = new_eventfd()?;
+        let refused = (0..100).find_map(|queue| {
+            frontend.tell(Message::ring_fd(code::SET_VRING_CALL, queue, Some(&call))).err()
         });
-        ensure!(refused.is_some(), "there was room for 100 regions");
+        ensure!(refused.is_some(), "there was room for 100 eventfds");
         drop(frontend);
         check_service(&mut daemon).context("after one that brought too many")?;
     }

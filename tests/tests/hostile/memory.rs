@@ -99,6 +99,80 @@ fn files_that_are_no_memory() -> Result<()> {
     daemon.wait_let_go(&descriptors)
 }
 
+/// A file that may be mapped, but whose pages a file system has, which may be one in a program.
+#[test]
+fn files_whose_pages_others_have() -> Result<()> {
+    let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;
+    let descriptors = daemon.descriptors()?;
+    let on_disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR"))?;
+    on_disk.set_len(16 * PAGE)?;
+    let good = Region::new(MEMORY_START, 4 * PAGE)?;
+    let region = Region { file: Arc::new(on_disk.into()), ..good };
+    expect_both_refused(&mut daemon, "a file on a disk", &region)?;
+    daemon.wait_for_message("is not of memory", 1)?;
+    daemon.wait_let_go(&descriptors)
+}
+
+/// Sparse regions cost a front-end nothing, and would leave the daemon without address space.
+#[test]
+fn more_memory_than_a_front_end_may_have() -> Result<()> {
+    const TIB: u64 = 1 << 40;
+    let options = DaemonOptions::new(Engine::Aio);
+    let mut daemon = start(&options.with("--max-mapped-memory", "20T"))?;
+    let descriptors = daemon.descriptors()?;
+    let file = Arc::new(memfd(TIB)?);
+    let region = |index: u64| Region {
+        guest_addr: 16 * TIB + index * TIB,
+        bytes: TIB,
+        user_addr: 32 * TIB + index * TIB,
+        file_offset: 0,
+        file: Arc::clone(&file),
+    };
+    let add = |frontend: &mut Frontend, index| frontend.tell(Message::add_region(&region(index)));
+    with_negotiated(&mut daemon, "one TiB after the other", |frontend| {
+        (0..16).try_for_each(|index| add(frontend, index))?;
+        // What was given back is there for the next.
+        frontend.tell(Message::remove_region(&region(3)))?;
+        add(frontend, 20)?;
+        frontend.expect_refused(Message::add_region(&region(21)))
+    })?;
+    daemon.wait_for_message("(--max-guest-memory) may be 17592186044416", 1)?;
+    daemon.wait_let_go(&descriptors)?;
+
+    let regions: Vec<_> = (0..17).map(region).collect();
+    let table = Message::memory_table(&regions.iter().collect::<Vec<_>>());
+    with_negotiated(&mut daemon, "too much in one table", |frontend| {
+        frontend.expect_refused(table)
+    })?;
+    daemon.wait_let_go(&descriptors)
+}
+
+#[test]
+fn more_memory_than_all_front_ends_may_have() -> Result<()> {
+    let sockets = tempfile::tempdir()?;
+    let socket = sockets.path().join("other.sock");
+    let export = format!("socket-path={},null=16M", socket.display());
+    let options = DaemonOptions::new(Engine::Aio).with("--export", &export);
+    let mut daemon = start(&options.with("--max-mapped-memory", "100M"))?;
+    daemon.wait_for_message("serving on", 2)?;
+    let large = Region::new(1 << 32, 90 << 20)?;
+    let mut first = Frontend::attach(daemon.socket(), &Setup::default())?;
+    first.tell(Message::add_region(&large))?;
+    let mut second = Frontend::connect(&socket, &Setup::default())?;
+    second.negotiate()?;
+    ensure!(second.share_memory().is_err(), "more is mapped than may be");
+    daemon.wait_for_message("(--max-mapped-memory) may be 104857600", 1)?;
+    // The first goes on, and makes room when it goes.
+    first.write(0, 0, &[7; 4096])?;
+    drop((first, second));
+    check_service(&mut daemon)?;
+    let mut second = Frontend::attach(&socket, &Setup::default())?;
+    second.write(0, 0, &[7; 4096])?;
+    drop(second);
+    daemon.terminate()?;
+    Ok(())
+}
+
 #[test]
 fn regions_that_overlap() -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(Engine::Aio))?;

@@ -17,6 +17,8 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/*.rs", "system calls on memory that the kernel goes on using"),
     ("crates/blockio/src/engine/io_uring/*.rs", "the ring of engine io_uring"),
     ("crates/blockio/src/buf.rs", "buffers in memory that others may write"),
+    ("crates/virtqueue/src/mapping.rs", "maps and unmaps one region"),
+    ("crates/virtqueue/tests/it/sigbus.rs", "sends itself the signals of the kernel"),
     ("crates/virtqueue/src/memory.rs", "guest memory: translation and volatile access"),
     ("crates/virtqueue/src/sigbus.rs", "a signal handler that maps memory"),
     ("crates/virtqueue/src/split.rs", "split rings in guest memory"),

@@ -17,7 +17,7 @@ use vhost::vhost_user::message::{
 use vhost::vhost_user::{
     Error as VhostError, GpuBackend, Result as VhostResult, VhostUserBackendReqHandlerMut,
 };
-use virtqueue::{GuestMemory, MAX_REGIONS, RegionConfig};
+use virtqueue::{GuestMemory, MAX_REGIONS, MappingRules, RegionConfig};
 
 use super::ring::{RingAddresses, RingState, invalid};
 use crate::blk::BlkDevice;
@@ -31,6 +31,8 @@ pub(super) struct Connection {
     /// Queue `i` is served by IoThread `i` modulo their number.
     threads: Vec<Remote>,
     memory: Arc<GuestMemory>,
+    /// What the front-end may have mapped.
+    rules: MappingRules,
     rings: Vec<RingState>,
     /// Whether rings start disabled, as the protocol features make them.
     rings_need_enable: bool,
@@ -39,10 +41,16 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(name: String, device: BlkDevice, threads: Vec<Remote>) -> Self {
+    pub(super) fn new(
+        name: String,
+        device: BlkDevice,
+        threads: Vec<Remote>,
+        rules: MappingRules,
+    ) -> Self {
         let rings = (0..device.num_queues()).map(|_| RingState::default()).collect();
         let memory = Arc::new(GuestMemory::empty());
-        Self { name, device, threads, memory, rings, rings_need_enable: false, closing: false }
+        let (rings_need_enable, closing) = (false, false);
+        Self { name, device, threads, memory, rules, rings, rings_need_enable, closing }
     }
 
     /// Stops all queues for good and lets go of the memory. When this returns, requests are
@@ -209,14 +217,15 @@ impl VhostUserBackendReqHandlerMut for Connection {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> VhostResult<Option<Vec<u64>>> {
-        let regions = regions
+        let regions: Vec<_> = regions
             .iter()
             .zip(files)
             .map(|(r, file)| {
                 Self::region(r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset, file)
             })
             .collect();
-        let memory = GuestMemory::new(regions).map_err(|error| failed(io::Error::other(error)))?;
+        let memory = GuestMemory::new(&regions, &self.rules);
+        let memory = memory.map_err(|error| failed(io::Error::other(error)))?;
         self.set_memory(memory).map_err(failed)?;
         Ok(None)
     }
@@ -233,7 +242,7 @@ impl VhostUserBackendReqHandlerMut for Connection {
     ) -> VhostResult<Option<u64>> {
         let region =
             Self::region(r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset, file);
-        let memory = self.memory.with_region(region);
+        let memory = self.memory.with_region(&region, &self.rules);
         let memory = memory.map_err(|error| failed(io::Error::other(error)))?;
         self.set_memory(memory).map_err(failed)?;
         Ok(None)

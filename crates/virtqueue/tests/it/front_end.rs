@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use virtio_driver::virtqueue::VirtqueueLayout;
 use virtio_driver::{IovaTranslator, Le32, ScmSocket, VhostUser, VirtioTransport};
-use virtqueue::{GuestMemory, RegionConfig};
+use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
 const GET_FEATURES: u32 = 1;
 const GET_PROTOCOL_FEATURES: u32 = 15;
@@ -96,7 +96,9 @@ fn serve(mut socket: &UnixStream) -> GuestMemory {
                     [8, 16, 24, 32].map(|at| u64_at(&payload, at));
                 let file = Arc::new(file.expect("a region has a file"));
                 let config = RegionConfig { guest_addr, size, user_addr, file, file_offset };
-                memory = Some(GuestMemory::empty().with_region(config).expect("a good region"));
+                let rules = MappingRules::default();
+                memory =
+                    Some(GuestMemory::empty().with_region(&config, &rules).expect("a good region"));
                 0
             }
             _ if flags & FLAG_NEED_REPLY != 0 => 0,

@@ -1,16 +1,26 @@
 //! Memory maps: what is refused, what is shared, and what lies where.
 
 use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::slice;
 use std::sync::Arc;
 
-use virtqueue::{GuestMemory, LocalMemory, MAX_REGIONS, MemoryError, RegionConfig};
+use virtqueue::{
+    GuestMemory, LocalMemory, MAX_REGIONS, MappingBudget, MappingRules, MemoryError, MemoryFiles,
+    RegionConfig,
+};
 
 use crate::ring::memfd;
 
 const PAGE: u64 = 0x1000;
 /// Where the front-end of these tests has guest address 0.
 const USER: u64 = 0x7f00_0000_0000;
+
+fn rules() -> MappingRules {
+    MappingRules::default()
+}
 
 fn region(guest_addr: u64, size: u64, file: &Arc<File>, file_offset: u64) -> RegionConfig {
     let user_addr = guest_addr.wrapping_add(USER);
@@ -20,7 +30,7 @@ fn region(guest_addr: u64, size: u64, file: &Arc<File>, file_offset: u64) -> Reg
 #[test]
 fn a_file_is_shared_both_ways() {
     let file = memfd(4 * PAGE);
-    let memory = GuestMemory::new(vec![region(PAGE, 2 * PAGE, &file, PAGE)]).unwrap();
+    let memory = GuestMemory::new(&[region(PAGE, 2 * PAGE, &file, PAGE)], &rules()).unwrap();
     file.write_all_at(b"from the guest", PAGE + 10).unwrap();
     let mut bytes = [0; 14];
     memory.read(PAGE + 10, &mut bytes).unwrap();
@@ -36,7 +46,7 @@ fn a_file_is_shared_both_ways() {
 fn an_offset_need_not_be_aligned() {
     let file = memfd(3 * PAGE);
     let offset = PAGE + 24;
-    let memory = GuestMemory::new(vec![region(0, PAGE, &file, offset)]).unwrap();
+    let memory = GuestMemory::new(&[region(0, PAGE, &file, offset)], &rules()).unwrap();
     memory.write(0, b"first").unwrap();
     memory.write(PAGE - 4, b"last").unwrap();
     let mut bytes = [0; 5];
@@ -51,11 +61,8 @@ fn an_offset_need_not_be_aligned() {
 fn accesses_cross_regions_that_touch() {
     let file = memfd(4 * PAGE);
     // The other way round in the file, so that nothing works by accident.
-    let memory = GuestMemory::new(vec![
-        region(2 * PAGE, PAGE, &file, 0),
-        region(PAGE, PAGE, &file, 2 * PAGE),
-    ])
-    .unwrap();
+    let regions = [region(2 * PAGE, PAGE, &file, 0), region(PAGE, PAGE, &file, 2 * PAGE)];
+    let memory = GuestMemory::new(&regions, &rules()).unwrap();
     let text = b"across the border";
     memory.write(2 * PAGE - 6, text).unwrap();
     let mut bytes = [0; 17];
@@ -77,7 +84,7 @@ fn accesses_cross_regions_that_touch() {
 #[test]
 fn bad_regions_are_refused() {
     let file = memfd(2 * PAGE);
-    let try_one = |config: RegionConfig| GuestMemory::new(vec![config]).unwrap_err();
+    let try_one = |config: RegionConfig| GuestMemory::new(&[config], &rules()).unwrap_err();
     assert!(matches!(try_one(region(0, 0, &file, 0)), MemoryError::EmptyRegion { guest_addr: 0 }));
 
     let guest_wraps = RegionConfig { user_addr: 0, ..region(u64::MAX - PAGE, 2 * PAGE, &file, 0) };
@@ -95,30 +102,127 @@ fn bad_regions_are_refused() {
             if needed == 2 * PAGE + 1 && length == 2 * PAGE),
         "{too_long}"
     );
-    GuestMemory::new(vec![region(0, PAGE, &file, PAGE)]).unwrap();
+    GuestMemory::new(&[region(0, PAGE, &file, PAGE)], &rules()).unwrap();
 
-    let directory = Arc::new(File::open("/").unwrap());
-    assert!(matches!(try_one(region(0, PAGE, &directory, 0)), MemoryError::NotMemory { .. }));
-    let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
+    // What has been found to be memory, and may not be written.
+    let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let read_only = Arc::new(File::open(name).unwrap());
     let refused = try_one(region(0, PAGE, &read_only, 0));
     assert!(matches!(refused, MemoryError::Map { .. }), "{refused}");
+}
+
+#[test]
+fn memory_comes_from_files_that_have_seals() {
+    let any = MappingRules { files: MemoryFiles::Any, ..rules() };
+    let on_disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    on_disk.set_len(2 * PAGE).unwrap();
+    let config = region(0, PAGE, &Arc::new(on_disk), PAGE);
+    let refused = GuestMemory::new(slice::from_ref(&config), &rules()).unwrap_err();
+    assert!(matches!(refused, MemoryError::NotMemory { .. }), "{refused}");
+    let refused = GuestMemory::empty().with_region(&config, &rules()).unwrap_err();
+    assert!(matches!(refused, MemoryError::NotMemory { .. }), "{refused}");
+    let memory = GuestMemory::new(&[config], &any).unwrap();
+    memory.write(0, b"asked for").unwrap();
+
+    let (pipe, _writer) = std::io::pipe().unwrap();
+    let pipe = File::from(OwnedFd::from(pipe));
+    for file in [File::open("/").unwrap(), pipe, File::open("/dev/zero").unwrap()] {
+        let refused = GuestMemory::new(&[region(0, PAGE, &Arc::new(file), 0)], &rules());
+        assert!(matches!(refused, Err(MemoryError::NotMemory { .. })), "{refused:?}");
+    }
+    let directory = Arc::new(File::open("/").unwrap());
+    let refused = GuestMemory::new(&[region(0, PAGE, &directory, 0)], &any);
+    assert!(matches!(refused, Err(MemoryError::NotMemory { .. })), "{refused:?}");
+
+    // A file with a name in a file system of memory is as good as one without.
+    let shm = Path::new("/dev/shm");
+    if shm.exists() {
+        let named = tempfile::tempfile_in(shm).unwrap();
+        named.set_len(PAGE).unwrap();
+        GuestMemory::new(&[region(0, PAGE, &Arc::new(named), 0)], &rules()).unwrap();
+    }
+}
+
+#[test]
+fn a_map_keeps_no_descriptor_open() {
+    let file = memfd(2 * PAGE);
+    let config = region(0, PAGE, &file, 0);
+    let memory = GuestMemory::new(&[config], &rules()).unwrap();
+    assert_eq!(Arc::strong_count(&file), 1, "the map holds the file");
+    drop(file);
+    memory.write(0, b"still mapped").unwrap();
+}
+
+#[test]
+fn what_is_mapped_is_counted_and_limited() {
+    let file = memfd(8 * PAGE);
+    let process = MappingBudget::new("all memory", 4 * PAGE);
+    let budget = process.child("this memory", 3 * PAGE);
+    let rules = MappingRules { budget: budget.clone(), ..rules() };
+    let mapped = || (budget.mapped_bytes() / PAGE, process.mapped_bytes() / PAGE);
+    // A region in the middle of two pages takes both.
+    let one = GuestMemory::new(&[region(0, PAGE, &file, PAGE / 2)], &rules).unwrap();
+    assert_eq!(mapped(), (2, 2));
+    let two = one.with_region(&region(0x10 * PAGE, PAGE, &file, 0), &rules).unwrap();
+    assert_eq!(mapped(), (3, 3), "the maps share a region, which counts once");
+    let error = two.with_region(&region(0x20 * PAGE, PAGE, &file, 0), &rules).unwrap_err();
+    assert!(
+        matches!(error, MemoryError::OverBudget { needed, mapped, limit, what: "this memory", .. }
+            if (needed, mapped, limit) == (PAGE, 3 * PAGE, 3 * PAGE)),
+        "{error}"
+    );
+    assert!(error.to_string().contains("12288"), "{error}");
+    drop(one);
+    assert_eq!(mapped(), (3, 3), "the later map still has both");
+    let rest = two.without_region(0, USER, PAGE).unwrap();
+    drop(two);
+    assert_eq!(mapped(), (1, 1));
+
+    // The other front-end is in the way, and what it lets go is to be had again.
+    let other = MappingRules { budget: process.child("that memory", 4 * PAGE), ..rules.clone() };
+    let hold = GuestMemory::new(&[region(0, 3 * PAGE, &file, 0)], &other).unwrap();
+    let error = rest.with_region(&region(0, PAGE, &file, 0), &rules).unwrap_err();
+    assert!(matches!(error, MemoryError::OverBudget { what: "all memory", .. }), "{error}");
+    assert_eq!(mapped(), (1, 4));
+    drop(hold);
+    // What is refused for another reason counts no more.
+    let overlap = rest.with_region(&region(0x10 * PAGE, PAGE, &file, 0), &rules).unwrap_err();
+    assert!(matches!(overlap, MemoryError::Overlap { .. }), "{overlap}");
+    let too_long = GuestMemory::new(
+        &[region(0, PAGE, &file, 0), region(2 * PAGE, 9 * PAGE, &file, 0)],
+        &rules,
+    );
+    assert!(matches!(too_long, Err(MemoryError::FileTooShort { .. })));
+    assert_eq!(mapped(), (1, 1));
+    drop(rest);
+    assert_eq!(mapped(), (0, 0));
+}
+
+/// Far beyond what there is of address space: refused by the budget, and not tried.
+#[test]
+fn a_sparse_file_does_not_use_up_address_space() {
+    let file = memfd(1 << 47);
+    let budget = MappingBudget::new("memory", 16 << 40);
+    let rules = MappingRules { budget, ..rules() };
+    let error = GuestMemory::new(&[region(0, 1 << 47, &file, 0)], &rules).unwrap_err();
+    assert!(matches!(error, MemoryError::OverBudget { .. }), "{error}");
 }
 
 #[test]
 fn overlaps_are_refused_in_both_address_spaces() {
     let file = memfd(4 * PAGE);
     let first = region(4 * PAGE, 2 * PAGE, &file, 0);
-    let memory = GuestMemory::new(vec![first]).unwrap();
+    let memory = GuestMemory::new(&[first], &rules()).unwrap();
     for guest_addr in [4 * PAGE, 5 * PAGE + 0xfff, 3 * PAGE + 1] {
         let config = RegionConfig { user_addr: 0, ..region(guest_addr, PAGE, &file, 0) };
-        let error = memory.with_region(config).unwrap_err();
+        let error = memory.with_region(&config, &rules()).unwrap_err();
         assert!(matches!(error, MemoryError::Overlap { space: "guest", .. }), "{error}");
     }
     let config = RegionConfig { user_addr: USER + 5 * PAGE, ..region(0, PAGE, &file, 0) };
-    let error = memory.with_region(config).unwrap_err();
+    let error = memory.with_region(&config, &rules()).unwrap_err();
     assert!(matches!(error, MemoryError::Overlap { space: "front-end", .. }), "{error}");
     for guest_addr in [3 * PAGE, 6 * PAGE] {
-        memory.with_region(region(guest_addr, PAGE, &file, 2 * PAGE)).unwrap();
+        memory.with_region(&region(guest_addr, PAGE, &file, 2 * PAGE), &rules()).unwrap();
     }
 }
 
@@ -128,8 +232,8 @@ fn successive_maps_share_regions() {
     let empty = GuestMemory::empty();
     assert_eq!(empty.num_regions(), 0);
     assert!(empty.read(0, &mut [0]).is_err());
-    let one = empty.with_region(region(0, PAGE, &file, 0)).unwrap();
-    let two = one.with_region(region(0x10 * PAGE, PAGE, &file, PAGE)).unwrap();
+    let one = empty.with_region(&region(0, PAGE, &file, 0), &rules()).unwrap();
+    let two = one.with_region(&region(0x10 * PAGE, PAGE, &file, PAGE), &rules()).unwrap();
     assert_eq!((one.num_regions(), two.num_regions()), (1, 2));
 
     assert_eq!(two.guest_addr_of_user(USER + 0x10 * PAGE + 7), Some(0x10 * PAGE + 7));
@@ -157,7 +261,7 @@ fn as_many_regions_as_a_front_end_may_add_and_no_more() {
     // Every second page of guest memory, the last first.
     let configs: Vec<_> =
         (0..count).rev().map(|i| region(2 * i * PAGE, PAGE, &file, i * PAGE)).collect();
-    let memory = GuestMemory::new(configs.clone()).unwrap();
+    let memory = GuestMemory::new(&configs, &rules()).unwrap();
     assert_eq!(memory.num_regions(), MAX_REGIONS);
     for i in 0..count {
         memory.write(2 * i * PAGE + 8, &i.to_le_bytes()).unwrap();
@@ -169,10 +273,10 @@ fn as_many_regions_as_a_front_end_may_add_and_no_more() {
         assert_eq!(u64::from_le_bytes(bytes), i);
     }
     let one_more = region(2 * count * PAGE, PAGE, &file, count * PAGE);
-    let error = memory.with_region(one_more.clone()).unwrap_err();
+    let error = memory.with_region(&one_more, &rules()).unwrap_err();
     assert!(matches!(error, MemoryError::TooManyRegions { count: 510, max: 509 }), "{error}");
-    let all = configs.into_iter().chain([one_more]).collect();
-    assert!(matches!(GuestMemory::new(all), Err(MemoryError::TooManyRegions { .. })));
+    let all: Vec<_> = configs.into_iter().chain([one_more]).collect();
+    assert!(matches!(GuestMemory::new(&all, &rules()), Err(MemoryError::TooManyRegions { .. })));
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::sync::{Arc, OnceLock};
 use proptest::prelude::*;
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, RegionConfig, SplitQueue};
+use virtqueue::{
+    Chain, GuestMemory, LocalMemory, MappingRules, QueueConfig, RegionConfig, SplitQueue,
+};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use crate::ring::{
@@ -36,18 +38,20 @@ impl Twins {
         for (pattern, file) in patterns().iter().zip(&files) {
             file.write_all_at(pattern, 0).expect("a file takes its length");
         }
-        let regions = RANGES.iter().zip(&files).map(|(&(guest_addr, size), file)| RegionConfig {
+        let region = |(&(guest_addr, size), file): (&(u64, u64), &Arc<File>)| RegionConfig {
             guest_addr,
             size,
             user_addr: guest_addr,
             file: Arc::clone(file),
             file_offset: 0,
-        });
+        };
+        let regions: Vec<_> = RANGES.iter().zip(&files).map(region).collect();
         let ranges = RANGES.iter().zip(&files).map(|(&(start, size), file)| {
             let size = usize::try_from(size).expect("64 bits");
             (GuestAddress(start), size, Some(FileOffset::from_arc(Arc::clone(file), 0)))
         });
-        let ours = Arc::new(GuestMemory::new(regions.collect()).expect("regions are good"));
+        let ours = GuestMemory::new(&regions, &MappingRules::default()).expect("good regions");
+        let ours = Arc::new(ours);
         let oracle = GuestMemoryMmap::from_ranges_with_files(ranges).expect("regions are good");
         Self { ours, oracle }
     }

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use virtqueue::{
-    ChainFault, GuestMemory, QueueError, RegionConfig, RingPart, install_sigbus_handler,
-    lost_regions,
+    ChainFault, GuestMemory, MappingRules, QueueError, RegionConfig, RingPart,
+    install_sigbus_handler, lost_regions,
 };
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
@@ -25,6 +25,10 @@ fn region(guest_addr: u64, size: u64) -> (RegionConfig, Arc<File>) {
     (RegionConfig { guest_addr, size, user_addr, file: of_region, file_offset: 0 }, file)
 }
 
+fn map(regions: &[RegionConfig]) -> GuestMemory {
+    GuestMemory::new(regions, &MappingRules::default()).expect("regions")
+}
+
 /// A ring in a region of its own and two more regions, which begin at `BORDER` and `ISLAND`, with
 /// the files of all three.
 fn ring() -> (Ring, [Arc<File>; 3]) {
@@ -33,7 +37,7 @@ fn ring() -> (Ring, [Arc<File>; 3]) {
     let (high, high_file) = region(BORDER, REGION);
     let (island, island_file) = region(ISLAND, REGION);
     let mut ring = Ring::new(8, true);
-    ring.memory = Arc::new(GuestMemory::new(vec![low, high, island]).expect("regions"));
+    ring.memory = Arc::new(map(&[low, high, island]));
     (ring, [low_file, high_file, island_file])
 }
 
@@ -156,7 +160,7 @@ fn every_region_is_found_however_many_there_are() {
     for _ in 0..3 {
         let (configs, files): (Vec<_>, Vec<_>) =
             (0..COUNT).map(|index| region(index * SIZE, SIZE)).unzip();
-        let memory = GuestMemory::new(configs).unwrap();
+        let memory = map(&configs);
         for (index, file) in (0..).zip(files) {
             file.set_len(0).unwrap();
             memory.write(index * SIZE + 8, b"lost").unwrap();
@@ -190,4 +194,31 @@ fn a_fault_elsewhere_ends_the_process() {
     let output = child.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{}: {text}", output.status);
+}
+
+/// Says that a page is damaged that nobody has accessed, as the kernel does.
+fn send_notice() {
+    const BUS_MCEERR_AO: libc::c_int = 5;
+    let thread = rustix::thread::gettid().as_raw_pid();
+    // SAFETY: all zeroes are a valid siginfo_t, which the kernel copies; a thread may send itself
+    // one with any code.
+    let result = unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        info.si_signo = libc::SIGBUS;
+        info.si_code = BUS_MCEERR_AO;
+        let process = libc::getpid();
+        let info = &raw const info;
+        libc::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, libc::SIGBUS, info)
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn a_notice_of_a_damaged_page_changes_nothing() {
+    let (Ring { memory, .. }, files) = ring();
+    send_notice();
+    assert!(memory.is_intact());
+    files[2].set_len(0).unwrap();
+    memory.write(ISLAND, b"lost").unwrap();
+    assert!(!memory.is_intact(), "survived, and marked");
 }

@@ -1,0 +1,26 @@
+//! How much memory front-ends may have this process map.
+
+use virtqueue::{MappingBudget, MappingRules, MemoryFiles};
+
+/// The most that one front-end, and all of them together, may have mapped; clones share the count.
+#[derive(Clone)]
+pub struct MemoryLimits {
+    all: MappingBudget,
+    of_each_bytes: u64,
+}
+
+impl MemoryLimits {
+    /// Limits in bytes: for each front-end, and for the process.
+    #[must_use]
+    pub fn new(of_each_bytes: u64, of_all_bytes: u64) -> Self {
+        let all = "the memory of all front-ends (--max-mapped-memory)";
+        Self { all: MappingBudget::new(all, of_all_bytes), of_each_bytes }
+    }
+
+    /// What a front-end that attaches now may map.
+    pub(crate) fn of_front_end(&self) -> MappingRules {
+        let each = "the memory of a front-end (--max-guest-memory)";
+        let budget = self.all.child(each, self.of_each_bytes);
+        MappingRules { files: MemoryFiles::Sealable, budget }
+    }
+}

@@ -1,0 +1,120 @@
+//! Limits on how much memory of front-ends is mapped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How much may be mapped, by one front-end or by all of a process: a handle whose clones share
+/// one count.
+///
+/// What it guards is address space. A sparse file costs whoever shares it nothing, and a few of
+/// them fill the 47 bits that a process has; then no allocation works any more. A region counts
+/// from before it is mapped until the last map that has it is gone, and once however many maps
+/// share it.
+#[derive(Debug, Clone)]
+pub struct MappingBudget(Arc<Budget>);
+
+#[derive(Debug)]
+struct Budget {
+    what: &'static str,
+    limit_bytes: u64,
+    mapped_bytes: AtomicU64,
+    parent: Option<MappingBudget>,
+}
+
+impl MappingBudget {
+    /// A budget of so many bytes. `what` is what refusals call it, such as "the memory of all
+    /// front-ends (--max-mapped-memory)".
+    #[must_use]
+    pub fn new(what: &'static str, limit_bytes: u64) -> Self {
+        Self::with_parent(what, limit_bytes, None)
+    }
+
+    /// A budget within this one: what it maps counts in both.
+    #[must_use]
+    pub fn child(&self, what: &'static str, limit_bytes: u64) -> Self {
+        Self::with_parent(what, limit_bytes, Some(self.clone()))
+    }
+
+    /// A budget that is never used up.
+    #[must_use]
+    pub fn unlimited() -> Self {
+        Self::new("memory", u64::MAX)
+    }
+
+    /// Bytes that are mapped now, whole pages.
+    #[must_use]
+    pub fn mapped_bytes(&self) -> u64 {
+        self.0.mapped_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes that may be mapped at once.
+    #[must_use]
+    pub fn limit_bytes(&self) -> u64 {
+        self.0.limit_bytes
+    }
+
+    fn with_parent(what: &'static str, limit_bytes: u64, parent: Option<Self>) -> Self {
+        let mapped_bytes = AtomicU64::new(0);
+        Self(Arc::new(Budget { what, limit_bytes, mapped_bytes, parent }))
+    }
+
+    /// Takes `bytes` out of this budget and all that it is within, or out of none of them.
+    pub(crate) fn take(&self, bytes: u64) -> Result<Share, OverBudget> {
+        let Budget { what, limit_bytes, mapped_bytes, parent } = &*self.0;
+        let add = |mapped: u64| mapped.checked_add(bytes).filter(|sum| sum <= limit_bytes);
+        mapped_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map_err(|mapped| {
+            OverBudget { what, mapped_bytes: mapped, limit_bytes: *limit_bytes }
+        })?;
+        let mut share = Share { budget: self.clone(), bytes, _of_parent: None };
+        if let Some(parent) = parent {
+            share._of_parent = Some(Box::new(parent.take(bytes)?));
+        }
+        Ok(share)
+    }
+}
+
+/// Bytes taken out of a budget, given back when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Share {
+    budget: MappingBudget,
+    bytes: u64,
+    _of_parent: Option<Box<Share>>,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.budget.0.mapped_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Which budget is used up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OverBudget {
+    pub(crate) what: &'static str,
+    pub(crate) mapped_bytes: u64,
+    pub(crate) limit_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_taken_counts_in_all_and_comes_back() {
+        let process = MappingBudget::new("process", 100);
+        let (first, second) = (process.child("first", 80), process.child("second", 80));
+        let all = first.take(80).unwrap();
+        assert_eq!((first.mapped_bytes(), process.mapped_bytes()), (80, 80));
+        let refused =
+            |what, mapped_bytes, limit_bytes| Some(OverBudget { what, mapped_bytes, limit_bytes });
+        assert_eq!(first.take(1).err(), refused("first", 80, 80));
+        assert_eq!(first.take(u64::MAX).err(), refused("first", 80, 80), "the sum does not wrap");
+        assert_eq!(second.take(21).err(), refused("process", 80, 100));
+        assert_eq!(second.mapped_bytes(), 0, "what the parent refused was given back");
+        let rest = second.take(20).unwrap();
+        drop(all);
+        assert_eq!((first.mapped_bytes(), process.mapped_bytes()), (0, 20));
+        drop(rest);
+        assert_eq!((second.mapped_bytes(), process.mapped_bytes()), (0, 0));
+    }
+}
