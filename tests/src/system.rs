@@ -99,6 +99,52 @@ impl Tmpfs {
     }
 }
 
+/// A file system on a file of its own.
+pub struct FileSystem {
+    _undo: Undo,
+    folder: TempDir,
+    /// Where its file is.
+    _home: TempDir,
+}
+
+impl FileSystem {
+    /// Makes one in a new file of `bytes` in `home`, with `mkfs`, a command and its options, and
+    /// mounts it.
+    ///
+    /// # Errors
+    /// When it cannot be made or mounted.
+    pub fn make(home: &Path, bytes: u64, mkfs: &[&str]) -> Result<Self> {
+        let home = tempfile::tempdir_in(home).context("making a folder for a file system")?;
+        let image = home.path().join("file-system.img");
+        File::create(&image).and_then(|file| file.set_len(bytes)).context("making a file")?;
+        let image = image.to_str().context("a file with an odd name")?;
+        let [program, options @ ..] = mkfs else { anyhow::bail!("no command") };
+        run(program, &[options, &[image]].concat())?;
+        let folder = tempfile::tempdir().context("making a folder to mount on")?;
+        let path = folder.path().to_str().context("a folder with an odd name")?;
+        let undo = Undo::later("umount --lazy \"$1\"", &[path], Stdio::null())?;
+        run("mount", &["-o", "loop", image, path])?;
+        Ok(Self { _undo: undo, folder, _home: home })
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// Whether `program` is there. Says so if not.
+#[must_use]
+pub fn is_installed(program: &str) -> bool {
+    let found = Command::new("sh").args(["-c", "command -v \"$1\"", "sh", program]).output();
+    let is_there = found.is_ok_and(|output| output.status.success());
+    if !is_there {
+        eprintln!("skipped: {program} is not installed");
+    }
+    is_there
+}
+
 /// A loop device.
 pub struct LoopDevice {
     _undo: Undo,
@@ -111,8 +157,17 @@ impl LoopDevice {
     /// # Errors
     /// When there is none left.
     pub fn attach(file: &Path) -> Result<Self> {
+        Self::attach_with(file, &[])
+    }
+
+    /// The same with more options of `losetup`.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    pub fn attach_with(file: &Path, options: &[&str]) -> Result<Self> {
         let file = file.to_str().context("a file with an odd name")?;
-        let path = run("losetup", &["--find", "--show", file])?.trim().to_owned();
+        let arguments = [options, &["--find", "--show", file]].concat();
+        let path = run("losetup", &arguments)?.trim().to_owned();
         // It may have been detached by then, and be another's.
         let script =
             "if losetup --associated \"$2\" | grep -q \"^$1:\"; then losetup -d \"$1\"; fi";

@@ -112,12 +112,14 @@ impl Buffers {
         }
     }
 
-    /// Whether each range starts at a multiple of `align` (a power of two) and is a multiple of
-    /// it long.
+    /// Whether each range starts at a multiple of `addresses` and is a multiple of `lengths` long
+    /// (powers of two). Then so is each part of the list that is cut between ranges.
     #[must_use]
-    pub fn is_aligned(&self, align: usize) -> bool {
-        let bits = self.iovecs().iter().fold(0, |bits, r| bits | r.iov_base.addr() | r.iov_len);
-        bits & (align - 1) == 0
+    pub fn is_aligned(&self, addresses: usize, lengths: usize) -> bool {
+        let bits = |bits, range: &iovec| {
+            bits | (range.iov_base.addr() & (addresses - 1)) | (range.iov_len & (lengths - 1))
+        };
+        self.iovecs().iter().fold(0, bits) == 0
     }
 
     /// Copies `data` into the list from byte `offset` on, as far as there is room.
@@ -300,7 +302,7 @@ mod tests {
     fn lists_of_one_memory_show_the_same_bytes() {
         let memory = BufferMemory::new(1024, 512);
         let mut list = memory.buffers(1024, Vec::new());
-        assert!(list.is_aligned(512));
+        assert!(list.is_aligned(512, 512));
         list.copy_from(0, b"data");
         list.advance(1000);
         let again = memory.buffers(4, list.into_storage());
@@ -310,12 +312,16 @@ mod tests {
 
     #[test]
     fn alignment_looks_at_every_start_and_length() {
-        assert!(scattered(&[512, 1024]).is_aligned(512));
-        assert!(!scattered(&[512, 100, 412]).is_aligned(512));
-        assert!(scattered(&[512, 100, 412]).is_aligned(4));
+        assert!(scattered(&[512, 1024]).is_aligned(512, 512));
+        // The misaligned one is neither the first nor the second.
+        assert!(!scattered(&[512, 1024, 100, 412]).is_aligned(4, 512));
+        assert!(!scattered(&[512, 1024, 100, 412]).is_aligned(512, 4));
+        assert!(scattered(&[512, 1024, 100, 412]).is_aligned(4, 4));
+        // Ranges that a device with blocks of 4096 and memory of 4 does not take.
+        assert!(!scattered(&[512, 3584]).is_aligned(4, 4096));
         let mut list = scattered(&[1024]);
         list.advance(8);
-        assert!(!list.is_aligned(512));
-        assert!(list.is_aligned(8));
+        assert!(!list.is_aligned(512, 512));
+        assert!(list.is_aligned(8, 8));
     }
 }

@@ -4,7 +4,11 @@
 //! is all or error: short reads and writes are finished here, the end of a file reads as zeroes,
 //! and memory that the device cannot take as it is gets bounced.
 
+mod alignment;
 mod file;
+mod lock;
+mod retries;
+mod source;
 
 use std::io;
 use std::path::Path;
@@ -13,7 +17,8 @@ use std::rc::Rc;
 use crate::buf::Buffers;
 use crate::error::Error;
 use crate::io_thread::Io;
-use file::{FileDisk, FileSource};
+use file::FileDisk;
+use source::FileSource;
 
 /// How a disk is opened.
 #[derive(Debug, Clone, Default)]
@@ -22,8 +27,8 @@ pub struct DiskOptions {
     pub direct: bool,
     /// Refuse everything that changes data.
     pub read_only: bool,
-    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what the
-    /// disk asks for.
+    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what a block
+    /// device asks for, and 512 for a regular file.
     pub logical_block_bytes: Option<u32>,
 }
 

@@ -135,7 +135,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
     pub serial: Option<String>,
     /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
-    /// the disk asks for.
+    /// a block device asks for, and 512 for a regular file.
     #[arg(long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
 }

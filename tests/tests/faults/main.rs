@@ -1,5 +1,6 @@
 //! Storage and limits that fail the daemon, on real parts.
 
+mod devices;
 mod limits;
 mod neighbours;
 mod storage;

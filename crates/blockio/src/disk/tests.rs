@@ -276,6 +276,25 @@ fn a_full_file_system_is_reported_as_such() {
     assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
 }
 
+/// The kernel's log has nothing more to read, and says EAGAIN.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_is_put_off_is_tried_again_with_growing_pauses_and_fails_in_the_end() {
+    if std::fs::File::options().write(true).open("/dev/kmsg").is_err() {
+        eprintln!("skipped: only root can read the kernel's log");
+        return;
+    }
+    let info =
+        DiskInfo { size_bytes: 1 << 30, ..*DiskSource::null(MIB, &options(false)).unwrap().info() };
+    let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/kmsg")) };
+    let thread = thread(EngineKind::Threads);
+    let disk = source.attach(thread.io());
+    let (result, _) = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();
+    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+    let failed = thread.io().stats().read.errors.get();
+    assert!((4..20).contains(&failed), "tried {failed} times");
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn ranges_are_checked_and_read_only_is_kept() {

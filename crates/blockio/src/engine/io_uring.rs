@@ -36,6 +36,10 @@ use ring::KernelRing as Ring;
 use ring::Setup;
 use watches::{Seen, Watches};
 
+/// How a discard in the ring ends that the pool is to do.
+const BUSY: i32 = -libc::EBUSY;
+const UNSUPPORTED: i32 = -libc::EOPNOTSUPP;
+
 /// How long a wait lasts at most while the kernel takes no submission entries.
 const REFUSED_WAIT: Duration = Duration::from_millis(1);
 
@@ -290,11 +294,13 @@ impl IoUring {
     }
 
     fn complete(&mut self, slot: u32, result: i32, done: &mut Completer<'_>) {
-        if result == -libc::EOPNOTSUPP
+        if matches!(result, BUSY | UNSUPPORTED)
             && matches!(done.slots.kind(slot), Some(OpKind::DiscardBlocks { .. }))
         {
-            // Kernels before 6.12 discard by ioctl only, and the pool does that.
-            self.has_discard = false;
+            // Kernels before 6.12 discard by ioctl only, and the pool does that. Later ones refuse
+            // it in the ring while somebody writes to the same page of the page cache; the ioctl
+            // waits for that.
+            self.has_discard &= result == BUSY;
             self.threads.queue(slot);
             return;
         }

@@ -1,0 +1,205 @@
+//! A regular file or a block device is opened, and asked what it is like.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::SeekFrom;
+
+use super::alignment::Alignment;
+use super::lock::lock;
+use super::{DiskInfo, DiskOptions, check_logical_block};
+use crate::error::Error;
+use crate::op::OpenFile;
+
+/// An open file.
+#[derive(Debug, Clone)]
+pub(super) struct FileSource {
+    pub(super) file: Arc<OpenFile>,
+    pub(super) is_block_device: bool,
+    pub(super) align: Alignment,
+}
+
+impl FileSource {
+    pub(super) fn open(path: &Path, options: &DiskOptions) -> Result<(Self, DiskInfo), Error> {
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        // Looked at before it is opened: opening a named pipe would wait for its other end.
+        let file_type = std::fs::metadata(path).map_err(open_error(path, options))?.file_type();
+        let is_block_device = file_type.is_block_device();
+        if file_type.is_dir() {
+            return Err(unusable("it is a directory; name a file or a block device".into()));
+        }
+        if !file_type.is_file() && !is_block_device {
+            return Err(unusable("it is neither a regular file nor a block device".into()));
+        }
+        let file = open(path, options, is_block_device)?;
+        lock(&file, path, options, is_block_device)?;
+        if is_block_device {
+            check_device(&file, options).map_err(unusable)?;
+        }
+        let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
+            .map_err(|errno| unusable(format!("its size cannot be found: {errno}")))?;
+        if size_bytes == 0 {
+            return Err(unusable(
+                "its size is zero; give it one, for example with `truncate -s 10G`".into(),
+            ));
+        }
+        let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
+            unusable("the file system offers no direct I/O for it; use the page cache".into())
+        })?;
+        // A device has the blocks that it has. Those of a file must not change with the file system
+        // that it lies on today, or its partitions are not found.
+        let default = if is_block_device { align.request.max(512) } else { 512 };
+        let wanted = options.logical_block_bytes.unwrap_or(default);
+        let logical_block_bytes = check_logical_block(wanted)?;
+        if logical_block_bytes < align.request {
+            return Err(unusable(format!(
+                "it takes direct I/O in units of {} bytes only, but the logical block is to be \
+                 {logical_block_bytes}; use a logical block of {0} bytes, or the page cache",
+                align.request
+            )));
+        }
+        if size_bytes % u64::from(logical_block_bytes) != 0 {
+            let rounded = size_bytes.next_multiple_of(u64::from(logical_block_bytes));
+            return Err(unusable(format!(
+                "its size of {size_bytes} bytes is no multiple of the logical block of \
+                 {logical_block_bytes}; extend it with `truncate -s {rounded}`"
+            )));
+        }
+        let physical =
+            if is_block_device { rustix::fs::ioctl_blkpbszget(&file).ok() } else { None };
+        let info = DiskInfo {
+            size_bytes,
+            logical_block_bytes,
+            physical_block_bytes: physical.unwrap_or(0).max(logical_block_bytes),
+            read_only: options.read_only,
+            direct: options.direct,
+        };
+        let file = Arc::new(OpenFile::new(file, path, options.direct));
+        Ok((Self { file, is_block_device, align }, info))
+    }
+
+    /// A file whose nature is not looked at but told.
+    #[cfg(feature = "sim")]
+    pub(super) fn simulated(
+        file: std::os::fd::OwnedFd,
+        is_block_device: bool,
+        memory_align: u32,
+        request_align: u32,
+    ) -> Self {
+        let align = Alignment { memory: memory_align, request: request_align, range: 512 };
+        Self { file: Arc::new(file.into()), is_block_device, align }
+    }
+
+    /// As if it were opened anew.
+    #[cfg(feature = "sim")]
+    pub(super) fn forget_loss(&self) {
+        self.file.forget_loss();
+    }
+
+    /// A character device, which `open` would refuse: some of them fail in useful ways.
+    #[cfg(test)]
+    pub(super) fn of_device(path: &str) -> Self {
+        let mut options = File::options();
+        let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
+        Self { file, is_block_device: false, align: Alignment::ANY }
+    }
+
+    /// As if nothing were known of it but what the kernel says to each op.
+    #[cfg(test)]
+    pub(super) fn forget_polling(&mut self) {
+        Arc::get_mut(&mut self.file).unwrap().forget_polling();
+    }
+
+    #[cfg(test)]
+    pub(super) fn may_be_polled(&self) -> bool {
+        self.file.may_be_polled()
+    }
+}
+
+fn open(path: &Path, options: &DiskOptions, is_block_device: bool) -> Result<File, Error> {
+    let mut flags = libc::O_CLOEXEC;
+    if options.direct {
+        flags |= libc::O_DIRECT;
+    }
+    if is_block_device && !options.read_only {
+        // Fails when the device is mounted or claimed by someone else.
+        flags |= libc::O_EXCL;
+    }
+    File::options()
+        .read(true)
+        .write(!options.read_only)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(open_error(path, options))
+}
+
+fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error {
+    let path = path.to_owned();
+    let options = options.clone();
+    move |error| {
+        let advice = match error.raw_os_error() {
+            Some(libc::EBUSY) => "; it is mounted or used by another program: stop that first",
+            Some(libc::EINVAL) if options.direct => {
+                "; the file system may not allow direct I/O: use the page cache"
+            }
+            Some(libc::EACCES | libc::EPERM) if !options.read_only => {
+                "; check its permissions, or open it read-only"
+            }
+            Some(libc::EACCES | libc::EPERM) => "; check its permissions",
+            Some(libc::ENOENT) => "; check the path",
+            Some(libc::EROFS) => "; open it read-only",
+            Some(libc::EMFILE) => "; raise the limit on open files (ulimit -n)",
+            _ => "",
+        };
+        Error::Open { path: path.clone(), error, advice }
+    }
+}
+
+/// Refuses devices that would be opened and then fail requests.
+fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
+    let said = |name: &str| device_attribute(file, name).unwrap_or_default();
+    // Linux lets a read-only device be opened for writing, and fails each write.
+    if !options.read_only && !["", "0"].contains(&said("ro").as_str()) {
+        return Err("it is a read-only device; open it read-only".into());
+    }
+    check_zones(&said("queue/zoned"))
+}
+
+/// Refuses a device whose zones take sequential writes only; `zoned` is its attribute of this name.
+fn check_zones(zoned: &str) -> Result<(), String> {
+    match zoned {
+        "host-managed" => Err("it is a zoned device, which takes sequential writes only; put a \
+                               layer with random writes on it (dm-zoned), or serve a file on a \
+                               file system for zoned devices"
+            .into()),
+        _ => Ok(()),
+    }
+}
+
+/// What the kernel says of the block device that `file` is. A partition has what it lacks from its
+/// disk, in whose folder its own lies.
+fn device_attribute(file: &File, name: &str) -> Option<String> {
+    let device = file.metadata().ok()?.rdev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let folder = format!("/sys/dev/block/{major}:{minor}");
+    let read = |path: String| std::fs::read_to_string(path).ok();
+    let text = read(format!("{folder}/{name}")).or_else(|| read(format!("{folder}/../{name}")))?;
+    Some(text.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_take_sequential_writes_only_are_refused() {
+        assert!(check_zones("host-managed").unwrap_err().contains("sequential"));
+        for zoned in ["none", "host-aware", ""] {
+            assert!(check_zones(zoned).is_ok(), "{zoned}");
+        }
+    }
+}
