@@ -5,6 +5,7 @@ mod compare;
 mod demo;
 mod experiments;
 mod fuzz;
+mod instructions;
 mod lab;
 mod models;
 mod mutants;
@@ -40,6 +41,8 @@ enum Command {
     Compare(compare::Args),
     /// Measure what each step of the loop is worth
     Experiments(experiments::Args),
+    /// Count the instructions that a request takes, here and in an earlier revision
+    Instructions(instructions::Args),
     /// Run the data path against a simulated kernel and a model guest
     Sim(sim::Args),
     /// Break the code on purpose and demand that a test notices
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Experiments(args) => experiments::run(&args),
+        Command::Instructions(args) => instructions::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
