@@ -3,6 +3,8 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
+#[cfg(feature = "sim")]
+use std::sync::atomic::AtomicU16;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::Waker;
@@ -68,6 +70,9 @@ struct Control {
     /// Whether there are commands: looked at in each run, without a lock.
     pending: AtomicBool,
     inner: Mutex<ControlInner>,
+    /// The avail entry that is popped next.
+    #[cfg(feature = "sim")]
+    next_avail: AtomicU16,
 }
 
 #[derive(Default)]
@@ -104,6 +109,13 @@ impl QueueHandle {
     /// Replaces the eventfd for ring errors.
     pub fn set_err(&self, err: Option<OwnedFd>) {
         self.control.send(Command::SetErr(err));
+    }
+
+    /// The avail entry that is popped next.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn next_avail(&self) -> u16 {
+        self.control.next_avail.load(Ordering::Relaxed)
     }
 
     /// Stops the queue: no more chains are taken, and this returns when all that were taken have
@@ -198,6 +210,8 @@ impl Queue {
         };
         let ring = SplitQueue::new(memory.clone(), config)?;
         let control = Arc::new(Control::default());
+        #[cfg(feature = "sim")]
+        control.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Self {
             ring: RefCell::new(ring),
             guest: GuestOwner::new(memory),
@@ -259,7 +273,10 @@ impl Queue {
         if self.broken.get() {
             return Ok(None);
         }
-        self.ring.borrow_mut().pop()
+        let popped = self.ring.borrow_mut().pop();
+        #[cfg(feature = "sim")]
+        self.control.next_avail.store(self.next_avail(), Ordering::Relaxed);
+        popped
     }
 
     /// Answers a chain. The driver sees it after the next notify.

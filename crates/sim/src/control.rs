@@ -83,7 +83,7 @@ impl Control {
         let thread = self.rng.index(self.threads.len());
         let export = &mut self.exports[device];
         export.trace(|| format!("queue {queue} is started on IoThread {thread}"));
-        export.start(queue, &self.threads[thread]);
+        export.start(queue, &self.threads[thread], thread);
     }
 
     /// What can be changed now.
@@ -106,6 +106,13 @@ impl Control {
         }
         let device = self.rng.pick(&able);
         self.exports[device].change(change, &mut self.rng)
+    }
+
+    /// The guest whose first queue is always busy goes on with that.
+    pub(crate) fn rush(&self) {
+        if let Some(export) = self.exports.first() {
+            export.guest.rush();
+        }
     }
 
     /// Something happens elsewhere, at a point within a turn of an IoThread: mostly the CPU of a

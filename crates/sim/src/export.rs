@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::DiskInfo;
-use blockio::{DiskSource, Remote};
+use blockio::{DiskSource, ROUNDS_UNTIL_SERVED, Remote};
 use ringhaul::blk::BlkDevice;
 use ringhaul::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
@@ -20,6 +20,14 @@ use crate::plan::Plan;
 use crate::request::serial;
 use crate::rng::Rng;
 use crate::world::World;
+
+/// A chain that is available, and was not popped yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Waiting {
+    next_avail: u16,
+    /// Rounds of the IoThread, and the time, when it was seen first.
+    since: (u64, u64),
+}
 
 enum Service {
     Stopped(u16),
@@ -38,6 +46,8 @@ pub(crate) struct Export {
     device: BlkDevice,
     memory: Arc<GuestMemory>,
     services: Vec<Service>,
+    /// For each queue, the IoThread that it is on, and what waits there.
+    places: Vec<(usize, Option<Waiting>)>,
     /// What is done once all queues have stopped.
     waiting: Option<Change>,
     /// All queues are to stay stopped.
@@ -68,6 +78,7 @@ impl Export {
             memory: Arc::new(guest.layout().map()),
             guest,
             services: stopped(plan),
+            places: places(plan),
             waiting: None,
             ending: false,
         };
@@ -158,8 +169,8 @@ impl Export {
         queues.map(|(index, _)| index)
     }
 
-    /// Starts a queue on the IoThread behind `thread`.
-    pub(crate) fn start(&mut self, queue: usize, thread: &Remote) {
+    /// Starts a queue on the IoThread behind `thread`, whose number is `place`.
+    pub(crate) fn start(&mut self, queue: usize, thread: &Remote, place: usize) {
         let Service::Stopped(next_avail) = self.services[queue] else { return };
         let (kick, call) = self.guest.eventfds(queue);
         let setup = QueueSetup {
@@ -169,6 +180,7 @@ impl Export {
             call,
             err: None,
         };
+        self.places[queue] = (place, None);
         self.services[queue] = Service::Starting(self.device.begin_start_queue(thread, setup));
     }
 
@@ -183,6 +195,7 @@ impl Export {
     /// Stops all queues for good.
     pub(crate) fn stop_all(&mut self) {
         self.ending = true;
+        self.guest.end_rush();
         (0..self.services.len()).for_each(|queue| self.stop(queue));
     }
 
@@ -263,7 +276,42 @@ impl Export {
         self.guest.reboot();
         self.device = device(&self.plan, self.index, &self.source);
         self.services = stopped(&self.plan);
+        self.places = places(&self.plan);
         self.negotiate();
+        Ok(())
+    }
+
+    /// IoThread `thread` has taken a turn and has had `rounds` in all: fails when it has left a
+    /// chain of a running queue waiting for too long.
+    pub(crate) fn check_waits(&mut self, thread: usize, rounds: u64) -> Result<(), Failure> {
+        let now = self.world.now_nanoseconds();
+        for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
+            let Service::Running(handle) = &self.services[queue] else {
+                *waiting = None;
+                continue;
+            };
+            if *place != thread {
+                continue;
+            }
+            let (next_avail, announced) = (handle.next_avail(), self.guest.announced(queue));
+            // It may have been faster than the driver with its kick.
+            if announced.wrapping_sub(next_avail).cast_signed() <= 0 {
+                *waiting = None;
+                continue;
+            }
+            let waits = waiting.filter(|waiting| waiting.next_avail == next_avail);
+            let Waiting { since, .. } =
+                *waiting.insert(waits.unwrap_or(Waiting { next_avail, since: (rounds, now) }));
+            let (waited, time) = (rounds - since.0, now - since.1);
+            if waited > u64::from(ROUNDS_UNTIL_SERVED) && time >= self.plan.look_delay_ns() {
+                let text = format!(
+                    "device {}, queue {queue}: avail entry {next_avail} was left for {waited} \
+                     rounds of IoThread {thread}, {time} ns",
+                    self.index
+                );
+                return Err(Failure::new("starved", text));
+            }
+        }
         Ok(())
     }
 
@@ -295,6 +343,10 @@ impl Export {
 
 fn stopped(plan: &Plan) -> Vec<Service> {
     (0..plan.queues).map(|_| Service::Stopped(plan.first_index())).collect()
+}
+
+fn places(plan: &Plan) -> Vec<(usize, Option<Waiting>)> {
+    (0..plan.queues).map(|_| (0, None)).collect()
 }
 
 fn device(plan: &Plan, index: usize, source: &DiskSource) -> BlkDevice {

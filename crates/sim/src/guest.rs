@@ -1,22 +1,23 @@
 //! The model guest: it makes requests on all its queues, sleeps on the calls, and checks answers.
 
+mod answers;
+
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
 use blockio::engine::sim::is_readable;
 use rustix::event::{EventfdFlags, eventfd};
-use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
 use virtqueue::GuestMemory;
 
-use crate::blame::{self, Failed};
-use crate::content::{SECTOR, Value, describe, initial, value_of};
+use crate::blame::Failed;
+use crate::content::{Value, initial, value_of};
 use crate::driver::Driver;
 use crate::failure::Failure;
 use crate::history::{History, NEVER};
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
 use crate::plan::Plan;
-use crate::request::{Kind, Outstanding, Request, serial};
+use crate::request::{Kind, Outstanding, Request};
 use crate::rng::Rng;
 use crate::world::World;
 
@@ -46,6 +47,8 @@ struct State {
     queues: Vec<GuestQueue>,
     history: History,
     left: u64,
+    /// Requests that the first queue makes besides, one after the other without a pause.
+    rush_left: u64,
     failed: Vec<Failed>,
     failure: Option<Failure>,
     /// Since when each write is on stable storage when it is answered.
@@ -89,6 +92,7 @@ impl Guest {
             queues: Vec::new(),
             history: History::new(content),
             left: plan.requests,
+            rush_left: plan.rush,
             failed: Vec::new(),
             failure: None,
             write_through_since: NEVER,
@@ -147,6 +151,13 @@ impl Guest {
         let queue = &mut self.state.borrow_mut().queues[queue];
         queue.call = queue.call.take().map(|_| new_eventfd());
         duplicate(queue.call.as_ref())
+    }
+
+    /// The avail idx up to which the device is to look for itself: it was kicked for these chains,
+    /// or has asked for no kick.
+    pub(crate) fn announced(&self, queue: usize) -> u16 {
+        let queue = &self.state.borrow().queues[queue];
+        queue.published_from.unwrap_or(queue.driver.avail_idx())
     }
 
     /// Used idx and avail idx.
@@ -219,6 +230,30 @@ impl Guest {
         if self.can_step(queue) {
             self.step(queue);
         }
+    }
+
+    /// A CPU of the guest that has nothing to do but keep the first queue full.
+    pub(crate) fn rush(&self) {
+        let Ok(mut state) = self.state.try_borrow_mut() else { return };
+        let state = &mut *state;
+        if state.rush_left == 0 || state.queues.is_empty() {
+            return;
+        }
+        while state.queues[0].driver.has_used() && state.failure.is_none() {
+            self.take_answer(state, 0);
+        }
+        if state.queues[0].published_from.is_none() {
+            let left = std::mem::replace(&mut state.left, state.rush_left);
+            self.submit(state, 0);
+            state.rush_left = std::mem::replace(&mut state.left, left);
+        }
+        self.decide_kick(state, 0);
+        state.queues[0].attention = Attention::Awake;
+    }
+
+    /// Makes no more requests than those that were to be made.
+    pub(crate) fn end_rush(&self) {
+        self.state.borrow_mut().rush_left = 0;
     }
 
     pub(crate) fn step(&self, index: usize) {
@@ -356,107 +391,6 @@ impl Guest {
             );
             state.failure.get_or_insert(Failure::new("bad answer", text));
         }
-    }
-
-    fn check_answer(
-        &self,
-        state: &mut State,
-        outstanding: &Outstanding,
-        len: u32,
-        end: u64,
-    ) -> Result<(), String> {
-        let Outstanding { request, pieces, area, image, begin, writes } = outstanding;
-        let mut memory = vec![0; image.len()];
-        self.memory.read(*area, &mut memory).map_err(|error| error.to_string())?;
-        let mut answer = Vec::new();
-        for piece in pieces.iter().filter(|piece| piece.writable) {
-            let from = usize::try_from(piece.addr.wrapping_sub(*area)).unwrap_or(usize::MAX);
-            let Some(bytes) = memory.get_mut(from..from.wrapping_add(piece.len as usize)) else {
-                continue;
-            };
-            answer.extend_from_slice(bytes);
-            bytes.copy_from_slice(&image[from..from + bytes.len()]);
-        }
-        let status = answer.pop().map_or(u32::MAX, u32::from);
-        self.trace(|| format!("request {} is answered: status {status}, length {len}", request.id));
-        if memory != *image {
-            return Err("the device wrote where it may not".into());
-        }
-        let expected = if request.unmapped { 0 } else { request.writable };
-        if usize::try_from(len) != Ok(expected) {
-            return Err(format!("the used length is {len}, not {expected}"));
-        }
-        let done = status == VIRTIO_BLK_S_OK;
-        let since = state.write_through_since;
-        for write in writes {
-            // What was discarded may be there or not.
-            let certain = done && request.kind != Kind::Discard;
-            state.history.end_write(*write, end, certain, since < *begin);
-        }
-        if status != request.status() {
-            if request.status() != VIRTIO_BLK_S_OK || status != VIRTIO_BLK_S_IOERR {
-                return Err(format!("the status is {status}"));
-            }
-            let (kind, ranges) = (request.kind, request.ranges.clone());
-            state.failed.push(Failed { kind, begin: *begin, end, ranges, answered: true });
-            return Ok(());
-        }
-        match request.kind {
-            Kind::Read => self.check_data(state, outstanding, &answer, end)?,
-            Kind::Flush => state.history.flushed(*begin),
-            Kind::GetId if answer != request.id_answer(&serial(self.device)) => {
-                return Err(format!("the id is {answer:?}"));
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    fn check_data(
-        &self,
-        state: &mut State,
-        outstanding: &Outstanding,
-        data: &[u8],
-        end: u64,
-    ) -> Result<(), String> {
-        let ranges = &outstanding.request.ranges;
-        let sectors = ranges.iter().flat_map(|&(first, count)| first..first + count);
-        for (sector, bytes) in sectors.zip(data.chunks(SECTOR)) {
-            let value = value_of(bytes, sector)
-                .ok_or_else(|| format!("sector {sector} {}", describe(bytes)))?;
-            state.history.read(sector, value, outstanding.begin, end);
-        }
-        Ok(())
-    }
-
-    /// Whether the answers so far can be explained, errors included.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
-        let State { history, queues, failed, .. } = &mut *self.state.borrow_mut();
-        history.check()?;
-        let end = self.world.tick();
-        let outstanding = queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
-        failed.extend(outstanding.map(|Outstanding { request, begin, .. }| {
-            let (kind, ranges) = (request.kind, request.ranges.clone());
-            Failed { kind, begin: *begin, end, ranges, answered: false }
-        }));
-        blame::check(&self.world.injected(self.device), failed)
-    }
-
-    /// Checks what is on the disk after the IoThreads have gone, and goes on from there. With
-    /// `power_lost`, only what was on stable storage must be there.
-    pub(crate) fn check_left(&self, power_lost: bool) -> Result<(), Failure> {
-        let mut state = self.state.borrow_mut();
-        let mut left = Vec::new();
-        for sector in 0..self.plan.sectors() {
-            let bytes = self.world.content(self.device, sector);
-            let value = value_of(&bytes, sector).ok_or_else(|| {
-                Failure::new("lost data", format!("sector {sector} {}", describe(&bytes)))
-            })?;
-            state.history.check_left(left.len(), value, power_lost)?;
-            left.push(value);
-        }
-        state.history = History::new(left.into_iter());
-        Ok(())
     }
 }
 

@@ -118,6 +118,8 @@ knobs! {
     no_call: 0,
     /// How often the guest looks at the used ring uncalled, per mille.
     polls: 0,
+    /// The first device's guest keeps its first queue busy with so many more requests.
+    rush: 0,
     /// Chains made available at once, at most.
     batch: 1,
     /// Weight of reads.
@@ -212,6 +214,7 @@ impl Plan {
         plan.draw_guest(&mut rng);
         plan.draw_faults(&mut rng);
         plan.draw_control(&mut rng);
+        plan.draw_rush(&mut rng);
         plan.tidied()
     }
 
@@ -226,6 +229,7 @@ impl Plan {
             plan = plan.tidied();
         }
         plan.requests = (self.requests / self.devices).max(1);
+        plan.rush = if device == 0 { self.rush } else { 0 };
         if device + self.sound_disks >= self.devices {
             (plan.eio, plan.enospc, plan.eintr, plan.eagain) = (0, 0, 0, 0);
             (plan.hang, plan.stuck) = (0, 0);
@@ -333,6 +337,18 @@ impl Plan {
         self.kills = some(rng, 150, &[1, 2]);
     }
 
+    /// One queue that is always busy, beside others.
+    fn draw_rush(&mut self, rng: &mut Rng) {
+        self.rush = some(rng, 100, &[200, 600]);
+        if self.rush > 0 {
+            self.sync = rng.pick(&[950, 1000, 1000]);
+            self.io_threads = rng.pick(&[1, 1, 2]);
+            if self.devices == 1 {
+                self.queues = self.queues.max(2);
+            }
+        }
+    }
+
     /// Takes out what does not go together.
     fn tidied(mut self) -> Self {
         if self.odd_shorts > 0 {
@@ -374,6 +390,16 @@ impl Plan {
             (drawn.knob(name).is_some_and(|was| *was != value)).then(|| format!("{name}={value}"))
         });
         changed.collect()
+    }
+
+    /// How long a chain may be out of the loop's sight, whatever its rounds.
+    pub(crate) fn look_delay_ns(&self) -> u64 {
+        // A look at a queue without a kick comes by time. To hear of a kick, io_uring needs an
+        // entry in the kernel, which may take none for a while.
+        let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr > 0;
+        let puts_off = self.sqpoll > 0 || self.poll_ends > 0 || refuses;
+        let is_late = self.no_kick > 0 || (self.engine == 2 && puts_off);
+        if is_late { 20_000_000 } else { 0 }
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {

@@ -22,7 +22,7 @@ use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::stack::Stack;
-use crate::world::{Polls, World};
+use crate::world::{Other, Polls, World};
 
 /// A run that takes more steps than this for each request does not come to an end.
 const STEPS_FOR_REQUEST: u64 = 4000;
@@ -93,12 +93,16 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
     let control = Rc::clone(&stack.control);
     let others = Rc::clone(&world);
-    world.set_others(Some(Rc::new(move || {
+    world.set_others(Some(Rc::new(move |who| {
         // Who controls may be in the middle of something.
-        if let Ok(mut control) = control.try_borrow_mut()
-            && let Err(failure) = control.act()
-        {
-            others.fail(failure);
+        let Ok(mut control) = control.try_borrow_mut() else { return };
+        match who {
+            Other::Rush => control.rush(),
+            Other::Any => {
+                if let Err(failure) = control.act() {
+                    others.fail(failure);
+                }
+            }
         }
     })));
     let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guests, stack };

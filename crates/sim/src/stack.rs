@@ -122,7 +122,10 @@ impl Stack {
     /// IoThread `index` takes a turn.
     pub(crate) fn turn(&mut self, index: usize) -> Result<(), Failure> {
         let wait = if self.plan.own_loop > 0 { Wait::ForEvent } else { Wait::Never };
-        self.threads[index].turn(wait, &self.world)
+        self.threads[index].turn(wait, &self.world)?;
+        let rounds = self.threads[index].io_thread.io().stats().rounds.get();
+        let exports = &mut self.control.borrow_mut().exports;
+        exports.iter_mut().try_for_each(|export| export.check_waits(index, rounds))
     }
 
     /// Goes on with what IoThreads have answered meanwhile.

@@ -108,8 +108,16 @@ pub(crate) struct Polls {
     pub(crate) missed: u64,
 }
 
-/// What acts besides the kernel, at the points where others may.
-type Others = Rc<dyn Fn()>;
+/// Who acts besides the kernel, at the points where others may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Other {
+    /// Anybody.
+    Any,
+    /// The guest that keeps a queue busy.
+    Rush,
+}
+
+type Others = Rc<dyn Fn(Other)>;
 
 pub(crate) struct World {
     plan: Plan,
@@ -263,10 +271,16 @@ impl World {
         self.polls.get()
     }
 
-    fn act_others(&self) {
+    fn act_others(&self, who: Other) {
         let others = self.others.borrow().clone();
         if let Some(others) = others {
-            others();
+            others(who);
+        }
+    }
+
+    fn rush(&self) {
+        if self.plan.rush > 0 && self.turn.runs.get() {
+            self.act_others(Other::Rush);
         }
     }
 

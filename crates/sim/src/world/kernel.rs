@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use blockio::engine::sim::{self, KernelOp, RingSetup, SqThread};
 
-use super::{Event, Running, World};
+use super::{Event, Other, Running, World};
 use crate::content::SECTOR;
 use crate::faults::{Class, Injected, check_op, class_of, outcome, rejection};
 
@@ -15,13 +15,14 @@ impl sim::World for World {
     }
 
     fn preempt(&self) {
+        self.rush();
         if self.plan.preempt == 0 || !self.inner.borrow_mut().rng.chance(self.plan.preempt) {
             return;
         }
         if self.inner.borrow_mut().rng.chance(500) {
             self.run_event();
         }
-        self.act_others();
+        self.act_others(Other::Any);
     }
 
     fn spin(&self) {
@@ -36,7 +37,7 @@ impl sim::World for World {
             self.run_event();
         }
         if acts {
-            self.act_others();
+            self.act_others(Other::Any);
         }
         self.advance_to(until);
     }
@@ -99,6 +100,7 @@ impl sim::World for World {
     }
 
     fn start(&self, op: KernelOp) -> bool {
+        self.rush();
         let begin = self.tick();
         let mut guard = self.inner.borrow_mut();
         let inner = &mut *guard;
