@@ -1,10 +1,13 @@
-//! The log on standard error: lines for people, or for programs.
+//! The log on standard error: lines for people, or for programs. A thread of its own writes them.
 //!
 //! Events may have a field `export`, the name of the export that they are about, and `left_out`,
 //! how many others a limit has kept out of the log before them.
 
+mod queue;
+
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write as _};
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -16,6 +19,9 @@ use tracing_subscriber::fmt::FmtContext;
 use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::registry::LookupSpan;
+
+use queue::Lines;
+pub use queue::flush;
 
 /// Values of `--log-format`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -31,8 +37,15 @@ pub enum LogFormat {
 /// What is logged when nothing says otherwise.
 const DEFAULT_FILTER: &str = "info";
 
-/// Starts the log of this process. `filter` goes before the environment variable `RUST_LOG`.
-pub fn start(format: LogFormat, filter: Option<EnvFilter>) {
+/// Starts the log of this process. `filter` goes before the environment variable `RUST_LOG`. What
+/// is logged is written when [`flush`] returns, unless nobody reads it.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
+    queue::start()?;
+    report_panics(format);
     let (filter, ignored) = match filter {
         Some(filter) => (filter, None),
         None => filter_of_environment(),
@@ -40,20 +53,36 @@ pub fn start(format: LogFormat, filter: Option<EnvFilter>) {
     match format {
         LogFormat::Text => tracing_subscriber::fmt()
             .with_env_filter(filter)
-            .with_writer(std::io::stderr)
-            .with_ansi(std::io::stderr().is_terminal())
+            .with_writer(|| Lines)
+            .with_ansi(io::stderr().is_terminal())
             .with_target(false)
             .fmt_fields(TextFields)
             .init(),
         LogFormat::Json => tracing_subscriber::fmt()
             .with_env_filter(filter)
-            .with_writer(std::io::stderr)
+            .with_writer(|| Lines)
             .event_format(JsonLines)
             .init(),
     }
     if let Some(error) = ignored {
         tracing::warn!("RUST_LOG is ignored: {error}; see --help on --log");
     }
+    Ok(())
+}
+
+/// A panic ends the process, and must not wait for whoever reads the log either.
+fn report_panics(format: LogFormat) {
+    std::panic::set_hook(Box::new(move |info| {
+        let backtrace = Backtrace::capture();
+        let mut text = info.to_string();
+        if backtrace.status() == BacktraceStatus::Captured {
+            // Writing to a string does not fail.
+            let _ = write!(text, "\n{backtrace}");
+        }
+        let thread = std::thread::current();
+        report_failure(format, &format!("thread {}: {text}", thread.name().unwrap_or("unnamed")));
+        flush();
+    }));
 }
 
 /// What `RUST_LOG` asks for, and why it is ignored if it is.
@@ -80,12 +109,13 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
 /// Writes the line that a process ends with when it fails, whatever the filter.
 pub fn report_failure(format: LogFormat, text: &str) {
     match format {
-        LogFormat::Text => eprintln!("ringhaul: {text}"),
+        LogFormat::Text => {
+            // It takes every line.
+            let _ = Lines.write_all(format!("ringhaul: {text}\n").as_bytes());
+        }
         LogFormat::Json => {
-            let subscriber = tracing_subscriber::fmt()
-                .with_writer(std::io::stderr)
-                .event_format(JsonLines)
-                .finish();
+            let subscriber =
+                tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
             tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
         }
     }

@@ -27,15 +27,20 @@ fn main() -> ExitCode {
     };
     // The filter was understood once, with the other options.
     let filter = cli.log.as_deref().and_then(|text| log::parse_filter(text).ok());
-    log::start(cli.log_format, filter);
+    if let Err(error) = log::start(cli.log_format, filter) {
+        eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
+        return ExitCode::from(EXIT_USAGE);
+    }
     let result = match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args),
         Command::Bench(args) => ringhaul_bench::run(&args),
     };
-    result.unwrap_or_else(|error| {
+    let code = result.unwrap_or_else(|error| {
         log::report_failure(cli.log_format, &with_advice(&error));
         ExitCode::from(EXIT_USAGE)
-    })
+    });
+    log::flush();
+    code
 }
 
 /// The error, with what to do when it is that no descriptor is left, wherever that shows.

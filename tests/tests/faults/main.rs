@@ -2,6 +2,7 @@
 
 mod devices;
 mod limits;
+mod log_reader;
 mod neighbours;
 mod storage;
 

@@ -1,0 +1,217 @@
+//! The thread that writes the log, so that no other thread waits for whoever reads it.
+//!
+//! A pipe or a terminal that nobody reads makes a write wait for ever. So lines go into a queue of
+//! bounded size, and one thread writes them. While it cannot, the queue fills up; what comes then
+//! is left out and counted, and the count is said when the thread has caught up.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::stdio::stderr;
+
+/// Bytes of lines that may wait: thousands of lines.
+const QUEUE_BYTES: usize = 256 << 10;
+
+/// How long the end of the process waits for lines to be written.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
+static QUEUE: OnceLock<Queue> = OnceLock::new();
+
+/// Starts the thread, once.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub(super) fn start() -> io::Result<()> {
+    let mut is_new = false;
+    let queue = QUEUE.get_or_init(|| {
+        is_new = true;
+        Queue::default()
+    });
+    if is_new {
+        let write = || queue.write_lines(write_to_stderr, say_left_out);
+        std::thread::Builder::new().name("ringhaul-log".into()).spawn(write)?;
+    }
+    Ok(())
+}
+
+/// Waits until all lines are written, but not for long: nobody may read them. To be called before
+/// the process exits, in whatever way.
+pub fn flush() {
+    if let Some(queue) = QUEUE.get() {
+        queue.flush(FLUSH_LIMIT);
+    }
+}
+
+/// Where lines go, each by one write. Before the thread has started they are lost.
+#[derive(Clone, Copy)]
+pub(super) struct Lines;
+
+impl io::Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if let Some(queue) = QUEUE.get() {
+            queue.push(line);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What waits to be written.
+#[derive(Default)]
+struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lines: VecDeque<Box<[u8]>>,
+    /// Of the lines.
+    bytes: usize,
+    /// Lines that were not taken and that nobody was told of. None is taken while there are such,
+    /// so that they are told of in their place.
+    left_out: u64,
+    /// The thread has a line that is not in the queue any more.
+    writing: bool,
+}
+
+impl Queue {
+    fn push(&self, line: &[u8]) {
+        let mut state = self.state();
+        if state.left_out > 0 || state.bytes + line.len() > QUEUE_BYTES {
+            state.left_out += 1;
+            return;
+        }
+        state.bytes += line.len();
+        state.lines.push_back(line.into());
+        self.changed.notify_all();
+    }
+
+    /// Hands lines to `write` for ever, and to `say` how many were left out before the next.
+    fn write_lines(&self, write: impl Fn(&[u8]), say: impl Fn(u64)) -> ! {
+        let mut state = self.state();
+        loop {
+            if let Some(line) = state.lines.pop_front() {
+                state.bytes -= line.len();
+                state.writing = true;
+                drop(state);
+                write(&line);
+                state = self.state();
+                state.writing = false;
+            } else if state.left_out > 0 {
+                let left_out = std::mem::take(&mut state.left_out);
+                drop(state);
+                say(left_out);
+                state = self.state();
+            } else {
+                self.changed.notify_all();
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    /// Waits until there is nothing to be written, at most for `limit`.
+    fn flush(&self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state();
+        while state.writing || !state.lines.is_empty() || state.left_out > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn say_left_out(count: u64) {
+    tracing::warn!("{count} lines were not logged: nobody read the log in time");
+}
+
+/// Writes a line, however long that takes. A reader that is gone has no use for it.
+fn write_to_stderr(mut line: &[u8]) {
+    while !line.is_empty() {
+        match rustix::io::write(stderr(), line) {
+            Ok(count) => line = &line[count..],
+            Err(Errno::INTR) => {}
+            // Whoever shares it may have made it non-blocking.
+            Err(Errno::AGAIN) => {
+                let _ = poll(&mut [PollFd::from_borrowed_fd(stderr(), PollFlags::OUT)], None);
+            }
+            Err(_) => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+
+    use super::*;
+
+    /// A queue whose thread writes what it is allowed to: one line for each `()`.
+    fn queue() -> (Arc<Queue>, mpsc::Sender<()>, mpsc::Receiver<String>) {
+        let queue = Arc::new(Queue::default());
+        let (allow, allowed) = mpsc::channel();
+        let (written, lines) = mpsc::channel();
+        let of_thread = Arc::clone(&queue);
+        std::thread::spawn(move || {
+            let write = |line: &[u8]| {
+                // The test has ended when there is no other end.
+                let _ = allowed.recv();
+                let _ = written.send(String::from_utf8_lossy(line).into_owned());
+            };
+            let say = |count: u64| of_thread.push(format!("{count} left out").as_bytes());
+            of_thread.write_lines(write, say);
+        });
+        (queue, allow, lines)
+    }
+
+    #[test]
+    fn what_finds_no_room_is_counted_and_told_of_in_its_place() {
+        let (queue, allow, lines) = queue();
+        let long = vec![b'x'; QUEUE_BYTES / 4];
+        queue.push(b"first");
+        // Until the thread has it, it takes room.
+        while !queue.state().writing {
+            std::thread::yield_now();
+        }
+        for _ in 0..7 {
+            queue.push(&long);
+        }
+        // There would be room for it, but what came before it was left out.
+        queue.push(b"short");
+        queue.flush(Duration::ZERO);
+        (0..6).for_each(|_| allow.send(()).unwrap());
+        let next = || lines.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert_eq!(next(), "first");
+        (0..4).for_each(|_| assert_eq!(next().len(), long.len()));
+        assert_eq!(next(), "4 left out");
+        queue.push(b"last");
+        allow.send(()).unwrap();
+        assert_eq!(next(), "last");
+        queue.flush(Duration::from_secs(30));
+        assert!(!queue.state().writing && queue.state().bytes == 0);
+    }
+
+    #[test]
+    fn the_end_does_not_wait_for_a_reader_that_does_not_read() {
+        let (queue, _allow, _lines) = queue();
+        queue.push(b"never written");
+        queue.flush(Duration::from_millis(1));
+        assert!(queue.state().writing || !queue.state().lines.is_empty());
+    }
+}

@@ -1,0 +1,163 @@
+//! Whoever reads the log has stopped reading.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, ErrorKind, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::process::{Child, ExitStatus};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tests::cli::{LIMIT, READY, Scene, ringhaul};
+use ringhaul_tests::for_each_engine;
+use ringhaul_tests::frontend::{Frontend, Setup, blk};
+use ringhaul_tests::guest::Engine;
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal, kill_process};
+use xtask::guest::wait_child;
+
+for_each_engine! {
+    guests_go_on_and_the_daemon_ends,
+}
+
+/// A daemon with two exports whose standard error is a pipe. Dropping it kills it.
+struct Logging {
+    child: Child,
+    lines: BufReader<PipeReader>,
+    /// The other end, for the test to fill.
+    filler: File,
+    fill_bytes: usize,
+}
+
+impl Logging {
+    fn start(scene: &Scene, options: &[&str]) -> Result<Self> {
+        let (reader, writer) = std::io::pipe()?;
+        let filler = filler_of(&writer)?;
+        let mut command = ringhaul()?;
+        command.arg("serve").args(options).stderr(writer);
+        for name in ["bad", "good"] {
+            let (file, socket) = (scene.disk(name, 16 << 20)?, scene.socket(name));
+            let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
+            command.arg("--export").arg(export);
+        }
+        let child = command.spawn().context("starting the daemon")?;
+        // The command has a copy of the pipe, too.
+        drop(command);
+        let mut this = Self { child, lines: BufReader::new(reader), filler, fill_bytes: 0 };
+        this.wait_for(READY)?;
+        this.wait_for(READY)?;
+        Ok(this)
+    }
+
+    fn wait_for(&mut self, text: &str) -> Result<String> {
+        let mut line = String::new();
+        while self.lines.read_line(&mut line)? > 0 {
+            if line.contains(text) {
+                return Ok(line);
+            }
+            line.clear();
+        }
+        bail!("the daemon has not written {text:?}")
+    }
+
+    /// Leaves no room in the pipe, of which nobody reads anything.
+    fn fill(&mut self) -> Result<()> {
+        for piece in [&[b'.'; 4096][..], &[b'.']] {
+            loop {
+                match self.filler.write(piece) {
+                    Ok(count) => self.fill_bytes += count,
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                    Err(error) => return Err(error).context("filling a pipe"),
+                }
+            }
+        }
+        ensure!(self.fill_bytes > 0, "the pipe was full before");
+        Ok(())
+    }
+
+    /// Reads what the test has put there.
+    fn drain(&mut self) -> Result<()> {
+        let mut bytes = vec![0; std::mem::take(&mut self.fill_bytes)];
+        self.lines.read_exact(&mut bytes).context("emptying a pipe")
+    }
+
+    fn terminate(&mut self) -> Result<ExitStatus> {
+        kill_process(Pid::from_child(&self.child), Signal::TERM)?;
+        wait_child(&mut self.child, Instant::now() + LIMIT).context("after SIGTERM")
+    }
+}
+
+impl Drop for Logging {
+    fn drop(&mut self) {
+        // These fail only if it has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The same pipe, opened once more: what blocks for the daemon must not block for the test.
+fn filler_of(writer: &PipeWriter) -> Result<File> {
+    let name = format!("/proc/self/fd/{}", writer.as_raw_fd());
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&name, flags, Mode::empty()).context("opening a pipe by name")?;
+    Ok(File::from(file))
+}
+
+/// A request that the log has a line about.
+fn misbehave(frontend: &mut Frontend) -> Result<()> {
+    let answer = frontend.request(0, 77, 0, &[], 512)?;
+    ensure!(answer.status == blk::UNSUPP, "{answer:?}");
+    Ok(())
+}
+
+fn attach(socket: &Path) -> Result<Frontend> {
+    Frontend::attach(socket, &Setup::default())
+}
+
+fn check(engine: Engine, options: &[&str]) -> Result<()> {
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let engine = engine.to_string();
+    let options = [&["--engine", &engine, "--num-queues", "2"], options].concat();
+    let mut daemon = Logging::start(&scene, &options)?;
+    daemon.fill()?;
+    let mut bad = attach(&scene.socket("bad"))?;
+    let mut good = attach(&scene.socket("good"))?;
+    for round in 0..20 {
+        misbehave(&mut bad)?;
+        let data = [round; 4096];
+        good.write(0, 8, &data).context("the other export")?;
+        ensure!(good.read(1, 8, 4096)? == data, "the other export");
+    }
+    // What happened meanwhile is told when somebody reads again.
+    daemon.drain()?;
+    daemon.wait_for("request type 77")?;
+    drop((bad, good));
+    daemon.fill()?;
+    let status = daemon.terminate()?;
+    ensure!(status.code() == Some(0), "SIGTERM ended it with {status}");
+    Ok(())
+}
+
+fn guests_go_on_and_the_daemon_ends(engine: Engine) -> Result<()> {
+    check(engine, &[])
+}
+
+#[test]
+fn a_log_in_json() -> Result<()> {
+    check(Engine::Threads, &["--log-format", "json"])
+}
+
+/// An end that fails says why, if anybody reads that, and does not wait for it.
+#[test]
+fn an_end_by_an_error() -> Result<()> {
+    let (reader, writer) = std::io::pipe()?;
+    let mut filler = filler_of(&writer)?;
+    while filler.write(&[b'.'; 4096]).is_ok() {}
+    let mut command = ringhaul()?;
+    command.args(["serve", "--socket-path", "/nonexistent/socket", "--blk-file", "/dev/null"]);
+    let mut child = command.stderr(writer).spawn().context("starting the daemon")?;
+    let status = wait_child(&mut child, Instant::now() + LIMIT)?;
+    ensure!(status.code() == Some(2), "it ended with {status}");
+    drop(reader);
+    Ok(())
+}
