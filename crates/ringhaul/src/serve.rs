@@ -37,6 +37,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
+    // A guest may pass the limit on the size of files.
+    crate::file_limit::survive().context("cannot ignore SIGXFSZ")?;
     // Dropped last: a call that hangs must not keep queues from stopping.
     let _watch = CallWatch::start()?;
     raise_descriptor_limit();

@@ -6,7 +6,7 @@ use ringhaul_tests::daemon::DaemonOptions;
 use ringhaul_tests::for_each_engine;
 use ringhaul_tests::frontend::memory::new_eventfd;
 use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::{Frontend, Setup, check_service};
+use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service};
 use ringhaul_tests::guest::Engine;
 use rustix::process::Signal;
 
@@ -16,6 +16,7 @@ for_each_engine! {
     a_start_without_enough_descriptors,
     a_front_end_that_brings_too_many_descriptors,
     a_start_without_locked_memory,
+    a_write_beyond_the_limit_on_files,
 }
 
 /// With each number of descriptors the daemon either serves or says in one line why it does not.
@@ -97,5 +98,24 @@ fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
     }
+    Ok(())
+}
+
+/// A limit on the size of files is as good as a full disk to the request that passes it.
+fn a_write_beyond_the_limit_on_files(engine: Engine) -> Result<()> {
+    const LIMIT_SECTORS: u64 = (8 << 20) / 512;
+    let under: &[_] = &["prlimit", "--fsize=8388608"];
+    let mut daemon = start(&DaemonOptions { under, ..DaemonOptions::new(engine) })?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    for (queue, sector) in [(0, LIMIT_SECTORS), (1, LIMIT_SECTORS + 8192), (0, LIMIT_SECTORS - 4)] {
+        let answer = frontend.request(queue, blk::OUT, sector, &[9; 4096], 0)?;
+        ensure!(answer.status == blk::IOERR, "at sector {sector}: {answer:?}");
+    }
+    daemon.wait_for_message("a request failed: write at byte", 3)?;
+    frontend.write(1, LIMIT_SECTORS - 8, &[9; 4096])?;
+    ensure!(frontend.read(0, LIMIT_SECTORS - 8, 4096)? == [9; 4096]);
+    drop(frontend);
+    daemon.check_running()?;
+    daemon.terminate()?;
     Ok(())
 }

@@ -62,7 +62,7 @@ impl Logging {
 
     /// Leaves no room in the pipe, of which nobody reads anything.
     fn fill(&mut self) -> Result<()> {
-        for piece in [&[b'.'; 4096][..], &[b'.']] {
+        for piece in [&[b'.'; 4096][..], b"."] {
             loop {
                 match self.filler.write(piece) {
                     Ok(count) => self.fill_bytes += count,
