@@ -4,8 +4,9 @@
 //! at any moment. No Rust reference to them is ever made: they are reached through raw pointers
 //! only, and only copied.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::any::Any;
+use std::io;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
@@ -66,6 +67,20 @@ impl Buffers {
         // SAFETY: the block is `bytes` long, lives until the last clone of the `Rc` goes, and
         // hands out no references.
         unsafe { Self::from_raw_parts(vec![range], 0, block) }
+    }
+
+    /// Memory of `bytes` bytes at a multiple of `align` (a power of two), in one range. What is in
+    /// it is undefined until it is written. `kept` goes when the memory has gone.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub(crate) fn uninitialized(bytes: usize, align: usize, kept: impl Any) -> io::Result<Self> {
+        let block = AlignedBlock::try_new(bytes, align, false)?;
+        let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: bytes };
+        let ranges = vec_of(1, range)?;
+        // SAFETY: as in `aligned`; fields of a tuple are dropped in order, the block first.
+        Ok(unsafe { Self::from_raw_parts(ranges, 0, Rc::new((block, kept))) })
     }
 
     /// Memory with a copy of `data`, in one range.
@@ -227,6 +242,49 @@ impl BufferMemory {
     }
 }
 
+/// One block of zeroes that stands for any number of them, in lists that are only written to disks.
+pub(crate) struct Zeroes(Rc<AlignedBlock>);
+
+impl Zeroes {
+    /// A block of `bytes` bytes (not zero) at a multiple of `align` (a power of two).
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub(crate) fn new(bytes: usize, align: usize) -> io::Result<Self> {
+        AlignedBlock::try_new(bytes, align, true).map(|block| Self(Rc::new(block)))
+    }
+
+    /// A list of `bytes` zeroes. `kept` goes when the list has gone.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub(crate) fn buffers(&self, bytes: usize, kept: impl Any) -> io::Result<Buffers> {
+        let block = &self.0;
+        let size = block.layout.size();
+        let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: size };
+        let mut ranges = vec_of(bytes.div_ceil(size), range)?;
+        if let Some(last) = ranges.last_mut() {
+            last.iov_len = bytes - (bytes - 1) / size * size;
+        }
+        // SAFETY: each range lies in the block, which lives until the last clone of the `Rc` goes,
+        // and hands out no references.
+        Ok(unsafe { Buffers::from_raw_parts(ranges, 0, Rc::new((Rc::clone(block), kept))) })
+    }
+}
+
+fn vec_of(count: usize, range: iovec) -> io::Result<Vec<iovec>> {
+    let mut ranges = Vec::new();
+    ranges.try_reserve_exact(count).map_err(|_| no_memory())?;
+    ranges.resize(count, range);
+    Ok(ranges)
+}
+
+fn no_memory() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENOMEM)
+}
+
 /// Heap memory at a chosen alignment.
 struct AlignedBlock {
     start: NonNull<u8>,
@@ -234,19 +292,24 @@ struct AlignedBlock {
 }
 
 impl AlignedBlock {
+    /// Zeroed memory.
     fn new(bytes: usize, align: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1), align)
-            .unwrap_or_else(|_| panic!("no allocation of {bytes} bytes at {align} is possible"));
+        Self::try_new(bytes, align, true)
+            .unwrap_or_else(|_| panic!("there is no room for {bytes} bytes at {align}"))
+    }
+
+    fn try_new(bytes: usize, align: usize, zeroed: bool) -> io::Result<Self> {
+        let layout = Layout::from_size_align(bytes.max(1), align).map_err(|_| no_memory())?;
         // SAFETY: the layout has a size above zero.
-        let start = unsafe { alloc_zeroed(layout) };
-        let start = NonNull::new(start).unwrap_or_else(|| std::alloc::handle_alloc_error(layout));
-        Self { start, layout }
+        let start = unsafe { if zeroed { alloc_zeroed(layout) } else { alloc(layout) } };
+        let start = NonNull::new(start).ok_or_else(no_memory)?;
+        Ok(Self { start, layout })
     }
 }
 
 impl Drop for AlignedBlock {
     fn drop(&mut self) {
-        // SAFETY: `start` came from `alloc_zeroed` with the same layout.
+        // SAFETY: `start` came from `alloc` or `alloc_zeroed` with the same layout.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }

@@ -1,10 +1,13 @@
 //! IoThread and its [`turn`](IoThread::turn): one OS thread's loop. Read this first.
 
+mod bounce;
 mod config;
 mod memory;
 mod submit;
 mod wait;
 
+use bounce::BounceBudget;
+pub(crate) use bounce::BounceShare;
 pub use config::IoThreadConfig;
 pub use memory::RegisteredMemory;
 
@@ -81,6 +84,7 @@ pub struct Io {
     reactor: RefCell<Reactor>,
     foreign: Arc<ForeignWakes>,
     stats: Arc<Stats>,
+    bounce_budget: BounceBudget,
     engine_kind: EngineKind,
     submit_max: usize,
     harvest_on_submit: bool,
@@ -132,12 +136,14 @@ impl IoThread {
         let (slots, woken, happened) = (Slots::default(), Vec::new(), Vec::new());
         let pacing = Pacing::default();
         let now = clock::now();
+        let stats = Arc::<Stats>::default();
         let io = Io {
             executor: RefCell::default(),
             ops: RefCell::new(Ops { slots, engine, woken, happened, pacing }),
             reactor: RefCell::new(reactor),
             foreign,
-            stats: Arc::default(),
+            bounce_budget: BounceBudget::new(config.bounce_bytes, Arc::clone(&stats)),
+            stats,
             engine_kind: config.engine,
             submit_max: config.submit_max.max(1) as usize,
             harvest_on_submit: config.harvest_on_submit,

@@ -27,6 +27,24 @@ impl Counter {
     }
 }
 
+/// A number that one thread sets and any thread reads.
+#[derive(Debug, Default)]
+pub struct Gauge(AtomicU64);
+
+impl Gauge {
+    /// Sets it. Only the owning thread may call it.
+    #[inline]
+    pub fn set(&self, value: u64) {
+        self.0.store(value, Ordering::Relaxed);
+    }
+
+    /// The number as it is now.
+    #[must_use]
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 /// How many buckets there are if a value keeps `bits` bits below its highest one.
 const fn bucket_count(bits: u32) -> usize {
     (64 - bits as usize + 1) << bits
@@ -223,6 +241,20 @@ pub struct OpStats {
     pub latency_ns: Times,
 }
 
+/// What became of memory for what devices cannot take as it is (see
+/// [`IoThreadConfig::bounce_bytes`](crate::IoThreadConfig::bounce_bytes)).
+#[derive(Debug, Default)]
+pub struct BounceStats {
+    /// Bytes of the budget that are in use.
+    pub bytes: Gauge,
+    /// The most bytes that were in use at once.
+    pub bytes_most: Gauge,
+    /// Pieces that had to wait for others to end.
+    pub waits: Counter,
+    /// Pieces for which the system had no memory; their requests failed with `ENOMEM`.
+    pub failed: Counter,
+}
+
 /// Everything that one IoThread counts.
 #[derive(Debug, Default)]
 pub struct Stats {
@@ -240,6 +272,8 @@ pub struct Stats {
     pub submitted_at_once: Sizes,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
+    /// The memory for that.
+    pub bounce: BounceStats,
     /// Reads and writes whose completions were polled for.
     pub polled: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).

@@ -239,12 +239,17 @@ fn summary_of(stats: &Stats) -> String {
         (count, errors) => format!("{count} {name} ({errors} failed)"),
     };
     format!(
-        "{}, {}, {}, {}; {} polled for; {} calls, {} submits, {} waits",
+        "{}, {}, {}, {}; {} polled for; {} bounced, with at most {} KiB, {} waits and {} failures \
+         of memory; {} calls, {} submits, {} waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),
         of("discards and zeroings", &stats.deallocate),
         stats.polled.get(),
+        stats.bounced.get(),
+        stats.bounce.bytes_most.get() >> 10,
+        stats.bounce.waits.get(),
+        stats.bounce.failed.get(),
         stats.syscalls.eventfd_write.get(),
         stats.submitted_at_once.count(),
         stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),

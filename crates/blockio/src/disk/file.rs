@@ -9,18 +9,17 @@ use super::alignment::Alignment;
 use super::retries::Retries;
 use super::source::FileSource;
 use crate::buf::Buffers;
-use crate::io_thread::Io;
+use crate::io_thread::{BounceShare, Io};
 use crate::op::{Completion, FileRef, Op, OpKind};
-
-/// Memory for bouncing one request is taken in pieces of at most this many bytes.
-const BOUNCE_BYTES: usize = 1 << 20;
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
         let file = Rc::new(Arc::clone(&self.file));
         io.register_file(&file);
+        let share = io.bounce_share(&self.file);
         FileDisk {
             io,
+            share,
             file,
             is_block_device: self.is_block_device,
             align: self.align,
@@ -37,6 +36,7 @@ impl FileSource {
 /// A file on one IoThread. What the file system turns out not to support is remembered.
 pub(super) struct FileDisk {
     io: Rc<Io>,
+    share: Rc<BounceShare>,
     file: FileRef,
     is_block_device: bool,
     align: Alignment,
@@ -141,13 +141,19 @@ impl FileDisk {
 
     pub(super) async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
         while len > 0 {
-            let piece = usize::try_from(len).unwrap_or(usize::MAX).min(BOUNCE_BYTES);
-            let zeroes = Buffers::aligned(piece, self.memory_align.max(4096));
+            let most = self.share.piece_bytes(self.request_align);
+            let piece = usize::try_from(len).unwrap_or(usize::MAX).min(most);
+            let permit = self.share.take(&self.io, piece).await;
+            let zeroes = self.count_failure(self.io.bounce_zeroes(permit))?;
             self.transfer(OpKind::Write { fua: false }, offset, zeroes).await.0?;
             offset += piece as u64;
             len -= piece as u64;
         }
         Ok(())
+    }
+
+    fn count_failure(&self, memory: io::Result<Buffers>) -> io::Result<Buffers> {
+        memory.inspect_err(|_| self.io.stats().bounce.failed.add(1))
     }
 
     /// Runs `kind` unless `has` says that it is of no use. False, for ever after, when the kernel,
@@ -232,8 +238,13 @@ impl FileDisk {
     ) -> (io::Result<()>, Buffers) {
         self.io.stats().bounced.add(1);
         while buffers.bytes() > 0 {
-            let piece = buffers.bytes().min(BOUNCE_BYTES);
-            let bounce = Buffers::aligned(piece, self.memory_align.max(512));
+            let piece = buffers.bytes().min(self.share.piece_bytes(self.request_align));
+            let permit = self.share.take(&self.io, piece).await;
+            let align = self.memory_align.max(512);
+            let bounce = match self.count_failure(Buffers::uninitialized(piece, align, permit)) {
+                Ok(bounce) => bounce,
+                Err(error) => return (Err(error), buffers),
+            };
             if kind != OpKind::Read {
                 bounce.copy_from_buffers(&buffers, piece);
             }

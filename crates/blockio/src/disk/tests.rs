@@ -101,6 +101,50 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
     });
 }
 
+/// As many as fit the budget are out at once, and all end. Some are dropped on the way.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
+    for (engine, _) in SETUPS {
+        let file = temp_file(4 * MIB);
+        let config = IoThreadConfig { engine, bounce_bytes: 1 << 20, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let disk = open_unknown(file.path(), true).attach(thread.io());
+        let memory = Buffers::aligned((1 << 20) + 1, 4096);
+        let read = || {
+            let mut buffers = memory.again();
+            buffers.advance(1);
+            Box::pin(disk.read(0, buffers))
+        };
+        let mut reads: Vec<_> = (0..200).map(|_| read()).collect();
+        let mut polls = 0;
+        let all = std::future::poll_fn(|cx| {
+            polls += 1;
+            reads.retain_mut(|read| match read.as_mut().poll(cx) {
+                std::task::Poll::Ready((result, _)) => {
+                    result.unwrap();
+                    false
+                }
+                std::task::Poll::Pending => true,
+            });
+            if polls == 3 {
+                reads.drain(..reads.len() / 3).for_each(drop);
+            }
+            if reads.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+        });
+        thread.block_on(all).unwrap();
+        thread.block_on(disk.flush()).unwrap().unwrap();
+        let stats = &thread.io().stats().bounce;
+        assert_eq!((stats.bytes_most.get(), stats.failed.get()), (1 << 20, 0), "{engine}");
+        assert!(stats.waits.get() > 100, "{engine}: {} waits", stats.waits.get());
+        drop(reads);
+        while thread.io().ops() > 0 {
+            thread.turn(crate::Wait::ForEvent).unwrap();
+        }
+        assert_eq!(stats.bytes.get(), 0, "{engine}");
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn many_requests_of_one_task_are_in_the_kernel_together() {

@@ -25,6 +25,11 @@ pub struct IoThreadConfig {
     /// that (direct I/O on a device whose driver has queues for it); the device makes no
     /// interrupts for them. The loop does not sleep, or little, while it has such ops.
     pub iopoll: bool,
+    /// The most bytes of memory at once for what devices cannot take as it is: misaligned buffers,
+    /// zeroes that have to be written. It is parted equally among the disks of the IoThread (at
+    /// least 64 KiB for each, so many disks may take more), and requests wait for their part in
+    /// order.
+    pub bounce_bytes: usize,
     /// For measurement: whether completions are looked for right after each submit. If not, they
     /// are found only when the kernel wakes the loop.
     pub harvest_on_submit: bool,
@@ -43,6 +48,7 @@ impl Default for IoThreadConfig {
             poll_budget_percent: 100,
             sqpoll: false,
             iopoll: false,
+            bounce_bytes: 32 << 20,
             harvest_on_submit: true,
             submit_max: u32::MAX,
             completion_ring: CompletionRing::default(),
