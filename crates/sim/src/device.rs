@@ -12,6 +12,8 @@ struct Version {
     op: u64,
     /// When that op was answered.
     answered: u64,
+    /// A flush has failed to bring it to stable storage. The kernel takes it for clean since.
+    lost: bool,
 }
 
 /// The first version is on stable storage, the last is what reads see. Any of them may be what is
@@ -32,7 +34,7 @@ impl Device {
         let sector = |sector| {
             let value = if sector < end_sector { initial } else { Value::Zero };
             let bytes = Box::new(bytes_of(value, sector));
-            Sector { versions: vec![Version { bytes, op: 0, answered: 0 }] }
+            Sector { versions: vec![Version { bytes, op: 0, answered: 0, lost: false }] }
         };
         Self { sectors: (0..sectors).map(sector).collect(), end_sector }
     }
@@ -55,7 +57,7 @@ impl Device {
             let mut content = Box::new(*self.content(sector));
             content[within..within + len].copy_from_slice(&bytes[at..at + len]);
             let versions = &mut self.sectors[index(sector)].versions;
-            versions.push(Version { bytes: content, op, answered: NEVER });
+            versions.push(Version { bytes: content, op, answered: NEVER, lost: false });
             self.end_sector = self.end_sector.max(sector + 1);
         });
     }
@@ -75,16 +77,40 @@ impl Device {
     pub(crate) fn flush(&mut self, submitted: u64, rng: &mut Rng) {
         for sector in &mut self.sectors {
             let versions = &mut sector.versions;
-            let must = versions.iter().rposition(|v| v.answered < submitted).unwrap_or(0);
-            let more = rng.index(versions.len() - must);
-            versions.drain(..must + more);
+            let is_done = |v: &Version| !v.lost && v.answered < submitted;
+            let must = versions.iter().rposition(is_done).unwrap_or(0);
+            let most = must + rng.index(versions.len() - must);
+            let last = versions[must..=most].iter().rposition(|v| !v.lost).unwrap_or(0);
+            versions.drain(..must + last);
+        }
+    }
+
+    /// A flush fails: of most sectors, what was answered will never come to stable storage, and
+    /// later flushes have nothing to do with it.
+    pub(crate) fn fail_flush(&mut self, rng: &mut Rng) {
+        for sector in &mut self.sectors {
+            if rng.chance(800) {
+                let answered = sector.versions.iter_mut().skip(1).filter(|v| v.answered != NEVER);
+                answered.for_each(|version| version.lost = true);
+            }
+        }
+    }
+
+    /// Whatever is there is on stable storage.
+    pub(crate) fn settle(&mut self) {
+        for sector in &mut self.sectors {
+            let last = sector.versions.len() - 1;
+            sector.versions.drain(..last);
+            sector.versions[0].lost = false;
         }
     }
 
     /// The power goes: of each sector some version is left.
     pub(crate) fn lose_power(&mut self, rng: &mut Rng) {
         for sector in &mut self.sectors {
-            let left = rng.index(sector.versions.len());
+            let chosen = rng.index(sector.versions.len());
+            // Of what was lost, nothing is left; the first version never was.
+            let left = sector.versions[..=chosen].iter().rposition(|v| !v.lost).unwrap_or(0);
             sector.versions.drain(..left);
             sector.versions.truncate(1);
         }

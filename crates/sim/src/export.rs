@@ -273,6 +273,7 @@ impl Export {
     pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
         self.guest.check_left(power_lost)?;
         self.source.open_anew();
+        self.world.forget_loss(self.index);
         self.guest.reboot();
         self.device = device(&self.plan, self.index, &self.source);
         self.services = stopped(&self.plan);

@@ -61,7 +61,8 @@ pub(crate) fn outcome(
     if !is_supported {
         return (errno(libc::EOPNOTSUPP), 0, None);
     }
-    if rng.chance(plan.eio) {
+    let fails = op.kind() == OpKind::Flush && rng.chance(plan.flush_eio);
+    if fails || rng.chance(plan.eio) {
         return (errno(libc::EIO), rng.index(len / SECTOR + 1) * SECTOR, Some(class));
     }
     if matches!(class, Class::Write | Class::Deallocate) && rng.chance(plan.enospc) {

@@ -53,6 +53,8 @@ struct State {
     failure: Option<Failure>,
     /// Since when each write is on stable storage when it is answered.
     write_through_since: u64,
+    /// When the last request was answered that began before data was lost.
+    loss_told: u64,
 }
 
 pub(crate) struct Guest {
@@ -96,6 +98,7 @@ impl Guest {
             failed: Vec::new(),
             failure: None,
             write_through_since: NEVER,
+            loss_told: 0,
         };
         let guest = Self {
             plan: plan.clone(),

@@ -154,6 +154,8 @@ knobs! {
     odd_shorts: 0,
     /// Ops that fail with EIO, per mille.
     eio: 0,
+    /// Flushes that fail with EIO, per mille; what they were to bring to stable storage is lost.
+    flush_eio: 0,
     /// Writes that fail with ENOSPC, per mille.
     enospc: 0,
     /// Ops that fail with EINTR, per mille.
@@ -232,7 +234,7 @@ impl Plan {
         plan.rush = if device == 0 { self.rush } else { 0 };
         if device + self.sound_disks >= self.devices {
             (plan.eio, plan.enospc, plan.eintr, plan.eagain) = (0, 0, 0, 0);
-            (plan.hang, plan.stuck) = (0, 0);
+            (plan.hang, plan.stuck, plan.flush_eio) = (0, 0, 0);
             (plan.submit_reject, plan.entry_reject) = (0, 0);
         }
         plan
@@ -309,6 +311,7 @@ impl Plan {
         self.odd_shorts = flag(rng, 300);
         self.eio = some(rng, 250, &[5, 30, 100]);
         self.enospc = some(rng, 150, &[5, 30]);
+        self.flush_eio = some(rng, 100, &[50, 300]);
         self.eintr = some(rng, 250, &[20, 100]);
         self.eagain = some(rng, 250, &[20, 100]);
         self.stuck = some(rng, 30, &[5]);
@@ -358,7 +361,7 @@ impl Plan {
                 self.odd_shorts = 0;
             } else {
                 (self.no_overlap, self.crashes, self.kills) = (1, 0, 0);
-                (self.eio, self.enospc, self.stuck) = (0, 0, 0);
+                (self.eio, self.enospc, self.stuck, self.flush_eio) = (0, 0, 0, 0);
                 (self.submit_reject, self.entry_reject) = (0, 0);
             }
         }

@@ -52,6 +52,9 @@ struct Disk {
     /// It answers EAGAIN for ever.
     is_stuck: bool,
     injected: Vec<Injected>,
+    /// When a flush, or a write that was to be on stable storage, was first answered with an
+    /// error that means a loss.
+    lost_at: Option<u64>,
 }
 
 /// An op in the simulated kernel.
@@ -140,7 +143,15 @@ impl World {
             let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
             let device = Device::new(plan.sectors(), end, initial(index));
             let (plan, fd) = (plan.clone(), *fd);
-            Disk { plan, fd, device, hangs_until: 0, is_stuck: false, injected: Vec::new() }
+            Disk {
+                plan,
+                fd,
+                device,
+                hangs_until: 0,
+                is_stuck: false,
+                injected: Vec::new(),
+                lost_at: None,
+            }
         };
         let inner = Inner {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 2),
@@ -194,6 +205,16 @@ impl World {
 
     pub(crate) fn failure(&self) -> Option<Failure> {
         self.inner.borrow().failure.clone()
+    }
+
+    /// When data of this disk was first lost, as the kernel has said.
+    pub(crate) fn lost_at(&self, disk: usize) -> Option<u64> {
+        self.inner.borrow().disks[disk].lost_at
+    }
+
+    /// The file of this disk is opened anew.
+    pub(crate) fn forget_loss(&self, disk: usize) {
+        self.inner.borrow_mut().disks[disk].lost_at = None;
     }
 
     /// Errors that were put in by this disk.
@@ -319,8 +340,8 @@ impl World {
 
     /// Everything that was written is on stable storage. No op may be in the kernel.
     pub(crate) fn settle(&self) {
-        let Inner { rng, disks, .. } = &mut *self.inner.borrow_mut();
-        disks.iter_mut().for_each(|disk| disk.device.flush(u64::MAX, rng));
+        let disks = &mut self.inner.borrow_mut().disks;
+        disks.iter_mut().for_each(|disk| disk.device.settle());
     }
 
     /// Lets go of ops and eventfds, which know this world.
@@ -359,13 +380,14 @@ impl World {
         let mut inner = self.inner.borrow_mut();
         let Inner { ops, disks, rng, counts, power_is_off, .. } = &mut *inner;
         let Some(Running { op, disk, begin, mut result, error }) = ops.remove(&id) else { return };
-        let Disk { device, injected, .. } = &mut disks[disk];
+        let Disk { device, injected, lost_at, .. } = &mut disks[disk];
         let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
         if *power_is_off {
             result = -i64::from(libc::EIO);
         } else {
             match kind {
                 OpKind::Flush if result == 0 => device.flush(begin, rng),
+                OpKind::Flush if result == -i64::from(libc::EIO) => device.fail_flush(rng),
                 OpKind::Write { fua } => device.answered(offset, len, id, now, fua && result >= 0),
                 OpKind::Read | OpKind::Flush => {}
                 _ => device.answered(offset, len, id, now, false),
@@ -384,6 +406,9 @@ impl World {
             // What may be tried again is, so often that others may come between.
             let must_fail = result != -i64::from(libc::EAGAIN);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
+            if loses && result == -i64::from(libc::EIO) {
+                lost_at.get_or_insert(now);
+            }
             let len = len as u64;
             injected.push(Injected { must_fail, class, when: now, offset, len, loses });
         }

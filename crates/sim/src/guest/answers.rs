@@ -39,6 +39,7 @@ impl Guest {
             return Err(format!("the used length is {len}, not {expected}"));
         }
         let done = status == VIRTIO_BLK_S_OK;
+        self.check_promise(state, outstanding, done, end)?;
         let since = state.write_through_since;
         for write in writes {
             // What was discarded may be there or not.
@@ -60,6 +61,34 @@ impl Guest {
                 return Err(format!("the id is {answer:?}"));
             }
             _ => {}
+        }
+        Ok(())
+    }
+
+    /// Once a request was told that data was lost, none that begins later may be told that data is
+    /// on stable storage: whether it is so, nobody knows.
+    fn check_promise(
+        &self,
+        state: &mut State,
+        outstanding: &Outstanding,
+        done: bool,
+        end: u64,
+    ) -> Result<(), String> {
+        let Some(lost_at) = self.world.lost_at(self.device) else { return Ok(()) };
+        let Outstanding { request, begin, .. } = outstanding;
+        if *begin < lost_at {
+            state.loss_told = end;
+            return Ok(());
+        }
+        let is_stable = match request.kind {
+            Kind::Flush => true,
+            Kind::Write | Kind::WriteZeroes => state.write_through_since < *begin,
+            _ => false,
+        };
+        let mut others = state.queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
+        let is_told = state.loss_told < *begin && !others.any(|other| other.begin < lost_at);
+        if done && is_stable && is_told {
+            return Err(format!("data was lost at {lost_at}, and this is said to be stable"));
         }
         Ok(())
     }
