@@ -87,7 +87,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
         None => None,
         Some((_, Ok(file))) => Some(file),
         Some((path, Err(error))) => {
-            eprintln!("error: cannot create the --output file '{}': {error}", path.display());
+            eprintln!("ringhaul: cannot create the --output file '{}': {error}", path.display());
             return Ok(ExitCode::from(BenchError::USAGE_EXIT));
         }
     };
@@ -101,7 +101,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
     let report = match phases::measure_until(args, &interrupted) {
         Ok(report) => report,
         Err(error) => {
-            eprintln!("error: {error}");
+            eprintln!("ringhaul: {error}");
             return Ok(ExitCode::from(error.exit_code()));
         }
     };

@@ -53,8 +53,8 @@ impl Progress {
     pub(crate) fn say(&self, messages: &[String]) {
         for message in messages {
             match &self.display {
-                Display::Bar(bar) => bar.suspend(|| eprintln!("error: {message}")),
-                _ => eprintln!("error: {message}"),
+                Display::Bar(bar) => bar.suspend(|| eprintln!("ringhaul: {message}")),
+                _ => eprintln!("ringhaul: {message}"),
             }
         }
     }

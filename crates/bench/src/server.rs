@@ -124,7 +124,7 @@ impl Server {
         let pid = pid.filter(|pid| ServerSample::take(*pid).is_ok());
         if pid.is_none() {
             eprintln!(
-                "warning: the server's process is not visible from here, so its CPU time is not \
+                "ringhaul: warning: the server's process is not visible from here, so its CPU time is not \
                  counted; give --server-pid"
             );
         }

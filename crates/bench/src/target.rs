@@ -179,13 +179,13 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         Ok(()) => engine,
         // The trial had room for fewer operations.
         Err(error) if args.engine.engine == EngineChoice::Auto => {
-            eprintln!("warning: {error}; falling back to engine threads");
+            eprintln!("ringhaul: warning: {error}; falling back to engine threads");
             EngineKind::Threads
         }
         Err(error) => return Err(BenchError::Connect(error.to_string())),
     };
     if let Some(warning) = without_effect(engine, &args.engine.io_uring_options()) {
-        eprintln!("warning: engine {engine}; {warning}");
+        eprintln!("ringhaul: warning: engine {engine}; {warning}");
     }
     Ok(Target::File(source, engine))
 }

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::num::IntErrorKind;
 use std::time::Duration;
 
 use rustix::thread::CpuSet;
@@ -27,34 +28,59 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("'{text}' is more than 64 bits can hold"))
 }
 
-/// Parses a duration with fio's suffixes; a bare number is in seconds: `10`, `500ms`, `2m`.
+/// Parses a duration with fio's suffixes; a bare number is in seconds: `10`, `0.5`, `500ms`, `2m`.
 pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
-    let (number, suffix) = split_number(text)?;
-    let seconds = |factor: u64| number.checked_mul(factor).map(Duration::from_secs);
-    match suffix.to_ascii_lowercase().as_str() {
-        "us" | "usec" => Some(Duration::from_micros(number)),
-        "ms" | "msec" => Some(Duration::from_millis(number)),
-        "" | "s" => seconds(1),
-        "m" => seconds(60),
-        "h" => seconds(60 * 60),
-        "d" => seconds(24 * 60 * 60),
+    let (number, suffix) = split_at(text, |c| c.is_ascii_digit() || c == '.')?;
+    let unit = match suffix.to_ascii_lowercase().as_str() {
+        "us" | "usec" => Duration::from_micros(1),
+        "ms" | "msec" => Duration::from_millis(1),
+        "" | "s" => Duration::from_secs(1),
+        "m" => Duration::from_secs(60),
+        "h" => Duration::from_secs(60 * 60),
+        "d" => Duration::from_secs(24 * 60 * 60),
         _ => {
             return Err(format!("'{text}' has an unknown suffix: use us, ms, s, m, h or d"));
         }
-    }
-    .filter(|duration| *duration < Duration::from_secs(LONGEST_DURATION_S))
-    .ok_or_else(|| format!("'{text}' is too long a time"))
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    // What is less than a nanosecond of the longest unit is nothing.
+    let fraction = &fraction[..fraction.len().min(FRACTION_DIGITS)];
+    let parse = |digits: &str| match digits.parse::<u64>() {
+        Ok(number) => Ok(number),
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
+            Err(format!("'{text}' is too long a time"))
+        }
+        Err(_) => Err(format!("'{text}' is no time, such as 10, 0.5 or 500ms")),
+    };
+    let (whole, part) = (parse(whole)?, parse(fraction)?);
+    let scale = fraction.bytes().fold(1, |scale: u128, _| scale * 10);
+    let nanoseconds = u128::from(whole)
+        .checked_mul(unit.as_nanos())
+        .and_then(|whole| whole.checked_add(u128::from(part) * unit.as_nanos() / scale));
+    nanoseconds
+        .and_then(|nanoseconds| u64::try_from(nanoseconds).ok())
+        .map(Duration::from_nanos)
+        .filter(|duration| *duration < Duration::from_secs(LONGEST_DURATION_S))
+        .ok_or_else(|| format!("'{text}' is too long a time"))
 }
+
+/// Digits behind the point that are looked at.
+const FRACTION_DIGITS: usize = 15;
 
 /// A hundred years: far below where adding to the clock could overflow.
 const LONGEST_DURATION_S: u64 = 100 * 365 * 24 * 60 * 60;
 
-fn split_number(text: &str) -> Result<(u64, &str), String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, suffix) = text.split_at(digits);
-    if number.is_empty() {
+/// The start of `text` that is a number, and the rest.
+fn split_at(text: &str, of_number: impl Fn(char) -> bool) -> Result<(&str, &str), String> {
+    let end = text.find(|c: char| !of_number(c)).unwrap_or(text.len());
+    if end == 0 {
         return Err(format!("'{text}' does not begin with a number"));
     }
+    Ok(text.split_at(end))
+}
+
+fn split_number(text: &str) -> Result<(u64, &str), String> {
+    let (number, suffix) = split_at(text, |c| c.is_ascii_digit())?;
     let number = number.parse().map_err(|_| format!("'{text}' is more than 64 bits can hold"))?;
     Ok((number, suffix))
 }
@@ -160,9 +186,20 @@ mod tests {
         assert_eq!(parse_duration("10"), Ok(Duration::from_secs(10)));
         assert_eq!(parse_duration("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse_duration("2m"), Ok(Duration::from_secs(120)));
-        assert!(parse_duration("2 weeks").is_err());
-        assert!(parse_duration("18446744073709551615d").is_err());
-        assert!(parse_duration("18446744073709551615").is_err());
+        for text in ["2 weeks", "18446744073709551615d", "18446744073709551615", "-1"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn durations_may_be_fractions() {
+        assert_eq!(parse_duration("0.5"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_duration("1.25m"), Ok(Duration::from_secs(75)));
+        assert_eq!(parse_duration("0.001ms"), Ok(Duration::from_micros(1)));
+        assert_eq!(parse_duration("0.0000000000000001d"), Ok(Duration::ZERO));
+        for text in [".5", "5.", "1.2.3", ".", "0.5.s", "36500.0d"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -274,7 +274,7 @@ fn wrong_data_is_shown_and_fails() -> Result<()> {
     for pattern in ["read", "randrw"] {
         let options = format!("--rw {pattern} --number_ios 20 --verify --output-format json");
         let finished = run(&mut bench(&socket, &options)?)?.expect_code(EXIT_RUN)?;
-        ensure!(finished.stderr.contains("error: wrong data at offset"), "{}", finished.stderr);
+        ensure!(finished.stderr.contains("ringhaul: wrong data at offset"), "{}", finished.stderr);
         ensure!(number(&json(&finished)?, "verify_mismatches")? > 0.0, "none was counted");
     }
     Ok(())

@@ -30,7 +30,7 @@ fn start_load(socket: &Path) -> Result<Running> {
 fn expect_server_gone(client: Running) -> Result<()> {
     let finished = client.finish()?.expect_code(EXIT_RUN)?;
     let errors: Vec<&str> =
-        finished.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+        finished.stderr.lines().filter(|line| line.starts_with("ringhaul: ")).collect();
     ensure!(
         matches!(errors[..], [error] if error.contains("server")),
         "not one error about the server:\n{}",
