@@ -19,7 +19,9 @@ pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
     }
     let mut size = None;
     let mut path = None;
+    let mut keys = Keys::default();
     for part in parts {
+        keys.check(part)?;
         match (kind, part.split_once('=')) {
             ("null", Some(("size", value))) => size = Some(parse_size(value)?),
             ("file", Some(("path", value))) if !value.is_empty() => {
@@ -34,6 +36,23 @@ pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
         ("file", _, Some(path)) => Ok(DiskSpec::File(path)),
         ("null", ..) => bail!("a null disk needs a size, as in null,size=64G"),
         _ => bail!("a file needs a path, as in file,path=disk.img"),
+    }
+}
+
+/// The keys of a list that were seen. One that comes twice has two meanings, of which we would have
+/// to choose one in silence.
+#[derive(Default)]
+pub(super) struct Keys(Vec<String>);
+
+impl Keys {
+    /// Refuses a `KEY=VALUE` whose key was seen before.
+    pub(super) fn check(&mut self, part: &str) -> Result<()> {
+        let key = part.split_once('=').map_or(part, |(key, _)| key);
+        if self.0.iter().any(|seen| seen == key) {
+            bail!("{key} is given twice; leave one of them out");
+        }
+        self.0.push(key.to_owned());
+        Ok(())
     }
 }
 
@@ -69,5 +88,9 @@ mod tests {
             assert!(parse_disk(bad).is_err(), "{bad} was taken");
         }
         assert!(parse_size("99999999999T").is_err());
+        for twice in ["null,size=1M,size=2M", "null,size=1M,size=1M", "file,path=a,path=b"] {
+            let error = parse_disk(twice).unwrap_err().to_string();
+            assert!(error.contains("is given twice"), "{twice}: {error}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use blockio::{DiskOptions, DiskSource};
 use clap::ValueEnum;
 
-use super::disk::{DiskSpec, parse_disk, parse_size};
+use super::disk::{DiskSpec, Keys, parse_disk, parse_size};
 use super::{CacheMode, ServeArgs, parse_queue_size, parse_serial};
 use crate::blk::config::{BlkOptions, SERIAL_BYTES};
 
@@ -106,11 +106,16 @@ impl ServeArgs {
         // A serial number that holds for all would be that of several disks.
         spec.serial = None;
         let (mut endpoint, mut disk) = (None, None);
+        let mut keys = Keys::default();
         for part in split_at_commas(text) {
             let (key, value) = part
                 .split_once('=')
                 .filter(|(_, value)| !value.is_empty())
                 .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
+            keys.check(&part)?;
+            if ["blk-file", "null"].contains(&key) && disk.is_some() {
+                bail!("it names both blk-file and null; an export has one disk");
+            }
             match key {
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
                 "blk-file" => disk = Some(DiskSpec::File(value.into())),
@@ -315,6 +320,10 @@ mod tests {
             "socket-path=/a,blk-file=/x,queue-size=3",
             "socket-path=/a,blk-file=/x,logical-block-size=big",
             "socket-path=/a,null=1X",
+            "socket-path=/a,socket-path=/b,null=1M",
+            "socket-path=/a,null=1M,null=1M",
+            "socket-path=/a,null=1M,blk-file=/x",
+            "socket-path=/a,null=1M,serial=a,serial=b",
         ] {
             assert!(exports(&["--export", bad]).is_err(), "{bad} was taken");
         }
