@@ -187,19 +187,37 @@ struct Range {
     unmap: bool,
 }
 
-/// Reads the segments (virtio 1.3, section 5.2.6.2): all are checked before any is carried out.
-fn ranges(data: &Segments, sectors_max: u32, size: u64) -> Result<Vec<Range>, RequestError> {
+/// Reads the segments (virtio 1.3, section 5.2.6.2): all are checked before any is carried out, and
+/// their flags before anything else, because a flag that is not supported is to be told of as such
+/// whatever else is wrong.
+fn ranges(
+    data: &Segments,
+    flags_known: u32,
+    sectors_max: u32,
+    size: u64,
+) -> Result<Vec<Range>, RequestError> {
     let count = data.bytes() / SEGMENT_BYTES;
-    if count == 0 || !data.bytes().is_multiple_of(SEGMENT_BYTES) || count > SEGMENTS_MAX as usize {
+    let segment = |index: usize| {
+        let mut segment = [0; SEGMENT_BYTES];
+        data.copy_to(index * SEGMENT_BYTES, &mut segment);
+        segment
+    };
+    // Each is read once; more than there may be are not looked at.
+    let segments: Vec<_> = (0..count.min(SEGMENTS_MAX as usize)).map(segment).collect();
+    let unknown = segments.iter().map(|segment| flags_of(segment) & !flags_known);
+    let unknown = unknown.fold(0, |all, flags| all | flags);
+    if unknown != 0 {
+        return Err(RequestError::Flags(unknown));
+    }
+    if count == 0 || !data.bytes().is_multiple_of(SEGMENT_BYTES) || count > segments.len() {
         return Err(RequestError::Malformed("there are no segments, too many, or half ones"));
     }
-    (0..count)
-        .map(|index| {
-            let mut segment = [0; SEGMENT_BYTES];
-            data.copy_to(index * SEGMENT_BYTES, &mut segment);
-            range(&segment, sectors_max, size)
-        })
-        .collect()
+    segments.iter().map(|segment| range(segment, sectors_max, size)).collect()
+}
+
+fn flags_of(segment: &[u8; SEGMENT_BYTES]) -> u32 {
+    let [.., f0, f1, f2, f3] = *segment;
+    u32::from_le_bytes([f0, f1, f2, f3])
 }
 
 fn range(
@@ -207,12 +225,8 @@ fn range(
     sectors_max: u32,
     size: u64,
 ) -> Result<Range, RequestError> {
-    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = *segment;
+    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, ..] = *segment;
     let sectors = u32::from_le_bytes([n0, n1, n2, n3]);
-    let flags = u32::from_le_bytes(flags);
-    if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 {
-        return Err(RequestError::Flags(flags));
-    }
     if sectors > sectors_max {
         return Err(RequestError::Malformed("a segment is longer than the device announced"));
     }
@@ -221,14 +235,11 @@ fn range(
     if offset.checked_add(len).is_none_or(|end| end > size) {
         return Err(RequestError::Malformed("a segment is beyond the end of the disk"));
     }
-    Ok(Range { offset, len, unmap: flags != 0 })
+    Ok(Range { offset, len, unmap: flags_of(segment) != 0 })
 }
 
 async fn discard(blk: &Blk, readable: &Segments) -> Result<(), RequestError> {
-    let ranges = ranges(readable, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
-    if ranges.iter().any(|range| range.unmap) {
-        return Err(RequestError::Flags(VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP));
-    }
+    let ranges = ranges(readable, 0, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
     for Range { offset, len, .. } in ranges {
         let result = blk.disk.discard(offset, len).await;
         result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
@@ -237,7 +248,8 @@ async fn discard(blk: &Blk, readable: &Segments) -> Result<(), RequestError> {
 }
 
 async fn write_zeroes(blk: &Blk, readable: &Segments) -> Result<(), RequestError> {
-    let ranges = ranges(readable, WRITE_ZEROES_SECTORS_MAX, blk.disk.info().size_bytes)?;
+    let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
+    let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
     for Range { offset, len, unmap } in ranges {
         let result = blk.disk.write_zeroes(offset, len, unmap).await;
         result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
