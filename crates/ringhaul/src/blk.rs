@@ -82,6 +82,11 @@ impl BlkDevice {
 
     /// Takes what the driver negotiated. Call it while no queue runs.
     ///
+    /// A driver that negotiates something else than the one before finds the write cache as it was
+    /// set up, or off if it cannot flush (virtio 1.3, section 5.2.5.2). The same features may be
+    /// those of the same driver, which goes on after a pause and relies on what it chose; who knows
+    /// that it is another calls [`reset`](Self::reset).
+    ///
     /// # Errors
     ///
     /// When a bit was never offered.
@@ -91,9 +96,12 @@ impl BlkDevice {
             let text = format!("the driver negotiated features that are not offered: {unknown:#x}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        self.shared.features.store(features, Ordering::Relaxed);
+        let before = self.shared.features.swap(features, Ordering::Relaxed);
+        // Without features there was no driver, and what was written is this one's choice.
+        if before != 0 && before != features {
+            self.shared.writeback.store(self.shared.options.write_cache, Ordering::Relaxed);
+        }
         if self.has(config::F_CONFIG_WCE) && !self.has(config::F_FLUSH) {
-            // A driver that cannot flush starts without a cache (virtio 1.3, section 5.2.5.2).
             self.shared.writeback.store(false, Ordering::Relaxed);
         }
         Ok(())
@@ -112,19 +120,20 @@ impl BlkDevice {
         config::space(self.shared.source.info(), &self.shared.options, writeback)
     }
 
-    /// Takes a write to the configuration space. Only `writeback` can be written, and it changes
-    /// only where the device was set up with a write cache, and for a driver that can flush it: a
-    /// device without a cache keeps its promise whatever the driver asks.
+    /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0
+    /// is 1. The cache is switched on only where the device was set up with one, and for a driver
+    /// that can flush it: a device without a cache keeps its promise whatever the driver asks.
     ///
     /// # Errors
     ///
-    /// When any other field is written, or a value that is neither 0 nor 1.
+    /// When any other field is written.
     pub fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         match data {
-            [value @ (0 | 1)] if offset == config::WRITEBACK_OFFSET => {
-                if self.shared.options.write_cache && self.has(config::F_FLUSH) {
-                    self.shared.writeback.store(*value == 1, Ordering::Relaxed);
-                }
+            [value] if offset == config::WRITEBACK_OFFSET => {
+                // What is written before the features are known is settled with them.
+                let may_flush = self.has(config::F_FLUSH) || self.features_taken() == 0;
+                let can_be_on = self.shared.options.write_cache && may_flush;
+                self.shared.writeback.store(*value != 0 && can_be_on, Ordering::Relaxed);
                 Ok(())
             }
             _ => Err(io::Error::new(
@@ -172,8 +181,12 @@ impl BlkDevice {
         })
     }
 
+    fn features_taken(&self) -> u64 {
+        self.shared.features.load(Ordering::Relaxed)
+    }
+
     fn has(&self, feature: u32) -> bool {
-        self.shared.features.load(Ordering::Relaxed) & (1 << feature) != 0
+        self.features_taken() & (1 << feature) != 0
     }
 
     fn queue_options(&self) -> QueueOptions {
@@ -234,5 +247,33 @@ impl Blk {
 
     pub(crate) fn name(&self) -> &str {
         self.device.name()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::DiskOptions;
+
+    use super::*;
+
+    fn device() -> BlkDevice {
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        BlkDevice::new(source, BlkOptions::default())
+    }
+
+    /// A front-end passes on what the driver writes at once, and its features when it is ready.
+    #[test]
+    fn a_driver_may_choose_its_cache_before_its_features_are_known() {
+        let flush = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
+        for (features, written, expected) in
+            [(flush, 0, 0), (flush, 1, 1), (1 << config::F_CONFIG_WCE, 1, 0)]
+        {
+            let device = device();
+            device.write_config(config::WRITEBACK_OFFSET, &[written]).unwrap();
+            device.set_features(features).unwrap();
+            assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], expected);
+            device.reset();
+            assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], 1);
+        }
     }
 }

@@ -337,9 +337,12 @@ fn wce_without_flush_begins_without_a_cache(look: Look, engine: Engine) -> Resul
     let asked = look(engine, Cache::None, features, &|frontend| {
         let writeback = frontend.config(WRITEBACK, 1)?;
         ensure!(writeback == [0], "the driver sees a cache that it cannot flush");
-        ten_writes(frontend)
+        ten_writes(frontend)?;
+        // Nor can it switch one on.
+        frontend.tell(Message::config(code::SET_CONFIG, WRITEBACK, &[1]))?;
+        frontend.write(0, 5000, &pattern(1, 4096)).context("with the cache switched on")
     })?;
-    expect(asked, 10, &"SC".repeat(10));
+    expect(asked, 11, &"SC".repeat(11));
     Ok(())
 }
 
