@@ -260,7 +260,13 @@ impl Queue {
                     self.ring.borrow_mut().force_call();
                     self.unpublished.set(true);
                 }
-                Command::SetErr(err) => *self.err.borrow_mut() = err,
+                Command::SetErr(err) => {
+                    *self.err.borrow_mut() = err;
+                    // It may have been on its way when the ring was found to be bad.
+                    if self.broken.get() {
+                        self.tell_broken();
+                    }
+                }
                 Command::Stop(reply) => stop = Some(reply),
             }
         }
@@ -301,6 +307,10 @@ impl Queue {
     /// Leaves the ring alone from now on, and tells the front-end.
     pub(crate) fn set_broken(&self) {
         self.broken.set(true);
+        self.tell_broken();
+    }
+
+    fn tell_broken(&self) {
         if let Some(err) = &*self.err.borrow() {
             self.caller.add_one(err);
         }

@@ -230,14 +230,20 @@ fn indirect_without_the_feature_stops_the_queue(engine: Engine) -> Result<()> {
     })
 }
 
-/// Runs a chain on the bad queue that has a status byte: it is answered with an error, and all
-/// queues go on.
+/// Runs a chain on the bad queue that has a status byte, as it is and by way of an indirect table:
+/// it is answered with an error, and all queues go on.
 fn expect_error(frontend: &mut Frontend, status: Desc, chain: &[Desc]) -> Result<()> {
-    frontend.rings[BAD].put_chain(0, chain)?;
-    frontend.rings[BAD].submit(0)?;
-    frontend.rings[BAD].wait_used()?;
-    let seen = frontend.memory.read(status.addr, 1)?[0];
-    ensure!(seen == blk::IOERR, "status {seen}");
+    for indirect in [false, true] {
+        frontend.memory.write(status.addr, &[blk::PENDING])?;
+        match indirect {
+            false => frontend.rings[BAD].put_chain(0, chain)?,
+            true => frontend.rings[BAD].put_indirect(0, SCRATCH, chain)?,
+        }
+        frontend.rings[BAD].submit(0)?;
+        frontend.rings[BAD].wait_used()?;
+        let seen = frontend.memory.read(status.addr, 1)?[0];
+        ensure!(seen == blk::IOERR, "status {seen}, indirect: {indirect}");
+    }
     frontend.read(BAD, 0, 512).context("the queue does not go on")?;
     frontend.read(GOOD, 0, 512).context("the other queue does not go on")?;
     Ok(())

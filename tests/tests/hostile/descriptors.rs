@@ -26,7 +26,11 @@ for_each_engine! {
     anything_as_an_err,
     a_call_that_is_full_and_may_block,
     an_err_that_is_full_and_may_block,
+    an_err_that_is_replaced,
 }
+
+/// The one of them that is an eventfd.
+const EVENTFD: &str = "a full eventfd";
 
 /// A descriptor that is no eventfd, what it is, and what must stay open beside it.
 struct Odd {
@@ -71,7 +75,7 @@ fn odd_descriptors() -> Result<Vec<Odd>> {
         odd("a socket", socket, vec![peer.into()]),
         odd("a socket without a peer", lonely, Vec::new()),
         odd("an epoll instance", epoll, Vec::new()),
-        odd("a full eventfd", full_eventfd.try_clone()?, Vec::new()),
+        odd(EVENTFD, full_eventfd.try_clone()?, Vec::new()),
     ])
 }
 
@@ -115,7 +119,9 @@ fn anything_as_a_call(engine: Engine) -> Result<()> {
     let descriptors = daemon.descriptors()?;
     for Odd { what, fd, .. } in odd_descriptors()? {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
-            if frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&fd))).is_err() {
+            let taken = frontend.tell(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&fd)));
+            ensure!(taken.is_ok() == (what == EVENTFD), "whether it is taken as a call");
+            if taken.is_err() {
                 return Ok(());
             }
             for _ in 0..3 {
@@ -137,7 +143,9 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
     let descriptors = daemon.descriptors()?;
     for Odd { what, fd, .. } in odd_descriptors()? {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
-            if frontend.tell(Message::ring_fd(code::SET_VRING_ERR, 1, Some(&fd))).is_err() {
+            let taken = frontend.tell(Message::ring_fd(code::SET_VRING_ERR, 1, Some(&fd)));
+            ensure!(taken.is_ok() == (what == EVENTFD), "whether it is taken as an err");
+            if taken.is_err() {
                 return Ok(());
             }
             frontend.rings[1].put_avail_idx(0x8000)?;
@@ -204,6 +212,28 @@ fn an_err_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     good_queue_serves(&mut frontend)?;
     frontend.stop_queue(1)?;
     drop((frontend, err));
+    check_service(&mut daemon)
+}
+
+/// The queue runs when it gets another, and has one when it starts, or none. It may be bad by then.
+fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
+    let mut daemon = start(&DaemonOptions::new(engine))?;
+    for round in 0..2 {
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        frontend.rings[1].err = new_eventfd()?;
+        let new = Arc::clone(&frontend.rings[1].err);
+        let set = |frontend: &mut Frontend, fd| {
+            frontend.tell(Message::ring_fd(code::SET_VRING_ERR, 1, fd))
+        };
+        if round == 1 {
+            set(&mut frontend, None)?;
+        }
+        set(&mut frontend, Some(&new))?;
+        frontend.rings[1].put_avail_idx(0x8000)?;
+        frontend.rings[1].kick()?;
+        frontend.rings[1].wait_err()?;
+        good_queue_serves(&mut frontend)?;
+    }
     check_service(&mut daemon)
 }
 

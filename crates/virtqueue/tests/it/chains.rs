@@ -351,6 +351,22 @@ fn a_bad_request_keeps_its_status_byte_if_that_is_mapped() {
         let (ring, chain) = chain_of(buffers);
         assert_eq!(chain.fault, Some(*fault), "{buffers:x?}");
         assert_eq!(status_of(&ring, chain), *expected, "{buffers:x?}");
+        // In an indirect table, as a whole and but for the first.
+        for direct in 0..buffers.len().min(2) {
+            let mut ring = Ring::new(16, false);
+            let (first, rest) = buffers.split_at(direct);
+            ring.table(TABLE, 0, rest);
+            let table_bytes = u32::try_from(16 * rest.len()).unwrap();
+            for &(addr, len, flags) in first {
+                ring.desc(0, (addr, len, flags | F_NEXT, 1));
+            }
+            let head = u16::try_from(direct).unwrap();
+            ring.desc(head, (TABLE, table_bytes, F_INDIRECT, 0));
+            ring.make_available(0);
+            let chain = pop(&mut ring.queue());
+            assert_eq!(chain.fault, Some(*fault), "{direct} direct of {buffers:x?}");
+            assert_eq!(status_of(&ring, chain), *expected, "{direct} direct of {buffers:x?}");
+        }
     }
 }
 
