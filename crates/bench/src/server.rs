@@ -124,8 +124,8 @@ impl Server {
         let pid = pid.filter(|pid| ServerSample::take(*pid).is_ok());
         if pid.is_none() {
             eprintln!(
-                "ringhaul: warning: the server's process is not visible from here, so its CPU time is not \
-                 counted; give --server-pid"
+                "ringhaul: warning: the server's process is not visible from here, so its CPU time \
+                 is not counted; give --server-pid"
             );
         }
         Ok(Self { pid })
