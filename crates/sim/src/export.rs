@@ -65,7 +65,8 @@ impl Export {
             read_only: plan.read_only > 0,
             direct: plan.direct > 0,
         };
-        let (memory_align, request_align) = if plan.direct > 0 { (512, block) } else { (1, 1) };
+        let (memory_align, request_align) =
+            if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
         let is_block = plan.block_device > 0;
         let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align);
         let guest = Rc::new(Guest::new(plan, world, index));

@@ -115,10 +115,11 @@ pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Fa
     let end = op.offset().checked_add(len as u64);
     let is_data = matches!(op.kind(), OpKind::Read | OpKind::Write { .. });
     let block_bytes = usize::try_from(block).unwrap_or(SECTOR);
+    let memory_align = usize::try_from(plan.memory_align()).unwrap_or(SECTOR);
     let aligned = plan.direct == 0
         || !is_data
         || ((op.offset() | len as u64) & (block - 1) == 0
-            && op.buffers().is_aligned(SECTOR, block_bytes));
+            && op.buffers().is_aligned(memory_align, block_bytes));
     let inside = end.is_some_and(|end| end <= plan.sectors() * SECTOR as u64);
     if !found || !aligned || !inside || (is_data && len == 0) {
         let (kind, offset, buffers) = (op.kind(), op.offset(), op.buffers());

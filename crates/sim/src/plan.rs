@@ -72,6 +72,8 @@ knobs! {
     poll_percent: 0,
     /// Completions are not looked for right after a submit.
     no_harvest_on_submit: 0,
+    /// KiB of memory for misaligned requests, for each IoThread, at least 8.
+    bounce_kib: 0,
     /// Ops of one submit at most; zero is no limit.
     submit_max: 0,
     /// Completions are taken by `io_getevents`.
@@ -90,6 +92,8 @@ knobs! {
     block_4k: 0,
     /// Direct I/O, with its alignment.
     direct: 0,
+    /// Direct I/O takes memory at multiples of 4 bytes, not 512.
+    small_align: 0,
     /// A block device, not a file.
     block_device: 0,
     /// The disk refuses writes.
@@ -142,6 +146,8 @@ knobs! {
     pieces: 1,
     /// How often a request's data is aligned, per mille.
     aligned: 0,
+    /// How often a request's data is in many aligned ranges but for one or two, per mille.
+    odd_ranges: 0,
     /// Guest memory consists of regions of so many KiB; zero is one region.
     region_kib: 0,
     /// Requests that overlap are never out at the same time.
@@ -258,6 +264,7 @@ impl Plan {
         self.poll_us = some(rng, 700, &[4, 20, 64, 500]);
         self.poll_percent = some(rng, 200, &[5, 50]);
         self.no_harvest_on_submit = flag(rng, 100);
+        self.bounce_kib = some(rng, 500, &[16, 64]);
         self.submit_max = some(rng, 150, &[1, 2, 5]);
         self.getevents = flag(rng, 70);
         self.no_notify_batch = flag(rng, 100);
@@ -270,6 +277,7 @@ impl Plan {
         self.block_4k = flag(rng, 200);
         self.blocks = rng.pick(&[4, 8, 16, 24, 64]);
         self.direct = flag(rng, 700);
+        self.small_align = flag(rng, 300);
         self.block_device = flag(rng, 400);
         self.read_only = flag(rng, 30);
         self.cut_sectors = if rng.chance(120) { rng.between(1, 12) } else { 0 };
@@ -298,9 +306,10 @@ impl Plan {
         self.zeroes = some(rng, 300, &[1, 3]);
         self.ids = some(rng, 200, &[1]);
         self.bads = some(rng, 300, &[1, 4]);
-        self.request_blocks = rng.pick(&[1, 2, 4, 8]);
+        self.request_blocks = rng.pick(&[1, 2, 4, 8, 16]);
         self.pieces = rng.pick(&[1, 2, 4, 9]);
         self.aligned = rng.pick(&[0, 500, 1000]);
+        self.odd_ranges = some(rng, 300, &[200, 1000]);
         self.region_kib = rng.pick(&[0, 0, 12, 20, 64]);
         self.no_overlap = flag(rng, 200);
     }
@@ -407,6 +416,11 @@ impl Plan {
 
     pub(crate) fn block_bytes(&self) -> u64 {
         if self.block_4k > 0 { 4096 } else { 512 }
+    }
+
+    /// What addresses of memory are multiples of, for direct I/O.
+    pub(crate) fn memory_align(&self) -> u32 {
+        if self.small_align > 0 { 4 } else { 512 }
     }
 
     pub(crate) fn sectors(&self) -> u64 {

@@ -214,12 +214,21 @@ impl Request {
             return None;
         }
         let aligned = rng.chance(plan.aligned);
-        let mut lay = Lay { area, image, at: 0, pieces: Vec::new() };
+        let is_odd = rng.chance(plan.odd_ranges);
+        let align = u64::from(plan.memory_align());
+        let mut lay = Lay { area, image, align, at: 0, pieces: Vec::new() };
         let data = self.readable.len().saturating_sub(16);
-        let lengths = cut(rng, self.readable.len(), most, aligned && data > 0 && most > 1, 16);
+        let parts = match odd_cut(plan, rng, data, most.saturating_sub(1)).filter(|_| is_odd) {
+            Some(parts) => [vec![(16, false)], parts].concat(),
+            None => {
+                let keep = aligned && data > 0 && most > 1;
+                let lengths = cut(rng, self.readable.len(), most, keep, 16);
+                lengths.into_iter().map(|len| (len, aligned && len >= SECTOR)).collect()
+            }
+        };
         let mut from = 0;
-        for len in lengths {
-            lay.place(rng, len, false, aligned && len >= SECTOR);
+        for (len, aligned) in parts {
+            lay.place(rng, len, false, aligned);
             lay.fill(&self.readable[from..from + len]);
             from += len;
         }
@@ -229,9 +238,15 @@ impl Request {
             return Some(lay.pieces);
         }
         let data = self.writable - 1;
-        let lengths = cut(rng, self.writable, most, aligned && data > 0 && most > 1, data);
-        for len in lengths {
-            lay.place(rng, len, true, aligned && len >= SECTOR);
+        let parts = match odd_cut(plan, rng, data, most.saturating_sub(1)).filter(|_| is_odd) {
+            Some(parts) => [parts, vec![(1, false)]].concat(),
+            None => {
+                let lengths = cut(rng, self.writable, most, aligned && data > 0 && most > 1, data);
+                lengths.into_iter().map(|len| (len, aligned && len >= SECTOR)).collect()
+            }
+        };
+        for (len, aligned) in parts {
+            lay.place(rng, len, true, aligned);
         }
         Some(lay.pieces)
     }
@@ -264,10 +279,36 @@ fn cut(rng: &mut Rng, total: usize, most: usize, keep: bool, border: usize) -> V
     cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
 }
 
+/// Cuts data into at least three ranges and at most `most`, with whether each is to be aligned: all
+/// are, and are whole blocks long, but for one place, which may be any. `None`: it is too small.
+fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(usize, bool)>> {
+    let block = usize::try_from(plan.block_bytes()).unwrap_or(SECTOR);
+    let blocks = data / block;
+    if !data.is_multiple_of(block) || blocks < 3 || most < 3 {
+        return None;
+    }
+    let count = usize::try_from(rng.between(3, blocks.min(most) as u64)).unwrap_or(3);
+    // Each has a block; what is left goes to the last.
+    let mut parts = vec![(block, true); count];
+    parts[count - 1].0 += (blocks - count) * block;
+    let odd = rng.index(count);
+    if odd + 1 < count && rng.chance(500) {
+        // The address may be aligned; the length, and that of the next, is not.
+        let moved = usize::try_from(rng.between(1, block as u64 - 1)).unwrap_or(1);
+        parts[odd].0 -= moved;
+        parts[odd + 1].0 += moved;
+    } else {
+        parts[odd].1 = false;
+    }
+    Some(parts)
+}
+
 /// Buffers being placed one after the other, with gaps.
 struct Lay<'a> {
     area: u64,
     image: &'a mut [u8],
+    /// What aligned ranges start at multiples of.
+    align: u64,
     at: u64,
     pieces: Vec<Piece>,
 }
@@ -276,7 +317,7 @@ impl Lay<'_> {
     fn place(&mut self, rng: &mut Rng, len: usize, writable: bool, aligned: bool) {
         self.at += rng.below(9);
         if aligned {
-            self.at = self.at.next_multiple_of(SECTOR as u64);
+            self.at = self.at.next_multiple_of(self.align);
         }
         let piece_len = u32::try_from(len).unwrap_or(u32::MAX);
         self.pieces.push(Piece { addr: self.area + self.at, len: piece_len, writable });

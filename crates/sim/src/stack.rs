@@ -107,8 +107,8 @@ impl Stack {
             } else {
                 CompletionRing::Userspace
             },
-            // Two pieces of the simulation's size.
-            bounce_bytes: 8 << 10,
+            // At least two pieces of the simulation's size.
+            bounce_bytes: usize::try_from(self.plan.bounce_kib.max(8)).unwrap_or(8) << 10,
             ..IoThreadConfig::default()
         };
         for _ in 0..self.plan.io_threads {
