@@ -16,7 +16,8 @@ use blockio::{Disk, DiskSource, Io, Remote};
 
 use crate::call_watch::CallTrust;
 use crate::log_limit::LogLimit;
-use crate::queue::{Pending, Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
+use crate::pending::Pending;
+use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, StartError};
 use crate::queue_task;
 use config::{BlkOptions, ConfigSpace};
 
@@ -174,8 +175,9 @@ impl BlkDevice {
             let memory = device.register_memory(io, &queue);
             let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(blk));
             io.spawn(async move {
-                task.await;
+                let stopped = task.await;
                 drop(memory);
+                stopped.tell();
             });
             Ok(handle)
         })

@@ -8,15 +8,18 @@
 
 pub mod blk;
 mod call_watch;
+pub mod control;
 pub mod export;
 pub mod file_limit;
 mod guest_buf;
+mod inherit;
 pub mod io_threads;
 pub mod log;
 mod log_limit;
 pub mod memory_limits;
 pub mod options;
+mod pending;
 pub mod queue;
 mod queue_task;
 pub mod serve;
-mod vhost_user;
+pub mod vhost_user;

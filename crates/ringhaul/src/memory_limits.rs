@@ -7,20 +7,21 @@ use virtqueue::{MappingBudget, MappingRules, MemoryFiles};
 pub struct MemoryLimits {
     all: MappingBudget,
     of_each_bytes: u64,
+    files: MemoryFiles,
 }
 
 impl MemoryLimits {
-    /// Limits in bytes: for each front-end, and for the process.
+    /// Limits in bytes: for each front-end, and for the process. Which files may be memory.
     #[must_use]
-    pub fn new(of_each_bytes: u64, of_all_bytes: u64) -> Self {
+    pub fn new(of_each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
         let all = "the memory of all front-ends (--max-mapped-memory)";
-        Self { all: MappingBudget::new(all, of_all_bytes), of_each_bytes }
+        Self { all: MappingBudget::new(all, of_all_bytes), of_each_bytes, files }
     }
 
     /// What a front-end that attaches now may map.
     pub(crate) fn of_front_end(&self) -> MappingRules {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.of_each_bytes);
-        MappingRules { files: MemoryFiles::Sealable, budget }
+        MappingRules { files: self.files, budget }
     }
 }

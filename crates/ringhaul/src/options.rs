@@ -15,6 +15,7 @@ use crate::log::{LogFormat, parse_filter};
 pub use export::{EndpointSpec, ExportSpec, OpenDisk};
 use ringhaul_bench::EngineChoice;
 use switches::Switches;
+use virtqueue::MemoryFiles;
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
@@ -122,6 +123,11 @@ pub struct ServeArgs {
     /// needs some for itself.
     #[arg(long, value_name = "SIZE", default_value = "64T", value_parser = parse_memory_size)]
     pub max_mapped_memory: u64,
+    /// Which files a front-end may share as guest memory. `sealable`: those that have seals (memfd,
+    /// tmpfs, hugetlbfs) and DAX devices. `any`: those of all file systems; one that does not
+    /// answer (FUSE, NFS) then stops all exports on the IoThread that touches it.
+    #[arg(long, value_name = "FILES", default_value = "sealable")]
+    pub memory_files: MemoryFilesChoice,
     /// Options for measurement.
     #[command(flatten)]
     pub switches: Switches,
@@ -160,6 +166,24 @@ impl CacheMode {
 
     fn has_write_cache(self) -> bool {
         matches!(self, Self::None | Self::Writeback)
+    }
+}
+
+/// Values of `--memory-files`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MemoryFilesChoice {
+    /// Files that cannot make an access wait.
+    Sealable,
+    /// All that can be mapped.
+    Any,
+}
+
+impl From<MemoryFilesChoice> for MemoryFiles {
+    fn from(choice: MemoryFilesChoice) -> Self {
+        match choice {
+            MemoryFilesChoice::Sealable => Self::Sealable,
+            MemoryFilesChoice::Any => Self::Any,
+        }
     }
 }
 

@@ -5,17 +5,19 @@ use std::io;
 use std::rc::Rc;
 #[cfg(feature = "sim")]
 use std::sync::atomic::AtomicU16;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
 use blockio::io_thread::{Io, RegisteredMemory};
-use blockio::{Buffers, Remote, Source};
+use blockio::{Buffers, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
 
 use crate::call_watch::{CallTrust, Caller};
 use crate::guest_buf::GuestOwner;
+use crate::pending::Answer;
+pub use crate::pending::Pending;
 
 /// What a queue starts with.
 pub struct QueueSetup {
@@ -62,13 +64,15 @@ enum Command {
     SetCall(Option<OwnedFd>),
     SetErr(Option<OwnedFd>),
     /// Stop taking chains, finish those taken, then answer with the next avail entry.
-    Stop(mpsc::SyncSender<u16>),
+    Stop(Answer<u16>),
 }
 
 #[derive(Default)]
 struct Control {
     /// Whether there are commands: looked at in each run, without a lock.
     pending: AtomicBool,
+    /// Requests that were taken and are not answered, as of the last run.
+    requests: AtomicU32,
     inner: Mutex<ControlInner>,
     /// The avail entry that is popped next.
     #[cfg(feature = "sim")]
@@ -129,38 +133,35 @@ impl QueueHandle {
     /// As [`stop`](Self::stop), for who cannot wait, such as the loop that serves the queue.
     #[must_use]
     pub fn begin_stop(self) -> Pending<u16> {
-        let (reply, next_avail) = mpsc::sync_channel(1);
+        let (reply, next_avail) = Pending::new();
         self.control.send(Command::Stop(reply));
-        Pending(next_avail)
+        next_avail
+    }
+
+    /// What can be seen of the queue from outside its IoThread, also while it stops.
+    #[must_use]
+    pub fn watch(&self) -> QueueWatch {
+        QueueWatch { control: Arc::clone(&self.control) }
     }
 }
 
-/// An answer that an IoThread will give.
-pub struct Pending<T>(mpsc::Receiver<T>);
-
-impl<T> Pending<T> {
-    /// Waits for the answer. `None` when the IoThread has ended.
-    #[must_use]
-    pub fn wait(self) -> Option<T> {
-        self.0.recv().ok()
-    }
-
-    /// The answer if it is there. It is given once.
-    #[must_use]
-    pub fn poll(&self) -> Option<T> {
-        self.0.try_recv().ok()
-    }
+/// A queue, seen without the help of its IoThread.
+#[derive(Clone)]
+pub struct QueueWatch {
+    control: Arc<Control>,
 }
 
-impl<T: Send + 'static> Pending<T> {
-    /// What `call` returns, run on the IoThread behind `thread`.
-    pub(crate) fn call(thread: &Remote, call: impl FnOnce(&Rc<Io>) -> T + Send + 'static) -> Self {
-        let (sender, receiver) = mpsc::sync_channel(1);
-        thread.post(move |io| {
-            // Whoever asked may be gone; then nobody needs the answer.
-            let _ = sender.send(call(io));
-        });
-        Self(receiver)
+impl QueueWatch {
+    /// Requests that were taken and are not answered yet, as of the queue's last run.
+    #[must_use]
+    pub fn requests(&self) -> u32 {
+        self.control.requests.load(Ordering::Relaxed)
+    }
+
+    /// Whether the IoThread has heard all that the queue was told, such as to stop.
+    #[must_use]
+    pub fn has_heard(&self) -> bool {
+        !self.control.pending.load(Ordering::Relaxed)
     }
 }
 
@@ -242,7 +243,7 @@ impl Queue {
     }
 
     /// Carries out commands. Returns whom to answer when the queue is to stop.
-    pub(crate) fn take_commands(&self) -> Option<mpsc::SyncSender<u16>> {
+    pub(crate) fn take_commands(&self) -> Option<Answer<u16>> {
         if !self.control.pending.load(Ordering::Acquire) {
             return None;
         }
@@ -271,6 +272,13 @@ impl Queue {
             }
         }
         stop
+    }
+
+    /// Lets others see how many requests are not answered. Once in a run, whatever it served.
+    #[inline]
+    pub(crate) fn show_requests(&self, count: usize) {
+        // A queue has at most 1024 chains.
+        self.control.requests.store(u32::try_from(count).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
     /// The next chain; `None` when there is none, or the ring is bad.

@@ -3,13 +3,13 @@
 
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::mpsc;
 use std::task::Poll;
 use std::time::Duration;
 
 use blockio::{Io, Source, TaskSet, clock};
 
 use crate::blk::{Blk, request};
+use crate::pending::Answer;
 use crate::queue::{Queue, Registration};
 
 /// Chains popped in one run. Between runs ops are submitted, completions harvested and the driver
@@ -19,8 +19,9 @@ const CHAINS_PER_RUN: usize = 16;
 /// How often a queue without a kick is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Serves `queue` until it is told to stop.
-pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
+/// Serves `queue` until it is told to stop. Who asked for that is answered by the caller, when
+/// nothing of the queue is left: its memory may be gone right after.
+pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) -> Stopped {
     poll_fn(|cx| {
         queue.set_waker(cx.waker());
         Poll::Ready(())
@@ -33,8 +34,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
         Ok(id) => Registration { io: Rc::clone(&io), id },
         Err(error) => {
             blk.cannot_serve(&queue, &error);
-            wait_for_stop(&io, &queue).await.answer(&queue);
-            return;
+            return wait_for_stop(&io, &queue).await.of(&queue);
         }
     };
     let mut requests = TaskSet::new(Rc::clone(&io));
@@ -60,6 +60,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
         if let Some(reply) = queue.take_commands() {
             break Stop(reply);
         }
+        queue.show_requests(requests.len());
         if queue.has_unpublished() {
             io.notify_at_end(source.id);
         }
@@ -77,7 +78,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) {
     };
     finish(&io, &queue, &source, &mut requests).await;
     drop(source);
-    stop.answer(&queue);
+    stop.of(&queue)
 }
 
 /// Waits until the requests that were popped are answered, and their answers are visible.
@@ -91,6 +92,7 @@ async fn finish<F: Future<Output = ()>>(
     loop {
         poll_fn(|cx| {
             requests.run_woken(cx);
+            queue.show_requests(requests.len());
             Poll::Ready(())
         })
         .await;
@@ -117,11 +119,22 @@ async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
 }
 
 /// Somebody waits to hear that the queue has stopped.
-struct Stop(mpsc::SyncSender<u16>);
+struct Stop(Answer<u16>);
 
 impl Stop {
-    fn answer(self, queue: &Queue) {
-        // Whoever asked may be gone; then nobody needs the answer.
-        let _ = self.0.send(queue.next_avail());
+    fn of(self, queue: &Queue) -> Stopped {
+        Stopped { answer: self.0, next_avail: queue.next_avail() }
+    }
+}
+
+/// A queue has stopped, and nobody has been told.
+pub(crate) struct Stopped {
+    answer: Answer<u16>,
+    next_avail: u16,
+}
+
+impl Stopped {
+    pub(crate) fn tell(self) {
+        self.answer.send(self.next_avail);
     }
 }

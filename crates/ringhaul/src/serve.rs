@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::choose::Choice;
@@ -10,20 +11,28 @@ use blockio::{EngineKind, Remote};
 use ringhaul_bench::without_effect;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::sched_getaffinity;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::blk::BlkDevice;
 use crate::call_watch::CallWatch;
-use crate::export::{Endpoint, Export};
+use crate::control::{Control, ExportSetup};
+use crate::export::Endpoint;
 use crate::io_threads::IoThreads;
 use crate::memory_limits::MemoryLimits;
 use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
 
+/// A second signal has ended the daemon before its requests were finished.
+const EXIT_ABANDONED: u8 = 3;
+
+/// How long the control thread may take to say what is left behind.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
 /// Why the daemon ends.
 enum End {
     Signal(i32),
-    ExportEnded,
+    /// The last export has ended.
+    Exports,
 }
 
 /// Serves disks until a signal comes or the last export has ended, as that of an inherited
@@ -33,8 +42,10 @@ enum End {
 ///
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
-    // First of all, so that a signal that comes early is not lost.
-    let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot take over signals")?;
+    // Before this process has opened anything that could be taken for it.
+    let inherited = args.fd.map(Endpoint::inherit).transpose()?;
+    // Early, so that no signal is lost.
+    let mut signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     // A guest may pass the limit on the size of files.
@@ -47,87 +58,126 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let specs = args.exports()?;
     let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
     // Before the threads, which say what they chose: what is refused is refused in one line.
-    let endpoints = specs.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
+    let endpoints = endpoints(&specs, inherited)?;
     let mut engines = Engines::new(args);
-    let limits = MemoryLimits::new(args.max_guest_memory, args.max_mapped_memory);
-    let (end, ends) = mpsc::channel();
-    let mut exports = Vec::new();
+    let sizes = (args.max_guest_memory, args.max_mapped_memory);
+    let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
+    let (mut exports, mut ready) = (Vec::new(), Vec::new());
     for (number, ((spec, disk), endpoint)) in specs.iter().zip(disks).zip(endpoints).enumerate() {
         let mut threads = engines.threads_for(&disk)?;
         // The first queues of all exports would otherwise meet on the first thread.
         let count = threads.len();
         threads.rotate_left(number % count);
-        exports.push(start_export(spec, disk, endpoint, threads, &limits, &end)?);
+        ready.push((disk.options.name.clone(), serving(spec, &disk)));
+        exports.push(set_up_export(disk, endpoint, threads, limits.clone()));
     }
+    let (end, ends) = mpsc::channel();
+    let signal_end = end.clone();
     let signal_handle = signals.handle();
     let signal_thread = std::thread::Builder::new()
         .name("ringhaul-signal".into())
         .spawn(move || {
             for signal in &mut signals {
-                let _ = end.send(End::Signal(signal));
+                let _ = signal_end.send(End::Signal(signal));
             }
         })
         .context("cannot start the thread for signals")?;
-    wait_for_end(&ends, exports.len());
-    exports.into_iter().for_each(Export::stop);
+    // The receiver goes only when the daemon ends anyway.
+    let control = Control::start(exports, move || drop(end.send(End::Exports)))?;
+    for (export, line) in ready {
+        tracing::info!(export, "{line}");
+    }
+    let is_clean = wait_for_end(&ends, &control);
+    if is_clean {
+        control.join();
+    }
     engines.log_summaries();
     let lost = virtqueue::lost_regions();
     if lost > 0 {
         tracing::warn!("front-ends truncated the files of {lost} memory regions in use");
     }
-    drop(engines);
     signal_handle.close();
     let _ = signal_thread.join();
+    if !is_clean {
+        // To end IoThreads is to wait for their ops. The end of the process is not.
+        std::mem::forget(engines);
+        return Ok(ExitCode::from(EXIT_ABANDONED));
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn endpoint(spec: &ExportSpec) -> Result<Endpoint> {
-    match &spec.endpoint {
-        EndpointSpec::Path(path) => Endpoint::bind(path),
-        EndpointSpec::Fd(fd) => Endpoint::inherit(*fd),
+/// Signals that end the daemon. One that was ignored from the start, as by `nohup`, stays so.
+fn signals_to_take() -> Vec<i32> {
+    let mut signals = vec![SIGTERM, SIGINT];
+    if !is_ignored(SIGHUP) {
+        signals.push(SIGHUP);
     }
+    signals
 }
 
-fn start_export(
-    spec: &ExportSpec,
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
+}
+
+/// The sockets of all exports. Only the first may be on one that was inherited.
+fn endpoints(specs: &[ExportSpec], mut inherited: Option<Endpoint>) -> Result<Vec<Endpoint>> {
+    let endpoint = |spec: &ExportSpec| match &spec.endpoint {
+        EndpointSpec::Path(path) => Endpoint::bind(path),
+        EndpointSpec::Fd(fd) => {
+            inherited.take().with_context(|| format!("descriptor {fd} serves another export"))
+        }
+    };
+    specs.iter().map(endpoint).collect()
+}
+
+fn set_up_export(
     disk: OpenDisk,
     endpoint: Endpoint,
     threads: Vec<Remote>,
-    limits: &MemoryLimits,
-    end: &mpsc::Sender<End>,
-) -> Result<Export> {
-    let OpenDisk { source, options, summary } = disk;
+    limits: MemoryLimits,
+) -> ExportSetup {
+    let OpenDisk { source, options, .. } = disk;
     let name = options.name.clone();
     let device = BlkDevice::new(source, options);
-    let ended = end.clone();
-    let export = Export::start(&name, device, endpoint, threads, limits.clone(), move || {
-        // The receiver goes only when the daemon ends anyway.
-        let _ = ended.send(End::ExportEnded);
-    })?;
-    match &spec.endpoint {
-        EndpointSpec::Path(path) => {
-            tracing::info!(export = name, "{summary}; serving on {}", path.display())
-        }
-        EndpointSpec::Fd(_) => {
-            tracing::info!(export = name, "{summary}; serving on an inherited socket")
-        }
-    }
-    Ok(export)
+    ExportSetup { name, device, endpoint, threads, limits }
 }
 
-/// Waits for a signal, or until all `exports` have ended by themselves.
-fn wait_for_end(ends: &mpsc::Receiver<End>, exports: usize) {
-    for _ in 0..exports {
-        match ends.recv() {
-            Ok(End::ExportEnded) => {}
-            Ok(End::Signal(signal)) => {
-                let signal = if signal == SIGINT { "SIGINT" } else { "SIGTERM" };
-                tracing::info!("{signal}: finishing requests, then ending");
-                return;
-            }
-            Err(mpsc::RecvError) => return,
+/// The line that says that an export is served.
+fn serving(spec: &ExportSpec, disk: &OpenDisk) -> String {
+    match &spec.endpoint {
+        EndpointSpec::Path(path) => format!("{}; serving on {}", disk.summary, path.display()),
+        EndpointSpec::Fd(_) => format!("{}; serving on an inherited socket", disk.summary),
+    }
+}
+
+/// Waits until all exports have ended, which a signal makes them do. False when a second one does
+/// not let them finish. SIGHUP is never the second: service managers send it together with SIGTERM.
+fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> bool {
+    let mut is_stopping = false;
+    let mut is_asked = false;
+    // Whoever sends has an end: it is the control thread's last word.
+    while let Ok(End::Signal(signal)) = ends.recv() {
+        let name = match signal {
+            SIGINT => "SIGINT",
+            SIGHUP => "SIGHUP",
+            _ => "SIGTERM",
+        };
+        if is_asked && signal != SIGHUP {
+            control.abandon();
+            while let Ok(End::Signal(_)) = ends.recv_timeout(LAST_WORDS) {}
+            return false;
+        }
+        is_asked |= signal != SIGHUP;
+        if !is_stopping {
+            tracing::info!("{name}: finishing requests, then ending");
+            control.begin_stop();
+            is_stopping = true;
         }
     }
+    true
 }
 
 /// A front-end may bring a descriptor for each of 509 memory regions and three for each queue,

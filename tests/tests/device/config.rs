@@ -55,8 +55,11 @@ fn limits_are_told() -> Result<()> {
         offered,
         protocol_feature::MQ
             | protocol_feature::REPLY_ACK
+            | protocol_feature::BACKEND_REQ
             | protocol_feature::CONFIG
+            | protocol_feature::RESET_DEVICE
             | protocol_feature::CONFIGURE_MEM_SLOTS
+            | protocol_feature::STATUS
     );
     assert_eq!(frontend.number(&ask(code::GET_QUEUE_NUM))?, 7);
     assert_eq!(frontend.number(&ask(code::GET_MAX_MEM_SLOTS))?, 509);
@@ -121,11 +124,11 @@ fn the_driver_sets_the_write_cache() -> Result<()> {
         frontend.negotiate()?;
         let initial = u8::from(has_cache);
         assert_eq!(frontend.config(WRITEBACK, 1)?, [initial]);
-        for value in [0, 1, 0] {
+        for value in [0, 1, 0, 2, 0, 0xff] {
             for base in [0, 0x100] {
                 frontend.tell(Message::config(code::SET_CONFIG, base + WRITEBACK, &[value]))?;
                 // A device without a cache keeps its promise whatever the driver asks.
-                assert_eq!(frontend.config(WRITEBACK, 1)?, [value & initial]);
+                assert_eq!(frontend.config(WRITEBACK, 1)?, [u8::from(value != 0) & initial]);
             }
         }
         // The next driver begins anew.

@@ -66,7 +66,7 @@ fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
         check_service(&mut daemon).context("after one that brought too many")?;
     }
     daemon.wait_let_go(&descriptors)?;
-    daemon.wait_for_message("the front-end is dropped", 3)?;
+    daemon.wait_for_message("a message of the front-end is refused", 3)?;
     daemon.wait_for_message("ulimit -n", 1)?;
     daemon.terminate()?;
     Ok(())

@@ -1,394 +1,452 @@
-//! The state that one front-end has set up.
+//! The device as one front-end has set it up, and what its messages do to it.
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::task::Poll;
 
-use blockio::Remote;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use vhost::vhost_user::message::{
-    VHOST_USER_CONFIG_OFFSET, VhostTransferStateDirection, VhostTransferStatePhase,
-    VhostUserConfigFlags, VhostUserInflight, VhostUserLog, VhostUserMemoryRegion,
-    VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVirtioFeatures, VhostUserVringAddrFlags,
-    VhostUserVringState,
+use rustix::net::{SendFlags, send};
+use virtqueue::{GuestMemory, MAX_REGIONS, MemoryFiles, RegionConfig};
+
+use super::channel::Message;
+use super::config;
+use super::foreign::{Files, ForeignFd};
+use super::message::{
+    DecodeError, F_PROTOCOL_FEATURES, Header, Region, Request, code, protocol_feature,
 };
-use vhost::vhost_user::{
-    Error as VhostError, GpuBackend, Result as VhostResult, VhostUserBackendReqHandlerMut,
-};
-use virtqueue::{GuestMemory, MAX_REGIONS, MappingRules, RegionConfig};
+use super::outcome::{Change, Outcome, Refusal, Start, Work};
+use super::ring::{Progress, RingState, invalid, ring_size};
+use super::session::SessionSetup;
 
-use super::ring::{RingAddresses, RingState, invalid};
-use crate::blk::BlkDevice;
-
-const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+/// The protocol features that we offer.
+pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
+    | protocol_feature::REPLY_ACK
+    | protocol_feature::BACKEND_REQ
+    | protocol_feature::CONFIG
+    | protocol_feature::RESET_DEVICE
+    | protocol_feature::CONFIGURE_MEM_SLOTS
+    | protocol_feature::STATUS;
 
 /// One front-end's device.
 pub(super) struct Connection {
-    name: String,
-    device: BlkDevice,
-    /// Queue `i` is served by IoThread `i` modulo their number.
-    threads: Vec<Remote>,
+    setup: SessionSetup,
     memory: Arc<GuestMemory>,
-    /// What the front-end may have mapped.
-    rules: MappingRules,
     rings: Vec<RingState>,
+    protocol_features: u64,
     /// Whether rings start disabled, as the protocol features make them.
     rings_need_enable: bool,
-    /// The session ends: no queue is started any more.
-    closing: bool,
+    /// Device status (virtio 1.3, section 2.1), as the front-end keeps it.
+    status: u8,
+    /// For messages that begin here.
+    backend_channel: Option<OwnedFd>,
+    /// The first ring that did not start or stop.
+    failure: Option<io::Error>,
 }
 
 impl Connection {
-    pub(super) fn new(
-        name: String,
-        device: BlkDevice,
-        threads: Vec<Remote>,
-        rules: MappingRules,
-    ) -> Self {
-        let rings = (0..device.num_queues()).map(|_| RingState::default()).collect();
-        let memory = Arc::new(GuestMemory::empty());
-        let (rings_need_enable, closing) = (false, false);
-        Self { name, device, threads, memory, rules, rings, rings_need_enable, closing }
-    }
-
-    /// Stops all queues for good and lets go of the memory. When this returns, requests are
-    /// finished.
-    pub(super) fn close(&mut self) {
-        self.closing = true;
-        self.stop_all();
-        self.memory = Arc::new(GuestMemory::empty());
-    }
-
-    /// Stops all queues. Their requests are finished when this returns.
-    fn stop_all(&mut self) {
-        for ring in &mut self.rings {
-            if let Err(error) = ring.stop() {
-                tracing::error!(export = self.name, "cannot stop a queue: {error}");
-            }
+    pub(super) fn new(setup: SessionSetup) -> Self {
+        let rings = (0..setup.device.num_queues()).map(|_| RingState::default()).collect();
+        Self {
+            setup,
+            memory: Arc::new(GuestMemory::empty()),
+            rings,
+            protocol_features: 0,
+            rings_need_enable: false,
+            status: 0,
+            backend_channel: None,
+            failure: None,
         }
     }
 
-    fn ring(&mut self, index: u32) -> io::Result<&mut RingState> {
+    /// Whether the front-end hears what became of messages that ask for it.
+    pub(super) fn has_reply_ack(&self) -> bool {
+        self.protocol_features & protocol_feature::REPLY_ACK != 0
+    }
+
+    /// Requests that were taken and are not answered, and whether all IoThreads have heard what
+    /// they were told.
+    pub(super) fn load(&self) -> (u32, bool) {
+        self.rings.iter().map(RingState::load).fold((0, true), |(sum, all), (requests, heard)| {
+            (sum.saturating_add(requests), all && heard)
+        })
+    }
+
+    /// Tells the front-end to read the configuration again. False when it has no ear for that, or
+    /// does not listen.
+    pub(super) fn send_config_change(&self) -> bool {
+        let wanted = protocol_feature::BACKEND_REQ | protocol_feature::CONFIG;
+        if self.protocol_features & wanted != wanted {
+            return false;
+        }
+        let message = Header::new(code::BACKEND_CONFIG_CHANGE, 0).encode();
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        self.backend_channel
+            .as_ref()
+            .is_some_and(|channel| send(channel, &message, flags) == Ok(message.len()))
+    }
+
+    /// Takes a message.
+    pub(super) fn handle(&mut self, message: Message) -> Outcome {
+        let Message { header, body, fds, lost_fds } = message;
+        if let Some(why) = lost_fds {
+            let text = format!("descriptors of message {} are lost; {why}", header.code);
+            return Outcome::Refuse(Refusal::to_be_heard(text));
+        }
+        let request = match Request::decode(header.code, &body) {
+            Ok(request) => request,
+            Err(DecodeError::UnknownCode) => return not_offered(header.code),
+            Err(DecodeError::BadBody) => {
+                let text = format!("message {} with {} bytes", header.code, body.len());
+                return Outcome::Refuse(Refusal::to_be_heard(text));
+            }
+        };
+        if needed_features(&request) & !self.protocol_features != 0 {
+            return not_offered(header.code);
+        }
+        let expected = expected_fds(&request);
+        if !expected.contains(&fds.len()) {
+            let text = format!("message {} with {} descriptors", header.code, fds.len());
+            return Outcome::Refuse(Refusal::to_be_heard(text));
+        }
+        self.carry_out(request, fds).unwrap_or_else(Outcome::Refuse)
+    }
+
+    fn carry_out(&mut self, request: Request, fds: Vec<ForeignFd>) -> Result<Outcome, Refusal> {
+        let number = |value: u64| Ok(Outcome::Answer(value.to_ne_bytes().to_vec()));
+        match request {
+            Request::SetOwner => Ok(Outcome::Done),
+            Request::GetFeatures => number(self.setup.device.features() | F_PROTOCOL_FEATURES),
+            Request::GetProtocolFeatures => number(PROTOCOL_FEATURES),
+            Request::GetQueueNum => number(self.rings.len() as u64),
+            Request::GetMaxMemSlots => number(MAX_REGIONS as u64),
+            Request::GetStatus => number(u64::from(self.status)),
+            Request::GetConfig(config) => {
+                Ok(Outcome::Answer(config::read(&self.setup.device, &config)?))
+            }
+            Request::SetConfig(config) => {
+                config::write(&self.setup.device, &config).map(|()| Outcome::Done)
+            }
+            Request::SetProtocolFeatures(features) => self.set_protocol_features(features),
+            Request::SetBackendReqFd => {
+                self.backend_channel =
+                    fds.into_iter().next().map(ForeignFd::into_unix_socket).transpose()?;
+                Ok(Outcome::Done)
+            }
+            Request::SetStatus(status) => self.set_status(status),
+            Request::ResetDevice => Ok(self.begin(Change::Reset { keep_writeback: false })),
+            Request::ResetOwner => Ok(self.begin(Change::ResetOwner)),
+            Request::SetFeatures(features) => self.set_features(features),
+            Request::SetMemTable(regions) => Ok(self.map(None, &regions, fds)),
+            Request::AddMemReg(region) => {
+                Ok(self.map(Some(Arc::clone(&self.memory)), &[region], fds))
+            }
+            Request::RemMemReg(Region { guest_addr, user_addr, size, .. }) => {
+                let memory = self.memory.without_region(guest_addr, user_addr, size);
+                Ok(self.begin(Change::Memory(memory.map_err(Refusal::to_be_heard)?)))
+            }
+            ring => self.change_ring(ring, fds.into_iter().next()),
+        }
+    }
+
+    fn change_ring(&mut self, request: Request, fd: Option<ForeignFd>) -> Result<Outcome, Refusal> {
+        let eventfd = |fd: Option<ForeignFd>, what: &str, index: u8| {
+            fd.map(|fd| fd.into_eventfd(&format!("a {what} of queue {index}"))).transpose()
+        };
+        let change = match request {
+            Request::SetVringNum { index, size } => {
+                Change::Size(self.ring(index)?, ring_size(size)?)
+            }
+            Request::SetVringAddr { index, addresses } => {
+                let index = self.ring(index)?;
+                if self.rings[index].addresses == Some(addresses) {
+                    return Ok(self.start(index..index + 1, None, false));
+                }
+                Change::Addresses(index, addresses)
+            }
+            Request::SetVringBase { index, base } => {
+                let index = self.ring(index)?;
+                let base = u16::try_from(base).map_err(|_| invalid(format!("ring base {base}")))?;
+                Change::Base(index, base)
+            }
+            Request::GetVringBase { index } => Change::GetBase(self.ring(index)?),
+            Request::SetVringKick { index, .. } => {
+                Change::Kick(self.ring(index.into())?, eventfd(fd, "kick", index)?)
+            }
+            Request::SetVringCall { index, .. } => {
+                let ring = self.ring(index.into())?;
+                self.rings[ring].set_call(eventfd(fd, "call", index)?)?;
+                return Ok(Outcome::Done);
+            }
+            Request::SetVringErr { index, .. } => {
+                let ring = self.ring(index.into())?;
+                self.rings[ring].set_err(eventfd(fd, "err", index)?)?;
+                return Ok(Outcome::Done);
+            }
+            Request::SetVringEnable { index, value } => {
+                let index = self.ring(index)?;
+                match value {
+                    _ if !self.rings_need_enable => {
+                        let text = "a ring is enabled or disabled, and protocol features were \
+                                    not negotiated";
+                        return Err(Refusal::to_be_heard(text));
+                    }
+                    0 => Change::Disable(index),
+                    1 => {
+                        self.rings[index].enabled = true;
+                        return Ok(self.start(index..index + 1, None, false));
+                    }
+                    _ => return Err(Refusal::to_be_heard(format!("ring enable {value}"))),
+                }
+            }
+            _ => unreachable!("it is about a ring"),
+        };
+        Ok(self.begin(change))
+    }
+
+    /// The place of a ring that there is.
+    fn ring(&self, index: u32) -> io::Result<usize> {
         let count = self.rings.len();
-        self.rings
-            .get_mut(index as usize)
-            .ok_or_else(|| invalid(format!("queue {index}, but there are {count}")))
-    }
-
-    /// Changes what is known of a ring, then starts or stops it if that is what follows.
-    fn change(
-        &mut self,
-        index: u32,
-        change: impl FnOnce(&mut RingState) -> io::Result<()>,
-    ) -> VhostResult<()> {
-        change(self.ring(index).map_err(failed)?).map_err(failed)?;
-        self.update(index as usize).map_err(failed)
-    }
-
-    fn update(&mut self, index: usize) -> io::Result<()> {
-        if self.closing {
-            return self.rings[index].stop();
+        let ring = index as usize;
+        if ring < count {
+            Ok(ring)
+        } else {
+            Err(invalid(format!("queue {index}, but there are {count}")))
         }
-        let thread = &self.threads[index % self.threads.len()];
-        self.rings[index].update(&self.device, &self.memory, thread)
     }
 
-    /// Puts another memory map in place. Queues are stopped for that: nothing may use a region
-    /// once the front-end has heard that it is gone.
-    fn set_memory(&mut self, memory: GuestMemory) -> io::Result<()> {
-        for ring in &mut self.rings {
-            ring.stop()?;
-        }
-        self.memory = Arc::new(memory);
-        for index in 0..self.rings.len() {
-            if let Err(error) = self.update(index) {
-                // Its memory may be on its way: a region that grows is removed and added again.
-                tracing::debug!(export = self.name, "queue {index} waits for memory: {error}");
-            }
-        }
-        Ok(())
-    }
-
-    fn region(
-        guest_addr: u64,
-        size: u64,
-        user_addr: u64,
-        file_offset: u64,
-        file: File,
-    ) -> RegionConfig {
-        RegionConfig { guest_addr, size, user_addr, file: Arc::new(file), file_offset }
-    }
-}
-
-/// An error that ends this connection.
-fn failed(error: io::Error) -> VhostError {
-    VhostError::ReqHandlerError(error)
-}
-
-fn not_offered<T>(what: &str) -> VhostResult<T> {
-    Err(failed(io::Error::new(io::ErrorKind::Unsupported, format!("{what} was not offered"))))
-}
-
-/// A descriptor of the front-end's must not make us wait.
-fn nonblocking(file: Option<File>) -> io::Result<Option<OwnedFd>> {
-    file.map(|file| {
-        let fd = OwnedFd::from(file);
-        fcntl_setfl(&fd, fcntl_getfl(&fd)? | OFlags::NONBLOCK)?;
-        Ok(fd)
-    })
-    .transpose()
-}
-
-/// What we add to must be an eventfd: nothing else can be written to without waiting for it, once
-/// the front-end takes `O_NONBLOCK` back.
-fn eventfd(file: Option<File>, what: &str, index: u8) -> io::Result<Option<OwnedFd>> {
-    let Some(fd) = nonblocking(file)? else { return Ok(None) };
-    // Without /proc there is no telling.
-    match std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())) {
-        Ok(kind) if kind.as_os_str() != "anon_inode:[eventfd]" => {
-            let kind = kind.display();
-            Err(invalid(format!("a {what} of queue {index} that is no eventfd but {kind}")))
-        }
-        _ => Ok(Some(fd)),
-    }
-}
-
-/// The place in the configuration space: most front-ends count from its start, some from the start
-/// of the device's registers, 256 bytes earlier.
-fn config_offset(offset: u32) -> usize {
-    offset.checked_sub(VHOST_USER_CONFIG_OFFSET).unwrap_or(offset) as usize
-}
-
-impl VhostUserBackendReqHandlerMut for Connection {
-    fn set_owner(&mut self) -> VhostResult<()> {
-        Ok(())
-    }
-
-    fn reset_owner(&mut self) -> VhostResult<()> {
-        self.stop_all();
-        Ok(())
-    }
-
-    fn reset_device(&mut self) -> VhostResult<()> {
-        not_offered("RESET_DEVICE")
-    }
-
-    fn get_features(&mut self) -> VhostResult<u64> {
-        Ok(self.device.features() | PROTOCOL_FEATURES)
-    }
-
-    fn set_features(&mut self, features: u64) -> VhostResult<()> {
-        self.stop_all();
-        self.device.set_features(features & !PROTOCOL_FEATURES).map_err(failed)?;
-        self.rings_need_enable = features & PROTOCOL_FEATURES != 0;
-        for index in 0..self.rings.len() {
-            if !self.rings_need_enable {
-                self.rings[index].enabled = true;
-            }
-            self.update(index).map_err(failed)?;
-        }
-        Ok(())
-    }
-
-    fn get_protocol_features(&mut self) -> VhostResult<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
-    }
-
-    fn set_protocol_features(&mut self, features: u64) -> VhostResult<()> {
-        let unknown = features & !self.get_protocol_features()?.bits();
+    fn set_protocol_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
+        let unknown = features & !PROTOCOL_FEATURES;
         if unknown != 0 {
-            return not_offered(&format!("protocol feature mask {unknown:#x}"));
+            let text = format!("protocol features {unknown:#x}, which were not offered");
+            return Err(Refusal::to_be_heard(text));
         }
-        Ok(())
+        self.protocol_features = features;
+        Ok(Outcome::Done)
     }
 
-    fn get_queue_num(&mut self) -> VhostResult<u64> {
-        Ok(self.rings.len() as u64)
+    fn set_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
+        let unknown = features & !(self.setup.device.features() | F_PROTOCOL_FEATURES);
+        if unknown != 0 {
+            let text = format!("features {unknown:#x}, which were not offered");
+            return Err(Refusal::to_be_heard(text));
+        }
+        Ok(self.begin(Change::Features(features)))
     }
 
-    fn set_mem_table(
+    fn set_status(&mut self, status: u64) -> Result<Outcome, Refusal> {
+        let status = u8::try_from(status)
+            .map_err(|_| Refusal::to_be_heard(format!("device status {status:#x}")))?;
+        if status == 0 {
+            // Front-ends send it too when they pause their guest, whose driver knows nothing of it.
+            return Ok(self.begin(Change::Reset { keep_writeback: true }));
+        }
+        self.status = status;
+        Ok(Outcome::Done)
+    }
+
+    /// Maps regions: alone, or beside those of `memory`.
+    fn map(
         &mut self,
-        regions: &[VhostUserMemoryRegion],
-        files: Vec<File>,
-        _postcopy: Option<bool>,
-    ) -> VhostResult<Option<Vec<u64>>> {
-        let regions: Vec<_> = regions
-            .iter()
-            .zip(files)
-            .map(|(r, file)| {
-                Self::region(r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset, file)
-            })
-            .collect();
-        let memory = GuestMemory::new(&regions, &self.rules);
-        let memory = memory.map_err(|error| failed(io::Error::other(error)))?;
-        self.set_memory(memory).map_err(failed)?;
-        Ok(None)
+        memory: Option<Arc<GuestMemory>>,
+        regions: &[Region],
+        fds: Vec<ForeignFd>,
+    ) -> Outcome {
+        // By these rules nothing is asked of a file before it is known to be memory.
+        let waits =
+            self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(ForeignFd::is_sealable);
+        let rules = self.setup.rules.clone();
+        let regions = regions.to_vec();
+        let map = move || {
+            let files = Files::new(fds);
+            let configs = regions.iter().zip(&files.list).map(|(region, file)| RegionConfig {
+                guest_addr: region.guest_addr,
+                size: region.size,
+                user_addr: region.user_addr,
+                file: Arc::clone(file),
+                file_offset: region.file_offset,
+            });
+            let configs: Vec<RegionConfig> = configs.collect();
+            let memory = match (memory, &configs[..]) {
+                (Some(memory), [config]) => memory.with_region(config, &rules),
+                (_, configs) => GuestMemory::new(configs, &rules),
+            };
+            drop(configs);
+            memory.map_err(io::Error::other)
+        };
+        if waits {
+            let map = self.setup.examiner.examine(map);
+            map.wake(&self.setup.waker);
+            return Outcome::Later(Work::Map(map));
+        }
+        match map() {
+            Ok(memory) => self.begin(Change::Memory(memory)),
+            Err(error) => Outcome::Refuse(error.into()),
+        }
     }
 
-    fn get_max_mem_slots(&mut self) -> VhostResult<u64> {
-        Ok(MAX_REGIONS as u64)
+    /// Begins a change: the rings that it concerns stop first.
+    pub(super) fn begin(&mut self, change: Change) -> Outcome {
+        for ring in self.rings_of(&change) {
+            self.rings[ring].begin_stop(&self.setup.waker);
+        }
+        Outcome::Later(Work::Stop(change))
     }
 
-    fn add_mem_region(
-        &mut self,
-        r: &VhostUserSingleMemoryRegion,
-        file: File,
-        _postcopy: Option<bool>,
-    ) -> VhostResult<Option<u64>> {
-        let region =
-            Self::region(r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset, file);
-        let memory = self.memory.with_region(&region, &self.rules);
-        let memory = memory.map_err(|error| failed(io::Error::other(error)))?;
-        self.set_memory(memory).map_err(failed)?;
-        Ok(None)
-    }
-
-    fn remove_mem_region(&mut self, r: &VhostUserSingleMemoryRegion) -> VhostResult<()> {
-        let memory = self.memory.without_region(r.guest_phys_addr, r.user_addr, r.memory_size);
-        let memory = memory.map_err(|error| failed(io::Error::other(error)))?;
-        self.set_memory(memory).map_err(failed)
-    }
-
-    fn set_vring_num(&mut self, index: u32, num: u32) -> VhostResult<()> {
-        self.change(index, |ring| {
-            ring.stop()?;
-            ring.set_size(num)
-        })
-    }
-
-    fn set_vring_addr(
-        &mut self,
-        index: u32,
-        _flags: VhostUserVringAddrFlags,
-        descriptor: u64,
-        used: u64,
-        available: u64,
-        _log: u64,
-    ) -> VhostResult<()> {
-        let addresses =
-            Some(RingAddresses { desc_table: descriptor, avail_ring: available, used_ring: used });
-        self.change(index, |ring| {
-            if ring.addresses != addresses {
-                ring.stop()?;
-                ring.addresses = addresses;
+    fn rings_of(&self, change: &Change) -> Range<usize> {
+        match *change {
+            Change::Features(_) | Change::Memory(_) | Change::ResetOwner | Change::Reset { .. } => {
+                0..self.rings.len()
             }
-            Ok(())
-        })
-    }
-
-    fn set_vring_base(&mut self, index: u32, base: u32) -> VhostResult<()> {
-        self.change(index, |ring| {
-            ring.stop()?;
-            ring.next_avail =
-                u16::try_from(base).map_err(|_| invalid(format!("ring base {base}")))?;
-            Ok(())
-        })
-    }
-
-    fn get_vring_base(&mut self, index: u32) -> VhostResult<VhostUserVringState> {
-        self.change(index, |ring| {
-            ring.stop()?;
-            ring.started = false;
-            ring.kick = None;
-            Ok(())
-        })?;
-        let next_avail = self.ring(index).map_err(failed)?.next_avail;
-        Ok(VhostUserVringState::new(index, u32::from(next_avail)))
-    }
-
-    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> VhostResult<()> {
-        let needs_enable = self.rings_need_enable;
-        let kick = nonblocking(fd).map_err(failed)?;
-        self.change(u32::from(index), |ring| {
-            ring.stop()?;
-            ring.kick = kick;
-            ring.started = true;
-            ring.enabled |= !needs_enable;
-            Ok(())
-        })
-    }
-
-    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> VhostResult<()> {
-        let call = eventfd(fd, "call", index).map_err(failed)?;
-        self.change(u32::from(index), |ring| ring.set_call(call))
-    }
-
-    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> VhostResult<()> {
-        let err = eventfd(fd, "err", index).map_err(failed)?;
-        self.change(u32::from(index), |ring| ring.set_err(err))
-    }
-
-    fn set_vring_enable(&mut self, index: u32, enable: bool) -> VhostResult<()> {
-        self.change(index, |ring| {
-            ring.enabled = enable;
-            Ok(())
-        })
-    }
-
-    fn get_config(
-        &mut self,
-        offset: u32,
-        size: u32,
-        _flags: VhostUserConfigFlags,
-    ) -> VhostResult<Vec<u8>> {
-        // What lies beyond the fields that we have reads as zeroes; the size must be as asked.
-        let mut reply = vec![0; size as usize];
-        let space = self.device.config_space();
-        if let Some(rest) = space.get(config_offset(offset)..) {
-            let len = rest.len().min(reply.len());
-            reply[..len].copy_from_slice(&rest[..len]);
+            Change::Size(index, _)
+            | Change::Addresses(index, _)
+            | Change::Base(index, _)
+            | Change::Kick(index, _)
+            | Change::GetBase(index)
+            | Change::Disable(index) => index..index + 1,
         }
-        Ok(reply)
     }
 
-    fn set_config(
+    /// Makes a change, now that the rings that it concerns have stopped, and begins to start those
+    /// that should run.
+    pub(super) fn apply(&mut self, change: Change) -> Outcome {
+        let rings = self.rings_of(&change);
+        let is_tolerant = matches!(change, Change::Memory(_));
+        let mut answer = None;
+        match change {
+            Change::Features(features) => {
+                let device = &self.setup.device;
+                if let Err(error) = device.set_features(features & !F_PROTOCOL_FEATURES) {
+                    return Outcome::Refuse(error.into());
+                }
+                self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
+                let enables = !self.rings_need_enable;
+                self.rings.iter_mut().for_each(|ring| ring.enabled |= enables);
+            }
+            Change::Memory(memory) => self.memory = Arc::new(memory),
+            Change::Size(index, size) => self.rings[index].size = size,
+            Change::Addresses(index, addresses) => self.rings[index].addresses = Some(addresses),
+            Change::Base(index, base) => self.rings[index].next_avail = base,
+            Change::Kick(index, kick) => {
+                let ring = &mut self.rings[index];
+                ring.kick = kick;
+                ring.started = true;
+                ring.enabled |= !self.rings_need_enable;
+            }
+            Change::GetBase(index) => {
+                let ring = &mut self.rings[index];
+                ring.set_stopped();
+                let state = [u32::try_from(index).unwrap_or(u32::MAX), ring.next_avail.into()];
+                answer = Some(state.map(u32::to_ne_bytes).concat());
+            }
+            Change::Disable(index) => self.rings[index].enabled = false,
+            Change::ResetOwner => self.rings.iter_mut().for_each(RingState::set_stopped),
+            Change::Reset { keep_writeback } => {
+                self.rings.iter_mut().for_each(RingState::reset);
+                self.status = 0;
+                if !keep_writeback {
+                    self.setup.device.reset();
+                }
+            }
+        }
+        self.start(rings, answer, is_tolerant)
+    }
+
+    fn start(
         &mut self,
-        offset: u32,
-        data: &[u8],
-        _flags: VhostUserConfigFlags,
-    ) -> VhostResult<()> {
-        self.device.write_config(config_offset(offset), data).map_err(failed)
+        rings: Range<usize>,
+        answer: Option<Vec<u8>>,
+        is_tolerant: bool,
+    ) -> Outcome {
+        let SessionSetup { device, threads, waker, .. } = &self.setup;
+        for (index, ring) in self.rings.iter_mut().enumerate().take(rings.end).skip(rings.start) {
+            let thread = &threads[index % threads.len()];
+            if let Err(error) = ring.begin_start(device, &self.memory, thread, waker) {
+                self.failure.get_or_insert(error);
+            }
+        }
+        Outcome::Later(Work::Start(Start { answer, is_tolerant }))
     }
 
-    fn set_gpu_socket(&mut self, _: GpuBackend) -> VhostResult<()> {
-        not_offered("GPU_SET_SOCKET")
+    /// Whether all rings have started or stopped, as they were told. An error: one has not.
+    pub(super) fn settle(&mut self) -> Poll<io::Result<()>> {
+        let mut is_busy = false;
+        for ring in &mut self.rings {
+            match ring.progress() {
+                Progress::Settled => {}
+                Progress::Busy => is_busy = true,
+                Progress::Failed(error) => drop(self.failure.get_or_insert(error)),
+            }
+        }
+        if is_busy {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.failure.take().map_or(Ok(()), Err))
     }
 
-    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> VhostResult<File> {
-        not_offered("SHARED_OBJECT")
+    /// What the front-end hears when rings have started.
+    pub(super) fn started(start: Start, result: io::Result<()>) -> Outcome {
+        match (result, start) {
+            // Its memory may be on its way: a region that grows is removed and added again.
+            (Err(error), Start { is_tolerant: false, .. }) => Outcome::Refuse(error.into()),
+            (_, Start { answer: Some(answer), .. }) => Outcome::Answer(answer),
+            (_, Start { answer: None, .. }) => Outcome::Done,
+        }
     }
 
-    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> VhostResult<(VhostUserInflight, File)> {
-        not_offered("INFLIGHT_SHMFD")
+    /// Stops all rings for good, whatever they are at. True when that is done.
+    pub(super) fn end(&mut self) -> bool {
+        let mut is_done = true;
+        for ring in &mut self.rings {
+            // One that was starting is told when it has.
+            while {
+                ring.begin_stop(&self.setup.waker);
+                !matches!(ring.progress(), Progress::Busy) && ring.is_running()
+            } {}
+            is_done &= ring.is_stopped();
+        }
+        is_done
     }
 
-    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> VhostResult<()> {
-        not_offered("INFLIGHT_SHMFD")
+    /// Lets go of all that the front-end has brought, and of what its driver has negotiated.
+    pub(super) fn let_go(&mut self) {
+        self.memory = Arc::new(GuestMemory::empty());
+        self.rings.clear();
+        self.backend_channel = None;
+        self.setup.device.reset();
     }
+}
 
-    fn set_device_state_fd(
-        &mut self,
-        _: VhostTransferStateDirection,
-        _: VhostTransferStatePhase,
-        _: File,
-    ) -> VhostResult<Option<File>> {
-        not_offered("DEVICE_STATE")
+fn not_offered(code: u32) -> Outcome {
+    Outcome::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
+}
+
+/// The protocol features without which there is no such message.
+fn needed_features(request: &Request) -> u64 {
+    match request {
+        Request::GetQueueNum => protocol_feature::MQ,
+        Request::GetConfig(_) | Request::SetConfig(_) => protocol_feature::CONFIG,
+        Request::SetBackendReqFd => protocol_feature::BACKEND_REQ,
+        Request::ResetDevice => protocol_feature::RESET_DEVICE,
+        Request::SetStatus(_) | Request::GetStatus => protocol_feature::STATUS,
+        Request::GetMaxMemSlots | Request::AddMemReg(_) | Request::RemMemReg(_) => {
+            protocol_feature::CONFIGURE_MEM_SLOTS
+        }
+        _ => 0,
     }
+}
 
-    fn check_device_state(&mut self) -> VhostResult<()> {
-        not_offered("DEVICE_STATE")
-    }
-
-    fn get_shmem_config(&mut self) -> VhostResult<VhostUserShMemConfig> {
-        not_offered("SHMEM")
-    }
-
-    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> VhostResult<()> {
-        not_offered("LOG_SHMFD")
+/// How many descriptors come with a message.
+fn expected_fds(request: &Request) -> std::ops::RangeInclusive<usize> {
+    let exactly = |count: usize| count..=count;
+    match request {
+        Request::SetMemTable(regions) => exactly(regions.len()),
+        Request::AddMemReg(_) | Request::SetBackendReqFd => exactly(1),
+        // Some front-ends send one, which is not used.
+        Request::RemMemReg(_) => 0..=1,
+        Request::SetVringKick { has_fd, .. }
+        | Request::SetVringCall { has_fd, .. }
+        | Request::SetVringErr { has_fd, .. } => exactly(usize::from(*has_fd)),
+        _ => exactly(0),
     }
 }

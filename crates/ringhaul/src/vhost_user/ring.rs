@@ -1,22 +1,17 @@
-//! What a front-end has said about one ring.
+//! What a front-end has said about one ring, and the queue that serves it.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use virtqueue::{GuestMemory, MAX_QUEUE_SIZE};
 
+use super::message::RingAddresses;
 use crate::blk::BlkDevice;
-use crate::queue::{QueueHandle, QueueSetup, Ring};
-
-/// Addresses in the front-end's address space.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RingAddresses {
-    pub(super) desc_table: u64,
-    pub(super) avail_ring: u64,
-    pub(super) used_ring: u64,
-}
+use crate::pending::Pending;
+use crate::queue::{QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
 
 /// A ring is *started* by its kick descriptor and *enabled* by a message of its own; it is served
 /// while it is both. A kick that came before stays in the eventfd, and a queue is processed once
@@ -29,28 +24,54 @@ pub(super) struct RingState {
     pub(super) started: bool,
     pub(super) enabled: bool,
     pub(super) kick: Option<OwnedFd>,
-    pub(super) call: Option<OwnedFd>,
-    pub(super) err: Option<OwnedFd>,
-    running: Option<QueueHandle>,
+    call: Option<OwnedFd>,
+    err: Option<OwnedFd>,
+    service: Service,
+}
+
+/// The queue behind the ring.
+#[derive(Default)]
+enum Service {
+    #[default]
+    Stopped,
+    Starting(Pending<Result<QueueHandle, StartError>>),
+    Running(QueueHandle),
+    Stopping(Pending<u16>, QueueWatch),
+}
+
+/// What became of a start or a stop.
+pub(super) enum Progress {
+    /// The queue runs or has stopped.
+    Settled,
+    /// Its IoThread has yet to answer.
+    Busy,
+    /// The queue has stopped, or was not started.
+    Failed(io::Error),
 }
 
 impl RingState {
-    pub(super) fn is_running(&self) -> bool {
-        self.running.is_some()
+    /// Begins to stop the queue if it runs. All its requests are answered when it has stopped.
+    pub(super) fn begin_stop(&mut self, waker: &Waker) {
+        match std::mem::take(&mut self.service) {
+            Service::Running(handle) => {
+                let watch = handle.watch();
+                let next_avail = handle.begin_stop();
+                next_avail.wake(waker);
+                self.service = Service::Stopping(next_avail, watch);
+            }
+            other => self.service = other,
+        }
     }
 
-    /// Starts or stops the queue, whichever what was said so far asks for.
-    pub(super) fn update(
+    /// Begins to start the queue if what was said so far asks for that.
+    pub(super) fn begin_start(
         &mut self,
         device: &BlkDevice,
         memory: &Arc<GuestMemory>,
         thread: &Remote,
+        waker: &Waker,
     ) -> io::Result<()> {
-        let wanted = self.started && self.enabled;
-        if !wanted {
-            return self.stop();
-        }
-        if self.is_running() {
+        if !(self.started && self.enabled && matches!(self.service, Service::Stopped)) {
             return Ok(());
         }
         // Memory and addresses may still be on their way.
@@ -65,35 +86,69 @@ impl RingState {
             call: clone(self.call.as_ref())?,
             err: clone(self.err.as_ref())?,
         };
-        self.running = Some(device.start_queue(thread, setup).map_err(io::Error::other)?);
+        let handle = device.begin_start_queue(thread, setup);
+        handle.wake(waker);
+        self.service = Service::Starting(handle);
         Ok(())
     }
 
-    /// Stops the queue, after all its requests have been answered.
-    pub(super) fn stop(&mut self) -> io::Result<()> {
-        if let Some(running) = self.running.take() {
-            self.next_avail = running
-                .stop()
-                .ok_or_else(|| io::Error::other("the IoThread of the queue has ended"))?;
+    /// Takes the answer of the IoThread if it is there.
+    pub(super) fn progress(&mut self) -> Progress {
+        let ended = || Progress::Failed(io::Error::other("the IoThread of the queue has ended"));
+        match &self.service {
+            Service::Stopped | Service::Running(_) => Progress::Settled,
+            Service::Starting(handle) => match handle.check() {
+                Poll::Pending => Progress::Busy,
+                Poll::Ready(Some(Ok(handle))) => {
+                    self.service = Service::Running(handle);
+                    Progress::Settled
+                }
+                Poll::Ready(Some(Err(error))) => {
+                    self.service = Service::Stopped;
+                    Progress::Failed(io::Error::other(error))
+                }
+                Poll::Ready(None) => {
+                    self.service = Service::Stopped;
+                    ended()
+                }
+            },
+            Service::Stopping(next_avail, _) => match next_avail.check() {
+                Poll::Pending => Progress::Busy,
+                Poll::Ready(Some(next_avail)) => {
+                    self.next_avail = next_avail;
+                    self.service = Service::Stopped;
+                    Progress::Settled
+                }
+                Poll::Ready(None) => {
+                    self.service = Service::Stopped;
+                    ended()
+                }
+            },
         }
-        Ok(())
     }
 
-    pub(super) fn set_size(&mut self, size: u32) -> io::Result<()> {
-        match u16::try_from(size) {
-            Ok(size) if size.is_power_of_two() && size <= MAX_QUEUE_SIZE => {
-                self.size = size;
-                Ok(())
-            }
-            _ => Err(invalid(format!(
-                "a ring of {size} entries; it must be a power of two up to {MAX_QUEUE_SIZE}"
-            ))),
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.service, Service::Running(_))
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        matches!(self.service, Service::Stopped)
+    }
+
+    /// Requests that the queue has taken and not answered, and whether its IoThread has heard what
+    /// it was told.
+    pub(super) fn load(&self) -> (u32, bool) {
+        match &self.service {
+            Service::Stopped => (0, true),
+            Service::Starting(_) => (0, false),
+            Service::Running(handle) => (handle.watch().requests(), true),
+            Service::Stopping(_, watch) => (watch.requests(), watch.has_heard()),
         }
     }
 
     pub(super) fn set_call(&mut self, call: Option<OwnedFd>) -> io::Result<()> {
         self.call = call;
-        if let Some(running) = &self.running {
+        if let Service::Running(running) = &self.service {
             running.set_call(clone(self.call.as_ref())?);
         }
         Ok(())
@@ -101,10 +156,21 @@ impl RingState {
 
     pub(super) fn set_err(&mut self, err: Option<OwnedFd>) -> io::Result<()> {
         self.err = err;
-        if let Some(running) = &self.running {
+        if let Service::Running(running) = &self.service {
             running.set_err(clone(self.err.as_ref())?);
         }
         Ok(())
+    }
+
+    /// As after GET_VRING_BASE: a kick starts it again.
+    pub(super) fn set_stopped(&mut self) {
+        self.started = false;
+        self.kick = None;
+    }
+
+    /// As before anything was said of it, but for the eventfds that tell the driver something.
+    pub(super) fn reset(&mut self) {
+        *self = Self { call: self.call.take(), err: self.err.take(), ..Self::default() };
     }
 
     fn ring(&self, addresses: RingAddresses, memory: &GuestMemory) -> io::Result<Ring> {
@@ -121,6 +187,16 @@ impl RingState {
             next_avail: self.next_avail,
         })
     }
+}
+
+/// The size of a ring, if a ring can have it.
+pub(super) fn ring_size(size: u32) -> io::Result<u16> {
+    let possible = |size: &u16| size.is_power_of_two() && *size <= MAX_QUEUE_SIZE;
+    u16::try_from(size).ok().filter(possible).ok_or_else(|| {
+        invalid(format!(
+            "a ring of {size} entries; it must be a power of two up to {MAX_QUEUE_SIZE}"
+        ))
+    })
 }
 
 fn clone(fd: Option<&OwnedFd>) -> io::Result<Option<OwnedFd>> {

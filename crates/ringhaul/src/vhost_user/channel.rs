@@ -1,0 +1,209 @@
+//! The connection to a front-end: messages in, answers out, and never a wait.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, BorrowedFd};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
+};
+
+use super::foreign::{Examiner, ForeignFd};
+use super::message::{HEADER_BYTES, Header};
+
+/// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
+const MAX_FDS: usize = 253;
+
+/// How long a message that has begun may take to arrive, and an answer to be taken.
+pub(super) const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
+
+/// A whole message.
+pub(super) struct Message {
+    pub(super) header: Header,
+    pub(super) body: Vec<u8>,
+    pub(super) fds: Vec<ForeignFd>,
+    /// Why some of its descriptors are missing.
+    pub(super) lost_fds: Option<&'static str>,
+}
+
+/// What has come.
+pub(super) enum Received {
+    /// No whole message yet.
+    Nothing,
+    Message(Message),
+    /// The front-end has closed the connection, or it broke.
+    Closed(Option<io::Error>),
+    /// This is no vhost-user. Nothing after it can be understood.
+    Nonsense(String),
+}
+
+/// A connected Unix socket. Whether it is non-blocking, which who shares it may change at any time,
+/// does not matter.
+pub(super) struct Channel {
+    socket: UnixStream,
+    examiner: Arc<Examiner>,
+    /// The message that comes: its bytes so far.
+    input: Vec<u8>,
+    /// As soon as it is there.
+    header: Option<Header>,
+    fds: Vec<ForeignFd>,
+    lost_fds: Option<&'static str>,
+    /// When the first byte came.
+    input_since: Option<Instant>,
+    /// What is left of the answer. The next message is not read before it is taken.
+    output: Vec<u8>,
+    output_since: Option<Instant>,
+}
+
+impl Channel {
+    pub(super) fn new(socket: UnixStream, examiner: Arc<Examiner>) -> Self {
+        Self {
+            socket,
+            examiner,
+            input: Vec::new(),
+            header: None,
+            fds: Vec::new(),
+            lost_fds: None,
+            input_since: None,
+            output: Vec::new(),
+            output_since: None,
+        }
+    }
+
+    /// Reads what has come, up to the end of one message.
+    pub(super) fn receive(&mut self, now: Instant) -> Received {
+        loop {
+            let whole = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
+            if self.input.len() < whole {
+                // They belong to the header; what comes with the body belongs to nothing.
+                let expected_fds = self.header.map_or(MAX_FDS, |_| self.fds.len());
+                match self.read_up_to(whole) {
+                    Ok(0) => return Received::Closed(None),
+                    Ok(_) => self.input_since = self.input_since.or(Some(now)),
+                    Err(Errno::AGAIN) => return Received::Nothing,
+                    Err(Errno::INTR) => {}
+                    Err(error) => return Received::Closed(Some(error.into())),
+                }
+                if self.fds.len() > expected_fds {
+                    return Received::Nonsense("more descriptors than a header can bring".into());
+                }
+                continue;
+            }
+            if let Some(header) = self.header {
+                return Received::Message(self.take_message(header));
+            }
+            if let Some(bytes) = self.input.first_chunk() {
+                let header = Header::decode(bytes);
+                if let Some(fault) = header.fault() {
+                    return Received::Nonsense(fault);
+                }
+                self.header = Some(header);
+            }
+        }
+    }
+
+    fn take_message(&mut self, header: Header) -> Message {
+        (self.header, self.input_since) = (None, None);
+        let body = self.input.split_off(HEADER_BYTES);
+        self.input.clear();
+        let fds = std::mem::take(&mut self.fds);
+        Message { header, body, fds, lost_fds: self.lost_fds.take() }
+    }
+
+    /// Reads into `input` until it has `whole` bytes, as much as one call gives. Descriptors come
+    /// with the bytes that they were sent with, so none of the next message's can come.
+    fn read_up_to(&mut self, whole: usize) -> Result<usize, Errno> {
+        let start = self.input.len();
+        self.input.resize(whole, 0);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let is_full = self.examiner.is_full();
+        let mut control = if is_full {
+            // The kernel lets go of them without us.
+            RecvAncillaryBuffer::default()
+        } else {
+            RecvAncillaryBuffer::new(&mut space)
+        };
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let slices = &mut [IoSliceMut::new(&mut self.input[start..])];
+        let received = recvmsg(&self.socket, slices, &mut control, flags);
+        let count = received.as_ref().map_or(0, |received| received.bytes);
+        self.input.truncate(start + count);
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                let examiner = &self.examiner;
+                self.fds.extend(fds.map(|fd| ForeignFd::new(fd, Arc::clone(examiner))));
+            }
+        }
+        if received.as_ref().is_ok_and(|received| received.flags.contains(ReturnFlags::CTRUNC)) {
+            self.lost_fds = Some(if is_full {
+                "those of earlier messages cannot be closed, because what they lead to hangs"
+            } else {
+                "no descriptor is left: raise the limit on open files (ulimit -n)"
+            });
+        }
+        Ok(received?.bytes)
+    }
+
+    /// Sends an answer, as far as the socket has room. One at a time.
+    pub(super) fn send(&mut self, header: Header, body: &[u8], now: Instant) -> io::Result<()> {
+        self.output.extend(header.encode());
+        self.output.extend(body);
+        self.flush(now).map(|_| ())
+    }
+
+    /// Goes on with the answer. True when there is nothing left of it.
+    pub(super) fn flush(&mut self, now: Instant) -> io::Result<bool> {
+        while !self.output.is_empty() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match send(&self.socket, &self.output, flags) {
+                Ok(count) => drop(self.output.drain(..count)),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    self.output_since = self.output_since.or(Some(now));
+                    return Ok(false);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.output_since = None;
+        Ok(true)
+    }
+
+    /// Whether there is an answer that the front-end has not taken.
+    pub(super) fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// When the patience with a message or an answer ends, and what is said then.
+    pub(super) fn deadline(&self) -> Option<(Instant, &'static str)> {
+        let of = |since: Option<Instant>, what| since.map(|since| (since + MESSAGE_LIMIT, what));
+        of(self.output_since, "it does not take an answer")
+            .or_else(|| of(self.input_since, "it has sent half a message and no more"))
+    }
+
+    /// Whether the front-end has closed the connection, whatever is left to read of it.
+    pub(super) fn is_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let polled = poll(&mut fds, Some(&now));
+        polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// Ends the connection for everybody who has the socket.
+    pub(super) fn shut_down(&self) {
+        // It fails when the front-end has gone by itself.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,480 @@
+//! Messages as plain data: numbers, flags, and bodies with their encoding.
+//!
+//! All numbers are in the byte order of the machine ("Message Specification").
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 12;
+
+/// The longest body of any message that there is: a front-end that announces more sends no
+/// messages.
+pub const MAX_BODY_BYTES: usize = 4096;
+
+/// Numbers of messages ("Front-end message types").
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod code {
+    pub const GET_FEATURES: u32 = 1;
+    pub const SET_FEATURES: u32 = 2;
+    pub const SET_OWNER: u32 = 3;
+    pub const RESET_OWNER: u32 = 4;
+    pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_VRING_NUM: u32 = 8;
+    pub const SET_VRING_ADDR: u32 = 9;
+    pub const SET_VRING_BASE: u32 = 10;
+    pub const GET_VRING_BASE: u32 = 11;
+    pub const SET_VRING_KICK: u32 = 12;
+    pub const SET_VRING_CALL: u32 = 13;
+    pub const SET_VRING_ERR: u32 = 14;
+    pub const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub const GET_QUEUE_NUM: u32 = 17;
+    pub const SET_VRING_ENABLE: u32 = 18;
+    pub const SET_BACKEND_REQ_FD: u32 = 21;
+    pub const GET_CONFIG: u32 = 24;
+    pub const SET_CONFIG: u32 = 25;
+    pub const RESET_DEVICE: u32 = 34;
+    pub const GET_MAX_MEM_SLOTS: u32 = 36;
+    pub const ADD_MEM_REG: u32 = 37;
+    pub const REM_MEM_REG: u32 = 38;
+    pub const SET_STATUS: u32 = 39;
+    pub const GET_STATUS: u32 = 40;
+    /// Of the other direction ("Back-end message types"): the configuration has changed.
+    pub const BACKEND_CONFIG_CHANGE: u32 = 2;
+}
+
+/// The feature bit that says that there are protocol features.
+pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+
+/// Protocol features ("Protocol features").
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod protocol_feature {
+    pub const MQ: u64 = 1 << 0;
+    pub const REPLY_ACK: u64 = 1 << 3;
+    pub const BACKEND_REQ: u64 = 1 << 5;
+    pub const CONFIG: u64 = 1 << 9;
+    pub const RESET_DEVICE: u64 = 1 << 13;
+    pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+    pub const STATUS: u64 = 1 << 16;
+}
+
+/// In flags of a header: the version, which is 1.
+const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+/// In flags of a header: the message answers another.
+const REPLY: u32 = 1 << 2;
+/// In flags of a header: the sender wants to know whether the message was carried out.
+const NEED_REPLY: u32 = 1 << 3;
+
+/// In the index of a ring: no descriptor comes with the message.
+const NO_FD: u64 = 1 << 8;
+
+/// What all messages start with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// The number of the message.
+    pub code: u32,
+    /// Version 1, whether it is an answer, whether it wants one.
+    pub flags: u32,
+    /// Bytes of the body.
+    pub size: u32,
+}
+
+impl Header {
+    /// The header of a message to which there is no answer unless it has one of its own.
+    #[must_use]
+    pub fn new(code: u32, body_bytes: usize) -> Self {
+        Self { code, flags: VERSION, size: size_of_body(body_bytes) }
+    }
+
+    /// The header of the answer to this message.
+    #[must_use]
+    pub fn reply(self, body_bytes: usize) -> Self {
+        let flags = VERSION | REPLY;
+        Self { code: self.code, flags, size: size_of_body(body_bytes) }
+    }
+
+    /// The same with the wish to know whether it was carried out.
+    #[must_use]
+    pub fn with_need_reply(self) -> Self {
+        Self { flags: self.flags | NEED_REPLY, ..self }
+    }
+
+    /// Whether the sender wants to know whether the message was carried out.
+    #[must_use]
+    pub fn needs_reply(self) -> bool {
+        self.flags & NEED_REPLY != 0
+    }
+
+    /// Whether the front-end waits for an answer in any case.
+    #[must_use]
+    pub fn has_answer(self) -> bool {
+        matches!(
+            self.code,
+            code::GET_FEATURES
+                | code::GET_PROTOCOL_FEATURES
+                | code::GET_QUEUE_NUM
+                | code::GET_VRING_BASE
+                | code::GET_CONFIG
+                | code::GET_MAX_MEM_SLOTS
+                | code::GET_STATUS
+        )
+    }
+
+    /// The header in bytes.
+    #[must_use]
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let [code, flags, size] = words(bytes);
+        Self { code, flags, size }
+    }
+
+    /// The bytes of the header.
+    #[must_use]
+    pub fn encode(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        for (bytes, word) in bytes.chunks_exact_mut(4).zip([self.code, self.flags, self.size]) {
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        bytes
+    }
+
+    /// Why these bytes are no header of a request; what follows them cannot be understood either.
+    pub(super) fn fault(self) -> Option<String> {
+        let Self { code, flags, size } = self;
+        if flags & VERSION_MASK != VERSION {
+            return Some(format!("message {code} is of version {}", flags & VERSION_MASK));
+        }
+        if flags & !(VERSION_MASK | NEED_REPLY) != 0 {
+            return Some(format!("message {code} has flags {flags:#x}"));
+        }
+        if size as usize > MAX_BODY_BYTES {
+            return Some(format!("message {code} announces {size} bytes"));
+        }
+        None
+    }
+}
+
+fn size_of_body(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or_else(|_| unreachable!("a body is at most {MAX_BODY_BYTES}"))
+}
+
+/// A region of memory ("Memory region description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// Start in guest memory.
+    pub guest_addr: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Start in the front-end's address space.
+    pub user_addr: u64,
+    /// Start in the file that comes with it, in bytes.
+    pub file_offset: u64,
+}
+
+/// Where a ring is, in the front-end's address space ("Vring address description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingAddresses {
+    /// The descriptor table.
+    pub desc_table: u64,
+    /// The avail ring.
+    pub avail_ring: u64,
+    /// The used ring.
+    pub used_ring: u64,
+}
+
+/// A part of the configuration space ("Virtio device config space").
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The first byte.
+    pub offset: u32,
+    /// Who writes: 0 the driver, 1 a migration.
+    pub flags: u32,
+    /// The bytes; in a read, what is there says no more than how many are wanted.
+    pub data: Vec<u8>,
+}
+
+/// What a front-end asks for. Descriptors come beside it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub enum Request {
+    GetFeatures,
+    SetFeatures(u64),
+    SetOwner,
+    ResetOwner,
+    /// With a descriptor for each region.
+    SetMemTable(Vec<Region>),
+    SetVringNum {
+        index: u32,
+        size: u32,
+    },
+    SetVringAddr {
+        index: u32,
+        addresses: RingAddresses,
+    },
+    SetVringBase {
+        index: u32,
+        base: u32,
+    },
+    GetVringBase {
+        index: u32,
+    },
+    /// With a descriptor unless `has_fd` is false.
+    SetVringKick {
+        index: u8,
+        has_fd: bool,
+    },
+    /// With a descriptor unless `has_fd` is false.
+    SetVringCall {
+        index: u8,
+        has_fd: bool,
+    },
+    /// With a descriptor unless `has_fd` is false.
+    SetVringErr {
+        index: u8,
+        has_fd: bool,
+    },
+    GetProtocolFeatures,
+    SetProtocolFeatures(u64),
+    GetQueueNum,
+    SetVringEnable {
+        index: u32,
+        value: u32,
+    },
+    /// With a socket.
+    SetBackendReqFd,
+    GetConfig(Config),
+    SetConfig(Config),
+    ResetDevice,
+    GetMaxMemSlots,
+    /// With a descriptor.
+    AddMemReg(Region),
+    /// A descriptor may come with it, and is not used.
+    RemMemReg(Region),
+    SetStatus(u64),
+    GetStatus,
+}
+
+/// Why a body is not understood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DecodeError {
+    /// There is no such message, or it belongs to a feature that is not offered.
+    UnknownCode,
+    /// The body is not as the specification has it for this message.
+    BadBody,
+}
+
+impl Request {
+    /// Understands a message.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such message, or the body is not of its form.
+    pub fn decode(code: u32, body: &[u8]) -> Result<Self, DecodeError> {
+        let known = Self::decode_empty(code).or_else(|| Self::decode_body(code, body));
+        match known {
+            None if !is_known(code) => Err(DecodeError::UnknownCode),
+            None => Err(DecodeError::BadBody),
+            Some(request) if request.has_no_body() && !body.is_empty() => Err(DecodeError::BadBody),
+            Some(request) => Ok(request),
+        }
+    }
+
+    fn decode_empty(code: u32) -> Option<Self> {
+        EMPTY.iter().find(|(number, _)| *number == code).map(|(_, request)| request.clone())
+    }
+
+    fn has_no_body(&self) -> bool {
+        EMPTY.iter().any(|(_, request)| request == self)
+    }
+
+    fn decode_body(code: u32, body: &[u8]) -> Option<Self> {
+        let ring = || {
+            let [index, value] = words(body.try_into().ok().map(|body: &[u8; 8]| body)?);
+            Some((index, value))
+        };
+        Some(match code {
+            code::SET_FEATURES => Self::SetFeatures(number(body)?),
+            code::SET_PROTOCOL_FEATURES => Self::SetProtocolFeatures(number(body)?),
+            code::SET_STATUS => Self::SetStatus(number(body)?),
+            code::SET_MEM_TABLE => Self::SetMemTable(regions(body)?),
+            code::ADD_MEM_REG => Self::AddMemReg(single_region(body)?),
+            code::REM_MEM_REG => Self::RemMemReg(single_region(body)?),
+            code::SET_VRING_NUM => ring().map(|(index, size)| Self::SetVringNum { index, size })?,
+            code::SET_VRING_BASE => {
+                ring().map(|(index, base)| Self::SetVringBase { index, base })?
+            }
+            code::GET_VRING_BASE => ring().map(|(index, _)| Self::GetVringBase { index })?,
+            code::SET_VRING_ENABLE => {
+                ring().map(|(index, value)| Self::SetVringEnable { index, value })?
+            }
+            code::SET_VRING_ADDR => {
+                let (index, addresses) = ring_addresses(body)?;
+                Self::SetVringAddr { index, addresses }
+            }
+            code::SET_VRING_KICK => {
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringKick { index, has_fd })?
+            }
+            code::SET_VRING_CALL => {
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringCall { index, has_fd })?
+            }
+            code::SET_VRING_ERR => {
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringErr { index, has_fd })?
+            }
+            code::GET_CONFIG => Self::GetConfig(Config::decode(body)?),
+            code::SET_CONFIG => Self::SetConfig(Config::decode(body)?),
+            _ => return None,
+        })
+    }
+
+    /// The number of the message and its body.
+    #[must_use]
+    pub fn encode(&self) -> (u32, Vec<u8>) {
+        if let Some((code, _)) = EMPTY.iter().find(|(_, request)| request == self) {
+            return (*code, Vec::new());
+        }
+        let ring = |code, index: u32, value: u32| {
+            (code, [index.to_ne_bytes(), value.to_ne_bytes()].concat())
+        };
+        let number = |code, value: u64| (code, value.to_ne_bytes().to_vec());
+        let ring_fd = |code, index: u8, has_fd: bool| {
+            number(code, u64::from(index) | if has_fd { 0 } else { NO_FD })
+        };
+        match self {
+            Self::SetFeatures(value) => number(code::SET_FEATURES, *value),
+            Self::SetProtocolFeatures(value) => number(code::SET_PROTOCOL_FEATURES, *value),
+            Self::SetStatus(value) => number(code::SET_STATUS, *value),
+            Self::SetMemTable(regions) => {
+                let mut body = size_of_body(regions.len()).to_ne_bytes().to_vec();
+                body.extend([0; 4]);
+                body.extend(regions.iter().flat_map(Region::encode));
+                (code::SET_MEM_TABLE, body)
+            }
+            Self::AddMemReg(region) => (code::ADD_MEM_REG, region.encode_single()),
+            Self::RemMemReg(region) => (code::REM_MEM_REG, region.encode_single()),
+            Self::SetVringNum { index, size } => ring(code::SET_VRING_NUM, *index, *size),
+            Self::SetVringBase { index, base } => ring(code::SET_VRING_BASE, *index, *base),
+            Self::GetVringBase { index } => ring(code::GET_VRING_BASE, *index, 0),
+            Self::SetVringEnable { index, value } => ring(code::SET_VRING_ENABLE, *index, *value),
+            Self::SetVringAddr { index, addresses } => {
+                let mut body = [index.to_ne_bytes(), [0; 4]].concat();
+                let RingAddresses { desc_table, avail_ring, used_ring } = *addresses;
+                for addr in [desc_table, used_ring, avail_ring, 0] {
+                    body.extend(addr.to_ne_bytes());
+                }
+                (code::SET_VRING_ADDR, body)
+            }
+            Self::SetVringKick { index, has_fd } => ring_fd(code::SET_VRING_KICK, *index, *has_fd),
+            Self::SetVringCall { index, has_fd } => ring_fd(code::SET_VRING_CALL, *index, *has_fd),
+            Self::SetVringErr { index, has_fd } => ring_fd(code::SET_VRING_ERR, *index, *has_fd),
+            Self::GetConfig(config) => (code::GET_CONFIG, config.encode()),
+            Self::SetConfig(config) => (code::SET_CONFIG, config.encode()),
+            _ => unreachable!("the others have no body"),
+        }
+    }
+}
+
+/// Messages without a body.
+const EMPTY: [(u32, Request); 9] = [
+    (code::GET_FEATURES, Request::GetFeatures),
+    (code::SET_OWNER, Request::SetOwner),
+    (code::RESET_OWNER, Request::ResetOwner),
+    (code::GET_PROTOCOL_FEATURES, Request::GetProtocolFeatures),
+    (code::GET_QUEUE_NUM, Request::GetQueueNum),
+    (code::SET_BACKEND_REQ_FD, Request::SetBackendReqFd),
+    (code::RESET_DEVICE, Request::ResetDevice),
+    (code::GET_MAX_MEM_SLOTS, Request::GetMaxMemSlots),
+    (code::GET_STATUS, Request::GetStatus),
+];
+
+fn is_known(number: u32) -> bool {
+    matches!(
+        number,
+        code::GET_FEATURES..=code::SET_MEM_TABLE
+            | code::SET_VRING_NUM..=code::SET_VRING_ENABLE
+            | code::SET_BACKEND_REQ_FD
+            | code::GET_CONFIG
+            | code::SET_CONFIG
+            | code::RESET_DEVICE
+            | code::GET_MAX_MEM_SLOTS..=code::GET_STATUS
+    )
+}
+
+impl Region {
+    /// Bytes of a region in a message.
+    const BYTES: usize = 32;
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let [guest_addr, size, user_addr, file_offset] = numbers(bytes)?;
+        Some(Self { guest_addr, size, user_addr, file_offset })
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let Self { guest_addr, size, user_addr, file_offset } = *self;
+        [guest_addr, size, user_addr, file_offset].map(u64::to_ne_bytes).concat()
+    }
+
+    /// As the body of a message about one region.
+    fn encode_single(&self) -> Vec<u8> {
+        [vec![0; 8], self.encode()].concat()
+    }
+}
+
+impl Config {
+    const HEAD_BYTES: usize = 12;
+
+    fn decode(body: &[u8]) -> Option<Self> {
+        let (head, data) = body.split_first_chunk::<{ Self::HEAD_BYTES }>()?;
+        let [offset, size, flags] = words(head);
+        (size as usize == data.len()).then(|| Self { offset, flags, data: data.to_vec() })
+    }
+
+    /// The body of the message, or of the answer to a read.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let head = [self.offset, size_of_body(self.data.len()), self.flags].map(u32::to_ne_bytes);
+        [head.concat(), self.data.clone()].concat()
+    }
+}
+
+/// The table of regions: how many, and as many as that. There is none of no regions.
+fn regions(body: &[u8]) -> Option<Vec<Region>> {
+    let (head, table) = body.split_first_chunk::<8>()?;
+    let [count, _padding] = words(head);
+    if count == 0 || (count as usize).checked_mul(Region::BYTES)? != table.len() {
+        return None;
+    }
+    table.chunks_exact(Region::BYTES).map(Region::decode).collect()
+}
+
+fn single_region(body: &[u8]) -> Option<Region> {
+    let (_padding, region) = body.split_first_chunk::<8>()?;
+    Region::decode(region)
+}
+
+fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
+    let (head, rest) = body.split_first_chunk::<8>()?;
+    // Flags ask for a log of writes, which belongs to a feature that is not offered.
+    let [index, _flags] = words(head);
+    let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
+    Some((index, RingAddresses { desc_table, avail_ring, used_ring }))
+}
+
+fn ring_fd(body: &[u8]) -> Option<(u8, bool)> {
+    let value = number(body)?;
+    let index = u8::try_from(value & !NO_FD).ok()?;
+    Some((index, value & NO_FD == 0))
+}
+
+fn number(body: &[u8]) -> Option<u64> {
+    body.try_into().ok().map(u64::from_ne_bytes)
+}
+
+/// As many numbers as there are bytes for, if it is that many.
+fn numbers<const N: usize>(bytes: &[u8]) -> Option<[u64; N]> {
+    let numbers: Vec<u64> = bytes.chunks(8).map(number).collect::<Option<_>>()?;
+    numbers.try_into().ok()
+}
+
+/// `BYTES` is four times `N`.
+fn words<const N: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u32; N] {
+    const { assert!(BYTES == 4 * N) };
+    std::array::from_fn(|at| u32::from_ne_bytes(std::array::from_fn(|byte| bytes[4 * at + byte])))
+}

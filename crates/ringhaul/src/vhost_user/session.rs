@@ -1,0 +1,311 @@
+//! One front-end's connection, from its first byte to its end, as a machine that never waits.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use blockio::Remote;
+use rustix::event::PollFlags;
+use virtqueue::MappingRules;
+
+use super::channel::{Channel, MESSAGE_LIMIT, Received};
+use super::connection::Connection;
+use super::foreign::Examiner;
+use super::message::{Header, code};
+use super::outcome::{Change, Outcome, Refusal, Work};
+use crate::blk::BlkDevice;
+
+/// How long a front-end may be connected without a word, while others wait for its place.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+
+/// The message was carried out.
+const ACK: [u8; 8] = 0_u64.to_ne_bytes();
+/// It was not.
+const NACK: [u8; 8] = 1_u64.to_ne_bytes();
+
+/// What a session works with.
+#[derive(Clone)]
+pub struct SessionSetup {
+    /// The device that is served.
+    pub device: BlkDevice,
+    /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
+    pub threads: Vec<Remote>,
+    /// What the front-end may have mapped.
+    pub rules: MappingRules,
+    /// Where descriptors are examined that may make one wait. One for each export.
+    pub examiner: Arc<Examiner>,
+    /// Woken when [`Session::progress`] has something to do that its socket does not tell of.
+    pub waker: Waker,
+}
+
+/// What a call of [`Session::progress`] has found to do.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Progress {
+    /// Nothing, until the socket is ready as [`Session::interest`] says, the waker is woken or
+    /// [`Session::deadline`] has come.
+    Waiting,
+    /// A message was answered. There may be more.
+    Handled,
+    /// A message was refused, for this reason, and the connection goes on. There may be more.
+    Refused(String),
+    /// The session is over: all requests are answered, the front-end sees the connection closed.
+    Ended(End),
+}
+
+/// Why a session has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum End {
+    /// Who serves wanted it to.
+    Asked,
+    /// The front-end has gone, maybe by an error.
+    Gone(Option<String>),
+    /// The front-end does not speak the protocol, or not any more.
+    Dropped(String),
+}
+
+/// Why a session has not ended, though it should.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that were taken and are not answered, as of the last run of each queue.
+    pub requests: u32,
+    /// Whether IoThreads have heard all that they were told.
+    pub has_heard: bool,
+}
+
+/// One front-end that has attached. It has no thread and no clock: whoever drives it calls
+/// [`progress`](Self::progress) whenever there may be something to do.
+pub struct Session {
+    channel: Channel,
+    connection: Connection,
+    stage: Stage,
+    /// Until when it must have said something. None: it has.
+    silence: Option<Instant>,
+}
+
+enum Stage {
+    /// The next message may come.
+    Ready,
+    /// A message waits for queues to stop or start, or for its memory. The front-end waits too.
+    Working {
+        header: Header,
+        work: Work,
+        since: Instant,
+    },
+    /// Queues stop for good.
+    Ending(End),
+    Ended,
+}
+
+impl Session {
+    /// A session on a connected socket, which needs not be non-blocking.
+    #[must_use]
+    pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
+        let channel = Channel::new(socket, Arc::clone(&setup.examiner));
+        let connection = Connection::new(setup);
+        Self { channel, connection, stage: Stage::Ready, silence: Some(now + SILENCE_LIMIT) }
+    }
+
+    /// Lets the front-end be silent for as long as it likes: nobody waits for its place.
+    #[must_use]
+    pub fn with_patience(self) -> Self {
+        Self { silence: None, ..self }
+    }
+
+    /// Does what there is to do, at most one message of it. Never waits.
+    pub fn progress(&mut self, now: Instant) -> Progress {
+        match std::mem::replace(&mut self.stage, Stage::Ended) {
+            Stage::Ready => {
+                self.stage = Stage::Ready;
+                self.listen(now)
+            }
+            Stage::Working { .. } if self.channel.is_hung_up() => {
+                self.end(End::Gone(None));
+                self.progress(now)
+            }
+            Stage::Working { header, work, since } => {
+                self.conclude(header, Outcome::Later(work), since, now)
+            }
+            Stage::Ending(end) if self.connection.end() => {
+                self.connection.let_go();
+                self.channel.shut_down();
+                Progress::Ended(end)
+            }
+            Stage::Ending(end) => {
+                self.stage = Stage::Ending(end);
+                Progress::Waiting
+            }
+            Stage::Ended => Progress::Waiting,
+        }
+    }
+
+    /// Begins to let go of the front-end. It sees the hang-up only when all its requests are
+    /// answered, because then it reads from the rings where to go on.
+    pub fn begin_end(&mut self) {
+        self.end(End::Asked);
+    }
+
+    /// What to poll the socket for: nothing at all, where a hang-up is told; `None`: not even that.
+    #[must_use]
+    pub fn interest(&self) -> Option<PollFlags> {
+        match self.stage {
+            Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
+            Stage::Ready => Some(PollFlags::IN),
+            Stage::Working { .. } => Some(PollFlags::empty()),
+            Stage::Ending(_) | Stage::Ended => None,
+        }
+    }
+
+    /// When [`progress`](Self::progress) must be called though nothing has happened.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        match &self.stage {
+            Stage::Ready => self.patience_ends().map(|(deadline, _)| deadline),
+            Stage::Working { work: Work::Map(_), since, .. } => Some(*since + MESSAGE_LIMIT),
+            Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
+        }
+    }
+
+    /// What the session has to finish.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        let (requests, has_heard) = self.connection.load();
+        Load { requests, has_heard }
+    }
+
+    /// Tells the front-end that the configuration space has changed. False when it has not
+    /// negotiated that (`BACKEND_REQ`, `CONFIG`), or does not read such messages.
+    pub fn send_config_change(&self) -> bool {
+        self.connection.send_config_change()
+    }
+
+    fn end(&mut self, end: End) {
+        if !matches!(self.stage, Stage::Ending(_)) {
+            self.stage = Stage::Ending(end);
+        }
+    }
+
+    fn patience_ends(&self) -> Option<(Instant, &'static str)> {
+        let silence = self.silence.map(|deadline| (deadline, "it has not said anything"));
+        self.channel.deadline().or(silence)
+    }
+
+    fn listen(&mut self, now: Instant) -> Progress {
+        let received = match self.channel.flush(now) {
+            Ok(true) => self.channel.receive(now),
+            Ok(false) => Received::Nothing,
+            Err(error) => Received::Closed(Some(error)),
+        };
+        let end = match received {
+            Received::Message(message) => {
+                self.silence = None;
+                let header = message.header;
+                let outcome = self.connection.handle(message);
+                return self.conclude(header, outcome, now, now);
+            }
+            Received::Nothing => match self.patience_ends() {
+                Some((deadline, what)) if now >= deadline => End::Dropped(what.to_owned()),
+                _ => return Progress::Waiting,
+            },
+            Received::Closed(error) => End::Gone(error.map(|error| error.to_string())),
+            Received::Nonsense(what) => End::Dropped(what),
+        };
+        self.end(end);
+        self.progress(now)
+    }
+
+    /// Goes on with a message for as long as nothing has to be waited for.
+    fn conclude(
+        &mut self,
+        header: Header,
+        mut outcome: Outcome,
+        since: Instant,
+        now: Instant,
+    ) -> Progress {
+        let refusal = loop {
+            match outcome {
+                Outcome::Later(work) => match self.step(work, since, now) {
+                    Ok(next) => outcome = next,
+                    Err(work) => {
+                        self.stage = Stage::Working { header, work, since };
+                        return Progress::Waiting;
+                    }
+                },
+                Outcome::Answer(body) => return self.answer(header, &body, None, now),
+                Outcome::Done if self.wants_ack(header) => {
+                    return self.answer(header, &ACK, None, now);
+                }
+                Outcome::Done => {
+                    self.stage = Stage::Ready;
+                    return Progress::Handled;
+                }
+                Outcome::Refuse(refusal) => break refusal,
+            }
+        };
+        let Refusal { text, must_be_heard } = refusal;
+        if header.code == code::GET_CONFIG {
+            // An answer without data is how a read is refused.
+            return self.answer(header, &[], Some(text), now);
+        }
+        if self.wants_ack(header) && !header.has_answer() {
+            return self.answer(header, &NACK, Some(text), now);
+        }
+        if must_be_heard || header.has_answer() {
+            self.end(End::Dropped(text));
+            return self.progress(now);
+        }
+        self.stage = Stage::Ready;
+        Progress::Refused(text)
+    }
+
+    /// Takes the next step of what waits; an error is the same once more: it still waits.
+    fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
+        match work {
+            Work::Map(map) => match map.check() {
+                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Map(map)),
+                Poll::Ready(Some(Ok(memory))) => Ok(self.connection.begin(Change::Memory(memory))),
+                Poll::Ready(Some(Err(error))) => Ok(Outcome::Refuse(error.into())),
+                Poll::Pending | Poll::Ready(None) => {
+                    let text = "its memory does not answer: the file system behind it hangs";
+                    Ok(Outcome::Refuse(Refusal::to_be_heard(text)))
+                }
+            },
+            Work::Stop(change) => match self.connection.settle() {
+                Poll::Pending => Err(Work::Stop(change)),
+                Poll::Ready(Ok(())) => Ok(self.connection.apply(change)),
+                Poll::Ready(Err(error)) => Ok(Outcome::Refuse(error.into())),
+            },
+            Work::Start(start) => match self.connection.settle() {
+                Poll::Pending => Err(Work::Start(start)),
+                Poll::Ready(result) => Ok(Connection::started(start, result)),
+            },
+        }
+    }
+
+    fn wants_ack(&self, header: Header) -> bool {
+        header.needs_reply() && self.connection.has_reply_ack()
+    }
+
+    fn answer(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        refused: Option<String>,
+        now: Instant,
+    ) -> Progress {
+        self.stage = Stage::Ready;
+        if let Err(error) = self.channel.send(header.reply(body.len()), body, now) {
+            self.end(End::Gone(Some(error.to_string())));
+            return self.progress(now);
+        }
+        refused.map_or(Progress::Handled, Progress::Refused)
+    }
+}
+
+impl AsFd for Session {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+}
