@@ -308,7 +308,7 @@ impl Queue {
         self.stopping.set(true);
     }
 
-    fn takes_chains(&self) -> bool {
+    pub(crate) fn takes_chains(&self) -> bool {
         !self.broken.get() && !self.stopping.get()
     }
 
