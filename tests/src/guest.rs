@@ -127,7 +127,7 @@ pub struct Export {
     pub engine: Engine,
     /// The cache mode.
     pub cache: Cache,
-    /// Virtqueues.
+    /// Virtqueues that QEMU asks for. Ringhaul offers as many as it can, QSD just these.
     pub num_queues: u16,
     /// The largest number of entries of a virtqueue.
     pub queue_size: u16,
@@ -283,7 +283,6 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .arg(&export.file)
         .args(["--engine", &export.engine.to_string()])
         .args(["--cache", &export.cache.to_string()])
-        .args(["--num-queues", &export.num_queues.to_string()])
         .args(["--queue-size", &export.queue_size.to_string()])
         .args(["--serial", &export.serial])
         .args(["--logical-block-size", &export.logical_block_bytes.to_string()]);

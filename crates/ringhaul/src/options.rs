@@ -10,7 +10,7 @@ use std::time::Duration;
 use blockio::{EngineKind, IoThreadConfig};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::blk::config::SERIAL_BYTES;
+use crate::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use crate::log::{LogFormat, parse_filter};
 pub use export::{EndpointSpec, ExportSpec, OpenDisk};
 use ringhaul_bench::EngineChoice;
@@ -78,9 +78,9 @@ pub struct ServeArgs {
     // program looks for this one before it parses them, and never gets as far as to set it.
     #[arg(long)]
     pub print_capabilities: bool,
-    /// The most queues that a front-end may use.
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    /// The most queues that a front-end may use. Those that it does not use cost nothing.
+    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX,
+          value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub num_queues: u16,
     /// Entries of a queue that the limit on segments is meant for: a power of two from 4 to 1024.
     /// The front-end may choose any size up to 1024.

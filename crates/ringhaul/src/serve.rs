@@ -180,7 +180,7 @@ fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> bool {
     true
 }
 
-/// A front-end may bring a descriptor for each of 509 memory regions and three for each queue,
+/// A front-end may bring three descriptors for each of 256 queues, which their IoThreads have too,
 /// more than the usual soft limit of 1024.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);

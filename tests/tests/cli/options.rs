@@ -3,12 +3,15 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::cli::{
     Finished, READY, Refusals, Running, bench, ringhaul, ringhaul_under, run, serve,
 };
+use ringhaul_tests::frontend::message::{Message, code};
+use ringhaul_tests::frontend::ring::Place;
 use ringhaul_tests::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -33,8 +36,8 @@ fn impossible_options_are_refused() -> Result<()> {
         ("--queue-size", "3", "power of two from 4 to 1024"),
         ("--queue-size", "2048", "power of two from 4 to 1024"),
         ("--queue-size", "many", "power of two from 4 to 1024"),
-        ("--num-queues", "0", "1..=1024"),
-        ("--num-queues", "9999", "1..=1024"),
+        ("--num-queues", "0", "1..=256"),
+        ("--num-queues", "257", "1..=256"),
         ("--iothreads", "0", "1..=256"),
         ("--iothreads", "99999", "1..=256"),
         ("--serial", "123456789012345678901", "20 bytes"),
@@ -166,6 +169,43 @@ fn queues_are_spread_over_iothreads() -> Result<()> {
     for thread in ["iothread-0: 200 reads", "iothread-1: 200 reads"] {
         ensure!(ended.stderr.contains(thread), "no {thread:?}:\n{}", ended.stderr);
     }
+    Ok(())
+}
+
+/// Eight bits name a queue when it gets its eventfds, so there is no queue 256.
+#[test]
+fn as_many_queues_as_can_be_named() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("disk.sock");
+    let mut command = serve(&socket, &scene.disk("disk.img", DISK_BYTES)?)?;
+    let mut daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::connect(&socket, &Setup::default())?;
+    frontend.negotiate()?;
+    let ask = Message::new(code::GET_QUEUE_NUM, Vec::new());
+    ensure!(frontend.number(&ask)? == 256);
+    ensure!(frontend.config(34, 2)? == 256_u16.to_le_bytes());
+    frontend.share_memory()?;
+    // The last queue serves like the first.
+    let last = 255;
+    let Place { desc_table, avail_ring, used_ring, size } = frontend.rings[1].place;
+    let [desc_table, used_ring, avail_ring] =
+        [desc_table, used_ring, avail_ring].map(|addr| frontend.memory.user_addr(addr));
+    let addresses = Message::ring_addresses(last.into(), desc_table?, used_ring?, avail_ring?);
+    let [call, kick] = [&frontend.rings[1].call, &frontend.rings[1].kick].map(Arc::clone);
+    for message in [
+        Message::ring_state(code::SET_VRING_NUM, last.into(), size.into()),
+        addresses,
+        Message::ring_fd(code::SET_VRING_CALL, last, Some(&call)),
+        Message::ring_fd(code::SET_VRING_KICK, last, Some(&kick)),
+        Message::ring_state(code::SET_VRING_ENABLE, last.into(), 1),
+    ] {
+        frontend.tell(message)?;
+    }
+    ensure!(frontend.read(1, 0, 512)? == [0; 512]);
+    frontend.expect_refused(Message::ring_state(code::SET_VRING_NUM, 256, size.into()))?;
+    drop(frontend);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 

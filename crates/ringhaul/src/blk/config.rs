@@ -27,6 +27,9 @@ pub const DISCARD_SECTORS_MAX: u32 = 1 << 22;
 pub const WRITE_ZEROES_SECTORS_MAX: u32 = 1 << 16;
 /// The most segments of one discard or write-zeroes request.
 pub const SEGMENTS_MAX: u32 = 16;
+/// The most queues of a device: front-ends name a queue in 8 bits when they give it its eventfds
+/// (vhost-user specification, `VHOST_USER_SET_VRING_KICK`).
+pub const QUEUES_MAX: u16 = 256;
 /// Bytes of a serial number at most.
 pub const SERIAL_BYTES: usize = 20;
 
@@ -37,7 +40,7 @@ pub struct BlkOptions {
     pub name: String,
     /// Answer to the driver's request for an id; at most [`SERIAL_BYTES`] bytes.
     pub serial: String,
-    /// Queues, 1 to 1024.
+    /// Queues, 1 to [`QUEUES_MAX`].
     pub num_queues: u16,
     /// Entries of a queue, for the limit on segments: 2 to 1024.
     pub queue_size: u16,

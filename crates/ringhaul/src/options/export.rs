@@ -8,7 +8,7 @@ use clap::ValueEnum;
 
 use super::disk::{DiskSpec, Keys, parse_disk, parse_size};
 use super::{CacheMode, ServeArgs, parse_queue_size, parse_serial};
-use crate::blk::config::{BlkOptions, SERIAL_BYTES};
+use crate::blk::config::{BlkOptions, QUEUES_MAX, SERIAL_BYTES};
 
 /// Where front-ends come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -165,8 +165,8 @@ impl ExportSpec {
             }
             "num-queues" => {
                 self.num_queues = match value.parse() {
-                    Ok(number @ 1..=1024) => number,
-                    _ => bail!("a number of queues is 1 to 1024"),
+                    Ok(number @ 1..=QUEUES_MAX) => number,
+                    _ => bail!("a number of queues is 1 to {QUEUES_MAX}"),
                 }
             }
             "queue-size" => {
@@ -317,6 +317,7 @@ mod tests {
             "socket-path=/a,blk-file=/x,read-only=yes",
             "socket-path=/a,blk-file=/x,cache=fast",
             "socket-path=/a,blk-file=/x,num-queues=0",
+            "socket-path=/a,blk-file=/x,num-queues=257",
             "socket-path=/a,blk-file=/x,queue-size=3",
             "socket-path=/a,blk-file=/x,logical-block-size=big",
             "socket-path=/a,null=1X",
