@@ -83,12 +83,17 @@ struct Control {
 struct ControlInner {
     commands: Vec<Command>,
     waker: Option<Waker>,
+    /// The queue is gone, and with it who would carry out commands.
+    is_closed: bool,
 }
 
 impl Control {
     fn send(&self, command: Command) {
         let waker = {
             let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            if inner.is_closed {
+                return;
+            }
             inner.commands.push(command);
             self.pending.store(true, Ordering::Release);
             inner.waker.clone()
@@ -96,6 +101,16 @@ impl Control {
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+
+    /// Drops commands, so that who waits for an answer hears that there will be none.
+    fn close(&self) {
+        let commands = {
+            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            inner.is_closed = true;
+            std::mem::take(&mut inner.commands)
+        };
+        drop(commands);
     }
 }
 
@@ -349,6 +364,12 @@ impl Queue {
     #[inline]
     pub(crate) fn recycle(&self, buffers: Buffers) {
         self.guest.recycle(buffers);
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.control.close();
     }
 }
 

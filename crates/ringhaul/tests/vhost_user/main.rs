@@ -1,0 +1,7 @@
+//! The vhost-user session, driven by hand: with a clock that the test holds, and IoThreads that do
+//! nothing unless the test lets them.
+
+#[cfg(test)]
+mod scene;
+#[cfg(test)]
+mod session;

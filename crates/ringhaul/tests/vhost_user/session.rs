@@ -1,0 +1,379 @@
+//! What a session does, step by step.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use blockio::Wait;
+use ringhaul::vhost_user::message::{Config, Header, Request, code};
+use ringhaul::vhost_user::{End, PROTOCOL_FEATURES, Progress};
+use rustix::event::PollFlags;
+
+use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
+
+/// As the session has it.
+const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+const MOMENT: Duration = Duration::from_millis(1);
+
+const ACK: [u8; 8] = [0; 8];
+const NACK: [u8; 8] = 1_u64.to_ne_bytes();
+
+fn number(body: &[u8]) -> u64 {
+    u64::from_ne_bytes(body.try_into().unwrap())
+}
+
+fn is_dropped(end: Option<&End>, why: &str) -> bool {
+    matches!(end, Some(End::Dropped(text)) if text.contains(why))
+}
+
+/// The base of a ring, in the answer to GET_VRING_BASE.
+fn get_base(index: u32) -> Request {
+    Request::GetVringBase { index }
+}
+
+#[test]
+fn messages_come_byte_by_byte() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    let kick = new_eventfd();
+    for (request, fds) in [
+        (Request::SetProtocolFeatures(PROTOCOL_FEATURES), vec![]),
+        (Request::SetFeatures(1 << 32 | 1 << 30), vec![]),
+        (Request::SetVringKick { index: 1, has_fd: true }, vec![&kick]),
+        (Request::SetVringNum { index: 1, size: 64 }, vec![]),
+    ] {
+        let bytes = bytes_of(&request, true);
+        for (at, byte) in bytes.iter().enumerate() {
+            // Descriptors come with the first byte.
+            frontend.send_bytes(&[*byte], if at == 0 { &fds } else { &[] });
+            assert_eq!(scene.drive_all(&mut session), None);
+            let answer = frontend.receive();
+            assert_eq!(answer.is_some(), at + 1 == bytes.len(), "{request:?} after byte {at}");
+            assert!(answer.is_none_or(|(_, body)| body == ACK), "{request:?}");
+        }
+    }
+}
+
+#[test]
+fn many_messages_in_one_piece() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    let sizes = [16, 3, 32, 0, 64];
+    let bytes: Vec<u8> = sizes
+        .iter()
+        .flat_map(|&size| bytes_of(&Request::SetVringNum { index: 0, size }, true))
+        .collect();
+    frontend.send_bytes(&bytes, &[]);
+    scene.drive_all(&mut session);
+    let answers = sizes.map(|_| number(&frontend.receive().unwrap().1));
+    assert_eq!(answers, [0, 1, 0, 1, 0]);
+}
+
+#[test]
+fn half_a_message_has_a_time_limit() {
+    let request = bytes_of(&Request::SetFeatures(0), false);
+    for cut in [1, 11, 12, 19] {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = scene.attach();
+        scene.negotiate(&mut session, &mut frontend);
+        assert_eq!(session.deadline(), None, "who has said something may be silent");
+        frontend.send_bytes(&request[..cut], &[]);
+        assert_eq!(scene.drive(&mut session), None);
+        assert_eq!(session.deadline(), Some(scene.now + MESSAGE_LIMIT));
+        scene.now += MESSAGE_LIMIT - MOMENT;
+        assert_eq!(scene.drive(&mut session), None);
+        scene.now += MOMENT;
+        assert!(is_dropped(scene.drive(&mut session).as_ref(), "half a message"));
+        assert!(frontend.is_closed());
+    }
+}
+
+#[test]
+fn a_silent_front_end_has_a_time_limit_unless_nobody_waits() {
+    let mut scene = Scene::new();
+    let (mut session, _frontend) = scene.attach();
+    scene.now += SILENCE_LIMIT - MOMENT;
+    assert_eq!(scene.drive(&mut session), None);
+    scene.now += MOMENT;
+    assert!(is_dropped(scene.drive(&mut session).as_ref(), "not said anything"));
+
+    let (session, _frontend) = scene.attach();
+    let mut session = session.with_patience();
+    scene.now += 1000 * SILENCE_LIMIT;
+    assert_eq!((scene.drive(&mut session), session.deadline()), (None, None));
+}
+
+#[test]
+fn answers_that_nobody_takes_have_a_time_limit() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    let question = bytes_of(&Request::GetFeatures, false);
+    // Until the answer has no room, and after that the question.
+    while rustix::io::write(&frontend.socket, &question).is_ok() {
+        assert_eq!(scene.drive(&mut session), None);
+    }
+    assert_eq!(session.interest(), Some(PollFlags::OUT));
+    assert_eq!(session.deadline(), Some(scene.now + MESSAGE_LIMIT));
+    // Taking some of it starts it again.
+    assert!(frontend.receive().is_some());
+    assert_eq!(scene.drive(&mut session), None);
+    scene.now += MESSAGE_LIMIT;
+    let end = scene.drive(&mut session);
+    assert!(is_dropped(end.as_ref(), "does not take an answer"), "{end:?}");
+}
+
+#[test]
+fn what_is_unknown_is_answered_or_left_out() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    for code in [0, 6, 7, 19, 23, 31, 35, 41, 44, 45, 1000, u32::MAX] {
+        let body = vec![0x55; 300];
+        let header = Header::new(code, body.len());
+        frontend.send_bytes(&[&header.encode()[..], &body].concat(), &[]);
+        assert_eq!(scene.drive_all(&mut session), None, "message {code}");
+        assert!(frontend.receive().is_none(), "message {code} was answered");
+        assert!(scene.refused.pop().is_some_and(|text| text.contains("not offered")));
+        let header = header.with_need_reply();
+        frontend.send_bytes(&[&header.encode()[..], &body].concat(), &[]);
+        scene.drive_all(&mut session);
+        assert_eq!(frontend.receive().map(|(_, body)| body), Some(NACK.to_vec()), "{code}");
+    }
+    // Without REPLY_ACK the flag means nothing.
+    scene.tell(&mut session, &mut frontend, &Request::SetProtocolFeatures(1 << 3), &[]);
+    frontend.send(&Request::SetProtocolFeatures(0), true, &[]);
+    frontend.send_bytes(&Header::new(44, 0).with_need_reply().encode(), &[]);
+    assert_eq!(scene.drive_all(&mut session), None);
+    assert!(frontend.receive().is_none());
+}
+
+#[test]
+fn refusals_do_not_end_the_connection_if_they_are_heard() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    let bad = Request::SetVringNum { index: 0, size: 3 };
+    assert_eq!(scene.ask(&mut session, &mut frontend, &bad, &[]), NACK);
+    assert!(scene.refused.pop().is_some_and(|text| text.contains("3 entries")));
+    // A guest can cause these, so they are harmless even if nobody hears.
+    let config = |offset, flags, data: &[u8]| Config { offset, flags, data: data.to_vec() };
+    for config in [config(0, 0, &[1; 8]), config(32, 2, &[1]), config(4000, 0, &[0; 200])] {
+        frontend.send(&Request::SetConfig(config), false, &[]);
+        assert_eq!(scene.drive_all(&mut session), None);
+        assert!(scene.refused.pop().is_some(), "it was taken");
+    }
+    scene.tell(&mut session, &mut frontend, &Request::SetVringNum { index: 0, size: 4 }, &[]);
+    // This one is not: the front-end would think that the ring is larger.
+    frontend.send(&bad, false, &[]);
+    assert!(is_dropped(scene.drive_all(&mut session).as_ref(), "3 entries"));
+}
+
+#[test]
+fn questions_that_cannot_be_refused_close_the_connection() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    // An answer without data refuses a read of the configuration.
+    let config = Config { offset: 0, flags: 0xff, data: vec![0; 8] };
+    let body = scene.ask(&mut session, &mut frontend, &Request::GetConfig(config), &[]);
+    assert!(body.is_empty(), "{body:?}");
+    // A number would be taken for the base of a ring.
+    frontend.send(&get_base(7), true, &[]);
+    assert!(is_dropped(scene.drive_all(&mut session).as_ref(), "queue 7"));
+    assert!(frontend.is_closed());
+}
+
+#[test]
+fn as_many_descriptors_as_the_kernel_lets_through() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    let (file, event) = (tempfile::NamedTempFile::new().unwrap(), new_eventfd());
+    let path = file.path().to_owned();
+    let odd = file.as_file().try_clone().unwrap().into();
+    for fd in [&odd, &event] {
+        let many: Vec<&OwnedFd> = vec![fd; 253];
+        for request in [Request::SetVringCall { index: 0, has_fd: true }, Request::SetOwner] {
+            assert_eq!(scene.ask(&mut session, &mut frontend, &request, &many), NACK);
+        }
+    }
+    // Those that nobody knows are closed elsewhere.
+    wait_until(|| descriptors_of(&path) == 2);
+    // The stream is in step, and each descriptor belongs to its message.
+    let call = Request::SetVringCall { index: 0, has_fd: true };
+    let no_call = Request::SetVringCall { index: 1, has_fd: false };
+    frontend.send(&no_call, true, &[]);
+    frontend.send(&call, true, &[&event]);
+    frontend.send(&no_call, true, &[]);
+    scene.drive_all(&mut session);
+    for _ in 0..3 {
+        assert_eq!(frontend.receive().unwrap().1, ACK, "{:?}", scene.refused);
+    }
+}
+
+#[test]
+fn a_kick_must_be_an_eventfd_too() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    let null = std::fs::File::open("/dev/null").unwrap().into();
+    let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+    for fd in [null, socket.into()] {
+        for request in [
+            Request::SetVringKick { index: 0, has_fd: true },
+            Request::SetVringCall { index: 0, has_fd: true },
+            Request::SetVringErr { index: 0, has_fd: true },
+        ] {
+            assert_eq!(scene.ask(&mut session, &mut frontend, &request, &[&fd]), NACK);
+            assert!(scene.refused.pop().is_some_and(|text| text.contains("no eventfd")));
+        }
+    }
+}
+
+/// Messages that wait for queues hold up nobody else, and a hang-up is seen meanwhile.
+#[test]
+fn a_message_that_waits_for_a_queue() {
+    for request in [
+        get_base(0),
+        Request::SetVringEnable { index: 0, value: 0 },
+        Request::SetFeatures(1 << 30 | 1 << 32),
+        Request::RemMemReg(region()),
+        Request::ResetDevice,
+        Request::SetStatus(0),
+    ] {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = scene.attach();
+        scene.set_up(&mut session, &mut frontend);
+        frontend.send(&request, true, &[]);
+        // Its IoThread is at something else.
+        assert_eq!(session.progress(scene.now), Progress::Waiting);
+        assert_eq!((session.interest(), session.deadline()), (Some(PollFlags::empty()), None));
+        assert!(!session.load().has_heard);
+        // What comes meanwhile waits its turn.
+        frontend.send(&Request::GetFeatures, false, &[]);
+        scene.now += SILENCE_LIMIT;
+        assert_eq!(scene.drive(&mut session), None);
+        assert!(frontend.receive().is_none(), "{request:?} was answered too early");
+        let (mut other, mut neighbour) = scene.attach();
+        neighbour.send(&Request::GetFeatures, false, &[]);
+        assert_eq!(scene.drive(&mut other), None);
+        assert!(neighbour.receive().is_some(), "the neighbour waits too");
+        scene.io.turn(Wait::Never).unwrap();
+        assert_eq!(scene.drive_all(&mut session), None);
+        let answers = [frontend.receive(), frontend.receive()].map(|answer| answer.unwrap().0.code);
+        assert_eq!(answers, [request.encode().0, code::GET_FEATURES]);
+    }
+}
+
+#[test]
+fn a_hang_up_is_seen_while_a_queue_stops() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    frontend.send(&get_base(0), false, &[]);
+    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    drop(frontend);
+    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    // Nothing more is asked of the socket, and all queues stop, not the one alone.
+    assert_eq!(session.interest(), None);
+    assert_eq!(scene.drive_all(&mut session), Some(End::Gone(None)));
+    assert_eq!(scene.io.io().tasks(), 0);
+}
+
+#[test]
+fn an_end_waits_for_the_queues_and_is_seen_then() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    // In the middle of a start.
+    frontend.send(&get_base(1), false, &[]);
+    scene.drive_all(&mut session);
+    frontend.send(&Request::SetVringKick { index: 1, has_fd: true }, false, &[&new_eventfd()]);
+    assert_eq!(session.progress(scene.now), Progress::Waiting);
+    session.begin_end();
+    assert_eq!(scene.drive(&mut session), None);
+    frontend.receive();
+    assert!(!frontend.is_closed(), "it sees the end before its requests are answered");
+    assert_eq!(scene.drive_all(&mut session), Some(End::Asked));
+    assert!(frontend.is_closed());
+    assert_eq!(scene.io.io().tasks(), 0);
+    assert_eq!(scene.drive(&mut session), None, "it ends once");
+}
+
+#[test]
+fn an_io_thread_that_has_ended_is_no_reason_to_wait() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    let Scene { io, .. } = std::mem::replace(&mut scene, Scene::new());
+    drop(io);
+    frontend.send(&Request::SetVringEnable { index: 0, value: 0 }, true, &[]);
+    assert_eq!(scene.drive(&mut session), None);
+    assert_eq!(frontend.receive().unwrap().1, NACK);
+    session.begin_end();
+    assert_eq!(scene.drive(&mut session), Some(End::Asked));
+}
+
+#[test]
+fn a_device_is_reset_and_set_up_again() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    let features = scene.device.features() | 1 << 30;
+    for reset in [Request::ResetDevice, Request::SetStatus(0)] {
+        scene.tell(&mut session, &mut frontend, &Request::SetStatus(15), &[]);
+        let status = scene.ask(&mut session, &mut frontend, &Request::GetStatus, &[]);
+        assert_eq!(number(&status), 15);
+        let base = Request::SetVringBase { index: 0, base: 5 };
+        scene.tell(&mut session, &mut frontend, &base, &[]);
+        let off = Config { offset: 32, flags: 0, data: vec![0] };
+        scene.tell(&mut session, &mut frontend, &Request::SetConfig(off.clone()), &[]);
+        scene.tell(&mut session, &mut frontend, &reset, &[]);
+        let status = scene.ask(&mut session, &mut frontend, &Request::GetStatus, &[]);
+        assert_eq!(number(&status), 0);
+        assert_eq!(scene.io.io().tasks(), 0, "a queue runs after {reset:?}");
+        let base = scene.ask(&mut session, &mut frontend, &get_base(0), &[]);
+        assert_eq!(base, [0; 8]);
+        // A front-end that pauses its guest sends the status, and the driver keeps its choice.
+        let now = scene.ask(&mut session, &mut frontend, &Request::GetConfig(off), &[]);
+        assert_eq!(now[12] == 0, reset == Request::SetStatus(0));
+        scene.tell(&mut session, &mut frontend, &Request::SetFeatures(features), &[]);
+        // Memory is the front-end's, and still there.
+        (0..2).for_each(|index| scene.start(&mut session, &mut frontend, index));
+        assert_eq!(scene.io.io().tasks(), 2);
+    }
+    let bad = Request::SetStatus(0x100);
+    assert_eq!(scene.ask(&mut session, &mut frontend, &bad, &[]), NACK);
+}
+
+#[test]
+fn the_configuration_is_written_by_drivers_and_migrations() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    let whole = Config { offset: 0, flags: 0, data: vec![0; 60] };
+    let answer = scene.ask(&mut session, &mut frontend, &Request::GetConfig(whole), &[]);
+    let present = answer[12..].to_vec();
+    assert_eq!(present[32], 1);
+    let mut write = |offset, flags, data: Vec<u8>| {
+        let request = Request::SetConfig(Config { offset, flags, data });
+        let taken = scene.ask(&mut session, &mut frontend, &request, &[]) == ACK;
+        let read = Request::GetConfig(Config { offset: 32, flags: 0, data: vec![0] });
+        (taken, scene.ask(&mut session, &mut frontend, &read, &[])[12])
+    };
+    assert_eq!(write(32, 0, vec![0]), (true, 0));
+    assert_eq!(write(32, 0, vec![7]), (true, 1), "any value but 0 is 1");
+    assert_eq!(write(0x120, 0, vec![0]), (true, 0), "some count from elsewhere");
+    assert_eq!(write(0x220, 0, vec![1]), (false, 0), "and nobody from there");
+    // Of a migration all fields come, and must be ours.
+    assert_eq!(write(0, 1, present.clone()), (true, 1));
+    let mut other = present.clone();
+    (other[0], other[32]) = (other[0] ^ 1, 0);
+    assert_eq!(write(0, 1, other), (false, 1));
+    assert_eq!(write(0, 0, present), (false, 1), "a driver may not");
+    for flags in [2, 3, 4, u32::MAX] {
+        assert_eq!(write(32, flags, vec![0]), (false, 1), "flags {flags:#x}");
+    }
+}
