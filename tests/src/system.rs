@@ -122,9 +122,22 @@ impl FileSystem {
         run(program, &[options, &[image]].concat())?;
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
-        let undo = Undo::later("umount --lazy \"$1\"", &[path], Stdio::null())?;
+        // A file system that is frozen stays so without a mount, and whoever waits for it too.
+        let script = "fsfreeze --unfreeze \"$1\" 2>/dev/null; umount --lazy \"$1\"";
+        let undo = Undo::later(script, &[path], Stdio::null())?;
         run("mount", &["-o", "loop", image, path])?;
         Ok(Self { _undo: undo, folder, _home: home })
+    }
+
+    /// Makes all that would change it wait until the result is dropped.
+    ///
+    /// # Errors
+    /// When it cannot be frozen.
+    pub fn freeze(&self) -> Result<Frozen> {
+        let path = self.folder.path().to_str().context("a folder with an odd name")?;
+        let undo = Undo::later("fsfreeze --unfreeze \"$1\"", &[path], Stdio::null())?;
+        run("fsfreeze", &["--freeze", path])?;
+        Ok(Frozen { _undo: undo })
     }
 
     /// Where it is mounted.
@@ -132,6 +145,11 @@ impl FileSystem {
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
+}
+
+/// A file system that does not change until this is dropped.
+pub struct Frozen {
+    _undo: Undo,
 }
 
 /// Whether `program` is there. Says so if not.

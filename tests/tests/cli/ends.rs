@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{EXIT_RUN, Running, Scene, bench, serve};
+use ringhaul_tests::cli::{EXIT_RUN, Running, Scene, bench, ringhaul_under, run, serve};
 use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
@@ -41,7 +41,8 @@ fn expect_server_gone(client: Running) -> Result<()> {
 
 #[test]
 fn signals_end_an_idle_daemon() -> Result<()> {
-    for (signal, name) in [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT")] {
+    let signals = [(Signal::TERM, "SIGTERM"), (Signal::INT, "SIGINT"), (Signal::HUP, "SIGHUP")];
+    for (signal, name) in signals {
         let scene = scene()?;
         let socket = scene.socket("disk.sock");
         let mut daemon = start(&scene, &socket, "auto")?;
@@ -52,6 +53,21 @@ fn signals_end_an_idle_daemon() -> Result<()> {
         ensure!(!socket.exists(), "{name}: the socket is still there");
         ensure!(finished.stdout.is_empty(), "{name}: on stdout:\n{}", finished.stdout);
     }
+    Ok(())
+}
+
+#[test]
+fn a_hang_up_that_was_ignored_at_the_start_stays_so() -> Result<()> {
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("disk.sock"));
+    let mut command = ringhaul_under(&["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"])?;
+    command.args(["serve", "--socket-path"]).arg(&socket).arg("--blk-file").arg(&file);
+    let mut daemon = Running::serve(&mut command)?;
+    daemon.signal(Signal::HUP)?;
+    run(&mut bench(&socket, "--rw randrw --number_ios 100 --size 4m --verify")?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    let finished = daemon.finish()?.expect_code(0)?;
+    ensure!(!finished.stderr.contains("SIGHUP"), "{}", finished.stderr);
     Ok(())
 }
 

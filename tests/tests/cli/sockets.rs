@@ -1,12 +1,14 @@
 //! Sockets that cannot be used, sockets that are left over, and sockets of somebody else.
 
 use std::fs::{self, File, Permissions, set_permissions};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::cli::{
@@ -21,6 +23,12 @@ use crate::{DISK_BYTES, is_root, scene};
 
 /// The number under which a descriptor is handed over.
 const FD: &str = "5";
+
+/// As the kernel shows it, which has 15 bytes for a name.
+const CONTROL_THREAD: &str = "ringhaul-contro\n";
+
+/// Only a hang takes this long.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Some I/O that takes a moment.
 const SOME_IO: &str = "--rw randrw --number_ios 200 --iodepth 8 --size 4m --verify";
@@ -170,6 +178,77 @@ fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
     drop(command);
     client.finish()?.expect_code(0)?;
     daemon.wait_for("the front-end has gone")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Whether the socket blocks is up to whoever made it, and may change at any time.
+#[test]
+fn a_connection_may_be_non_blocking() -> Result<()> {
+    let scene = scene()?;
+    let (ours, theirs) = UnixStream::pair()?;
+    theirs.set_nonblocking(true)?;
+    let shared = theirs.try_clone()?;
+    let mut command = serve_fd(&scene, theirs.into())?;
+    let mut daemon = Running::serve(&mut command)?;
+    drop(command);
+    let frontend = Frontend::from_stream(ours.try_clone()?, 1);
+    frontend.set_owner().context("SET_OWNER")?;
+    // A message in two pieces, with nothing in between for long enough to find the daemon asleep.
+    let header = [2, 1, 8].map(u32::to_ne_bytes).concat();
+    rustix::io::write(&ours, &header)?;
+    wait_asleep(&daemon)?;
+    rustix::io::write(&ours, &[0; 8])?;
+    shared.set_nonblocking(false)?;
+    ensure!(frontend.get_features().context("GET_FEATURES")? != 0, "nothing is offered");
+    drop((frontend, ours));
+    daemon.wait_for("the front-end has gone")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Waits until the control thread is found asleep a hundred times in a row.
+fn wait_asleep(daemon: &Running) -> Result<()> {
+    let tasks = format!("/proc/{}/task", daemon.pid().as_raw_nonzero());
+    let control = fs::read_dir(tasks)?.filter_map(|task| Some(task.ok()?.path()));
+    let control = control
+        .filter(|task| fs::read_to_string(task.join("comm")).is_ok_and(|c| c == CONTROL_THREAD))
+        .last()
+        .context("there is no control thread")?;
+    let start = Instant::now();
+    let mut asleep = 0;
+    while asleep < 100 {
+        ensure!(start.elapsed() < LIMIT, "the control thread does not sleep");
+        let stat = fs::read_to_string(control.join("stat"))?;
+        asleep = if stat.contains(") S ") { asleep + 1 } else { 0 };
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// The number that was inherited is open nowhere else: the end is seen while others are served.
+#[test]
+fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
+    let scene = scene()?;
+    let (mut ours, theirs) = UnixStream::pair()?;
+    let (other, file) = (scene.socket("other.sock"), scene.disk("other.img", DISK_BYTES)?);
+    let mut command = serve_fd(&scene, theirs.into())?;
+    let export = format!("socket-path={},blk-file={}", other.display(), file.display());
+    command.args(["--export", &export]);
+    let mut daemon = Running::serve(&mut command)?;
+    drop(command);
+    ours.set_read_timeout(Some(LIMIT))?;
+    ours.write_all(b"GET / HTTP/1.0\r\n")?;
+    daemon.wait_for("the front-end is dropped")?;
+    let mut rest = Vec::new();
+    match ours.read_to_end(&mut rest) {
+        Ok(0) => {}
+        // It did not read all of it.
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+        other => anyhow::bail!("the connection is open: {other:?}"),
+    }
+    run(&mut bench(&other, SOME_IO)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Storage and limits that fail the daemon, on real parts.
 
 mod devices;
+mod ending;
 mod limits;
 mod log_reader;
 mod neighbours;

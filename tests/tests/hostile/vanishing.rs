@@ -226,6 +226,7 @@ fn front_ends_that_wait_for_their_turn() -> Result<()> {
         }
     }
     first.read(0, 0, 512)?;
+    daemon.wait_for_message("another front-end has connected, and waits", 1)?;
     drop(first);
     for mut frontend in waiting {
         frontend.negotiate()?;

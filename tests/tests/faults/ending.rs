@@ -1,0 +1,129 @@
+//! How a daemon ends while a disk hangs: a write to a frozen file system does not return.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::cli::{Finished, Running, Scene, ringhaul};
+use ringhaul_tests::frontend::ring::Desc;
+use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_tests::system::{FileSystem, Frozen, is_installed, may_change};
+use rustix::process::Signal;
+
+const DISK_BYTES: u64 = 16 << 20;
+
+/// The daemon ended at once, because it was told twice.
+const EXIT_ABANDONED: i32 = 3;
+
+/// A daemon with one export on a disk that hangs and one on a disk that does not.
+struct Hung {
+    daemon: Running,
+    sockets: [PathBuf; 2],
+    hung: Frontend,
+    healthy: Frontend,
+    frozen: Frozen,
+    _scene: Scene,
+    _file_system: FileSystem,
+}
+
+impl Hung {
+    /// None where there is no file system to freeze.
+    fn new(engine: &str) -> Result<Option<Self>> {
+        if !may_change("mounting a file system") || !is_installed("fsfreeze") {
+            return Ok(None);
+        }
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let home = scene.path("");
+        let file_system = FileSystem::make(&home, 64 << 20, &["mkfs.ext4", "-q"])?;
+        let file = file_system.path().join("disk.img");
+        std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
+        let sockets = ["hung", "healthy"].map(|name| scene.socket(name));
+        let mut command = ringhaul()?;
+        command.args(["serve", "--engine", engine, "--export"]);
+        command.arg(format!("socket-path={},blk-file={}", sockets[0].display(), file.display()));
+        command.args(["--export", &format!("socket-path={},null=16M", sockets[1].display())]);
+        let daemon = Running::serve(&mut command)?;
+        let mut hung = Frontend::attach(&sockets[0], &Setup::default())?;
+        let healthy = Frontend::attach(&sockets[1], &Setup::default())?;
+        hung.write(0, 0, &[1; 4096])?;
+        let frozen = file_system.freeze()?;
+        // The read is behind the write, so the write was taken when it is answered.
+        for (slot, kind) in [(1, blk::OUT), (2, blk::IN)] {
+            let (header, status) = hung.put_header(0, slot, kind, 0)?;
+            let data = match kind {
+                blk::OUT => Desc::readable(DATA, 4096),
+                _ => Desc::writable(DATA + 4096, 4096),
+            };
+            let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+            hung.rings[0].put_chain(3 * slot, &chain)?;
+            hung.rings[0].offer(3 * slot)?;
+        }
+        hung.rings[0].kick()?;
+        ensure!(hung.rings[0].wait_used()?.head == 6, "a write to a frozen file system returned");
+        let (_scene, _file_system) = (scene, file_system);
+        Ok(Some(Self { daemon, sockets, hung, healthy, frozen, _scene, _file_system }))
+    }
+
+    /// Lets the disk go on, and waits for the end of the daemon.
+    fn thaw(self) -> Result<(Finished, Frontend)> {
+        drop(self.frozen);
+        Ok((self.daemon.finish()?, self.hung))
+    }
+}
+
+fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
+    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    hung.daemon.signal(Signal::TERM)?;
+    hung.healthy.channel.wait_closed().context("the healthy export waits for the other")?;
+    for socket in &hung.sockets {
+        ensure!(!socket.exists(), "{} is still there", socket.display());
+    }
+    let line = hung.daemon.wait_for("still ending after 5 s")?;
+    ensure!(line.contains("disk.img: ") && line.contains("1 request is not finished"), "{line}");
+    // It is no second signal: service managers send it with the first.
+    hung.daemon.signal(Signal::HUP)?;
+    hung.daemon.wait_for("still ending after 10 s")?;
+    // What was taken is finished, and the driver sees it.
+    let (finished, mut frontend) = hung.thaw()?;
+    finished.expect_code(0)?;
+    ensure!(frontend.rings[0].wait_used()?.head == 3, "the write was not answered");
+    Ok(())
+}
+
+fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
+    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    hung.daemon.signal(Signal::TERM)?;
+    hung.daemon.wait_for("finishing requests")?;
+    hung.healthy.channel.wait_closed()?;
+    hung.daemon.signal(Signal::INT)?;
+    let line = hung.daemon.wait_for("ended by a second signal")?;
+    let left = "disk.img: 1 request is not finished";
+    ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
+    // The kernel lets go of a process when no call of it is stuck.
+    let (finished, _frontend) = hung.thaw()?;
+    finished.expect_code(EXIT_ABANDONED)?;
+    Ok(())
+}
+
+mod threads {
+    #[test]
+    fn a_hung_disk_holds_up_its_own_export_alone() -> anyhow::Result<()> {
+        super::a_hung_disk_holds_up_its_own_export_alone("threads")
+    }
+
+    #[test]
+    fn a_second_signal_ends_at_once() -> anyhow::Result<()> {
+        super::a_second_signal_ends_at_once("threads")
+    }
+}
+
+mod io_uring {
+    #[test]
+    fn a_hung_disk_holds_up_its_own_export_alone() -> anyhow::Result<()> {
+        super::a_hung_disk_holds_up_its_own_export_alone("io_uring")
+    }
+
+    #[test]
+    fn a_second_signal_ends_at_once() -> anyhow::Result<()> {
+        super::a_second_signal_ends_at_once("io_uring")
+    }
+}
