@@ -1,8 +1,10 @@
 //! `cargo xtask mutants`: breaks the code on purpose and demands that a suite notices.
 //!
 //! Each file in `crates/sim/mutants` is a patch. Before it stands what it breaks, and the suite
-//! that must fail: `sim`, or the arguments of a `cargo test`.
+//! that must fail: `sim`, the arguments of a `cargo test`, or the name of an end-to-end suite with
+//! the names of its tests, such as `hostile memory`, which runs the broken daemon.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -31,6 +33,9 @@ pub(crate) struct Args {
 /// A suite that takes this long does not end.
 const LIMIT: Duration = Duration::from_secs(600);
 
+/// Suites of the package `ringhaul-tests`, which start the daemon.
+const END_TO_END: &[&str] = &["cli", "device", "faults", "hostile"];
+
 /// How often a suite is tried that waits for two threads to meet.
 const RACES: u32 = 8;
 
@@ -58,6 +63,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let interrupt = Interrupt::install()?;
     let copy = Copy::new()?;
+    copy.check_end_to_end(&mutants, &interrupt)?;
     let mut survivors = Vec::new();
     for mutant in &mutants {
         let start = Instant::now();
@@ -130,8 +136,23 @@ impl Copy {
         for name in ["Cargo.toml", "Cargo.lock", "clippy.toml", "rustfmt.toml"] {
             copy_if_changed(&workspace::root().join(name), &self.tree.join(name))?;
         }
-        for name in ["crates", "tests", "xtask"] {
+        for name in ["contrib", "crates", "tests", "xtask"] {
             copy_folder(&workspace::root().join(name), &self.tree.join(name))?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that the end-to-end suites of these mutants pass on code that is not broken:
+    /// where something is missing that they need, they would fail whatever is.
+    fn check_end_to_end(&self, mutants: &[Mutant], interrupt: &Interrupt) -> Result<()> {
+        let suites = mutants.iter().map(|mutant| mutant.suite.as_str());
+        let suites: BTreeSet<&str> = suites.filter(|suite| is_end_to_end(suite)).collect();
+        for suite in suites {
+            self.restore()?;
+            let words: Vec<&str> = suite.split_ascii_whitespace().collect();
+            let passes = self.cargo(BUILD_DAEMON, interrupt)?
+                && self.cargo(&end_to_end(&words), interrupt)?;
+            ensure!(passes, "the suite `{suite}` fails as it is");
         }
         Ok(())
     }
@@ -147,7 +168,8 @@ impl Copy {
                     .concat(),
             ),
             ["test", ..] => ([&words[..], &["--no-run"]].concat(), words),
-            _ => bail!("mutant {}: the suite is sim or a cargo test", mutant.name),
+            _ if is_end_to_end(&mutant.suite) => (BUILD_DAEMON.to_vec(), end_to_end(&words)),
+            _ => bail!("mutant {}: there is no suite `{}`", mutant.name, mutant.suite),
         };
         ensure!(self.cargo(&build, interrupt)?, "mutant {} does not compile", mutant.name);
         // Whether a race shows is the machine's choice, so a suite that races gets a few tries.
@@ -165,10 +187,24 @@ impl Copy {
         let mut command = workspace::cargo();
         command.current_dir(&self.tree).args(arguments);
         command.env("CARGO_TARGET_DIR", &self.target).env("RUST_BACKTRACE", "0");
+        command.env("RINGHAUL_BIN", self.target.join("debug/ringhaul"));
         command.stdout(Stdio::null()).stderr(Stdio::null());
         let mut running = Running::start("cargo", &mut command, interrupt)?;
         Ok(running.wait(LIMIT)?.success())
     }
+}
+
+/// What an end-to-end suite starts.
+const BUILD_DAEMON: &[&str] = &["build", "--package", "ringhaul"];
+
+fn is_end_to_end(suite: &str) -> bool {
+    suite.split_ascii_whitespace().next().is_some_and(|name| END_TO_END.contains(&name))
+}
+
+/// The command for an end-to-end suite and the names of its tests.
+fn end_to_end<'a>(words: &[&'a str]) -> Vec<&'a str> {
+    let (suite, tests) = words.split_at(words.len().min(1));
+    [&["test", "--package", "ringhaul-tests", "--test"], suite, &["--"], tests].concat()
 }
 
 fn is_race(suite: &str) -> bool {
@@ -212,7 +248,8 @@ mod tests {
         let mutants = list().unwrap();
         assert!(mutants.len() >= 10);
         for Mutant { name, path, suite, .. } in mutants {
-            assert!(suite == "sim" || suite.starts_with("test "), "{name}: suite {suite}");
+            let is_known = suite == "sim" || suite.starts_with("test ") || is_end_to_end(&suite);
+            assert!(is_known, "{name}: suite {suite}");
             git_apply(workspace::root(), &path, &["--check"]).unwrap();
         }
     }
