@@ -18,7 +18,7 @@ test: setup ## Install what is missing (see setup), then run every check
 setup: ## Install what the tests need (Debian packages; with sudo when not root)
 	@sh xtask/setup.sh
 
-check: rust ## The quick checks: format, tidy, clippy, unit tests
+check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
 	@$(XTASK) check
 
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices

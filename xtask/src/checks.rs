@@ -117,8 +117,11 @@ const STEPS: &[Step] = &[
 ];
 
 /// What the quick run does in place of `tests`.
-const UNIT_TESTS: Step =
-    Step { name: "unit tests", cargo: &["test", "--workspace", "--lib", "--bins"], ..STEP };
+const QUICK_TESTS: &[Step] = &[
+    Step { name: "unit tests", cargo: &["test", "--workspace", "--lib", "--bins"], ..STEP },
+    // Seconds, and they notice most of what can be broken in a ring.
+    Step { name: "rings", cargo: &["test", "--package", "virtqueue", "--test", "it"], ..STEP },
+];
 
 /// How a check ended.
 enum Outcome {
@@ -148,8 +151,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn selected(all: bool) -> impl Iterator<Item = &'static Step> {
-    let unit_tests = (!all).then_some(&UNIT_TESTS);
-    STEPS.iter().filter(move |step| all || !step.slow).chain(unit_tests)
+    let quick_tests = if all { &[] } else { QUICK_TESTS };
+    STEPS.iter().filter(move |step| all || !step.slow).chain(quick_tests)
 }
 
 /// What a check lacks here, if it is one that not everybody can run.
@@ -213,7 +216,7 @@ mod tests {
     #[test]
     fn the_quick_run_leaves_out_what_is_slow() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
-        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests"]);
+        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests", "rings"]);
         let last = ["release build", "fences", "simulation", "tests", "models", "fuzz"];
         assert!(names(true).ends_with(&last));
     }
