@@ -1,6 +1,8 @@
 //! How much memory front-ends may have this process map.
 
-use virtqueue::{MappingBudget, MappingRules, MemoryFiles};
+use std::io;
+
+use virtqueue::{MappingBudget, MappingRules, MemoryError, MemoryFiles};
 
 /// The most that one front-end, and all of them together, may have mapped; clones share the count.
 #[derive(Clone)]
@@ -23,5 +25,15 @@ impl MemoryLimits {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.of_each_bytes);
         MappingRules { files: self.files, budget }
+    }
+}
+
+/// What is wrong with memory that a front-end shares, and how the operator could allow it.
+pub(crate) fn refusal(error: MemoryError) -> io::Error {
+    match error {
+        MemoryError::NotMemory { .. } => {
+            io::Error::other(format!("{error}; other file systems take --memory-files any"))
+        }
+        error => io::Error::other(error),
     }
 }

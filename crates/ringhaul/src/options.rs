@@ -116,7 +116,8 @@ pub struct ServeArgs {
     /// reporting or virtio-mem: when the front-end takes pages away, data would go to the old ones.
     #[arg(long)]
     pub fixed_buffers: bool,
-    /// The most memory that one front-end may share with the daemon. SIZE is as for `--disk`.
+    /// The most memory that one front-end may share with the daemon. SIZE is as for `--disk`. What
+    /// takes the place of all its memory counts beside that until it is there.
     #[arg(long, value_name = "SIZE", default_value = "16T", value_parser = parse_memory_size)]
     pub max_guest_memory: u64,
     /// The most memory that all front-ends together may share. A process has room for 128T, and

@@ -109,7 +109,7 @@ fn files_whose_pages_others_have() -> Result<()> {
     let good = Region::new(MEMORY_START, 4 * PAGE)?;
     let region = Region { file: Arc::new(on_disk.into()), ..good };
     expect_both_refused(&mut daemon, "a file on a disk", &region)?;
-    daemon.wait_for_message("is not of memory", 1)?;
+    daemon.wait_for_message("--memory-files any", 1)?;
     daemon.wait_let_go(&descriptors)
 }
 

@@ -18,6 +18,7 @@ use super::message::{
 use super::outcome::{Change, Outcome, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
 use super::session::SessionSetup;
+use crate::memory_limits;
 
 /// The protocol features that we offer.
 pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
@@ -272,7 +273,7 @@ impl Connection {
                 (_, configs) => GuestMemory::new(configs, &rules),
             };
             drop(configs);
-            memory.map_err(io::Error::other)
+            memory.map_err(memory_limits::refusal)
         };
         if waits {
             let map = self.setup.examiner.examine(map);
