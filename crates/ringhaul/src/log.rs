@@ -230,6 +230,7 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
     use std::sync::{Arc, Mutex};
 
     use tracing_subscriber::fmt::MakeWriter;
@@ -300,6 +301,37 @@ mod tests {
         assert_eq!(lines[1]["level"], "INFO");
         assert!(lines[1].get("export").is_none() && lines[1].get("left_out").is_none());
         assert!(lines[1]["timestamp"].as_str().unwrap().ends_with('Z'));
+    }
+
+    /// Set for the process that is to panic.
+    const PANIC: &str = "RINGHAUL_TEST_PANICS";
+
+    /// In a process of its own, since it takes over the log and the panics of a whole process.
+    #[test]
+    fn a_panic_is_told_of_and_waits_for_no_reader() {
+        if std::env::var_os(PANIC).is_some() {
+            start(LogFormat::Text, None).unwrap();
+            tracing::info!("before");
+            panic!("of a test");
+        }
+        let run = |stderr: Stdio| {
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", "log::tests::a_panic_is_told_of_and_waits_for_no_reader"]);
+            child.env(PANIC, "1").env_remove("RUST_LOG").stdout(Stdio::null()).stderr(stderr);
+            child.spawn().unwrap()
+        };
+        let output = run(Stdio::piped()).wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success());
+        let (before, panic) = text.split_once("before").expect("what was logged before");
+        assert!(!before.contains("panicked") && panic.contains("panicked at"), "{text}");
+        assert!(panic.contains("of a test"), "{text}");
+
+        let (_reader, mut writer) = std::io::pipe().unwrap();
+        rustix::io::ioctl_fionbio(&writer, true).unwrap();
+        while writer.write(&[b'.'; 4096]).is_ok() {}
+        rustix::io::ioctl_fionbio(&writer, false).unwrap();
+        assert!(!run(writer.into()).wait().unwrap().success());
     }
 
     #[test]
