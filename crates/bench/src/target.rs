@@ -166,6 +166,7 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         // So that a disk that is in use can be read.
         read_only: !args.pattern().writes() && !args.verify,
         logical_block_bytes: None,
+        ..DiskOptions::default()
     };
     let source = DiskSource::file(path, &options).map_err(|error| {
         let advice = if options.direct { " (--direct off)" } else { "" };

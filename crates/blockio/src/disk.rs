@@ -6,6 +6,7 @@
 
 mod alignment;
 mod file;
+mod holder;
 mod lock;
 mod retries;
 mod source;
@@ -30,6 +31,9 @@ pub struct DiskOptions {
     /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what a block
     /// device asks for, and 512 for a regular file.
     pub logical_block_bytes: Option<u32>,
+    /// Neither lock the file nor claim the block device, nor heed the locks of others: whoever says
+    /// so keeps other writers away by himself.
+    pub no_lock: bool,
 }
 
 /// What a disk is like.
@@ -61,8 +65,10 @@ enum SourceKind {
 }
 
 impl DiskSource {
-    /// Opens a regular file or a block device. Writable disks are locked against a second opening
-    /// by this program, block devices also against being mounted.
+    /// Opens a regular file or a block device. It is locked as QEMU's programs lock theirs: a disk
+    /// that is written to is nobody else's, one that is read is written to by nobody. Block devices
+    /// are also claimed, so that they cannot be mounted. What is in use is tried again for two
+    /// seconds.
     ///
     /// # Errors
     ///

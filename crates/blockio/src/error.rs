@@ -61,6 +61,14 @@ pub enum Error {
         /// What is wrong with it, and what to do about it.
         reason: String,
     },
+    /// Somebody else has the disk in use.
+    #[error("cannot use {} as a disk: {reason}", path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// By whom, as far as that can be found out, and what to do about it.
+        reason: String,
+    },
     /// Options that exclude each other or are out of range.
     #[error("{0}")]
     Options(String),
@@ -75,7 +83,10 @@ impl Error {
             | Self::AioUnavailable { error }
             | Self::IoUringUnavailable { error }
             | Self::Open { error, .. } => Some(error),
-            Self::AioExhausted { .. } | Self::Unusable { .. } | Self::Options(_) => None,
+            Self::AioExhausted { .. }
+            | Self::Unusable { .. }
+            | Self::InUse { .. }
+            | Self::Options(_) => None,
         }
     }
 

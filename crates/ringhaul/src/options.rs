@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use crate::log::{LogFormat, parse_filter};
 pub use export::{EndpointSpec, ExportSpec, OpenDisk};
-use ringhaul_bench::EngineChoice;
+use ringhaul_bench::{EngineChoice, OnOff};
 use switches::Switches;
 use virtqueue::MemoryFiles;
 
@@ -65,7 +65,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "KIND,KEY=VALUE")]
     pub disk: Option<String>,
     /// One more disk on a socket of its own, any number of times: `socket-path=PATH`, and
-    /// `blk-file=PATH` or `null=SIZE`. `read-only=on|off`, `cache`, `serial`,
+    /// `blk-file=PATH` or `null=SIZE`. `read-only=on|off`, `lock`, `cache`, `serial`,
     /// `logical-block-size`, `num-queues` and `queue-size` are as the options of these names, which
     /// hold where the export does not say otherwise. A comma in a value is written twice.
     #[arg(long, value_name = "KEY=VALUE,...")]
@@ -73,6 +73,10 @@ pub struct ServeArgs {
     /// Refuse writes.
     #[arg(long)]
     pub read_only: bool,
+    /// Whether the disk is locked, in the way of QEMU's programs, which then cannot write to it
+    /// either. With `off` you make sure yourself that nobody else writes to it.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub lock: OnOff,
     /// Print what this program can do, as JSON, and exit; other options do not matter then.
     // Here for the help text alone: other options must not matter even if they are wrong, so the
     // program looks for this one before it parses them, and never gets as far as to set it.

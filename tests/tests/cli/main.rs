@@ -4,6 +4,7 @@ mod bench;
 mod bench_file;
 mod disks;
 mod ends;
+mod locks;
 mod log;
 mod options;
 mod sockets;

@@ -16,6 +16,7 @@ pub(super) const SKIPPED_FOLDERS: &[&str] = &[".git", "target"];
 pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/*.rs", "system calls on memory that the kernel goes on using"),
     ("crates/blockio/src/engine/io_uring/*.rs", "the ring of engine io_uring"),
+    ("crates/blockio/src/disk/lock.rs", "byte locks, which rustix does not have"),
     ("crates/blockio/src/buf.rs", "buffers in memory that others may write"),
     ("crates/virtqueue/src/mapping.rs", "maps and unmaps one region"),
     ("crates/virtqueue/tests/it/sigbus.rs", "sends itself the signals of the kernel"),

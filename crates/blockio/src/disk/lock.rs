@@ -1,36 +1,141 @@
 //! Locks: nobody else writes to what we write to.
+//!
+//! They are those of QEMU's programs, so that each side sees the other: byte locks of the open file
+//! description (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte
+//! 200 + n "I share permission n with nobody"; n is 0 for reading, 1 for writing, 3 for resizing.
+//! Who comes takes read locks on the bytes of what he uses and does not share, and only then asks
+//! whether others have locks on the opposite bytes: so of two that come at once, at least one sees
+//! the other.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
-
-use super::DiskOptions;
+use super::holder::{self, Holders};
 use crate::error::Error;
 
-/// Two daemons that write to one file destroy it, so a writer locks it for itself alone. Block
-/// devices are claimed by the open itself; a lock there would disturb udev.
-pub(super) fn lock(
-    file: &File,
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+/// What byte stands for the use of permission 0, and what for not sharing it.
+const USED: i64 = 100;
+const UNSHARED: i64 = 200;
+
+/// The kernel may keep the file of a program that was killed open for a while (io_uring does, for
+/// some 100 ms), and a device claimed.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Why somebody else is in the way.
+#[derive(Debug)]
+pub(super) enum Conflict {
+    /// A lock on the file.
+    Locked,
+    /// A block device that is mounted or was opened for one program alone.
+    Claimed,
+}
+
+/// Runs `open` until it meets no conflict, for two seconds at most; not again when it is this very
+/// process that is in the way.
+pub(super) fn patiently<T>(
     path: &Path,
-    options: &DiskOptions,
-    is_block: bool,
-) -> Result<(), Error> {
-    if is_block {
-        return Ok(());
+    mut open: impl FnMut() -> Result<T, Attempt>,
+) -> Result<T, Error> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let conflict = match open() {
+            Ok(value) => return Ok(value),
+            Err(Attempt::Failed(error)) => return Err(error),
+            Err(Attempt::Conflict(conflict)) => conflict,
+        };
+        if Instant::now() >= end || holder::is_this_process(path) {
+            return Err(in_use(path, &conflict));
+        }
+        std::thread::sleep(PAUSE);
     }
-    let operation = if options.read_only {
-        FlockOperation::NonBlockingLockShared
-    } else {
-        FlockOperation::NonBlockingLockExclusive
+}
+
+/// How one try to open a file can fail.
+pub(super) enum Attempt {
+    Conflict(Conflict),
+    Failed(Error),
+}
+
+fn in_use(path: &Path, conflict: &Conflict) -> Error {
+    let by = match holder::holders(path) {
+        Holders::ThisProcess => "this very daemon, for another export".to_owned(),
+        Holders::Others(names) => names,
+        Holders::Unknown => "another program".to_owned(),
     };
-    match rustix::fs::flock(file, operation) {
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Unusable {
-            path: path.to_owned(),
-            reason: "another program has locked it; stop that first, or open it read-only in both"
-                .into(),
-        }),
-        // Some network file systems have no locks; that alone does not make the disk unusable.
+    let reason = match conflict {
+        Conflict::Locked => format!(
+            "it is locked by {by}; stop that first, open it read-only in both, or give --lock off \
+             if you make sure that nobody else writes to it"
+        ),
+        Conflict::Claimed => {
+            format!("it is busy, mounted or used by another program ({by}): stop that first")
+        }
+    };
+    Error::InUse { path: path.to_owned(), reason }
+}
+
+/// Locks `file`, which must be open for reading.
+pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conflict> {
+    let (used, unshared): (&[i64], &[i64]) =
+        if read_only { (&[READ], &[WRITE]) } else { (&[READ, WRITE, RESIZE], &[WRITE, RESIZE]) };
+    let own = used.iter().map(|n| USED + n).chain(unshared.iter().map(|n| UNSHARED + n));
+    for byte in own {
+        match set_read_lock(file, byte) {
+            Ok(()) => {}
+            // Somebody has written to the byte's lock alone.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                return Err(Conflict::Locked);
+            }
+            Err(error) => {
+                // Some network file systems have none; that alone does not make it unusable.
+                tracing::warn!(
+                    "{}: it cannot be locked: {error}; nothing keeps other programs from writing \
+                     to it",
+                    path.display()
+                );
+                return Ok(());
+            }
+        }
+    }
+    let opposite = used.iter().map(|n| UNSHARED + n).chain(unshared.iter().map(|n| USED + n));
+    for byte in opposite {
+        if is_locked(file, byte) {
+            return Err(Conflict::Locked);
+        }
+    }
+    Ok(())
+}
+
+fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
+    libc::flock {
+        l_type: libc::c_short::try_from(kind).unwrap_or(0),
+        l_whence: 0,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+fn set_read_lock(file: &File, byte: i64) -> io::Result<()> {
+    let lock = byte_lock(libc::F_RDLCK, byte);
+    // SAFETY: the descriptor is open, and the kernel reads the structure during the call alone.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
+        -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
+}
+
+/// Whether another open file has a lock on the byte.
+fn is_locked(file: &File, byte: i64) -> bool {
+    let mut lock = byte_lock(libc::F_WRLCK, byte);
+    // SAFETY: the descriptor is open, and the kernel uses the structure during the call alone.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
 }

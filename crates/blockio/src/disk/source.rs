@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 
 use super::alignment::Alignment;
-use super::lock::lock;
+use super::lock::{Attempt, Conflict, lock, patiently};
 use super::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 use crate::op::OpenFile;
@@ -34,8 +34,7 @@ impl FileSource {
         if !file_type.is_file() && !is_block_device {
             return Err(unusable("it is neither a regular file nor a block device".into()));
         }
-        let file = open(path, options, is_block_device)?;
-        lock(&file, path, options, is_block_device)?;
+        let file = patiently(path, || open_alone(path, options, is_block_device))?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
@@ -120,21 +119,30 @@ impl FileSource {
     }
 }
 
-fn open(path: &Path, options: &DiskOptions, is_block_device: bool) -> Result<File, Error> {
+/// Opens the file and locks it; a block device that is written to is claimed by the open itself.
+fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<File, Attempt> {
+    let file = open(path, options, is_block).map_err(|error| {
+        if error.raw_os_error() == Some(libc::EBUSY) {
+            return Attempt::Conflict(Conflict::Claimed);
+        }
+        Attempt::Failed(open_error(path, options)(error))
+    })?;
+    if !options.no_lock {
+        lock(&file, path, options.read_only).map_err(Attempt::Conflict)?;
+    }
+    Ok(file)
+}
+
+fn open(path: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {
     let mut flags = libc::O_CLOEXEC;
     if options.direct {
         flags |= libc::O_DIRECT;
     }
-    if is_block_device && !options.read_only {
+    if is_block_device && !options.read_only && !options.no_lock {
         // Fails when the device is mounted or claimed by someone else.
         flags |= libc::O_EXCL;
     }
-    File::options()
-        .read(true)
-        .write(!options.read_only)
-        .custom_flags(flags)
-        .open(path)
-        .map_err(open_error(path, options))
+    File::options().read(true).write(!options.read_only).custom_flags(flags).open(path)
 }
 
 fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error {
@@ -142,7 +150,6 @@ fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error
     let options = options.clone();
     move |error| {
         let advice = match error.raw_os_error() {
-            Some(libc::EBUSY) => "; it is mounted or used by another program: stop that first",
             Some(libc::EINVAL) if options.direct => {
                 "; the file system may not allow direct I/O: use the page cache"
             }

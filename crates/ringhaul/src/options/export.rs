@@ -26,6 +26,7 @@ pub struct ExportSpec {
     pub endpoint: EndpointSpec,
     disk: DiskSpec,
     read_only: bool,
+    no_lock: bool,
     cache: Option<CacheMode>,
     serial: Option<String>,
     logical_block_bytes: Option<u32>,
@@ -89,6 +90,7 @@ impl ServeArgs {
             endpoint,
             disk,
             read_only: self.read_only,
+            no_lock: !self.lock.is_on(),
             cache: self.cache,
             serial: self.serial.clone(),
             logical_block_bytes: self.logical_block_size,
@@ -154,6 +156,13 @@ impl ExportSpec {
                     _ => bail!("read-only is on or off"),
                 }
             }
+            "lock" => {
+                self.no_lock = match value {
+                    "on" => false,
+                    "off" => true,
+                    _ => bail!("lock is on or off"),
+                }
+            }
             "cache" => {
                 let mode = CacheMode::from_str(value, false).map_err(anyhow::Error::msg);
                 self.cache =
@@ -173,8 +182,8 @@ impl ExportSpec {
                 self.queue_size = parse_queue_size(value).map_err(anyhow::Error::msg)?;
             }
             _ => bail!(
-                "there is no {key}; there are socket-path, blk-file, null, read-only, cache, \
-                 serial, logical-block-size, num-queues and queue-size"
+                "there is no {key}; there are socket-path, blk-file, null, read-only, lock, \
+                 cache, serial, logical-block-size, num-queues and queue-size"
             ),
         }
         Ok(())
@@ -220,6 +229,7 @@ impl ExportSpec {
         DiskOptions {
             direct,
             read_only: self.read_only,
+            no_lock: self.no_lock,
             logical_block_bytes: self.logical_block_bytes,
         }
     }
@@ -229,6 +239,8 @@ impl ExportSpec {
         let cache = self.cache.unwrap_or(CacheMode::None);
         let error = match DiskSource::file(path, &self.disk_options(cache.is_direct())) {
             Ok(source) => return Ok((source, cache)),
+            // Whoever has it in use has it in use with the page cache too.
+            Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
             Err(error) => error,
         };
         if cache.is_direct()
