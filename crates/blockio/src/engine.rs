@@ -293,4 +293,6 @@ impl Engine {
 }
 
 #[cfg(test)]
+mod kernel_tests;
+#[cfg(test)]
 mod tests;

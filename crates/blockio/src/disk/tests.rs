@@ -320,6 +320,22 @@ fn a_full_file_system_is_reported_as_such() {
     assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
 }
 
+/// A character device has no pages to write back: `fdatasync` says that it cannot (EINVAL), and
+/// calls that only start writing back, which are no flush, say that this is no file (ESPIPE).
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_flush_is_an_fdatasync_with_every_engine() {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+        let info = *DiskSource::null(MIB, &options(false)).unwrap().info();
+        let file = FileSource::of_device("/dev/null");
+        let source = DiskSource { info, kind: SourceKind::File(file) };
+        let thread = thread(engine);
+        let disk = source.attach(thread.io());
+        let error = thread.block_on(disk.flush()).unwrap().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EINVAL), "{engine}");
+    }
+}
+
 /// The kernel's log has nothing more to read, and says EAGAIN.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

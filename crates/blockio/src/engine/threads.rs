@@ -22,6 +22,8 @@ use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
 const THREADS_MAX: usize = 64;
 /// A thread without work for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
+/// A thread makes system calls and nothing else.
+const STACK_BYTES: usize = 128 << 10;
 
 /// One op on its way to a pool thread.
 pub(crate) struct Job {
@@ -49,6 +51,8 @@ pub(crate) struct Pool {
     /// Length of `done`, so that a harvest that finds nothing takes no lock.
     done_len: AtomicUsize,
     wake: Eventfd,
+    /// How long a thread stays without work.
+    idle_time: Duration,
 }
 
 impl Pool {
@@ -59,6 +63,7 @@ impl Pool {
             done: Mutex::default(),
             done_len: AtomicUsize::new(0),
             wake: Eventfd::new(wake),
+            idle_time: IDLE,
         }
     }
 
@@ -139,6 +144,7 @@ pub(crate) struct Threads {
     harvested: Vec<(u32, i64)>,
     handles: Vec<JoinHandle<()>>,
     no_thread: Rare,
+    stack_bytes: usize,
 }
 
 impl Threads {
@@ -150,6 +156,7 @@ impl Threads {
             harvested: Vec::new(),
             handles: Vec::new(),
             no_thread: Rare::default(),
+            stack_bytes: STACK_BYTES,
         }
     }
 
@@ -200,7 +207,7 @@ impl Threads {
             self.pool.count_thread();
             let thread = std::thread::Builder::new()
                 .name("ringhaul-pool".into())
-                .stack_size(128 << 10)
+                .stack_size(self.stack_bytes)
                 .spawn(move || pool_thread(&pool));
             match thread {
                 Ok(handle) => self.handles.push(handle),
@@ -280,7 +287,7 @@ fn next_job(pool: &Pool) -> Option<Job> {
         }
         jobs.idle += 1;
         let (guard, wait) =
-            pool.work.wait_timeout(jobs, IDLE).unwrap_or_else(PoisonError::into_inner);
+            pool.work.wait_timeout(jobs, pool.idle_time).unwrap_or_else(PoisonError::into_inner);
         jobs = guard;
         jobs.idle -= 1;
         if wait.timed_out() && jobs.waiting.is_empty() {
@@ -452,5 +459,70 @@ mod tests {
         bench.submit(1);
         assert_eq!(bench.threads(), 5);
         bench.settle();
+    }
+
+    /// Starts a thread that asks `pool` for one job, and gives it that when it waits for one and
+    /// nobody will wake it: its time runs out. Returns what it got; `None` if it was too fast.
+    fn job_at_time_out(pool: &Arc<Pool>) -> Option<Option<u32>> {
+        pool.count_thread();
+        let asking = Arc::clone(pool);
+        let thread = std::thread::spawn(move || next_job(&asking).map(|job| job.slot));
+        let mut is_given = false;
+        while !is_given && pool.jobs().threads == 1 {
+            let mut jobs = pool.jobs();
+            if jobs.idle == 1 {
+                let (kind, iovecs) = (OpKind::Flush, std::ptr::null());
+                let view = OpView { kind, fd: -1, offset: 0, iovecs, iovecs_len: 0 };
+                jobs.waiting.push_back(Job { slot: 7, view });
+                is_given = true;
+            }
+        }
+        let job = thread.join().unwrap();
+        is_given.then_some(job)
+    }
+
+    /// The wait of an idle thread may time out after a job has come for it, and nobody else is
+    /// told of that job.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_thread_that_times_out_takes_the_job_that_came_meanwhile() {
+        let mut pool = Pool::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        pool.idle_time = Duration::from_millis(20);
+        let pool = Arc::new(pool);
+        let job = loop {
+            if let Some(job) = job_at_time_out(&pool) {
+                break job;
+            }
+        };
+        assert_eq!(job, Some(7), "the job was left behind");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn ops_fail_and_are_counted_as_done_when_no_thread_starts() {
+        let mut bench = Bench::new();
+        // No machine has room for such a stack.
+        bench.engine.stack_bytes = usize::MAX >> 2;
+        bench.submit(3);
+        assert_eq!((bench.threads(), bench.engine.in_kernel()), (0, 0));
+        assert_eq!(bench.stats.read.errors.get(), 3);
+        // They go on as soon as one starts.
+        bench.engine.stack_bytes = STACK_BYTES;
+        bench.submit(2);
+        bench.settle();
+        assert_eq!((bench.stats.read.ops.get(), bench.stats.read.errors.get()), (5, 3));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn jobs_wait_for_the_threads_that_there_are_when_no_more_start() {
+        let mut bench = Bench::new();
+        bench.submit(1);
+        bench.settle();
+        bench.engine.stack_bytes = usize::MAX >> 2;
+        bench.submit(20);
+        bench.settle();
+        assert_eq!((bench.threads(), bench.stats.read.errors.get()), (1, 0));
+        assert_eq!(bench.stats.read.ops.get(), 21);
     }
 }
