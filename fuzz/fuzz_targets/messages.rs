@@ -24,7 +24,7 @@ use ringhaul::control::{Control, ExportSetup};
 use ringhaul::export::Endpoint;
 use ringhaul::io_threads::IoThreads;
 use ringhaul::memory_limits::MemoryLimits;
-use ringhaul_fuzz::{Input, memfd, open_descriptors};
+use ringhaul_fuzz::{Input, has_thread, memfd, open_descriptors};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -32,6 +32,8 @@ use virtqueue::MemoryFiles;
 
 /// All replies together must fit the socket, which nobody reads meanwhile.
 const MESSAGES_MAX: usize = 40;
+/// The thread that closes descriptors.
+const CLOSER: &str = "ringhaul-close";
 /// Descriptors that are not closed by then never are.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 const FILE_BYTES: u64 = 1 << 20;
@@ -64,10 +66,10 @@ fuzz_target!(|bytes: &[u8]| {
         let left = left.recv().expect("the IoThread is there");
         assert_eq!(left, (0, 0), "a session leaves something on its IoThread");
     }
-    // What may wait is closed on a thread of its own.
+    // What may wait is closed on a thread of its own, which ends after that.
     let start = Instant::now();
-    while open_descriptors() != before {
-        assert!(start.elapsed() < CLOSED_WITHIN, "a descriptor leaks");
+    while open_descriptors() != before || has_thread(CLOSER) {
+        assert!(start.elapsed() < CLOSED_WITHIN, "a descriptor or a thread leaks");
         std::thread::yield_now();
     }
 });

@@ -84,3 +84,17 @@ pub fn open_descriptors() -> usize {
     // The descriptor with which the folder is read is one more each time.
     std::fs::read_dir("/proc/self/fd").expect("/proc is mounted").count()
 }
+
+/// Whether this process has a thread of this name, of at most 15 bytes.
+///
+/// # Panics
+///
+/// Without /proc.
+#[must_use]
+pub fn has_thread(name: &str) -> bool {
+    let threads = std::fs::read_dir("/proc/self/task").expect("/proc is mounted");
+    // One that has ended meanwhile has no name any more.
+    let names =
+        threads.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.into_iter().any(|of_thread| of_thread.trim_end() == name)
+}
