@@ -60,16 +60,27 @@ impl MappingBudget {
 
     /// Takes `bytes` out of this budget and all that it is within, or out of none of them.
     pub(crate) fn take(&self, bytes: u64) -> Result<Share, OverBudget> {
+        self.add(bytes)?;
+        Ok(Share { budget: self.clone(), bytes })
+    }
+
+    fn add(&self, bytes: u64) -> Result<(), OverBudget> {
         let Budget { what, limit_bytes, mapped_bytes, parent } = &*self.0;
         let add = |mapped: u64| mapped.checked_add(bytes).filter(|sum| sum <= limit_bytes);
         mapped_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map_err(|mapped| {
             OverBudget { what, mapped_bytes: mapped, limit_bytes: *limit_bytes }
         })?;
-        let mut share = Share { budget: self.clone(), bytes, _of_parent: None };
-        if let Some(parent) = parent {
-            share._of_parent = Some(Box::new(parent.take(bytes)?));
+        let Some(parent) = parent else { return Ok(()) };
+        parent.add(bytes).inspect_err(|_| {
+            mapped_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        })
+    }
+
+    fn give_back(&self, bytes: u64) {
+        self.0.mapped_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(parent) = &self.0.parent {
+            parent.give_back(bytes);
         }
-        Ok(share)
     }
 }
 
@@ -78,12 +89,11 @@ impl MappingBudget {
 pub(crate) struct Share {
     budget: MappingBudget,
     bytes: u64,
-    _of_parent: Option<Box<Share>>,
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
-        self.budget.0.mapped_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.budget.give_back(self.bytes);
     }
 }
 
