@@ -30,7 +30,7 @@ use rustix::io::Errno;
 
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
-use crate::op::{OpenFile, Slots};
+use crate::op::{IoFile, Slots};
 use crate::stats::Stats;
 use crate::task::TaskKey;
 use aio::Aio;
@@ -170,17 +170,27 @@ impl Engine {
         matches!(self, Self::IoUring(_))
     }
 
+    /// So many disks are there now.
+    pub(crate) fn set_disks(&mut self, disks: usize) {
+        match self {
+            Self::Aio(engine, _) => engine.threads().set_disks(disks),
+            Self::Threads(engine, _) => engine.set_disks(disks),
+            Self::IoUring(engine) => engine.set_disks(disks),
+        }
+    }
+
     /// Has the kernel look `file` up once instead of for each op, where the engine can.
-    pub(crate) fn register_file(&mut self, file: &OpenFile) {
+    pub(crate) fn register_file(&mut self, file: &IoFile) {
         if let Self::IoUring(engine) = self {
             engine.register_file(file);
         }
     }
 
-    /// Ends what `register_file` began. Ops that are on their way finish.
-    pub(crate) fn unregister_file(&mut self, file: &OpenFile) {
+    /// Ends what `register_file` began. No op of the file may be on its way: entries that the
+    /// kernel has not taken name an index, which may be that of another file from now on.
+    pub(crate) fn unregister_file(&mut self, registered: i32) {
         if let Self::IoUring(engine) = self {
-            engine.unregister_file(file);
+            engine.unregister_file(registered);
         }
     }
 
@@ -294,5 +304,7 @@ impl Engine {
 
 #[cfg(test)]
 mod kernel_tests;
+#[cfg(test)]
+mod lifetimes;
 #[cfg(test)]
 mod tests;

@@ -25,8 +25,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use crate::clock;
 use crate::engine::{Engine, EngineKind};
 use crate::error::Error;
-use crate::op::{Completion, Op, OpFuture, Slots};
-use crate::pacing::Pacing;
+use crate::op::{Completion, Op, OpFuture, Slots, Start};
 use crate::poll_window::PollWindow;
 use crate::reactor::{Reactor, Source, SourceId};
 use crate::remote::Remote;
@@ -106,12 +105,27 @@ pub struct Io {
 }
 
 struct Ops {
-    slots: Slots,
+    /// Before the slots, whose memory the kernel uses until the engine has gone.
     engine: Engine,
+    slots: Slots,
     woken: Vec<TaskKey>,
     /// Tokens of eventfds that were written; empty except on the way to the reactor.
     happened: Vec<u64>,
-    pacing: Pacing,
+}
+
+impl Drop for Ops {
+    fn drop(&mut self) {
+        // An IoThread waits for its ops before it ends, unless it could not. What the kernel may
+        // still write to must stay then, for as long as the program runs.
+        if self.engine.in_kernel() > 0 {
+            tracing::error!(
+                "an IoThread has ended with {} operations in the kernel; their memory is kept",
+                self.engine.in_kernel()
+            );
+            let none = Slots::new(EngineKind::Threads, 1);
+            std::mem::forget(std::mem::replace(&mut self.slots, none));
+        }
+    }
 }
 
 impl IoThread {
@@ -133,13 +147,13 @@ impl IoThread {
         let reactor = Reactor::new(&mut engine, foreign.eventfd().as_fd())?;
         let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
             .map_err(Error::system("duplicate a descriptor"))?;
-        let (slots, woken, happened) = (Slots::default(), Vec::new(), Vec::new());
-        let pacing = Pacing::default();
+        let slots = Slots::new(config.engine, config.depth);
+        let (woken, happened) = (Vec::new(), Vec::new());
         let now = clock::now();
         let stats = Arc::<Stats>::default();
         let io = Io {
             executor: RefCell::default(),
-            ops: RefCell::new(Ops { slots, engine, woken, happened, pacing }),
+            ops: RefCell::new(Ops { slots, engine, woken, happened }),
             reactor: RefCell::new(reactor),
             foreign,
             bounce_budget: BounceBudget::new(config.bounce_bytes, Arc::clone(&stats)),
@@ -267,6 +281,8 @@ impl Drop for IoThread {
         drop(tasks);
         drop(self.io.foreign.close());
         self.io.drain();
+        // A disk may outlive its IoThread; nobody would submit its ops, or take their results.
+        self.io.ops.borrow_mut().slots.lanes.close();
     }
 }
 
@@ -279,9 +295,10 @@ impl Io {
         self.executor.borrow_mut().insert(Box::pin(future), &self.foreign);
     }
 
-    /// Runs `op` to its completion. In a turn it is submitted at the end of the run, with all
-    /// others; outside of one at once, and then it may be complete without waiting.
-    pub fn op(&self, op: Op) -> OpFuture<'_> {
+    /// Runs `op` to its completion; `ECANCELED` once the IoThread has ended. In a turn it is
+    /// submitted at the end of the run, with all others; outside of one at once, and then it may be
+    /// complete without waiting.
+    pub(crate) fn op(&self, op: Op) -> OpFuture<'_> {
         OpFuture::new(self, op)
     }
 
@@ -290,8 +307,12 @@ impl Io {
         let owner = self.current.get();
         let slot = {
             let Ops { slots, engine, .. } = &mut *self.ops.borrow_mut();
-            let slot = slots.insert(op, owner);
-            engine.queue(slot, slots);
+            let (slot, start) = slots.start(op, owner);
+            match start {
+                Start::Queue => engine.queue(slot, slots),
+                Start::Wait => {}
+                Start::Cancel => slots.cancel(slot),
+            }
             slot
         };
         if !self.in_turn.get() {

@@ -18,10 +18,13 @@
 pub mod buf;
 pub mod choose;
 pub mod clock;
+mod device;
 pub mod disk;
 pub mod engine;
 mod error;
+mod io_file;
 pub mod io_thread;
+mod lane;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
 pub mod op;

@@ -100,7 +100,14 @@ fn what_was_posted_before_the_close_is_not_lost() {
 fn job(slot: u32) -> Job {
     const NO_FILE: RawFd = -1;
     let iovecs = std::ptr::null();
-    let view = OpView { kind: OpKind::Flush, fd: NO_FILE, offset: 0, iovecs, iovecs_len: 0 };
+    let view = OpView {
+        kind: OpKind::Flush,
+        fd: NO_FILE,
+        registered: NO_FILE,
+        offset: 0,
+        iovecs,
+        iovecs_len: 0,
+    };
     Job { slot, view }
 }
 

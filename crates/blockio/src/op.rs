@@ -21,20 +21,17 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
-use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use crate::buf::Buffers;
+use crate::engine::EngineKind;
+pub use crate::io_file::{FileRef, IoFile};
 use crate::io_thread::Io;
+use crate::lane::{Admission, Lanes, Units};
 pub use crate::open_file::OpenFile;
 use crate::stats::{OpStats, Stats, nanoseconds};
 use crate::task::TaskKey;
-
-/// An open file, shared by the IoThreads through the `Arc` and by the ops of one IoThread through
-/// the `Rc`: a clone for an op costs no atomic operation.
-pub type FileRef = Rc<Arc<OpenFile>>;
 
 /// What the kernel is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +62,14 @@ pub enum OpKind {
         /// Bytes.
         len: u64,
     },
+}
+
+impl OpKind {
+    /// Whether it moves data. Everything else is slow, and seldom.
+    #[inline]
+    pub(crate) fn is_transfer(self) -> bool {
+        matches!(self, Self::Read | Self::Write { .. })
+    }
 }
 
 /// One kernel operation.
@@ -105,13 +110,29 @@ struct Slot {
     owner: TaskKey,
     op: Option<Op>,
     submitted: Option<Instant>,
+    /// What the op counts as in its lane; 0 while it is not with the engine.
+    units: u32,
 }
 
 /// The homes of all ops of one IoThread that have not completed.
-#[derive(Default)]
 pub(crate) struct Slots {
-    slots: Vec<Slot>,
+    slots: Table,
     free: Vec<u32>,
+    pub(crate) lanes: Lanes,
+}
+
+#[derive(Default)]
+struct Table(Vec<Slot>);
+
+/// What a slot's op is to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// The engine is to queue it.
+    Queue,
+    /// It waits in its lane.
+    Wait,
+    /// It is to be completed with an error, for its IoThread has ended.
+    Cancel,
 }
 
 /// A system call's view of an op: everything that the kernel wants to know.
@@ -119,43 +140,91 @@ pub(crate) struct Slots {
 pub(crate) struct OpView {
     pub(crate) kind: OpKind,
     pub(crate) fd: RawFd,
+    /// The index under which a ring has the file registered; negative if it has not.
+    pub(crate) registered: i32,
     pub(crate) offset: u64,
     pub(crate) iovecs: *const libc::iovec,
     pub(crate) iovecs_len: usize,
 }
 
+impl Units for Table {
+    fn nature(&self, slot: u32) -> (bool, usize) {
+        let op = self.0.get(slot as usize).and_then(|slot| slot.op.as_ref());
+        op.map_or((true, 0), |op| (op.kind.is_transfer(), op.buffers.bytes()))
+    }
+
+    fn set(&mut self, slot: u32, units: u32) {
+        if let Some(slot) = self.0.get_mut(slot as usize) {
+            slot.units = units;
+        }
+    }
+}
+
 impl Slots {
+    pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
+        Self { slots: Table::default(), free: Vec::new(), lanes: Lanes::new(engine, depth) }
+    }
+
+    /// As [`insert`](Self::insert), and says what is to become of the op.
+    #[inline]
+    pub(crate) fn start(&mut self, op: Op, owner: TaskKey) -> (u32, Start) {
+        let (lane, kind, bytes) = (op.file.lane(), op.kind, op.buffers.bytes());
+        let index = self.insert(op, owner);
+        let start = match self.lanes.admit(lane, index, kind, bytes) {
+            Admission::Now(units) => {
+                self.slots.0[index as usize].units = units;
+                Start::Queue
+            }
+            Admission::Later => Start::Wait,
+            Admission::Never => Start::Cancel,
+        };
+        (index, start)
+    }
+
+    /// Answers an op that never went anywhere.
+    pub(crate) fn cancel(&mut self, index: u32) {
+        if let Some(slot) = self.slots.0.get_mut(index as usize) {
+            slot.state = State::Done(-i64::from(libc::ECANCELED));
+        }
+    }
+
+    /// An op that waited in its lane and is to be queued now.
+    pub(crate) fn next_from_lanes(&mut self) -> Option<u32> {
+        self.lanes.next(&mut self.slots)
+    }
+
     /// Moves `op` into a free slot; `owner` is woken when it completes.
     pub(crate) fn insert(&mut self, op: Op, owner: TaskKey) -> u32 {
-        let slot = Slot { state: State::Pending, owner, op: Some(op), submitted: None };
+        let slot = Slot { state: State::Pending, owner, op: Some(op), submitted: None, units: 0 };
         if let Some(index) = self.free.pop() {
-            self.slots[index as usize] = slot;
+            self.slots.0[index as usize] = slot;
             return index;
         }
-        self.slots.push(slot);
-        u32::try_from(self.slots.len() - 1).unwrap_or_else(|_| unreachable!("2^32 ops at once"))
+        self.slots.0.push(slot);
+        u32::try_from(self.slots.0.len() - 1).unwrap_or_else(|_| unreachable!("2^32 ops at once"))
     }
 
     /// The kind of the op in slot `index`.
     #[inline]
     pub(crate) fn kind(&self, index: u32) -> Option<OpKind> {
-        self.slots.get(index as usize)?.op.as_ref().map(|op| op.kind)
+        self.slots.0.get(index as usize)?.op.as_ref().map(|op| op.kind)
     }
 
     /// The file of the op in slot `index`.
     pub(crate) fn file(&self, index: u32) -> Option<&OpenFile> {
-        self.slots.get(index as usize)?.op.as_ref().map(|op| &**op.file)
+        self.slots.0.get(index as usize)?.op.as_ref().map(|op| op.file.file())
     }
 
     /// What to tell the kernel about the op in slot `index`; notes the time of its submit.
     pub(crate) fn view(&mut self, index: u32, now: Instant) -> Option<OpView> {
-        let slot = self.slots.get_mut(index as usize)?;
+        let slot = self.slots.0.get_mut(index as usize)?;
         slot.submitted = Some(now);
         let op = slot.op.as_ref()?;
         let iovecs = op.buffers.iovecs();
         Some(OpView {
             kind: op.kind,
             fd: op.file.as_raw_fd(),
+            registered: op.file.registered(),
             offset: op.offset,
             iovecs: iovecs.as_ptr(),
             iovecs_len: iovecs.len().min(crate::buf::IOVECS_MAX),
@@ -170,10 +239,13 @@ impl Slots {
         now: Instant,
         stats: &Stats,
     ) -> Option<TaskKey> {
-        let slot = self.slots.get_mut(index as usize)?;
+        let slot = self.slots.0.get_mut(index as usize)?;
         let op = slot.op.as_ref()?;
         if result < 0 {
             op.file.op_failed(op.kind, errno_of(result));
+        }
+        if slot.units > 0 {
+            self.lanes.leave(op.file.lane(), slot.units, op.kind);
         }
         record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
         match slot.state {
@@ -191,7 +263,7 @@ impl Slots {
 
     /// Takes the completion of slot `index` out, or makes `owner` the one to wake later.
     pub(crate) fn take(&mut self, index: u32, owner: TaskKey) -> Option<Completion> {
-        let slot = self.slots.get_mut(index as usize)?;
+        let slot = self.slots.0.get_mut(index as usize)?;
         slot.owner = owner;
         let State::Done(result) = slot.state else {
             return None;
@@ -202,7 +274,7 @@ impl Slots {
 
     /// Says that nobody waits for slot `index` any more. Its op stays until it has completed.
     pub(crate) fn abandon(&mut self, index: u32) {
-        match self.slots.get_mut(index as usize).map(|slot| &mut slot.state) {
+        match self.slots.0.get_mut(index as usize).map(|slot| &mut slot.state) {
             Some(state @ State::Pending) => *state = State::Abandoned,
             Some(State::Done(_)) => drop(self.release(index)),
             _ => {}
@@ -211,11 +283,11 @@ impl Slots {
 
     /// Ops in slots: queued, in the kernel, or completed and not yet taken.
     pub(crate) fn occupied(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.slots.0.len() - self.free.len()
     }
 
     fn release(&mut self, index: u32) -> Option<Op> {
-        let slot = &mut self.slots[index as usize];
+        let slot = &mut self.slots.0[index as usize];
         slot.state = State::Free;
         self.free.push(index);
         slot.op.take()
@@ -301,10 +373,12 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::os::fd::OwnedFd;
+    use std::rc::Rc;
+    use std::sync::Arc;
 
     fn op(buffers: Buffers) -> Op {
         let file = OwnedFd::from(File::open("/dev/null").unwrap());
-        let file = Rc::new(Arc::new(file.into()));
+        let file = IoFile::alone(Arc::new(file.into()));
         Op { kind: OpKind::Read, file, offset: 0, buffers }
     }
 
@@ -321,7 +395,7 @@ mod tests {
         let owner = Rc::new(Canary(Rc::clone(&gone)));
         // SAFETY: the list has no ranges.
         let buffers = unsafe { Buffers::from_raw_parts(Vec::new(), 0, owner) };
-        let (mut slots, stats) = (Slots::default(), Stats::default());
+        let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
         let index = slots.insert(op(buffers), TaskKey::default());
         slots.abandon(index);
         assert!(!gone.get(), "the memory went while the op was pending");
@@ -333,7 +407,7 @@ mod tests {
 
     #[test]
     fn a_completion_is_taken_once_and_its_slot_is_used_again() {
-        let (mut slots, stats) = (Slots::default(), Stats::default());
+        let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
         let index = slots.insert(op(Buffers::empty()), TaskKey::default());
         assert!(slots.take(index, TaskKey::default()).is_none());
         let owner = TaskKey { task: 3, child: 4 };

@@ -6,11 +6,12 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use rustix::fd::AsFd;
 
+use crate::device::Device;
 use crate::op::OpKind;
 
 /// What all ops on one file share, on any IoThread.
@@ -22,6 +23,11 @@ pub struct OpenFile {
     /// Why completions cannot be polled for; nothing as long as they may be.
     not_polled: OnceLock<&'static str>,
     is_told: AtomicBool,
+    is_block_device: bool,
+    /// What its requests go to, if that takes a bounded number of them and direct I/O leads there.
+    device: Option<Arc<Device>>,
+    /// A submit of Linux AIO has waited for it.
+    blocks: AtomicBool,
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     lost: AtomicI32,
 }
@@ -42,7 +48,41 @@ impl OpenFile {
         if let Some(why) = not_polled {
             let _ = place.set(why);
         }
-        Self { path: path.to_owned(), not_polled: place, ..Self::from(OwnedFd::from(file)) }
+        let is_block_device =
+            file.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let device = if direct { Device::of(&file) } else { None };
+        Self {
+            path: path.to_owned(),
+            not_polled: place,
+            is_block_device,
+            device,
+            ..Self::from(OwnedFd::from(file))
+        }
+    }
+
+    /// What led to it; empty when nobody has said.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn is_block_device(&self) -> bool {
+        self.is_block_device
+    }
+
+    pub(crate) fn device(&self) -> Option<&Arc<Device>> {
+        self.device.as_ref()
+    }
+
+    /// Whether submits of Linux AIO have waited for it.
+    #[inline]
+    pub(crate) fn blocks(&self) -> bool {
+        self.blocks.load(Ordering::Relaxed)
+    }
+
+    /// From now on no IoThread gives its ops to Linux AIO. True: nobody knew that before.
+    pub(crate) fn set_blocks(&self) -> bool {
+        !self.blocks.swap(true, Ordering::Relaxed)
     }
 
     /// Fails once data that was written may be lost: the kernel reports that to one flush of an
@@ -102,6 +142,11 @@ impl OpenFile {
     }
 
     #[cfg(test)]
+    pub(crate) fn on_device(file: OwnedFd, device: Option<Arc<Device>>) -> Self {
+        Self { device, is_block_device: true, ..Self::from(file) }
+    }
+
+    #[cfg(test)]
     pub(crate) fn forget_polling(&mut self) {
         self.not_polled = OnceLock::new();
     }
@@ -119,7 +164,16 @@ impl OpenFile {
 impl From<OwnedFd> for OpenFile {
     fn from(file: OwnedFd) -> Self {
         let (not_polled, is_told) = (OnceLock::new(), AtomicBool::new(false));
-        Self { file, path: PathBuf::new(), not_polled, is_told, lost: AtomicI32::new(0) }
+        Self {
+            file,
+            path: PathBuf::new(),
+            not_polled,
+            is_told,
+            is_block_device: false,
+            device: None,
+            blocks: AtomicBool::new(false),
+            lost: AtomicI32::new(0),
+        }
     }
 }
 

@@ -25,6 +25,8 @@ const SPANS: u32 = 6;
 const PERIOD_OPS: usize = if SHORT { 32 } else { 128 * 1024 };
 /// So many harvests after which a limit follows the demand.
 const HARVESTS: u32 = 16;
+/// A client with few requests has them all on the disk.
+const LIMIT_MIN: usize = if SHORT { 1 } else { 8 };
 /// When nothing is asked for, the disk is not slow: a longer time between harvests counts as so
 /// much.
 const PAUSE_MAX: Duration = Duration::from_millis(5);
@@ -41,7 +43,7 @@ enum Phase {
     Decided { limited: bool },
 }
 
-/// Decides how many ops an IoThread gives to the kernel.
+/// Decides how many ops of one disk an IoThread gives to the kernel.
 pub(crate) struct Pacing {
     phase: Phase,
     /// The most ops at once that were queued or in the kernel, since the limit was set.
@@ -76,11 +78,11 @@ impl Default for Pacing {
 }
 
 impl Pacing {
-    /// How many of `queued` ops may follow the `in_kernel` ones that are there.
+    /// How many ops may be in the kernel, when there are `demand` in all.
     #[inline]
-    pub(crate) fn room(&mut self, queued: usize, in_kernel: usize) -> usize {
-        self.demand = self.demand.max(queued + in_kernel);
-        if self.is_limited() { self.limit.saturating_sub(in_kernel) } else { usize::MAX }
+    pub(crate) fn limit(&mut self, demand: usize) -> usize {
+        self.demand = self.demand.max(demand);
+        if self.is_limited() { self.limit } else { usize::MAX }
     }
 
     fn is_limited(&self) -> bool {
@@ -140,7 +142,7 @@ impl Pacing {
 
     /// Follows the demand.
     fn set_limit(&mut self) {
-        self.limit = (self.demand * 3 / 4).max(1);
+        self.limit = (self.demand * 3 / 4).max(LIMIT_MIN);
         self.demand = 0;
         self.harvests = 0;
     }
@@ -212,7 +214,8 @@ mod tests {
                 pacing.harvested(in_kernel as u64, in_kernel, false, now);
                 in_kernel = 0;
             }
-            let count = queued.min(pacing.room(queued, in_kernel));
+            let limit = pacing.limit(queued + in_kernel);
+            let count = queued.min(limit.saturating_sub(in_kernel));
             if count > 0 {
                 // What comes while the disk works makes its work longer.
                 let begins = if in_kernel > 0 { disk_ends } else { at + of_all };
@@ -244,11 +247,22 @@ mod tests {
     }
 
     #[test]
+    fn a_client_with_few_requests_has_them_all_on_the_disk() {
+        let (_, pacing) = drive(64, 5, 8, 90, 600_000);
+        let mut pacing = Pacing { phase: Phase::Decided { limited: true }, ..pacing };
+        let start = Instant::now();
+        for at in 0..10_000 {
+            assert!(pacing.limit(2) >= 8, "after {at} harvests of 2");
+            pacing.harvested(2, 2, false, start + Duration::from_micros(at));
+        }
+    }
+
+    #[test]
     fn completions_that_come_one_by_one_change_nothing() {
         let mut pacing = Pacing::default();
         let start = Instant::now();
         for at in 0..100_000 {
-            assert_eq!(pacing.room(10, 54), usize::MAX);
+            assert_eq!(pacing.limit(64), usize::MAX);
             let now = start + Duration::from_micros(at);
             pacing.harvested(10, 64, false, now);
             pacing.harvested(0, 64, true, now);

@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 use std::io;
+use std::ops::Deref;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use super::alignment::Alignment;
 use super::retries::Retries;
@@ -14,13 +14,11 @@ use crate::op::{Completion, FileRef, Op, OpKind};
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
-        let file = Rc::new(Arc::clone(&self.file));
-        io.register_file(&file);
         let share = io.bounce_share(&self.file);
         FileDisk {
-            io,
+            file: io.attach_file(&self.file),
+            io: Attached(io),
             share,
-            file,
             is_block_device: self.is_block_device,
             align: self.align,
             memory_align: self.align.memory as usize,
@@ -35,9 +33,10 @@ impl FileSource {
 
 /// A file on one IoThread. What the file system turns out not to support is remembered.
 pub(super) struct FileDisk {
-    io: Rc<Io>,
     share: Rc<BounceShare>,
+    /// Before `io`, which looks at its drop whether this was the last that used the file.
     file: FileRef,
+    io: Attached,
     is_block_device: bool,
     align: Alignment,
     memory_align: usize,
@@ -48,9 +47,20 @@ pub(super) struct FileDisk {
     has_zero_range: Cell<bool>,
 }
 
-impl Drop for FileDisk {
+/// An IoThread on which files are attached.
+struct Attached(Rc<Io>);
+
+impl Deref for Attached {
+    type Target = Io;
+
+    fn deref(&self) -> &Io {
+        &self.0
+    }
+}
+
+impl Drop for Attached {
     fn drop(&mut self) {
-        self.io.unregister_file(&self.file);
+        self.0.detach_files();
     }
 }
 

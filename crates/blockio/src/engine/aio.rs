@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::aio_calls::{AioContext, IOCB_FLAG_RESFD, IoEvent, Iocb, iocb};
 use super::aio_ring::AioRing;
@@ -14,9 +14,10 @@ use super::announce::{Announcements, UNANNOUNCED};
 use super::retry::Retry;
 use super::threads::Threads;
 use super::{Completer, CompletionRing, EngineKind};
+use crate::clock;
 use crate::error::Error;
 use crate::io_thread::IoThreadConfig;
-use crate::op::{OpKind, Slots};
+use crate::op::{OpKind, OpenFile, Slots};
 
 /// Where completions are read.
 enum Completions {
@@ -24,6 +25,9 @@ enum Completions {
     /// The ring's header is not as we know it: the kernel copies the events out.
     Getevents(Vec<IoEvent>),
 }
+
+/// A submit that takes this long has waited for its disk.
+const SUBMIT_BLOCKS: Duration = Duration::from_millis(200);
 
 pub(crate) struct Aio {
     context: AioContext,
@@ -80,6 +84,7 @@ impl Aio {
 
     pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
         match slots.kind(slot) {
+            _ if slots.file(slot).is_some_and(OpenFile::blocks) => self.threads.queue(slot),
             Some(OpKind::Read | OpKind::Write { .. }) => self.queued.push_back(slot),
             Some(OpKind::Flush) if self.has_fdsync => self.queued.push_back(slot),
             _ => self.threads.queue(slot),
@@ -113,13 +118,23 @@ impl Aio {
         more_jobs || (goes_on && self.queued() > 0)
     }
 
-    /// Submits the first `count` queued ops. False when the kernel takes no more for now.
+    /// Submits those of the first `count` queued ops that are for the disk of the first one. False
+    /// when the kernel takes no more for now.
     fn submit_batch(&mut self, count: usize, done: &mut Completer<'_>) -> bool {
         self.prepare(count, done);
+        let (count, began) = (self.iocbs.len(), done.now);
+        let first = self.queued.front().copied();
         done.stats.syscalls.io_submit.add(1);
         // SAFETY: each address is that of a filled iocb in `iocbs`, and the memory behind these
         // belongs to slots that keep it until the completion (see `op.rs`).
-        match unsafe { self.context.submit(&mut self.iocb_addresses) } {
+        let result = unsafe { self.context.submit(&mut self.iocb_addresses) };
+        done.now = clock::now();
+        if done.now.saturating_duration_since(began) >= SUBMIT_BLOCKS
+            && let Some(file) = first.and_then(|slot| done.slots.file(slot))
+        {
+            tell_of_blocked_submit(file, done.now - began);
+        }
+        match result {
             Ok(accepted) => {
                 self.retry.accepted();
                 self.queued.drain(..accepted.min(count));
@@ -132,15 +147,20 @@ impl Aio {
         }
     }
 
-    /// Fills one iocb for each of the first `count` queued ops.
+    /// Fills one iocb for each of the first `count` queued ops, up to the first for another disk:
+    /// so it is known which disk a submit waited for.
     fn prepare(&mut self, count: usize, done: &mut Completer<'_>) {
         self.iocbs.clear();
         self.iocb_addresses.clear();
         let wake = self.threads.eventfd().as_raw_fd();
         let announced = !self.announcements.are_left_out();
+        let mut file = None;
         for &slot in self.queued.iter().take(count) {
             // Queued slots hold ops: only a completion empties them.
             if let Some(view) = done.slots.view(slot, done.now) {
+                if *file.get_or_insert(view.fd) != view.fd {
+                    break;
+                }
                 let mut iocb = iocb(slot, &view, wake);
                 if !announced {
                     iocb.flags &= !IOCB_FLAG_RESFD;
@@ -217,6 +237,17 @@ impl Aio {
     }
 }
 
+fn tell_of_blocked_submit(file: &OpenFile, waited: Duration) {
+    if file.set_blocks() {
+        tracing::warn!(
+            "{}: a submit waited {} ms for it, and every disk of the IoThread with it; pool \
+             threads serve it from now on",
+            file.path().display(),
+            waited.as_millis()
+        );
+    }
+}
+
 /// Stores the result of an op. `prepare` has put its slot into the iocb, perhaps with a mark.
 fn deliver(event: IoEvent, announcements: &mut Announcements, done: &mut Completer<'_>) {
     if let Ok(slot) = u32::try_from(announcements.completed(event.data)) {
@@ -237,7 +268,7 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 mod tests {
     use super::*;
     use crate::buf::Buffers;
-    use crate::op::{FileRef, Op};
+    use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
     use crate::task::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
@@ -260,7 +291,7 @@ mod tests {
             let config = IoThreadConfig { depth, ..IoThreadConfig::default() };
             Self {
                 engine: Aio::new(&config, Threads::new(wake)).unwrap(),
-                slots: Slots::default(),
+                slots: Slots::new(EngineKind::Aio, depth),
                 stats: Stats::default(),
                 woken: Vec::new(),
             }
@@ -303,7 +334,7 @@ mod tests {
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let file =
             std::fs::File::options().read(true).write(true).custom_flags(flags).open(path.path());
-        (path, Rc::new(Arc::new(OwnedFd::from(file.unwrap()).into())))
+        (path, IoFile::alone(Arc::new(OwnedFd::from(file.unwrap()).into())))
     }
 
     #[test]
@@ -327,7 +358,7 @@ mod tests {
     fn a_rejected_op_fails_alone() {
         let (_path, file) = file(true);
         let write_only = std::fs::File::options().write(true).open(_path.path()).unwrap();
-        let write_only = Rc::new(Arc::new(OwnedFd::from(write_only).into()));
+        let write_only = IoFile::alone(Arc::new(OwnedFd::from(write_only).into()));
         let mut bench = Bench::new(64);
         let slots: Vec<u32> = (0..9)
             .map(|i| bench.queue(if i % 4 == 0 { &write_only } else { &file }, OpKind::Read, 0))

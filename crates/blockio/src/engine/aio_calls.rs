@@ -152,6 +152,7 @@ impl AioContext {
             return false;
         };
         let view = OpView {
+            registered: -1,
             kind: OpKind::Flush,
             fd: file.as_raw_fd(),
             offset: 0,

@@ -14,7 +14,7 @@ pub(super) mod sim_ring;
 mod watches;
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
@@ -25,11 +25,13 @@ use super::threads::Threads;
 use super::{Completer, TOKEN_ENGINE};
 use crate::clock;
 use crate::error::Error;
+use crate::io_file::NOT_REGISTERED;
 use crate::io_thread::IoThreadConfig;
-use crate::op::{OpKind, OpenFile, Slots};
+use crate::op::{IoFile, OpKind, OpenFile, Slots};
 use crate::stats::Stats;
 #[cfg(feature = "sim")]
 use any_ring::Ring;
+use fixed::FixedFiles;
 use op_ring::OpRing;
 #[cfg(not(feature = "sim"))]
 use ring::KernelRing as Ring;
@@ -62,6 +64,7 @@ pub(crate) struct IoUring {
     depth: usize,
     retry: Retry,
     watches: Watches,
+    files: FixedFiles,
     /// When busy-polling saw first that the kernel has put completions off.
     deferred_since: Option<Instant>,
     /// Device discards through the ring work since Linux 6.12.
@@ -88,6 +91,7 @@ impl IoUring {
             depth: config.depth as usize,
             retry: Retry::default(),
             watches: Watches::default(),
+            files: FixedFiles::default(),
             deferred_since: None,
             threads,
         })
@@ -110,15 +114,32 @@ impl IoUring {
         self.watches.remove(&mut self.main.ring, token);
     }
 
-    pub(super) fn register_file(&mut self, file: &OpenFile) {
+    pub(super) fn set_disks(&mut self, disks: usize) {
+        self.threads.set_disks(disks);
+    }
+
+    pub(super) fn register_file(&mut self, file: &IoFile) {
         if self.polled.is_some() {
             file.tell();
         }
-        self.rings().for_each(|ring| ring.register_file(file.as_fd()));
+        let Some(index) = self.files.take_index() else { return };
+        let fd = file.as_raw_fd();
+        if self.rings().all(|ring| ring.ring.update_file(index, fd).is_ok()) {
+            file.set_registered(i32::try_from(index).unwrap_or(NOT_REGISTERED));
+        } else {
+            self.unregister(index);
+        }
     }
 
-    pub(super) fn unregister_file(&mut self, file: &OpenFile) {
-        self.rings().for_each(|ring| ring.unregister_file(file.as_fd()));
+    pub(super) fn unregister_file(&mut self, registered: i32) {
+        if let Ok(index) = u32::try_from(registered) {
+            self.unregister(index);
+        }
+    }
+
+    fn unregister(&mut self, index: u32) {
+        self.rings().for_each(|ring| drop(ring.ring.update_file(index, NOT_REGISTERED)));
+        self.files.give_back(index);
     }
 
     pub(super) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<()> {
@@ -194,6 +215,7 @@ impl IoUring {
             return more_jobs;
         }
         let result = self.rings().try_for_each(|ring| ring.submit(done.stats));
+        done.now = clock::now();
         match result {
             Ok(()) => {
                 self.retry.accepted();
@@ -419,7 +441,8 @@ mod tests {
         engine.watch(watched.as_fd(), 7).unwrap();
         // The kernel finds nothing under the number, and then the eventfd.
         drop(watched);
-        let (mut slots, stats) = (Slots::default(), Stats::default());
+        let mut slots = Slots::new(crate::engine::EngineKind::IoUring, 16);
+        let stats = Stats::default();
         let (mut woken, mut happened) = (Vec::<TaskKey>::new(), Vec::new());
         let mut round = |engine: &mut IoUring, now| {
             let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };

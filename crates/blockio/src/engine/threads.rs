@@ -13,12 +13,14 @@ use std::time::Duration;
 use rustix::fd::OwnedFd;
 
 use super::Completer;
+use crate::clock;
+use crate::lane::pool_threads;
 use crate::op::{OpKind, OpView};
 use crate::rare::Rare;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
 
-/// As many as QEMU's thread pool has: enough to keep a disk array busy.
+/// As many as QEMU's thread pool has: enough to keep a disk array busy. More disks have more.
 const THREADS_MAX: usize = 64;
 /// A thread without work for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -35,9 +37,9 @@ pub(crate) struct Job {
 // names until its completion (see `op.rs`), and completing it is the last thing done with them.
 unsafe impl Send for Job {}
 
-#[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
+    threads_max: usize,
     threads: usize,
     idle: usize,
     stop: bool,
@@ -58,7 +60,13 @@ pub(crate) struct Pool {
 impl Pool {
     pub(crate) fn new(wake: OwnedFd) -> Self {
         Self {
-            jobs: Mutex::default(),
+            jobs: Mutex::new(Jobs {
+                waiting: VecDeque::new(),
+                threads_max: THREADS_MAX,
+                threads: 0,
+                idle: 0,
+                stop: false,
+            }),
             work: Condvar::new(),
             done: Mutex::default(),
             done_len: AtomicUsize::new(0),
@@ -103,7 +111,7 @@ impl Pool {
         let mut jobs = self.jobs();
         jobs.waiting.extend(added);
         let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
-        wanted.min(THREADS_MAX - jobs.threads)
+        wanted.min(jobs.threads_max.saturating_sub(jobs.threads))
     }
 
     /// A thread is about to start.
@@ -164,6 +172,11 @@ impl Threads {
         self.pool.wake.as_fd()
     }
 
+    /// So many disks are there now: the lanes let a share of the threads through for each.
+    pub(super) fn set_disks(&self, disks: usize) {
+        self.pool.jobs().threads_max = pool_threads(disks).max(THREADS_MAX);
+    }
+
     pub(super) fn queue(&mut self, slot: u32) {
         self.queued.push_back(slot);
     }
@@ -195,6 +208,7 @@ impl Threads {
         }
         self.grow(wanted, done);
         self.pool.notify(count);
+        done.now = clock::now();
         !self.queued.is_empty()
     }
 
@@ -356,7 +370,8 @@ mod tests {
 
     use super::*;
     use crate::buf::Buffers;
-    use crate::op::{FileRef, Op, Slots};
+    use crate::engine::EngineKind;
+    use crate::op::{FileRef, IoFile, Op, Slots};
     use crate::stats::Stats;
     use crate::task::TaskKey;
 
@@ -374,8 +389,8 @@ mod tests {
             let file = OwnedFd::from(tempfile::tempfile().unwrap());
             Self {
                 engine: Threads::new(wake),
-                file: Rc::new(Arc::new(file.into())),
-                slots: Slots::default(),
+                file: IoFile::alone(Arc::new(file.into())),
+                slots: Slots::new(EngineKind::Threads, 64),
                 stats: Stats::default(),
                 woken: Vec::new(),
             }
@@ -472,7 +487,8 @@ mod tests {
             let mut jobs = pool.jobs();
             if jobs.idle == 1 {
                 let (kind, iovecs) = (OpKind::Flush, std::ptr::null());
-                let view = OpView { kind, fd: -1, offset: 0, iovecs, iovecs_len: 0 };
+                let view =
+                    OpView { kind, fd: -1, registered: -1, offset: 0, iovecs, iovecs_len: 0 };
                 jobs.waiting.push_back(Job { slot: 7, view });
                 is_given = true;
             }

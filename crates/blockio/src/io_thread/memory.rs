@@ -2,20 +2,47 @@
 
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 
-use super::Io;
+use super::{Io, Ops};
 use crate::buf::Buffers;
-use crate::op::FileRef;
+use crate::op::{FileRef, OpenFile};
+
+impl Ops {
+    #[inline]
+    pub(super) fn detach_files(&mut self) {
+        if !self.slots.lanes.has_retired() {
+            return;
+        }
+        while let Some((registered, file)) = self.slots.lanes.take_retired() {
+            self.engine.unregister_file(registered);
+            // Only now may it be closed.
+            drop(file);
+        }
+        self.engine.set_disks(self.slots.lanes.len());
+    }
+}
 
 impl Io {
-    /// Has the kernel look `file` up once instead of for each op, where the engine can do that,
-    /// until [`unregister_file`](Self::unregister_file).
-    pub(crate) fn register_file(&self, file: &FileRef) {
-        self.ops.borrow_mut().engine.register_file(file);
+    /// A handle of `file` for ops. While one is there, the kernel has the file at hand, where the
+    /// engine can do that, and does not look it up for each op.
+    pub(crate) fn attach_file(&self, file: &Arc<OpenFile>) -> FileRef {
+        let ops = &mut *self.ops.borrow_mut();
+        ops.detach_files();
+        let (handle, is_new) = ops.slots.lanes.attach(file);
+        if is_new {
+            ops.engine.set_disks(ops.slots.lanes.len());
+            ops.engine.register_file(&handle);
+        }
+        handle
     }
 
-    pub(crate) fn unregister_file(&self, file: &FileRef) {
-        self.ops.borrow_mut().engine.unregister_file(file);
+    /// Gives back what was kept for files whose last handle has gone.
+    pub(crate) fn detach_files(&self) {
+        // Within a harvest the last handle may go; it looks for such by itself.
+        if let Ok(mut ops) = self.ops.try_borrow_mut() {
+            ops.detach_files();
+        }
     }
 
     /// Has the kernel pin the pages of `memory` and keep them at hand, where the engine can do

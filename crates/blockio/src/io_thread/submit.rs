@@ -1,36 +1,49 @@
 //! The middle of a turn: submit, harvest, and who is woken by it.
 
+use std::time::Duration;
+
 use super::{Io, NO_TASK, Ops};
 use crate::clock;
 use crate::engine::{Completer, TOKEN_ENGINE};
+use crate::error::Error;
+
+/// How long a wait that failed for want of memory is put off.
+const RETRY_WAIT: Duration = Duration::from_millis(1);
+
+/// Whether a wait that failed may succeed when it is tried again.
+fn is_transient(error: &Error) -> bool {
+    let errno = error.system_error().and_then(std::io::Error::raw_os_error);
+    matches!(errno, Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
+}
 
 impl Io {
     /// One system call for all queued ops, then completions that are visible without one.
     pub(super) fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
-        let Ops { slots, engine, woken, happened, pacing } = &mut *ops;
+        let Ops { slots, engine, woken, happened } = &mut *ops;
         if engine.is_quiet() {
             return;
         }
         let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
         loop {
-            let (queued, in_kernel) = (engine.queued(), engine.in_kernel());
-            let room = pacing.room(queued, in_kernel).min(self.submit_max);
-            let mut more = false;
-            if room > 0 {
-                more = engine.submit(room, &mut done);
-            }
-            if queued > 0 {
-                done.now = clock::now();
-            }
+            let queued = engine.queued();
+            let more = engine.submit(self.submit_max, &mut done);
             let submitted = engine.queued() < queued;
             let harvests = self.harvest_on_submit || self.harvest_is_due.take();
             let found = if harvests { engine.harvest(&mut done, happened) } else { 0 };
             if found > 0 || submitted {
-                pacing.harvested(found, in_kernel, submitted, done.now);
+                done.slots.lanes.harvested(submitted, done.now);
             }
-            // Completions may have made room for what is queued.
-            if !more && (found == 0 || engine.queued() == 0) {
+            // Completions have made room for what waits in lanes.
+            let mut moved = false;
+            while done.slots.lanes.has_backlog()
+                && let Some(slot) = done.slots.next_from_lanes()
+            {
+                engine.queue(slot, done.slots);
+                moved = true;
+            }
+            // They may have made room for what is queued, too.
+            if !more && !moved && (found == 0 || engine.queued() == 0) {
                 break;
             }
         }
@@ -46,6 +59,7 @@ impl Io {
             }
             self.reactor.borrow_mut().dispatch(&mut ops.happened, &mut ops.woken);
         }
+        ops.detach_files();
         let mut executor = self.executor.borrow_mut();
         for key in ops.woken.drain(..) {
             if key.task == NO_TASK.task {
@@ -65,8 +79,11 @@ impl Io {
                 return;
             }
             let retry = ops.engine.retry_at();
-            if self.wait_in_kernel(&mut ops, retry).is_err() {
-                std::thread::yield_now();
+            if let Err(error) = self.wait_in_kernel(&mut ops, retry) {
+                if !is_transient(&error) {
+                    return;
+                }
+                std::thread::sleep(RETRY_WAIT);
             }
         }
     }

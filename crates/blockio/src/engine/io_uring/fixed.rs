@@ -1,7 +1,6 @@
 //! Files and memory that the kernel has looked up in advance.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use super::Ring;
 
@@ -12,61 +11,27 @@ pub(super) const BUFFERS_MAX: u32 = 2048;
 /// The kernel takes no piece of more than 1 GiB.
 const PIECE_MAX: usize = 1 << 30;
 
-const NO_FILE: i32 = -1;
-
-/// Registered files by descriptor.
+/// Which indices files have. All rings of an IoThread use the same.
 #[derive(Default)]
 pub(super) struct FixedFiles {
-    /// The table's index of each descriptor, or `NO_FILE`.
-    index_of: Vec<i32>,
-    /// How often each index was added.
-    uses: Vec<u32>,
+    taken: Vec<bool>,
 }
 
 impl FixedFiles {
-    #[inline]
-    pub(super) fn index_of(&self, fd: RawFd) -> Option<i32> {
-        let index = *self.index_of.get(usize::try_from(fd).ok()?)?;
-        (index != NO_FILE).then_some(index)
+    /// An index that no file has. It must not be given back before the last entry that names it
+    /// was taken by the kernel: what holds it back is the handle of the file, which slots hold.
+    pub(super) fn take_index(&mut self) -> Option<u32> {
+        let index = self.taken.iter().position(|taken| !taken).unwrap_or(self.taken.len());
+        let number = u32::try_from(index).ok().filter(|&number| number < FILES_MAX)?;
+        self.taken.resize(self.taken.len().max(index + 1), false);
+        self.taken[index] = true;
+        Some(number)
     }
 
-    pub(super) fn add(&mut self, ring: &Ring, file: BorrowedFd<'_>) {
-        let fd = file.as_raw_fd();
-        let Ok(place) = usize::try_from(fd) else { return };
-        if let Some(index) = self.index_of(fd) {
-            self.uses[usize::try_from(index).unwrap_or(0)] += 1;
-            return;
+    pub(super) fn give_back(&mut self, index: u32) {
+        if let Some(taken) = self.taken.get_mut(index as usize) {
+            *taken = false;
         }
-        let index = self.uses.iter().position(|&uses| uses == 0).unwrap_or_else(|| {
-            self.uses.push(0);
-            self.uses.len() - 1
-        });
-        let (Ok(offset), Ok(signed)) = (u32::try_from(index), i32::try_from(index)) else { return };
-        if offset >= FILES_MAX || ring.update_file(offset, fd).is_err() {
-            return;
-        }
-        self.uses[index] = 1;
-        if self.index_of.len() <= place {
-            self.index_of.resize(place + 1, NO_FILE);
-        }
-        self.index_of[place] = signed;
-    }
-
-    pub(super) fn remove(&mut self, ring: &Ring, file: BorrowedFd<'_>) {
-        let fd = file.as_raw_fd();
-        let Some(index) = self.index_of(fd).and_then(|index| u32::try_from(index).ok()) else {
-            return;
-        };
-        let uses = &mut self.uses[index as usize];
-        *uses -= 1;
-        if *uses > 0 {
-            return;
-        }
-        if let Ok(place) = usize::try_from(fd) {
-            self.index_of[place] = NO_FILE;
-        }
-        // Ops in the kernel hold the file themselves.
-        let _ = ring.update_file(index, NO_FILE);
     }
 }
 

@@ -2,12 +2,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::BorrowedFd;
 
 use io_uring::{cqueue, opcode, squeue, types};
 
 use super::Ring;
-use super::fixed::{FixedBuffers, FixedFiles};
+use super::fixed::FixedBuffers;
 use crate::engine::Completer;
 use crate::op::{OpKind, OpView};
 use crate::stats::Stats;
@@ -23,7 +22,6 @@ pub(super) struct OpRing {
     queued: VecDeque<u32>,
     /// Ops that are in the submission ring or in the kernel.
     in_kernel: usize,
-    files: FixedFiles,
     buffers: FixedBuffers,
     /// Empty between harvests; kept so that they allocate nothing.
     entries: Vec<cqueue::Entry>,
@@ -37,19 +35,10 @@ impl OpRing {
             ring,
             queued: VecDeque::new(),
             in_kernel: 0,
-            files: FixedFiles::default(),
             buffers: FixedBuffers::default(),
             entries: Vec::new(),
             is_asked: false,
         }
-    }
-
-    pub(super) fn register_file(&mut self, file: BorrowedFd<'_>) {
-        self.files.add(&self.ring, file);
-    }
-
-    pub(super) fn unregister_file(&mut self, file: BorrowedFd<'_>) {
-        self.files.remove(&self.ring, file);
     }
 
     pub(super) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<()> {
@@ -85,7 +74,7 @@ impl OpRing {
         for slot in self.queued.drain(..count) {
             // Queued slots hold ops: only a completion empties them.
             if let Some(view) = done.slots.view(slot, done.now) {
-                let entry = entry(&view, &self.files, &mut self.buffers).user_data(u64::from(slot));
+                let entry = entry(&view, &mut self.buffers).user_data(u64::from(slot));
                 // SAFETY: the entry's addresses are those of the slot's iovecs and of the memory
                 // behind them, and its file is the slot's. The slot keeps all three until the
                 // completion that carries its number (see `op.rs`).
@@ -144,10 +133,11 @@ impl OpRing {
 }
 
 /// The submission entry of an op, without its slot number.
-fn entry(view: &OpView, files: &FixedFiles, buffers: &mut FixedBuffers) -> squeue::Entry {
-    let (fd, flags) = match files.index_of(view.fd) {
-        Some(index) => (index, squeue::Flags::FIXED_FILE),
-        None => (view.fd, squeue::Flags::empty()),
+fn entry(view: &OpView, buffers: &mut FixedBuffers) -> squeue::Entry {
+    let (fd, flags) = if view.registered >= 0 {
+        (view.registered, squeue::Flags::FIXED_FILE)
+    } else {
+        (view.fd, squeue::Flags::empty())
     };
     let (fd, offset) = (types::Fd(fd), view.offset);
     let entry = match view.kind {

@@ -84,6 +84,10 @@ impl KernelRing {
         let mut probe = Probe::new();
         submitter.register_probe(&mut probe)?;
         let has_uring_cmd = probe.is_supported(opcode::UringCmd16::CODE);
+        // An op that has to wait holds one of the kernel's workers. The usual limit, four times the
+        // CPUs, would let a disk that hangs take them all: with one for each op nobody needs
+        // another's. Before Linux 5.15 it cannot be set.
+        let _ = submitter.register_iowq_max_workers(&mut [setup.depth.max(ENTRIES_MIN), 0]);
         restrict(&submitter, &probe, setup)?;
         submitter.register_enable_rings()?;
         Ok(Self { ring, sqpoll: setup.sqpoll, has_uring_cmd })

@@ -1,0 +1,146 @@
+//! What outlives what, with real engines and safe code alone.
+
+use std::future::Future;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+use super::*;
+use crate::buf::Buffers;
+use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::io_thread::{IoThread, IoThreadConfig};
+
+const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+
+fn temp_file(fill: u8) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    std::fs::write(file.path(), vec![fill; 1 << 20]).unwrap();
+    file
+}
+
+fn open(file: &tempfile::NamedTempFile) -> DiskSource {
+    let options = DiskOptions { direct: true, ..DiskOptions::default() };
+    DiskSource::file(file.path(), &options).unwrap()
+}
+
+fn poll_once<T>(future: impl Future<Output = T>) -> Poll<T> {
+    pin!(future).as_mut().poll(&mut Context::from_waker(Waker::noop()))
+}
+
+/// Memory that a kernel wrote to after its end would be that of the next round.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_disk_that_outlives_its_thread_starts_nothing() {
+    let file = temp_file(0x5a);
+    for engine in ENGINES {
+        let source = open(&file);
+        for _ in 0..50 {
+            let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+            let thread = IoThread::new(&config).unwrap();
+            let disk = source.attach(thread.io());
+            let before = thread.block_on(disk.read(0, Buffers::aligned(4096, 4096)));
+            before.unwrap().0.unwrap();
+            drop(thread);
+            for offset in [0, 65_536] {
+                let memory = Buffers::aligned(65_536, 4096);
+                let view = memory.again();
+                let Poll::Ready((result, memory)) = poll_once(disk.read(offset, memory)) else {
+                    panic!("{engine}: the read of a thread that has ended is on its way");
+                };
+                assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ECANCELED));
+                assert!(view.to_vec().iter().all(|&byte| byte == 0), "{engine}: it was done");
+                drop(memory);
+            }
+            let flushed = poll_once(disk.flush());
+            assert!(matches!(flushed, Poll::Ready(Err(_))), "{engine}: {flushed:?}");
+            // The disk itself is well: no flush was lost.
+            drop(disk);
+        }
+        let thread = IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() });
+        let thread = thread.unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.flush()).unwrap().unwrap();
+    }
+}
+
+/// A submission thread takes entries in later, and they name files by an index.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
+    let (a, b) = (temp_file(0), temp_file(0));
+    let (source_a, source_b) = (open(&a), open(&b));
+    for sqpoll in [true, false] {
+        let engine = EngineKind::IoUring;
+        let config = IoThreadConfig { engine, sqpoll, depth: 64, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        for round in 0..200u8 {
+            let disk_a = source_a.attach(thread.io());
+            let data = Buffers::aligned(4096, 4096);
+            data.copy_from(0, &[round + 1; 4096]);
+            let _ = poll_once(disk_a.write(4096, data, false));
+            drop(disk_a);
+            let disk_b = source_b.attach(thread.io());
+            let read = thread.block_on(disk_b.read(4096, Buffers::aligned(4096, 4096))).unwrap();
+            read.0.unwrap();
+            while thread.io().ops() > 0 {
+                thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+            }
+            let at = |file: &tempfile::NamedTempFile| std::fs::read(file.path()).unwrap()[4096];
+            assert_eq!((at(&a), at(&b)), (round + 1, 0), "sqpoll {sqpoll}, round {round}");
+        }
+    }
+}
+
+/// The file of a disk that has gone is closed: its lock ends, and its device can be had.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_file_is_given_back_with_its_last_op() {
+    let file = temp_file(1);
+    for engine in ENGINES {
+        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        for waits in [false, true] {
+            let disk = open(&file).attach(thread.io());
+            if waits {
+                let _ = poll_once(disk.read(0, Buffers::aligned(4096, 4096)));
+            }
+            drop(disk);
+            while thread.io().ops() > 0 {
+                thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+            }
+            // It was opened for writing, which a lock allows once.
+            let lock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+            rustix::fs::flock(file.as_file(), lock).unwrap();
+            rustix::fs::flock(file.as_file(), rustix::fs::FlockOperation::Unlock).unwrap();
+        }
+    }
+}
+
+/// A future that is dropped in the middle leaves its slot to its op, and a slot to nobody.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn futures_may_be_dropped_at_any_time() {
+    let file = temp_file(0x77);
+    let source = open(&file);
+    for engine in ENGINES {
+        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let disk: Disk = source.attach(thread.io());
+        for round in 0..300u64 {
+            let offset = round % 256 * 4096;
+            let mut read = Box::pin(disk.read(offset, Buffers::aligned(4096, 4096)));
+            let _ = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if round % 3 == 0 {
+                // Its op is done by now, or is not.
+                thread.turn(crate::io_thread::Wait::Never).unwrap();
+            }
+            drop(read);
+            let view = Buffers::aligned(4096, 4096);
+            let data = view.again();
+            thread.block_on(disk.read(offset, view)).unwrap().0.unwrap();
+            assert!(data.to_vec().iter().all(|&byte| byte == 0x77));
+        }
+        while thread.io().ops() > 0 {
+            thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! A file as the ops of one IoThread know it.
+
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
+use std::os::fd::{AsRawFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::op::OpenFile;
+
+/// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation.
+/// What the kernel keeps at hand for the file is given back when the last of them has gone, and
+/// with it the last op that may name it.
+pub type FileRef = Rc<IoFile>;
+
+/// See [`FileRef`].
+#[derive(Debug)]
+pub struct IoFile {
+    file: Arc<OpenFile>,
+    lane: u32,
+    /// The index under which the kernel has it registered, or [`NOT_REGISTERED`].
+    registered: Cell<i32>,
+    retired: Rc<Retired>,
+}
+
+pub(crate) const NOT_REGISTERED: i32 = -1;
+
+impl IoFile {
+    pub(crate) fn new(file: Arc<OpenFile>, lane: u32, retired: Rc<Retired>) -> Rc<Self> {
+        Rc::new(Self { file, lane, registered: Cell::new(NOT_REGISTERED), retired })
+    }
+
+    /// One that belongs to no IoThread.
+    #[cfg(test)]
+    pub(crate) fn alone(file: Arc<OpenFile>) -> Rc<Self> {
+        Self::new(file, u32::MAX, Rc::default())
+    }
+
+    #[inline]
+    pub(crate) fn file(&self) -> &OpenFile {
+        &self.file
+    }
+
+    #[inline]
+    pub(crate) fn lane(&self) -> u32 {
+        self.lane
+    }
+
+    #[inline]
+    pub(crate) fn registered(&self) -> i32 {
+        self.registered.get()
+    }
+
+    pub(crate) fn set_registered(&self, index: i32) {
+        self.registered.set(index);
+    }
+}
+
+impl Deref for IoFile {
+    type Target = OpenFile;
+
+    fn deref(&self) -> &OpenFile {
+        &self.file
+    }
+}
+
+impl AsRawFd for IoFile {
+    #[inline]
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+impl Drop for IoFile {
+    fn drop(&mut self) {
+        // The last handle goes wherever the last op goes, in the middle of a harvest, say.
+        self.retired.0.borrow_mut().push((self.lane, self.registered.get()));
+    }
+}
+
+/// Lanes whose handles have gone, each with the index of its file.
+#[derive(Debug, Default)]
+pub(crate) struct Retired(RefCell<Vec<(u32, i32)>>);
+
+impl Retired {
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        !self.0.borrow().is_empty()
+    }
+
+    pub(crate) fn take(&self) -> Option<(u32, i32)> {
+        self.0.borrow_mut().pop()
+    }
+}

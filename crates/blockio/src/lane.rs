@@ -1,0 +1,604 @@
+//! Lanes: the ops of each disk on an IoThread, and how many of them the engine may have.
+//!
+//! All disks of an IoThread share what an engine has room for, and a disk that hangs gives nothing
+//! back. So each has a lane. An op goes to the engine at once if its lane has room, and else waits
+//! in the lane's backlog until one of its own disk has completed. The room of a lane is
+//!
+//! * a number of ops that is its own, whatever the others hold;
+//! * beyond that a part of what is left for all: [`PART`] times as much as stays free, so that a
+//!   disk alone gets most of it, and one that comes later still finds some;
+//! * for ops that need a kernel worker or a pool thread in any case, [`SLOW_MAX`] of them;
+//! * below the number of requests of the device, beyond which a submit waits for it;
+//! * as much as its pacing allows.
+//!
+//! A lane without ops in the engine has room for one, always. So a backlog waits for completions of
+//! its own disk or, where files share a device, of that device.
+
+use std::collections::VecDeque;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::device::Device;
+use crate::engine::EngineKind;
+use crate::io_file::{FileRef, IoFile, Retired};
+use crate::op::{OpKind, OpenFile};
+use crate::pacing::Pacing;
+
+/// The most ops of a lane that are its own.
+const OWN_MAX: u32 = 64;
+/// A lane may have this many times what would stay free for all.
+const PART: u32 = 4;
+/// The most ops of a lane in the engine that are neither reads nor writes.
+const SLOW_MAX: u32 = 16;
+/// The most ops in the engine of a lane whose ops block submits: each holds a pool thread.
+const BLOCKING_MAX: u32 = 16;
+/// The most ops in the engine of a regular file: should it hang, each write holds a kernel worker.
+const FILE_MAX: u32 = 256;
+
+/// Pool threads of an IoThread with this many disks: enough for what the lanes let through.
+pub(crate) fn pool_threads(lanes: usize) -> usize {
+    64 + lanes * (SLOW_MAX + BLOCKING_MAX) as usize
+}
+
+const NO_DEVICE: u32 = u32::MAX;
+
+struct Lane {
+    file: Arc<OpenFile>,
+    handle: Weak<IoFile>,
+    /// Its place among the devices.
+    device: u32,
+    /// So many bytes of an op count as one.
+    unit_bytes: usize,
+    /// What the engine may have of it at most, whatever is free.
+    most: u32,
+    /// What the engine may have of it without a further look; 0 where there is more to look at.
+    quick: u32,
+    /// What the engine has of it.
+    units: u32,
+    /// Those of them that are neither reads nor writes.
+    slow: u32,
+    /// What has completed since the last look.
+    found: u32,
+    /// Whether ops went to the engine since the last look.
+    is_given: bool,
+    is_touched: bool,
+    is_waiting: bool,
+    transfers: VecDeque<u32>,
+    others: VecDeque<u32>,
+    pacing: Pacing,
+    paced: u32,
+}
+
+/// What the lanes of one device have there.
+struct DeviceUse {
+    device: Arc<Device>,
+    lanes: u32,
+    units: u32,
+}
+
+/// How the room of an engine is shared out.
+#[derive(Debug, Default, Clone, Copy)]
+struct Shares {
+    /// What each lane has for itself.
+    own: u32,
+    /// What all have together.
+    common: u32,
+    /// What is taken of that.
+    taken: u32,
+}
+
+impl Shares {
+    /// The shares of `lanes` lanes, and room for one that is to come.
+    fn of(capacity: u32, lanes: usize) -> Self {
+        let lanes = u32::try_from(lanes).unwrap_or(u32::MAX).saturating_add(1);
+        let own = (capacity / lanes.saturating_mul(2)).clamp(1, OWN_MAX);
+        Self { own, common: capacity.saturating_sub(own.saturating_mul(lanes)), taken: 0 }
+    }
+
+    fn beyond(&self, units: u32) -> u32 {
+        units.saturating_sub(self.own)
+    }
+
+    fn allow(&self, before: u32, after: u32) -> bool {
+        let (mine, more) = (self.beyond(after), self.beyond(after) - self.beyond(before));
+        let free = self.common.saturating_sub(self.taken);
+        mine == 0 || (more <= free && mine <= free.saturating_mul(PART))
+    }
+}
+
+pub(crate) struct Lanes {
+    lanes: Vec<Option<Lane>>,
+    devices: Vec<Option<DeviceUse>>,
+    engine: EngineKind,
+    depth: u32,
+    shares: Shares,
+    /// Lanes with a backlog, in the order of their turns.
+    waiting: VecDeque<u32>,
+    touched: Vec<u32>,
+    retired: Rc<Retired>,
+    is_closed: bool,
+}
+
+/// What becomes of an op.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Admission {
+    /// The engine takes it, and it counts as so much.
+    Now(u32),
+    /// It waits in its lane.
+    Later,
+    /// The IoThread has ended.
+    Never,
+}
+
+/// The units that slots count for, by slot.
+pub(crate) trait Units {
+    /// Whether the op in a slot is a read or a write, and its bytes.
+    fn nature(&self, slot: u32) -> (bool, usize);
+    /// Says what the op in a slot counts as.
+    fn set(&mut self, slot: u32, units: u32);
+}
+
+impl Lanes {
+    pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
+        Self {
+            lanes: Vec::new(),
+            devices: Vec::new(),
+            engine,
+            depth,
+            shares: Shares::default(),
+            waiting: VecDeque::new(),
+            touched: Vec::new(),
+            retired: Rc::default(),
+            is_closed: false,
+        }
+    }
+
+    /// Lanes that there are.
+    pub(crate) fn len(&self) -> usize {
+        self.lanes.iter().flatten().count()
+    }
+
+    /// Whether ops wait in lanes.
+    #[inline]
+    pub(crate) fn has_backlog(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// From now on no op is admitted.
+    pub(crate) fn close(&mut self) {
+        self.is_closed = true;
+        self.lanes.iter_mut().flatten().for_each(|lane| lane.quick = 0);
+    }
+
+    /// The handle of `file`: the one that there is, or a new one with a lane. True: it is new.
+    pub(crate) fn attach(&mut self, file: &Arc<OpenFile>) -> (FileRef, bool) {
+        let known = self.lanes.iter().flatten().find(|lane| Arc::ptr_eq(&lane.file, file));
+        if let Some(handle) = known.and_then(|lane| lane.handle.upgrade()) {
+            return (handle, false);
+        }
+        let index = self.lanes.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.lanes.push(None);
+            self.lanes.len() - 1
+        });
+        let number = u32::try_from(index).unwrap_or_else(|_| unreachable!("2^32 disks"));
+        let handle = IoFile::new(Arc::clone(file), number, Rc::clone(&self.retired));
+        let device = file.device().filter(|_| self.engine != EngineKind::Threads);
+        let is_regular = self.engine == EngineKind::IoUring && !file.is_block_device();
+        self.lanes[index] = Some(Lane {
+            file: Arc::clone(file),
+            handle: Rc::downgrade(&handle),
+            unit_bytes: device.map_or(usize::MAX, |device| device.request_bytes()),
+            device: device.map_or(NO_DEVICE, |device| self.use_device(device)),
+            most: if is_regular { FILE_MAX } else { u32::MAX },
+            quick: 0,
+            units: 0,
+            slow: 0,
+            found: 0,
+            is_given: false,
+            is_touched: false,
+            is_waiting: false,
+            transfers: VecDeque::new(),
+            others: VecDeque::new(),
+            pacing: Pacing::default(),
+            paced: u32::MAX,
+        });
+        self.share_out();
+        (handle, true)
+    }
+
+    fn use_device(&mut self, device: &Arc<Device>) -> u32 {
+        let has = |place: &Option<DeviceUse>| {
+            place.as_ref().is_some_and(|used| Arc::ptr_eq(&used.device, device))
+        };
+        let index = self.devices.iter().position(has).unwrap_or_else(|| {
+            device.add_user();
+            let used = DeviceUse { device: Arc::clone(device), lanes: 0, units: 0 };
+            match self.devices.iter().position(Option::is_none) {
+                Some(index) => {
+                    self.devices[index] = Some(used);
+                    index
+                }
+                None => {
+                    self.devices.push(Some(used));
+                    self.devices.len() - 1
+                }
+            }
+        });
+        if let Some(used) = &mut self.devices[index] {
+            used.lanes += 1;
+        }
+        u32::try_from(index).unwrap_or(NO_DEVICE)
+    }
+
+    /// Whether handles have gone: [`take_retired`](Self::take_retired) finds them.
+    #[inline]
+    pub(crate) fn has_retired(&self) -> bool {
+        self.retired.any()
+    }
+
+    /// Removes a lane whose handle has gone, and with it all of its ops. Returns the index of its
+    /// file with the kernel, and the file, which is to be closed after that is given back.
+    pub(crate) fn take_retired(&mut self) -> Option<(i32, Arc<OpenFile>)> {
+        let (number, registered) = self.retired.take()?;
+        let lane = self.lanes.get_mut(number as usize)?.take()?;
+        if let Some(place) = self.devices.get_mut(lane.device as usize)
+            && let Some(used) = place
+        {
+            used.lanes -= 1;
+            if used.lanes == 0 {
+                used.device.remove_user();
+                *place = None;
+            }
+        }
+        self.touched.retain(|&other| other != number);
+        self.share_out();
+        Some((registered, lane.file))
+    }
+
+    /// Reckons anew what each lane may have.
+    fn share_out(&mut self) {
+        let capacity = match self.engine {
+            EngineKind::Threads => u32::try_from(pool_threads(self.len())).unwrap_or(u32::MAX),
+            _ => self.depth,
+        };
+        self.shares = Shares::of(capacity, self.len());
+        let shares = self.shares;
+        for lane in self.lanes.iter_mut().flatten() {
+            self.shares.taken += shares.beyond(lane.units);
+            lane.set_quick(shares.own, self.is_closed);
+        }
+    }
+
+    /// Whether an op may go to the engine now. If not, it is in a backlog, or is to be given up.
+    #[inline]
+    pub(crate) fn admit(&mut self, lane: u32, slot: u32, kind: OpKind, bytes: usize) -> Admission {
+        let is_transfer = kind.is_transfer();
+        if let Some(Some(place)) = self.lanes.get_mut(lane as usize)
+            && is_transfer
+            && place.units < place.quick
+        {
+            place.units += 1;
+            place.is_given = true;
+            if !place.is_touched {
+                place.is_touched = true;
+                self.touched.push(lane);
+            }
+            return Admission::Now(1);
+        }
+        self.admit_slowly(lane, slot, is_transfer, bytes)
+    }
+
+    fn admit_slowly(&mut self, lane: u32, slot: u32, is_transfer: bool, bytes: usize) -> Admission {
+        let Some(Some(place)) = self.lanes.get(lane as usize) else { return Admission::Never };
+        if self.is_closed {
+            return Admission::Never;
+        }
+        let backlog = if is_transfer { &place.transfers } else { &place.others };
+        let units = place.units_of(bytes);
+        if backlog.is_empty() && self.may_enter(place, units, is_transfer) {
+            self.enter(lane, units, is_transfer);
+            return Admission::Now(units);
+        }
+        let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return Admission::Never };
+        let backlog = if is_transfer { &mut place.transfers } else { &mut place.others };
+        backlog.push_back(slot);
+        place.quick = if is_transfer { 0 } else { place.quick };
+        if !place.is_waiting {
+            place.is_waiting = true;
+            self.waiting.push_back(lane);
+        }
+        Admission::Later
+    }
+
+    fn may_enter(&self, lane: &Lane, units: u32, is_transfer: bool) -> bool {
+        let after = lane.units.saturating_add(units);
+        let blocks = if lane.file.blocks() { BLOCKING_MAX } else { u32::MAX };
+        if !is_transfer && lane.slow >= SLOW_MAX {
+            return false;
+        }
+        if let Some(Some(used)) = self.devices.get(lane.device as usize)
+            && used.units > 0
+            && used.units.saturating_add(units) > used.device.share()
+        {
+            return false;
+        }
+        lane.units == 0
+            || (after <= lane.most.min(lane.paced).min(blocks)
+                && self.shares.allow(lane.units, after))
+    }
+
+    fn enter(&mut self, lane: u32, units: u32, is_transfer: bool) {
+        let shares = self.shares;
+        let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return };
+        let before = place.units;
+        place.units += units;
+        place.slow += u32::from(!is_transfer);
+        place.is_given = true;
+        if !place.is_touched {
+            place.is_touched = true;
+            self.touched.push(lane);
+        }
+        self.shares.taken += shares.beyond(place.units) - shares.beyond(before);
+        if let Some(Some(used)) = self.devices.get_mut(place.device as usize) {
+            used.units += units;
+        }
+    }
+
+    /// An op that counted as `units` has completed.
+    #[inline]
+    pub(crate) fn leave(&mut self, lane: u32, units: u32, kind: OpKind) {
+        let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return };
+        let before = place.units;
+        place.units -= units;
+        place.found += units;
+        if !place.is_touched {
+            place.is_touched = true;
+            self.touched.push(lane);
+        }
+        if before > self.shares.own {
+            let shares = self.shares;
+            self.shares.taken -= shares.beyond(before) - shares.beyond(place.units);
+        }
+        if place.device != NO_DEVICE
+            && let Some(Some(used)) = self.devices.get_mut(place.device as usize)
+        {
+            used.units -= units;
+        }
+        if !kind.is_transfer() {
+            place.slow -= 1;
+        }
+    }
+
+    /// After a harvest: paces the lanes that had completions. `submitted`: a submit came right
+    /// before it.
+    pub(crate) fn harvested(&mut self, submitted: bool, now: Instant) {
+        let own = self.shares.own;
+        for number in self.touched.drain(..) {
+            let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
+            lane.is_touched = false;
+            let (found, is_given) = (std::mem::take(&mut lane.found), lane.is_given && submitted);
+            lane.is_given = false;
+            let in_kernel = lane.units + found;
+            let demand = in_kernel as usize + lane.transfers.len() + lane.others.len();
+            lane.pacing.harvested(u64::from(found), in_kernel as usize, is_given, now);
+            lane.paced = u32::try_from(lane.pacing.limit(demand)).unwrap_or(u32::MAX);
+            lane.set_quick(own, self.is_closed);
+        }
+    }
+
+    /// Takes an op that has room now out of its backlog; the lanes take turns.
+    pub(crate) fn next(&mut self, ops: &mut impl Units) -> Option<u32> {
+        for _ in 0..self.waiting.len() {
+            let number = self.waiting.pop_front()?;
+            let Some(Some(lane)) = self.lanes.get(number as usize) else { continue };
+            let found = [(&lane.transfers, true), (&lane.others, false)].into_iter().find_map(
+                |(backlog, is_transfer)| {
+                    let slot = *backlog.front()?;
+                    let units = lane.units_of(ops.nature(slot).1);
+                    self.may_enter(lane, units, is_transfer).then_some((slot, units, is_transfer))
+                },
+            );
+            if let Some((slot, units, is_transfer)) = found {
+                self.enter(number, units, is_transfer);
+                ops.set(slot, units);
+            }
+            let own = self.shares.own;
+            let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
+            match found {
+                Some((_, _, true)) => drop(lane.transfers.pop_front()),
+                Some((_, _, false)) => drop(lane.others.pop_front()),
+                None => {}
+            }
+            lane.is_waiting = !lane.transfers.is_empty() || !lane.others.is_empty();
+            lane.set_quick(own, self.is_closed);
+            if lane.is_waiting {
+                self.waiting.push_back(number);
+            }
+            if let Some((slot, ..)) = found {
+                return Some(slot);
+            }
+        }
+        None
+    }
+}
+
+impl Lane {
+    fn units_of(&self, bytes: usize) -> u32 {
+        if bytes <= self.unit_bytes {
+            return 1;
+        }
+        u32::try_from(bytes.div_ceil(self.unit_bytes)).unwrap_or(u32::MAX)
+    }
+
+    fn set_quick(&mut self, own: u32, is_closed: bool) {
+        let is_simple = !is_closed
+            && self.device == NO_DEVICE
+            && self.transfers.is_empty()
+            && !self.file.blocks();
+        self.quick = if is_simple { own.min(self.most).min(self.paced) } else { 0 };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::OwnedFd;
+
+    /// Ops by their number: whether each is a read, its bytes, and what it counts as.
+    #[derive(Default)]
+    struct Ops(Vec<(bool, usize, u32)>);
+
+    impl Units for Ops {
+        fn nature(&self, slot: u32) -> (bool, usize) {
+            let (is_transfer, bytes, _) = self.0[slot as usize];
+            (is_transfer, bytes)
+        }
+
+        fn set(&mut self, slot: u32, units: u32) {
+            self.0[slot as usize].2 = units;
+        }
+    }
+
+    struct Bench {
+        lanes: Lanes,
+        ops: Ops,
+        files: Vec<FileRef>,
+        /// With the engine, in order: the lane and the op.
+        engine: Vec<(usize, u32)>,
+    }
+
+    impl Bench {
+        fn new(engine: EngineKind, depth: u32) -> Self {
+            let lanes = Lanes::new(engine, depth);
+            Self { lanes, ops: Ops::default(), files: Vec::new(), engine: Vec::new() }
+        }
+
+        fn attach(&mut self, device: Option<&Arc<Device>>) -> usize {
+            let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+            let file = Arc::new(OpenFile::on_device(file, device.cloned()));
+            let (handle, is_new) = self.lanes.attach(&file);
+            assert!(is_new && Rc::ptr_eq(&handle, &self.lanes.attach(&file).0));
+            self.files.push(handle);
+            self.files.len() - 1
+        }
+
+        fn start(&mut self, disk: usize, kind: OpKind, bytes: usize) -> Admission {
+            let slot = u32::try_from(self.ops.0.len()).unwrap();
+            self.ops.0.push((kind.is_transfer(), bytes, 0));
+            let admission = self.lanes.admit(self.files[disk].lane(), slot, kind, bytes);
+            if let Admission::Now(units) = admission {
+                self.ops.set(slot, units);
+                self.engine.push((disk, slot));
+            }
+            admission
+        }
+
+        /// Starts reads until one must wait; returns how many the engine has of that disk then.
+        fn fill(&mut self, disk: usize) -> usize {
+            while self.start(disk, OpKind::Read, 4096) != Admission::Later {}
+            self.engine.iter().filter(|(of, _)| *of == disk).count()
+        }
+
+        /// Completes the oldest op of a disk, and takes in what has room then.
+        fn complete(&mut self, disk: usize) -> Vec<(usize, u32)> {
+            let place = self.engine.iter().position(|(of, _)| *of == disk).unwrap();
+            let (_, slot) = self.engine.remove(place);
+            let (is_transfer, _, units) = self.ops.0[slot as usize];
+            let kind = if is_transfer { OpKind::Read } else { OpKind::Flush };
+            self.lanes.leave(self.files[disk].lane(), units, kind);
+            self.lanes.harvested(true, Instant::now());
+            let mut begun = Vec::new();
+            while let Some(slot) = self.lanes.next(&mut self.ops) {
+                // One disk has a backlog in these tests, the one that has completed.
+                self.engine.push((disk, slot));
+                begun.push((disk, slot));
+            }
+            begun
+        }
+    }
+
+    #[test]
+    fn a_disk_alone_has_most_of_the_engine_and_none_that_hangs_has_what_is_anothers() {
+        for (engine, depth) in [(EngineKind::Aio, 1024), (EngineKind::Threads, 0)] {
+            let mut bench = Bench::new(engine, depth);
+            let all = if depth > 0 { depth as usize } else { pool_threads(1) };
+            let alone = bench.attach(None);
+            let had = bench.fill(alone);
+            assert!(had * 10 >= all * 6 && had < all, "{engine}: {had} of {all}");
+            // It hangs from now on, and so do all that come.
+            for _ in 0..20 {
+                let next = bench.attach(None);
+                let had = bench.fill(next);
+                assert!(had >= 8, "{engine}: {had} of {all} for a new disk");
+            }
+        }
+    }
+
+    #[test]
+    fn ops_wait_for_their_own_disk_and_go_on_in_order() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let (hung, well) = (bench.attach(None), bench.attach(None));
+        bench.fill(hung);
+        let had = bench.fill(well);
+        let mut last = 0;
+        for _ in 0..3 {
+            bench.start(well, OpKind::Read, 4096);
+        }
+        for _ in 0..4 {
+            let begun = bench.complete(well);
+            assert_eq!(begun.len(), 1, "one has completed, so one has room");
+            assert!(begun[0].1 > last, "out of order");
+            last = begun[0].1;
+        }
+        assert!(bench.complete(well).is_empty() && !bench.lanes.waiting.contains(&1));
+        assert_eq!(bench.engine.iter().filter(|(of, _)| *of == well).count(), had - 1);
+    }
+
+    #[test]
+    fn ops_that_need_a_thread_are_few_and_hold_no_read_back() {
+        let mut bench = Bench::new(EngineKind::IoUring, 1024);
+        let disk = bench.attach(None);
+        for _ in 0..SLOW_MAX {
+            assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Now(1));
+        }
+        for _ in 0..100 {
+            assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Later);
+            assert_eq!(bench.start(disk, OpKind::Read, 512), Admission::Now(1));
+        }
+        assert_eq!(bench.complete(disk).len(), 1);
+    }
+
+    #[test]
+    fn a_device_has_no_more_requests_than_it_takes() {
+        let device = Device::with(128, 65_536);
+        let mut bench = Bench::new(EngineKind::Aio, 1024);
+        let (a, b) = (bench.attach(Some(&device)), bench.attach(Some(&device)));
+        let elsewhere = bench.attach(None);
+        assert_eq!(bench.start(a, OpKind::Read, 1 << 20), Admission::Now(16));
+        let had = bench.fill(a) + bench.fill(b);
+        assert_eq!(had, 1 + 96 - 16, "three quarters, and the large one counts for what it is");
+        assert!(bench.fill(elsewhere) > 96, "another disk has nothing to do with it");
+        // What is too large for it goes alone.
+        let small = Device::with(4, 4096);
+        let c = bench.attach(Some(&small));
+        assert_eq!(bench.start(c, OpKind::Read, 1 << 20), Admission::Now(256));
+        assert_eq!(bench.start(c, OpKind::Read, 512), Admission::Later);
+        assert_eq!(bench.complete(c).len(), 1);
+    }
+
+    #[test]
+    fn a_lane_that_goes_gives_everything_back() {
+        let device = Device::with(128, 65_536);
+        let mut bench = Bench::new(EngineKind::Aio, 1024);
+        for _ in 0..3 {
+            let disk = bench.attach(Some(&device));
+            bench.start(disk, OpKind::Read, 4096);
+            bench.complete(disk);
+            bench.files.clear();
+            assert!(bench.lanes.take_retired().is_some() && bench.lanes.take_retired().is_none());
+            assert_eq!((bench.lanes.len(), bench.lanes.shares.taken), (0, 0));
+            assert!(bench.lanes.devices.iter().all(Option::is_none));
+        }
+    }
+}
