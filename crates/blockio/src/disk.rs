@@ -132,6 +132,17 @@ impl DiskSource {
         &self.info
     }
 
+    /// A text that is the same whenever this disk is opened, and another one for another disk: the
+    /// id of the file system and the number of the file in it, or what a block device says of
+    /// itself. It may name files. Empty for a null disk.
+    #[must_use]
+    pub fn identity(&self) -> &str {
+        match &self.kind {
+            SourceKind::File(source) => &source.identity,
+            SourceKind::Null => "",
+        }
+    }
+
     /// Whether it is a null disk, which never needs an engine.
     #[must_use]
     pub fn is_null(&self) -> bool {

@@ -142,7 +142,8 @@ pub struct ServeArgs {
     /// Default: `none`, or `writeback` where the file system has no direct I/O.
     #[arg(long, value_name = "MODE")]
     pub cache: Option<CacheMode>,
-    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: the file's name.
+    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: one that follows
+    /// from what the disk is: the file in its file system, or the block device.
     #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
     pub serial: Option<String>,
     /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what

@@ -12,6 +12,7 @@ use crate::start;
 for_each_engine! {
     requests_answer_with_status_and_length,
     an_id_is_padded_and_cut,
+    a_serial_is_that_of_the_disk,
     segments_are_carried_out,
     bad_segments_are_refused_as_a_whole,
     flags_are_looked_at_before_anything_else,
@@ -66,6 +67,29 @@ fn requests_answer_with_status_and_length(engine: Engine) -> Result<()> {
         let id = frontend.request(queue, blk::GET_ID, 0, &[], 20)?;
         assert_eq!((id.status, id.used_bytes), (blk::OK, 21));
     }
+    Ok(())
+}
+
+/// Two files of one name have two, and each has its own at each start.
+fn a_serial_is_that_of_the_disk(engine: Engine) -> Result<()> {
+    let folders = [(); 2].map(|()| tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")));
+    let mut serials = Vec::new();
+    for folder in &folders {
+        let folder = folder.as_ref().map_err(|error| anyhow::anyhow!("{error}"))?;
+        let file = folder.path().join("secret.img");
+        std::fs::File::create(&file).and_then(|file| file.set_len(DISK_BYTES))?;
+        let options =
+            DaemonOptions::new(engine).with("--disk", &format!("file,path={}", file.display()));
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let (_daemon, mut frontend) = attach(&options)?;
+            seen.push(frontend.request(0, blk::GET_ID, 0, &[], 20)?.data);
+        }
+        ensure!(seen[0] == seen[1], "another serial after a restart: {seen:?}");
+        ensure!(seen[0].iter().all(u8::is_ascii_alphanumeric), "{seen:?}");
+        serials.extend(seen.pop());
+    }
+    ensure!(serials[0] != serials[1], "two files of one name have one serial: {serials:?}");
     Ok(())
 }
 

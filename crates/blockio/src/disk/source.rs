@@ -20,6 +20,8 @@ pub(super) struct FileSource {
     pub(super) file: Arc<OpenFile>,
     pub(super) is_block_device: bool,
     pub(super) align: Alignment,
+    /// See [`DiskSource::identity`](super::DiskSource::identity).
+    pub(super) identity: Arc<str>,
 }
 
 impl FileSource {
@@ -76,8 +78,10 @@ impl FileSource {
             read_only: options.read_only,
             direct: options.direct,
         };
+        let identity =
+            if is_block_device { device_identity(&file, path) } else { file_identity(&file) };
         let file = Arc::new(OpenFile::new(file, path, options.direct));
-        Ok((Self { file, is_block_device, align }, info))
+        Ok((Self { file, is_block_device, align, identity: identity.into() }, info))
     }
 
     /// A file whose nature is not looked at but told.
@@ -89,7 +93,7 @@ impl FileSource {
         request_align: u32,
     ) -> Self {
         let align = Alignment { memory: memory_align, request: request_align, range: 512 };
-        Self { file: Arc::new(file.into()), is_block_device, align }
+        Self { file: Arc::new(file.into()), is_block_device, align, identity: "".into() }
     }
 
     /// As if it were opened anew.
@@ -104,7 +108,7 @@ impl FileSource {
         let mut options = File::options();
         let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
-        Self { file, is_block_device: false, align: Alignment::ANY }
+        Self { file, is_block_device: false, align: Alignment::ANY, identity: "".into() }
     }
 
     /// As if nothing were known of it but what the kernel says to each op.
@@ -164,6 +168,27 @@ fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error
         };
         Error::Open { path: path.clone(), error, advice }
     }
+}
+
+/// The file system and the file's number in it. Most file systems make their id of their UUID.
+fn file_identity(file: &File) -> String {
+    let (device, inode) = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
+    match rustix::fs::fstatvfs(file).map(|stat| stat.f_fsid) {
+        Ok(id) if id != 0 => format!("file system {id:x}, inode {inode}"),
+        _ => format!("device {device}, inode {inode}"),
+    }
+}
+
+/// What the device says of itself, and which partition of it this is. Devices that say nothing are
+/// known by their path.
+fn device_identity(file: &File, path: &Path) -> String {
+    let names = ["dm/uuid", "wwid", "device/wwid", "device/serial", "serial", "loop/backing_file"];
+    let said = names.into_iter().filter_map(|name| device_attribute(file, name));
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let device = said.into_iter().find(|text| !text.is_empty());
+    let device = device.unwrap_or_else(|| path.display().to_string());
+    let partition = device_attribute(file, "partition").unwrap_or_default();
+    format!("device {device}, partition {partition}")
 }
 
 /// Refuses devices that would be opened and then fail requests.

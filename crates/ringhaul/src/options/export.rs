@@ -215,7 +215,7 @@ impl ExportSpec {
         );
         let options = BlkOptions {
             name,
-            serial: self.serial.clone().unwrap_or_else(|| default_serial(&self.disk)),
+            serial: self.serial.clone().unwrap_or_else(|| default_serial(source.identity())),
             num_queues: self.num_queues,
             queue_size: self.queue_size,
             write_cache: cache.has_write_cache(),
@@ -260,13 +260,21 @@ fn name_of(cache: CacheMode) -> String {
     cache.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
-/// The file's name, as far as it fits and a guest can print it.
-fn default_serial(spec: &DiskSpec) -> String {
-    let name = match spec {
-        DiskSpec::File(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        DiskSpec::Null { .. } => "null".to_owned(),
+/// A serial number that follows from what the disk is, and tells nothing of it.
+fn default_serial(identity: &str) -> String {
+    if identity.is_empty() {
+        return "null".to_owned();
+    }
+    // FNV-1a in 128 bits, 100 of them as base-32 digits.
+    let hash =
+        identity.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
+            (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
+        });
+    let digit = |place: usize| {
+        let value = u32::try_from(hash >> (128 - 5 * (place + 1)) & 31).unwrap_or(0);
+        char::from_digit(value, 32).unwrap_or('0').to_ascii_uppercase()
     };
-    name.chars().filter(char::is_ascii_graphic).take(SERIAL_BYTES).collect()
+    (0..SERIAL_BYTES).map(digit).collect()
 }
 
 #[cfg(test)]
@@ -343,9 +351,16 @@ mod tests {
     }
 
     #[test]
-    fn a_serial_is_made_of_the_file_name() {
-        let serial = |path: &str| default_serial(&DiskSpec::File(path.into()));
-        assert_eq!(serial("/srv/my disk.img"), "mydisk.img");
-        assert_eq!(serial("/srv/a-very-long-name-of-a-disk.qcow").len(), SERIAL_BYTES);
+    fn serials_are_full_printable_and_apart() {
+        let of = |inode: u32| default_serial(&format!("file system [1, 2], inode {inode}"));
+        let serials: std::collections::BTreeSet<_> = (0..10_000).map(of).collect();
+        assert_eq!(serials.len(), 10_000);
+        for serial in serials {
+            assert_eq!(serial.len(), SERIAL_BYTES);
+            assert!(serial.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{serial}");
+        }
+        // What was told once is told again, whatever the version.
+        assert_eq!(of(7), default_serial("file system [1, 2], inode 7"));
+        assert_eq!(default_serial(""), "null");
     }
 }
