@@ -357,3 +357,28 @@ fn restrict(submitter: &Submitter<'_>, probe: &Probe, setup: &Setup<'_>) -> io::
     ]);
     submitter.register_restrictions(&mut restrictions)
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn entries_are_untold_until_they_are_submitted() {
+        let setup = Setup { depth: 4, sqpoll: false, polled_beside: None };
+        let mut ring = KernelRing::new(&setup).unwrap();
+        assert!(!ring.is_untold());
+        let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let events = u32::from(libc::POLLIN.unsigned_abs());
+        let entry = opcode::PollAdd::new(types::Fd(kick.as_raw_fd()), events).build();
+        // SAFETY: a poll points to no memory.
+        unsafe { ring.push(&entry.user_data(1)) };
+        assert!(ring.is_untold() && ring.has_anything());
+        ring.submit(&Stats::default()).unwrap();
+        assert!(!ring.is_untold() && !ring.has_anything());
+        rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+        assert!(ring.has_anything(), "the kernel was not told of the poll");
+    }
+}
