@@ -5,6 +5,7 @@
 //! and memory that the device cannot take as it is gets bounced.
 
 mod alignment;
+mod blocks;
 mod file;
 mod holder;
 mod lock;
@@ -114,7 +115,7 @@ impl DiskSource {
         memory_align: u32,
         request_align: u32,
     ) -> Self {
-        let file = FileSource::simulated(file, is_block_device, memory_align, request_align);
+        let file = FileSource::simulated(file, is_block_device, &info, memory_align, request_align);
         Self { info, kind: SourceKind::File(file) }
     }
 
@@ -225,7 +226,8 @@ impl Disk {
     /// What the kernel says. Data may be lost then, so every later flush, and every write with
     /// `fua`, fails with that error until the disk is opened anew, on all IoThreads. Errors of ops
     /// that never got as far as the file (`EINTR`, `EAGAIN`, `EINVAL`, no support for it) do not
-    /// count, nor does a write with `fua` that found no room (`ENOSPC`, `EDQUOT`, `EFBIG`).
+    /// count, nor does a write with `fua` that is too long for the file (`EFBIG`) or, without the
+    /// page cache, found no room (`ENOSPC`, `EDQUOT`).
     pub async fn flush(&self) -> io::Result<()> {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,

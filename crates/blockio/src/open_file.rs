@@ -28,6 +28,8 @@ pub struct OpenFile {
     device: Option<Arc<Device>>,
     /// A submit of Linux AIO has waited for it.
     blocks: AtomicBool,
+    /// Writes go through the page cache.
+    is_cached: bool,
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     lost: AtomicI32,
 }
@@ -56,6 +58,7 @@ impl OpenFile {
             not_polled: place,
             is_block_device,
             device,
+            is_cached: !direct,
             ..Self::from(OwnedFd::from(file))
         }
     }
@@ -102,11 +105,13 @@ impl OpenFile {
     pub(crate) fn op_failed(&self, kind: OpKind, errno: i32) {
         let may_be_lost = match kind {
             OpKind::Flush => !never_reached_the_file(errno),
-            // Without room for its own range a write fails alone, and may succeed later.
-            OpKind::Write { fua: true } => {
-                !never_reached_the_file(errno)
-                    && !matches!(errno, libc::ENOSPC | libc::EDQUOT | libc::EFBIG)
-            }
+            // Without room for its own range a write fails alone, and may succeed later. With the
+            // page cache it may just as well be told that there was none for an earlier one.
+            OpKind::Write { fua: true } => match errno {
+                libc::EFBIG => false,
+                libc::ENOSPC | libc::EDQUOT => self.is_cached,
+                _ => !never_reached_the_file(errno),
+            },
             _ => false,
         };
         let first =
@@ -172,6 +177,7 @@ impl From<OwnedFd> for OpenFile {
             is_block_device: false,
             device: None,
             blocks: AtomicBool::new(false),
+            is_cached: false,
             lost: AtomicI32::new(0),
         }
     }
@@ -257,6 +263,11 @@ mod tests {
             file.op_failed(kind, errno);
             assert!(file.check_not_lost().is_ok(), "{kind:?} {errno}");
         }
+        let cached = OpenFile { is_cached: true, ..null() };
+        cached.op_failed(fua, libc::EFBIG);
+        assert!(cached.check_not_lost().is_ok());
+        cached.op_failed(fua, libc::ENOSPC);
+        assert!(cached.check_not_lost().is_err(), "it may be told of another write");
         for (kind, errno) in [(flush, libc::EIO), (flush, libc::ENOSPC), (fua, libc::EIO)] {
             let file = null();
             file.op_failed(kind, errno);

@@ -29,10 +29,12 @@ fn sector_of(byte: u64) -> u64 {
 }
 
 fn start_on(device: &Path, engine: Engine, cache: Cache) -> Result<Daemon> {
+    start(&options_on(device, engine, cache))
+}
+
+fn options_on(device: &Path, engine: Engine, cache: Cache) -> DaemonOptions {
     let disk = format!("file,path={}", device.display());
-    let mut options = DaemonOptions::new(engine).with("--disk", &disk);
-    options.cache = cache;
-    start(&options)
+    DaemonOptions { cache, ..DaemonOptions::new(engine).with("--disk", &disk) }
 }
 
 /// What the device has no more is an error, never zeroes; so it is when it has nothing any more, as
@@ -76,25 +78,34 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
     Ok(())
 }
 
-/// With the page cache, disks with blocks of 4096 bytes take requests of 512. What the device
-/// itself cannot do so small is done otherwise.
+/// With the page cache, and where they are told to, disks with blocks of 4096 bytes take requests
+/// of 512. What the device itself cannot do so small is done otherwise.
 fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
         return Ok(());
     }
     let (page, rest) = (4096, 256 << 10);
-    for (cache, unit) in [(Cache::Writeback, 512), (Cache::Writethrough, 512), (Cache::None, page)]
-    {
+    for (cache, unit, is_told) in [
+        (Cache::Writeback, 512, false),
+        (Cache::Writethrough, 512, false),
+        (Cache::None, page, false),
+        (Cache::None, 512, true),
+    ] {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let backing = folder.path().join("backing.img");
         let content = pattern(9, 1 << 20);
         fs::write(&backing, &content).context("making a backing file")?;
         let device = LoopDevice::attach_with(&backing, &["--sector-size", "4096"])?;
-        let mut daemon = start_on(device.path(), engine, cache)?;
+        let mut options = options_on(device.path(), engine, cache);
+        if is_told {
+            options = options.with("--logical-block-size", "512");
+        }
+        let mut daemon = start(&options)?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
         let block = frontend.config(20, 4)?;
         ensure!(block == u32::try_from(unit)?.to_le_bytes(), "{cache:?}: a block of {block:?}");
         let mut expected = content.clone();
+        write_parts(&mut frontend, unit, &mut expected)?;
         let ranges = [
             (unit, unit),
             (page, page),
@@ -135,6 +146,19 @@ fn ranges_below_the_block_of_a_device(engine: Engine) -> Result<()> {
         drop(frontend);
         daemon.check_running()?;
         daemon.terminate()?;
+    }
+    Ok(())
+}
+
+/// Writes a part of a block, a block, and many from one part to another.
+fn write_parts(frontend: &mut Frontend, unit: usize, expected: &mut [u8]) -> Result<()> {
+    let page = 4096;
+    for (start, len) in [(unit, unit), (page, page), (90 * page + unit, 65 * page + unit)] {
+        let data = pattern(start as u64, len);
+        frontend.write(1, sector_of(start as u64), &data)?;
+        let read = frontend.read(0, sector_of(start as u64), len)?;
+        ensure!(read == data, "{len} bytes at {start} are not what was written");
+        expected[start..start + len].copy_from_slice(&data);
     }
     Ok(())
 }

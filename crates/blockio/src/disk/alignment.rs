@@ -56,6 +56,49 @@ impl Alignment {
         let end = (offset + len) / unit * unit;
         (start < end).then(|| (start, end - start))
     }
+
+    /// How much of `len` bytes from `offset` on may go in one piece of at most `most` bytes, so
+    /// that a piece is either whole units of requests or lies within one.
+    pub(super) fn piece(self, offset: u64, len: u64, most: usize) -> usize {
+        let unit = u64::from(self.request);
+        let lead = offset & (unit - 1);
+        let piece = match lead {
+            0 if len >= unit => len.min(most as u64) & !(unit - 1),
+            _ => len.min(unit - lead),
+        };
+        // It is at most `most`, or less than a unit.
+        usize::try_from(piece).unwrap_or_else(|_| unreachable!("a piece of {piece} bytes"))
+    }
+}
+
+/// A piece of a request, and the whole units of requests that it lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Window {
+    /// The byte of the disk at which the first unit starts.
+    pub(super) start: u64,
+    /// Bytes of the first unit before the piece.
+    pub(super) lead: usize,
+    /// Bytes of the piece.
+    pub(super) piece: usize,
+    /// Bytes of all units.
+    pub(super) bytes: usize,
+}
+
+impl Window {
+    /// Of a piece of `left` bytes from `offset` on, as much as fits `most` bytes of units of `unit`
+    /// bytes (a power of two; `most` is a multiple of it).
+    pub(super) fn of(offset: u64, left: usize, most: usize, unit: usize) -> Self {
+        let start = offset & !(unit as u64 - 1);
+        let lead = usize::try_from(offset - start)
+            .unwrap_or_else(|_| unreachable!("a unit of {unit} bytes"));
+        let piece = left.min(most - lead);
+        Self { start, lead, piece, bytes: (lead + piece).next_multiple_of(unit) }
+    }
+
+    /// Whether the piece is less than its units.
+    pub(super) fn is_part(self) -> bool {
+        self.piece != self.bytes
+    }
 }
 
 /// What direct reads need, where that is less than writes; since Linux 6.14.
@@ -91,5 +134,35 @@ mod tests {
             assert_eq!(align.whole_ranges(offset, len), whole, "{offset} {len}");
         }
         assert_eq!(Alignment::ANY.whole_ranges(3, 5), Some((3, 5)));
+    }
+
+    #[test]
+    fn a_piece_is_whole_units_or_lies_in_one() {
+        let align = Alignment { request: 4096, ..Alignment::ANY };
+        let most = 64 << 10;
+        let cases = [
+            ((0, 1 << 20), most),
+            ((4096, 10_240), 8192),
+            ((12_288, 2048), 2048),
+            ((512, 1 << 20), 3584),
+            ((3584, 512), 512),
+            ((3584, 513), 512),
+        ];
+        for ((offset, len), piece) in cases {
+            assert_eq!(align.piece(offset, len, most), piece, "{offset} {len}");
+        }
+        assert_eq!(Alignment::ANY.piece(7, 1 << 30, most), most);
+    }
+
+    #[test]
+    fn a_window_is_the_units_around_a_piece() {
+        let window = |start, lead, piece, bytes| Window { start, lead, piece, bytes };
+        let of = |offset, left| Window::of(offset, left, 16_384, 4096);
+        assert_eq!(of(8192, 4096), window(8192, 0, 4096, 4096));
+        assert_eq!(of(8704, 512), window(8192, 512, 512, 4096));
+        assert_eq!(of(8704, 8192), window(8192, 512, 8192, 12_288));
+        assert_eq!(of(8704, 1 << 20), window(8192, 512, 15_872, 16_384));
+        assert!(of(8704, 512).is_part() && !of(8192, 4096).is_part());
+        assert_eq!(Window::of(9, 5, 8, 1), window(9, 0, 5, 5));
     }
 }

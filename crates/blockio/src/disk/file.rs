@@ -5,7 +5,8 @@ use std::io;
 use std::ops::Deref;
 use std::rc::Rc;
 
-use super::alignment::Alignment;
+use super::alignment::{Alignment, Window};
+use super::blocks::{Blocks, Claimed};
 use super::retries::Retries;
 use super::source::FileSource;
 use crate::buf::Buffers;
@@ -21,6 +22,7 @@ impl FileSource {
             share,
             is_block_device: self.is_block_device,
             align: self.align,
+            blocks: self.blocks.clone(),
             memory_align: self.align.memory as usize,
             request_align: self.align.request as usize,
             has_dsync: Cell::new(true),
@@ -39,6 +41,8 @@ pub(super) struct FileDisk {
     io: Attached,
     is_block_device: bool,
     align: Alignment,
+    /// Where requests may be smaller than what direct I/O takes.
+    blocks: Option<Arc<Blocks>>,
     memory_align: usize,
     request_align: usize,
     has_dsync: Cell<bool>,
@@ -66,10 +70,25 @@ impl Drop for Attached {
 
 impl FileDisk {
     pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
-        if buffers.is_aligned(self.memory_align, self.request_align) {
+        if self.is_aligned(offset, &buffers) {
             return self.transfer(OpKind::Read, offset, buffers).await;
         }
-        self.bounce(OpKind::Read, offset, buffers).await
+        self.bounce(OpKind::Read, offset, buffers, None).await
+    }
+
+    /// Whether the kernel takes the request as it is.
+    #[inline]
+    fn is_aligned(&self, offset: u64, buffers: &Buffers) -> bool {
+        offset & (self.request_align as u64 - 1) == 0
+            && buffers.is_aligned(self.memory_align, self.request_align)
+    }
+
+    /// Has the blocks of a range for itself, where they may be written in part.
+    async fn claim(&self, offset: u64, len: u64) -> Option<Rc<Claimed>> {
+        match &self.blocks {
+            Some(blocks) => Some(Rc::new(blocks.claim(offset, len).await)),
+            None => None,
+        }
     }
 
     pub(super) async fn write(
@@ -82,11 +101,13 @@ impl FileDisk {
             return (Err(error), buffers);
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
-        let (result, buffers) = if buffers.is_aligned(self.memory_align, self.request_align) {
+        let claimed = self.claim(offset, buffers.bytes() as u64).await;
+        let (result, buffers) = if self.is_aligned(offset, &buffers) {
             self.transfer(kind, offset, buffers).await
         } else {
-            self.bounce(kind, offset, buffers).await
+            self.bounce(kind, offset, buffers, claimed.clone()).await
         };
+        drop(claimed);
         if result.is_ok() && fua {
             let stable =
                 if self.has_dsync.get() { self.file.check_not_lost() } else { self.flush().await };
@@ -108,6 +129,7 @@ impl FileDisk {
         }
         // A hint: blocks of the device that are not wholly in the range stay.
         let Some((offset, len)) = self.align.whole_ranges(offset, len) else { return Ok(()) };
+        let _claimed = self.claim(offset, len).await;
         let kind = if self.is_block_device {
             OpKind::DiscardBlocks { len }
         } else {
@@ -122,17 +144,24 @@ impl FileDisk {
         len: u64,
         may_unmap: bool,
     ) -> io::Result<()> {
+        let claimed = self.claim(offset, len).await;
         let Some((start, whole)) = self.align.whole_ranges(offset, len) else {
-            return self.write_zero_bytes(offset, len).await;
+            return self.write_zero_bytes(offset, len, claimed).await;
         };
-        self.write_zero_bytes(offset, start - offset).await?;
-        self.zero_range(start, whole, may_unmap).await?;
+        self.write_zero_bytes(offset, start - offset, claimed.clone()).await?;
+        self.zero_range(start, whole, may_unmap, claimed.clone()).await?;
         let end = start + whole;
-        self.write_zero_bytes(end, offset + len - end).await
+        self.write_zero_bytes(end, offset + len - end, claimed).await
     }
 
     /// Zeroes whole blocks of the device.
-    async fn zero_range(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+    async fn zero_range(
+        &self,
+        offset: u64,
+        len: u64,
+        may_unmap: bool,
+        claimed: Option<Rc<Claimed>>,
+    ) -> io::Result<()> {
         let punch =
             OpKind::Fallocate { mode: libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, len };
         if may_unmap && self.try_feature(&self.has_punch_zeroes, punch, offset).await? {
@@ -146,16 +175,28 @@ impl FileDisk {
         if self.try_feature(&self.has_zero_range, zero, offset).await? {
             return Ok(());
         }
-        self.write_zero_bytes(offset, len).await
+        self.write_zero_bytes(offset, len, claimed).await
     }
 
-    pub(super) async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+    pub(super) async fn write_zero_bytes(
+        &self,
+        mut offset: u64,
+        mut len: u64,
+        claimed: Option<Rc<Claimed>>,
+    ) -> io::Result<()> {
+        let kind = OpKind::Write { fua: false };
         while len > 0 {
             let most = self.share.piece_bytes(self.request_align);
-            let piece = usize::try_from(len).unwrap_or(usize::MAX).min(most);
-            let permit = self.share.take(&self.io, piece).await;
-            let zeroes = self.count_failure(self.io.bounce_zeroes(permit))?;
-            self.transfer(OpKind::Write { fua: false }, offset, zeroes).await.0?;
+            let piece = self.align.piece(offset, len, most);
+            if piece & (self.request_align - 1) == 0 {
+                let permit = self.share.take(&self.io, piece).await;
+                let zeroes = self.count_failure(self.io.bounce_zeroes(piece, permit))?;
+                self.transfer(kind, offset, zeroes).await.0?;
+            } else {
+                // A part of a block: the memory that counts is that of the bounce.
+                let zeroes = self.count_failure(self.io.bounce_zeroes(piece, ()))?;
+                self.bounce(kind, offset, zeroes, claimed.clone()).await.0?;
+            }
             offset += piece as u64;
             len -= piece as u64;
         }
@@ -239,36 +280,48 @@ impl FileDisk {
         (Ok(()), buffers)
     }
 
-    /// Moves `buffers` by way of aligned memory, piece by piece.
+    /// Moves `buffers` by way of aligned memory, piece by piece, and in whole blocks: what a write
+    /// leaves of them is read first. `claimed` is given up when no piece of a write is in the
+    /// kernel, whoever still waits for it.
     async fn bounce(
         &self,
         kind: OpKind,
         mut offset: u64,
         mut buffers: Buffers,
+        claimed: Option<Rc<Claimed>>,
     ) -> (io::Result<()>, Buffers) {
         self.io.stats().bounced.add(1);
         while buffers.bytes() > 0 {
-            let piece = buffers.bytes().min(self.share.piece_bytes(self.request_align));
-            let permit = self.share.take(&self.io, piece).await;
-            let align = self.memory_align.max(512);
-            let bounce = match self.count_failure(Buffers::uninitialized(piece, align, permit)) {
+            let most = self.share.piece_bytes(self.request_align);
+            let window = Window::of(offset, buffers.bytes(), most, self.request_align);
+            let permit = self.share.take(&self.io, window.bytes).await;
+            let (align, kept) = (self.memory_align.max(512), (permit, claimed.clone()));
+            let bounce = match self.count_failure(Buffers::uninitialized(window.bytes, align, kept))
+            {
                 Ok(bounce) => bounce,
                 Err(error) => return (Err(error), buffers),
             };
-            if kind != OpKind::Read {
-                bounce.copy_from_buffers(&buffers, piece);
-            }
             // The list is used up by the transfer, the memory is not: keep a second list of it.
-            let view = bounce.again();
-            let (result, _) = self.transfer(kind, offset, bounce).await;
+            let mut view = bounce.again();
+            view.advance(window.lead);
+            let mut result = Ok(());
+            if kind != OpKind::Read {
+                if window.is_part() {
+                    result = self.transfer(OpKind::Read, window.start, bounce.again()).await.0;
+                }
+                view.copy_from_buffers(&buffers, window.piece);
+            }
+            if result.is_ok() {
+                result = self.transfer(kind, window.start, bounce).await.0;
+            }
             if result.is_err() {
                 return (result, buffers);
             }
             if kind == OpKind::Read {
-                buffers.copy_from_buffers(&view, piece);
+                buffers.copy_from_buffers(&view, window.piece);
             }
-            buffers.advance(piece);
-            offset += piece as u64;
+            buffers.advance(window.piece);
+            offset += window.piece as u64;
         }
         (Ok(()), buffers)
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 
 use super::alignment::Alignment;
+use super::blocks::Blocks;
 use super::lock::{Attempt, Conflict, lock, patiently};
 use super::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
@@ -22,6 +23,8 @@ pub(super) struct FileSource {
     pub(super) align: Alignment,
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
+    /// Where requests may be smaller than what direct I/O takes.
+    pub(super) blocks: Option<Arc<Blocks>>,
 }
 
 impl FileSource {
@@ -55,10 +58,12 @@ impl FileSource {
         let default = if is_block_device { align.request.max(512) } else { 512 };
         let wanted = options.logical_block_bytes.unwrap_or(default);
         let logical_block_bytes = check_logical_block(wanted)?;
-        if logical_block_bytes < align.request {
+        let has_parts = logical_block_bytes < align.request && !options.read_only;
+        if has_parts && size_bytes % u64::from(align.request) != 0 {
+            // A part of the last block would be written as a whole, and the file would grow.
             return Err(unusable(format!(
-                "it takes direct I/O in units of {} bytes only, but the logical block is to be \
-                 {logical_block_bytes}; use a logical block of {0} bytes, or the page cache",
+                "it takes direct I/O in units of {} bytes only, of which its size of {size_bytes} \
+                 bytes is no multiple; extend it, or use the page cache",
                 align.request
             )));
         }
@@ -74,14 +79,15 @@ impl FileSource {
         let info = DiskInfo {
             size_bytes,
             logical_block_bytes,
-            physical_block_bytes: physical.unwrap_or(0).max(logical_block_bytes),
+            physical_block_bytes: physical.unwrap_or(0).max(logical_block_bytes).max(align.request),
             read_only: options.read_only,
             direct: options.direct,
         };
         let identity =
             if is_block_device { device_identity(&file, path) } else { file_identity(&file) };
         let file = Arc::new(OpenFile::new(file, path, options.direct));
-        Ok((Self { file, is_block_device, align, identity: identity.into() }, info))
+        let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
+        Ok((Self { file, is_block_device, align, identity: identity.into(), blocks }, info))
     }
 
     /// A file whose nature is not looked at but told.
@@ -89,11 +95,14 @@ impl FileSource {
     pub(super) fn simulated(
         file: std::os::fd::OwnedFd,
         is_block_device: bool,
+        info: &DiskInfo,
         memory_align: u32,
         request_align: u32,
     ) -> Self {
         let align = Alignment { memory: memory_align, request: request_align, range: 512 };
-        Self { file: Arc::new(file.into()), is_block_device, align, identity: "".into() }
+        let has_parts = info.logical_block_bytes < request_align;
+        let blocks = has_parts.then(|| Arc::new(Blocks::new(request_align)));
+        Self { file: Arc::new(file.into()), is_block_device, align, identity: "".into(), blocks }
     }
 
     /// As if it were opened anew.
@@ -108,7 +117,8 @@ impl FileSource {
         let mut options = File::options();
         let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
-        Self { file, is_block_device: false, align: Alignment::ANY, identity: "".into() }
+        let (align, identity) = (Alignment::ANY, "".into());
+        Self { file, is_block_device: false, align, identity, blocks: None }
     }
 
     /// As if nothing were known of it but what the kernel says to each op.

@@ -1,9 +1,12 @@
 //! Disks over the real kernel, with each engine.
 
+use super::blocks::Blocks;
 use super::*;
 use crate::engine::EngineKind;
 use crate::io_thread::{IoThread, IoThreadConfig};
+use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 use tempfile::NamedTempFile;
 
 /// Engines, and whether completions are to be polled for.
@@ -301,7 +304,7 @@ fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
     with_each(4 * MIB, |thread, disk, file| {
         std::fs::write(file.path(), pattern(3, 4 << 20)).unwrap();
         let Kind::File(inner) = &disk.kind else { panic!("not a file") };
-        thread.block_on(inner.write_zero_bytes(4096, 3 * MIB)).unwrap().unwrap();
+        thread.block_on(inner.write_zero_bytes(4096, 3 * MIB, None)).unwrap().unwrap();
         let data = std::fs::read(file.path()).unwrap();
         assert!(data[4096..4096 + (3 << 20)].iter().all(|byte| *byte == 0));
         assert_eq!(data[..4096], pattern(3, 4 << 20)[..4096]);
@@ -432,4 +435,53 @@ fn disks_of_one_thread_share_its_engine() {
         assert!(std::fs::read(file.path()).unwrap()[8192..12288] == pattern(seed, 4096));
     }
     assert_eq!(thread.io().stats().write.ops.get(), 2);
+}
+
+/// Neighbours in a block that is only written as a whole, from two IoThreads at once.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn parts_of_blocks_are_written_and_nothing_beside_them_is_lost() {
+    const SECTORS: usize = 64;
+    for (engine, _) in SETUPS {
+        let file = temp_file(MIB);
+        let mut source = open_unknown(file.path(), true);
+        let SourceKind::File(inner) = &mut source.kind else { panic!("not a file") };
+        (inner.align.request, inner.blocks) = (4096, Some(Arc::new(Blocks::new(4096))));
+        let writer = |parity: usize| {
+            let source = source.clone();
+            std::thread::spawn(move || {
+                let thread = thread(engine);
+                let disk = Rc::new(source.attach(thread.io()));
+                let left = Rc::new(Cell::new(SECTORS / 2));
+                for sector in (parity..SECTORS).step_by(2) {
+                    let (disk, left) = (Rc::clone(&disk), Rc::clone(&left));
+                    let io = Rc::clone(thread.io());
+                    thread.io().spawn(async move {
+                        for round in 0..8 {
+                            let data = Buffers::from_vec(pattern(sector + round, 512));
+                            let offset = sector as u64 * 512;
+                            disk.write(offset, data, false).await.0.unwrap();
+                            let target = Buffers::aligned(512, 512);
+                            let view = target.again();
+                            disk.read(offset, target).await.0.unwrap();
+                            assert_eq!(view.to_vec(), pattern(sector + round, 512));
+                        }
+                        left.set(left.get() - 1);
+                        if left.get() == 0 {
+                            io.stop();
+                        }
+                    });
+                }
+                thread.run().unwrap();
+                assert_eq!(left.get(), 0);
+            })
+        };
+        let writers = [writer(0), writer(1)];
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        let data = std::fs::read(file.path()).unwrap();
+        for sector in 0..SECTORS {
+            assert_eq!(data[sector * 512..][..512], pattern(sector + 7, 512), "sector {sector}");
+        }
+        assert!(data[SECTORS * 512..].iter().all(|byte| *byte == 0) && data.len() == 1 << 20);
+    }
 }

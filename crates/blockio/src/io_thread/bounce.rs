@@ -5,6 +5,7 @@
 //! parted equally among the disks of the IoThread, so that a disk that hangs with all of its share
 //! keeps nothing from its neighbours; within a disk, pieces wait in order.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -93,18 +94,18 @@ impl Io {
         share
     }
 
-    /// A list of as many zeroes as `permit` is for, to be read by the kernel only.
+    /// A list of zeroes, to be read by the kernel only. `kept` goes when the list has gone.
     ///
     /// # Errors
     ///
     /// `ENOMEM`.
-    pub(crate) fn bounce_zeroes(&self, permit: Permit) -> io::Result<Buffers> {
+    pub(crate) fn bounce_zeroes(&self, bytes: usize, kept: impl Any) -> io::Result<Buffers> {
         let mut zeroes = self.bounce_budget.zeroes.borrow_mut();
         let zeroes = match &mut *zeroes {
             Some(zeroes) => zeroes,
             none => none.insert(Zeroes::new(ZEROES_BYTES, ZEROES_BYTES)?),
         };
-        zeroes.buffers(permit.bytes, permit)
+        zeroes.buffers(bytes, kept)
     }
 
     fn wake_key(&self, key: TaskKey) {
@@ -318,7 +319,7 @@ mod tests {
         let share = io.bounce_share(&file());
         for bytes in [512, ZEROES_BYTES, ZEROES_BYTES + 512, 4 * ZEROES_BYTES] {
             let permit = poll(Box::pin(share.take(io, bytes)).as_mut()).unwrap();
-            let zeroes = io.bounce_zeroes(permit).unwrap();
+            let zeroes = io.bounce_zeroes(bytes, permit).unwrap();
             assert_eq!(zeroes.to_vec(), vec![0; bytes]);
             let starts = zeroes.iovecs().iter().map(|range| range.iov_base.addr());
             assert_eq!(starts.collect::<std::collections::BTreeSet<_>>().len(), 1);
