@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::io;
 use std::ops::Deref;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::alignment::{Alignment, Window};
 use super::blocks::{Blocks, Claimed};
