@@ -161,3 +161,45 @@ fn an_end_by_an_error() -> Result<()> {
     drop(reader);
     Ok(())
 }
+
+/// More at once than the pipe and the daemon's queue hold.
+#[test]
+fn lines_that_find_no_room_are_counted() -> Result<()> {
+    const EXPORTS: usize = 150;
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    // Lines begin with the name of the disk.
+    let folder = (0..15).fold(scene.path("long"), |path, _| path.join("x".repeat(200)));
+    std::fs::create_dir_all(&folder)?;
+    let file = folder.join("disk.img");
+    File::create(&file)?.set_len(1 << 20)?;
+    let (reader, writer) = std::io::pipe()?;
+    let mut command = ringhaul()?;
+    let filler = filler_of(&writer)?;
+    command.args(["serve", "--engine", "threads", "--read-only"]).stderr(writer);
+    let socket = |number: usize| scene.socket(&number.to_string());
+    for number in 0..EXPORTS {
+        let (socket, file) = (socket(number), file.display());
+        command.arg("--export").arg(format!("socket-path={},blk-file={file}", socket.display()));
+    }
+    let child = command.spawn().context("starting the daemon")?;
+    drop(command);
+    let lines = BufReader::new(reader);
+    let mut daemon = Logging { child, lines, filler, fill_bytes: 0 };
+    // It serves although it cannot say so.
+    let deadline = Instant::now() + LIMIT;
+    let mut frontend = loop {
+        match attach(&socket(EXPORTS - 1)) {
+            Ok(frontend) => break frontend,
+            Err(error) => ensure!(Instant::now() < deadline, "it does not serve: {error:#}"),
+        }
+        std::thread::yield_now();
+    };
+    frontend.read(0, 0, 512)?;
+    let told = daemon.wait_for("lines were not logged: nobody read the log in time")?;
+    let count = told.split_whitespace().rev().find_map(|word| word.parse::<u64>().ok());
+    ensure!(count.is_some_and(|count| count > 0), "{told}");
+    drop(frontend);
+    let status = daemon.terminate()?;
+    ensure!(status.code() == Some(0), "SIGTERM ended it with {status}");
+    Ok(())
+}
