@@ -48,7 +48,7 @@ pub(crate) fn main() -> Result<()> {
     };
     let device = BlkDevice::new(source, options);
     let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
-    let threads = IoThreads::start(1, &config)?;
+    let threads = IoThreads::start(1, &config, &std::sync::Arc::new(|| std::process::exit(4)))?;
 
     // Guest memory. A VMM that has it in a file, as most do, maps it with `GuestMemory::new`.
     let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?);

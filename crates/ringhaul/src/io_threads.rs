@@ -1,6 +1,6 @@
 //! The IoThreads of the daemon.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
@@ -13,19 +13,24 @@ pub struct IoThreads {
 }
 
 impl IoThreads {
-    /// Starts `count` threads, each with a loop and an engine.
+    /// Starts `count` threads, each with a loop and an engine. `failed` is called on one that ends
+    /// by an error.
     ///
     /// # Errors
     ///
     /// What [`IoThread::new`] says, or that the kernel has no thread left.
-    pub fn start(count: usize, config: &IoThreadConfig) -> Result<Self> {
+    pub fn start<F: Fn() + Send + Sync + 'static>(
+        count: usize,
+        config: &IoThreadConfig,
+        failed: &Arc<F>,
+    ) -> Result<Self> {
         let mut threads = Self { remotes: Vec::new(), handles: Vec::new() };
         for index in 0..count {
             let (sender, receiver) = mpsc::sync_channel(1);
-            let config = config.clone();
+            let (config, failed) = (config.clone(), Arc::clone(failed));
             let handle = std::thread::Builder::new()
                 .name(format!("iothread-{index}"))
-                .spawn(move || run(&config, &sender))
+                .spawn(move || run(index, &config, &sender, &*failed))
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
             let remote = receiver.recv().context("an IoThread ended at its start")??;
@@ -41,7 +46,12 @@ impl IoThreads {
     }
 }
 
-fn run(config: &IoThreadConfig, started: &mpsc::SyncSender<Result<Remote, blockio::Error>>) {
+fn run(
+    index: usize,
+    config: &IoThreadConfig,
+    started: &mpsc::SyncSender<Result<Remote, blockio::Error>>,
+    failed: &dyn Fn(),
+) {
     let thread = match IoThread::new(config) {
         Ok(thread) => thread,
         Err(error) => {
@@ -52,7 +62,8 @@ fn run(config: &IoThreadConfig, started: &mpsc::SyncSender<Result<Remote, blocki
     crate::call_watch::prepare_thread();
     let _ = started.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
-        tracing::error!("an IoThread has ended: {error}");
+        tracing::error!("iothread-{index} has ended: {error}; the queues that it served are lost");
+        failed();
     }
 }
 

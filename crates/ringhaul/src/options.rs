@@ -66,8 +66,9 @@ pub struct ServeArgs {
     pub disk: Option<String>,
     /// One more disk on a socket of its own, any number of times: `socket-path=PATH`, and
     /// `blk-file=PATH` or `null=SIZE`. `read-only=on|off`, `lock`, `cache`, `serial`,
-    /// `logical-block-size`, `num-queues` and `queue-size` are as the options of these names, which
-    /// hold where the export does not say otherwise. A comma in a value is written twice.
+    /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
+    /// names, which (but for `iothread`) hold where the export does not say otherwise. A comma in a
+    /// value is written twice.
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub export: Vec<String>,
     /// Refuse writes.
@@ -90,10 +91,14 @@ pub struct ServeArgs {
     /// The front-end may choose any size up to 1024.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
     pub queue_size: u16,
-    /// Threads that serve queues; queue I is served by thread I modulo N.
+    /// Threads that serve queues; queue I of export E is served by thread E + I modulo N.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
+    /// Serve all queues on this one of the threads, 0 to N - 1. A disk that hangs, or whose
+    /// submits wait for it, then has nothing to do with exports on other threads.
+    #[arg(long, value_name = "K")]
+    pub iothread: Option<u16>,
     /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
     /// It does so only while that has paid lately; 0 is never.
     #[arg(long, value_name = "US", default_value_t = 64,

@@ -1,8 +1,8 @@
 //! `ringhaul serve`.
 
 use std::process::ExitCode;
-use std::sync::mpsc;
-use std::time::Duration;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::choose::Choice;
@@ -25,6 +25,12 @@ use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
 
+/// An IoThread has ended by an error.
+const EXIT_THREAD_FAILED: u8 = 4;
+
+/// How long exports on other IoThreads may take to finish their requests after that.
+const FINISH_MAX: Duration = Duration::from_secs(10);
+
 /// How long the control thread may take to say what is left behind.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -33,6 +39,18 @@ enum End {
     Signal(i32),
     /// The last export has ended.
     Exports,
+    /// An IoThread has ended by an error.
+    IoThread,
+}
+
+/// How it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Clean,
+    /// Requests are left behind.
+    Abandoned,
+    /// An IoThread failed, and the other exports have ended, or had the time.
+    ThreadFailed,
 }
 
 /// Serves disks until a signal comes or the last export has ended, as that of an inherited
@@ -59,7 +77,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
     // Before the threads, which say what they chose: what is refused is refused in one line.
     let endpoints = endpoints(&specs, inherited)?;
-    let mut engines = Engines::new(args);
+    let (end, ends) = mpsc::channel();
+    let mut engines = Engines::new(args, end.clone());
     let sizes = (args.max_guest_memory, args.max_mapped_memory);
     let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
     let (mut exports, mut ready) = (Vec::new(), Vec::new());
@@ -67,11 +86,13 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
         let mut threads = engines.threads_for(&disk)?;
         // The first queues of all exports would otherwise meet on the first thread.
         let count = threads.len();
-        threads.rotate_left(number % count);
+        threads.rotate_left(spec.iothread.map_or(number % count, usize::from));
+        if spec.iothread.is_some() {
+            threads.truncate(1);
+        }
         ready.push((disk.options.name.clone(), serving(spec, &disk)));
         exports.push(set_up_export(disk, endpoint, threads, limits.clone()));
     }
-    let (end, ends) = mpsc::channel();
     let signal_end = end.clone();
     let signal_handle = signals.handle();
     let signal_thread = std::thread::Builder::new()
@@ -87,8 +108,8 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     for (export, line) in ready {
         tracing::info!(export, "{line}");
     }
-    let is_clean = wait_for_end(&ends, &control);
-    if is_clean {
+    let outcome = wait_for_end(&ends, &control);
+    if outcome == Outcome::Clean {
         control.join();
     }
     engines.log_summaries();
@@ -98,12 +119,14 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     }
     signal_handle.close();
     let _ = signal_thread.join();
-    if !is_clean {
-        // To end IoThreads is to wait for their ops. The end of the process is not.
-        std::mem::forget(engines);
-        return Ok(ExitCode::from(EXIT_ABANDONED));
-    }
-    Ok(ExitCode::SUCCESS)
+    let status = match outcome {
+        Outcome::Clean => return Ok(ExitCode::SUCCESS),
+        Outcome::Abandoned => EXIT_ABANDONED,
+        Outcome::ThreadFailed => EXIT_THREAD_FAILED,
+    };
+    // To end IoThreads is to wait for their ops. The end of the process is not.
+    std::mem::forget(engines);
+    Ok(ExitCode::from(status))
 }
 
 /// Signals that end the daemon. One that was ignored from the start, as by `nohup`, stays so.
@@ -153,31 +176,49 @@ fn serving(spec: &ExportSpec, disk: &OpenDisk) -> String {
     }
 }
 
-/// Waits until all exports have ended, which a signal makes them do. False when a second one does
-/// not let them finish. SIGHUP is never the second: service managers send it together with SIGTERM.
-fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> bool {
+/// Waits until all exports have ended, which a signal makes them do. A second one does not let them
+/// finish. SIGHUP is never the second: service managers send it together with SIGTERM. If an
+/// IoThread ends by an error, the other exports have a while to finish.
+fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> Outcome {
     let mut is_stopping = false;
     let mut is_asked = false;
-    // Whoever sends has an end: it is the control thread's last word.
-    while let Ok(End::Signal(signal)) = ends.recv() {
-        let name = match signal {
-            SIGINT => "SIGINT",
-            SIGHUP => "SIGHUP",
-            _ => "SIGTERM",
+    let mut leaves_at: Option<Instant> = None;
+    let end_of = |outcome| {
+        control.abandon();
+        while let Ok(End::Signal(_) | End::IoThread) = ends.recv_timeout(LAST_WORDS) {}
+        outcome
+    };
+    loop {
+        let end = match leaves_at {
+            Some(when) => ends.recv_timeout(when.saturating_duration_since(Instant::now())),
+            None => ends.recv().map_err(|_| mpsc::RecvTimeoutError::Disconnected),
         };
-        if is_asked && signal != SIGHUP {
-            control.abandon();
-            while let Ok(End::Signal(_)) = ends.recv_timeout(LAST_WORDS) {}
-            return false;
-        }
-        is_asked |= signal != SIGHUP;
+        let why = match end {
+            Ok(End::Signal(SIGHUP)) => "SIGHUP",
+            Ok(End::Signal(_)) if is_asked && leaves_at.is_some() => {
+                return end_of(Outcome::ThreadFailed);
+            }
+            Ok(End::Signal(_)) if is_asked => return end_of(Outcome::Abandoned),
+            Ok(End::Signal(signal)) => {
+                is_asked = true;
+                if signal == SIGINT { "SIGINT" } else { "SIGTERM" }
+            }
+            Ok(End::IoThread) => {
+                leaves_at.get_or_insert(Instant::now() + FINISH_MAX);
+                "an IoThread has failed"
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed),
+            // Whoever sends has an end: it is the control thread's last word.
+            Ok(End::Exports) | Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return if leaves_at.is_some() { Outcome::ThreadFailed } else { Outcome::Clean };
+            }
+        };
         if !is_stopping {
-            tracing::info!("{name}: finishing requests, then ending");
+            tracing::info!("{why}: finishing requests, then ending");
             control.begin_stop();
             is_stopping = true;
         }
     }
-    true
 }
 
 /// A front-end may bring three descriptors for each of 256 queues, which their IoThreads have too,
@@ -207,11 +248,12 @@ fn warn_of_few_cpus(iothreads: usize) {
 struct Engines<'a> {
     args: &'a ServeArgs,
     running: Vec<(EngineKind, IoThreads)>,
+    end: mpsc::Sender<End>,
 }
 
 impl<'a> Engines<'a> {
-    fn new(args: &'a ServeArgs) -> Self {
-        Self { args, running: Vec::new() }
+    fn new(args: &'a ServeArgs, end: mpsc::Sender<End>) -> Self {
+        Self { args, running: Vec::new(), end }
     }
 
     /// The threads for a disk, with the engine that was asked for or the best that works.
@@ -255,7 +297,9 @@ impl<'a> Engines<'a> {
         if engine == EngineKind::IoUring && self.args.sqpoll {
             warn_of_few_cpus(count);
         }
-        let threads = IoThreads::start(count, &self.args.io_thread_config(engine))?;
+        let end = self.end.clone();
+        let failed = Arc::new(move || drop(end.send(End::IoThread)));
+        let threads = IoThreads::start(count, &self.args.io_thread_config(engine), &failed)?;
         let remotes = threads.remotes().to_vec();
         self.running.push((engine, threads));
         Ok(remotes)

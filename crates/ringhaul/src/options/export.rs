@@ -32,6 +32,8 @@ pub struct ExportSpec {
     logical_block_bytes: Option<u32>,
     num_queues: u16,
     queue_size: u16,
+    /// The one IoThread that serves all its queues; `None`: they are spread.
+    pub iothread: Option<u16>,
     notify_batch: bool,
     fixed_buffers: bool,
 }
@@ -65,6 +67,15 @@ impl ServeArgs {
                 .with_context(|| format!("cannot understand --export {text}"))?;
             exports.push(export);
         }
+        for iothread in exports.iter().filter_map(|export| export.iothread) {
+            if iothread >= self.iothreads {
+                bail!(
+                    "there is no IoThread {iothread}; with --iothreads {} they are 0 to {}",
+                    self.iothreads,
+                    self.iothreads - 1
+                );
+            }
+        }
         Ok(exports)
     }
 
@@ -96,6 +107,7 @@ impl ServeArgs {
             logical_block_bytes: self.logical_block_size,
             num_queues: self.num_queues,
             queue_size: self.queue_size,
+            iothread: self.iothread,
             notify_batch: self.switches.notify_batch.is_on(),
             fixed_buffers: self.fixed_buffers,
         }
@@ -105,8 +117,10 @@ impl ServeArgs {
         // The two that every export has are put in below.
         let nothing = (EndpointSpec::Fd(-1), DiskSpec::Null { size_bytes: 0 });
         let mut spec = self.spec(nothing.0, nothing.1);
-        // A serial number that holds for all would be that of several disks.
+        // A serial number that holds for all would be that of several disks, and one IoThread for
+        // all is what `--iothreads 1` is.
         spec.serial = None;
+        spec.iothread = None;
         let (mut endpoint, mut disk) = (None, None);
         let mut keys = Keys::default();
         for part in split_at_commas(text) {
@@ -181,9 +195,12 @@ impl ExportSpec {
             "queue-size" => {
                 self.queue_size = parse_queue_size(value).map_err(anyhow::Error::msg)?;
             }
+            "iothread" => {
+                self.iothread = Some(value.parse().context("it is the number of an IoThread")?);
+            }
             _ => bail!(
                 "there is no {key}; there are socket-path, blk-file, null, read-only, lock, \
-                 cache, serial, logical-block-size, num-queues and queue-size"
+                 cache, serial, logical-block-size, num-queues, queue-size and iothread"
             ),
         }
         Ok(())
@@ -314,6 +331,25 @@ mod tests {
         assert_eq!(all[1].disk, DiskSpec::Null { size_bytes: 1 << 30 });
         assert!(!all[1].read_only && all[1].cache == Some(CacheMode::Writeback));
         assert_eq!(all[1].serial.as_deref(), Some("s"));
+    }
+
+    #[test]
+    fn an_export_may_have_an_io_thread_to_itself() {
+        let plain = ["--iothreads", "3", "--iothread", "1", "--socket-path", "/a", "--disk"];
+        let plain = [&plain[..], &["null,size=1M"]].concat();
+        let with = |more: &str| {
+            let more = format!("socket-path=/b,null=1M{more}");
+            exports(&[&plain[..], &["--export", &more]].concat())
+        };
+        let threads = |more: &str| {
+            let all = with(more).unwrap();
+            all.iter().map(|export| export.iothread).collect::<Vec<_>>()
+        };
+        assert_eq!(threads(""), [Some(1), None]);
+        assert_eq!(threads(",iothread=2"), [Some(1), Some(2)]);
+        let error = with(",iothread=3").unwrap_err().to_string();
+        assert_eq!(error, "there is no IoThread 3; with --iothreads 3 they are 0 to 2");
+        assert!(with(",iothread=x").is_err());
     }
 
     #[test]
