@@ -407,6 +407,14 @@ impl Daemon {
     pub fn terminate(mut self) -> Result<String> {
         self.check_running()?;
         kill_process(self.pid, Signal::TERM).context("sending SIGTERM to the daemon")?;
+        self.wait_end()
+    }
+
+    /// Waits for the end of a daemon that was told to end.
+    ///
+    /// # Errors
+    /// As [`terminate`](Self::terminate).
+    pub fn wait_end(mut self) -> Result<String> {
         let status: ExitStatus = wait_child(&mut self.child, Instant::now() + LIMIT)
             .with_context(|| format!("after SIGTERM; its messages:\n{}", self.messages()))?;
         ensure!(status.success(), "the daemon ended with {status}:\n{}", self.messages());

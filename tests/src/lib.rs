@@ -3,6 +3,7 @@
 pub mod cli;
 pub mod daemon;
 pub mod frontend;
+pub mod fuse;
 pub mod guest;
 pub mod kernel_trace;
 pub mod system;

@@ -20,14 +20,14 @@ pub fn may_change(what: &str) -> bool {
 
 /// Undoes something when it is dropped; so does the end of this process, whatever ends it, because
 /// a keeper waits for that.
-struct Undo {
+pub(crate) struct Undo {
     keeper: Child,
     what: String,
 }
 
 impl Undo {
     /// Starts the keeper, which is to run `script`, a shell's, with `$1` and so on for `words`.
-    fn later(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
+    pub(crate) fn later(script: &str, words: &[&str], output: Stdio) -> Result<Self> {
         let script = format!("trap '' HUP INT TERM; read -r end; {script}");
         let keeper = Command::new("sh")
             .args(["-c", &script, "sh"])

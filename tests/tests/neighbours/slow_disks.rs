@@ -1,0 +1,174 @@
+//! Disks that do not answer: a frozen file system, and a loop device on one.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::daemon::DaemonOptions;
+use ringhaul_tests::for_each_engine;
+use ringhaul_tests::frontend::ring::Desc;
+use ringhaul_tests::frontend::{DATA, blk, segment};
+use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_tests::system::{FileSystem, LoopDevice, Tmpfs, may_change};
+
+use crate::is_left_out;
+use crate::scene::{OPERATIONS, Scene, Stuck, WRITE_BYTES, disks};
+
+for_each_engine! {
+    a_frozen_file_system,
+    a_loop_device_on_a_frozen_file_system,
+    misaligned_writes_to_a_frozen_file_system,
+    zeroes_that_must_be_written,
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Writes in the device: what io_uring has kernel threads for, what the pool has threads for, more
+/// than a device takes, more than an IoThread has in the kernel.
+const DEPTHS: [u16; 4] = [8, 64, 300, 2000];
+
+fn ext4(bytes: u64) -> Result<FileSystem> {
+    FileSystem::make(disks(), bytes, &["mke2fs", "-q", "-t", "ext4"])
+}
+
+/// At each depth: the disk stands still, the neighbours go on, and then all is answered.
+fn check_depths(
+    scene: &mut Scene,
+    disk: &Path,
+    file_system: &FileSystem,
+    depths: &[u16],
+) -> Result<()> {
+    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    for &depth in depths {
+        let frozen = file_system.freeze()?;
+        stuck.write(depth, 2)?;
+        scene.check_neighbours().with_context(|| format!("beside {depth} writes that hang"))?;
+        let answered = stuck.answered()?;
+        ensure!(answered <= 2, "{answered} requests of a frozen disk were answered");
+        drop(frozen);
+        stuck.finish().with_context(|| format!("{depth} writes to a disk that hung"))?;
+        let file = File::open(disk).context("opening the disk")?;
+        for number in 0..depth {
+            let mut content = vec![0; WRITE_BYTES];
+            file.read_exact_at(&mut content, u64::from(number) * WRITE_BYTES as u64)?;
+            ensure!(content == Stuck::content(number), "write {number} is not on the disk");
+        }
+        // What is zeroed now is to be written by the next.
+        stuck.put(0, blk::WRITE_ZEROES, 0, Some(put_segments(&stuck, &[(0, 16_384)])?))?;
+        stuck.kick()?;
+        stuck.finish()?;
+    }
+    scene.check_neighbours().context("after the disk stood still")
+}
+
+/// Puts segments of zeroes into guest memory, each a sector and how many of them.
+fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
+    let bytes: Vec<u8> =
+        ranges.iter().flat_map(|&(sector, sectors)| segment(sector, sectors, 0)).collect();
+    let addr = DATA + 2 * MIB;
+    stuck.frontend.memory.write(addr, &bytes)?;
+    Ok(Desc::readable(addr, u32::try_from(bytes.len())?))
+}
+
+fn a_frozen_file_system(engine: Engine) -> Result<()> {
+    if is_left_out(engine, &[Engine::Aio]) || !may_change("mounts") {
+        return Ok(());
+    }
+    let file_system = ext4(64 * MIB)?;
+    for cache in [Cache::None, Cache::Writeback] {
+        let options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
+        let mut scene = Scene::start(file_system.path(), &options)?;
+        let disk = scene.daemon.disk().to_owned();
+        check_depths(&mut scene, &disk, &file_system, &DEPTHS)
+            .with_context(|| format!("with {cache:?}:\n{}", scene.daemon.messages()))?;
+        scene.terminate()?;
+    }
+    Ok(())
+}
+
+fn a_loop_device_on_a_frozen_file_system(engine: Engine) -> Result<()> {
+    if !may_change("loop devices") {
+        return Ok(());
+    }
+    let file_system = ext4(64 * MIB)?;
+    let backing = file_system.path().join("backing.img");
+    File::create(&backing).and_then(|file| file.set_len(16 * MIB))?;
+    let device = LoopDevice::attach(&backing)?;
+    let disk = format!("file,path={}", device.path().display());
+    let options = DaemonOptions { cache: Cache::None, ..DaemonOptions::new(engine) };
+    let mut scene = Scene::start(disks(), &options.with("--disk", &disk))?;
+    check_depths(&mut scene, device.path(), &file_system, &DEPTHS)
+        .with_context(|| scene.daemon.messages())?;
+    scene.terminate()
+}
+
+/// What the daemon may have for itself beside the memory for misaligned requests.
+const OTHER_MEMORY: usize = 64 << 20;
+/// Memory for misaligned requests, as the daemon limits it.
+const BOUNCE_MEMORY: usize = 64 << 20;
+
+/// Each request needs a MiB of the daemon's memory, and there is not so much.
+fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
+    if is_left_out(engine, &[Engine::Aio, Engine::Threads]) || !may_change("mounts") {
+        return Ok(());
+    }
+    let file_system = ext4(64 * MIB)?;
+    let options = DaemonOptions {
+        cache: Cache::None,
+        under: &["prlimit", "--as=734003200"],
+        ..DaemonOptions::new(engine)
+    };
+    let mut scene = Scene::start(file_system.path(), &options)?;
+    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let content: Vec<u8> = (0..256).flat_map(Stuck::content).collect();
+    stuck.frontend.memory.write(DATA + 1, &content)?;
+    let frozen = file_system.freeze()?;
+    for number in 0..2040 {
+        let sector = u64::from(number % 8) * MIB / 512;
+        let data = Desc::readable(DATA + 1, u32::try_from(MIB)?);
+        stuck.put(number, blk::OUT, sector, Some(data))?;
+    }
+    stuck.kick()?;
+    scene.check_neighbours().context("beside misaligned writes")?;
+    scene.file.run_misaligned().context("beside misaligned writes")?;
+    ensure!(stuck.answered()? == 0, "requests of a frozen disk were answered");
+    let memory = scene.daemon.own_memory()?;
+    ensure!(memory < OTHER_MEMORY + BOUNCE_MEMORY, "the daemon takes {memory} bytes of memory");
+    drop(frozen);
+    stuck.finish()?;
+    ensure!(scene.daemon.read_disk(0, 8 << 20)? == content.repeat(8), "other data on the disk");
+    scene.file.run_misaligned()?;
+    scene.check_neighbours()?;
+    scene.terminate()
+}
+
+/// A file system in memory has no call for zeroes, so they are written: half a GiB for one request.
+fn zeroes_that_must_be_written(engine: Engine) -> Result<()> {
+    const SEGMENT_BYTES: u64 = 32 * MIB;
+    const SEGMENTS: u64 = 16;
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let tmpfs = Tmpfs::mount(SEGMENTS * SEGMENT_BYTES + 8 * MIB)?;
+    let mut options = DaemonOptions { cache: Cache::Writeback, ..DaemonOptions::new(engine) };
+    options.disk_bytes = SEGMENTS * SEGMENT_BYTES;
+    let mut scene = Scene::start(tmpfs.path(), &options)?;
+    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let ranges = (0..SEGMENTS).map(|segment| (segment * SEGMENT_BYTES / 512, 65_536));
+    let segments = put_segments(&stuck, &ranges.collect::<Vec<_>>())?;
+    stuck.put(0, blk::WRITE_ZEROES, 0, Some(segments))?;
+    stuck.kick()?;
+    let mut meanwhile = 0;
+    while stuck.answered()? == 0 {
+        scene.null.run(1)?;
+        scene.file.run(1)?;
+        meanwhile += 1;
+    }
+    // Each of its writes lets others go on, so there is room for many.
+    ensure!(meanwhile >= OPERATIONS / 4, "the neighbours made {meanwhile} operations meanwhile");
+    stuck.finish()?;
+    let start = scene.daemon.read_disk(0, 2 << 20)?;
+    ensure!(start.iter().all(|&byte| byte == 0), "there are no zeroes");
+    scene.terminate()
+}
