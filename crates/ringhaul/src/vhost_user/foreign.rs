@@ -190,3 +190,84 @@ fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
     sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
         && sockopt::socket_type(fd) == Ok(SocketType::STREAM)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
+
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    use super::*;
+
+    /// How many descriptors of this process lead to a file.
+    fn descriptors_of(file: &Path) -> usize {
+        let all = std::fs::read_dir("/proc/self/fd").unwrap();
+        let links = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        links.filter(|link| link == file).count()
+    }
+
+    fn wait_until(mut is_so: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(30), "it does not happen");
+            std::thread::yield_now();
+        }
+    }
+
+    /// An examiner whose thread hangs until the sender is dropped.
+    fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
+        let examiner = Arc::new(Examiner::default());
+        let (sender, receiver) = mpsc::channel::<()>();
+        examiner.run(Box::new(move || receiver.recv().unwrap_or_default()));
+        wait_until(|| examiner.state().waiting.is_empty());
+        (examiner, sender)
+    }
+
+    #[test]
+    fn what_may_wait_is_closed_elsewhere_and_later() {
+        let (examiner, hang) = hung();
+        // No test opens this but here, and it is on no file system of memory.
+        let path = std::env::current_exe().unwrap();
+        let file = File::open(&path).unwrap();
+        let foreign = || {
+            let fd = file.try_clone().unwrap().into();
+            ForeignFd::new(fd, Arc::clone(&examiner))
+        };
+        drop(foreign());
+        assert!(foreign().into_eventfd("a kick").is_err());
+        assert!(foreign().into_unix_socket().is_err());
+        drop(Files::new(vec![foreign(), foreign()]));
+        // Nobody waited for it, and it is open still.
+        assert_eq!(descriptors_of(&path), 6);
+        drop(hang);
+        wait_until(|| descriptors_of(&path) == 1 && !examiner.state().has_thread);
+    }
+
+    #[test]
+    fn what_is_known_to_be_harmless_is_closed_at_once() {
+        let (examiner, _hang) = hung();
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let memory = memfd_create("harmless", MemfdFlags::CLOEXEC).unwrap();
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        for fd in [event, memory, socket.into()] {
+            drop(ForeignFd::new(fd, Arc::clone(&examiner)));
+            assert!(examiner.state().waiting.is_empty(), "it waits for the thread that hangs");
+        }
+    }
+
+    #[test]
+    fn a_thread_that_hangs_is_given_only_so_much() {
+        let (examiner, hang) = hung();
+        for _ in 0..JOBS_MAX {
+            assert!(!examiner.is_full());
+            let pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().0;
+            drop(ForeignFd::new(pipe, Arc::clone(&examiner)));
+        }
+        assert!(examiner.is_full());
+        drop(hang);
+        wait_until(|| !examiner.is_full());
+    }
+}
