@@ -16,11 +16,12 @@ const EXIT_ABANDONED: i32 = 3;
 
 /// A daemon with one export on a disk that hangs and one on a disk that does not.
 struct Hung {
+    /// Dropped first: a process with a call that is stuck cannot be killed.
+    frozen: Frozen,
     daemon: Running,
     sockets: [PathBuf; 2],
     hung: Frontend,
     healthy: Frontend,
-    frozen: Frozen,
     _scene: Scene,
     _file_system: FileSystem,
 }
@@ -60,7 +61,7 @@ impl Hung {
         hung.rings[0].kick()?;
         ensure!(hung.rings[0].wait_used()?.head == 6, "a write to a frozen file system returned");
         let (_scene, _file_system) = (scene, file_system);
-        Ok(Some(Self { daemon, sockets, hung, healthy, frozen, _scene, _file_system }))
+        Ok(Some(Self { frozen, daemon, sockets, hung, healthy, _scene, _file_system }))
     }
 
     /// Lets the disk go on, and waits for the end of the daemon.
