@@ -167,11 +167,12 @@ impl EngineArgs {
         [("--sqpoll", self.sqpoll), ("--iopoll", self.iopoll)]
     }
 
-    /// Returns how an IoThread with `engine` and room for `depth` operations is set up.
+    /// Returns how an IoThread with `engine` is set up for `depth` operations of one disk. It has
+    /// room for more: a part of it is kept for other disks.
     pub(crate) fn config(&self, engine: EngineKind, depth: u32) -> IoThreadConfig {
         IoThreadConfig {
             engine,
-            depth,
+            depth: depth.saturating_mul(4).min(65_535),
             poll_max: Duration::from_micros(self.poll_max_us.into()),
             sqpoll: self.sqpoll && engine == EngineKind::IoUring,
             iopoll: self.iopoll && engine == EngineKind::IoUring,

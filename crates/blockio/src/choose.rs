@@ -133,7 +133,8 @@ struct Trial {
 
 impl Trial {
     fn new(engine: EngineKind, source: &DiskSource) -> Result<Self, Error> {
-        let config = IoThreadConfig { engine, depth: IN_FLIGHT, ..IoThreadConfig::default() };
+        // A part of the room is kept for other disks.
+        let config = IoThreadConfig { engine, depth: 4 * IN_FLIGHT, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config)?;
         let disk = source.attach(thread.io());
         Ok(Self { thread, disk })
