@@ -226,8 +226,8 @@ impl Disk {
     /// What the kernel says. Data may be lost then, so every later flush, and every write with
     /// `fua`, fails with that error until the disk is opened anew, on all IoThreads. Errors of ops
     /// that never got as far as the file (`EINTR`, `EAGAIN`, `EINVAL`, no support for it) do not
-    /// count, nor does a write with `fua` that is too long for the file (`EFBIG`) or, without the
-    /// page cache, found no room (`ENOSPC`, `EDQUOT`).
+    /// count, nor does a write with `fua` that is too long for the file (`EFBIG`) or finds no room
+    /// (`ENOSPC`, `EDQUOT`), unless earlier ones without `fua` went to the page cache.
     pub async fn flush(&self) -> io::Result<()> {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,

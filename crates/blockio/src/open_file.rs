@@ -30,6 +30,8 @@ pub struct OpenFile {
     blocks: AtomicBool,
     /// Writes go through the page cache.
     is_cached: bool,
+    /// There were such that did not wait for stable storage.
+    has_cached_writes: AtomicBool,
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     lost: AtomicI32,
 }
@@ -99,17 +101,25 @@ impl OpenFile {
         }
     }
 
+    /// Takes in that a write is about to be made that may be answered from the page cache.
+    #[inline]
+    pub(crate) fn note_write(&self) {
+        if self.is_cached && !self.has_cached_writes.load(Ordering::Relaxed) {
+            self.has_cached_writes.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Takes in that the kernel has answered an op of this kind with `errno`. It is called at the
     /// harvest, so what completed before has been noted before any task goes on.
     #[cold]
     pub(crate) fn op_failed(&self, kind: OpKind, errno: i32) {
         let may_be_lost = match kind {
             OpKind::Flush => !never_reached_the_file(errno),
-            // Without room for its own range a write fails alone, and may succeed later. With the
-            // page cache it may just as well be told that there was none for an earlier one.
+            // Without room for its own range a write fails alone, and may succeed later. But where
+            // earlier writes are only in the page cache, it may be told that there was none for them.
             OpKind::Write { fua: true } => match errno {
                 libc::EFBIG => false,
-                libc::ENOSPC | libc::EDQUOT => self.is_cached,
+                libc::ENOSPC | libc::EDQUOT => self.has_cached_writes.load(Ordering::Relaxed),
                 _ => !never_reached_the_file(errno),
             },
             _ => false,
@@ -178,6 +188,7 @@ impl From<OwnedFd> for OpenFile {
             device: None,
             blocks: AtomicBool::new(false),
             is_cached: false,
+            has_cached_writes: AtomicBool::new(false),
             lost: AtomicI32::new(0),
         }
     }
@@ -264,6 +275,8 @@ mod tests {
             assert!(file.check_not_lost().is_ok(), "{kind:?} {errno}");
         }
         let cached = OpenFile { is_cached: true, ..null() };
+        cached.op_failed(fua, libc::ENOSPC);
+        cached.note_write();
         cached.op_failed(fua, libc::EFBIG);
         assert!(cached.check_not_lost().is_ok());
         cached.op_failed(fua, libc::ENOSPC);

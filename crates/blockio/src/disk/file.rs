@@ -98,7 +98,9 @@ impl FileDisk {
         buffers: Buffers,
         fua: bool,
     ) -> (io::Result<()>, Buffers) {
-        if fua && let Err(error) = self.file.check_not_lost() {
+        if !fua {
+            self.file.note_write();
+        } else if let Err(error) = self.file.check_not_lost() {
             return (Err(error), buffers);
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
