@@ -116,7 +116,7 @@ impl OpenFile {
         let may_be_lost = match kind {
             OpKind::Flush => !never_reached_the_file(errno),
             // Without room for its own range a write fails alone, and may succeed later. But where
-            // earlier writes are only in the page cache, it may be told that there was none for them.
+            // earlier writes are only in the page cache, it may be told that these found none.
             OpKind::Write { fua: true } => match errno {
                 libc::EFBIG => false,
                 libc::ENOSPC | libc::EDQUOT => self.has_cached_writes.load(Ordering::Relaxed),
