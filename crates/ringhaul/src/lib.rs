@@ -12,6 +12,7 @@ pub mod control;
 pub mod export;
 pub mod file_limit;
 mod guest_buf;
+mod heap;
 mod inherit;
 pub mod io_threads;
 pub mod log;

@@ -65,6 +65,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Early, so that no signal is lost.
     let mut signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
+    crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     // A guest may pass the limit on the size of files.
     crate::file_limit::survive().context("cannot ignore SIGXFSZ")?;

@@ -10,15 +10,3 @@ mod limits;
 mod log;
 mod scene;
 mod slow_disks;
-
-use ringhaul_tests::guest::Engine;
-
-/// Whether a test is left out because the daemon is not yet as it demands, with engines `not_yet`.
-/// The environment variable `RINGHAUL_TEST_ALL` runs it all the same.
-fn is_left_out(engine: Engine, not_yet: &[Engine]) -> bool {
-    let left_out = not_yet.contains(&engine) && std::env::var_os("RINGHAUL_TEST_ALL").is_none();
-    if left_out {
-        eprintln!("skipped: engine {engine} does not do this yet");
-    }
-    left_out
-}

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tests::daemon::DaemonOptions;
@@ -12,7 +13,6 @@ use ringhaul_tests::frontend::{DATA, blk, segment};
 use ringhaul_tests::guest::{Cache, Engine};
 use ringhaul_tests::system::{FileSystem, LoopDevice, Tmpfs, may_change};
 
-use crate::is_left_out;
 use crate::scene::{OPERATIONS, Scene, Stuck, WRITE_BYTES, disks};
 
 for_each_engine! {
@@ -71,8 +71,23 @@ fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
     Ok(Desc::readable(addr, u32::try_from(bytes.len())?))
 }
 
+/// Linux AIO waits for such a disk in the submit, and all disks of the IoThread with it. That is
+/// seen when it is over; from then on the disk is served by pool threads.
+fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> Result<()> {
+    if engine != Engine::Aio {
+        return Ok(());
+    }
+    let mut stuck = Stuck::attach(scene.daemon.socket())?;
+    let frozen = file_system.freeze()?;
+    stuck.write(8, 0)?;
+    // Not in place of a condition: a submit counts as one that waits after a fifth of a second.
+    std::thread::sleep(Duration::from_millis(600));
+    drop(frozen);
+    stuck.finish()
+}
+
 fn a_frozen_file_system(engine: Engine) -> Result<()> {
-    if is_left_out(engine, &[Engine::Aio]) || !may_change("mounts") {
+    if !may_change("mounts") {
         return Ok(());
     }
     let file_system = ext4(64 * MIB)?;
@@ -80,6 +95,7 @@ fn a_frozen_file_system(engine: Engine) -> Result<()> {
         let options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
         let mut scene = Scene::start(file_system.path(), &options)?;
         let disk = scene.daemon.disk().to_owned();
+        learn(engine, &scene, &file_system)?;
         check_depths(&mut scene, &disk, &file_system, &DEPTHS)
             .with_context(|| format!("with {cache:?}:\n{}", scene.daemon.messages()))?;
         scene.terminate()?;
@@ -110,7 +126,7 @@ const BOUNCE_MEMORY: usize = 64 << 20;
 
 /// Each request needs a MiB of the daemon's memory, and there is not so much.
 fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
-    if is_left_out(engine, &[Engine::Aio, Engine::Threads]) || !may_change("mounts") {
+    if !may_change("mounts") {
         return Ok(());
     }
     let file_system = ext4(64 * MIB)?;
@@ -120,6 +136,7 @@ fn misaligned_writes_to_a_frozen_file_system(engine: Engine) -> Result<()> {
         ..DaemonOptions::new(engine)
     };
     let mut scene = Scene::start(file_system.path(), &options)?;
+    learn(engine, &scene, &file_system)?;
     let mut stuck = Stuck::attach(scene.daemon.socket())?;
     let content: Vec<u8> = (0..256).flat_map(Stuck::content).collect();
     stuck.frontend.memory.write(DATA + 1, &content)?;

@@ -27,6 +27,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/virtqueue/src/inflight.rs", "the inflight region, shared with the front-end"),
     ("crates/ringhaul/src/call_watch.rs", "a signal to one thread, and its handler"),
     ("crates/ringhaul/src/file_limit.rs", "ignores a signal"),
+    ("crates/ringhaul/src/heap.rs", "an option of the C library"),
     ("crates/ringhaul/src/inherit.rs", "takes over a descriptor by its number"),
     ("crates/ringhaul/src/guest_buf.rs", "hands guest memory to an engine"),
     ("crates/bench/src/driver.rs", "the driver side of the rings, in memory it shares"),
