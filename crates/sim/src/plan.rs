@@ -34,12 +34,19 @@ knobs! {
     schedule: 0,
     /// Requests of the guest in all.
     requests: 1,
-    /// Devices, at most 3, each with a guest, a disk and IoThreads that others may use too.
+    /// Devices, at most 5, each with a guest, a disk and IoThreads that others may use too.
     devices: 1,
     /// Devices differ in their disks, their queues, and what their guests do.
     mixed: 0,
     /// On the disks of so many devices, the last ones, nothing goes wrong.
     sound_disks: 0,
+    /// The first device's disk hangs until the healthy ones are done, the second's is slow, the
+    /// third's is full, and those after them are healthy.
+    troubled: 0,
+    /// Nothing that the disk is asked for is answered, until the healthy ones are done.
+    hangs: 0,
+    /// Ops of the disk take so many times as long.
+    slow: 0,
     /// Queues of a device, at most 4.
     queues: 1,
     /// The avail and used idx that the rings start with: near 65535 they wrap.
@@ -223,6 +230,7 @@ impl Plan {
         plan.draw_faults(&mut rng);
         plan.draw_control(&mut rng);
         plan.draw_rush(&mut rng);
+        plan.draw_trouble(&mut rng);
         plan.tidied()
     }
 
@@ -238,7 +246,17 @@ impl Plan {
         }
         plan.requests = (self.requests / self.devices).max(1);
         plan.rush = if device == 0 { self.rush } else { 0 };
-        if device + self.sound_disks >= self.devices {
+        let mut is_sound = device + self.sound_disks >= self.devices;
+        if self.troubled > 0 {
+            match device {
+                0 => plan.hangs = 1,
+                // Beyond that, EAGAIN twice would be EAGAIN for seconds.
+                1 => (plan.slow, plan.hang) = (50, 0),
+                2 => plan.enospc = 1000,
+                _ => is_sound = true,
+            }
+        }
+        if is_sound {
             (plan.eio, plan.enospc, plan.eintr, plan.eagain) = (0, 0, 0, 0);
             (plan.hang, plan.stuck, plan.flush_eio) = (0, 0, 0);
             (plan.submit_reject, plan.entry_reject) = (0, 0);
@@ -358,6 +376,22 @@ impl Plan {
             if self.devices == 1 {
                 self.queues = self.queues.max(2);
             }
+        }
+    }
+
+    /// A hung, a slow and a full disk beside healthy ones.
+    fn draw_trouble(&mut self, rng: &mut Rng) {
+        self.troubled = flag(rng, 60);
+        if self.troubled > 0 {
+            self.devices = rng.pick(&[4, 5]);
+            self.requests = self.requests.max(50);
+            // A disk can keep a share of its own only where there is more than one for each.
+            self.depth = rng.pick(&[16, 64]);
+            (self.rush, self.odd_shorts, self.stuck) = (0, 0, 0);
+            // A submission ring of one entry, which that of a thread may be here, is full while
+            // watches wait in it, and only a completion has the loop look again.
+            self.sq_entries = 0;
+            self.io_threads = rng.pick(&[1, 1, 2]);
         }
     }
 

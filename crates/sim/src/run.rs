@@ -125,6 +125,7 @@ impl Run {
         for _ in 0..limit {
             self.stack.advance()?;
             self.check_failures()?;
+            self.release_hung();
             let steps = self.steps();
             if self.stack.is_done() {
                 if self.stack.is_stopped() {
@@ -134,13 +135,29 @@ impl Run {
                 continue;
             }
             let Some(step) = self.choose(&steps) else {
-                let text = format!("nobody can go on{}", self.stack.describe());
+                let hung = if self.holds_ops() { " beside a disk that hangs" } else { "" };
+                let text = format!("nobody can go on{hung}{}", self.stack.describe());
                 return Err(Failure::new("lost wake", text));
             };
             turns += u64::from(matches!(step, Step::Turn(_)));
             self.take(step)?;
         }
         Err(Failure::new("no end", format!("{limit} steps{}", self.stack.describe())))
+    }
+
+    fn holds_ops(&self) -> bool {
+        (0..self.guests.len()).any(|device| self.world.holds_ops(device))
+    }
+
+    /// A disk that hangs answers once the guests of all others have had their answers. So these
+    /// may not need anything of it, however many ops it has.
+    fn release_hung(&self) {
+        let others = |device: &usize| !self.world.hangs(*device);
+        let mut healthy = (0..self.guests.len()).filter(others);
+        if self.holds_ops() && healthy.all(|device| self.guests[device].is_done()) {
+            self.world.trace(|| "kernel: the disk that hung goes on".to_owned());
+            self.world.release();
+        }
     }
 
     fn check_failures(&self) -> Result<(), Failure> {

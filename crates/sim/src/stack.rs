@@ -153,6 +153,7 @@ impl Stack {
     /// The IoThreads end with whatever is out, and start again with what is on the disks: all of
     /// it, or, if the power is lost, what was on stable storage.
     pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
+        self.world.release();
         if power_lost {
             self.world.power_off();
         }

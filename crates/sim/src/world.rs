@@ -1,5 +1,6 @@
 //! The simulated kernel: a clock, events to come, disks, and everything that can go wrong.
 
+mod hung;
 mod kernel;
 
 use std::cell::{Cell, RefCell};
@@ -55,6 +56,8 @@ struct Disk {
     /// When a flush, or a write that was to be on stable storage, was first answered with an
     /// error that means a loss.
     lost_at: Option<u64>,
+    /// Ops that it has and does not answer, as long as it hangs.
+    held: Option<Vec<u64>>,
 }
 
 /// An op in the simulated kernel.
@@ -62,6 +65,8 @@ struct Running {
     op: KernelOp,
     disk: usize,
     begin: u64,
+    /// Bytes that it moves.
+    moved: usize,
     result: i64,
     error: Option<Class>,
 }
@@ -143,6 +148,7 @@ impl World {
             let end = plan.sectors().saturating_sub(plan.cut_sectors).max(1);
             let device = Device::new(plan.sectors(), end, initial(index));
             let (plan, fd) = (plan.clone(), *fd);
+            let held = (plan.hangs > 0).then(Vec::new);
             Disk {
                 plan,
                 fd,
@@ -151,6 +157,7 @@ impl World {
                 is_stuck: false,
                 injected: Vec::new(),
                 lost_at: None,
+                held,
             }
         };
         let inner = Inner {
@@ -379,7 +386,9 @@ impl World {
         let now = self.tick();
         let mut inner = self.inner.borrow_mut();
         let Inner { ops, disks, rng, counts, power_is_off, .. } = &mut *inner;
-        let Some(Running { op, disk, begin, mut result, error }) = ops.remove(&id) else { return };
+        let Some(Running { op, disk, begin, mut result, error, .. }) = ops.remove(&id) else {
+            return;
+        };
         let Disk { device, injected, lost_at, .. } = &mut disks[disk];
         let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
         if *power_is_off {

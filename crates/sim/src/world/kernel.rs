@@ -126,10 +126,18 @@ impl sim::World for World {
             None if disk.is_stuck => (-i64::from(libc::EAGAIN), 0, Some(class_of(op.kind()))),
             None => outcome(&disk.plan, &mut inner.rng, end, &op),
         };
-        inner.ops.insert(id, Running { op, disk: index, begin, result, error });
-        let (now, latency) = (self.now.get(), self.plan.latency_us * 1000);
+        inner.ops.insert(id, Running { op, disk: index, begin, moved, result, error });
+        if let Some(held) = &mut disk.held
+            && !inner.power_is_off
+            && rejected.is_none()
+        {
+            held.push(id);
+            return true;
+        }
+        let slow = disk.plan.slow.max(1);
+        let (now, latency) = (self.now.get(), self.plan.latency_us * 1000 * slow);
         let hangs = disk.hangs_until > now;
-        let is_sync = inner.rng.chance(self.plan.sync) && !hangs;
+        let is_sync = inner.rng.chance(self.plan.sync) && !hangs && slow == 1;
         if inner.power_is_off || rejected.is_some() || is_sync {
             let is_on = !inner.power_is_off;
             drop(guard);
