@@ -8,5 +8,6 @@ mod busy;
 mod descriptors;
 mod limits;
 mod log;
+mod report;
 mod scene;
 mod slow_disks;

@@ -102,8 +102,8 @@ pub(crate) struct Scene {
     pub(crate) daemon: Daemon,
     pub(crate) file: Neighbour,
     pub(crate) null: Neighbour,
-    sockets: [PathBuf; 2],
-    _folders: [TempDir; 2],
+    pub(crate) sockets: [PathBuf; 2],
+    pub(crate) _folders: [TempDir; 2],
 }
 
 /// Folders of the tests, where direct I/O works.

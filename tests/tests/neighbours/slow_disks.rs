@@ -28,7 +28,7 @@ const MIB: u64 = 1 << 20;
 /// than a device takes, more than an IoThread has in the kernel.
 const DEPTHS: [u16; 4] = [8, 64, 300, 2000];
 
-fn ext4(bytes: u64) -> Result<FileSystem> {
+pub(crate) fn ext4(bytes: u64) -> Result<FileSystem> {
     FileSystem::make(disks(), bytes, &["mke2fs", "-q", "-t", "ext4"])
 }
 
@@ -73,7 +73,7 @@ fn put_segments(stuck: &Stuck, ranges: &[(u64, u32)]) -> Result<Desc> {
 
 /// Linux AIO waits for such a disk in the submit, and all disks of the IoThread with it. That is
 /// seen when it is over; from then on the disk is served by pool threads.
-fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> Result<()> {
+pub(crate) fn learn(engine: Engine, scene: &Scene, file_system: &FileSystem) -> Result<()> {
     if engine != Engine::Aio {
         return Ok(());
     }
