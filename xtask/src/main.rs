@@ -9,6 +9,7 @@ mod instructions;
 mod lab;
 mod models;
 mod mutants;
+mod neighbours;
 mod process;
 mod sanitize;
 #[cfg(test)]
@@ -43,6 +44,8 @@ enum Command {
     Experiments(experiments::Args),
     /// Count the instructions that a request takes, here and in an earlier revision
     Instructions(instructions::Args),
+    /// Measure how fast an export is while another one misbehaves
+    Neighbours(neighbours::Args),
     /// Run the data path against a simulated kernel and a model guest
     Sim(sim::Args),
     /// Break the code on purpose and demand that a test notices
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
         Command::Experiments(args) => experiments::run(&args),
         Command::Instructions(args) => instructions::run(&args),
+        Command::Neighbours(args) => neighbours::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),

@@ -19,7 +19,7 @@ const MIB: u64 = 1 << 20;
 /// Quiet and disturbed spans, one after the other.
 const ROUNDS: usize = 7;
 const BENCH: &str =
-    "--rw randread --bs 4k --iodepth 8 --runtime 0.4 --ramp-time 0.1 --output-format json";
+    "--rw randread --bs 4k --iodepth 8 --runtime 0.4 --ramp_time 0.1 --output-format json";
 
 /// I/Os per second of a neighbour.
 fn measure(socket: &Path) -> Result<f64> {
