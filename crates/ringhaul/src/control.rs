@@ -217,7 +217,7 @@ impl Exports {
         for export in self.list.iter().filter(|export| !export.has_ended()) {
             tracing::warn!(
                 export = export.name,
-                "still ending after {seconds} s: {}; a second signal ends at once",
+                "still ending after {seconds} s: {}; a second signal does not wait",
                 export.what_is_left()
             );
         }
@@ -230,7 +230,7 @@ impl Exports {
             .filter(|export| !export.has_ended())
             .map(|export| format!("{}: {}", export.name, export.what_is_left()))
             .collect();
-        tracing::error!("ended by a second signal; left behind: {}", left.join(", "));
+        tracing::error!("ended without waiting any longer; left behind: {}", left.join(", "));
     }
 }
 

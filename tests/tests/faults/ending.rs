@@ -96,7 +96,7 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     hung.daemon.wait_for("finishing requests")?;
     hung.healthy.channel.wait_closed()?;
     hung.daemon.signal(Signal::INT)?;
-    let line = hung.daemon.wait_for("ended by a second signal")?;
+    let line = hung.daemon.wait_for("ended without waiting any longer")?;
     let left = "disk.img: 1 request is not finished";
     ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
     // The kernel lets go of a process when no call of it is stuck.
