@@ -121,7 +121,7 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
 impl Run {
     fn go(&mut self) -> Result<Report, Failure> {
         let mut turns = 0;
-        let limit = STEPS_FOR_REQUEST * (self.plan.requests + 10);
+        let limit = STEPS_FOR_REQUEST * (self.plan.requests + self.plan.rush + 10);
         for _ in 0..limit {
             self.stack.advance()?;
             self.check_failures()?;
