@@ -372,6 +372,8 @@ impl Plan {
         self.rush = some(rng, 100, &[200, 600]);
         if self.rush > 0 {
             self.sync = rng.pick(&[950, 1000, 1000]);
+            // Each of so many requests would be tried again for seconds.
+            self.stuck = 0;
             self.io_threads = rng.pick(&[1, 1, 2]);
             if self.devices == 1 {
                 self.queues = self.queues.max(2);
