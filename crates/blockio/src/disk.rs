@@ -262,6 +262,11 @@ impl Disk {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_known_to_block(&self) -> bool {
+        matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())
+    }
+
     #[inline]
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
         let align = u64::from(self.info.logical_block_bytes);

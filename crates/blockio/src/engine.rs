@@ -307,4 +307,6 @@ mod kernel_tests;
 #[cfg(test)]
 mod lifetimes;
 #[cfg(test)]
+mod neighbours;
+#[cfg(test)]
 mod tests;

@@ -70,6 +70,11 @@ impl Drop for Attached {
 }
 
 impl FileDisk {
+    #[cfg(test)]
+    pub(super) fn is_known_to_block(&self) -> bool {
+        self.file.blocks()
+    }
+
     pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
         if self.is_aligned(offset, &buffers) {
             return self.transfer(OpKind::Read, offset, buffers).await;

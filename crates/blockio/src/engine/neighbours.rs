@@ -1,0 +1,214 @@
+//! A disk that hangs beside one that does not, on one IoThread, with real engines.
+//!
+//! What hangs is a file on a frozen file system, which takes root.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::{Mutex, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::*;
+use crate::TaskSet;
+use crate::buf::Buffers;
+use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::io_thread::{IoThread, IoThreadConfig};
+
+/// One at a time: to mount a file system may wait for one that is frozen.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// An ext4 file system in a file, mounted, with one file on it.
+struct Volume {
+    folder: tempfile::TempDir,
+}
+
+/// Thaws the file system when it goes, which must be before the IoThread waits for its ops.
+struct Frozen {
+    over: Option<mpsc::Sender<()>>,
+    thaws: Option<JoinHandle<()>>,
+}
+
+impl Frozen {
+    /// A neighbour that hangs as well would hang for ever, so it is thawed after a while; then the
+    /// writes end before they should.
+    fn new(place: PathBuf) -> Self {
+        let (over, is_over) = mpsc::channel();
+        let thaws = std::thread::spawn(move || {
+            let _ = is_over.recv_timeout(Duration::from_secs(60));
+            let _ = Command::new("fsfreeze").arg("--unfreeze").arg(place).status();
+        });
+        Self { over: Some(over), thaws: Some(thaws) }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.over = None;
+        let _ = self.thaws.take().map(JoinHandle::join);
+    }
+}
+
+impl Volume {
+    /// `None`, with a word, where that is not possible.
+    fn new() -> Option<Self> {
+        let root = rustix::process::geteuid().is_root();
+        let run = |program: &str, args: &[&std::ffi::OsStr]| {
+            Command::new(program).args(args).output().is_ok_and(|output| output.status.success())
+        };
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let (image, place) = (folder.path().join("image"), folder.path().join("place"));
+        std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+        std::fs::create_dir(&place).unwrap();
+        let (image, target) = (image.as_os_str(), place.as_os_str());
+        if !root
+            || !run("mkfs.ext4", &["-q".as_ref(), image])
+            || !run("mount", &["-o".as_ref(), "loop".as_ref(), image, target])
+        {
+            eprintln!("skipped: mounting a file system takes root, mkfs.ext4 and loop devices");
+            return None;
+        }
+        let volume = Self { folder };
+        std::fs::write(place.join("disk"), vec![1; 16 << 20]).unwrap();
+        std::fs::File::open(place.join("disk")).unwrap().sync_all().unwrap();
+        Some(volume)
+    }
+
+    fn place(&self) -> PathBuf {
+        self.folder.path().join("place")
+    }
+
+    fn freeze(&self) -> Frozen {
+        let status = Command::new("fsfreeze").arg("--freeze").arg(self.place()).status().unwrap();
+        assert!(status.success(), "fsfreeze fails");
+        Frozen::new(self.place())
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.place()).status();
+    }
+}
+
+fn open(path: &Path, direct: bool) -> DiskSource {
+    DiskSource::file(path, &DiskOptions { direct, ..DiskOptions::default() }).unwrap()
+}
+
+/// Starts `count` writes, which stop the loop when all of them are done; counts them.
+fn write_at_once(thread: &IoThread, disk: Disk, count: u32) -> Rc<Cell<u32>> {
+    let done = Rc::new(Cell::new(0));
+    let (io, counter) = (Rc::clone(thread.io()), Rc::clone(&done));
+    thread.io().spawn(async move {
+        let mut writes = TaskSet::new(Rc::clone(&io));
+        let disk = Rc::new(disk);
+        for number in 0..count {
+            let (disk, counter) = (Rc::clone(&disk), Rc::clone(&counter));
+            let write = async move {
+                let offset = u64::from(number % 4096) * 4096;
+                disk.write(offset, Buffers::aligned(4096, 4096), false).await.0.unwrap();
+                counter.set(counter.get() + 1);
+            };
+            writes.start(write).await;
+        }
+        writes.finish().await;
+        io.stop();
+    });
+    done
+}
+
+/// Everything that a disk can do.
+async fn use_disk(disk: &Disk) {
+    for round in 0..20 {
+        let offset = round * 8192;
+        disk.write(offset, Buffers::aligned(8192, 4096), round % 2 == 0).await.0.unwrap();
+        disk.read(offset, Buffers::aligned(8192, 4096)).await.0.unwrap();
+        disk.flush().await.unwrap();
+        disk.write_zeroes(offset, 8192, false).await.unwrap();
+        disk.discard(offset, 8192).await.unwrap();
+    }
+}
+
+/// If the neighbour needed what the hung disk has, it would hang as well: the file system is thawed
+/// only after the neighbour is done.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let Some(volume) = Volume::new() else { return };
+    for engine in [EngineKind::IoUring, EngineKind::Threads] {
+        for direct in [true, false] {
+            let thread =
+                IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() }).unwrap();
+            let hung = open(&volume.place().join("disk"), direct).attach(thread.io());
+            let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            well.as_file().set_len(1 << 20).unwrap();
+            let frozen = volume.freeze();
+            let done = write_at_once(&thread, hung, 600);
+            // It comes when the other one hangs already.
+            let well = open(well.path(), direct).attach(thread.io());
+            thread.block_on(use_disk(&well)).unwrap();
+            assert_eq!(done.get(), 0, "{engine}: nothing has hung");
+            drop(frozen);
+            thread.run().unwrap();
+            assert_eq!(done.get(), 600);
+        }
+    }
+}
+
+/// Whether a thread of this process waits in the kernel and cannot be interrupted.
+fn is_stuck(thread: rustix::thread::Pid) -> bool {
+    let path = format!("/proc/self/task/{}/status", thread.as_raw_pid());
+    let status = std::fs::read_to_string(path).unwrap();
+    status.lines().any(|line| line.starts_with("State:") && line.contains('D'))
+}
+
+/// Linux AIO waits in the submit. The disk that it waited for is known from then on.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let Some(volume) = Volume::new() else { return };
+    let config = IoThreadConfig { engine: EngineKind::Aio, ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).unwrap();
+    let hung = open(&volume.place().join("disk"), true);
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let well = open(file.path(), true).attach(thread.io());
+    let frozen = volume.freeze();
+    let waiting = rustix::thread::gettid();
+    let thaws = std::thread::spawn(move || {
+        while !is_stuck(waiting) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // What waits for less does not count.
+        std::thread::sleep(Duration::from_millis(500));
+        drop(frozen);
+    });
+    // Both are in one submit, and that is the last that waits.
+    let first = hung.attach(thread.io());
+    let both = async {
+        let mut one = std::pin::pin!(first.write(0, Buffers::aligned(4096, 4096), false));
+        let mut other = std::pin::pin!(well.write(0, Buffers::aligned(4096, 4096), false));
+        std::future::poll_fn(|cx| {
+            let _ = other.as_mut().poll(cx);
+            std::task::Poll::Ready(one.as_mut().poll(cx).is_ready())
+        })
+        .await;
+        one.await.0.unwrap();
+        other.await.0.unwrap();
+    };
+    thread.block_on(both).unwrap();
+    thaws.join().unwrap();
+    assert!(first.is_known_to_block(), "the submit did not wait, or nobody noticed");
+    assert!(!well.is_known_to_block(), "the neighbour was blamed");
+    let frozen = volume.freeze();
+    let done = write_at_once(&thread, first, 300);
+    thread.block_on(use_disk(&well)).unwrap();
+    assert_eq!(done.get(), 0, "nothing has hung");
+    drop(frozen);
+    thread.run().unwrap();
+    assert_eq!(done.get(), 300);
+}
