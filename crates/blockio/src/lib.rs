@@ -43,6 +43,6 @@ pub use disk::{Disk, DiskOptions, DiskSource};
 pub use engine::{CompletionRing, EngineKind, EventfdAdder};
 pub use error::Error;
 pub use io_thread::{Activity, Io, IoThread, IoThreadConfig, ROUNDS_UNTIL_SERVED, Wait};
-pub use reactor::{Source, SourceId};
+pub use reactor::{Armed, Source, SourceId};
 pub use remote::Remote;
 pub use task::TaskSet;

@@ -19,13 +19,24 @@ use crate::task::TaskKey;
 pub trait Source {
     /// End of a run: makes results visible to the other side, and tells it at most once.
     fn notify(&self);
-    /// Before sleep: asks the other side to write the eventfd from now on. True if work is already
-    /// there, which the eventfd might not announce.
-    fn arm(&self) -> bool;
+    /// Before sleep: asks the other side to write the eventfd from now on.
+    fn arm(&self) -> Armed;
     /// Says that writes to the eventfd are not needed for now.
     fn disarm(&self);
     /// A cheap look for work, for busy-polling while the source is not armed.
     fn has_work(&self) -> bool;
+}
+
+/// What came of arming a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Armed {
+    /// The eventfd announces what comes.
+    Yes,
+    /// Work is there already, which the eventfd might not announce.
+    HasWork,
+    /// The source takes no work for now, and nothing was asked of the other side. Before it takes
+    /// some again, something else wakes its task.
+    Full,
 }
 
 /// Names a source of an IoThread.
@@ -139,13 +150,13 @@ impl Reactor {
             let Some(Some(entry)) = sources.get_mut(id as usize) else {
                 return false;
             };
-            if entry.source.arm() {
+            let armed = entry.source.arm();
+            entry.armed = armed == Armed::Yes;
+            if armed == Armed::HasWork {
                 entry.source.disarm();
                 woken.push(entry.task);
-                return true;
             }
-            entry.armed = true;
-            false
+            !entry.armed
         });
     }
 

@@ -255,6 +255,18 @@ pub struct BounceStats {
     pub failed: Counter,
 }
 
+/// Lists of buffers that are long, of requests that are not answered yet. Sources count them; they
+/// have a limit for each IoThread.
+#[derive(Debug, Default)]
+pub struct ListStats {
+    /// Bytes of all of them.
+    pub bytes: Gauge,
+    /// The most bytes that there were at once.
+    pub bytes_most: Gauge,
+    /// How often a source had to leave work where it was for want of room.
+    pub waits: Counter,
+}
+
 /// Everything that one IoThread counts.
 #[derive(Debug, Default)]
 pub struct Stats {
@@ -274,6 +286,8 @@ pub struct Stats {
     pub bounced: Counter,
     /// The memory for that.
     pub bounce: BounceStats,
+    /// Long lists of buffers.
+    pub lists: ListStats,
     /// Reads and writes whose completions were polled for.
     pub polled: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).

@@ -15,6 +15,7 @@ mod guest_buf;
 mod heap;
 mod inherit;
 pub mod io_threads;
+mod lists;
 pub mod log;
 mod log_limit;
 pub mod memory_limits;

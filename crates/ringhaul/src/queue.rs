@@ -10,12 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
 use blockio::io_thread::{Io, RegisteredMemory};
-use blockio::{Buffers, Source};
+use blockio::{Armed, Buffers, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
 
 use crate::call_watch::{CallTrust, Caller};
 use crate::guest_buf::GuestOwner;
+use crate::lists::Lists;
 use crate::pending::Answer;
 pub use crate::pending::Pending;
 
@@ -77,6 +78,9 @@ struct Control {
     /// The avail entry that is popped next.
     #[cfg(feature = "sim")]
     next_avail: AtomicU16,
+    /// There was no room for another chain in the last run.
+    #[cfg(feature = "sim")]
+    is_full: AtomicBool,
 }
 
 #[derive(Default)]
@@ -137,6 +141,13 @@ impl QueueHandle {
         self.control.next_avail.load(Ordering::Relaxed)
     }
 
+    /// Whether the queue leaves chains in the ring until it has room for their lists of buffers.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.control.is_full.load(Ordering::Relaxed)
+    }
+
     /// Stops the queue: no more chains are taken, and this returns when all that were taken have
     /// been answered, however long the disk needs. Returns the next avail entry, or `None` when
     /// the IoThread has ended.
@@ -191,6 +202,7 @@ pub(crate) struct QueueOptions {
 pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
     guest: GuestOwner,
+    lists: Lists,
     kick: Cell<Option<OwnedFd>>,
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
@@ -231,6 +243,7 @@ impl Queue {
         let queue = Self {
             ring: RefCell::new(ring),
             guest: GuestOwner::new(memory),
+            lists: Lists::new(Arc::clone(io.stats())),
             kick: Cell::new(setup.kick),
             call: RefCell::new(setup.call),
             err: RefCell::new(setup.err),
@@ -296,13 +309,20 @@ impl Queue {
         self.control.requests.store(u32::try_from(count).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// The next chain; `None` when there is none, or the ring is bad.
+    /// The next chain; `None` when there is none, no room for one, or the ring is bad.
     #[inline]
     pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
         if self.broken.get() {
             return Ok(None);
         }
+        if !self.has_room() {
+            self.lists.wait();
+            return Ok(None);
+        }
         let popped = self.ring.borrow_mut().pop();
+        if let Ok(Some(chain)) = &popped {
+            self.lists.add(chain);
+        }
         #[cfg(feature = "sim")]
         self.control.next_avail.store(self.next_avail(), Ordering::Relaxed);
         popped
@@ -312,6 +332,7 @@ impl Queue {
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
         self.ring.borrow_mut().push(head, written_bytes);
+        self.lists.remove(head);
         self.unpublished.set(true);
         if !self.notify_batch {
             self.notify();
@@ -325,6 +346,16 @@ impl Queue {
 
     pub(crate) fn takes_chains(&self) -> bool {
         !self.broken.get() && !self.stopping.get()
+    }
+
+    /// Whether there is room for another chain. If not, a chain of this queue that is answered
+    /// makes the task look again.
+    #[inline]
+    fn has_room(&self) -> bool {
+        let has_room = self.lists.has_room();
+        #[cfg(feature = "sim")]
+        self.control.is_full.store(!has_room, Ordering::Relaxed);
+        has_room
     }
 
     /// Leaves the ring alone from now on, and tells the front-end.
@@ -384,8 +415,14 @@ impl Source for Queue {
         }
     }
 
-    fn arm(&self) -> bool {
-        self.takes_chains() && self.ring.borrow_mut().enable_kicks()
+    fn arm(&self) -> Armed {
+        if !self.takes_chains() || !self.has_room() {
+            Armed::Full
+        } else if self.ring.borrow_mut().enable_kicks() {
+            Armed::HasWork
+        } else {
+            Armed::Yes
+        }
     }
 
     fn disarm(&self) {
@@ -393,7 +430,7 @@ impl Source for Queue {
     }
 
     fn has_work(&self) -> bool {
-        self.takes_chains() && self.ring.borrow().has_available()
+        self.takes_chains() && self.has_room() && self.ring.borrow().has_available()
     }
 }
 

@@ -335,7 +335,8 @@ fn summary_of(stats: &Stats) -> String {
     };
     format!(
         "{}, {}, {}, {}; {} polled for; {} bounced, with at most {} KiB, {} waits and {} failures \
-         of memory; {} calls, {} submits, {} waits",
+         of memory; long lists of buffers with at most {} KiB and {} waits; {} calls, {} submits, \
+         {} waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),
@@ -345,6 +346,8 @@ fn summary_of(stats: &Stats) -> String {
         stats.bounce.bytes_most.get() >> 10,
         stats.bounce.waits.get(),
         stats.bounce.failed.get(),
+        stats.lists.bytes_most.get() >> 10,
+        stats.lists.waits.get(),
         stats.syscalls.eventfd_write.get(),
         stats.submitted_at_once.count(),
         stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),

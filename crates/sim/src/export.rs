@@ -296,8 +296,8 @@ impl Export {
                 continue;
             }
             let (next_avail, announced) = (handle.next_avail(), self.guest.announced(queue));
-            // It may have been faster than the driver with its kick.
-            if announced.wrapping_sub(next_avail).cast_signed() <= 0 {
+            // It may have been faster than the driver with its kick, or have no room for chains.
+            if announced.wrapping_sub(next_avail).cast_signed() <= 0 || handle.is_full() {
                 *waiting = None;
                 continue;
             }

@@ -184,8 +184,11 @@ impl Stack {
         control.exports.iter().try_for_each(|export| export.check_answers())?;
         for (index, thread) in self.threads.iter().enumerate() {
             let io = thread.io_thread.io();
-            if io.ops() != 0 || io.tasks() != 0 {
-                let text = format!("IoThread {index}: {} ops, {} tasks", io.ops(), io.tasks());
+            let lists = io.stats().lists.bytes.get();
+            if io.ops() != 0 || io.tasks() != 0 || lists != 0 {
+                let (ops, tasks) = (io.ops(), io.tasks());
+                let text =
+                    format!("IoThread {index}: {ops} ops, {tasks} tasks, {lists} bytes of lists");
                 return Err(Failure::new("leak", text));
             }
         }

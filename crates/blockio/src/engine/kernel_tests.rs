@@ -16,7 +16,7 @@ use crate::buf::Buffers;
 use crate::disk::{DiskOptions, DiskSource};
 use crate::engine::EngineKind;
 use crate::io_thread::{Activity, IoThread, IoThreadConfig, Wait};
-use crate::reactor::Source;
+use crate::reactor::{Armed, Source};
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
@@ -49,8 +49,8 @@ struct Silent;
 
 impl Source for Silent {
     fn notify(&self) {}
-    fn arm(&self) -> bool {
-        false
+    fn arm(&self) -> Armed {
+        Armed::Yes
     }
     fn disarm(&self) {}
     fn has_work(&self) -> bool {

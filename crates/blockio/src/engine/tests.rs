@@ -11,7 +11,7 @@ use super::*;
 use crate::buf::Buffers;
 use crate::disk::{DiskOptions, DiskSource};
 use crate::io_thread::{Activity, IoThread, IoThreadConfig, ROUNDS_UNTIL_SERVED, Wait};
-use crate::reactor::Source;
+use crate::reactor::{Armed, Source};
 use rustix::event::{PollFd, PollFlags, poll};
 
 fn thread(engine: EngineKind) -> IoThread {
@@ -100,9 +100,9 @@ impl Source for Ring {
     fn notify(&self) {
         self.notified.set(self.notified.get() + 1);
     }
-    fn arm(&self) -> bool {
+    fn arm(&self) -> Armed {
         self.armed.set(true);
-        self.work.get() > 0
+        if self.work.get() > 0 { Armed::HasWork } else { Armed::Yes }
     }
     fn disarm(&self) {
         self.armed.set(false);
