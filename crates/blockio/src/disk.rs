@@ -15,6 +15,7 @@ mod source;
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
+use std::time::Instant;
 
 use crate::buf::Buffers;
 use crate::error::Error;
@@ -148,6 +149,16 @@ impl DiskSource {
     #[must_use]
     pub fn is_null(&self) -> bool {
         matches!(self.kind, SourceKind::Null)
+    }
+
+    /// Since when an operation is in the kernel that it has not answered for 5 seconds or more, as
+    /// the IoThreads of this disk have found it lately.
+    #[must_use]
+    pub fn late_since(&self) -> Option<Instant> {
+        match &self.kind {
+            SourceKind::File(source) => source.file.late_since(),
+            SourceKind::Null => None,
+        }
     }
 
     /// The disk for tasks on `io`.

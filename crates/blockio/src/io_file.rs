@@ -41,6 +41,11 @@ impl IoFile {
         &self.file
     }
 
+    /// The file as all IoThreads share it.
+    pub(crate) fn shared(&self) -> &Arc<OpenFile> {
+        &self.file
+    }
+
     #[inline]
     pub(crate) fn lane(&self) -> u32 {
         self.lane

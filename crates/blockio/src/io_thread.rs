@@ -25,6 +25,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use crate::clock;
 use crate::engine::{Engine, EngineKind};
 use crate::error::Error;
+use crate::late::LateOps;
 use crate::op::{Completion, Op, OpFuture, Slots, Start};
 use crate::poll_window::PollWindow;
 use crate::reactor::{Reactor, Source, SourceId};
@@ -102,6 +103,9 @@ pub struct Io {
     /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
     found: Cell<Vec<TaskKey>>,
     poll_window: PollWindow,
+    late: RefCell<LateOps>,
+    /// When late ops are to be looked for.
+    late_due: Cell<Instant>,
 }
 
 struct Ops {
@@ -171,6 +175,8 @@ impl IoThread {
             harvested: Cell::new(now),
             found: Cell::default(),
             poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
+            late: RefCell::new(LateOps::new(now)),
+            late_due: Cell::new(now),
         };
         Ok(Self { io: Rc::new(io), descriptor, ready: Cell::default() })
     }

@@ -25,6 +25,7 @@ mod error;
 mod io_file;
 pub mod io_thread;
 mod lane;
+mod late;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
 pub mod op;

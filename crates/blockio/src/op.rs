@@ -21,6 +21,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -69,6 +70,18 @@ impl OpKind {
     #[inline]
     pub(crate) fn is_transfer(self) -> bool {
         matches!(self, Self::Read | Self::Write { .. })
+    }
+
+    /// What the log calls it.
+    pub(crate) fn noun(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write { .. } => "write",
+            Self::Flush => "flush",
+            Self::Fallocate { .. } => "discard or zeroing",
+            Self::DiscardBlocks { .. } => "discard",
+            Self::ZeroBlocks { .. } => "zeroing",
+        }
     }
 }
 
@@ -213,6 +226,21 @@ impl Slots {
     /// The file of the op in slot `index`.
     pub(crate) fn file(&self, index: u32) -> Option<&OpenFile> {
         self.slots.0.get(index as usize)?.op.as_ref().map(|op| op.file.file())
+    }
+
+    fn pending(&self) -> impl Iterator<Item = (&Slot, &Op)> {
+        let pending = |slot: &&Slot| matches!(slot.state, State::Pending | State::Abandoned);
+        self.slots.0.iter().filter(pending).filter_map(|slot| Some((slot, slot.op.as_ref()?)))
+    }
+
+    /// Ops that were submitted and have not completed: file, kind, and when they were submitted.
+    pub(crate) fn submitted(&self) -> impl Iterator<Item = (&Arc<OpenFile>, OpKind, Instant)> {
+        self.pending().filter_map(|(slot, op)| Some((op.file.shared(), op.kind, slot.submitted?)))
+    }
+
+    /// How many ops of `file` have not completed, those in its lane included.
+    pub(crate) fn waiting_for(&self, file: &Arc<OpenFile>) -> usize {
+        self.pending().filter(|(_, op)| Arc::ptr_eq(op.file.shared(), file)).count()
     }
 
     /// What to tell the kernel about the op in slot `index`; notes the time of its submit.
@@ -374,7 +402,6 @@ mod tests {
     use std::fs::File;
     use std::os::fd::OwnedFd;
     use std::rc::Rc;
-    use std::sync::Arc;
 
     fn op(buffers: Buffers) -> Op {
         let file = OwnedFd::from(File::open("/dev/null").unwrap());

@@ -7,7 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 
 use rustix::fd::AsFd;
 
@@ -34,6 +35,8 @@ pub struct OpenFile {
     has_cached_writes: AtomicBool,
     /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
     lost: AtomicI32,
+    /// Since when the oldest op is in the kernel that is late; none is, as far as is known.
+    late_since: Mutex<Option<Instant>>,
 }
 
 impl OpenFile {
@@ -143,6 +146,15 @@ impl OpenFile {
         self.lost.store(0, Ordering::Release);
     }
 
+    /// Since when an op is in the kernel that is late, if one is.
+    pub(crate) fn late_since(&self) -> Option<Instant> {
+        *self.late_since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_late_since(&self, since: Option<Instant>) {
+        *self.late_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
+    }
+
     /// Whether completions may be polled for, as far as is known.
     #[inline]
     pub(crate) fn may_be_polled(&self) -> bool {
@@ -190,6 +202,7 @@ impl From<OwnedFd> for OpenFile {
             is_cached: false,
             has_cached_writes: AtomicBool::new(false),
             lost: AtomicI32::new(0),
+            late_since: Mutex::default(),
         }
     }
 }

@@ -292,6 +292,12 @@ pub struct Stats {
     pub polled: Counter,
     /// Submits that the kernel refused for lack of resources (EAGAIN).
     pub submit_again: Counter,
+    /// Operations that the kernel did not answer for 5 seconds, as the loop finds by a look each
+    /// second while it turns.
+    pub late: Counter,
+    /// 1 while the loop sleeps and waits for no operation. If it is 0 and [`turns`](Self::turns)
+    /// stays as it is, wake the loop now and then: it tells of disks that do not answer.
+    pub is_idle: Gauge,
     /// Turns of the loop.
     pub turns: Counter,
     /// Rounds of the loop: times that all tasks which were ready ran.

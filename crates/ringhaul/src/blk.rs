@@ -10,6 +10,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use blockio::io_thread::RegisteredMemory;
 use blockio::{Disk, DiskSource, Io, Remote};
@@ -67,6 +68,11 @@ impl BlkDevice {
     /// The limit on lines on errors that the guest or the front-end can cause.
     pub(crate) fn log(&self) -> &LogLimit {
         &self.shared.log
+    }
+
+    /// Since when its disk has not answered, if that is some seconds ago.
+    pub(crate) fn late_since(&self) -> Option<Instant> {
+        self.shared.source.late_since()
     }
 
     /// The most queues that a driver may use.

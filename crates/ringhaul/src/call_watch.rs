@@ -17,9 +17,11 @@ use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockio::EventfdAdder;
+use blockio::{EventfdAdder, Remote};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
+
+use crate::thread_watch::ThreadWatch;
 
 /// How long a call may take before it hangs; it takes a microsecond.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -54,9 +56,16 @@ struct Watch {
     thread: Option<Thread>,
     /// The thread is not to end.
     running: bool,
+    /// While queues run, that thread looks at these too.
+    threads: ThreadWatch,
 }
 
-static WATCH: Mutex<Watch> = Mutex::new(Watch { marks: Vec::new(), thread: None, running: false });
+static WATCH: Mutex<Watch> = Mutex::new(Watch {
+    marks: Vec::new(),
+    thread: None,
+    running: false,
+    threads: ThreadWatch::new(),
+});
 
 fn watch() -> MutexGuard<'static, Watch> {
     WATCH.lock().unwrap_or_else(PoisonError::into_inner)
@@ -70,6 +79,14 @@ thread_local! {
             None
         }
     };
+}
+
+/// Has an IoThread looked at, while queues run.
+pub(crate) fn watch_thread(name: String, remote: Remote) {
+    let mut watch = watch();
+    if watch.running {
+        watch.threads.add(name, remote);
+    }
 }
 
 /// Makes what queues on this thread share, so that the thread says at its start what it lacks.
@@ -147,6 +164,7 @@ impl Drop for CallWatch {
     fn drop(&mut self) {
         let mut watch = watch();
         watch.marks.clear();
+        watch.threads = ThreadWatch::new();
         watch.running = false;
         let thread = watch.thread.take();
         drop(watch);
@@ -165,6 +183,9 @@ fn watch_calls() {
                 return;
             }
             watch.marks.retain(|mark| mark.strong_count() > 0);
+            if !watch.marks.is_empty() {
+                watch.threads.look(Instant::now());
+            }
             watch.marks.iter().filter_map(Weak::upgrade).collect()
         };
         if marks.is_empty() {

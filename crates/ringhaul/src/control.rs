@@ -470,14 +470,23 @@ impl Export {
     }
 
     fn what_is_left(&self) -> String {
-        let load = self.session.as_ref().map(Session::load);
-        match load {
-            Some(load) if !load.has_heard => {
-                format!("its IoThread does not answer ({} requests)", load.requests)
+        let requests = |count: u32| match count {
+            1 => "1 request is not finished".to_owned(),
+            _ => format!("{count} requests are not finished"),
+        };
+        let Some(load) = self.session.as_ref().map(Session::load) else {
+            return "nothing".to_owned();
+        };
+        if !load.has_heard {
+            return format!("its IoThread does not answer ({} requests)", load.requests);
+        }
+        let left = requests(load.requests);
+        match self.setup.device.late_since() {
+            Some(since) => {
+                let seconds = since.elapsed().as_secs();
+                format!("{left}; its disk has not answered for {seconds} s")
             }
-            Some(load) if load.requests == 1 => "1 request is not finished".to_owned(),
-            Some(load) => format!("{} requests are not finished", load.requests),
-            None => "nothing".to_owned(),
+            None => left,
         }
     }
 }

@@ -34,6 +34,7 @@ impl IoThreads {
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
             let remote = receiver.recv().context("an IoThread ended at its start")??;
+            crate::call_watch::watch_thread(format!("iothread-{index}"), remote.clone());
             threads.remotes.push(remote);
         }
         Ok(threads)

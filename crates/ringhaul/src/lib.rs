@@ -24,4 +24,5 @@ mod pending;
 pub mod queue;
 mod queue_task;
 pub mod serve;
+mod thread_watch;
 pub mod vhost_user;

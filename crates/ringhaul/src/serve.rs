@@ -334,13 +334,14 @@ fn summary_of(stats: &Stats) -> String {
         (count, errors) => format!("{count} {name} ({errors} failed)"),
     };
     format!(
-        "{}, {}, {}, {}; {} polled for; {} bounced, with at most {} KiB, {} waits and {} failures \
-         of memory; long lists of buffers with at most {} KiB and {} waits; {} calls, {} submits, \
-         {} waits",
+        "{}, {}, {}, {}; {} not answered for 5 s; {} polled for; {} bounced, with at most {} KiB, \
+         {} waits and {} failures of memory; long lists of buffers with at most {} KiB and {} \
+         waits; {} calls, {} submits, {} waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),
         of("discards and zeroings", &stats.deallocate),
+        stats.late.get(),
         stats.polled.get(),
         stats.bounced.get(),
         stats.bounce.bytes_most.get() >> 10,

@@ -15,20 +15,20 @@ const DISK_BYTES: u64 = 16 << 20;
 const EXIT_ABANDONED: i32 = 3;
 
 /// A daemon with one export on a disk that hangs and one on a disk that does not.
-struct Hung {
+pub(crate) struct Hung {
     /// Dropped first: a process with a call that is stuck cannot be killed.
-    frozen: Frozen,
-    daemon: Running,
+    pub(crate) frozen: Option<Frozen>,
+    pub(crate) daemon: Running,
     sockets: [PathBuf; 2],
-    hung: Frontend,
-    healthy: Frontend,
+    pub(crate) hung: Frontend,
+    pub(crate) healthy: Frontend,
     _scene: Scene,
-    _file_system: FileSystem,
+    pub(crate) file_system: FileSystem,
 }
 
 impl Hung {
     /// None where there is no file system to freeze.
-    fn new(engine: &str) -> Result<Option<Self>> {
+    pub(crate) fn new(engine: &str) -> Result<Option<Self>> {
         if !may_change("mounting a file system") || !is_installed("fsfreeze") {
             return Ok(None);
         }
@@ -46,22 +46,32 @@ impl Hung {
         let mut hung = Frontend::attach(&sockets[0], &Setup::default())?;
         let healthy = Frontend::attach(&sockets[1], &Setup::default())?;
         hung.write(0, 0, &[1; 4096])?;
-        let frozen = file_system.freeze()?;
-        // The read is behind the write, so the write was taken when it is answered.
-        for (slot, kind) in [(1, blk::OUT), (2, blk::IN)] {
-            let (header, status) = hung.put_header(0, slot, kind, 0)?;
-            let data = match kind {
-                blk::OUT => Desc::readable(DATA, 4096),
-                _ => Desc::writable(DATA + 4096, 4096),
-            };
-            let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-            hung.rings[0].put_chain(3 * slot, &chain)?;
-            hung.rings[0].offer(3 * slot)?;
-        }
-        hung.rings[0].kick()?;
-        ensure!(hung.rings[0].wait_used()?.head == 6, "a write to a frozen file system returned");
-        let (_scene, _file_system) = (scene, file_system);
-        Ok(Some(Self { frozen, daemon, sockets, hung, healthy, _scene, _file_system }))
+        let frozen = Some(file_system.freeze()?);
+        let mut hung = Self { frozen, daemon, sockets, hung, healthy, _scene: scene, file_system };
+        hung.offer(1, blk::OUT)?;
+        hung.hung.rings[0].kick()?;
+        Ok(Some(hung))
+    }
+
+    /// Offers a request in the place of three descriptors.
+    pub(crate) fn offer(&mut self, slot: u16, kind: u32) -> Result<()> {
+        let (header, status) = self.hung.put_header(0, slot, kind, 0)?;
+        let data = match kind {
+            blk::OUT => Desc::readable(DATA, 4096),
+            _ => Desc::writable(DATA + 4096, 4096),
+        };
+        let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+        self.hung.rings[0].put_chain(3 * slot, &chain)?;
+        self.hung.rings[0].offer(3 * slot)
+    }
+
+    /// Waits until the daemon has taken the write: a read behind it is answered.
+    pub(crate) fn wait_taken(&mut self) -> Result<()> {
+        self.offer(2, blk::IN)?;
+        self.hung.rings[0].kick()?;
+        let head = self.hung.rings[0].wait_used()?.head;
+        ensure!(head == 6, "a write to a frozen file system returned");
+        Ok(())
     }
 
     /// Lets the disk go on, and waits for the end of the daemon.
@@ -73,6 +83,7 @@ impl Hung {
 
 fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
     let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    hung.wait_taken()?;
     hung.daemon.signal(Signal::TERM)?;
     hung.healthy.channel.wait_closed().context("the healthy export waits for the other")?;
     for socket in &hung.sockets {
@@ -82,7 +93,8 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
     ensure!(line.contains("disk.img: ") && line.contains("1 request is not finished"), "{line}");
     // It is no second signal: service managers send it with the first.
     hung.daemon.signal(Signal::HUP)?;
-    hung.daemon.wait_for("still ending after 10 s")?;
+    let line = hung.daemon.wait_for("still ending after 10 s")?;
+    ensure!(line.contains("1 request is not finished; its disk has not answered for"), "{line}");
     // What was taken is finished, and the driver sees it.
     let (finished, mut frontend) = hung.thaw()?;
     finished.expect_code(0)?;
@@ -92,6 +104,7 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
 
 fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    hung.wait_taken()?;
     hung.daemon.signal(Signal::TERM)?;
     hung.daemon.wait_for("finishing requests")?;
     hung.healthy.channel.wait_closed()?;

@@ -2,6 +2,7 @@
 
 mod devices;
 mod ending;
+mod late;
 mod limits;
 mod log_reader;
 mod neighbours;

@@ -7,6 +7,7 @@ use super::{Activity, Io, Ops, Wait};
 use crate::clock;
 use crate::engine::Completer;
 use crate::error::Error;
+use crate::late::News;
 use crate::reactor::Reactor;
 use crate::task::TaskKey;
 
@@ -64,6 +65,9 @@ impl Io {
         }
         self.found.set(woken);
         self.submit_and_harvest();
+        if self.looked.get() >= self.late_due.get() {
+            self.look_for_late_ops();
+        }
         let is_ready = self.run_foreign() || self.has_ready();
         let is_busy = is_ready || self.ops.borrow_mut().engine.must_be_asked();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
@@ -75,6 +79,20 @@ impl Io {
         self.rounds_since_look.set(0);
     }
 
+    /// After a harvest: what has completed while this thread did not run is not late.
+    #[cold]
+    fn look_for_late_ops(&self) {
+        let mut late = self.late.borrow_mut();
+        let ops = self.ops.borrow();
+        for news in late.look(self.looked.get(), &ops.slots, &self.stats) {
+            match news {
+                News::Late { .. } => tracing::warn!("{news}"),
+                News::Answers { .. } => tracing::info!("{news}"),
+            }
+        }
+        self.late_due.set(late.due());
+    }
+
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
@@ -84,7 +102,16 @@ impl Io {
         } else {
             Some(clock::now())
         };
-        self.wait_in_kernel(&mut ops, deadline)
+        let is_idle = sleeps
+            && ops.engine.in_kernel() + ops.engine.queued() == 0
+            && !self.late.borrow().any();
+        if !is_idle {
+            return self.wait_in_kernel(&mut ops, deadline);
+        }
+        self.stats.is_idle.set(1);
+        let result = self.wait_in_kernel(&mut ops, deadline);
+        self.stats.is_idle.set(0);
+        result
     }
 
     pub(super) fn wait_in_kernel(

@@ -1,0 +1,228 @@
+//! Operations that are late: found once a second, told of by the disk, counted.
+//!
+//! Nothing is noted for that on the way of an op: its slot knows when it was submitted.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::op::{OpKind, OpenFile, Slots};
+use crate::stats::Stats;
+
+/// An op that the kernel has not answered for so long is late.
+const LATE: Duration = Duration::from_secs(5);
+/// How often the ops are looked at, at most.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often it is told that a disk still does not answer.
+const TELL_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The disks of an IoThread that have late ops.
+pub(crate) struct LateOps {
+    looked: Instant,
+    disks: Vec<LateDisk>,
+}
+
+struct LateDisk {
+    file: Arc<OpenFile>,
+    /// The oldest of its ops: when it was submitted, and its kind.
+    oldest: (Instant, OpKind),
+    /// Since when it has not answered; for the line at the end.
+    since: Instant,
+    told: Option<Instant>,
+    is_found: bool,
+}
+
+/// What the log is to say.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum News {
+    /// The oldest op of this kind is so old, and so many wait in all.
+    Late { path: PathBuf, kind: &'static str, age: Duration, waiting: usize },
+    /// No op is late any more, after so long.
+    Answers { path: PathBuf, after: Duration },
+}
+
+impl LateOps {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self { looked: now, disks: Vec::new() }
+    }
+
+    /// When a look is due.
+    pub(crate) fn due(&self) -> Instant {
+        self.looked + LOOK_INTERVAL
+    }
+
+    /// Whether any disk has late ops.
+    pub(crate) fn any(&self) -> bool {
+        !self.disks.is_empty()
+    }
+
+    /// Looks at all ops, and counts those that have become late since the last look.
+    pub(crate) fn look(&mut self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<News> {
+        let before = std::mem::replace(&mut self.looked, now);
+        self.disks.iter_mut().for_each(|disk| disk.is_found = false);
+        for (file, kind, submitted) in slots.submitted() {
+            if now.saturating_duration_since(submitted) < LATE {
+                continue;
+            }
+            if before.saturating_duration_since(submitted) < LATE {
+                stats.late.add(1);
+            }
+            self.found(file, kind, submitted);
+        }
+        let mut news = Vec::new();
+        self.disks.retain_mut(|disk| {
+            // Another IoThread may know of one too; it says so again at its next look.
+            disk.file.set_late_since(disk.is_found.then_some(disk.oldest.0));
+            news.extend(disk.news(now, slots));
+            disk.is_found
+        });
+        news
+    }
+
+    fn found(&mut self, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
+        let oldest = (submitted, kind);
+        match self.disks.iter_mut().find(|disk| Arc::ptr_eq(&disk.file, file)) {
+            Some(disk) if !disk.is_found || submitted < disk.oldest.0 => {
+                (disk.oldest, disk.is_found) = (oldest, true);
+            }
+            Some(_) => {}
+            None => self.disks.push(LateDisk {
+                file: Arc::clone(file),
+                oldest,
+                since: submitted,
+                told: None,
+                is_found: true,
+            }),
+        }
+    }
+}
+
+impl LateDisk {
+    fn news(&mut self, now: Instant, slots: &Slots) -> Option<News> {
+        let path = || self.file.path().to_owned();
+        if !self.is_found {
+            let after = now.saturating_duration_since(self.since);
+            return Some(News::Answers { path: path(), after });
+        }
+        if self.told.is_some_and(|told| now.saturating_duration_since(told) < TELL_INTERVAL) {
+            return None;
+        }
+        self.told = Some(now);
+        let (submitted, kind) = self.oldest;
+        let age = now.saturating_duration_since(submitted);
+        let waiting = slots.waiting_for(&self.file);
+        Some(News::Late { path: path(), kind: kind.noun(), age, waiting })
+    }
+}
+
+impl fmt::Display for News {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Late { path, kind, age, waiting } => write!(
+                f,
+                "{}: a {kind} has not been answered for {} s; operations of this IoThread that \
+                 wait for the disk: {waiting}",
+                path.display(),
+                age.as_secs(),
+            ),
+            Self::Answers { path, after } => {
+                write!(f, "{}: answers again, after {} s", path.display(), after.as_secs())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buf::Buffers;
+    use crate::engine::EngineKind;
+    use crate::op::{FileRef, IoFile, Op};
+    use crate::task::TaskKey;
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn file() -> FileRef {
+        let file = OwnedFd::from(File::open("/dev/null").unwrap());
+        IoFile::alone(Arc::new(file.into()))
+    }
+
+    struct Bench {
+        slots: Slots,
+        stats: Stats,
+        late: LateOps,
+        start: Instant,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let start = Instant::now();
+            let slots = Slots::new(EngineKind::Threads, 64);
+            Self { slots, stats: Stats::default(), late: LateOps::new(start), start }
+        }
+
+        fn start(&mut self, file: &FileRef, kind: OpKind) -> u32 {
+            let op = Op { kind, file: FileRef::clone(file), offset: 0, buffers: Buffers::empty() };
+            self.slots.insert(op, TaskKey::default())
+        }
+
+        fn submit(&mut self, file: &FileRef, kind: OpKind, second: u32) -> u32 {
+            let slot = self.start(file, kind);
+            self.slots.view(slot, self.start + second * SECOND);
+            slot
+        }
+
+        fn complete(&mut self, slot: u32, second: u32) {
+            self.slots.complete(slot, 0, self.start + second * SECOND, &self.stats);
+        }
+
+        fn look(&mut self, second: u32) -> Vec<String> {
+            let now = self.start + second * SECOND;
+            assert!(now >= self.late.due());
+            let news = self.late.look(now, &self.slots, &self.stats);
+            news.iter().map(ToString::to_string).collect()
+        }
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_is_told_of_once_a_minute_and_when_it_answers() {
+        let (mut bench, hung, well) = (Bench::new(), file(), file());
+        let write = bench.submit(&hung, OpKind::Write { fua: false }, 1);
+        let flush = bench.submit(&hung, OpKind::Flush, 2);
+        bench.start(&hung, OpKind::Read);
+        bench.submit(&well, OpKind::Read, 4);
+        assert!(bench.look(5).is_empty() && !bench.late.any());
+        let told = "a write has not been answered for 5 s; operations of this IoThread that wait \
+                    for the disk: 3";
+        assert_eq!(bench.look(6), [format!(": {told}")]);
+        assert!(bench.look(7).is_empty(), "it was told a second ago");
+        assert_eq!(hung.late_since(), Some(bench.start + SECOND));
+        assert_eq!(well.late_since(), None);
+        bench.complete(write, 8);
+        assert!(bench.look(8).is_empty(), "the flush is late");
+        assert_eq!(hung.late_since(), Some(bench.start + 2 * SECOND));
+        assert_eq!(bench.stats.late.get(), 2, "each is counted once");
+        let lines = bench.look(66).join("\n");
+        assert!(lines.contains("a flush has not been answered for 64 s"), "{lines}");
+        bench.complete(flush, 67);
+        assert_eq!(bench.look(67), [": answers again, after 66 s"]);
+        assert_eq!(hung.late_since(), None);
+        // The other one is told of by itself.
+        assert_eq!(bench.stats.late.get(), 3);
+        assert!(bench.late.any());
+    }
+
+    #[test]
+    fn a_disk_that_answers_slowly_is_not_one_that_does_not() {
+        let (mut bench, slow) = (Bench::new(), file());
+        for second in 1..100 {
+            let slot = bench.submit(&slow, OpKind::Read, second);
+            assert!(bench.look(second + 4).is_empty());
+            bench.complete(slot, second + 4);
+        }
+        assert_eq!(bench.stats.late.get(), 0);
+    }
+}

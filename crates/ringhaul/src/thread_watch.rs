@@ -1,0 +1,165 @@
+//! IoThreads that do not turn: seen by another thread, which tells of it while it lasts.
+//!
+//! A system call that should not wait, and does, holds an IoThread and all that it serves: a
+//! submit of Linux AIO for a frozen file system, above all. The IoThread itself can say so only
+//! afterwards.
+//!
+//! An IoThread that sleeps while its disks have operations is woken, so that it tells of those that
+//! do not answer; see `late.rs` of blockio.
+
+use std::time::{Duration, Instant};
+
+use blockio::Remote;
+
+/// How often IoThreads are looked at.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// An IoThread that does not turn for so long, though it has something to do, is stuck.
+const STUCK: Duration = Duration::from_secs(3);
+/// How often it is told that it still is.
+const TELL_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The IoThreads that are looked at.
+pub(crate) struct ThreadWatch {
+    threads: Vec<Watched>,
+    looked: Option<Instant>,
+}
+
+struct Watched {
+    name: String,
+    remote: Remote,
+    turns: u64,
+    /// Since when it does not turn.
+    since: Instant,
+    is_woken: bool,
+    told: Option<Instant>,
+}
+
+/// What a look has found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Finding {
+    Nothing,
+    /// It is to be woken.
+    Sleeps,
+    /// It has not turned for so long.
+    Stuck(Duration),
+    /// It turns again, after so long.
+    GoesOn(Duration),
+}
+
+impl ThreadWatch {
+    pub(crate) const fn new() -> Self {
+        Self { threads: Vec::new(), looked: None }
+    }
+
+    pub(crate) fn add(&mut self, name: String, remote: Remote) {
+        let (turns, since) = (remote.stats().turns.get(), Instant::now());
+        self.threads.push(Watched { name, remote, turns, since, is_woken: false, told: None });
+    }
+
+    /// Looks, if it is time. Threads that have ended are forgotten.
+    pub(crate) fn look(&mut self, now: Instant) {
+        let passed = self.looked.map(|looked| now.saturating_duration_since(looked));
+        if passed.is_some_and(|passed| passed < LOOK_INTERVAL) {
+            return;
+        }
+        self.looked = Some(now);
+        // Nobody looked meanwhile, or nobody could: the process was stopped.
+        let is_late = passed.is_none_or(|passed| passed > 2 * LOOK_INTERVAL);
+        self.threads.retain_mut(|thread| {
+            if is_late {
+                (thread.since, thread.is_woken) = (now, false);
+            }
+            let stats = thread.remote.stats();
+            let (turns, is_idle) = (stats.turns.get(), stats.is_idle.get() == 1);
+            match thread.find(turns, is_idle, now) {
+                Finding::Nothing => true,
+                Finding::Sleeps => thread.remote.post(|_| ()),
+                Finding::Stuck(time) => {
+                    tracing::error!(
+                        "{} has been stuck in a system call for {} s, and serves nothing: a disk \
+                         makes it wait, or this process was kept from running; pin the export of \
+                         such a disk to an IoThread of its own (iothread=), or choose another \
+                         --engine",
+                        thread.name,
+                        time.as_secs()
+                    );
+                    true
+                }
+                Finding::GoesOn(time) => {
+                    tracing::info!("{} goes on, after {} s", thread.name, time.as_secs());
+                    true
+                }
+            }
+        });
+    }
+}
+
+impl Watched {
+    fn find(&mut self, turns: u64, is_idle: bool, now: Instant) -> Finding {
+        let time = now.saturating_duration_since(self.since);
+        if turns != self.turns {
+            let was_stuck = self.told.take().is_some();
+            (self.turns, self.since, self.is_woken) = (turns, now, false);
+            return if was_stuck { Finding::GoesOn(time) } else { Finding::Nothing };
+        }
+        if !self.is_woken {
+            if is_idle {
+                self.since = now;
+                return Finding::Nothing;
+            }
+            self.is_woken = true;
+            return Finding::Sleeps;
+        }
+        let is_due = |told| now.saturating_duration_since(told) >= TELL_INTERVAL;
+        if time < STUCK || !self.told.is_none_or(is_due) {
+            return Finding::Nothing;
+        }
+        self.told = Some(now);
+        Finding::Stuck(time)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockio::{EngineKind, IoThread, IoThreadConfig};
+
+    #[test]
+    fn a_thread_that_is_woken_and_does_not_turn_is_stuck() {
+        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let mut watch = ThreadWatch::new();
+        watch.add("iothread-0".into(), thread.remote());
+        let watched = &mut watch.threads[0];
+        let start = watched.since;
+        let at = |second| start + Duration::from_secs(second);
+        // It sleeps with nothing to wait for, for as long as it likes.
+        assert_eq!(watched.find(0, true, at(10)), Finding::Nothing);
+        // It waits for operations, and wakes when it is told to.
+        assert_eq!(watched.find(0, false, at(11)), Finding::Sleeps);
+        assert_eq!(watched.find(1, false, at(12)), Finding::Nothing);
+        // It does not.
+        assert_eq!(watched.find(1, false, at(13)), Finding::Sleeps);
+        assert_eq!(watched.find(1, false, at(14)), Finding::Nothing);
+        assert_eq!(watched.find(1, false, at(15)), Finding::Stuck(Duration::from_secs(3)));
+        assert_eq!(watched.find(1, false, at(16)), Finding::Nothing);
+        assert_eq!(watched.find(1, false, at(75)), Finding::Stuck(Duration::from_secs(63)));
+        assert_eq!(watched.find(2, false, at(76)), Finding::GoesOn(Duration::from_secs(64)));
+        assert_eq!(watched.find(3, false, at(77)), Finding::Nothing);
+    }
+
+    #[test]
+    fn a_thread_that_has_ended_is_forgotten() {
+        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let mut watch = ThreadWatch::new();
+        watch.add("iothread-0".into(), thread.remote());
+        let now = Instant::now();
+        watch.look(now);
+        assert_eq!(watch.threads.len(), 1);
+        drop(thread);
+        watch.threads[0].is_woken = false;
+        watch.look(now + LOOK_INTERVAL);
+        assert!(watch.threads.is_empty());
+    }
+}

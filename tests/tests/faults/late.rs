@@ -1,0 +1,70 @@
+//! What the log says of a disk that does not answer, and of an IoThread that waits for one.
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tests::daemon::pattern;
+use ringhaul_tests::frontend::blk;
+use rustix::process::Signal;
+
+use crate::ending::Hung;
+
+fn a_disk_that_does_not_answer_is_named(engine: &str) -> Result<()> {
+    let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
+    let line = hung.daemon.wait_for("has not been answered for")?;
+    let words = "disk.img: a write has not been answered for";
+    ensure!(line.contains(words) && line.ends_with("wait for the disk: 1"), "{line}");
+    hung.frozen = None;
+    let line = hung.daemon.wait_for("answers again")?;
+    ensure!(line.contains("disk.img: answers again, after"), "{line}");
+    hung.hung.rings[0].wait_used()?;
+    hung.daemon.signal(Signal::TERM)?;
+    let finished = hung.daemon.finish()?.expect_code(0)?;
+    ensure!(finished.stderr.contains("; 1 not answered for 5 s;"), "{}", finished.stderr);
+    ensure!(finished.stderr.matches("has not been answered").count() == 1, "{}", finished.stderr);
+    Ok(())
+}
+
+mod threads {
+    #[test]
+    fn a_disk_that_does_not_answer_is_named() -> anyhow::Result<()> {
+        super::a_disk_that_does_not_answer_is_named("threads")
+    }
+}
+
+mod io_uring {
+    #[test]
+    fn a_disk_that_does_not_answer_is_named() -> anyhow::Result<()> {
+        super::a_disk_that_does_not_answer_is_named("io_uring")
+    }
+}
+
+/// Linux AIO waits in the submit, and nothing can be done about the first time. It is told while it
+/// lasts, and the next time that disk has pool threads.
+#[test]
+fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
+    let Some(mut hung) = Hung::new("aio")? else { return Ok(()) };
+    let line = hung.daemon.wait_for("stuck in a system call")?;
+    ensure!(line.contains("iothread-0 has been stuck"), "{line}");
+    hung.frozen = None;
+    let line = hung.daemon.wait_for("a submit waited")?;
+    ensure!(line.contains("disk.img: "), "{line}");
+    hung.daemon.wait_for("iothread-0 goes on, after")?;
+    hung.hung.rings[0].wait_used()?;
+    hung.frozen = Some(hung.file_system.freeze()?);
+    hung.offer(1, blk::OUT)?;
+    hung.hung.rings[0].kick()?;
+    for round in 0..20 {
+        let healthy = &mut hung.healthy;
+        let data = pattern(round, 8192);
+        healthy.write(0, 16 * round, &data).context("beside a disk that hangs")?;
+        healthy.read(0, 16 * round, data.len()).context("beside a disk that hangs")?;
+    }
+    hung.wait_taken()?;
+    hung.daemon.wait_for("disk.img: a write has not been answered for")?;
+    hung.frozen = None;
+    hung.hung.rings[0].wait_used()?;
+    hung.daemon.signal(Signal::TERM)?;
+    let finished = hung.daemon.finish()?.expect_code(0)?;
+    ensure!(finished.stderr.matches("stuck in a system call").count() == 1, "{}", finished.stderr);
+    ensure!(finished.stderr.matches("a submit waited").count() == 1, "{}", finished.stderr);
+    Ok(())
+}
