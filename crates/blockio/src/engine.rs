@@ -211,7 +211,7 @@ impl Engine {
     }
 
     /// Takes the op in `slot` for the next submit.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn queue(&mut self, slot: u32, slots: &Slots) {
         match self {
             Self::Aio(engine, _) => engine.queue(slot, slots),

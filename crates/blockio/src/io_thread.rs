@@ -2,6 +2,7 @@
 
 mod bounce;
 mod config;
+mod looks;
 mod memory;
 mod submit;
 mod wait;
@@ -9,6 +10,8 @@ mod wait;
 use bounce::BounceBudget;
 pub(crate) use bounce::BounceShare;
 pub use config::IoThreadConfig;
+pub(crate) use looks::ROUNDS_BETWEEN_SOURCES;
+pub use looks::ROUNDS_UNTIL_SERVED;
 pub use memory::RegisteredMemory;
 
 use std::cell::{Cell, RefCell};
@@ -17,7 +20,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -51,20 +54,6 @@ pub enum Activity {
     Idle,
 }
 
-/// After so many rounds without a look at the eventfds, or so much time, the loop looks if any
-/// source is armed: one that is always busy must not starve the others. One look in sixteen rounds
-/// is below a hundredth of their cost, and so is one in this time.
-const ROUNDS_BETWEEN_LOOKS: u32 = 16;
-const TIME_BETWEEN_LOOKS: Duration = Duration::from_micros(500);
-
-/// The most rounds that begin on an IoThread between the moment when a source has work, and has
-/// written its eventfd if it was asked to, and the moment when its task runs.
-///
-/// The round that is under way may be past the look at sources. One that is not armed is seen
-/// before the next round, in which its task runs. One that is armed is seen when the eventfds are
-/// looked at, which is at the latest after all the rounds between two looks.
-pub const ROUNDS_UNTIL_SERVED: u32 = ROUNDS_BETWEEN_LOOKS + 2;
-
 /// One loop, for the thread that made it. Its descriptor ([`AsFd`]) is readable when a turn with
 /// [`Wait::Never`] has something to do, for programs that embed the loop in their own: they take a
 /// first turn, and then wait for it.
@@ -96,10 +85,12 @@ pub struct Io {
     root_woken: Cell<bool>,
     stopped: Cell<bool>,
     rounds_since_look: Cell<u32>,
-    /// When the eventfds were looked at last.
-    looked: Cell<Instant>,
-    /// When a submit or a harvest was last made.
-    harvested: Cell<Instant>,
+    /// When the eventfds are to be looked at, once there were some rounds without a look.
+    look_at: Cell<Option<Instant>>,
+    /// That time has come.
+    look_is_late: Cell<bool>,
+    /// The time at the last harvest, or at the end of the last sleep.
+    recently: Cell<Instant>,
     /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
     found: Cell<Vec<TaskKey>>,
     poll_window: PollWindow,
@@ -171,8 +162,9 @@ impl IoThread {
             root_woken: Cell::new(false),
             stopped: Cell::new(false),
             rounds_since_look: Cell::new(0),
-            looked: Cell::new(now),
-            harvested: Cell::new(now),
+            look_at: Cell::new(None),
+            look_is_late: Cell::new(false),
+            recently: Cell::new(now),
             found: Cell::default(),
             poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
             late: RefCell::new(LateOps::new(now)),
@@ -215,13 +207,10 @@ impl IoThread {
     pub fn turn(&self, wait: Wait) -> Result<Activity, Error> {
         let io = &self.io;
         io.in_turn.set(true);
-        let mut is_first = true;
         while io.has_ready() && !io.look_is_due() {
-            // The wait before the first round has looked.
-            if !std::mem::replace(&mut is_first, false) {
+            if io.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
                 io.look_at_sources();
             }
-            io.count_round();
             self.run_ready_tasks();
             if !io.may_submit_in_wait(wait) {
                 io.submit_and_harvest();
@@ -431,24 +420,6 @@ impl Io {
 
     fn has_ready(&self) -> bool {
         self.executor.borrow().has_ready()
-    }
-
-    fn count_round(&self) {
-        self.rounds_since_look.set(self.rounds_since_look.get().saturating_add(1));
-        self.stats.rounds.add(1);
-    }
-
-    /// Whether it is time for a look at the eventfds.
-    fn look_is_due(&self) -> bool {
-        self.rounds_since_look.get() >= ROUNDS_BETWEEN_LOOKS
-            || self.harvested.get().saturating_duration_since(self.looked.get())
-                >= TIME_BETWEEN_LOOKS
-    }
-
-    /// Makes the tasks ready of sources that are not armed and have work: nobody tells of it.
-    fn look_at_sources(&self) {
-        let mut executor = self.executor.borrow_mut();
-        self.reactor.borrow().look(|task| executor.wake(task));
     }
 
     fn poll_task(&self, task: u32) {

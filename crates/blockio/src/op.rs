@@ -107,6 +107,14 @@ pub struct Completion {
     pub buffers: Buffers,
 }
 
+impl Completion {
+    /// Whether all of `wanted` bytes were moved.
+    #[inline]
+    pub(crate) fn is_whole(&self, wanted: usize) -> bool {
+        self.result.as_ref().is_ok_and(|&moved| moved >= wanted)
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,

@@ -46,7 +46,7 @@ impl Lists {
     /// Takes in that a chain was popped.
     #[inline]
     pub(crate) fn add(&self, chain: &Chain) {
-        let ranges = chain.readable.iovecs().len() + chain.writable.iovecs().len();
+        let ranges = chain.readable.ranges() + chain.writable.ranges();
         if ranges > SHORT_RANGES {
             self.add_long(chain.head, (ranges * size_of::<libc::iovec>()) as u64);
         }
@@ -55,14 +55,18 @@ impl Lists {
     /// Takes in that the chain with this head was answered.
     #[inline]
     pub(crate) fn remove(&self, head: u16) {
-        if self.own.get() > 0
-            && let Some(bytes) = self.chains.borrow_mut().remove(&head)
-        {
-            self.own.set(self.own.get() - bytes);
-            let all = &self.stats.lists.bytes;
-            all.set(all.get() - bytes);
-            self.waits.set(false);
+        if self.own.get() > 0 {
+            self.remove_one_of_some(head);
         }
+    }
+
+    #[cold]
+    fn remove_one_of_some(&self, head: u16) {
+        let Some(bytes) = self.chains.borrow_mut().remove(&head) else { return };
+        self.own.set(self.own.get() - bytes);
+        let all = &self.stats.lists.bytes;
+        all.set(all.get() - bytes);
+        self.waits.set(false);
     }
 
     /// Takes in that no chain is taken for want of room.

@@ -309,6 +309,12 @@ impl Queue {
         self.control.requests.store(u32::try_from(count).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
+    /// Counts the lists of a chain that was popped.
+    #[inline]
+    pub(crate) fn count_lists(&self, chain: &Chain) {
+        self.lists.add(chain);
+    }
+
     /// The next chain; `None` when there is none, no room for one, or the ring is bad.
     #[inline]
     pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
@@ -320,9 +326,6 @@ impl Queue {
             return Ok(None);
         }
         let popped = self.ring.borrow_mut().pop();
-        if let Ok(Some(chain)) = &popped {
-            self.lists.add(chain);
-        }
         #[cfg(feature = "sim")]
         self.control.next_avail.store(self.next_avail(), Ordering::Relaxed);
         popped

@@ -45,6 +45,7 @@ pub(crate) async fn serve(io: Rc<Io>, queue: Rc<Queue>, blk: Rc<Blk>) -> Stopped
             for popped in 0..CHAINS_PER_RUN {
                 match queue.pop() {
                     Ok(Some(chain)) => {
+                        queue.count_lists(&chain);
                         let request = request::serve(Rc::clone(&blk), Rc::clone(&queue), chain);
                         requests.spawn(cx, request);
                     }

@@ -62,6 +62,12 @@ impl Segments {
         self.0.as_slice()
     }
 
+    /// How many ranges the list was made of, those that are used up included.
+    #[inline]
+    pub fn ranges(&self) -> usize {
+        self.0.stored()
+    }
+
     /// What keeps the ranges mapped.
     #[inline]
     pub fn memory(&self) -> &LocalMemory {

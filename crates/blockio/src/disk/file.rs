@@ -12,7 +12,7 @@ use super::retries::Retries;
 use super::source::FileSource;
 use crate::buf::Buffers;
 use crate::io_thread::{BounceShare, Io};
-use crate::op::{Completion, FileRef, Op, OpKind};
+use crate::op::{Completion, FileRef, Op, OpFuture, OpKind};
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
@@ -76,10 +76,15 @@ impl FileDisk {
     }
 
     pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
-        if self.is_aligned(offset, &buffers) {
-            return self.transfer(OpKind::Read, offset, buffers).await;
+        let wanted = buffers.bytes();
+        if wanted == 0 || !self.is_aligned(offset, &buffers) {
+            return Box::pin(self.bounce(OpKind::Read, offset, buffers, None)).await;
         }
-        self.bounce(OpKind::Read, offset, buffers, None).await
+        let completion = self.op(OpKind::Read, offset, buffers).await;
+        if completion.is_whole(wanted) {
+            return (Ok(()), completion.buffers);
+        }
+        Box::pin(self.finish(OpKind::Read, offset, wanted, completion)).await
     }
 
     /// Whether the kernel takes the request as it is.
@@ -109,19 +114,42 @@ impl FileDisk {
             return (Err(error), buffers);
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
-        let claimed = self.claim(offset, buffers.bytes() as u64).await;
-        let (result, buffers) = if self.is_aligned(offset, &buffers) {
-            self.transfer(kind, offset, buffers).await
-        } else {
-            self.bounce(kind, offset, buffers, claimed.clone()).await
-        };
-        drop(claimed);
+        let wanted = buffers.bytes();
+        let (result, buffers) =
+            if wanted > 0 && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
+                let completion = self.op(kind, offset, buffers).await;
+                if completion.is_whole(wanted) {
+                    (Ok(()), completion.buffers)
+                } else {
+                    Box::pin(self.finish(kind, offset, wanted, completion)).await
+                }
+            } else {
+                Box::pin(self.write_by_way(kind, offset, buffers)).await
+            };
         if result.is_ok() && fua {
-            let stable =
-                if self.has_dsync.get() { self.file.check_not_lost() } else { self.flush().await };
+            let stable = if self.has_dsync.get() {
+                self.file.check_not_lost()
+            } else {
+                Box::pin(self.flush()).await
+            };
             return (stable, buffers);
         }
         (result, buffers)
+    }
+
+    /// Writes what others must be kept away from meanwhile, or what is misaligned.
+    async fn write_by_way(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: Buffers,
+    ) -> (io::Result<()>, Buffers) {
+        let claimed = self.claim(offset, buffers.bytes() as u64).await;
+        if self.is_aligned(offset, &buffers) {
+            self.transfer(kind, offset, buffers).await
+        } else {
+            self.bounce(kind, offset, buffers, claimed).await
+        }
     }
 
     pub(super) async fn flush(&self) -> io::Result<()> {
@@ -235,57 +263,92 @@ impl FileDisk {
         let mut retries = Retries::default();
         loop {
             match self.op(kind, offset, Buffers::empty()).await.result {
-                Err(error) if retries.wait(&self.io, &error).await => {}
+                Err(error)
+                    if Retries::are_for(&error) && Box::pin(retries.wait(&self.io)).await => {}
                 other => return other.map(|_| ()),
             }
         }
     }
 
-    async fn op(&self, kind: OpKind, offset: u64, buffers: Buffers) -> Completion {
-        self.io.op(Op { kind, file: Rc::clone(&self.file), offset, buffers }).await
+    #[inline]
+    fn op(&self, kind: OpKind, offset: u64, buffers: Buffers) -> OpFuture<'_> {
+        self.io.op(Op { kind, file: Rc::clone(&self.file), offset, buffers })
     }
 
-    /// Moves all bytes of `buffers`, whose memory is aligned: the one home of short transfers.
+    /// Moves all bytes of `buffers`, whose memory is aligned.
     async fn transfer(
+        &self,
+        kind: OpKind,
+        offset: u64,
+        buffers: Buffers,
+    ) -> (io::Result<()>, Buffers) {
+        let wanted = buffers.bytes();
+        if wanted == 0 {
+            return (Ok(()), buffers);
+        }
+        let completion = self.op(kind, offset, buffers).await;
+        self.finish(kind, offset, wanted, completion).await
+    }
+
+    /// Goes on where an op that was to move `wanted` bytes has ended: the one home of short
+    /// transfers.
+    async fn finish(
         &self,
         mut kind: OpKind,
         mut offset: u64,
-        mut buffers: Buffers,
+        mut wanted: usize,
+        mut completion: Completion,
     ) -> (io::Result<()>, Buffers) {
         let mut retries = Retries::default();
-        while buffers.bytes() > 0 {
-            let wanted = buffers.bytes();
-            let completion = self.op(kind, offset, buffers).await;
-            buffers = completion.buffers;
-            let moved = match completion.result {
-                Ok(moved) => moved.min(wanted),
-                Err(error) if retries.wait(&self.io, &error).await => continue,
-                Err(error) if kind == (OpKind::Write { fua: true }) && is_unsupported(&error) => {
-                    // The caller sees `has_dsync` and flushes after the write.
-                    self.has_dsync.set(false);
-                    kind = OpKind::Write { fua: false };
-                    continue;
+        loop {
+            let mut buffers = completion.buffers;
+            match completion.result {
+                Ok(moved) => {
+                    retries = Retries::default();
+                    let moved = moved.min(wanted);
+                    // Direct I/O can go on at a multiple of its alignment only.
+                    let part = moved & !(self.request_align - 1);
+                    let usable = if moved == wanted { moved } else { part };
+                    if usable == 0 {
+                        return (self.nothing_moved(kind, moved, &buffers), buffers);
+                    }
+                    buffers.advance(usable);
+                    offset += usable as u64;
                 }
-                Err(error) => return (Err(error), buffers),
-            };
-            retries = Retries::default();
-            // Direct I/O can go on at a multiple of its alignment only.
-            let usable = if moved == wanted { moved } else { moved & !(self.request_align - 1) };
-            if usable > 0 {
-                buffers.advance(usable);
-                offset += usable as u64;
-            } else if self.is_block_device {
-                // A device that has shrunk, or is dead, moves nothing. Zeroes would be a lie.
-                return (Err(io::Error::from_raw_os_error(libc::EIO)), buffers);
-            } else if kind == OpKind::Read {
-                // The file ends here; it was cut while in use. What is beyond reads as zeroes.
-                buffers.zero_from(moved);
-                return (Ok(()), buffers);
-            } else {
-                return (Err(io::Error::from_raw_os_error(libc::ENOSPC)), buffers);
+                Err(error) => {
+                    let waits = Retries::are_for(&error);
+                    if waits && Box::pin(retries.wait(&self.io)).await {
+                        // Once more.
+                    } else if kind == (OpKind::Write { fua: true }) && is_unsupported(&error) {
+                        // The caller sees `has_dsync` and flushes after the write.
+                        self.has_dsync.set(false);
+                        kind = OpKind::Write { fua: false };
+                    } else {
+                        return (Err(error), buffers);
+                    }
+                }
             }
+            wanted = buffers.bytes();
+            if wanted == 0 {
+                return (Ok(()), buffers);
+            }
+            completion = self.op(kind, offset, buffers).await;
         }
-        (Ok(()), buffers)
+    }
+
+    /// What it means that an op has moved nothing more than `moved` bytes that direct I/O cannot
+    /// go on from.
+    fn nothing_moved(&self, kind: OpKind, moved: usize, buffers: &Buffers) -> io::Result<()> {
+        if self.is_block_device {
+            // A device that has shrunk, or is dead, moves nothing. Zeroes would be a lie.
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        if kind == OpKind::Read {
+            // The file ends here; it was cut while in use. What is beyond reads as zeroes.
+            buffers.zero_from(moved);
+            return Ok(());
+        }
+        Err(io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
     /// Moves `buffers` by way of aligned memory, piece by piece, and in whole blocks: what a write
@@ -298,7 +361,9 @@ impl FileDisk {
         mut buffers: Buffers,
         claimed: Option<Rc<Claimed>>,
     ) -> (io::Result<()>, Buffers) {
-        self.io.stats().bounced.add(1);
+        if buffers.bytes() > 0 {
+            self.io.stats().bounced.add(1);
+        }
         while buffers.bytes() > 0 {
             let most = self.share.piece_bytes(self.request_align);
             let window = Window::of(offset, buffers.bytes(), most, self.request_align);

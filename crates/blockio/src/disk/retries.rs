@@ -13,27 +13,35 @@ const PATIENCE: Duration =
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// The tries of one op. Progress starts a new one.
+/// The tries of one op. Progress starts a new one. Hardly any op has some, so they are kept out of
+/// its future.
 #[derive(Debug, Default)]
-pub(super) struct Retries {
-    since: Option<Instant>,
+pub(super) struct Retries(Option<Box<Tries>>);
+
+#[derive(Debug)]
+struct Tries {
+    since: Instant,
     pause: Duration,
 }
 
 impl Retries {
-    /// Waits for the next try of an op that has ended with `error`. False: there is to be none, for
-    /// the error is of another kind (not `EAGAIN` or `EINTR`) or has come for too long.
-    pub(super) async fn wait(&mut self, io: &Io, error: &io::Error) -> bool {
-        if !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) {
-            return false;
-        }
+    /// Whether an op that has ended with `error` may be tried again at all.
+    #[inline]
+    pub(super) fn are_for(error: &io::Error) -> bool {
+        matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+    }
+
+    /// Waits for the next try of an op. False: there is to be none, for there were some for so long
+    /// that no other will do better.
+    pub(super) async fn wait(&mut self, io: &Io) -> bool {
         let now = clock::now();
-        let since = *self.since.get_or_insert(now);
-        if now.saturating_duration_since(since) >= PATIENCE {
+        let first = || Box::new(Tries { since: now, pause: Duration::ZERO });
+        let tries = self.0.get_or_insert_with(first);
+        if now.saturating_duration_since(tries.since) >= PATIENCE {
             return false;
         }
-        self.pause = (self.pause * 2).clamp(PAUSE_MIN, PAUSE_MAX);
-        io.sleep_until(now + self.pause).await;
+        tries.pause = (tries.pause * 2).clamp(PAUSE_MIN, PAUSE_MAX);
+        io.sleep_until(now + tries.pause).await;
         true
     }
 }

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::buf::Buffers;
 use crate::disk::{DiskOptions, DiskSource};
-use crate::io_thread::{Activity, IoThread, IoThreadConfig, ROUNDS_UNTIL_SERVED, Wait};
+use crate::io_thread::{
+    Activity, IoThread, IoThreadConfig, ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED, Wait,
+};
 use crate::reactor::{Armed, Source};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -224,7 +226,7 @@ fn a_busy_task_does_not_keep_a_source_waiting() {
             for _ in 0..1000 {
                 let (before, was) = (rounds.rounds.get(), count.get());
                 source.work.set(1);
-                let mut most = 2;
+                let mut most = u64::from(ROUNDS_BETWEEN_SOURCES) + 1;
                 if source.armed.get() {
                     most = u64::from(ROUNDS_UNTIL_SERVED);
                     rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();

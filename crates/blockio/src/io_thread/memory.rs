@@ -11,9 +11,13 @@ use crate::op::{FileRef, OpenFile};
 impl Ops {
     #[inline]
     pub(super) fn detach_files(&mut self) {
-        if !self.slots.lanes.has_retired() {
-            return;
+        if self.slots.lanes.has_retired() {
+            self.detach_retired();
         }
+    }
+
+    #[cold]
+    fn detach_retired(&mut self) {
         while let Some((registered, file)) = self.slots.lanes.take_retired() {
             self.engine.unregister_file(registered);
             // Only now may it be closed.

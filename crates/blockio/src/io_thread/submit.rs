@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::{Io, NO_TASK, Ops};
 use crate::clock;
-use crate::engine::{Completer, TOKEN_ENGINE};
+use crate::engine::{Completer, Engine, TOKEN_ENGINE};
 use crate::error::Error;
+use crate::op::Slots;
 
 /// How long a wait that failed for want of memory is put off.
 const RETRY_WAIT: Duration = Duration::from_millis(1);
@@ -14,6 +15,17 @@ const RETRY_WAIT: Duration = Duration::from_millis(1);
 fn is_transient(error: &Error) -> bool {
     let errno = error.system_error().and_then(std::io::Error::raw_os_error);
     matches!(errno, Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
+}
+
+/// Gives the engine what has room now. True if there was something.
+#[cold]
+fn queue_from_lanes(engine: &mut Engine, slots: &mut Slots) -> bool {
+    let mut moved = false;
+    while let Some(slot) = slots.next_from_lanes() {
+        engine.queue(slot, slots);
+        moved = true;
+    }
+    moved
 }
 
 impl Io {
@@ -35,19 +47,14 @@ impl Io {
                 done.slots.lanes.harvested(submitted, done.now);
             }
             // Completions have made room for what waits in lanes.
-            let mut moved = false;
-            while done.slots.lanes.has_backlog()
-                && let Some(slot) = done.slots.next_from_lanes()
-            {
-                engine.queue(slot, done.slots);
-                moved = true;
-            }
+            let moved = done.slots.lanes.has_backlog() && queue_from_lanes(engine, done.slots);
             // They may have made room for what is queued, too.
             if !more && !moved && (found == 0 || engine.queued() == 0) {
                 break;
             }
         }
-        self.harvested.set(done.now);
+        self.recently.set(done.now);
+        self.round_ends(done.now);
         self.take_in(&mut ops);
     }
 

@@ -50,14 +50,15 @@ impl Io {
         if !busy || looks {
             self.sleep(sleeps)?;
         }
+        if !busy || look_is_due {
+            self.looked();
+        }
         if let Some(since) = since
             && sleeps
         {
             let now = clock::now();
             self.poll_window.slept(now.saturating_duration_since(since));
-            self.looked(now);
-        } else if look_is_due {
-            self.looked(clock::now());
+            self.recently.set(now);
         }
         self.reactor.borrow_mut().expire_timers(&mut woken);
         for key in woken.drain(..) {
@@ -65,7 +66,7 @@ impl Io {
         }
         self.found.set(woken);
         self.submit_and_harvest();
-        if self.looked.get() >= self.late_due.get() {
+        if self.recently.get() >= self.late_due.get() {
             self.look_for_late_ops();
         }
         let is_ready = self.run_foreign() || self.has_ready();
@@ -73,18 +74,12 @@ impl Io {
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
     }
 
-    /// The eventfds have been looked at, or nothing would have been learnt from them.
-    fn looked(&self, now: Instant) {
-        self.looked.set(now);
-        self.rounds_since_look.set(0);
-    }
-
     /// After a harvest: what has completed while this thread did not run is not late.
     #[cold]
     fn look_for_late_ops(&self) {
         let mut late = self.late.borrow_mut();
         let ops = self.ops.borrow();
-        for news in late.look(self.looked.get(), &ops.slots, &self.stats) {
+        for news in late.look(self.recently.get(), &ops.slots, &self.stats) {
             match news {
                 News::Late { .. } => tracing::warn!("{news}"),
                 News::Answers { .. } => tracing::info!("{news}"),

@@ -115,8 +115,8 @@ async fn execute(blk: &Blk, queue: &Queue, mut readable: Segments, writable: Seg
         VIRTIO_BLK_T_OUT => write(blk, queue, sector, readable).await,
         VIRTIO_BLK_T_FLUSH => flush(blk).await,
         VIRTIO_BLK_T_GET_ID => return get_id(blk, queue, writable),
-        VIRTIO_BLK_T_DISCARD => discard(blk, &readable).await,
-        VIRTIO_BLK_T_WRITE_ZEROES => write_zeroes(blk, &readable).await,
+        VIRTIO_BLK_T_DISCARD => Box::pin(discard(blk, &readable)).await,
+        VIRTIO_BLK_T_WRITE_ZEROES => Box::pin(write_zeroes(blk, &readable)).await,
         other => Err(RequestError::Type(other)),
     };
     // None of these answers with data.

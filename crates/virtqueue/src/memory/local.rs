@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use libc::iovec;
 
-use super::GuestMemory;
+use super::{GuestMemory, HostRanges};
 use crate::split::MAX_QUEUE_SIZE;
 
 /// The storage that a [`LocalMemory`] keeps for later chains, in iovecs: enough for the largest
@@ -63,6 +63,14 @@ impl LocalMemory {
         let storage = spare.lists.pop().unwrap_or_default();
         spare.iovecs -= storage.capacity();
         storage
+    }
+}
+
+impl HostRanges {
+    /// Ranges that storage is taken for, those that are used up included.
+    #[inline]
+    pub(crate) fn stored(&self) -> usize {
+        self.iovecs.len()
     }
 }
 
