@@ -25,68 +25,56 @@ pub(crate) struct Lists {
     own: Cell<u64>,
     /// Bytes of each, by the head of its chain.
     chains: RefCell<HashMap<u16, u64>>,
-    /// No chain was taken for want of room, since the last one that was answered.
-    waits: Cell<bool>,
     /// Of the IoThread.
     stats: Arc<Stats>,
 }
 
 impl Lists {
     pub(crate) fn new(stats: Arc<Stats>) -> Self {
-        let (own, waits) = (Cell::new(0), Cell::new(false));
-        Self { own, chains: RefCell::default(), waits, stats }
+        Self { own: Cell::new(0), chains: RefCell::default(), stats }
     }
 
     /// Whether another chain may be taken.
-    #[inline]
     pub(crate) fn has_room(&self) -> bool {
         self.own.get() == 0 || self.stats.lists.bytes.get() < LIMIT_BYTES
     }
 
-    /// Takes in that a chain was popped.
+    /// Whether the lists of a chain count.
     #[inline]
+    pub(crate) fn are_long(chain: &Chain) -> bool {
+        ranges_of(chain) > SHORT_RANGES
+    }
+
+    /// Takes in that a chain with long lists was popped.
+    #[cold]
     pub(crate) fn add(&self, chain: &Chain) {
-        let ranges = chain.readable.ranges() + chain.writable.ranges();
-        if ranges > SHORT_RANGES {
-            self.add_long(chain.head, (ranges * size_of::<libc::iovec>()) as u64);
-        }
-    }
-
-    /// Takes in that the chain with this head was answered.
-    #[inline]
-    pub(crate) fn remove(&self, head: u16) {
-        if self.own.get() > 0 {
-            self.remove_one_of_some(head);
-        }
-    }
-
-    #[cold]
-    fn remove_one_of_some(&self, head: u16) {
-        let Some(bytes) = self.chains.borrow_mut().remove(&head) else { return };
-        self.own.set(self.own.get() - bytes);
-        let all = &self.stats.lists.bytes;
-        all.set(all.get() - bytes);
-        self.waits.set(false);
-    }
-
-    /// Takes in that no chain is taken for want of room.
-    #[cold]
-    pub(crate) fn wait(&self) {
-        if !self.waits.replace(true) {
-            self.stats.lists.waits.add(1);
-        }
-    }
-
-    #[cold]
-    fn add_long(&self, head: u16, bytes: u64) {
-        let before = self.chains.borrow_mut().insert(head, bytes);
+        let bytes = (ranges_of(chain) * size_of::<libc::iovec>()) as u64;
+        let before = self.chains.borrow_mut().insert(chain.head, bytes);
         // A head that is in the device is not popped again.
-        debug_assert!(before.is_none(), "chain {head} was popped twice");
+        debug_assert!(before.is_none(), "chain {} was popped twice", chain.head);
         self.own.set(self.own.get() + bytes);
         let lists = &self.stats.lists;
         lists.bytes.set(lists.bytes.get() + bytes);
         lists.bytes_most.set(lists.bytes_most.get().max(lists.bytes.get()));
+        if !self.has_room() {
+            lists.waits.add(1);
+        }
     }
+
+    /// Takes in that the chain with this head was answered. Returns whether others are left.
+    pub(crate) fn remove(&self, head: u16) -> bool {
+        if let Some(bytes) = self.chains.borrow_mut().remove(&head) {
+            self.own.set(self.own.get() - bytes);
+            let all = &self.stats.lists.bytes;
+            all.set(all.get() - bytes);
+        }
+        self.own.get() > 0
+    }
+}
+
+#[inline]
+fn ranges_of(chain: &Chain) -> usize {
+    chain.readable.ranges() + chain.writable.ranges()
 }
 
 impl Drop for Lists {
@@ -139,29 +127,26 @@ mod tests {
         let short = u16::try_from(SHORT_RANGES).unwrap();
         let stats = Arc::<Stats>::default();
         let (full, other) = (Lists::new(Arc::clone(&stats)), Lists::new(Arc::clone(&stats)));
-        let mut queue = queue_with(&[short, short + 1, 2]);
-        let mut pop = |lists: &Lists| {
-            let chain = queue.pop().unwrap().unwrap();
-            lists.add(&chain);
-            chain.head
-        };
-        let first = pop(&full);
-        assert_eq!(stats.lists.bytes.get(), 0, "a short list counts");
-        let long = pop(&full);
-        assert_eq!(stats.lists.bytes.get(), 16 * (u64::from(short) + 1));
+        let mut queue = queue_with(&[short, short + 1, short + 2]);
+        let mut pop = || queue.pop().unwrap().unwrap();
+        let first = pop();
+        assert!(!Lists::are_long(&first), "a short list counts");
+        let second = pop();
+        assert!(Lists::are_long(&second));
+        full.add(&second);
+        let bytes = 16 * (u64::from(short) + 1);
+        assert_eq!((stats.lists.bytes.get(), stats.lists.waits.get()), (bytes, 0));
         assert!(full.has_room());
         // Others fill the rest.
-        stats.lists.bytes.set(stats.lists.bytes.get() + LIMIT_BYTES);
+        stats.lists.bytes.set(bytes + LIMIT_BYTES);
         assert!(!full.has_room() && other.has_room());
-        full.wait();
-        full.wait();
-        assert_eq!(stats.lists.waits.get(), 1, "one wait counts once");
-        full.remove(first);
-        assert!(!full.has_room());
-        full.remove(long);
-        assert!(full.has_room());
+        let third = pop();
+        full.add(&third);
+        assert_eq!(stats.lists.waits.get(), 1);
+        assert!(full.remove(first.head) && full.remove(third.head) && !full.has_room());
+        assert!(!full.remove(second.head) && full.has_room());
         assert_eq!(stats.lists.bytes.get(), LIMIT_BYTES);
-        full.add_long(7, 512);
+        full.add(&second);
         drop(full);
         assert_eq!(stats.lists.bytes.get(), LIMIT_BYTES, "a queue that is gone has no lists");
     }

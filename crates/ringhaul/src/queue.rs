@@ -212,6 +212,10 @@ pub(crate) struct Queue {
     unpublished: Cell<bool>,
     /// The ring made no sense: it is left alone until it is stopped.
     broken: Cell<bool>,
+    /// Nothing is popped: the ring is bad, or there is no room for the lists of another chain.
+    halted: Cell<bool>,
+    /// An answer takes more than to push it: long lists end, or each has a notify of its own.
+    answers_slowly: Cell<bool>,
     /// No more chains are taken, so those that are available are no work.
     stopping: Cell<bool>,
     /// Off: each pushed element has its own notify.
@@ -252,6 +256,8 @@ impl Queue {
             // A call is forced at the first notify.
             unpublished: Cell::new(true),
             broken: Cell::new(false),
+            halted: Cell::new(false),
+            answers_slowly: Cell::new(!options.notify_batch),
             stopping: Cell::new(false),
             notify_batch: options.notify_batch,
             stats: Arc::clone(io.stats()),
@@ -312,17 +318,25 @@ impl Queue {
     /// Counts the lists of a chain that was popped.
     #[inline]
     pub(crate) fn count_lists(&self, chain: &Chain) {
-        self.lists.add(chain);
+        if Lists::are_long(chain) {
+            self.lists.add(chain);
+            self.answers_slowly.set(true);
+            self.set_halted();
+        }
+    }
+
+    /// Halts while there is no room. Then a chain of this queue that is answered makes its task run.
+    fn set_halted(&self) {
+        let has_room = self.lists.has_room();
+        self.halted.set(self.broken.get() || !has_room);
+        #[cfg(feature = "sim")]
+        self.control.is_full.store(!has_room, Ordering::Relaxed);
     }
 
     /// The next chain; `None` when there is none, no room for one, or the ring is bad.
     #[inline]
     pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
-        if self.broken.get() {
-            return Ok(None);
-        }
-        if !self.has_room() {
-            self.lists.wait();
+        if self.halted.get() {
             return Ok(None);
         }
         let popped = self.ring.borrow_mut().pop();
@@ -335,8 +349,17 @@ impl Queue {
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
         self.ring.borrow_mut().push(head, written_bytes);
-        self.lists.remove(head);
         self.unpublished.set(true);
+        if self.answers_slowly.get() {
+            self.after_push(head);
+        }
+    }
+
+    #[cold]
+    fn after_push(&self, head: u16) {
+        let has_lists = self.lists.remove(head);
+        self.set_halted();
+        self.answers_slowly.set(has_lists || !self.notify_batch);
         if !self.notify_batch {
             self.notify();
         }
@@ -351,19 +374,10 @@ impl Queue {
         !self.broken.get() && !self.stopping.get()
     }
 
-    /// Whether there is room for another chain. If not, a chain of this queue that is answered
-    /// makes the task look again.
-    #[inline]
-    fn has_room(&self) -> bool {
-        let has_room = self.lists.has_room();
-        #[cfg(feature = "sim")]
-        self.control.is_full.store(!has_room, Ordering::Relaxed);
-        has_room
-    }
-
     /// Leaves the ring alone from now on, and tells the front-end.
     pub(crate) fn set_broken(&self) {
         self.broken.set(true);
+        self.halted.set(true);
         self.tell_broken();
     }
 
@@ -419,7 +433,7 @@ impl Source for Queue {
     }
 
     fn arm(&self) -> Armed {
-        if !self.takes_chains() || !self.has_room() {
+        if self.halted.get() || self.stopping.get() {
             Armed::Full
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
@@ -433,7 +447,7 @@ impl Source for Queue {
     }
 
     fn has_work(&self) -> bool {
-        self.takes_chains() && self.has_room() && self.ring.borrow().has_available()
+        !self.halted.get() && !self.stopping.get() && self.ring.borrow().has_available()
     }
 }
 
