@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -47,7 +47,8 @@ fn threads() -> &'static IoThreads {
     THREADS.get_or_init(|| {
         virtqueue::install_sigbus_handler().expect("a handler for SIGBUS");
         let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
-        IoThreads::start(2, &config).expect("two IoThreads")
+        let failed = Arc::new(|| panic!("an IoThread has failed"));
+        IoThreads::start(2, &config, &failed).expect("two IoThreads")
     })
 }
 

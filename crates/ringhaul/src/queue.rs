@@ -325,7 +325,7 @@ impl Queue {
         }
     }
 
-    /// Halts while there is no room. Then a chain of this queue that is answered makes its task run.
+    /// Halts while there is no room: a chain of this queue that is answered makes its task run then.
     fn set_halted(&self) {
         let has_room = self.lists.has_room();
         self.halted.set(self.broken.get() || !has_room);
