@@ -121,6 +121,11 @@ const QUICK_TESTS: &[Step] = &[
     Step { name: "unit tests", cargo: &["test", "--workspace", "--lib", "--bins"], ..STEP },
     // Seconds, and they notice most of what can be broken in a ring.
     Step { name: "rings", cargo: &["test", "--package", "virtqueue", "--test", "it"], ..STEP },
+    Step {
+        name: "sessions",
+        cargo: &["test", "--package", "ringhaul", "--test", "vhost_user"],
+        ..STEP
+    },
 ];
 
 /// How a check ended.
@@ -216,7 +221,7 @@ mod tests {
     #[test]
     fn the_quick_run_leaves_out_what_is_slow() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
-        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests", "rings"]);
+        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests", "rings", "sessions"]);
         let last = ["release build", "fences", "simulation", "tests", "models", "fuzz"];
         assert!(names(true).ends_with(&last));
     }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Parser;
 use clap::error::ErrorKind;
 use ringhaul::log;
@@ -31,10 +32,12 @@ fn main() -> ExitCode {
         eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
         return ExitCode::from(EXIT_USAGE);
     }
-    let result = match cli.command {
+    // A guest, or a benchmark, may pass the limit on the size of files.
+    let survives = ringhaul::file_limit::survive().context("cannot ignore SIGXFSZ");
+    let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args),
         Command::Bench(args) => ringhaul_bench::run(&args),
-    };
+    });
     let code = result.unwrap_or_else(|error| {
         log::report_failure(cli.log_format, &with_advice(&error));
         ExitCode::from(EXIT_USAGE)

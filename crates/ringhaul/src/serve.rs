@@ -67,8 +67,6 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Before any front-end shares memory, which it may take away again.
     crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
-    // A guest may pass the limit on the size of files.
-    crate::file_limit::survive().context("cannot ignore SIGXFSZ")?;
     // Dropped last: a call that hangs must not keep queues from stopping.
     let _watch = CallWatch::start()?;
     raise_descriptor_limit();
