@@ -325,7 +325,7 @@ impl Queue {
         }
     }
 
-    /// Halts while there is no room: a chain of this queue that is answered makes its task run then.
+    /// Halts while there is no room. A chain of this queue that is answered makes its task go on.
     fn set_halted(&self) {
         let has_room = self.lists.has_room();
         self.halted.set(self.broken.get() || !has_room);
