@@ -43,6 +43,7 @@ pub(crate) struct Control {
     pub(crate) threads: Vec<Remote>,
     /// How often each change may still be made.
     changes: Vec<(Change, u64)>,
+    has_sessions: bool,
 }
 
 impl Control {
@@ -57,7 +58,8 @@ impl Control {
             (Change::Kill, plan.kills),
         ];
         let rng = Rng::new(plan.seed ^ plan.schedule << 40, 5);
-        Self { rng, exports, threads: Vec::new(), changes }
+        let has_sessions = exports.iter().any(|export| export.front_end.is_some());
+        Self { rng, exports, threads: Vec::new(), changes, has_sessions }
     }
 
     pub(crate) fn guests(&self) -> impl Iterator<Item = &Rc<Guest>> {
@@ -118,6 +120,9 @@ impl Control {
     /// Something happens elsewhere, at a point within a turn of an IoThread: mostly the CPU of a
     /// guest takes a step, sometimes a queue is started or something is changed.
     pub(crate) fn act(&mut self) -> Result<(), Failure> {
+        if self.has_sessions && self.rng.chance(150) {
+            return self.act_over_session();
+        }
         if !self.rng.chance(50) {
             let device = self.rng.index(self.exports.len());
             self.exports[device].guest.act();
@@ -134,5 +139,16 @@ impl Control {
         }
         let change = self.rng.pick(&changes);
         self.change(change)
+    }
+
+    /// A front-end says something, or a session listens.
+    fn act_over_session(&mut self) -> Result<(), Failure> {
+        let device = self.rng.index(self.exports.len());
+        let Some(front_end) = &mut self.exports[device].front_end else { return Ok(()) };
+        if front_end.session_can_step() {
+            front_end.step_session()
+        } else {
+            front_end.step(&self.threads)
+        }
     }
 }

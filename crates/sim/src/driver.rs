@@ -62,6 +62,19 @@ impl Driver {
         self.store(self.ring.used_ring + 2, self.next_used);
     }
 
+    /// Has its rings elsewhere from now on.
+    pub(crate) fn move_to(&mut self, ring: Ring) {
+        let entries = u64::from(ring.size);
+        for (from, to, words) in [
+            (self.ring.desc_table, ring.desc_table, 8 * entries),
+            (self.ring.avail_ring, ring.avail_ring, entries + 3),
+            (self.ring.used_ring, ring.used_ring, 4 * entries + 3),
+        ] {
+            (0..words).for_each(|word| self.store(to + 2 * word, self.load(from + 2 * word)));
+        }
+        self.ring = ring;
+    }
+
     fn load(&self, addr: u64) -> u16 {
         let mut bytes = [0; 2];
         self.memory.read(addr, &mut bytes).expect("the rings are mapped");

@@ -15,6 +15,7 @@ use virtqueue::GuestMemory;
 
 use crate::control::Change;
 use crate::failure::Failure;
+use crate::front_end::{Event, FrontEnd};
 use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::request::serial;
@@ -29,11 +30,13 @@ struct Waiting {
     since: (u64, u64),
 }
 
+/// What a queue is at. A front-end has its queues started and stopped by a session, which keeps
+/// what is behind them.
 enum Service {
     Stopped(u16),
-    Starting(Pending<Result<QueueHandle, StartError>>),
-    Running(QueueHandle),
-    Stopping(Pending<u16>),
+    Starting(Option<Pending<Result<QueueHandle, StartError>>>),
+    Running(Option<QueueHandle>),
+    Stopping(Option<Pending<u16>>),
 }
 
 pub(crate) struct Export {
@@ -46,6 +49,8 @@ pub(crate) struct Export {
     device: BlkDevice,
     memory: Arc<GuestMemory>,
     services: Vec<Service>,
+    /// Who controls the device, if that is not done directly.
+    pub(crate) front_end: Option<FrontEnd>,
     /// For each queue, the IoThread that it is on, and what waits there.
     places: Vec<(usize, Option<Waiting>)>,
     /// What is done once all queues have stopped.
@@ -70,7 +75,7 @@ impl Export {
         let is_block = plan.block_device > 0;
         let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align);
         let guest = Rc::new(Guest::new(plan, world, index));
-        let export = Self {
+        let mut export = Self {
             plan: plan.clone(),
             index,
             world: Rc::clone(world),
@@ -82,8 +87,16 @@ impl Export {
             places: places(plan),
             waiting: None,
             ending: false,
+            front_end: None,
         };
-        export.negotiate();
+        if plan.session > 0 {
+            let Self { guest, device, .. } = &export;
+            let features = export.features();
+            let front_end = FrontEnd::new(plan, world, guest, index, device, features);
+            export.front_end = Some(front_end);
+        } else {
+            export.negotiate();
+        }
         export
     }
 
@@ -91,8 +104,8 @@ impl Export {
         self.world.trace(|| format!("control: device {}: {}", self.index, what()));
     }
 
-    /// What a driver says before its queues start.
-    fn negotiate(&self) {
+    /// What the driver negotiates.
+    fn features(&self) -> u64 {
         let left_out = [
             (F_EVENT_IDX, self.plan.event_idx == 0),
             (F_INDIRECT_DESC, self.plan.indirect == 0),
@@ -100,8 +113,12 @@ impl Export {
             (F_CONFIG_WCE, self.plan.no_wce > 0),
         ];
         let left_out = left_out.iter().filter(|(_, is_out)| *is_out);
-        let features =
-            left_out.fold(self.device.features(), |all, (feature, _)| all & !(1 << feature));
+        left_out.fold(self.device.features(), |all, (feature, _)| all & !(1 << feature))
+    }
+
+    /// What a driver says before its queues start.
+    fn negotiate(&self) {
+        let features = self.features();
         self.device.set_features(features).expect("only what is offered is negotiated");
         self.note_write_through();
     }
@@ -121,12 +138,12 @@ impl Export {
     pub(crate) fn advance(&mut self) -> Result<(), Failure> {
         for index in 0..self.services.len() {
             let next = match &self.services[index] {
-                Service::Starting(pending) => pending.poll().map(|started| {
+                Service::Starting(Some(pending)) => pending.poll().map(|started| {
                     let handle = started.map_err(|e| Failure::new("no start", e.to_string()))?;
                     self.trace(|| format!("queue {index} runs"));
-                    Ok(Service::Running(handle))
+                    Ok(Service::Running(Some(handle)))
                 }),
-                Service::Stopping(pending) => pending.poll().map(|next_avail| {
+                Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
                     let (used, _) = self.guest.indexes(index);
                     if used != next_avail {
@@ -143,6 +160,7 @@ impl Export {
                 self.services[index] = next?;
             }
         }
+        self.take_events();
         match self.waiting {
             Some(change) if self.is_stopped() => {
                 self.waiting = None;
@@ -152,19 +170,42 @@ impl Export {
         }
     }
 
+    /// Goes on with what the front-end has brought about.
+    fn take_events(&mut self) {
+        let Some(front_end) = &mut self.front_end else { return };
+        for event in front_end.take_events() {
+            match event {
+                Event::Started(queue) => self.services[queue] = Service::Running(None),
+                Event::Stopped(queue, next_avail) => {
+                    self.services[queue] = Service::Stopped(next_avail);
+                }
+                Event::AllStopped => {
+                    for (queue, service) in self.services.iter_mut().enumerate() {
+                        *service = Service::Stopped(self.guest.indexes(queue).0);
+                    }
+                }
+                Event::Cached(is_cached) => self.guest.set_write_through(!is_cached),
+            }
+        }
+    }
+
     pub(crate) fn is_stopped(&self) -> bool {
-        self.services.iter().all(|service| matches!(service, Service::Stopped(_)))
+        let is_connected = self.front_end.as_ref().is_some_and(|f| !f.is_disconnected());
+        !is_connected && self.services.iter().all(|s| matches!(s, Service::Stopped(_)))
     }
 
     /// No queue is on its way from one state to another, and nothing waits for that.
     pub(crate) fn is_settled(&self) -> bool {
         let on_the_way = |s: &Service| matches!(s, Service::Starting(_) | Service::Stopping(_));
-        self.waiting.is_none() && !self.services.iter().any(on_the_way)
+        let is_idle = self.front_end.as_ref().is_none_or(FrontEnd::is_idle);
+        is_idle && self.waiting.is_none() && !self.services.iter().any(on_the_way)
     }
 
     /// Queues that can be started.
     pub(crate) fn startable(&self) -> impl Iterator<Item = usize> {
-        let is_open = self.waiting.is_none() && !self.ending;
+        let is_open = self.waiting.is_none()
+            && !self.ending
+            && self.front_end.as_ref().is_none_or(FrontEnd::is_open);
         let stopped = move |s: &Service| is_open && matches!(s, Service::Stopped(_));
         let queues = self.services.iter().enumerate().filter(move |(_, s)| stopped(s));
         queues.map(|(index, _)| index)
@@ -173,22 +214,28 @@ impl Export {
     /// Starts a queue on the IoThread behind `thread`, whose number is `place`.
     pub(crate) fn start(&mut self, queue: usize, thread: &Remote, place: usize) {
         let Service::Stopped(next_avail) = self.services[queue] else { return };
+        if let Some(front_end) = &mut self.front_end {
+            front_end.start(queue, next_avail);
+            self.services[queue] = Service::Starting(None);
+            return;
+        }
         let (kick, call) = self.guest.eventfds(queue);
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
-            ring: self.guest.layout().ring(queue, next_avail),
+            ring: self.guest.ring(queue, next_avail),
             kick,
             call,
             err: None,
         };
         self.places[queue] = (place, None);
-        self.services[queue] = Service::Starting(self.device.begin_start_queue(thread, setup));
+        let started = self.device.begin_start_queue(thread, setup);
+        self.services[queue] = Service::Starting(Some(started));
     }
 
     fn stop(&mut self, queue: usize) {
         let service = &mut self.services[queue];
         *service = match std::mem::replace(service, Service::Stopped(0)) {
-            Service::Running(handle) => Service::Stopping(handle.begin_stop()),
+            Service::Running(handle) => Service::Stopping(handle.map(QueueHandle::begin_stop)),
             other => other,
         };
     }
@@ -197,6 +244,9 @@ impl Export {
     pub(crate) fn stop_all(&mut self) {
         self.ending = true;
         self.guest.end_rush();
+        if let Some(front_end) = &mut self.front_end {
+            front_end.close();
+        }
         (0..self.services.len()).for_each(|queue| self.stop(queue));
     }
 
@@ -209,7 +259,10 @@ impl Export {
     pub(crate) fn can_change(&self, change: Change) -> bool {
         match change {
             Change::Crash | Change::Kill => !self.ending,
-            Change::Writeback => self.plan.no_wce == 0,
+            Change::Writeback => {
+                let is_heard = |f: &FrontEnd| f.is_open() && f.has_protocol();
+                self.plan.no_wce == 0 && self.front_end.as_ref().is_none_or(is_heard)
+            }
             Change::Stop | Change::SetCall => !self.ending && !self.running().is_empty(),
             Change::Remap | Change::Reset => {
                 !self.ending && self.is_settled() && !self.running().is_empty()
@@ -220,12 +273,16 @@ impl Export {
     /// Does what is done to one device.
     pub(crate) fn change(&mut self, change: Change, rng: &mut Rng) -> Result<(), Failure> {
         self.trace(|| format!("{change:?}"));
+        if self.front_end.is_some() {
+            self.change_over_session(change, rng);
+            return Ok(());
+        }
         match change {
             Change::Stop => self.stop(rng.pick(&self.running())),
             Change::SetCall => {
                 let queue = rng.pick(&self.running());
                 let call = self.guest.replace_call(queue);
-                if let Service::Running(handle) = &self.services[queue] {
+                if let Service::Running(Some(handle)) = &self.services[queue] {
                     handle.set_call(call);
                 }
             }
@@ -246,6 +303,32 @@ impl Export {
         Ok(())
     }
 
+    /// The same, for the front-end to do it.
+    fn change_over_session(&mut self, change: Change, rng: &mut Rng) {
+        let running = self.running();
+        let Some(front_end) = &mut self.front_end else { return };
+        match change {
+            Change::Stop => {
+                let queue = rng.pick(&running);
+                front_end.stop(queue);
+                self.services[queue] = Service::Stopping(None);
+            }
+            Change::SetCall => front_end.replace_eventfd(rng.pick(&running)),
+            Change::Writeback => {
+                // Before the device takes it, the guest may not count on it.
+                self.guest.set_write_through(false);
+                front_end.write_cache(rng.next().to_le_bytes()[0] & 1);
+            }
+            Change::Remap => front_end.remap(),
+            Change::Reset => {
+                self.guest.set_write_through(false);
+                front_end.reset();
+                self.services.iter_mut().for_each(|service| *service = Service::Stopping(None));
+            }
+            Change::Crash | Change::Kill => {}
+        }
+    }
+
     /// What is done when all queues are stopped.
     fn change_stopped(&mut self, change: Change) -> Result<(), Failure> {
         self.check_memory()?;
@@ -262,6 +345,9 @@ impl Export {
     pub(crate) fn leave(&mut self) {
         self.services.clear();
         self.waiting = None;
+        if let Some(front_end) = &mut self.front_end {
+            front_end.disconnect();
+        }
     }
 
     /// What was answered before the IoThreads went.
@@ -279,7 +365,10 @@ impl Export {
         self.device = device(&self.plan, self.index, &self.source);
         self.services = stopped(&self.plan);
         self.places = places(&self.plan);
-        self.negotiate();
+        match &mut self.front_end {
+            Some(front_end) => front_end.restart(&self.device),
+            None => self.negotiate(),
+        }
         Ok(())
     }
 
@@ -288,16 +377,24 @@ impl Export {
     pub(crate) fn check_waits(&mut self, thread: usize, rounds: u64) -> Result<(), Failure> {
         let now = self.world.now_nanoseconds();
         for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
-            let Service::Running(handle) = &self.services[queue] else {
+            let place = self.front_end.as_ref().map_or(*place, |f| f.place(queue));
+            if place != thread {
+                continue;
+            }
+            let next_avail = match (&self.services[queue], &self.front_end) {
+                // It may have no room for chains.
+                (Service::Running(Some(handle)), _) if handle.is_full() => None,
+                (Service::Running(Some(handle)), _) => Some(handle.next_avail()),
+                (Service::Running(None), Some(front_end)) => front_end.next_avail(queue),
+                _ => None,
+            };
+            let Some(next_avail) = next_avail else {
                 *waiting = None;
                 continue;
             };
-            if *place != thread {
-                continue;
-            }
-            let (next_avail, announced) = (handle.next_avail(), self.guest.announced(queue));
-            // It may have been faster than the driver with its kick, or have no room for chains.
-            if announced.wrapping_sub(next_avail).cast_signed() <= 0 || handle.is_full() {
+            let announced = self.guest.announced(queue);
+            // It may have been faster than the driver with its kick.
+            if announced.wrapping_sub(next_avail).cast_signed() <= 0 {
                 *waiting = None;
                 continue;
             }
@@ -319,6 +416,9 @@ impl Export {
 
     /// Fails when somebody holds the memory map though no queue runs.
     pub(crate) fn check_memory(&self) -> Result<(), Failure> {
+        if let Some(front_end) = &self.front_end {
+            front_end.check_memory()?;
+        }
         match Arc::strong_count(&self.memory) {
             1 => Ok(()),
             count => {

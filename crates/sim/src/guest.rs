@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
 use blockio::engine::sim::is_readable;
+use ringhaul::queue::Ring;
 use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::GuestMemory;
 
@@ -154,6 +155,24 @@ impl Guest {
         let queue = &mut self.state.borrow_mut().queues[queue];
         queue.call = queue.call.take().map(|_| new_eventfd());
         duplicate(queue.call.as_ref())
+    }
+
+    /// Another eventfd for kicks from now on.
+    pub(crate) fn replace_kick(&self, queue: usize) -> Option<OwnedFd> {
+        let queue = &mut self.state.borrow_mut().queues[queue];
+        queue.kick = queue.kick.take().map(|_| new_eventfd());
+        duplicate(queue.kick.as_ref())
+    }
+
+    /// Where a queue's ring is, for a device that begins with this avail entry.
+    pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {
+        Ring { next_avail, ..self.state.borrow().queues[queue].driver.ring }
+    }
+
+    /// Moves the ring of a queue that does not run to its other place.
+    pub(crate) fn move_rings(&self, queue: usize) {
+        let driver = &mut self.state.borrow_mut().queues[queue].driver;
+        driver.move_to(Layout::moved(driver.ring));
     }
 
     /// The avail idx up to which the device is to look for itself: it was kicked for these chains,

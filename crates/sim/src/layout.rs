@@ -1,6 +1,7 @@
 //! Guest memory: where things are, and maps of it.
 
 use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use ringhaul::queue::Ring;
@@ -11,7 +12,9 @@ use crate::plan::Plan;
 
 /// Each queue's rings are in so many bytes.
 const RINGS_BYTES: u64 = 0x4000;
-const RINGS_END: u64 = 0x1_0000;
+/// The rings of all queues have another place, so far from the first.
+const RINGS_MOVE: u64 = 0x1_0000;
+const RINGS_END: u64 = 2 * RINGS_MOVE;
 /// Guest address of the first area.
 const AREAS: u64 = 0x10_0000;
 /// Bytes that the chain of one head has for its buffers and its indirect table.
@@ -39,23 +42,40 @@ impl Layout {
         Self { file: Arc::new(file), areas_bytes, region_bytes, queue_size }
     }
 
-    /// A new map of the memory. Regions that touch are apart in the file, in reverse order.
+    /// Guest addresses, sizes and places in the file of all regions. Those that touch are apart in
+    /// the file, in reverse order. The first has the rings.
+    pub(crate) fn regions(&self) -> Vec<(u64, u64, u64)> {
+        let mut regions = vec![(0, RINGS_END, 0)];
+        let mut at = 0;
+        while at < self.areas_bytes {
+            let size = self.region_bytes.min(self.areas_bytes - at);
+            let file_offset = RINGS_END + self.areas_bytes - at - size;
+            regions.push((AREAS + at, size, file_offset));
+            at += size;
+        }
+        regions
+    }
+
+    /// Bytes of all regions.
+    pub(crate) fn bytes(&self) -> u64 {
+        RINGS_END + self.areas_bytes
+    }
+
+    /// The file that the memory is in.
+    pub(crate) fn descriptor(&self) -> OwnedFd {
+        self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
+    }
+
+    /// A new map of the memory.
     pub(crate) fn map(&self) -> GuestMemory {
-        let region = |guest_addr, size, file_offset| RegionConfig {
+        let region = |(guest_addr, size, file_offset)| RegionConfig {
             guest_addr,
             size,
             user_addr: guest_addr + 0x5555_0000_0000,
             file: Arc::clone(&self.file),
             file_offset,
         };
-        let mut regions = vec![region(0, RINGS_END, 0)];
-        let mut at = 0;
-        while at < self.areas_bytes {
-            let size = self.region_bytes.min(self.areas_bytes - at);
-            let file_offset = RINGS_END + self.areas_bytes - at - size;
-            regions.push(region(AREAS + at, size, file_offset));
-            at += size;
-        }
+        let regions: Vec<_> = self.regions().into_iter().map(region).collect();
         GuestMemory::new(&regions, &MappingRules::default()).expect("the simulation needs memory")
     }
 
@@ -67,6 +87,17 @@ impl Layout {
             avail_ring: base + 0x1000,
             used_ring: base + 0x2000,
             next_avail,
+        }
+    }
+
+    /// The other place of a ring.
+    pub(crate) fn moved(ring: Ring) -> Ring {
+        let moved = |addr| addr ^ RINGS_MOVE;
+        Ring {
+            desc_table: moved(ring.desc_table),
+            avail_ring: moved(ring.avail_ring),
+            used_ring: moved(ring.used_ring),
+            ..ring
         }
     }
 

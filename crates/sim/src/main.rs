@@ -12,6 +12,7 @@ mod driver;
 mod export;
 mod failure;
 mod faults;
+mod front_end;
 mod guest;
 mod history;
 mod layout;

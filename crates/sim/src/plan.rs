@@ -1,8 +1,6 @@
 //! What a run is made of: numbers drawn from its seed, each of which can be set by hand.
 
-use std::fmt;
-
-use anyhow::{Context, Result, ensure};
+mod text;
 
 use crate::rng::Rng;
 
@@ -203,6 +201,8 @@ knobs! {
     latency_us: 1,
     /// How often others act within a turn, per mille.
     preempt: 0,
+    /// vhost-user controls the device: 1 with answers to all messages, 2 without, 3 the plainest.
+    session: 0,
     /// How often a queue is stopped and started.
     stops: 0,
     /// How often the memory map is replaced.
@@ -231,6 +231,7 @@ impl Plan {
         plan.draw_control(&mut rng);
         plan.draw_rush(&mut rng);
         plan.draw_trouble(&mut rng);
+        plan.session = some(&mut Rng::new(seed, 6), 250, &[1, 1, 2, 3]);
         plan.tidied()
     }
 
@@ -420,26 +421,6 @@ impl Plan {
         self
     }
 
-    /// Sets a number, from `name=value`.
-    pub(crate) fn set(&mut self, text: &str) -> Result<()> {
-        let (name, value) = text.split_once('=').context("a setting is name=value")?;
-        let least = KNOBS.iter().find(|(knob, _)| *knob == name).map_or(0, |(_, least)| *least);
-        let knob = self.knob(name).with_context(|| format!("there is no setting `{name}`"))?;
-        *knob = value.parse().with_context(|| format!("the value of `{name}` is no number"))?;
-        ensure!(*knob >= least, "`{name}` is at least {least}");
-        Ok(())
-    }
-
-    /// Settings that make this plan out of its seed's.
-    pub(crate) fn settings(&self) -> Vec<String> {
-        let (mut drawn, mut this) = (Self::new(self.seed), self.clone());
-        let changed = KNOBS.iter().filter_map(|(name, _)| {
-            let value = *this.knob(name)?;
-            (drawn.knob(name).is_some_and(|was| *was != value)).then(|| format!("{name}={value}"))
-        });
-        changed.collect()
-    }
-
     /// How long a chain may be out of the loop's sight, whatever its rounds.
     pub(crate) fn look_delay_ns(&self) -> u64 {
         // A look at a queue without a kick comes by time. To hear of a kick, io_uring needs an
@@ -476,19 +457,6 @@ impl Plan {
     }
 }
 
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut this = self.clone();
-        for (name, _) in KNOBS {
-            match this.knob(name) {
-                Some(0) | None => {}
-                Some(value) => write!(f, "{name}={value} ")?,
-            }
-        }
-        Ok(())
-    }
-}
-
 /// 1, `per_mille` times of a thousand.
 fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
     u64::from(rng.chance(per_mille))
@@ -497,25 +465,4 @@ fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
 /// One of `values`, `per_mille` times of a thousand, else off.
 fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
     if rng.chance(per_mille) { rng.pick(values) } else { 0 }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_turn_one_plan_of_a_seed_into_another() {
-        let mut plan = Plan::new(7);
-        for (name, least) in KNOBS {
-            plan.set(&format!("{name}={}", least + 1)).unwrap();
-        }
-        let mut again = Plan::new(7);
-        for setting in plan.settings() {
-            again.set(&setting).unwrap();
-        }
-        assert_eq!(plan, again);
-        assert!(plan.set("requests=0").is_err());
-        assert!(plan.set("colour=1").is_err());
-        assert!(plan.set("requests").is_err());
-    }
 }

@@ -34,6 +34,10 @@ enum Step {
     Turn(usize),
     /// The CPU of a device's guest does something for a queue.
     Guest(usize, usize),
+    /// A device's front-end sends, or reads an answer.
+    FrontEnd(usize),
+    /// A device's session does what it has to.
+    Session(usize),
     /// Time passes.
     Time,
     /// A queue of a device that was stopped is started.
@@ -184,6 +188,15 @@ impl Run {
             steps.push((Step::Time, 20));
         }
         let control = self.stack.control.borrow();
+        for (device, export) in control.exports.iter().enumerate() {
+            let Some(front_end) = &export.front_end else { continue };
+            if front_end.can_step() {
+                steps.push((Step::FrontEnd(device), 20));
+            }
+            if front_end.session_can_step() {
+                steps.push((Step::Session(device), 20));
+            }
+        }
         steps.extend(control.startable().map(|(device, queue)| (Step::Start(device, queue), 10)));
         if !steps.is_empty() {
             steps.extend(control.possible().map(|change| (Step::Change(change), 1)));
@@ -223,6 +236,15 @@ impl Run {
                 self.stack.turn(index)?;
             }
             Step::Guest(device, queue) => self.guests[device].step(queue),
+            Step::FrontEnd(device) => {
+                let Control { exports, threads, .. } = &mut *self.stack.control.borrow_mut();
+                let front_end = exports[device].front_end.as_mut();
+                front_end.map_or(Ok(()), |front_end| front_end.step(threads))?;
+            }
+            Step::Session(device) => {
+                let front_end = &mut self.stack.control.borrow_mut().exports[device].front_end;
+                front_end.as_mut().map_or(Ok(()), |front_end| front_end.step_session())?;
+            }
             Step::Time => match (self.next_time(), self.world.next_event()) {
                 (Some(time), Some(event)) if event <= time => {
                     self.world.run_event();

@@ -73,6 +73,11 @@ impl Connection {
         })
     }
 
+    #[cfg(feature = "sim")]
+    pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
+        self.rings.get(queue)?.next_avail_now()
+    }
+
     /// Tells the front-end to read the configuration again. False when it has no ear for that, or
     /// does not listen.
     pub(super) fn send_config_change(&self) -> bool {

@@ -146,6 +146,15 @@ impl RingState {
         }
     }
 
+    #[cfg(feature = "sim")]
+    pub(super) fn next_avail_now(&self) -> Option<u16> {
+        match &self.service {
+            Service::Stopped => Some(self.next_avail),
+            Service::Running(handle) if !handle.is_full() => Some(handle.next_avail()),
+            Service::Running(_) | Service::Starting(_) | Service::Stopping(..) => None,
+        }
+    }
+
     pub(super) fn set_call(&mut self, call: Option<OwnedFd>) -> io::Result<()> {
         self.call = call;
         if let Service::Running(running) = &self.service {

@@ -181,6 +181,14 @@ impl Session {
         self.connection.send_config_change()
     }
 
+    /// The avail entry that a queue pops next; none while it is started or stopped, or has no
+    /// room for chains.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn next_avail(&self, queue: usize) -> Option<u16> {
+        self.connection.next_avail(queue)
+    }
+
     fn end(&mut self, end: End) {
         if !matches!(self.stage, Stage::Ending(_)) {
             self.stage = Stage::Ending(end);

@@ -1,0 +1,462 @@
+//! A front-end that controls its device as a VMM does: by messages over a socket, to the session
+//! that the daemon has. It never waits: each message, or a part of one, is a step, each answer that
+//! it reads another, and what the session does with them a third.
+
+mod link;
+mod script;
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use blockio::Remote;
+use blockio::engine::sim::{World as _, is_readable};
+use ringhaul::blk::BlkDevice;
+use ringhaul::vhost_user::message::{Header, Request, code};
+use ringhaul::vhost_user::{End, Progress};
+use virtqueue::MappingBudget;
+
+use crate::failure::Failure;
+use crate::guest::Guest;
+use crate::plan::Plan;
+use crate::rng::Rng;
+use crate::world::World;
+use link::{Answer, Link, bytes_of};
+
+/// Messages that a front-end has sent at most without an answer that it waits for.
+const AHEAD_MAX: usize = 4;
+
+/// What the front-end has brought about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Event {
+    Started(usize),
+    /// The queue has stopped at this avail entry.
+    Stopped(usize, u16),
+    /// All queues have stopped: the device was reset, or the session is over.
+    AllStopped,
+    /// Whether the driver's writes are cached from now on.
+    Cached(bool),
+}
+
+/// What the front-end knows once it has the answer to a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Then {
+    Nothing,
+    /// The answer is this number.
+    Number(u64),
+    Started(usize),
+    /// The answer says where a queue has stopped.
+    Base(usize),
+    Disabled(usize),
+    /// No map of the memory is left but the last.
+    Mapped,
+    Negotiated,
+    /// The answer is this `writeback` byte.
+    Writeback(u8),
+    Reset {
+        keeps_cache: bool,
+    },
+}
+
+/// A message that is to be sent.
+struct Item {
+    request: Request,
+    fds: Vec<OwnedFd>,
+    then: Then,
+}
+
+/// What the front-end keeps of a queue.
+#[derive(Default)]
+struct Vring {
+    /// It was told to run.
+    runs: bool,
+    /// Where it would be told of a bad ring.
+    errs: Vec<OwnedFd>,
+    /// It is disabled, and has all that it needs to go on.
+    is_paused: bool,
+}
+
+/// How a connection ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Goodbye {
+    /// The front-end stops all queues, and then closes it.
+    Politely,
+    /// It closes it in the middle of anything.
+    AtOnce,
+    /// The daemon ends the session.
+    ByDaemon,
+}
+
+type Step = fn(&mut FrontEnd) -> Result<(), Failure>;
+
+pub(crate) struct FrontEnd {
+    plan: Plan,
+    index: usize,
+    world: Rc<World>,
+    guest: Rc<Guest>,
+    rng: Rng,
+    device: BlkDevice,
+    /// What its driver negotiates.
+    features: u64,
+    /// Counts what the session has mapped.
+    budget: MappingBudget,
+    link: Option<Link>,
+    vrings: Vec<Vring>,
+    to_send: VecDeque<Item>,
+    /// Messages that were sent and are answered, and what comes of it.
+    expected: VecDeque<(u32, Then)>,
+    /// The memory was not shared yet.
+    is_memory_due: bool,
+    /// Where the guest's memory is in the front-end's address space.
+    user_base: u64,
+    /// The number of the first queue's IoThread, and how many there are.
+    threads: (usize, usize),
+    /// What the driver has chosen as its write cache.
+    is_cached: bool,
+    /// It may ask for answers: the protocol features were sent.
+    may_ask: bool,
+    goodbye: Option<Goodbye>,
+    /// There is to be no other connection.
+    is_closing: bool,
+    events: Vec<Event>,
+}
+
+impl FrontEnd {
+    /// The front-end of device number `index`, whose plan this is.
+    pub(crate) fn new(
+        plan: &Plan,
+        world: &Rc<World>,
+        guest: &Rc<Guest>,
+        index: usize,
+        device: &BlkDevice,
+        features: u64,
+    ) -> Self {
+        let mut front_end = Self {
+            plan: plan.clone(),
+            index,
+            world: Rc::clone(world),
+            guest: Rc::clone(guest),
+            rng: Rng::new(plan.seed ^ plan.schedule << 40, 300 + index as u64),
+            device: device.clone(),
+            features,
+            budget: MappingBudget::unlimited(),
+            link: None,
+            vrings: Vec::new(),
+            to_send: VecDeque::new(),
+            expected: VecDeque::new(),
+            is_memory_due: true,
+            user_base: 0,
+            threads: (0, 1),
+            is_cached: false,
+            may_ask: false,
+            goodbye: None,
+            is_closing: false,
+            events: Vec::new(),
+        };
+        front_end.disconnect();
+        front_end
+    }
+
+    /// Goes on with another device, for the machine has started anew.
+    pub(crate) fn restart(&mut self, device: &BlkDevice) {
+        self.device = device.clone();
+        self.disconnect();
+        self.events.clear();
+    }
+
+    /// Forgets the connection and what was said over it.
+    pub(crate) fn disconnect(&mut self) {
+        self.link = None;
+        self.to_send.clear();
+        self.expected.clear();
+        self.vrings = (0..self.device.num_queues()).map(|_| Vring::default()).collect();
+        (self.is_memory_due, self.may_ask, self.goodbye) = (true, false, None);
+        self.is_cached = self.can_cache();
+    }
+
+    fn trace(&self, what: impl FnOnce() -> String) {
+        self.world.trace(|| format!("front-end {}: {}", self.index, what()));
+    }
+
+    /// Whether its driver can have a write cache.
+    fn can_cache(&self) -> bool {
+        self.plan.no_flush == 0 && self.plan.no_write_cache == 0
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// The number of a queue's IoThread.
+    pub(crate) fn place(&self, queue: usize) -> usize {
+        (self.threads.0 + queue) % self.threads.1
+    }
+
+    pub(crate) fn is_disconnected(&self) -> bool {
+        self.link.is_none()
+    }
+
+    /// Whether it can be told to do something with its queues.
+    pub(crate) fn is_open(&self) -> bool {
+        self.link.is_some() && self.goodbye.is_none() && self.events.is_empty()
+    }
+
+    /// Whether all that it was told to do is done.
+    pub(crate) fn is_idle(&self) -> bool {
+        let Some(link) = &self.link else { return self.events.is_empty() };
+        let is_going = self.goodbye.is_some() || self.is_closing;
+        let is_silent = self.to_send.is_empty() && self.expected.is_empty() && !link.has_rest();
+        is_silent && !is_going && self.events.is_empty()
+    }
+
+    /// No queue is to run any more.
+    pub(crate) fn close(&mut self) {
+        if self.is_closing {
+            return;
+        }
+        self.is_closing = true;
+        if self.link.is_some() && self.goodbye.is_none() {
+            let how = [Goodbye::Politely, Goodbye::AtOnce, Goodbye::ByDaemon];
+            let how = self.rng.pick(&how);
+            self.say_goodbye(how);
+        }
+    }
+
+    /// The avail entry that a running queue pops next.
+    pub(crate) fn next_avail(&self, queue: usize) -> Option<u16> {
+        self.link.as_ref().filter(|_| self.is_idle())?.session.next_avail(queue)
+    }
+
+    /// Whether the session would go on.
+    pub(crate) fn session_can_step(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.is_ready(self.world.now()))
+    }
+
+    /// The session does what it has to, at most a message of it.
+    pub(crate) fn step_session(&mut self) -> Result<(), Failure> {
+        let now = self.world.now();
+        let Some(link) = &mut self.link else { return Ok(()) };
+        match link.progress(now) {
+            Progress::Waiting => Ok(()),
+            Progress::Handled => {
+                self.trace(|| "a message was answered".to_owned());
+                Ok(())
+            }
+            Progress::Refused(text) => Err(self.fail("a message is refused", &text)),
+            Progress::Ended(end) => self.ended(&end),
+        }
+    }
+
+    fn ended(&mut self, end: &End) -> Result<(), Failure> {
+        self.trace(|| format!("the session has ended: {end:?}"));
+        let Some(link) = &mut self.link else { return Ok(()) };
+        let is_right = match end {
+            End::Asked => self.goodbye == Some(Goodbye::ByDaemon),
+            End::Gone(_) => link.is_closed(),
+            // It is not patient for ever.
+            End::Dropped(_) => link.has_rest(),
+        };
+        if !is_right {
+            return Err(self.fail("the session has ended", &format!("{end:?}")));
+        }
+        if !link.is_hung_up() {
+            return Err(self.fail("the session has ended", "the front-end is not told"));
+        }
+        self.check_errs()?;
+        self.disconnect();
+        if self.budget.mapped_bytes() != 0 {
+            return Err(self.fail("a session has left a map of the memory", "it has ended"));
+        }
+        self.events.push(Event::AllStopped);
+        Ok(())
+    }
+
+    fn fail(&self, what: &str, how: &str) -> Failure {
+        Failure::new("session", format!("device {}: {what}: {how}", self.index))
+    }
+
+    fn check_errs(&self) -> Result<(), Failure> {
+        let mut errs = self.vrings.iter().flat_map(|vring| &vring.errs);
+        match errs.any(|err| is_readable(err.as_fd())) {
+            true => Err(self.fail("an err eventfd was written", "its rings were good")),
+            false => Ok(()),
+        }
+    }
+
+    /// How many maps of the memory there must be while no queue is started or stopped.
+    pub(crate) fn check_memory(&self) -> Result<(), Failure> {
+        let is_shared = self.link.is_some() && !self.is_memory_due;
+        let expected = if is_shared { self.guest.layout().bytes() } else { 0 };
+        let mapped = self.budget.mapped_bytes();
+        if mapped != expected {
+            let text = format!("{mapped} bytes and not {expected}");
+            return Err(self.fail("the session has mapped of the memory", &text));
+        }
+        Ok(())
+    }
+
+    /// Whether the front-end has something to do, or an answer to read.
+    pub(crate) fn can_step(&self) -> bool {
+        let Some(link) = &self.link else { return !self.is_closing };
+        if link.is_closed() || link.is_ending() {
+            return false;
+        }
+        self.can_send(link) || self.can_go(link) || link.has_answer()
+    }
+
+    fn can_send(&self, link: &Link) -> bool {
+        link.has_rest() || (!self.to_send.is_empty() && self.expected.len() < AHEAD_MAX)
+    }
+
+    fn can_go(&self, link: &Link) -> bool {
+        match self.goodbye {
+            Some(Goodbye::Politely) => {
+                self.to_send.is_empty() && self.expected.is_empty() && !link.has_rest()
+            }
+            Some(Goodbye::AtOnce | Goodbye::ByDaemon) => true,
+            None => false,
+        }
+    }
+
+    /// One of the things that it can do.
+    pub(crate) fn step(&mut self, threads: &[Remote]) -> Result<(), Failure> {
+        let Some(link) = &self.link else {
+            self.connect(threads);
+            return Ok(());
+        };
+        let mut steps: Vec<Step> = Vec::new();
+        if link.has_answer() {
+            steps.push(Self::read);
+        }
+        if self.can_send(link) {
+            steps.push(Self::send);
+        }
+        if self.can_go(link) {
+            steps.push(Self::go);
+        }
+        if steps.is_empty() { Ok(()) } else { self.rng.pick(&steps)(self) }
+    }
+
+    fn connect(&mut self, threads: &[Remote]) {
+        if threads.is_empty() || self.is_closing {
+            return;
+        }
+        let mut threads = threads.to_vec();
+        let first = self.rng.index(threads.len());
+        threads.rotate_left(first);
+        self.threads = (first, threads.len());
+        self.trace(|| format!("connects; the first IoThread is {first}"));
+        self.link = Some(Link::new(&self.device, threads, &self.budget, self.world.now()));
+        self.set_up();
+    }
+
+    fn go(&mut self) -> Result<(), Failure> {
+        self.trace(|| format!("goes: {:?}", self.goodbye));
+        let Some(link) = &mut self.link else { return Ok(()) };
+        match self.goodbye {
+            Some(Goodbye::ByDaemon) => link.begin_end(),
+            _ => link.close(),
+        }
+        self.to_send.clear();
+        self.expected.clear();
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<(), Failure> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        if link.has_rest() {
+            link.send(usize::MAX, &[]);
+            return Ok(());
+        }
+        let Some(Item { request, fds, then }) = self.to_send.pop_front() else { return Ok(()) };
+        let (number, _) = request.encode();
+        let wants_reply = then != Then::Nothing || (self.may_ask && self.rng.chance(500));
+        let needs_reply = wants_reply && !has_answer(&request);
+        self.may_ask |= self.plan.session == 1 && number == code::SET_PROTOCOL_FEATURES;
+        if needs_reply || has_answer(&request) {
+            self.expected.push_back((number, then));
+        }
+        self.world.trace(|| {
+            let text = format!("front-end {}: {request:?}", self.index);
+            text.chars().take(120).collect()
+        });
+        let bytes = bytes_of(&request, needs_reply);
+        let count =
+            if self.rng.chance(200) { 1 + self.rng.index(bytes.len()) } else { bytes.len() };
+        link.begin(bytes, count, &fds);
+        Ok(())
+    }
+
+    fn read(&mut self) -> Result<(), Failure> {
+        let Some(answer) = self.link.as_mut().and_then(Link::receive) else { return Ok(()) };
+        let Answer { header, body } = answer;
+        let Some((number, then)) = self.expected.pop_front().filter(|(n, _)| *n == header.code)
+        else {
+            return Err(self.fail("an answer that nobody waits for", &format!("{header:?}")));
+        };
+        self.trace(|| format!("message {number} is answered: {then:?}"));
+        self.conclude(header, &body, then)
+    }
+}
+
+impl FrontEnd {
+    fn conclude(&mut self, header: Header, body: &[u8], then: Then) -> Result<(), Failure> {
+        let is_ack = !header.has_answer();
+        let wrong = |this: &Self| Err(this.fail("a wrong answer", &format!("{then:?}: {body:?}")));
+        if is_ack && body != [0; 8] {
+            return wrong(self);
+        }
+        match then {
+            Then::Nothing => {}
+            Then::Number(number) if body == number.to_ne_bytes() => {}
+            Then::Number(_) => return wrong(self),
+            Then::Started(queue) => self.events.push(Event::Started(queue)),
+            Then::Base(queue) => {
+                let next_avail = body.get(4..).and_then(|bytes| bytes.try_into().ok());
+                let Some(next_avail) = next_avail.map(u32::from_ne_bytes) else {
+                    return wrong(self);
+                };
+                self.stopped(queue, u16::try_from(next_avail).ok())?;
+            }
+            Then::Disabled(queue) => {
+                self.vrings[queue].is_paused = true;
+                let next_avail = self.link.as_ref().and_then(|l| l.session.next_avail(queue));
+                self.stopped(queue, next_avail)?;
+            }
+            Then::Mapped if self.is_idle() => self.check_memory()?,
+            // The next map may be in place already, or be made.
+            Then::Mapped => {}
+            Then::Negotiated => self.events.push(Event::Cached(self.is_cached)),
+            Then::Writeback(value) => {
+                if body.last() != Some(&value) {
+                    return wrong(self);
+                }
+                self.is_cached = value != 0;
+                self.events.push(Event::Cached(self.is_cached));
+            }
+            Then::Reset { keeps_cache } => {
+                self.vrings
+                    .iter_mut()
+                    .for_each(|vring| (vring.runs, vring.is_paused) = (false, false));
+                self.is_cached = if keeps_cache { self.is_cached } else { self.can_cache() };
+                self.events.push(Event::AllStopped);
+            }
+        }
+        Ok(())
+    }
+
+    fn stopped(&mut self, queue: usize, next_avail: Option<u16>) -> Result<(), Failure> {
+        let (used, _) = self.guest.indexes(queue);
+        if next_avail != Some(used) {
+            let text = format!("queue {queue} has taken {next_avail:?} chains and answered {used}");
+            return Err(self.fail("a queue says that it has stopped", &text));
+        }
+        self.events.push(Event::Stopped(queue, used));
+        Ok(())
+    }
+}
+
+/// Whether a message has an answer that nobody has to ask for.
+fn has_answer(request: &Request) -> bool {
+    Header::new(request.encode().0, 0).has_answer()
+}

@@ -1,0 +1,315 @@
+//! What messages do what a VMM wants done.
+
+use std::os::fd::OwnedFd;
+
+use ringhaul::blk::config::WRITEBACK_OFFSET;
+use ringhaul::vhost_user::PROTOCOL_FEATURES;
+use ringhaul::vhost_user::message::{
+    Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
+};
+
+use super::{FrontEnd, Goodbye, Item, Then};
+use crate::guest::new_eventfd;
+
+/// Where the memory may be in the front-end's address space.
+const USER_BASES: [u64; 2] = [0x5555_0000_0000, 0x7f00_0000_0000];
+/// A table of more regions is no message.
+const TABLE_MAX: usize = 120;
+/// Where some front-ends have the device's registers begin in the configuration space.
+const REGISTERS_OFFSET: usize = 0x100;
+
+impl FrontEnd {
+    /// Rings have to be enabled, and there are messages that need protocol features.
+    pub(crate) fn has_protocol(&self) -> bool {
+        self.plan.session < 3 || self.guest.layout().regions().len() > TABLE_MAX
+    }
+
+    /// Messages may ask for an answer.
+    fn has_reply_ack(&self) -> bool {
+        self.plan.session == 1
+    }
+
+    fn push(&mut self, request: Request, then: Then) {
+        self.push_with(request, Vec::new(), then);
+    }
+
+    fn push_with(&mut self, request: Request, fds: Vec<OwnedFd>, then: Then) {
+        let is_heard = super::has_answer(&request)
+            || then == Then::Nothing
+            || (self.has_reply_ack() && self.rng.chance(700));
+        if is_heard {
+            self.to_send.push_back(Item { request, fds, then });
+        } else {
+            // Messages are carried out one after the other.
+            self.to_send.push_back(Item { request, fds, then: Then::Nothing });
+            let request = Request::GetFeatures;
+            self.to_send.push_back(Item { request, fds: Vec::new(), then });
+        }
+    }
+
+    /// What a front-end says first.
+    pub(super) fn set_up(&mut self) {
+        self.user_base = self.rng.pick(&USER_BASES);
+        let offered = Then::Number(self.device.features() | F_PROTOCOL_FEATURES);
+        self.push(Request::GetFeatures, offered);
+        if self.has_protocol() {
+            let left_out = if self.has_reply_ack() { 0 } else { protocol_feature::REPLY_ACK };
+            self.push(Request::GetProtocolFeatures, Then::Number(PROTOCOL_FEATURES));
+            let features = Request::SetProtocolFeatures(PROTOCOL_FEATURES & !left_out);
+            self.push(features, Then::Nothing);
+            self.push(Request::GetQueueNum, Then::Number(self.vrings.len() as u64));
+        }
+        self.push(Request::SetOwner, Then::Nothing);
+        let when = self.rng.below(3);
+        if when == 0 {
+            self.share_memory();
+        }
+        self.negotiate();
+        if when == 1 {
+            self.share_memory();
+        }
+    }
+
+    fn negotiate(&mut self) {
+        self.push(Request::SetFeatures(self.all_features()), Then::Negotiated);
+    }
+
+    fn all_features(&self) -> u64 {
+        self.features | if self.has_protocol() { F_PROTOCOL_FEATURES } else { 0 }
+    }
+
+    fn regions(&self) -> Vec<Region> {
+        let regions = self.guest.layout().regions().into_iter();
+        let region = |(guest_addr, size, file_offset)| Region {
+            guest_addr,
+            size,
+            user_addr: self.user_base + guest_addr,
+            file_offset,
+        };
+        regions.map(region).collect()
+    }
+
+    fn add(&mut self, region: Region) {
+        let fds = vec![self.guest.layout().descriptor()];
+        self.push_with(Request::AddMemReg(region), fds, Then::Nothing);
+    }
+
+    fn remove(&mut self, region: Region) {
+        self.push(Request::RemMemReg(region), Then::Nothing);
+    }
+
+    /// Shares the memory for the first time.
+    fn share_memory(&mut self) {
+        self.is_memory_due = false;
+        let regions = self.regions();
+        if self.has_protocol() && (regions.len() > TABLE_MAX || self.rng.chance(400)) {
+            // With the first, which has the rings, queues may run.
+            regions.into_iter().rev().for_each(|region| self.add(region));
+        } else {
+            self.push_table(regions);
+        }
+    }
+
+    fn push_table(&mut self, regions: Vec<Region>) {
+        let fds = regions.iter().map(|_| self.guest.layout().descriptor()).collect();
+        self.push_with(Request::SetMemTable(regions), fds, Then::Nothing);
+    }
+
+    /// Another map of the memory, while queues run.
+    pub(crate) fn remap(&mut self) {
+        if self.is_memory_due {
+            self.share_memory();
+        }
+        let regions = self.regions();
+        let has_table = regions.len() <= TABLE_MAX;
+        if !has_table || self.has_protocol() && self.rng.chance(400) {
+            // Without the first region, which has the rings, no queue runs.
+            let others = self.rng.index(regions.len());
+            regions.iter().take(1 + others).for_each(|region| self.remove(*region));
+            regions.iter().take(1 + others).rev().for_each(|region| self.add(*region));
+        } else {
+            self.user_base = self.rng.pick(&USER_BASES);
+            let regions = self.regions();
+            self.push_table(regions);
+            // Nothing of it changes if the place is the same.
+            (0..self.vrings.len()).for_each(|queue| self.say_addresses(queue));
+        }
+        self.push(Request::GetFeatures, Then::Mapped);
+    }
+
+    fn say_addresses(&mut self, queue: usize) {
+        let request = self.addresses(queue);
+        self.push(request, Then::Nothing);
+    }
+
+    fn addresses(&self, queue: usize) -> Request {
+        let ring = self.guest.ring(queue, 0);
+        let addresses = RingAddresses {
+            desc_table: self.user_base + ring.desc_table,
+            avail_ring: self.user_base + ring.avail_ring,
+            used_ring: self.user_base + ring.used_ring,
+        };
+        Request::SetVringAddr { index: number(queue), addresses }
+    }
+
+    /// Has a queue go on that has stopped at this avail entry.
+    pub(crate) fn start(&mut self, queue: usize, next_avail: u16) {
+        self.say_anything();
+        self.vrings[queue].runs = true;
+        let index = number(queue);
+        let enable = Request::SetVringEnable { index, value: 1 };
+        if std::mem::take(&mut self.vrings[queue].is_paused) {
+            self.push(enable, Then::Started(queue));
+            return;
+        }
+        let is_moved = self.rng.chance(250);
+        if is_moved {
+            self.guest.move_rings(queue);
+        }
+        let ring = self.guest.ring(queue, next_avail);
+        let (kick, call) = self.guest.eventfds(queue);
+        let ring_fds = u8::try_from(queue).unwrap_or(u8::MAX);
+        let mut messages: Vec<(Request, Option<OwnedFd>)> = vec![
+            (Request::SetVringNum { index, size: ring.size.into() }, None),
+            (Request::SetVringCall { index: ring_fds, has_fd: call.is_some() }, call),
+        ];
+        if self.has_protocol() {
+            messages.push((enable, None));
+        }
+        if self.rng.chance(500) {
+            messages.push(self.new_err(queue));
+        }
+        // Where the ring is and where to go on must be known before the queue may run. The session
+        // has the old place until then.
+        let mut first = vec![(Request::SetVringBase { index, base: next_avail.into() }, None)];
+        let places = if is_moved { &mut first } else { &mut messages };
+        places.push((self.addresses(queue), None));
+        self.shuffle(&mut messages);
+        // From its kick on a queue may run. What comes after that has it stop and start once more.
+        let kick = (Request::SetVringKick { index: ring_fds, has_fd: kick.is_some() }, kick);
+        let at = self.rng.index(messages.len() + 1);
+        messages.insert(at, kick);
+        for message in first {
+            let at = self.rng.index(at + 1);
+            messages.insert(at, message);
+        }
+        for (request, fd) in messages {
+            self.push_with(request, fd.into_iter().collect(), Then::Nothing);
+        }
+        if self.is_memory_due {
+            self.share_memory();
+        }
+        self.push(Request::GetFeatures, Then::Started(queue));
+    }
+
+    fn shuffle<T>(&mut self, list: &mut [T]) {
+        for at in 1..list.len() {
+            let other = self.rng.index(at + 1);
+            list.swap(at, other);
+        }
+    }
+
+    fn new_err(&mut self, queue: usize) -> (Request, Option<OwnedFd>) {
+        let err = new_eventfd();
+        let index = u8::try_from(queue).unwrap_or(u8::MAX);
+        let message =
+            (Request::SetVringErr { index, has_fd: true }, crate::guest::duplicate(Some(&err)));
+        self.vrings[queue].errs.push(err);
+        message
+    }
+
+    /// Stops a queue that runs, so that it can go on.
+    pub(crate) fn stop(&mut self, queue: usize) {
+        self.say_anything();
+        self.vrings[queue].runs = false;
+        let index = number(queue);
+        if self.has_protocol() && self.rng.chance(400) {
+            self.push(Request::SetVringEnable { index, value: 0 }, Then::Disabled(queue));
+        } else {
+            self.push(Request::GetVringBase { index }, Then::Base(queue));
+        }
+    }
+
+    /// Exchanges an eventfd of a queue that runs.
+    pub(crate) fn replace_eventfd(&mut self, queue: usize) {
+        let index = u8::try_from(queue).unwrap_or(u8::MAX);
+        let (request, fd) = match self.rng.below(3) {
+            0 => {
+                let kick = self.guest.replace_kick(queue);
+                (Request::SetVringKick { index, has_fd: kick.is_some() }, kick)
+            }
+            1 => self.new_err(queue),
+            _ => {
+                let call = self.guest.replace_call(queue);
+                (Request::SetVringCall { index, has_fd: call.is_some() }, call)
+            }
+        };
+        self.push_with(request, fd.into_iter().collect(), Then::Nothing);
+    }
+
+    /// The driver switches its write cache.
+    pub(crate) fn write_cache(&mut self, value: u8) {
+        let offset = if self.rng.chance(300) { REGISTERS_OFFSET } else { 0 } + WRITEBACK_OFFSET;
+        let config = |data| Config { offset: number(offset), flags: 0, data };
+        self.push(Request::SetConfig(config(vec![value])), Then::Nothing);
+        let is_on = value != 0 && self.can_cache();
+        self.push(Request::GetConfig(config(vec![0])), Then::Writeback(is_on.into()));
+    }
+
+    /// Has the device forget its driver; another one comes, or the same. True when the front-end
+    /// goes too.
+    pub(crate) fn reset(&mut self) {
+        let how = self.rng.below(if self.has_protocol() { 6 } else { 3 });
+        let request = match how {
+            0 => return self.say_goodbye(Goodbye::Politely),
+            1 => return self.say_goodbye(Goodbye::AtOnce),
+            2 => return self.say_goodbye(Goodbye::ByDaemon),
+            3 => Request::SetStatus(0),
+            _ => Request::ResetDevice,
+        };
+        let keeps_cache = matches!(request, Request::SetStatus(_));
+        self.push(request, Then::Reset { keeps_cache });
+        self.negotiate();
+    }
+
+    pub(super) fn say_goodbye(&mut self, how: Goodbye) {
+        if how == Goodbye::Politely {
+            let queues = (0..self.vrings.len()).filter(|queue| self.vrings[*queue].runs);
+            for queue in queues.collect::<Vec<_>>() {
+                let index = number(queue);
+                self.push(Request::GetVringBase { index }, Then::Base(queue));
+            }
+        }
+        self.goodbye = Some(how);
+    }
+
+    /// Messages that change nothing.
+    fn say_anything(&mut self) {
+        if !self.rng.chance(300) {
+            return;
+        }
+        match self.rng.below(if self.has_protocol() { 5 } else { 2 }) {
+            0 => self.push(Request::SetOwner, Then::Nothing),
+            // Queues stop for it, and go on.
+            1 => self.push(Request::SetFeatures(self.all_features()), Then::Nothing),
+            2 => {
+                let status = 1 + self.rng.below(15);
+                self.push(Request::SetStatus(status), Then::Nothing);
+                self.push(Request::GetStatus, Then::Number(status));
+            }
+            3 => {
+                let config = Config { offset: 0, flags: 0, data: vec![0; 60] };
+                self.push(Request::GetConfig(config), Then::Nothing);
+            }
+            _ => {
+                let size = u32::from(self.plan.queue_size());
+                let index = number(self.rng.index(self.vrings.len()));
+                self.push(Request::SetVringNum { index, size }, Then::Nothing);
+            }
+        }
+    }
+}
+
+fn number(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
