@@ -68,7 +68,7 @@ impl History {
 
     pub(crate) fn end_write(&mut self, write: WriteRef, end: u64, certain: bool, durable: bool) {
         let write = &mut self.sector(write.0).writes[write.1];
-        (write.end, write.certain, write.durable) = (end, certain, certain && durable);
+        (write.end, write.certain, write.durable) = (end, certain, durable);
     }
 
     pub(crate) fn read(&mut self, sector: u64, value: Value, begin: u64, end: u64) {
@@ -100,7 +100,7 @@ impl History {
     ) -> Result<(), Failure> {
         let writes = &self.sectors[sector].writes;
         let is_kept = |w: &Write| !power_lost || w.durable || w.end < self.last_flush;
-        let durable = |w: &Write| w.certain && is_kept(w);
+        let durable = |w: &Write| self.sectors[sector].has_happened(w) && is_kept(w);
         let possible = writes.iter().any(|write| {
             write.value == value
                 && !writes.iter().any(|later| durable(later) && write.end < later.begin)
@@ -135,6 +135,22 @@ impl Sector {
     /// Whether a write that was done was certainly overwritten before `time`.
     fn is_overwritten(&self, write: &Write, time: u64) -> bool {
         self.writes.iter().any(|later| later.certain && write.end < later.begin && later.end < time)
+    }
+
+    /// Whether a write certainly took effect: it was done, or it is a discard and the only one
+    /// that a read can have its zeroes from.
+    fn has_happened(&self, write: &Write) -> bool {
+        let explains = |write: &Write, read: &Read| {
+            write.value == read.value
+                && write.begin < read.end
+                && !self.is_overwritten(write, read.begin)
+        };
+        write.certain
+            || self
+                .reads
+                .iter()
+                .filter(|read| explains(write, read))
+                .any(|read| self.writes.iter().filter(|other| explains(other, read)).count() == 1)
     }
 
     fn check_order(&self) -> Result<(), String> {

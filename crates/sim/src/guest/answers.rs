@@ -44,7 +44,7 @@ impl Guest {
         for write in writes {
             // What was discarded may be there or not.
             let certain = done && request.kind != Kind::Discard;
-            state.history.end_write(*write, end, certain, since < *begin);
+            state.history.end_write(*write, end, certain, done && since < *begin);
         }
         if status != request.status() {
             if request.status() != VIRTIO_BLK_S_OK || status != VIRTIO_BLK_S_IOERR {
