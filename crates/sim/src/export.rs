@@ -372,6 +372,11 @@ impl Export {
         Ok(())
     }
 
+    /// A number that changes when requests are answered.
+    pub(crate) fn answered(&self) -> u64 {
+        (0..self.places.len()).map(|queue| u64::from(self.guest.indexes(queue).0)).sum()
+    }
+
     /// IoThread `thread` has taken a turn and has had `rounds` in all: fails when it has left a
     /// chain of a running queue waiting for too long.
     pub(crate) fn check_waits(&mut self, thread: usize, rounds: u64) -> Result<(), Failure> {

@@ -30,7 +30,12 @@ const EMPTY_TURNS_MAX: u32 = 40;
 
 impl Thread {
     /// Takes a turn. Fails when the loop spins.
-    fn turn(&mut self, wait: Wait, world: &World) -> Result<(), Failure> {
+    fn turn(
+        &mut self,
+        wait: Wait,
+        world: &World,
+        control: &RefCell<Control>,
+    ) -> Result<(), Failure> {
         let begin = world.now_nanoseconds();
         world.begin_turn();
         let activity = self.io_thread.turn(wait);
@@ -44,6 +49,7 @@ impl Thread {
         let done = ops.iter().map(|kind| kind.ops.get()).sum::<u64>()
             + stats.submitted_at_once.sum()
             + stats.syscalls.eventfd_write.get()
+            + control.borrow().exports.iter().map(|export| export.answered()).sum::<u64>()
             + io.tasks() as u64
             + io.ops() as u64;
         let is_empty = std::mem::replace(&mut self.done, done) == done
@@ -124,7 +130,7 @@ impl Stack {
     /// IoThread `index` takes a turn.
     pub(crate) fn turn(&mut self, index: usize) -> Result<(), Failure> {
         let wait = if self.plan.own_loop > 0 { Wait::ForEvent } else { Wait::Never };
-        self.threads[index].turn(wait, &self.world)?;
+        self.threads[index].turn(wait, &self.world, &self.control)?;
         let rounds = self.threads[index].io_thread.io().stats().rounds.get();
         let exports = &mut self.control.borrow_mut().exports;
         exports.iter_mut().try_for_each(|export| export.check_waits(index, rounds))
