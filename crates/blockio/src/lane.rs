@@ -75,6 +75,8 @@ struct DeviceUse {
     device: Arc<Device>,
     lanes: u32,
     units: u32,
+    /// The lane whose op did not fit. No other gets room before it.
+    next: Option<u32>,
 }
 
 /// How the room of an engine is shared out.
@@ -213,7 +215,7 @@ impl Lanes {
         };
         let index = self.devices.iter().position(has).unwrap_or_else(|| {
             device.add_user();
-            let used = DeviceUse { device: Arc::clone(device), lanes: 0, units: 0 };
+            let used = DeviceUse { device: Arc::clone(device), lanes: 0, units: 0, next: None };
             match self.devices.iter().position(Option::is_none) {
                 Some(index) => {
                     self.devices[index] = Some(used);
@@ -246,6 +248,7 @@ impl Lanes {
             && let Some(used) = place
         {
             used.lanes -= 1;
+            used.next = used.next.filter(|&next| next != number);
             if used.lanes == 0 {
                 used.device.remove_user();
                 *place = None;
@@ -296,7 +299,7 @@ impl Lanes {
         }
         let backlog = if is_transfer { &place.transfers } else { &place.others };
         let units = place.units_of(bytes);
-        if backlog.is_empty() && self.may_enter(place, units, is_transfer) {
+        if backlog.is_empty() && self.may_enter(lane, units, is_transfer) {
             self.enter(lane, units, is_transfer);
             return Admission::Now(units);
         }
@@ -311,21 +314,35 @@ impl Lanes {
         Admission::Later
     }
 
-    fn may_enter(&self, lane: &Lane, units: u32, is_transfer: bool) -> bool {
+    fn may_enter(&self, number: u32, units: u32, is_transfer: bool) -> bool {
+        let Some(Some(lane)) = self.lanes.get(number as usize) else { return false };
         let after = lane.units.saturating_add(units);
         let blocks = if lane.file.blocks() { BLOCKING_MAX } else { u32::MAX };
         if !is_transfer && lane.slow >= SLOW_MAX {
             return false;
         }
-        if let Some(Some(used)) = self.devices.get(lane.device as usize)
-            && used.units > 0
-            && used.units.saturating_add(units) > used.device.share()
-        {
-            return false;
-        }
-        lane.units == 0
+        let fits = lane.units == 0
             || (after <= lane.most.min(lane.paced).min(blocks)
-                && self.shares.allow(lane.units, after))
+                && self.shares.allow(lane.units, after));
+        fits && self.device_has_room(lane, number, units)
+    }
+
+    /// Whether the device of a lane has room for an op, and nobody is before that lane.
+    fn device_has_room(&self, lane: &Lane, number: u32, units: u32) -> bool {
+        let Some(Some(used)) = self.devices.get(lane.device as usize) else { return true };
+        let is_next = used.next.is_none_or(|next| next == number);
+        is_next && (used.units == 0 || used.units.saturating_add(units) <= used.device.share())
+    }
+
+    /// An op of this lane waits: if that is for its device, it is the next to get room there.
+    fn stand_in_line(&mut self, number: u32, units: u32) {
+        let Some(Some(lane)) = self.lanes.get(number as usize) else { return };
+        if self.device_has_room(lane, number, units) {
+            return;
+        }
+        if let Some(Some(used)) = self.devices.get_mut(lane.device as usize) {
+            used.next.get_or_insert(number);
+        }
     }
 
     fn enter(&mut self, lane: u32, units: u32, is_transfer: bool) {
@@ -342,6 +359,7 @@ impl Lanes {
         self.shares.taken += shares.beyond(place.units) - shares.beyond(before);
         if let Some(Some(used)) = self.devices.get_mut(place.device as usize) {
             used.units += units;
+            used.next = used.next.filter(|&next| next != lane);
         }
     }
 
@@ -392,16 +410,22 @@ impl Lanes {
         for _ in 0..self.waiting.len() {
             let number = self.waiting.pop_front()?;
             let Some(Some(lane)) = self.lanes.get(number as usize) else { continue };
-            let found = [(&lane.transfers, true), (&lane.others, false)].into_iter().find_map(
+            // Of the others only a few are let in, so they do not keep transfers back; these, which
+            // may come for ever, would keep a flush back.
+            let found = [(&lane.others, false), (&lane.transfers, true)].into_iter().find_map(
                 |(backlog, is_transfer)| {
                     let slot = *backlog.front()?;
                     let units = lane.units_of(ops.nature(slot).1);
-                    self.may_enter(lane, units, is_transfer).then_some((slot, units, is_transfer))
+                    self.may_enter(number, units, is_transfer).then_some((slot, units, is_transfer))
                 },
             );
+            let first = lane.others.front().or(lane.transfers.front()).copied();
             if let Some((slot, units, is_transfer)) = found {
                 self.enter(number, units, is_transfer);
                 ops.set(slot, units);
+            } else if let Some(slot) = first {
+                let units = lane.units_of(ops.nature(slot).1);
+                self.stand_in_line(number, units);
             }
             let own = self.shares.own;
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
@@ -553,6 +577,36 @@ mod tests {
         }
         assert!(bench.complete(well).is_empty() && !bench.lanes.waiting.contains(&1));
         assert_eq!(bench.engine.iter().filter(|(of, _)| *of == well).count(), had - 1);
+    }
+
+    #[test]
+    fn a_flush_does_not_wait_for_reads_without_end() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let disk = bench.attach(None);
+        bench.fill(disk);
+        assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Later);
+        let flush = u32::try_from(bench.ops.0.len() - 1).unwrap();
+        // The backlog never ends: for each read that is done another comes.
+        let begun = (0..100).find(|_| {
+            bench.start(disk, OpKind::Read, 4096);
+            bench.complete(disk).contains(&(disk, flush))
+        });
+        assert_eq!(begun, Some(0), "reads that came later went first");
+    }
+
+    #[test]
+    fn a_large_op_does_not_wait_for_small_ones_of_a_neighbour_without_end() {
+        let device = Device::with(64, 4096);
+        let mut bench = Bench::new(EngineKind::Aio, 1024);
+        let (small, large) = (bench.attach(Some(&device)), bench.attach(Some(&device)));
+        bench.fill(small);
+        assert_eq!(bench.start(large, OpKind::Read, 40 * 4096), Admission::Later);
+        let op = u32::try_from(bench.ops.0.len() - 1).unwrap();
+        let begun = (0..1000).find(|_| {
+            bench.start(small, OpKind::Read, 4096);
+            bench.complete(small).iter().any(|&(_, slot)| slot == op)
+        });
+        assert!(begun.is_some_and(|tries| tries < 64), "begun after {begun:?}");
     }
 
     #[test]
