@@ -14,7 +14,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
 };
 
-use super::foreign::{Examiner, ForeignFd};
+use super::foreign::{Examiner, ForeignFd, PeerSocket};
 use super::message::{HEADER_BYTES, Header};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
@@ -46,7 +46,7 @@ pub(super) enum Received {
 /// A connected Unix socket. Whether it is non-blocking, which who shares it may change at any time,
 /// does not matter.
 pub(super) struct Channel {
-    socket: UnixStream,
+    socket: PeerSocket,
     examiner: Arc<Examiner>,
     /// The message that comes: its bytes so far.
     input: Vec<u8>,
@@ -64,7 +64,7 @@ pub(super) struct Channel {
 impl Channel {
     pub(super) fn new(socket: UnixStream, examiner: Arc<Examiner>) -> Self {
         Self {
-            socket,
+            socket: PeerSocket::new(socket, Arc::clone(&examiner)),
             examiner,
             input: Vec::new(),
             header: None,
@@ -82,6 +82,11 @@ impl Channel {
             let whole = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
             if self.input.len() < whole {
                 // They belong to the header; what comes with the body belongs to nothing.
+                if self.examiner.is_full() && self.socket.has_unread() {
+                    let text = "descriptors of earlier messages cannot be closed, because what \
+                                they lead to hangs";
+                    return Received::Closed(Some(io::Error::other(text)));
+                }
                 let expected_fds = self.header.map_or(MAX_FDS, |_| self.fds.len());
                 match self.read_up_to(whole) {
                     Ok(0) => return Received::Closed(None),
@@ -122,13 +127,7 @@ impl Channel {
         let start = self.input.len();
         self.input.resize(whole, 0);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let is_full = self.examiner.is_full();
-        let mut control = if is_full {
-            // The kernel lets go of them without us.
-            RecvAncillaryBuffer::default()
-        } else {
-            RecvAncillaryBuffer::new(&mut space)
-        };
+        let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
         let slices = &mut [IoSliceMut::new(&mut self.input[start..])];
         let received = recvmsg(&self.socket, slices, &mut control, flags);
@@ -141,11 +140,8 @@ impl Channel {
             }
         }
         if received.as_ref().is_ok_and(|received| received.flags.contains(ReturnFlags::CTRUNC)) {
-            self.lost_fds = Some(if is_full {
-                "those of earlier messages cannot be closed, because what they lead to hangs"
-            } else {
-                "no descriptor is left: raise the limit on open files (ulimit -n)"
-            });
+            self.lost_fds =
+                Some("no descriptor is left: raise the limit on open files (ulimit -n)");
         }
         Ok(received?.bytes)
     }

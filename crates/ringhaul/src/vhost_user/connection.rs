@@ -135,8 +135,11 @@ impl Connection {
             }
             Request::SetProtocolFeatures(features) => self.set_protocol_features(features),
             Request::SetBackendReqFd => {
-                self.backend_channel =
+                let channel =
                     fds.into_iter().next().map(ForeignFd::into_unix_socket).transpose()?;
+                if let Some(before) = std::mem::replace(&mut self.backend_channel, channel) {
+                    drop(ForeignFd::new(before, Arc::clone(&self.setup.examiner)));
+                }
                 Ok(Outcome::Done)
             }
             Request::SetStatus(status) => self.set_status(status),
@@ -418,7 +421,9 @@ impl Connection {
     pub(super) fn let_go(&mut self) {
         self.memory = Arc::new(GuestMemory::empty());
         self.rings.clear();
-        self.backend_channel = None;
+        if let Some(channel) = self.backend_channel.take() {
+            drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));
+        }
         self.setup.device.reset();
     }
 }

@@ -8,7 +8,10 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
+use std::net::Shutdown;
+use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -144,6 +147,55 @@ impl Drop for ForeignFd {
     }
 }
 
+/// The socket of a connection. Closing it lets go of descriptors in messages that nobody has read,
+/// which may wait for ever; dropping it does not wait.
+pub(super) struct PeerSocket {
+    socket: Option<UnixStream>,
+    examiner: Arc<Examiner>,
+}
+
+impl PeerSocket {
+    pub(super) fn new(socket: UnixStream, examiner: Arc<Examiner>) -> Self {
+        Self { socket: Some(socket), examiner }
+    }
+
+    /// Whether there are bytes to be read, with which descriptors may come.
+    pub(super) fn has_unread(&self) -> bool {
+        // It fails for no socket.
+        rustix::io::ioctl_fionread(self).map_or(true, |bytes| bytes > 0)
+    }
+}
+
+impl Deref for PeerSocket {
+    type Target = UnixStream;
+
+    fn deref(&self) -> &UnixStream {
+        match &self.socket {
+            Some(socket) => socket,
+            None => unreachable!("only its drop takes the socket"),
+        }
+    }
+}
+
+impl AsFd for PeerSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        UnixStream::as_fd(self)
+    }
+}
+
+impl Drop for PeerSocket {
+    fn drop(&mut self) {
+        // Nothing more comes from now on. It fails when the front-end has gone by itself.
+        let _ = self.shutdown(Shutdown::Both);
+        let has_unread = self.has_unread();
+        if let Some(socket) = self.socket.take()
+            && has_unread
+        {
+            self.examiner.run(Box::new(move || drop(socket)));
+        }
+    }
+}
+
 /// Files of one message, for as long as they are needed. Dropping it does not wait.
 pub(super) struct Files {
     pub(super) list: Vec<Arc<File>>,
@@ -181,9 +233,8 @@ fn kind_of(fd: BorrowedFd<'_>) -> io::Result<PathBuf> {
 
 /// Whether closing is known to ask nobody.
 fn closes_at_once(fd: BorrowedFd<'_>) -> bool {
-    fcntl_get_seals(fd).is_ok()
-        || is_unix_stream(fd)
-        || kind_of(fd).is_ok_and(|kind| kind.as_os_str() == EVENTFD)
+    // A socket is not: messages that nobody has read may bring descriptors that wait.
+    fcntl_get_seals(fd).is_ok() || kind_of(fd).is_ok_and(|kind| kind.as_os_str() == EVENTFD)
 }
 
 fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
@@ -193,6 +244,7 @@ fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::path::Path;
     use std::sync::mpsc;
     use std::time::{Duration, Instant};
@@ -251,11 +303,31 @@ mod tests {
         let (examiner, _hang) = hung();
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let memory = memfd_create("harmless", MemfdFlags::CLOEXEC).unwrap();
-        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
-        for fd in [event, memory, socket.into()] {
+        for fd in [event, memory] {
             drop(ForeignFd::new(fd, Arc::clone(&examiner)));
             assert!(examiner.state().waiting.is_empty(), "it waits for the thread that hangs");
         }
+    }
+
+    #[test]
+    fn a_socket_with_unread_messages_is_closed_elsewhere() {
+        for (is_read, jobs) in [(true, 0), (false, 1)] {
+            let (examiner, _hang) = hung();
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let ours = PeerSocket::new(ours, Arc::clone(&examiner));
+            theirs.write_all(b"x").unwrap();
+            if is_read {
+                (&*ours).read_exact(&mut [0]).unwrap();
+            }
+            drop(ours);
+            assert_eq!(examiner.state().waiting.len(), jobs, "read: {is_read}");
+            // The other side hears of the end all the same.
+            assert!(matches!(theirs.read(&mut [0]), Ok(0) | Err(_)));
+        }
+        let (examiner, _hang) = hung();
+        let (socket, _peer) = UnixStream::pair().unwrap();
+        drop(ForeignFd::new(socket.into(), Arc::clone(&examiner)));
+        assert_eq!(examiner.state().waiting.len(), 1, "what it has was not read");
     }
 
     #[test]
