@@ -184,7 +184,12 @@ fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> Outcome {
     let mut leaves_at: Option<Instant> = None;
     let end_of = |outcome| {
         control.abandon();
-        while let Ok(End::Signal(_) | End::IoThread) = ends.recv_timeout(LAST_WORDS) {}
+        // However many signals come meanwhile.
+        let until = Instant::now() + LAST_WORDS;
+        let left = || until.saturating_duration_since(Instant::now());
+        while let Ok(End::Signal(_) | End::IoThread) = ends.recv_timeout(left())
+            && !left().is_zero()
+        {}
         outcome
     };
     loop {
