@@ -1,7 +1,8 @@
-# `make` lists the targets. Each is a line or two; what they do is in xtask/.
+# `make` lists the targets. Each is a line or two; what they do is in xtask/ and lab/.
 
 CARGO ?= cargo
 XTASK = $(CARGO) run --quiet --package xtask --
+LAB = $(CARGO) run --quiet --manifest-path lab/Cargo.toml --
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test setup check compare experiments clean
@@ -22,13 +23,14 @@ check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
 	@$(XTASK) check
 
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
-	@$(XTASK) compare
+	@$(LAB) compare
 
 experiments: rust ## Measure what each step of the loop is worth; root for zram and loop devices
-	@$(XTASK) experiments
+	@$(LAB) experiments
 
 clean: ## Remove what was built
 	@$(CARGO) clean
+	@$(CARGO) clean --manifest-path lab/Cargo.toml
 
 .PHONY: rust
 rust:

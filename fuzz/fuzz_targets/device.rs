@@ -1,4 +1,4 @@
-//! The device as a whole: `BlkDevice` on an IoThread that is stepped by hand.
+//! The device as a whole: `Device` on an IoThread that is stepped by hand.
 //!
 //! The input is a set-up, actions of whoever controls the device and of the guest's driver, and
 //! behind these an image of guest memory. Whatever they are, each queue stops, and nothing is left
@@ -15,13 +15,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
+use device::blk::config::{BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1};
+use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
-use ringhaul::blk::BlkDevice;
-use ringhaul::blk::config::{BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1};
-use ringhaul::queue::{Pending, QueueHandle, QueueSetup, Ring};
 use ringhaul_fuzz::{Input, memfd, open_descriptors};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
+use virtqueue::driver::{self, Desc, DriverMemory};
 use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
 const DISK_BYTES: u64 = 256 << 10;
@@ -58,7 +58,7 @@ struct Stage {
 impl Stage {
     fn new(index: usize) -> Self {
         virtqueue::install_sigbus_handler().expect("a handler for SIGBUS");
-        let engine = [EngineKind::Threads, EngineKind::Aio, EngineKind::Threads][index];
+        let engine = [EngineKind::Threads, EngineKind::Aio, EngineKind::Threads][index].into();
         let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
         let file = (index < 2).then(|| tempfile::NamedTempFile::new().expect("a file"));
         let options = DiskOptions::default();
@@ -119,7 +119,7 @@ fuzz_target!(|bytes: &[u8]| {
 
 struct Run<'a> {
     stage: &'a Stage,
-    device: BlkDevice,
+    device: Device,
     file: Arc<File>,
     memory: Arc<GuestMemory>,
     layout: &'static [Region],
@@ -137,15 +137,16 @@ struct Queue {
 impl<'a> Run<'a> {
     fn new(stage: &'a Stage, switches: u8) -> Self {
         let options = BlkOptions {
-            name: "fuzz".into(),
             serial: "serial".into(),
             num_queues: QUEUES,
             queue_size: 64,
             write_cache: switches & 1 == 0,
             notify_batch: switches & 2 == 0,
             fixed_buffers: switches & 4 != 0,
+            ..BlkOptions::default()
         };
-        let device = BlkDevice::new(stage.source.clone(), options);
+        let events = Arc::new(LogEvents::new("fuzz"));
+        let device = Device::blk(stage.source.clone(), options, events);
         let wanted = [F_VERSION_1, F_FLUSH, F_INDIRECT_DESC, F_EVENT_IDX];
         let bits = wanted.iter().zip(4..8).filter(|(_, at)| switches >> at & 1 != 0);
         let features = bits.fold(0, |all, (bit, _)| all | 1_u64 << bit);
@@ -253,7 +254,8 @@ impl<'a> Run<'a> {
             call,
             err: Some(new_eventfd()),
         };
-        let pending = self.device.begin_start_queue(&self.stage.thread.remote(), setup);
+        let pending =
+            self.device.begin_start_queue(index as u16, &self.stage.thread.remote(), setup);
         self.queues[index].handle = self.stage.wait(&pending).ok();
     }
 
@@ -276,22 +278,23 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// The driver's side of a queue, wherever the input has put that.
+    fn driver(&self, index: usize) -> Option<driver::Ring<Anywhere<'_>>> {
+        let ring = self.queues[index].ring?;
+        let memory = Anywhere(&self.memory);
+        (ring.size > 0).then(|| driver::Ring::new(memory, ring.config(false, true)))
+    }
+
     /// What a driver does when it has filled descriptors.
     fn make_available(&self, index: usize, head: u8) {
-        let Some(ring) = self.queues[index].ring else { return };
-        let mut idx = [0; 2];
-        if ring.size == 0 || self.memory.read(ring.avail_ring + 2, &mut idx).is_err() {
-            return;
-        }
-        let idx = u16::from_le_bytes(idx);
-        let entry = ring.avail_ring + 4 + u64::from(idx % ring.size) * 2;
-        let _ = self.memory.write(entry, &u16::from(head).to_le_bytes());
-        let _ = self.memory.write(ring.avail_ring + 2, &idx.wrapping_add(1).to_le_bytes());
+        let Some(mut ring) = self.driver(index) else { return };
+        ring.next_avail = ring.avail_idx();
+        ring.offer(head.into());
     }
 
     /// Writes a chain of three descriptors as virtio-blk has them, but for what the input changes.
     fn request(&self, index: usize, input: &mut Input) {
-        let Some(ring) = self.queues[index].ring else { return };
+        let Some(ring) = self.driver(index) else { return };
         let head = u16::from(input.u8() % 16);
         let (kind, sector) = (u32::from(input.u8()), u64::from(input.u16()));
         let (pages, odd) = (u32::from(input.u8()), u32::from(input.u8()));
@@ -300,23 +303,19 @@ impl<'a> Run<'a> {
         header.extend([0; 4]);
         header.extend(sector.to_le_bytes());
         let _ = self.memory.write(header_addr, &header);
-        let write = if matches!(kind, 0 | 8) { 2 } else { 0 };
         let len = match kind {
             // Discard and write zeroes bring segments of 16 bytes.
             11 | 13 => (pages & 7) * 16,
             _ => (pages & 31) * 512,
         } + if odd & 0xc0 == 0xc0 { odd & 63 } else { 0 };
-        let data = (0x6000 + u64::from(odd) * 64, len, 1 | write);
-        for (at, (addr, len, flags)) in
-            [(header_addr, 16, 1), data, (header_addr + 16, 1, 2)].into_iter().enumerate()
-        {
-            let at = head + at as u16;
-            let mut bytes = addr.to_le_bytes().to_vec();
-            bytes.extend(len.to_le_bytes());
-            bytes.extend((flags as u16).to_le_bytes());
-            bytes.extend((at + 1).to_le_bytes());
-            let _ = self.memory.write(ring.desc_table + u64::from(at) * 16, &bytes);
-        }
+        let data = 0x6000 + u64::from(odd) * 64;
+        let data = match kind {
+            0 | 8 => Desc::writable(data, len),
+            _ => Desc::readable(data, len),
+        };
+        let header = Desc::readable(header_addr, 16);
+        let status = Desc::writable(header_addr + 16, 1);
+        ring.put_chain(head, &[header, data, status]);
         self.make_available(index, head as u8);
     }
 
@@ -361,12 +360,25 @@ impl<'a> Run<'a> {
             let mut bytes = [0; OUTSIDE_MAX];
             let bytes = &mut bytes[..len];
             self.file.read_exact_at(bytes, offset).expect("it has its length");
-            // Compared as a whole: libFuzzer traces each comparison of a byte by itself.
+            // Compared as a whole: libFuzzer traces each single comparison of a byte.
             if *bytes != [OUTSIDE_BYTE; OUTSIDE_MAX][..len] {
                 let at = bytes.iter().position(|byte| *byte != OUTSIDE_BYTE);
                 panic!("byte {at:?} behind {offset:#x} of the file lies outside of all regions");
             }
         }
+    }
+}
+
+/// Memory of a ring that may be anywhere: what is not mapped is let go.
+struct Anywhere<'a>(&'a GuestMemory);
+
+impl DriverMemory for Anywhere<'_> {
+    fn load(&self, addr: u64, bytes: &mut [u8]) {
+        let _ = self.0.read(addr, bytes);
+    }
+
+    fn store(&self, addr: u64, bytes: &[u8]) {
+        let _ = self.0.write(addr, bytes);
     }
 }
 

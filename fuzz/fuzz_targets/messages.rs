@@ -16,10 +16,11 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use blockio::{DiskOptions, DiskSource, EngineKind, Io, IoThreadConfig};
+use blockio::{DiskOptions, DiskSource, EngineConfig, Io, IoThreadConfig};
+use device::Device;
+use device::blk::config::BlkOptions;
 use libfuzzer_sys::fuzz_target;
-use ringhaul::blk::BlkDevice;
-use ringhaul::blk::config::BlkOptions;
+use ringhaul::ExportLog;
 use ringhaul::control::{Control, ExportSetup};
 use ringhaul::export::Endpoint;
 use ringhaul::io_threads::IoThreads;
@@ -32,8 +33,8 @@ use virtqueue::MemoryFiles;
 
 /// All replies together must fit the socket, which nobody reads meanwhile.
 const MESSAGES_MAX: usize = 40;
-/// The thread that closes descriptors.
-const CLOSER: &str = "ringhaul-close";
+/// The threads that map, unmap and close what a front-end has brought.
+const HELPERS: [&str; 3] = ["ringhaul-close", "ringhaul-map", "ringhaul-unmap"];
 /// Descriptors that are not closed by then never are.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 const FILE_BYTES: u64 = 1 << 20;
@@ -46,7 +47,7 @@ fn threads() -> &'static IoThreads {
     static THREADS: OnceLock<IoThreads> = OnceLock::new();
     THREADS.get_or_init(|| {
         virtqueue::install_sigbus_handler().expect("a handler for SIGBUS");
-        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let failed = Arc::new(|| panic!("an IoThread has failed"));
         IoThreads::start(2, &config, &failed).expect("two IoThreads")
     })
@@ -67,9 +68,9 @@ fuzz_target!(|bytes: &[u8]| {
         let left = left.recv().expect("the IoThread is there");
         assert_eq!(left, (0, 0), "a session leaves something on its IoThread");
     }
-    // What may wait is closed on a thread of its own, which ends after that.
+    // What may wait is done on threads of its own, which end after that.
     let start = Instant::now();
-    while open_descriptors() != before || has_thread(CLOSER) {
+    while open_descriptors() != before || HELPERS.into_iter().any(has_thread) {
         assert!(start.elapsed() < CLOSED_WITHIN, "a descriptor or a thread leaks");
         std::thread::yield_now();
     }
@@ -77,12 +78,13 @@ fuzz_target!(|bytes: &[u8]| {
 
 fn run(threads: &IoThreads, mut input: Input) {
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).expect("a disk");
-    let options = BlkOptions { name: "fuzz".into(), num_queues: 2, ..BlkOptions::default() };
-    let device = BlkDevice::new(source, options);
+    let options = BlkOptions { num_queues: 2, ..BlkOptions::default() };
+    let log = Arc::new(ExportLog::new("fuzz"));
+    let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
     let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
     let (sender, ended) = channel();
     let export = ExportSetup {
-        name: "fuzz".into(),
+        log,
         device,
         endpoint: Endpoint::Connection(theirs),
         threads: threads.remotes().to_vec(),

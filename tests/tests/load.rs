@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{
     DATA, DATA_BYTES, Frontend, Setup, blk, check_service, memory, segment,
 };
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::server::Engine;
 use tempfile::TempDir;
 
 for_each_engine! {
@@ -169,8 +169,8 @@ impl<'a> User<'a> {
                     Desc::readable(addr, bytes),
                     Desc::writable(status, 1),
                 ];
-                frontend.rings[queue].put_chain(3 * slot, &chain)?;
-                frontend.rings[queue].offer(3 * slot)?;
+                frontend.rings[queue].put_chain(3 * slot, &chain);
+                frontend.rings[queue].offer(3 * slot);
                 self.places[place].push(data);
             }
             frontend.rings[queue].kick()?;
@@ -236,8 +236,8 @@ fn a_guest_that_floods_slows_no_other_thread(engine: Engine) -> Result<()> {
                 let (header, status) = flood.put_header(0, slot, blk::IN, 0)?;
                 let data = Desc::writable(DATA, 4096);
                 let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-                flood.rings[0].put_chain(3 * slot, &chain)?;
-                flood.rings[0].offer(3 * slot)?;
+                flood.rings[0].put_chain(3 * slot, &chain);
+                flood.rings[0].offer(3 * slot);
             }
             while !stop.load(Ordering::Relaxed) {
                 memory::signal(&flood.rings[0].kick)?;
@@ -259,7 +259,7 @@ fn a_guest_that_floods_slows_no_other_thread(engine: Engine) -> Result<()> {
         let Ok(kicks) = flooding.join() else { bail!("the flood has panicked") };
         let kicks = kicks?;
         served.with_context(|| format!("during {kicks} kicks of another"))?;
-        ensure!(kicks > REQUESTS_MEANWHILE, "{kicks} kicks are no flood");
+        ensure!(kicks > REQUESTS_MEANWHILE, "{kicks} kicks are not a flood");
         Ok(())
     })?;
     // All that was asked for is in the used ring that nobody has read.

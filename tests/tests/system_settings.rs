@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{READY, Running, Scene, bench, run, serve};
-use ringhaul_tests::system::{Setting, may_change};
+use ringhaul_kit::cli::{READY, Running, Scene, bench, run, serve};
+use ringhaul_kit::system::{Setting, may_change};
 use rustix::process::Signal;
 
 const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
@@ -16,12 +16,12 @@ const NO_IO_URING: &str = "/proc/sys/kernel/io_uring_disabled";
 /// Tests of one program run at the same time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// What a daemon is to do while settings are changed.
+/// What a daemon must do while settings are changed.
 struct Case<'a> {
     /// The settings, and what they are changed to. Not to numbers that are in use: these may fall
     /// while the test runs.
     settings: &'a [(&'a str, &'a str)],
-    /// An engine that is not to be had, and words of the refusal.
+    /// An engine that is not available, and words of the refusal.
     refused: &'a [(&'a str, &'a [&'a str])],
     /// What the best engine must be, and words on why.
     auto: &'a [&'a str],

@@ -5,9 +5,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
-use crate::process::{Interrupt, Running, describe};
-use crate::{fuzz, workspace};
+use crate::{fuzz, sim};
 
 /// Options of `cargo xtask check`.
 #[derive(clap::Args)]
@@ -31,8 +32,12 @@ struct Step {
 
 const STEP: Step = Step { name: "", cargo: &[], env: None, essential: false, slow: false };
 
+/// A workspace of its own.
+const LAB: &str = "lab/Cargo.toml";
+
 const STEPS: &[Step] = &[
     Step { name: "format", cargo: &["fmt", "--all", "--check"], ..STEP },
+    Step { name: "format, lab", cargo: &["fmt", "--manifest-path", LAB, "--check"], ..STEP },
     Step { name: "tidy", cargo: &["run", "--quiet", "--package", "xtask", "tidy"], ..STEP },
     Step {
         name: "clippy",
@@ -40,19 +45,30 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step {
-        // The workspace as a whole has the simulation, and with it features that the daemon lacks.
-        name: "clippy, daemon",
+        // What has a simulated kernel is a build of its own.
+        name: "clippy, simulation",
         cargo: &[
             "clippy",
+            "--config",
+            sim::CONFIG,
+            "--profile",
+            "sim",
+            "--package",
+            "ringhaul-sim",
             "--package",
             "blockio",
             "--package",
             "ringhaul",
-            "--all-targets",
             "--",
             "--deny",
             "warnings",
         ],
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "clippy, lab",
+        cargo: &["clippy", "--manifest-path", LAB, "--all-targets", "--", "--deny", "warnings"],
         slow: true,
         ..STEP
     },
@@ -87,21 +103,34 @@ const STEPS: &[Step] = &[
     },
     Step {
         name: "simulation",
+        cargo: &["run", "--quiet", "--package", "xtask", "sim", "--seeds", "20000"],
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "tests, simulation",
+        cargo: &["test", "--config", sim::CONFIG, "--profile", "sim", "--package", "ringhaul-sim"],
+        slow: true,
+        ..STEP
+    },
+    Step {
+        name: "tests, simulated futures",
         cargo: &[
-            "run",
-            "--quiet",
+            "test",
+            "--config",
+            sim::CONFIG,
             "--profile",
             "sim",
             "--package",
-            "ringhaul-sim",
-            "--",
-            "--seeds",
-            "20000",
+            "blockio",
+            "--lib",
+            "contract::simulated",
         ],
         slow: true,
         ..STEP
     },
     Step { name: "tests", cargo: &["test", "--workspace", "--no-fail-fast"], slow: true, ..STEP },
+    Step { name: "tests, lab", cargo: &["test", "--manifest-path", LAB], slow: true, ..STEP },
     Step {
         name: "models",
         cargo: &["run", "--quiet", "--package", "xtask", "loom"],
@@ -218,12 +247,16 @@ fn summarize(outcomes: &[(&str, Outcome)]) -> Result<()> {
 mod tests {
     use super::*;
 
+    const QUICK: &[&str] =
+        &["format", "format, lab", "tidy", "clippy", "unit tests", "rings", "sessions"];
+
     #[test]
     fn the_quick_run_leaves_out_what_is_slow() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
-        assert_eq!(names(false), ["format", "tidy", "clippy", "unit tests", "rings", "sessions"]);
-        let last = ["release build", "fences", "simulation", "tests", "models", "fuzz"];
-        assert!(names(true).ends_with(&last));
+        assert_eq!(names(false), QUICK);
+        let slow = ["fences", "simulation", "tests, simulation", "tests, simulated futures"];
+        let last = ["tests", "tests, lab", "models", "fuzz"];
+        assert!(names(true).ends_with(&[&slow[..], &last[..]].concat()));
     }
 
     #[test]

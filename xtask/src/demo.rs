@@ -7,9 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-
-use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
 /// Every other piece of the image has data, the rest is a hole.
 const PIECE_BYTES: usize = 1 << 20;

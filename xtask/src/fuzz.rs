@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-
-use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
 /// The targets, in `fuzz/fuzz_targets`.
 const TARGETS: [&str; 3] = ["chains", "device", "messages"];

@@ -1,30 +1,23 @@
-//! Development tasks of the workspace; `cargo xtask` lists them.
+//! Development tasks of the workspace; `cargo xtask` lists them. What measures is in `lab/`.
 
 mod checks;
-mod compare;
 mod demo;
-mod experiments;
 mod fuzz;
-mod instructions;
-mod lab;
+mod lines;
 mod models;
 mod mutants;
-mod neighbours;
-mod process;
 mod sanitize;
 #[cfg(test)]
 mod setup;
 mod sim;
 mod tidy;
-mod workspace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::guest;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Development tasks of Ringhaul")]
+#[command(name = "cargo xtask", about = "Development tasks of Ringhaul; cargo lab measures it")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -38,14 +31,8 @@ enum Command {
     Tidy(tidy::Args),
     /// Serve a sample disk and drive it for ten seconds
     Demo(demo::Args),
-    /// Measure Ringhaul against qemu-storage-daemon, and against fio on the bare disk
-    Compare(compare::Args),
-    /// Measure what each step of the loop is worth
-    Experiments(experiments::Args),
-    /// Count the instructions that a request takes, here and in an earlier revision
-    Instructions(instructions::Args),
-    /// Measure how fast an export is while another one misbehaves
-    Neighbours(neighbours::Args),
+    /// Count the lines of product, proof and tools
+    Lines(lines::Args),
     /// Run the data path against a simulated kernel and a model guest
     Sim(sim::Args),
     /// Break the code on purpose and demand that a test notices
@@ -56,8 +43,6 @@ enum Command {
     Sanitize(sanitize::Args),
     /// Run the models of what threads share, in loom and shuttle
     Loom,
-    /// Boot real guests with vhost-user disks
-    Guest(guest::Args),
 }
 
 fn main() -> ExitCode {
@@ -65,19 +50,12 @@ fn main() -> ExitCode {
         Command::Check(args) => checks::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Demo(args) => demo::run(&args),
-        Command::Compare(args) => compare::run(&args),
-        Command::Experiments(args) => experiments::run(&args),
-        Command::Instructions(args) => instructions::run(&args),
-        Command::Neighbours(args) => neighbours::run(&args),
+        Command::Lines(args) => lines::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Loom => models::run(),
-        Command::Guest(args) => match guest::run(&args) {
-            Ok(status) => return status,
-            Err(error) => Err(error),
-        },
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-
-use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
 /// Runs the models. Each checker has a build of its own, beside the others.
 pub(crate) fn run() -> Result<()> {

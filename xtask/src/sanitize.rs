@@ -6,9 +6,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
-use crate::process::{Interrupt, Running, describe};
-use crate::{sim, workspace};
+use crate::sim;
 
 /// AddressSanitizer exists for few targets; this is the one that we build for.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -17,8 +18,9 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// io_uring are beyond it: the kernel fills them unseen, so all that is read from there counts as
 /// uninitialised. So are tests that map files: rustix looks at the vDSO for the size of a page, and
 /// valgrind hides that.
-const UNDER_VALGRIND: [(&str, &[&str]); 3] = [
-    ("blockio", &["buf::", "op::", "stats::", "poll_window::", "task::", "engine::threads::"]),
+const UNDER_VALGRIND: [(&str, &[&str]); 4] = [
+    ("iomem", &["--lib"]),
+    ("blockio", &["op::", "stats::", "poll_window::", "task::", "engine::threads::"]),
     ("virtqueue", &["--test", "it", "queue::", "chains::"]),
     ("ringhaul", &["blk::", "options::", "log_limit::"]),
 ];
@@ -60,21 +62,25 @@ fn tests(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
     println!("sanitize: tests under AddressSanitizer and LeakSanitizer");
     cargo
         .args(["test", "--no-fail-fast", "--lib", "--test", "it"])
-        .args(["--package", "blockio", "--package", "virtqueue", "--package", "ringhaul"])
+        .args(["--package", "blockio", "--package", "virtqueue"])
+        .args(["--package", "ringhaul-device", "--package", "ringhaul"])
         .env("PROPTEST_CASES", "64");
-    address_sanitizer("the tests", cargo, &[], interrupt)
+    address_sanitizer("the tests", cargo, "", &[], interrupt)
 }
 
 fn simulation(mut cargo: Command, seeds: u64, interrupt: &Interrupt) -> Result<()> {
     println!("sanitize: {seeds} seeds of the simulation under AddressSanitizer and LeakSanitizer");
     cargo.arg("run").args(sim::PACKAGE);
-    address_sanitizer("the simulation", cargo, &["--seeds", &seeds.to_string()], interrupt)
+    let options = ["--seeds", &seeds.to_string()];
+    address_sanitizer("the simulation", cargo, sim::RUSTFLAGS, &options, interrupt)
 }
 
-/// Has `cargo` build with AddressSanitizer and run what it built with `args`.
+/// Has `cargo` build with AddressSanitizer and with these flags of rustc, and run what it built
+/// with `args`.
 fn address_sanitizer(
     name: &str,
     mut cargo: Command,
+    flags: &str,
     args: &[&str],
     interrupt: &Interrupt,
 ) -> Result<()> {
@@ -82,7 +88,7 @@ fn address_sanitizer(
         .args(["--target", TARGET, "--"])
         .args(args)
         .env("CARGO_TARGET_DIR", workspace::target_dir()?.join("sanitize"))
-        .env("RUSTFLAGS", "-Zsanitizer=address")
+        .env("RUSTFLAGS", format!("-Zsanitizer=address {flags}"))
         // A test looks at how a process ends by SIGBUS.
         .env("ASAN_OPTIONS", "handle_sigbus=0");
     let status = Running::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::{process, workspace};
+use ringhaul_tools::{process, workspace};
 
 const DEBIAN: &str = "\
 # The distribution.

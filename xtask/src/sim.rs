@@ -5,9 +5,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-
-use crate::process::{Interrupt, Running, describe};
-use crate::workspace;
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
 
 /// Options of `cargo xtask sim`.
 #[derive(clap::Args)]
@@ -18,8 +17,16 @@ pub(crate) struct Args {
     options: Vec<OsString>,
 }
 
-/// The cargo arguments that build the simulation: optimised, and with all assertions.
-pub(crate) const PACKAGE: &[&str] = &["--quiet", "--profile", "sim", "--package", "ringhaul-sim"];
+/// The flags of rustc that give the product a simulated kernel.
+pub(crate) const RUSTFLAGS: &str = "--cfg ringhaul_sim";
+
+/// The same for `cargo --config`.
+pub(crate) const CONFIG: &str = "build.rustflags='--cfg ringhaul_sim'";
+
+/// The cargo arguments that build the simulation: optimised, and with all assertions. The profile
+/// is the simulation's own, so that builds with and without its flags are kept apart.
+pub(crate) const PACKAGE: &[&str] =
+    &["--quiet", "--config", CONFIG, "--profile", "sim", "--package", "ringhaul-sim"];
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;

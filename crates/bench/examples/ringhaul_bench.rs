@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use ringhaul_bench::BenchArgs;
+use ringhaul_bench::{BenchArgs, BenchError};
 
-/// Drives a vhost-user-blk server and says how fast it is.
+/// Drives a vhost-user-blk server and reports how fast it is.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -13,6 +13,11 @@ struct Cli {
     bench: BenchArgs,
 }
 
-fn main() -> anyhow::Result<ExitCode> {
-    ringhaul_bench::run(&Cli::parse().bench)
+fn main() -> ExitCode {
+    ringhaul_bench::run(&Cli::parse().bench).unwrap_or_else(|error| {
+        eprintln!("ringhaul_bench: {error:#}");
+        error
+            .downcast_ref()
+            .map_or(ExitCode::FAILURE, |error: &BenchError| ExitCode::from(error.exit_code()))
+    })
 }

@@ -28,7 +28,7 @@ pub struct BenchArgs {
     /// Drive this file or block device directly through an engine, with one IoThread for each
     /// job; no server and no virtqueue is involved
     ///
-    /// It is refused when it looks as if somebody else uses it. It is opened read-only if the
+    /// It is refused if another program seems to use it. It is opened read-only if the
     /// pattern does not write.
     #[arg(long, value_name = "PATH")]
     pub filename: Option<PathBuf>,

@@ -215,14 +215,9 @@ struct EngineQueue {
 /// What the requests of a job have in common.
 struct Shared {
     disk: Disk,
-    slots: Box<[Slot]>,
+    /// The memory of each.
+    slots: Box<[BufferMemory]>,
     done: RefCell<VecDeque<Completed>>,
-}
-
-/// The memory of a slot and, while it is idle, the storage of its list of buffers.
-struct Slot {
-    memory: BufferMemory,
-    storage: Cell<Vec<libc::iovec>>,
 }
 
 struct Request {
@@ -234,11 +229,7 @@ struct Request {
 
 impl EngineQueue {
     fn new(disk: Disk, slots: usize, slot_bytes: usize) -> Self {
-        let slot = || {
-            let memory = BufferMemory::new(slot_bytes, MEMORY_ALIGN);
-            Slot { memory, storage: Cell::default() }
-        };
-        let slots = (0..slots).map(|_| slot()).collect();
+        let slots = (0..slots).map(|_| BufferMemory::new(slot_bytes, MEMORY_ALIGN)).collect();
         let done = RefCell::new(VecDeque::new());
         Self { shared: Rc::new(Shared { disk, slots, done }), started: Vec::new() }
     }
@@ -251,7 +242,7 @@ impl EngineQueue {
 }
 
 impl Shared {
-    fn slot(&self, slot: u32) -> io::Result<&Slot> {
+    fn slot(&self, slot: u32) -> io::Result<&BufferMemory> {
         let slot = usize::try_from(slot).ok().and_then(|index| self.slots.get(index));
         slot.ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
@@ -260,17 +251,15 @@ impl Shared {
 /// One request, from its queueing to its completion.
 async fn request(shared: Rc<Shared>, request: Request) {
     let Request { slot, op, offset, len } = request;
-    let Ok(place) = shared.slot(slot) else { return };
+    let Ok(memory) = shared.slot(slot) else { return };
     let result = if op == Op::Flush {
         shared.disk.flush().await
     } else {
-        let buffers = place.memory.buffers(len, place.storage.take());
-        let (result, buffers) = match op {
+        let buffers = memory.buffers(len);
+        match op {
             Op::Write => shared.disk.write(offset, buffers, false).await,
-            _ => shared.disk.read(offset, buffers).await,
-        };
-        place.storage.set(buffers.into_storage());
-        result
+            _ => shared.disk.read(offset, buffers).await.map_err(Into::into),
+        }
     };
     let errno = |error: io::Error| -error.raw_os_error().unwrap_or(libc::EIO);
     let result = result.map_or_else(errno, |()| 0);
@@ -291,14 +280,12 @@ impl Queue for EngineQueue {
     }
 
     fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()> {
-        let memory = &self.shared.slot(slot)?.memory;
-        memory.buffers(data.len(), Vec::new()).copy_from(0, data);
+        self.shared.slot(slot)?.buffers(data.len()).copy_from(0, data);
         Ok(())
     }
 
     fn load(&self, slot: u32, data: &mut [u8]) -> io::Result<()> {
-        let memory = &self.shared.slot(slot)?.memory;
-        memory.buffers(data.len(), Vec::new()).copy_to(0, data);
+        self.shared.slot(slot)?.buffers(data.len()).copy_to(0, data);
         Ok(())
     }
 

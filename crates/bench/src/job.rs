@@ -81,7 +81,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) now_ns: u64,
     /// The measured window is open.
     pub(crate) recording: bool,
-    /// No new requests are to be made.
+    /// The job makes no new requests.
     pub(crate) stopping: bool,
     pub(crate) notices: &'a Notices,
 }

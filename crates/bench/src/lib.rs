@@ -53,6 +53,7 @@ mod worker;
 
 use std::fs::File;
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -62,12 +63,12 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, Eta, OutputFormat, Profile};
-pub use engine_args::{CompletionRingChoice, EngineArgs, EngineChoice, OnOff, without_effect};
+pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;
 pub use pattern::{BlockSplit, Rw};
 pub use phases::measure;
-pub use report::{DirectionReport, FORMAT_VERSION, LatencyReport, PERCENTILES, Report};
+pub use report::{DirectionReport, LatencyReport, PERCENTILES, Report};
 pub use units::CpuList;
 
 /// Runs the command: drives the server as `args` say and prints the result.
@@ -81,43 +82,39 @@ pub use units::CpuList;
 ///
 /// # Errors
 ///
-/// Only when the result could not be written to its destination.
+/// A [`BenchError`], whose [`exit_code`](BenchError::exit_code) is the status to end with, or what
+/// kept the result from being written.
 pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
-    let mut output = match args.output.as_ref().map(|path| (path, File::create(path))) {
-        None => None,
-        Some((_, Ok(file))) => Some(file),
-        Some((path, Err(error))) => {
-            eprintln!("ringhaul: cannot create the --output file '{}': {error}", path.display());
-            return Ok(ExitCode::from(BenchError::USAGE_EXIT));
-        }
-    };
+    let mut output = args.output.as_deref().map(create_output).transpose()?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         // In this order, so that the first signal ends the run and the second the process.
         register_conditional_shutdown(signal, BenchError::RUN_EXIT.into(), interrupted.clone())
             .and_then(|_| register(signal, interrupted.clone()))
-            .context("setting up a signal handler")?;
+            .context("cannot set up a signal handler")?;
     }
-    let report = match phases::measure_until(args, &interrupted) {
-        Ok(report) => report,
-        Err(error) => {
-            eprintln!("ringhaul: {error}");
-            return Ok(ExitCode::from(error.exit_code()));
-        }
-    };
+    let report = phases::measure_until(args, &interrupted)?;
     let text = match args.output_format {
         OutputFormat::Json => {
-            serde_json::to_string_pretty(&report).context("encoding the result as JSON")? + "\n"
+            serde_json::to_string_pretty(&report).context("cannot encode the result as JSON")?
+                + "\n"
         }
         OutputFormat::Normal => text::render(&report),
     };
     match (&mut output, &args.output) {
         (Some(file), Some(path)) => file
             .write_all(text.as_bytes())
-            .with_context(|| format!("writing the result to '{}'", path.display()))?,
+            .with_context(|| format!("cannot write the result to {}", path.display()))?,
         _ => std::io::stdout()
             .write_all(text.as_bytes())
-            .context("writing the result to standard output")?,
+            .context("cannot write the result to standard output")?,
     }
     Ok(if report.failed() { ExitCode::from(BenchError::RUN_EXIT) } else { ExitCode::SUCCESS })
+}
+
+fn create_output(path: &Path) -> Result<File, BenchError> {
+    File::create(path).map_err(|error| {
+        let path = path.display();
+        BenchError::Usage(format!("cannot create the --output file {path}: {error}"))
+    })
 }

@@ -50,12 +50,12 @@ impl Rw {
     }
 
     /// Returns whether offsets are random.
-    pub const fn is_random(self) -> bool {
+    pub(crate) const fn is_random(self) -> bool {
         matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
     }
 
     /// Returns whether the pattern reads and writes.
-    pub const fn is_mixed(self) -> bool {
+    pub(crate) const fn is_mixed(self) -> bool {
         matches!(self, Self::Rw | Self::RandRw)
     }
 
@@ -318,7 +318,7 @@ impl Source {
     }
 }
 
-/// A pattern that goes on until its bounds are reached, if it has any.
+/// A pattern that continues until it reaches its bounds, if it has any.
 #[derive(Debug)]
 pub(crate) struct Workload {
     rw: Rw,

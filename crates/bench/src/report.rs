@@ -17,7 +17,7 @@ use crate::stats::{Counters, OpStats};
 
 /// Version of the JSON form. Grows when a key changes its meaning or goes away; new keys may
 /// come without that.
-pub const FORMAT_VERSION: u32 = 1;
+pub(crate) const FORMAT_VERSION: u32 = 1;
 
 /// The percentiles of latency that are reported: fio's.
 pub const PERCENTILES: [f64; 17] = [

@@ -123,9 +123,9 @@ impl Server {
         let pid = peer.filter(|pid| *pid != std::process::id());
         let pid = pid.filter(|pid| ServerSample::take(*pid).is_ok());
         if pid.is_none() {
-            eprintln!(
-                "ringhaul: warning: the server's process is not visible from here, so its CPU time \
-                 is not counted; give --server-pid"
+            tracing::warn!(
+                "the server's process is not visible from here, so its CPU time is not counted; \
+                 set --server-pid"
             );
         }
         Ok(Self { pid })

@@ -11,11 +11,12 @@ use std::thread;
 use std::time::Duration;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
+use ringhaul_options::{EngineChoice, without_effect};
 
 use crate::args::BenchArgs;
 use crate::driver::{Device, Virtqueue, peer_pid};
 use crate::engine::EngineWorker;
-use crate::engine_args::{EngineArgs, EngineChoice, without_effect};
+use crate::engine_args::EngineArgs;
 use crate::engine_stats::{Figures, Setup};
 use crate::error::BenchError;
 use crate::job::{Batch, Job};
@@ -180,18 +181,18 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         Ok(()) => engine,
         // The trial had room for fewer operations.
         Err(error) if args.engine.engine == EngineChoice::Auto => {
-            eprintln!("ringhaul: warning: {error}; falling back to engine threads");
+            tracing::warn!("{error}; falling back to engine threads");
             EngineKind::Threads
         }
         Err(error) => return Err(BenchError::Connect(error.to_string())),
     };
     if let Some(warning) = without_effect(engine, &args.engine.io_uring_options()) {
-        eprintln!("ringhaul: warning: engine {engine}; {warning}");
+        tracing::warn!("engine {engine}; {warning}");
     }
     Ok(Target::File(source, engine))
 }
 
-/// Whether the advice in an error is to do without direct I/O.
+/// Whether an error advises against direct I/O.
 fn mentions_cache(error: &blockio::Error) -> bool {
     error.to_string().contains("page cache")
 }
@@ -255,8 +256,8 @@ fn answer_within<T: Send + 'static>(
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(cannot_connect(path, what, &error)),
         Err(_) => Err(BenchError::Connect(format!(
-            "the server at '{}' has not answered for {} s during the {what}: is another client \
-             connected to it?",
+            "the server at {} has not answered for {} s during the {what}; it may serve another \
+             client, which must disconnect first",
             path.display(),
             limit.as_secs_f64()
         ))),
@@ -267,14 +268,14 @@ fn cannot_connect(path: &Path, what: &str, error: &io::Error) -> BenchError {
     let path = path.display();
     BenchError::Connect(match error.kind() {
         io::ErrorKind::NotFound => {
-            format!("cannot connect to '{path}': there is no such socket; is the server running?")
+            format!("cannot connect to {path}: there is no such socket; start the server first")
         }
         io::ErrorKind::ConnectionRefused => {
-            format!("cannot connect to '{path}': no server listens on it")
+            format!("cannot connect to {path}: no server listens on it; start one")
         }
         io::ErrorKind::PermissionDenied => {
-            format!("cannot connect to '{path}': no permission to write to the socket")
+            format!("cannot connect to {path}: Permission denied; check the socket's permissions")
         }
-        _ => format!("the vhost-user {what} at '{path}' failed: {error}"),
+        _ => format!("the vhost-user {what} at {path} failed: {error}"),
     })
 }

@@ -133,7 +133,7 @@ fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
         if setup.completion_ring == "getevents" { ", completions by io_getevents" } else { "" },
         if setup.sqpoll { ", a submission thread" } else { "" },
         if setup.harvest_on_submit { "" } else { ", no harvest on submit" },
-        if setup.submit_batch { "" } else { ", each op submitted by itself" },
+        if setup.submit_batch { "" } else { ", ops submitted one by one" },
     )?;
     if setup.iopoll {
         writeln!(out, "    completions that were polled for: {}", engine.polled)?;
@@ -225,8 +225,8 @@ mod tests {
         let text = render(&engine_sample());
         for part in [
             "completion latency (us): min=16.1, mean=72.0",
-            "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us, each op \
-             submitted by itself\n",
+            "engine aio: direct I/O, up to 16 I/Os queued together, busy-poll up to 64 us, ops \
+             submitted one by one\n",
             "completions that were polled for: 14\n",
             "    128    128 mean 72.0, 2 times",
             "0.0020 per I/O (2 io_submit)",

@@ -50,7 +50,7 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
         Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
             Err(format!("'{text}' is too long a time"))
         }
-        Err(_) => Err(format!("'{text}' is no time, such as 10, 0.5 or 500ms")),
+        Err(_) => Err(format!("'{text}' is not a time, such as 10, 0.5 or 500ms")),
     };
     let (whole, part) = (parse(whole)?, parse(fraction)?);
     let scale = fraction.bytes().fold(1, |scale: u128, _| scale * 10);

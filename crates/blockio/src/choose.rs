@@ -4,17 +4,20 @@ use std::future::{Future, poll_fn};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use crate::buf::Buffers;
+use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskSource};
-use crate::engine::EngineKind;
 use crate::error::Error;
-use crate::io_thread::{IoThread, IoThreadConfig};
+use crate::io_thread::IoThread;
+use iomem::{Buffers, fits};
 
 /// Reads in a round of the trial, and how many of them are in flight.
 const READS: u32 = 256;
 const IN_FLIGHT: u32 = 32;
 /// Rounds for each engine; the fastest one counts, which is the least disturbed.
 const ROUNDS: usize = 6;
+/// For a file on a file system Linux AIO must take less than this share of the time of io_uring in
+/// percent: what it wins is lost with the first submit that waits for the file system.
+const OF_FILE_PERCENT: u32 = 67;
 /// A slow disk gets fewer rounds: its engine does not matter anyway.
 const TRIAL_MAX: Duration = Duration::from_millis(100);
 
@@ -38,8 +41,10 @@ impl Choice {
 ///
 /// io_uring is the best where it needs no kernel threads. A disk whose kernel driver cannot take a
 /// request without waiting is served by such threads, one hand-over for each read; then Linux AIO
-/// has it if it was faster. (The time alone says little: with others on the same CPUs, engines
-/// behave differently from a trial on an idle machine.)
+/// has it if it was faster, and a file on a file system if it was faster by half: Linux AIO waits
+/// in the submit while such a file is frozen or its place is looked up, and every disk of the
+/// IoThread with it. (The time alone says little: with others on the same CPUs, engines behave
+/// differently from a trial on an idle machine.)
 #[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
     if source.is_null() {
@@ -56,7 +61,7 @@ pub fn best_engine(source: &DiskSource) -> Choice {
         };
     }
     match (io_uring, Trial::new(EngineKind::Aio, source)) {
-        (Ok(io_uring), Ok(aio)) => faster(io_uring, aio),
+        (Ok(io_uring), Ok(aio)) => faster(io_uring, aio, source.is_block_device()),
         (Ok(_), Err(error)) => Choice::new(EngineKind::IoUring, error.to_string()),
         (Err(error), Ok(_)) => Choice::new(EngineKind::Aio, error.to_string()),
         (Err(first), Err(second)) => {
@@ -74,7 +79,7 @@ pub fn fallbacks(best: EngineKind, source: &DiskSource) -> impl Iterator<Item = 
     all.into_iter().flatten().filter(move |&engine| engine != best)
 }
 
-fn faster(io_uring: Trial, aio: Trial) -> Choice {
+fn faster(io_uring: Trial, aio: Trial, is_block_device: bool) -> Choice {
     let (mut of_io_uring, mut of_aio) = (Duration::MAX, Duration::MAX);
     let start = Instant::now();
     for round in 0..ROUNDS {
@@ -95,19 +100,27 @@ fn faster(io_uring: Trial, aio: Trial) -> Choice {
         of_aio.as_micros()
     );
     if !kernel_threads_serve_this_thread() {
-        Choice::new(EngineKind::IoUring, figures)
-    } else if of_aio < of_io_uring {
+        Choice::new(EngineKind::IoUring, format!("{figures}; io_uring needed no kernel threads"))
+    } else if is_aio_worth_it(of_io_uring, of_aio, is_block_device) {
         let why = format!("{figures}; io_uring needed kernel threads to wait for the disk");
         Choice::new(EngineKind::Aio, why)
+    } else if of_aio < of_io_uring {
+        let why = format!("{figures}; its submits wait for the file system, so that is too little");
+        Choice::new(EngineKind::IoUring, why)
     } else {
-        let why = format!("{figures}, although io_uring needed kernel threads for them");
+        let why = format!("{figures}; io_uring was as fast although it needed kernel threads");
         Choice::new(EngineKind::IoUring, why)
     }
 }
 
-/// A trial that failed says something of its engine, or, when both failed, of the disk.
+fn is_aio_worth_it(of_io_uring: Duration, of_aio: Duration, is_block_device: bool) -> bool {
+    let percent = if is_block_device { 100 } else { OF_FILE_PERCENT };
+    of_aio < of_io_uring.saturating_mul(percent) / 100
+}
+
+/// A trial that failed says something about its engine, or, when both failed, about the disk.
 fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
-    let why = |engine, error| format!("nothing was compared, for with {engine}: {error}");
+    let why = |engine, error| format!("the trial with {engine} failed: {error}");
     match (io_uring, aio) {
         (Some(error), None) => Choice::new(EngineKind::Aio, why(EngineKind::IoUring, error)),
         (_, Some(error)) => Choice::new(EngineKind::IoUring, why(EngineKind::Aio, error)),
@@ -134,7 +147,11 @@ struct Trial {
 impl Trial {
     fn new(engine: EngineKind, source: &DiskSource) -> Result<Self, Error> {
         // A part of the room is kept for other disks.
-        let config = IoThreadConfig { engine, depth: 4 * IN_FLIGHT, ..IoThreadConfig::default() };
+        let config = IoThreadConfig {
+            engine: engine.into(),
+            depth: 4 * IN_FLIGHT,
+            ..IoThreadConfig::default()
+        };
         let thread = IoThread::new(&config)?;
         let disk = source.attach(thread.io());
         Ok(Self { thread, disk })
@@ -152,8 +169,9 @@ impl Trial {
         let mut result = Ok(());
         let all = poll_fn(|cx| {
             reads.retain_mut(|this| {
-                while let Poll::Ready((outcome, _)) = this.as_mut().poll(cx) {
-                    result = std::mem::replace(&mut result, Ok(())).and(outcome);
+                while let Poll::Ready(outcome) = this.as_mut().poll(cx) {
+                    result =
+                        std::mem::replace(&mut result, Ok(())).and(outcome.map_err(Into::into));
                     if started == READS || result.is_err() {
                         return false;
                     }
@@ -180,7 +198,7 @@ fn place(disk: &Disk, round: usize, number: u32) -> (u64, usize) {
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
         >> 16;
     let bytes = bytes / u64::from(info.logical_block_bytes) * u64::from(info.logical_block_bytes);
-    (index % places * bytes, usize::try_from(bytes).unwrap_or(4096))
+    (index % places * bytes, fits(bytes, "the length of a read"))
 }
 
 #[cfg(test)]
@@ -208,6 +226,15 @@ mod tests {
         assert_eq!(of_failed_trials(error(), None).engine, EngineKind::Aio);
         assert_eq!(of_failed_trials(None, error()).engine, EngineKind::IoUring);
         assert_eq!(of_failed_trials(error(), error()).engine, EngineKind::IoUring);
+    }
+
+    #[test]
+    fn linux_aio_must_win_by_more_where_its_submits_may_wait() {
+        let ms = Duration::from_millis;
+        assert!(is_aio_worth_it(ms(500), ms(499), true));
+        assert!(!is_aio_worth_it(ms(500), ms(500), true));
+        assert!(!is_aio_worth_it(ms(500), ms(400), false));
+        assert!(is_aio_worth_it(ms(500), ms(300), false));
     }
 
     #[test]

@@ -1,33 +1,10 @@
-//! The time that the loop goes by.
-//!
-//! It is the kernel's monotonic clock. With the feature `sim`, on a thread whose kernel is
-//! simulated, it is the simulation's, and stands still unless that moves it.
+//! The time that the loop goes by: the kernel's monotonic clock, unless kernels are simulated.
 
-use std::time::Instant;
+#[cfg_attr(ringhaul_sim, path = "clock/sim.rs")]
+#[cfg_attr(not(ringhaul_sim), path = "clock/linux.rs")]
+mod chosen;
 
-/// The time now.
-#[inline]
-#[must_use]
-pub fn now() -> Instant {
-    #[cfg(feature = "sim")]
-    if let Some(now) = crate::engine::sim::now() {
-        return now;
-    }
-    Instant::now()
-}
-
-/// Busy-polling lets a moment pass.
-#[inline]
-pub(crate) fn spin() {
-    #[cfg(feature = "sim")]
-    crate::engine::sim::spin();
-    std::hint::spin_loop();
-}
-
-/// A point at which other threads, the kernel and the other side of a ring may act. A simulation
-/// lets them; otherwise there is nothing to do, since they act when they like.
-#[inline]
-pub(crate) fn preempt() {
-    #[cfg(feature = "sim")]
-    crate::engine::sim::preempt();
-}
+pub use chosen::now;
+#[cfg(ringhaul_sim)]
+pub(crate) use chosen::{Hooks, simulate};
+pub(crate) use chosen::{preempt, spin};

@@ -1,24 +1,47 @@
-//! The block device under a file: how many requests it takes before a submit waits for it.
+//! The request queue under a file: how many requests it takes before a submit waits for it.
 
+use iomem::fits;
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// One block device, shared by all that have it or files on it open.
+/// One request queue, shared by all that have the disk, a partition of it, or files on it open.
 #[derive(Debug)]
 pub(crate) struct Device {
-    number: u64,
-    /// Requests that it has room for (`nr_requests`).
-    requests: u32,
-    /// Bytes of an op that are one request to it at most.
-    request_bytes: usize,
+    queue: Queue,
     /// IoThreads that have something open on it.
     users: AtomicU32,
 }
 
-/// With so many IoThreads that each would get less, a device that hangs may hold submits up: few
+/// A request queue as sysfs shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Queue {
+    /// The folder of the whole disk, without symbolic links: the name of the queue.
+    disk: PathBuf,
+    /// Requests that it has room for (`nr_requests`).
+    requests: u32,
+    limits: RequestLimits,
+}
+
+/// What makes the kernel cut an op into several requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RequestLimits {
+    /// The most bytes of a request.
+    bytes: usize,
+    /// The most segments of a request. In the worst case each page of memory is one.
+    segments: usize,
+    /// Where two ranges meet in a request, these bits of both addresses are zero.
+    boundary: usize,
+}
+
+const PAGE_BYTES: usize = 4096;
+/// The kernel never puts more into one piece, whatever the device takes.
+const SEGMENTS_MAX: usize = 256;
+
+/// With so many IoThreads that each would get less, a device that hangs may block submits: few
 /// of them are busy with one device at a time.
 const SHARE_MIN: u32 = 16;
 
@@ -29,35 +52,48 @@ impl Device {
     /// The device that `file` is or lies on. `None`: it has no bound that is known.
     pub(crate) fn of(file: &File) -> Option<Arc<Self>> {
         let metadata = file.metadata().ok()?;
-        let is_device = metadata.file_type().is_block_device();
-        let number = if is_device { metadata.rdev() } else { metadata.dev() };
-        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-        devices.retain(|device| device.strong_count() > 0);
-        let known = devices.iter().filter_map(Weak::upgrade).find(|known| known.number == number);
-        if known.is_some() {
-            return known;
+        if metadata.file_type().is_block_device() {
+            return Self::of_number(metadata.rdev());
         }
+        // A file system over several devices (btrfs) has a number that names none of them.
+        Self::of_number(metadata.dev()).or_else(|| Self::of_number(mounted_device(file)?))
+    }
+
+    fn of_number(number: u64) -> Option<Arc<Self>> {
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
         let folder = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        let (requests, request_bytes) = limits(&folder, 0)?;
-        let device = Arc::new(Self { number, requests, request_bytes, users: AtomicU32::new(0) });
+        let queue = queue_below(&folder, 0)?;
+        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        devices.retain(|device| device.strong_count() > 0);
+        let mut all = devices.iter().filter_map(Weak::upgrade);
+        if let Some(known) = all.find(|known| known.queue.disk == queue.disk) {
+            return Some(known);
+        }
+        let device = Arc::new(Self { queue, users: AtomicU32::new(0) });
         devices.push(Arc::downgrade(&device));
         Some(device)
     }
 
     #[cfg(test)]
     pub(crate) fn with(requests: u32, request_bytes: usize) -> Arc<Self> {
-        Arc::new(Self { number: 0, requests, request_bytes, users: AtomicU32::new(0) })
+        let limits = RequestLimits { bytes: request_bytes, segments: usize::MAX, boundary: 0 };
+        Self::with_limits(requests, limits)
     }
 
-    /// Bytes of an op that are one request at most.
-    pub(crate) fn request_bytes(&self) -> usize {
-        self.request_bytes
+    #[cfg(test)]
+    pub(crate) fn with_limits(requests: u32, limits: RequestLimits) -> Arc<Self> {
+        let queue = Queue { disk: PathBuf::new(), requests, limits };
+        Arc::new(Self { queue, users: AtomicU32::new(0) })
+    }
+
+    /// What a request may have.
+    pub(crate) fn limits(&self) -> RequestLimits {
+        self.queue.limits
     }
 
     /// The requests that one IoThread may have there. A quarter is left for others of the machine.
     pub(crate) fn share(&self) -> u32 {
-        let (users, all) = (self.users.load(Ordering::Relaxed).max(1), self.requests * 3 / 4);
+        let (users, all) = (self.users.load(Ordering::Relaxed).max(1), self.queue.requests * 3 / 4);
         (all / users).max(SHARE_MIN).min(all).max(1)
     }
 
@@ -70,34 +106,109 @@ impl Device {
     }
 }
 
-/// Requests, and bytes of one, that a device in sysfs takes. A device without a queue of its own
-/// (device-mapper, md) hands on to others, and the one with the least room counts.
-fn limits(folder: &Path, depth: u32) -> Option<(u32, usize)> {
+/// The queue that takes the requests of a device in sysfs. One without a queue of its own
+/// (device-mapper, md) hands on to others, and of these the one with the least room counts.
+fn queue_below(folder: &Path, depth: u32) -> Option<Queue> {
     const DEPTH_MAX: u32 = 8;
-    let number = |name: &str| -> Option<usize> {
-        // A partition has the queue of its disk, in whose folder its own lies.
-        [format!("queue/{name}"), format!("../queue/{name}")]
-            .iter()
-            .find_map(|path| std::fs::read_to_string(folder.join(path)).ok()?.trim().parse().ok())
-    };
-    let has_queue = folder.join("mq").exists() || folder.join("../mq").exists();
-    if has_queue && let Some(requests) = number("nr_requests").filter(|&requests| requests > 0) {
-        // In the worst case each page of memory is a segment of its own.
-        let of_segments = number("max_segments").map_or(usize::MAX, |count| count << 12);
-        let bytes = number("max_sectors_kb").map_or(usize::MAX, |kib| kib << 10).min(of_segments);
-        return Some((u32::try_from(requests).unwrap_or(u32::MAX / 4), bytes.max(4096)));
+    let own = folder.canonicalize().ok()?;
+    // A partition has the queue of its disk, in whose folder its own lies.
+    let disk = if own.join("partition").exists() { own.parent()? } else { &own };
+    if disk.join("mq").exists()
+        && let Some(queue) = Queue::of(disk)
+    {
+        return Some(queue);
     }
     if depth == DEPTH_MAX {
         return None;
     }
-    let below = std::fs::read_dir(folder.join("slaves")).ok()?;
-    let all = below.flatten().filter_map(|entry| limits(&entry.path(), depth + 1));
-    all.reduce(|a, b| (a.0.min(b.0), a.1.min(b.1)))
+    let below = std::fs::read_dir(disk.join("slaves")).ok()?;
+    let all = below.flatten().filter_map(|entry| queue_below(&entry.path(), depth + 1));
+    all.reduce(|a, b| {
+        let limits = a.limits.both(b.limits);
+        // Two that lead to the same disks must agree on one, whatever their order.
+        let least = if (a.requests, &a.disk) <= (b.requests, &b.disk) { a } else { b };
+        Queue { limits, ..least }
+    })
+}
+
+impl Queue {
+    fn of(disk: &Path) -> Option<Self> {
+        let number = |name: &str| -> Option<usize> {
+            let text = std::fs::read_to_string(disk.join("queue").join(name)).ok()?;
+            text.trim().parse().ok()
+        };
+        let requests = number("nr_requests").filter(|&requests| requests > 0)?;
+        let segments = number("max_segments").unwrap_or(SEGMENTS_MAX);
+        let limits = RequestLimits {
+            bytes: number("max_sectors_kb").map_or(usize::MAX, |kib| kib << 10).max(PAGE_BYTES),
+            segments: segments.clamp(1, SEGMENTS_MAX),
+            boundary: number("virt_boundary_mask").unwrap_or(0),
+        };
+        let requests = u32::try_from(requests).unwrap_or(u32::MAX / 4);
+        Some(Self { disk: disk.to_owned(), requests, limits })
+    }
+}
+
+impl RequestLimits {
+    #[cfg(test)]
+    pub(crate) fn with_segments(segments: usize) -> Self {
+        Self { bytes: usize::MAX, segments, boundary: 0 }
+    }
+
+    /// Those of an op that must keep to `other` too.
+    fn both(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes.min(other.bytes),
+            segments: self.segments.min(other.segments),
+            boundary: self.boundary | other.boundary,
+        }
+    }
+
+    /// How many requests the kernel makes of an op with these ranges of memory, at most. (Where
+    /// its place on the device is not of one piece, a file system may make more of it.)
+    pub(crate) fn requests_of(&self, ranges: &[libc::iovec]) -> u32 {
+        if let [range] = ranges
+            && range.iov_len < PAGE_BYTES
+        {
+            return 1;
+        }
+        let (mut bytes, mut pages, mut gaps, mut end) = (0usize, 0, 0, 0);
+        for range in ranges {
+            let (start, len) = (range.iov_base as usize, range.iov_len);
+            gaps += usize::from(bytes > 0 && (start | end) & self.boundary != 0);
+            pages += (start % PAGE_BYTES + len).div_ceil(PAGE_BYTES);
+            bytes += len;
+            end = start.wrapping_add(len);
+        }
+        // A request is full of bytes or of segments, or a gap comes next.
+        let cuts = |all: usize, most: usize| all.saturating_sub(1) / most;
+        let requests = 1 + cuts(bytes, self.bytes) + cuts(pages, self.segments) + gaps;
+        fits(requests, "a count of requests")
+    }
+}
+
+/// The number of the device that the file system of `file` was mounted from, if that is one.
+fn mounted_device(file: &File) -> Option<u64> {
+    let of_file = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
+    let of_file = std::fs::read_to_string(of_file).ok()?;
+    let mount = of_file.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim().to_owned();
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let source = mounts.lines().find_map(|line| source_of_mount(line, &mount))?;
+    let metadata = std::fs::metadata(source).ok()?;
+    metadata.file_type().is_block_device().then(|| metadata.rdev())
+}
+
+/// The source in a line of mountinfo, if the line is about the mount of this number.
+fn source_of_mount<'a>(line: &'a str, mount: &str) -> Option<&'a str> {
+    let (of_mount, of_file_system) = line.split_once(" - ")?;
+    let is_it = of_mount.split(' ').next() == Some(mount);
+    is_it.then(|| of_file_system.split(' ').nth(1)).flatten()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Command;
 
     #[test]
     fn the_threads_of_a_device_share_its_requests() {
@@ -113,29 +224,182 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_found_below_devices_that_hand_on() {
+    #[cfg_attr(miri, ignore = "asks the system")]
+    fn queues_are_found_below_devices_that_hand_on() {
         let root = tempfile::tempdir().unwrap();
+        let root = root.path().canonicalize().unwrap();
         let disk = |name: &str, requests: u32| {
-            std::fs::create_dir_all(root.path().join(name).join("mq")).unwrap();
-            std::fs::create_dir_all(root.path().join(name).join("queue")).unwrap();
+            std::fs::create_dir_all(root.join(name).join("mq")).unwrap();
+            std::fs::create_dir_all(root.join(name).join("queue")).unwrap();
             let write = |file: &str, value: u32| {
-                std::fs::write(root.path().join(name).join(file), format!("{value}\n")).unwrap();
+                std::fs::write(root.join(name).join(file), format!("{value}\n")).unwrap();
             };
             write("queue/nr_requests", requests);
             write("queue/max_sectors_kb", 1280);
             write("queue/max_segments", 128);
         };
+        let hands_on = |name: &str, to: &[&str]| {
+            let slaves = root.join(name).join("slaves");
+            std::fs::create_dir_all(&slaves).unwrap();
+            for (number, below) in to.iter().enumerate() {
+                let link = slaves.join(number.to_string());
+                std::os::unix::fs::symlink(root.join(below), link).unwrap();
+            }
+        };
         disk("a", 256);
         disk("b", 64);
-        let slaves = root.path().join("dm/slaves");
-        std::fs::create_dir_all(&slaves).unwrap();
-        for name in ["a", "b"] {
-            std::os::unix::fs::symlink(root.path().join(name), slaves.join(name)).unwrap();
+        disk("c", 64);
+        for partition in ["a/a1", "a/a2"] {
+            std::fs::create_dir_all(root.join(partition)).unwrap();
+            std::fs::write(root.join(partition).join("partition"), "1\n").unwrap();
         }
-        std::fs::create_dir_all(root.path().join("a/a1")).unwrap();
-        assert_eq!(limits(&root.path().join("a"), 0), Some((256, 512 << 10)));
-        assert_eq!(limits(&root.path().join("a/a1"), 0), Some((256, 512 << 10)));
-        assert_eq!(limits(&root.path().join("dm"), 0), Some((64, 512 << 10)));
-        assert_eq!(limits(&root.path().join("nothing"), 0), None);
+        hands_on("dm-0", &["a/a1", "c", "b"]);
+        hands_on("dm-1", &["b", "c"]);
+        hands_on("dm-2", &["dm-0"]);
+        let found = |name: &str| {
+            let queue = queue_below(&root.join(name), 0)?;
+            let disk = queue.disk.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+            Some((disk, queue.requests, queue.limits))
+        };
+        let limits = RequestLimits { bytes: 1280 << 10, segments: 128, boundary: 0 };
+        for (name, disk, requests) in [
+            ("a", "a", 256),
+            ("a/a1", "a", 256),
+            ("a/a2", "a", 256),
+            ("dm-0", "b", 64),
+            ("dm-1", "b", 64),
+            ("dm-2", "b", 64),
+        ] {
+            assert_eq!(found(name), Some((disk.to_owned(), requests, limits)), "{name}");
+        }
+        assert_eq!(found("nothing"), None);
+    }
+
+    /// A range of memory that nobody looks at.
+    fn range(start: usize, iov_len: usize) -> libc::iovec {
+        libc::iovec { iov_base: std::ptr::without_provenance_mut(start), iov_len }
+    }
+
+    #[test]
+    fn an_op_counts_as_many_requests_as_the_kernel_makes_of_it() {
+        let limits = RequestLimits { bytes: 1 << 20, segments: 128, boundary: 0 };
+        let pages = |count, len| -> Vec<_> { (0..count).map(|i| range(i << 20, len)).collect() };
+        for (ranges, requests) in [
+            (vec![], 1),
+            (vec![range(0, 4096)], 1),
+            (vec![range(0, 512 << 10)], 1),
+            // Not on a page: one more of them.
+            (vec![range(512, 512 << 10)], 2),
+            (vec![range(0, 4 << 20)], 1 + 3 + 7),
+            (pages(128, 512), 1),
+            (pages(129, 512), 2),
+            (pages(256, 4096), 2),
+        ] {
+            assert_eq!(limits.requests_of(&ranges), requests, "{} ranges", ranges.len());
+        }
+        // With such a boundary ranges share a request only where whole pages meet.
+        let limits = RequestLimits { boundary: 4095, ..limits };
+        assert_eq!(limits.requests_of(&pages(16, 4096)), 1);
+        assert_eq!(limits.requests_of(&pages(16, 512)), 16);
+        let ends = [range(512, 3584), range(8192, 4096), range(16_384, 512)];
+        assert_eq!(limits.requests_of(&ends), 1);
+    }
+
+    #[test]
+    fn the_source_of_a_mount_is_found_by_its_number() {
+        let line = "36 35 0:38 /sub /mnt rw,noatime shared:1 - btrfs /dev/sda3 rw,subvol=/sub";
+        assert_eq!(source_of_mount(line, "36"), Some("/dev/sda3"));
+        assert_eq!(source_of_mount(line, "35"), None);
+        let without = "40 35 0:40 / /tmp rw - tmpfs tmpfs rw";
+        assert_eq!(source_of_mount(without, "40"), Some("tmpfs"));
+    }
+
+    /// The output of a program that succeeds.
+    fn run(program: &str, arguments: &[&str]) -> Option<String> {
+        let output = Command::new(program).args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    /// A loop device over a file of 256 MiB, with two partitions; what it has been given is taken
+    /// back when it goes.
+    struct Loop {
+        path: String,
+        _file: tempfile::NamedTempFile,
+    }
+
+    impl Loop {
+        fn new() -> Option<Self> {
+            if !rustix::process::geteuid().is_root() {
+                eprintln!("skipped: only root can make loop devices");
+                return None;
+            }
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            file.as_file().set_len(256 << 20).unwrap();
+            let Some(path) = run("losetup", &["--find", "--show", file.path().to_str().unwrap()])
+            else {
+                eprintln!("skipped: no loop device is available");
+                return None;
+            };
+            Some(Self { path, _file: file })
+        }
+
+        fn name(&self) -> &str {
+            self.path.rsplit('/').next().unwrap()
+        }
+
+        /// The number of a partition of this loop device.
+        fn add_partition(&self, number: u32) -> u64 {
+            let start = (number * 8192).to_string();
+            run("addpart", &[&self.path, &number.to_string(), &start, "8192"]).unwrap();
+            let name = self.name();
+            let path = format!("/sys/block/{name}/{name}p{number}/dev");
+            let text = std::fs::read_to_string(path).unwrap();
+            let (major, minor) = text.trim().split_once(':').unwrap();
+            rustix::fs::makedev(major.parse().unwrap(), minor.parse().unwrap())
+        }
+    }
+
+    impl Drop for Loop {
+        fn drop(&mut self) {
+            for number in ["1", "2"] {
+                run("delpart", &[&self.path, number]);
+            }
+            run("losetup", &["--detach", &self.path]);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn partitions_of_a_disk_are_one_device() {
+        let Some(disk) = Loop::new() else { return };
+        let whole =
+            Device::of(&File::open(&disk.path).unwrap()).expect("a loop device has a bound");
+        for number in [1, 2] {
+            let partition = Device::of_number(disk.add_partition(number)).unwrap();
+            assert!(Arc::ptr_eq(&whole, &partition), "partition {number} counts for itself");
+        }
+        if let Some(other) = Loop::new() {
+            let other = Device::of(&File::open(&other.path).unwrap()).unwrap();
+            assert!(!Arc::ptr_eq(&whole, &other), "two disks count as one");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_on_btrfs_lies_on_the_device_of_its_mount() {
+        let Some(disk) = Loop::new() else { return };
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().to_str().unwrap();
+        if run("mkfs.btrfs", &["--quiet", &disk.path]).is_none()
+            || run("mount", &[&disk.path, folder]).is_none()
+        {
+            eprintln!("skipped: there is no btrfs, or no mkfs.btrfs");
+            return;
+        }
+        let found = File::create(place.path().join("disk")).map(|file| Device::of(&file));
+        run("umount", &[folder]).unwrap();
+        let whole = Device::of(&File::open(&disk.path).unwrap()).unwrap();
+        let found = found.unwrap().expect("a file on btrfs has no bound");
+        assert!(Arc::ptr_eq(&whole, &found));
     }
 }

@@ -8,50 +8,27 @@ mod alignment;
 mod blocks;
 mod file;
 mod holder;
+mod identity;
+mod info;
 mod lock;
 mod retries;
+#[cfg(ringhaul_sim)]
+mod simulated;
 mod source;
+mod sysfs;
 
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
 use std::time::Instant;
 
-use crate::buf::Buffers;
 use crate::error::Error;
-use crate::io_thread::Io;
+use crate::io::Io;
 use file::FileDisk;
+use info::check_logical_block;
+pub use info::{DiskInfo, DiskOptions, Unfinished};
+use iomem::Buffers;
 use source::FileSource;
-
-/// How a disk is opened.
-#[derive(Debug, Clone, Default)]
-pub struct DiskOptions {
-    /// Bypass the page cache (`O_DIRECT`).
-    pub direct: bool,
-    /// Refuse everything that changes data.
-    pub read_only: bool,
-    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what a block
-    /// device asks for, and 512 for a regular file.
-    pub logical_block_bytes: Option<u32>,
-    /// Neither lock the file nor claim the block device, nor heed the locks of others: whoever says
-    /// so keeps other writers away by himself.
-    pub no_lock: bool,
-}
-
-/// What a disk is like.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DiskInfo {
-    /// Bytes; a multiple of `logical_block_bytes`.
-    pub size_bytes: u64,
-    /// Offsets and lengths of requests are multiples of it.
-    pub logical_block_bytes: u32,
-    /// Writes of less than this may cost the disk a read. A multiple of `logical_block_bytes`.
-    pub physical_block_bytes: u32,
-    /// Whether writes are refused.
-    pub read_only: bool,
-    /// Whether the page cache is bypassed.
-    pub direct: bool,
-}
 
 /// A disk that is open, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
@@ -86,7 +63,7 @@ impl DiskSource {
     ///
     /// # Errors
     ///
-    /// When the size is zero or no multiple of the logical block.
+    /// When the size is zero or not a multiple of the logical block.
     pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
         if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
@@ -105,29 +82,6 @@ impl DiskSource {
         Ok(Self { info, kind: SourceKind::Null })
     }
 
-    /// A disk that is told what it is like: for a simulated kernel, which knows it by the
-    /// descriptor of `file`. Memory and requests of direct I/O are aligned to these bytes.
-    #[cfg(feature = "sim")]
-    #[must_use]
-    pub fn simulated(
-        file: std::os::fd::OwnedFd,
-        info: DiskInfo,
-        is_block_device: bool,
-        memory_align: u32,
-        request_align: u32,
-    ) -> Self {
-        let file = FileSource::simulated(file, is_block_device, &info, memory_align, request_align);
-        Self { info, kind: SourceKind::File(file) }
-    }
-
-    /// As if it were opened anew: a loss of data is forgotten.
-    #[cfg(feature = "sim")]
-    pub fn open_anew(&self) {
-        if let SourceKind::File(file) = &self.kind {
-            file.forget_loss();
-        }
-    }
-
     /// What the disk is like.
     #[must_use]
     pub fn info(&self) -> &DiskInfo {
@@ -136,7 +90,8 @@ impl DiskSource {
 
     /// A text that is the same whenever this disk is opened, and another one for another disk: the
     /// id of the file system and the number of the file in it, or what a block device says of
-    /// itself. It may name files. Empty for a null disk.
+    /// itself. It may name files. Empty for a null disk. Where the file system has no id of its
+    /// own (XFS before Linux 6.9, NFS, FAT), it has the number of its device, which may change.
     #[must_use]
     pub fn identity(&self) -> &str {
         match &self.kind {
@@ -149,6 +104,11 @@ impl DiskSource {
     #[must_use]
     pub fn is_null(&self) -> bool {
         matches!(self.kind, SourceKind::Null)
+    }
+
+    /// Whether it is a device, and no file on a file system.
+    pub(crate) fn is_block_device(&self) -> bool {
+        matches!(&self.kind, SourceKind::File(source) if source.is_block_device)
     }
 
     /// Since when an operation is in the kernel that it has not answered for 5 seconds or more, as
@@ -190,20 +150,22 @@ impl Disk {
         &self.info
     }
 
-    /// Fills all of `buffers` from byte `offset` on. The buffers come back with the result; their
-    /// ranges may have been used up.
+    /// Fills all of `buffers` from byte `offset` on.
     ///
     /// # Errors
     ///
-    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk. The
-    /// buffers' content is undefined then.
-    pub async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
+    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
+    /// the part of `buffers` that was not filled. Its content is undefined then.
+    pub async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         if let Err(error) = self.check(offset, buffers.bytes() as u64) {
-            return (Err(error), buffers);
+            return Err(Unfinished { error, rest: buffers });
         }
         match &self.kind {
             Kind::File(disk) => disk.read(offset, buffers).await,
-            Kind::Null => (Ok(()), buffers),
+            Kind::Null => {
+                buffers.wrote(buffers.bytes());
+                Ok(())
+            }
         }
     }
 
@@ -215,18 +177,11 @@ impl Disk {
     /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on. A
     /// part may have been written then. With `fua` also the error of an earlier
     /// [`flush`](Self::flush).
-    pub async fn write(
-        &self,
-        offset: u64,
-        buffers: Buffers,
-        fua: bool,
-    ) -> (io::Result<()>, Buffers) {
-        if let Err(error) = self.check_write(offset, buffers.bytes() as u64) {
-            return (Err(error), buffers);
-        }
+    pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> io::Result<()> {
+        self.check_write(offset, buffers.bytes() as u64)?;
         match &self.kind {
             Kind::File(disk) => disk.write(offset, buffers, fua).await,
-            Kind::Null => (Ok(()), buffers),
+            Kind::Null => Ok(()),
         }
     }
 
@@ -237,8 +192,12 @@ impl Disk {
     /// What the kernel says. Data may be lost then, so every later flush, and every write with
     /// `fua`, fails with that error until the disk is opened anew, on all IoThreads. Errors of ops
     /// that never got as far as the file (`EINTR`, `EAGAIN`, `EINVAL`, no support for it) do not
-    /// count, nor does a write with `fua` that is too long for the file (`EFBIG`) or finds no room
-    /// (`ENOSPC`, `EDQUOT`), unless earlier ones without `fua` went to the page cache.
+    /// count. A write with `fua` that fails counts only if its error may be that of something else:
+    /// of a write without `fua` that no flush has covered, or, but for direct I/O on a block
+    /// device, of another op that was in the kernel with it.
+    ///
+    /// It also waits for the flushes of this disk that are in the kernel when it has succeeded, on
+    /// any IoThread: one of them may receive the report of a loss that this one does not.
     pub async fn flush(&self) -> io::Result<()> {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,
@@ -298,16 +257,7 @@ impl Disk {
     }
 }
 
-/// Checks a logical block size.
-fn check_logical_block(bytes: u32) -> Result<u32, Error> {
-    if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
-        return Ok(bytes);
-    }
-    Err(Error::Options(format!(
-        "a logical block of {bytes} bytes is not possible: it must be a power of two from 512 to \
-         65536"
-    )))
-}
-
+#[cfg(test)]
+mod flush_tests;
 #[cfg(test)]
 mod tests;

@@ -1,25 +1,25 @@
-//! How an op reaches the kernel: `enum Engine` and its three verbs.
+//! How an op reaches the kernel: `enum Engine` and its verbs.
 //!
 //! * `queue` takes the index of a filled slot. It makes no system call and never fails.
 //! * `submit` hands queued ops to the kernel, as many as it takes, in order.
-//! * `harvest` stores the results that are visible now in their slots, without a system call.
+//! * `harvest` stores the results that are visible now in their slots, in most cases without a
+//!   system call.
+//! * `wait` sleeps until there is something to do; with io_uring the same system call submits.
 //!
-//! Every outcome arrives by `harvest` or from inside `submit` as a completion, that of an op which
-//! the kernel refused included. An op that the kernel has no room for stays queued.
+//! Every outcome arrives as a completion, from `harvest`, `submit` or `wait`, even that of an op
+//! that the kernel refused. An op that the kernel has no room for stays queued.
 
 mod aio;
-mod aio_calls;
 mod aio_ring;
 mod announce;
+mod completer;
 mod epoll;
-mod eventfd;
 mod io_uring;
+pub mod kernel;
+pub(crate) mod pool;
 mod retry;
-#[cfg(feature = "sim")]
-pub mod sim;
-pub(crate) mod threads;
+mod threads;
 
-use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -28,69 +28,15 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
+use crate::config::{EngineConfig, IoThreadConfig};
 use crate::error::Error;
-use crate::io_thread::IoThreadConfig;
 use crate::op::{IoFile, Slots};
 use crate::stats::Stats;
-use crate::task::TaskKey;
 use aio::Aio;
+pub(crate) use completer::{Completer, TOKEN_ENGINE};
 use epoll::Epoll;
-pub use eventfd::EventfdAdder;
 use io_uring::IoUring;
 use threads::Threads;
-
-/// Which engine an IoThread has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EngineKind {
-    /// io_uring: one ring for submissions, completions and everything that the loop waits for.
-    IoUring,
-    /// Linux AIO with the completion ring read in userspace. Asynchronous for files opened with
-    /// `O_DIRECT`; with the page cache a submit waits for the disk.
-    Aio,
-    /// Blocking system calls on a pool of threads.
-    Threads,
-}
-
-impl fmt::Display for EngineKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::IoUring => "io_uring",
-            Self::Aio => "aio",
-            Self::Threads => "threads",
-        })
-    }
-}
-
-/// Where engine `aio` finds completions: for measurement.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum CompletionRing {
-    /// In the ring that the kernel shares with the process, without a system call.
-    #[default]
-    Userspace,
-    /// By `io_getevents`, as a program does that does not know the ring.
-    Getevents,
-}
-
-/// Where an engine stores results and whom it wakes.
-pub(crate) struct Completer<'a> {
-    pub(crate) slots: &'a mut Slots,
-    pub(crate) stats: &'a Stats,
-    pub(crate) woken: &'a mut Vec<TaskKey>,
-    pub(crate) now: Instant,
-}
-
-impl Completer<'_> {
-    /// Stores one result: bytes, or a negative errno.
-    #[inline]
-    pub(crate) fn complete(&mut self, slot: u32, result: i64) {
-        if let Some(owner) = self.slots.complete(slot, result, self.now, self.stats) {
-            self.woken.push(owner);
-        }
-    }
-}
-
-/// The token of an engine's own eventfd, which says that there are completions.
-pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;
 
 /// One IoThread's way to the kernel, and what it waits with.
 pub(crate) enum Engine {
@@ -107,9 +53,14 @@ impl Engine {
             .map_err(Error::system("create an eventfd for completions"))?;
         let threads = Threads::new(wake);
         let mut engine = match config.engine {
-            EngineKind::Aio => Self::Aio(Box::new(Aio::new(config, threads)?), Epoll::new()?),
-            EngineKind::Threads => Self::Threads(threads, Epoll::new()?),
-            EngineKind::IoUring => Self::IoUring(Box::new(IoUring::new(config, threads)?)),
+            EngineConfig::Aio { completion_ring } => {
+                let aio = Aio::new(config, completion_ring, threads)?;
+                Self::Aio(Box::new(aio), Epoll::new()?)
+            }
+            EngineConfig::Threads => Self::Threads(threads, Epoll::new()?),
+            EngineConfig::IoUring { sqpoll, iopoll } => {
+                Self::IoUring(Box::new(IoUring::new(config, sqpoll, iopoll, threads)?))
+            }
         };
         engine.watch_own_eventfd().map_err(Error::system("watch an eventfd"))?;
         Ok(engine)
@@ -168,6 +119,13 @@ impl Engine {
     /// Whether a wait submits what is queued.
     pub(crate) fn waits_with_submit(&self) -> bool {
         matches!(self, Self::IoUring(_))
+    }
+
+    /// Whether the next wait may submit what is queued. Ops of the pool may fail in their submit,
+    /// and a wait would not see that they are complete.
+    #[inline]
+    pub(crate) fn may_submit_in_wait(&self) -> bool {
+        matches!(self, Self::IoUring(engine) if !engine.has_jobs())
     }
 
     /// So many disks are there now.

@@ -36,7 +36,7 @@ pub enum Error {
     /// The kernel, a sysctl, or a sandbox around this process offers no io_uring that is good
     /// enough.
     #[error(
-        "cannot set up io_uring: {error}; it takes Linux 5.13, kernel.io_uring_disabled=0 (see \
+        "cannot set up io_uring: {error}; it needs Linux 5.13, kernel.io_uring_disabled=0 (see \
          sysctl) and some locked memory (ulimit -l); or use the engine `aio`"
     )]
     IoUringUnavailable {

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::op::OpenFile;
+use crate::open_file::OpenFile;
 
 /// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation.
 /// What the kernel keeps at hand for the file is given back when the last of them has gone, and

@@ -1,4 +1,4 @@
-//! Operations that are late: found once a second, told of by the disk, counted.
+//! Operations that are late: found once a second, reported for each disk, counted.
 //!
 //! Nothing is noted for that on the way of an op: its slot knows when it was submitted.
 
@@ -136,10 +136,10 @@ impl fmt::Display for News {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buf::Buffers;
-    use crate::engine::EngineKind;
+    use crate::config::EngineKind;
     use crate::op::{FileRef, IoFile, Op};
-    use crate::task::TaskKey;
+    use crate::task::Owner;
+    use iomem::Buffers;
     use std::fs::File;
     use std::os::fd::OwnedFd;
 
@@ -166,7 +166,7 @@ mod tests {
 
         fn start(&mut self, file: &FileRef, kind: OpKind) -> u32 {
             let op = Op { kind, file: FileRef::clone(file), offset: 0, buffers: Buffers::empty() };
-            self.slots.insert(op, TaskKey::default())
+            self.slots.insert(op, Owner::default())
         }
 
         fn submit(&mut self, file: &FileRef, kind: OpKind, second: u32) -> u32 {
@@ -210,7 +210,7 @@ mod tests {
         bench.complete(flush, 67);
         assert_eq!(bench.look(67), [": answers again, after 66 s"]);
         assert_eq!(hung.late_since(), None);
-        // The other one is told of by itself.
+        // The other one has a report of its own.
         assert_eq!(bench.stats.late.get(), 3);
         assert!(bench.late.any());
     }

@@ -1,34 +1,46 @@
 //! An async block-I/O core: one [`IoThread`] for each OS thread, one engine for each IoThread.
 //!
 //! A disk operation is an `async fn` of [`Disk`]. It puts an op into a slot that owns the memory
-//! and the file until the kernel has answered (see [`op`]), and the loop in [`io_thread`] submits
+//! and the file until the kernel has answered (see [`op`]), and the loop of an [`IoThread`] submits
 //! many ops with one system call and reads completions from the kernel's ring in userspace.
 //!
 //! ```
-//! use blockio::{Buffers, DiskOptions, DiskSource, IoThread, IoThreadConfig};
+//! use blockio::{BufferMemory, DiskOptions, DiskSource, IoThread, IoThreadConfig};
 //!
 //! let source = DiskSource::null(1 << 20, &DiskOptions::default())?;
 //! let thread = IoThread::new(&IoThreadConfig::default())?;
 //! let disk = source.attach(thread.io());
-//! let (result, _buffers) = thread.block_on(disk.read(0, Buffers::from_vec(vec![0; 4096])))?;
+//! let memory = BufferMemory::new(4096, 4096);
+//! let result = thread.block_on(disk.read(0, memory.buffers(4096)))?;
 //! assert!(result.is_ok());
 //! # Ok::<(), blockio::Error>(())
 //! ```
 
-pub mod buf;
+mod bounce;
 pub mod choose;
 pub mod clock;
+mod config;
+#[cfg(test)]
+mod contract;
 mod device;
 pub mod disk;
 pub mod engine;
 mod error;
+mod io;
 mod io_file;
+mod io_memory;
+mod io_state;
 pub mod io_thread;
 mod lane;
 mod late;
+mod looks;
+mod loss;
+mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
 pub mod op;
+mod op_future;
+mod op_kind;
 mod open_file;
 mod pacing;
 mod poll_window;
@@ -37,13 +49,22 @@ mod reactor;
 mod remote;
 pub mod stats;
 mod sync;
-pub mod task;
+mod task;
+mod task_key;
+mod task_set;
+mod turn;
 
-pub use buf::{BufferMemory, Buffers};
-pub use disk::{Disk, DiskOptions, DiskSource};
-pub use engine::{CompletionRing, EngineKind, EventfdAdder};
+pub use config::{
+    CompletionRing, EngineConfig, EngineKind, EngineOptions, IoThreadConfig, PacingConfig,
+};
+pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
 pub use error::Error;
-pub use io_thread::{Activity, Io, IoThread, IoThreadConfig, ROUNDS_UNTIL_SERVED, Wait};
+pub use io::{Io, TaskRef};
+pub use io_memory::RegisteredMemory;
+pub use io_thread::IoThread;
+pub use iomem::{BufferMemory, Buffers};
+pub use looks::ROUNDS_UNTIL_SERVED;
 pub use reactor::{Armed, Source, SourceId};
 pub use remote::Remote;
-pub use task::TaskSet;
+pub use task_set::TaskSet;
+pub use turn::{Activity, Wait};

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
-use crate::engine::threads::{Job, Pool, pool_thread};
+use crate::engine::pool::{Job, Pool, pool_thread};
+use crate::mailbox::{Inbox, Mailbox};
 use crate::op::{OpKind, OpView};
 use crate::stats::Counter;
-use crate::task::ForeignWakes;
+use crate::task_key::TaskKey;
 
 #[cfg(loom)]
 use loom::thread;
@@ -38,26 +39,33 @@ fn new_eventfd() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
 }
 
+/// The tasks in what was taken from a mailbox.
+fn numbers(inbox: Inbox) -> Vec<u32> {
+    inbox.woken.into_iter().map(|key| key.home).collect()
+}
+
 /// Sleeps as the loop does: only when nothing is posted.
-fn sleep_and_take(wakes: &ForeignWakes, taken: &mut Vec<u32>) {
+fn sleep_and_take(wakes: &Mailbox, taken: &mut Vec<u32>) {
     if !wakes.is_posted() {
         wakes.eventfd().wait();
     }
     if wakes.is_posted() {
-        taken.extend(wakes.take().tasks);
+        taken.extend(numbers(wakes.take()));
     }
 }
 
 #[test]
 fn every_foreign_wake_is_seen() {
     explore(|| {
-        let wakes = Arc::new(ForeignWakes::new(new_eventfd()));
+        let wakes = Arc::new(Mailbox::new(new_eventfd()));
         let posters: Vec<_> = (0..2 * SCALE)
             .map(|poster| {
                 let wakes = Arc::clone(&wakes);
                 thread::spawn(move || {
                     for post in 0..SCALE {
-                        assert!(wakes.post(|inbox| inbox.tasks.push(poster * SCALE + post)));
+                        assert!(wakes.post(|inbox| {
+                            inbox.woken.push(TaskKey::task(poster * SCALE + post))
+                        }));
                     }
                 })
             })
@@ -77,18 +85,18 @@ fn every_foreign_wake_is_seen() {
 #[test]
 fn what_was_posted_before_the_close_is_not_lost() {
     explore(|| {
-        let wakes = Arc::new(ForeignWakes::new(new_eventfd()));
+        let wakes = Arc::new(Mailbox::new(new_eventfd()));
         let posters: Vec<_> = (0..2 * SCALE)
             .map(|poster| {
                 let wakes = Arc::clone(&wakes);
-                thread::spawn(move || wakes.post(|inbox| inbox.tasks.push(poster)))
+                thread::spawn(move || wakes.post(|inbox| inbox.woken.push(TaskKey::task(poster))))
             })
             .collect();
         let mut taken = Vec::new();
         if wakes.is_posted() {
-            taken.extend(wakes.take().tasks);
+            taken.extend(numbers(wakes.take()));
         }
-        taken.extend(wakes.close().tasks);
+        taken.extend(numbers(wakes.close()));
         for (poster, handle) in (0..).zip(posters) {
             let accepted = handle.join().unwrap();
             assert_eq!(accepted, taken.contains(&poster), "the poster is told the truth");
@@ -219,7 +227,7 @@ fn sessions_stop_finish_and_start_again() {
 
     explore(|| {
         let mut user = PoolUser::new();
-        let mut wakes = ForeignWakes::new(new_eventfd());
+        let mut wakes = Mailbox::new(new_eventfd());
         wakes.watch_with(user.pool.eventfd());
         let wakes = Arc::new(wakes);
         let (answer, answers) = channel();
@@ -229,13 +237,13 @@ fn sessions_stop_finish_and_start_again() {
                 for session in 1..=SESSIONS {
                     for request in 0..REQUESTS {
                         let slot = (session - 1) * REQUESTS + request;
-                        assert!(wakes.post(|inbox| inbox.tasks.push(slot)));
+                        assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(slot))));
                     }
-                    assert!(wakes.post(|inbox| inbox.tasks.push(STOP)));
+                    assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(STOP))));
                     let done = answers.recv().unwrap();
                     assert_eq!(done, (session * REQUESTS) as usize, "a request was left behind");
                 }
-                assert!(wakes.post(|inbox| inbox.tasks.push(END)));
+                assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(END))));
             })
         };
         let (mut submitted, mut stopping, mut ending) = (0, false, false);
@@ -244,7 +252,7 @@ fn sessions_stop_finish_and_start_again() {
                 wakes.eventfd().wait();
             }
             user.harvest();
-            let posted = if wakes.is_posted() { wakes.take().tasks } else { Vec::new() };
+            let posted = if wakes.is_posted() { numbers(wakes.take()) } else { Vec::new() };
             for task in posted {
                 match task {
                     STOP => stopping = true,

@@ -20,70 +20,22 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Waker;
 use std::time::Instant;
 
-use crate::buf::Buffers;
-use crate::engine::EngineKind;
+use crate::config::EngineKind;
 pub use crate::io_file::{FileRef, IoFile};
-use crate::io_thread::Io;
 use crate::lane::{Admission, Lanes, Units};
+use crate::loss::NOT_TRACKED;
+pub use crate::op_kind::OpKind;
+use crate::op_kind::errno_of;
 pub use crate::open_file::OpenFile;
+use crate::open_file::Times;
 use crate::stats::{OpStats, Stats, nanoseconds};
-use crate::task::TaskKey;
-
-/// What the kernel is asked to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OpKind {
-    /// Fill the buffers from the file.
-    Read,
-    /// Write the buffers to the file.
-    Write {
-        /// Whether the data must be on stable storage before the op completes (`RWF_DSYNC`).
-        fua: bool,
-    },
-    /// Bring all completed writes to stable storage (fdatasync).
-    Flush,
-    /// `fallocate` with these `FALLOC_FL_*` flags over `len` bytes.
-    Fallocate {
-        /// Mode flags.
-        mode: libc::c_int,
-        /// Bytes.
-        len: u64,
-    },
-    /// `BLKDISCARD` over `len` bytes.
-    DiscardBlocks {
-        /// Bytes.
-        len: u64,
-    },
-    /// `BLKZEROOUT` over `len` bytes.
-    ZeroBlocks {
-        /// Bytes.
-        len: u64,
-    },
-}
-
-impl OpKind {
-    /// Whether it moves data. Everything else is slow, and seldom.
-    #[inline]
-    pub(crate) fn is_transfer(self) -> bool {
-        matches!(self, Self::Read | Self::Write { .. })
-    }
-
-    /// What the log calls it.
-    pub(crate) fn noun(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Write { .. } => "write",
-            Self::Flush => "flush",
-            Self::Fallocate { .. } => "discard or zeroing",
-            Self::DiscardBlocks { .. } => "discard",
-            Self::ZeroBlocks { .. } => "zeroing",
-        }
-    }
-}
+use crate::task::Owner;
+use crate::task_key::TaskKey;
+use iomem::Buffers;
 
 /// One kernel operation.
 #[derive(Debug)]
@@ -128,11 +80,13 @@ enum State {
 
 struct Slot {
     state: State,
-    owner: TaskKey,
+    owner: Owner,
     op: Option<Op>,
     submitted: Option<Instant>,
     /// What the op counts as in its lane; 0 while it is not with the engine.
     units: u32,
+    /// See [`Loss::begins`](crate::loss::Loss::begins).
+    tracked: u64,
 }
 
 /// The homes of all ops of one IoThread that have not completed.
@@ -140,6 +94,8 @@ pub(crate) struct Slots {
     slots: Table,
     free: Vec<u32>,
     pub(crate) lanes: Lanes,
+    /// Wakers of ops that have completed. They are woken when nothing is borrowed.
+    pub(crate) wakers: Vec<Waker>,
 }
 
 #[derive(Default)]
@@ -169,9 +125,9 @@ pub(crate) struct OpView {
 }
 
 impl Units for Table {
-    fn nature(&self, slot: u32) -> (bool, usize) {
+    fn ranges(&self, slot: u32) -> &[libc::iovec] {
         let op = self.0.get(slot as usize).and_then(|slot| slot.op.as_ref());
-        op.map_or((true, 0), |op| (op.kind.is_transfer(), op.buffers.bytes()))
+        op.map_or(&[], |op| op.buffers.iovecs())
     }
 
     fn set(&mut self, slot: u32, units: u32) {
@@ -183,15 +139,16 @@ impl Units for Table {
 
 impl Slots {
     pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
-        Self { slots: Table::default(), free: Vec::new(), lanes: Lanes::new(engine, depth) }
+        let (slots, lanes) = (Table::default(), Lanes::new(engine, depth));
+        Self { slots, free: Vec::new(), lanes, wakers: Vec::new() }
     }
 
     /// As [`insert`](Self::insert), and says what is to become of the op.
     #[inline]
-    pub(crate) fn start(&mut self, op: Op, owner: TaskKey) -> (u32, Start) {
-        let (lane, kind, bytes) = (op.file.lane(), op.kind, op.buffers.bytes());
+    pub(crate) fn start(&mut self, op: Op, owner: Owner) -> (u32, Start) {
+        let (lane, kind) = (op.file.lane(), op.kind);
         let index = self.insert(op, owner);
-        let start = match self.lanes.admit(lane, index, kind, bytes) {
+        let start = match self.lanes.admit(lane, index, kind, &self.slots) {
             Admission::Now(units) => {
                 self.slots.0[index as usize].units = units;
                 Start::Queue
@@ -215,8 +172,15 @@ impl Slots {
     }
 
     /// Moves `op` into a free slot; `owner` is woken when it completes.
-    pub(crate) fn insert(&mut self, op: Op, owner: TaskKey) -> u32 {
-        let slot = Slot { state: State::Pending, owner, op: Some(op), submitted: None, units: 0 };
+    pub(crate) fn insert(&mut self, op: Op, owner: Owner) -> u32 {
+        let slot = Slot {
+            state: State::Pending,
+            owner,
+            op: Some(op),
+            submitted: None,
+            units: 0,
+            tracked: NOT_TRACKED,
+        };
         if let Some(index) = self.free.pop() {
             self.slots.0[index as usize] = slot;
             return index;
@@ -256,6 +220,9 @@ impl Slots {
         let slot = self.slots.0.get_mut(index as usize)?;
         slot.submitted = Some(now);
         let op = slot.op.as_ref()?;
+        if op.kind.is_for_stable_storage() && slot.tracked == NOT_TRACKED {
+            slot.tracked = op.file.loss().begins(op.kind);
+        }
         let iovecs = op.buffers.iovecs();
         Some(OpView {
             kind: op.kind,
@@ -263,11 +230,12 @@ impl Slots {
             registered: op.file.registered(),
             offset: op.offset,
             iovecs: iovecs.as_ptr(),
-            iovecs_len: iovecs.len().min(crate::buf::IOVECS_MAX),
+            iovecs_len: iovecs.len().min(iomem::IOVECS_MAX),
         })
     }
 
-    /// Stores the result of slot `index` and counts it. Returns the task to wake, if any waits.
+    /// Stores the result of slot `index` and counts it. Returns the task to wake, if one waits; a
+    /// waker that is to be woken goes to `wakers`.
     pub(crate) fn complete(
         &mut self,
         index: u32,
@@ -277,9 +245,8 @@ impl Slots {
     ) -> Option<TaskKey> {
         let slot = self.slots.0.get_mut(index as usize)?;
         let op = slot.op.as_ref()?;
-        if result < 0 {
-            op.file.op_failed(op.kind, errno_of(result));
-        }
+        let times = Times { submitted: slot.submitted, now };
+        op.file.answered(op.kind, slot.tracked, result, times);
         if slot.units > 0 {
             self.lanes.leave(op.file.lane(), slot.units, op.kind);
         }
@@ -287,7 +254,13 @@ impl Slots {
         match slot.state {
             State::Pending => {
                 slot.state = State::Done(result);
-                Some(slot.owner)
+                if let Owner::Key(key) = slot.owner {
+                    return Some(key);
+                }
+                if let Owner::Waker(waker) = std::mem::take(&mut slot.owner) {
+                    self.wakers.push(waker);
+                }
+                None
             }
             State::Abandoned => {
                 self.release(index);
@@ -297,10 +270,18 @@ impl Slots {
         }
     }
 
-    /// Takes the completion of slot `index` out, or makes `owner` the one to wake later.
-    pub(crate) fn take(&mut self, index: u32, owner: TaskKey) -> Option<Completion> {
+    /// Has `owner` woken by the completion of slot `index`, and nobody else.
+    #[inline]
+    pub(crate) fn set_owner(&mut self, index: u32, owner: Owner) {
+        if let Some(slot) = self.slots.0.get_mut(index as usize) {
+            slot.owner = owner;
+        }
+    }
+
+    /// Takes the completion of slot `index` out, if it is there.
+    #[inline]
+    pub(crate) fn take(&mut self, index: u32) -> Option<Completion> {
         let slot = self.slots.0.get_mut(index as usize)?;
-        slot.owner = owner;
         let State::Done(result) = slot.state else {
             return None;
         };
@@ -310,10 +291,21 @@ impl Slots {
 
     /// Says that nobody waits for slot `index` any more. Its op stays until it has completed.
     pub(crate) fn abandon(&mut self, index: u32) {
+        self.set_owner(index, Owner::default());
         match self.slots.0.get_mut(index as usize).map(|slot| &mut slot.state) {
             Some(state @ State::Pending) => *state = State::Abandoned,
             Some(State::Done(_)) => drop(self.release(index)),
             _ => {}
+        }
+    }
+
+    /// Nobody will learn what becomes of the ops in the kernel. Who waits for flushes is told that
+    /// they have failed.
+    pub(crate) fn give_up(&self, now: Instant) {
+        let tracked = self.pending().filter(|(slot, _)| slot.tracked != NOT_TRACKED);
+        for (slot, op) in tracked {
+            let times = Times { submitted: slot.submitted, now };
+            op.file.answered(op.kind, slot.tracked, -i64::from(libc::EIO), times);
         }
     }
 
@@ -330,58 +322,9 @@ impl Slots {
     }
 }
 
-/// An op on its way. Dropping it does not take the op back: its slot keeps everything that the
-/// kernel uses until the completion.
-pub struct OpFuture<'a> {
-    io: &'a Io,
-    state: OpState,
-}
-
-enum OpState {
-    New(Op),
-    Waiting(u32),
-    Taken,
-}
-
-impl<'a> OpFuture<'a> {
-    pub(crate) fn new(io: &'a Io, op: Op) -> Self {
-        Self { io, state: OpState::New(op) }
-    }
-}
-
-impl Future for OpFuture<'_> {
-    type Output = Completion;
-
-    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Completion> {
-        let slot = match std::mem::replace(&mut self.state, OpState::Taken) {
-            OpState::New(op) => self.io.start_op(op),
-            OpState::Waiting(slot) => slot,
-            OpState::Taken => return Poll::Pending,
-        };
-        if let Some(completion) = self.io.take_completion(slot) {
-            return Poll::Ready(completion);
-        }
-        self.state = OpState::Waiting(slot);
-        Poll::Pending
-    }
-}
-
-impl Drop for OpFuture<'_> {
-    fn drop(&mut self) {
-        if let OpState::Waiting(slot) = self.state {
-            self.io.abandon_op(slot);
-        }
-    }
-}
-
 /// A kernel result as Rust has it.
 fn result_of(result: i64) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(errno_of(result)))
-}
-
-/// The errno in a result that is negative.
-fn errno_of(result: i64) -> i32 {
-    i32::try_from(-result).unwrap_or(libc::EIO)
 }
 
 fn stats_of(stats: &Stats, kind: OpKind) -> &OpStats {
@@ -427,11 +370,9 @@ mod tests {
     #[test]
     fn an_abandoned_op_keeps_its_memory_until_it_completes() {
         let gone = Rc::new(std::cell::Cell::new(false));
-        let owner = Rc::new(Canary(Rc::clone(&gone)));
-        // SAFETY: the list has no ranges.
-        let buffers = unsafe { Buffers::from_raw_parts(Vec::new(), 0, owner) };
+        let buffers = Buffers::uninitialized(512, 512, Canary(Rc::clone(&gone))).unwrap();
         let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
-        let index = slots.insert(op(buffers), TaskKey::default());
+        let index = slots.insert(op(buffers), Owner::default());
         slots.abandon(index);
         assert!(!gone.get(), "the memory went while the op was pending");
         assert_eq!(slots.occupied(), 1);
@@ -443,16 +384,16 @@ mod tests {
     #[test]
     fn a_completion_is_taken_once_and_its_slot_is_used_again() {
         let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
-        let index = slots.insert(op(Buffers::empty()), TaskKey::default());
-        assert!(slots.take(index, TaskKey::default()).is_none());
-        let owner = TaskKey { task: 3, child: 4 };
-        assert!(slots.take(index, owner).is_none());
+        let index = slots.insert(op(Buffers::empty()), Owner::default());
+        let owner = TaskKey { home: 3, child: 4 };
+        assert!(slots.take(index).is_none());
+        slots.set_owner(index, Owner::Key(owner));
         let woken = slots.complete(index, -i64::from(libc::ENOSPC), Instant::now(), &stats);
         assert_eq!(woken, Some(owner));
-        let completion = slots.take(index, owner).unwrap();
+        let completion = slots.take(index).unwrap();
         assert_eq!(completion.result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
-        assert!(slots.take(index, owner).is_none());
-        assert_eq!(slots.insert(op(Buffers::empty()), owner), index);
+        assert!(slots.take(index).is_none());
+        assert_eq!(slots.insert(op(Buffers::empty()), Owner::default()), index);
         assert_eq!(stats.read.errors.get(), 1);
     }
 }

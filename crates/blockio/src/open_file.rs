@@ -2,18 +2,25 @@
 //! that was written to it may be lost.
 
 use std::fs::File;
-use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
 
 use crate::device::Device;
-use crate::op::OpKind;
+use crate::loss::Loss;
+use crate::op_kind::{OpKind, errno_of};
+
+/// When an op was submitted, and when it was answered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Times {
+    pub(crate) submitted: Option<Instant>,
+    pub(crate) now: Instant,
+}
 
 /// What all ops on one file share, on any IoThread.
 #[derive(Debug)]
@@ -27,17 +34,28 @@ pub struct OpenFile {
     is_block_device: bool,
     /// What its requests go to, if that takes a bounded number of them and direct I/O leads there.
     device: Option<Arc<Device>>,
-    /// A submit of Linux AIO has waited for it.
+    /// A submit of Linux AIO has waited for it, and it is not tried again yet.
     blocks: AtomicBool,
-    /// Writes go through the page cache.
-    is_cached: bool,
-    /// There were such that did not wait for stable storage.
-    has_cached_writes: AtomicBool,
-    /// The errno of the first flush or FUA write after which data may be lost; 0: none so far.
-    lost: AtomicI32,
+    waits: Mutex<SubmitWaits>,
+    loss: Loss,
     /// Since when the oldest op is in the kernel that is late; none is, as far as is known.
     late_since: Mutex<Option<Instant>>,
 }
+
+/// Submits of Linux AIO that waited for a file.
+#[derive(Debug, Default)]
+struct SubmitWaits {
+    times: u32,
+    /// When it is tried whether they still do.
+    until: Option<Instant>,
+}
+
+/// How long a file has pool threads after a submit has waited for it. A process that was stopped,
+/// or kept from running, looks the same from inside, so that is not for ever; but each time that it
+/// happens again it is longer by this factor.
+const POOL_TIME: Duration = Duration::from_secs(600);
+const POOL_TIME_GROWS: u32 = 6;
+const POOL_TIME_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
 impl OpenFile {
     /// A file that `path` led to, opened with `O_DIRECT` or not.
@@ -63,7 +81,7 @@ impl OpenFile {
             not_polled: place,
             is_block_device,
             device,
-            is_cached: !direct,
+            loss: Loss::new(!(direct && is_block_device)),
             ..Self::from(OwnedFd::from(file))
         }
     }
@@ -88,62 +106,66 @@ impl OpenFile {
         self.blocks.load(Ordering::Relaxed)
     }
 
-    /// From now on no IoThread gives its ops to Linux AIO. True: nobody knew that before.
-    pub(crate) fn set_blocks(&self) -> bool {
-        !self.blocks.swap(true, Ordering::Relaxed)
-    }
-
-    /// Fails once data that was written may be lost: the kernel reports that to one flush of an
-    /// open file, holds the lost pages for clean, and answers later flushes with success. So from
-    /// the first such report on, no flush and no FUA write of any IoThread may succeed.
-    #[inline]
-    pub(crate) fn check_not_lost(&self) -> io::Result<()> {
-        match self.lost.load(Ordering::Acquire) {
-            0 => Ok(()),
-            errno => Err(io::Error::from_raw_os_error(errno)),
-        }
-    }
-
-    /// Takes in that a write is about to be made that may be answered from the page cache.
-    #[inline]
-    pub(crate) fn note_write(&self) {
-        if self.is_cached && !self.has_cached_writes.load(Ordering::Relaxed) {
-            self.has_cached_writes.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Takes in that the kernel has answered an op of this kind with `errno`. It is called at the
-    /// harvest, so what completed before has been noted before any task goes on.
+    /// From now on no IoThread gives its ops to Linux AIO, for a time. Returns that time, unless
+    /// it was so already.
     #[cold]
-    pub(crate) fn op_failed(&self, kind: OpKind, errno: i32) {
-        let may_be_lost = match kind {
-            OpKind::Flush => !never_reached_the_file(errno),
-            // Without room for its own range a write fails alone, and may succeed later. But where
-            // earlier writes are only in the page cache, it may be told that these found none.
-            OpKind::Write { fua: true } => match errno {
-                libc::EFBIG => false,
-                libc::ENOSPC | libc::EDQUOT => self.has_cached_writes.load(Ordering::Relaxed),
-                _ => !never_reached_the_file(errno),
-            },
-            _ => false,
+    pub(crate) fn set_blocks(&self, now: Instant) -> Option<Duration> {
+        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.blocks() {
+            return None;
+        }
+        let longer = POOL_TIME_GROWS.saturating_pow(waits.times);
+        let time = POOL_TIME.saturating_mul(longer).min(POOL_TIME_MAX);
+        waits.times += 1;
+        waits.until = Some(now + time);
+        self.blocks.store(true, Ordering::Relaxed);
+        Some(time)
+    }
+
+    /// Whether it is still to have pool threads. Once the time for that is over and it answers, it
+    /// is tried again whether submits wait for it.
+    #[cold]
+    pub(crate) fn still_blocks(&self, now: Instant) -> bool {
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        if waits.until.is_some_and(|until| now < until) || self.late_since().is_some() {
+            return true;
+        }
+        self.blocks.store(false, Ordering::Relaxed);
+        false
+    }
+
+    /// Whether data may be lost, and what is needed to know that.
+    #[inline]
+    pub(crate) fn loss(&self) -> &Loss {
+        &self.loss
+    }
+
+    /// Notes that the kernel has answered an op with `result`, bytes or a negative errno;
+    /// `tracked` is what [`Loss::begins`] has returned.
+    #[inline]
+    pub(crate) fn answered(&self, kind: OpKind, tracked: u64, result: i64, times: Times) {
+        let is_lost = match kind {
+            OpKind::Read => false,
+            OpKind::Flush | OpKind::Write { fua: true } => {
+                let errno = if result < 0 { errno_of(result) } else { 0 };
+                self.loss.ended(tracked, kind, errno, times.now)
+            }
+            _ => result >= 0 && self.loss.written(times.submitted),
         };
-        let first =
-            || self.lost.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire).is_ok();
-        if may_be_lost && first() {
-            tracing::error!(
-                "{}: a {} failed: {}; data that was written may be lost, so every flush and FUA \
-                 write fails from now on; check the disk, then stop this export and start it anew",
-                self.path.display(),
-                if kind == OpKind::Flush { "flush" } else { "FUA write" },
-                io::Error::from_raw_os_error(errno),
-            );
+        if is_lost {
+            self.tell_loss(kind);
         }
     }
 
-    /// As if it were opened anew, which is the way out of a failed flush.
-    #[cfg(feature = "sim")]
-    pub(crate) fn forget_loss(&self) {
-        self.lost.store(0, Ordering::Release);
+    #[cold]
+    fn tell_loss(&self, kind: OpKind) {
+        let Err(error) = self.loss.check() else { return };
+        let what = if kind == OpKind::Flush { "flush" } else { "FUA write" };
+        tracing::error!(
+            "{}: a {what} failed: {error}; written data may be lost, so all further flushes and \
+             FUA writes fail; check the disk, then restart this export",
+            self.path.display(),
+        );
     }
 
     /// Since when an op is in the kernel that is late, if one is.
@@ -178,7 +200,7 @@ impl OpenFile {
         self.not_polled = OnceLock::new();
     }
 
-    /// Says once in the log that completions are not polled for, if so.
+    /// Logs once that completions are not polled for, if so.
     pub(crate) fn tell(&self) {
         if let Some(why) = self.not_polled.get()
             && !self.is_told.swap(true, Ordering::Relaxed)
@@ -199,27 +221,11 @@ impl From<OwnedFd> for OpenFile {
             is_block_device: false,
             device: None,
             blocks: AtomicBool::new(false),
-            is_cached: false,
-            has_cached_writes: AtomicBool::new(false),
-            lost: AtomicI32::new(0),
+            waits: Mutex::default(),
+            loss: Loss::new(true),
             late_since: Mutex::default(),
         }
     }
-}
-
-/// Errors of ops that were refused or interrupted before the file saw them.
-fn never_reached_the_file(errno: i32) -> bool {
-    matches!(
-        errno,
-        libc::EINTR
-            | libc::EAGAIN
-            | libc::EINVAL
-            | libc::EBADF
-            | libc::EFAULT
-            | libc::EOPNOTSUPP
-            | libc::ENOSYS
-            | libc::ECANCELED
-    )
 }
 
 impl AsFd for OpenFile {
@@ -270,38 +276,27 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_is_remembered_and_what_is_none_is_not() {
-        let (flush, fua) = (OpKind::Flush, OpKind::Write { fua: true });
-        let null = || OpenFile::from(OwnedFd::from(File::open("/dev/null").unwrap()));
-        let file = null();
-        for (kind, errno) in [
-            (flush, libc::EINTR),
-            (flush, libc::EAGAIN),
-            (flush, libc::EINVAL),
-            (fua, libc::EOPNOTSUPP),
-            (fua, libc::ENOSPC),
-            (OpKind::Read, libc::EIO),
-            (OpKind::Write { fua: false }, libc::EIO),
-            (OpKind::DiscardBlocks { len: 512 }, libc::EIO),
-        ] {
-            file.op_failed(kind, errno);
-            assert!(file.check_not_lost().is_ok(), "{kind:?} {errno}");
+    fn a_file_that_blocked_is_tried_again_after_a_time_that_grows() {
+        let file = OpenFile::from(OwnedFd::from(File::open("/dev/null").unwrap()));
+        let mut now = Instant::now();
+        let second = Duration::from_secs(1);
+        for times in [1, 6, 36] {
+            assert_eq!(file.set_blocks(now), Some(times * POOL_TIME));
+            assert_eq!(file.set_blocks(now + second), None, "it is known");
+            now += times * POOL_TIME;
+            assert!(file.still_blocks(now - second) && file.blocks());
+            file.set_late_since(Some(now));
+            assert!(file.still_blocks(now), "it is hanging just now");
+            file.set_late_since(None);
+            assert!(!file.still_blocks(now) && !file.blocks());
         }
-        let cached = OpenFile { is_cached: true, ..null() };
-        cached.op_failed(fua, libc::ENOSPC);
-        cached.note_write();
-        cached.op_failed(fua, libc::EFBIG);
-        assert!(cached.check_not_lost().is_ok());
-        cached.op_failed(fua, libc::ENOSPC);
-        assert!(cached.check_not_lost().is_err(), "it may be told of another write");
-        for (kind, errno) in [(flush, libc::EIO), (flush, libc::ENOSPC), (fua, libc::EIO)] {
-            let file = null();
-            file.op_failed(kind, errno);
-            // The first is what is told.
-            file.op_failed(flush, libc::EDQUOT);
-            let error = file.check_not_lost().unwrap_err();
-            assert_eq!(error.raw_os_error(), Some(errno), "{kind:?}");
-        }
+        let longest = (0..40).filter_map(|_| {
+            let time = file.set_blocks(now);
+            now += POOL_TIME_MAX;
+            assert!(!file.still_blocks(now));
+            time
+        });
+        assert_eq!(longest.max(), Some(POOL_TIME_MAX));
     }
 
     #[test]

@@ -11,22 +11,13 @@
 
 use std::time::{Duration, Instant};
 
-/// The simulation's runs are short: there, everything happens after fewer ops.
-const SHORT: bool = cfg!(all(feature = "sim", not(test)));
-/// Completions that come together, fewer than this, say nothing.
-const CONVOY_MIN: usize = if SHORT { 2 } else { 6 };
-/// So many times in a row all ops complete together before it is tried to keep some back.
-const CONVOYS: u32 = if SHORT { 2 } else { 16 };
-/// Ops in each span of a trial.
-const SPAN_OPS: usize = if SHORT { 8 } else { 1024 };
+use crate::config::PacingConfig;
+use iomem::fits;
+
 /// Spans of a trial: with and without a limit in turn.
 const SPANS: u32 = 6;
-/// How many ops the outcome of a trial holds for.
-const PERIOD_OPS: usize = if SHORT { 32 } else { 128 * 1024 };
 /// So many harvests after which a limit follows the demand.
 const HARVESTS: u32 = 16;
-/// A client with few requests has them all on the disk.
-const LIMIT_MIN: usize = if SHORT { 1 } else { 8 };
 /// When nothing is asked for, the disk is not slow: a longer time between harvests counts as so
 /// much.
 const PAUSE_MAX: Duration = Duration::from_millis(5);
@@ -45,6 +36,7 @@ enum Phase {
 
 /// Decides how many ops of one disk an IoThread gives to the kernel.
 pub(crate) struct Pacing {
+    config: PacingConfig,
     phase: Phase,
     /// The most ops at once that were queued or in the kernel, since the limit was set.
     demand: usize,
@@ -61,9 +53,10 @@ pub(crate) struct Pacing {
     sums: [u128; 2],
 }
 
-impl Default for Pacing {
-    fn default() -> Self {
+impl Pacing {
+    pub(crate) fn new(config: PacingConfig) -> Self {
         Self {
+            config,
             phase: Phase::Watching { convoys: 0 },
             demand: 0,
             limit: usize::MAX,
@@ -75,9 +68,14 @@ impl Default for Pacing {
             sums: [0; 2],
         }
     }
-}
 
-impl Pacing {
+    /// One that has decided to keep ops back.
+    #[cfg(test)]
+    pub(crate) fn limited() -> Self {
+        let pacing = Self::new(PacingConfig::default());
+        Self { phase: Phase::Decided { limited: true }, ..pacing }
+    }
+
     /// How many ops may be in the kernel, when there are `demand` in all.
     #[inline]
     pub(crate) fn limit(&mut self, demand: usize) -> usize {
@@ -103,10 +101,10 @@ impl Pacing {
         submitted: bool,
         now: Instant,
     ) {
-        let found = usize::try_from(found).unwrap_or(usize::MAX);
+        let found = fits(found, "a count of ops");
         if let Phase::Watching { convoys } = self.phase {
             let convoys = self.watch(found, in_kernel, submitted, convoys);
-            if convoys < CONVOYS {
+            if convoys < self.config.convoys {
                 self.phase = Phase::Watching { convoys };
                 return;
             }
@@ -130,7 +128,7 @@ impl Pacing {
             self.arriving = arrived;
             return convoys;
         }
-        if arrived >= CONVOY_MIN { convoys + 1 } else { 0 }
+        if arrived >= self.config.convoy_min { convoys + 1 } else { 0 }
     }
 
     fn begin(&mut self, phase: Phase) {
@@ -142,7 +140,7 @@ impl Pacing {
 
     /// Follows the demand.
     fn set_limit(&mut self) {
-        self.limit = (self.demand * 3 / 4).max(LIMIT_MIN);
+        self.limit = (self.demand * 3 / 4).max(self.config.limit_min);
         self.demand = 0;
         self.harvests = 0;
     }
@@ -152,7 +150,7 @@ impl Pacing {
         self.time += since.min(PAUSE_MAX);
         self.ops += found;
         match self.phase {
-            Phase::Trying { span } if self.ops >= SPAN_OPS => {
+            Phase::Trying { span } if self.ops >= self.config.span_ops => {
                 self.sums[usize::from(span % 2 == 1)] +=
                     (self.time.as_nanos() << 16) / self.ops as u128;
                 let next = if span + 1 < SPANS {
@@ -170,7 +168,7 @@ impl Pacing {
                 };
                 self.begin(next);
             }
-            Phase::Decided { limited } if self.ops >= PERIOD_OPS => {
+            Phase::Decided { limited } if self.ops >= self.config.period_ops => {
                 // What has paid is tried again at once, what has not when it could pay.
                 self.begin(if limited {
                     Phase::Trying { span: 0 }
@@ -199,7 +197,7 @@ mod tests {
     /// how many ops it did in `ops` steps of a microsecond, and the pacing as it was then.
     fn drive(depth: usize, of_all: u64, of_each: u64, pause: u64, micros: u64) -> (usize, Pacing) {
         let start = Instant::now();
-        let mut pacing = Pacing::default();
+        let mut pacing = Pacing::new(PacingConfig::default());
         let (mut queued, mut in_kernel, mut done) = (depth, 0, 0);
         let (mut disk_ends, mut client_comes) = (0, Vec::new());
         for at in 0..micros {
@@ -252,14 +250,15 @@ mod tests {
         let mut pacing = Pacing { phase: Phase::Decided { limited: true }, ..pacing };
         let start = Instant::now();
         for at in 0..10_000 {
-            assert!(pacing.limit(2) >= 8, "after {at} harvests of 2");
-            pacing.harvested(2, 2, false, start + Duration::from_micros(at));
+            let few = 1 + usize::try_from(at / 2500).unwrap();
+            assert!(pacing.limit(few) >= few, "after {at} harvests");
+            pacing.harvested(few as u64, few, false, start + Duration::from_micros(at));
         }
     }
 
     #[test]
     fn completions_that_come_one_by_one_change_nothing() {
-        let mut pacing = Pacing::default();
+        let mut pacing = Pacing::new(PacingConfig::default());
         let start = Instant::now();
         for at in 0..100_000 {
             assert_eq!(pacing.limit(64), usize::MAX);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// The first window, when polling might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
 
-/// How much unused budget is kept: that of so long a time.
+/// How much unused budget is kept: that of this time.
 const BUDGET_SPAN: Duration = Duration::from_millis(10);
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when

@@ -1,16 +1,18 @@
 //! What an IoThread waits for: eventfds, timers, and the sources that it serves.
 
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::rc::Rc;
 use std::time::Instant;
 
+use iomem::fits;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::clock;
 use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
-use crate::task::TaskKey;
+use crate::task::Owner;
+use crate::task_key::TaskKey;
 
 /// Something that makes work appear in shared memory and announces it with an eventfd: a ring with
 /// a kick, say. The IoThread asks it once a run, not for each request.
@@ -51,6 +53,31 @@ struct Entry {
     to_notify: bool,
 }
 
+struct Timer {
+    when: Instant,
+    owner: Owner,
+}
+
+impl Ord for Timer {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.when.cmp(&other.when)
+    }
+}
+
+impl PartialOrd for Timer {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Timer {
+    fn eq(&self, other: &Self) -> bool {
+        self.when == other.when
+    }
+}
+
+impl Eq for Timer {}
+
 /// The token of the wakes by other threads.
 const TOKEN_FOREIGN: u64 = TOKEN_ENGINE - 1;
 
@@ -61,7 +88,7 @@ pub(crate) struct Reactor {
     /// Sources that are not armed: they are, before the loop sleeps.
     disarmed: Vec<u32>,
     to_notify: Vec<u32>,
-    timers: BinaryHeap<Reverse<(Instant, u32, u32)>>,
+    timers: BinaryHeap<Reverse<Timer>>,
 }
 
 impl Reactor {
@@ -160,12 +187,12 @@ impl Reactor {
         });
     }
 
-    pub(crate) fn add_timer(&mut self, when: Instant, key: TaskKey) {
-        self.timers.push(Reverse((when, key.task, key.child)));
+    pub(crate) fn add_timer(&mut self, when: Instant, owner: Owner) {
+        self.timers.push(Reverse(Timer { when, owner }));
     }
 
     pub(crate) fn next_timer(&self) -> Option<Instant> {
-        self.timers.peek().map(|Reverse((when, ..))| *when)
+        self.timers.peek().map(|Reverse(timer)| timer.when)
     }
 
     /// Takes in what has happened to the eventfds. Appends tasks to wake.
@@ -173,7 +200,7 @@ impl Reactor {
         for token in happened.drain(..) {
             // The loop looks for completions and for what was posted in any case, so the other
             // two tokens need nothing more.
-            let index = usize::try_from(token).unwrap_or(usize::MAX);
+            let index: usize = fits(token, "a token");
             if let Some(Some(entry)) = self.sources.get_mut(index) {
                 woken.push(entry.task);
                 if entry.armed {
@@ -185,17 +212,16 @@ impl Reactor {
         }
     }
 
-    /// Appends the tasks whose timers are due.
-    pub(crate) fn expire_timers(&mut self, woken: &mut Vec<TaskKey>) {
+    /// Calls `expired` for timers that are due.
+    pub(crate) fn expire_timers(&mut self, mut expired: impl FnMut(Owner)) {
         if self.timers.is_empty() {
             return;
         }
         let now = clock::now();
-        while let Some(Reverse((when, task, child))) = self.timers.peek().copied()
-            && when <= now
-        {
-            self.timers.pop();
-            woken.push(TaskKey { task, child });
+        while self.next_timer().is_some_and(|when| when <= now) {
+            if let Some(Reverse(timer)) = self.timers.pop() {
+                expired(timer.owner);
+            }
         }
     }
 }

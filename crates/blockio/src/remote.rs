@@ -1,27 +1,32 @@
 //! How other threads reach an IoThread.
 
+use std::any::Any;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
-use crate::io_thread::Io;
+use crate::io::Io;
+use crate::mailbox::Mailbox;
 use crate::stats::Stats;
-use crate::task::ForeignWakes;
 
 /// Reaches an IoThread from other threads.
 #[derive(Clone)]
 pub struct Remote {
-    foreign: Arc<ForeignWakes>,
+    mailbox: Arc<Mailbox>,
     stats: Arc<Stats>,
 }
 
 impl Remote {
-    pub(crate) fn new(foreign: Arc<ForeignWakes>, stats: Arc<Stats>) -> Self {
-        Self { foreign, stats }
+    pub(crate) fn new(mailbox: Arc<Mailbox>, stats: Arc<Stats>) -> Self {
+        Self { mailbox, stats }
     }
 
     /// Has `call` run on the IoThread between two turns. False when that thread has ended.
     pub fn post(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
-        self.foreign.post(|inbox| inbox.calls.push(Box::new(call)))
+        let call = move |io: &dyn Any| match io.downcast_ref::<Rc<Io>>() {
+            Some(io) => call(io),
+            None => unreachable!("a turn gives its handle to calls"),
+        };
+        self.mailbox.post(|inbox| inbox.calls.push(Box::new(call)))
     }
 
     /// As [`post`](Self::post), and waits for the result. `None` when that thread has ended.

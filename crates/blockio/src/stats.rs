@@ -5,9 +5,12 @@
 //! little old.
 
 use std::collections::BTreeMap;
+use std::os::fd::RawFd;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::sync::atomic::{AtomicU64, Ordering};
+use iomem::fits;
 
 /// A count that one thread writes and any thread reads.
 #[derive(Debug, Default)]
@@ -74,14 +77,15 @@ impl<const BITS: u32> Default for Histogram<BITS> {
 #[inline]
 fn bucket_of(bits: u32, value: u64) -> usize {
     let value_log2 = 63 - (value | 1).leading_zeros();
-    let last = bucket_count(bits) - 1;
     if value_log2 < bits {
-        return usize::try_from(value).unwrap_or(last);
+        return fits(value, "a number of few bits");
     }
     let shift = value_log2 - bits;
     let group = u64::from(shift + 1) << bits;
     let index = group + ((value >> shift) & ((1 << bits) - 1));
-    usize::try_from(index).unwrap_or(last).min(last)
+    let index = fits(index, "the place of a bucket");
+    debug_assert!(index < bucket_count(bits), "there is no bucket {index} for {value}");
+    index
 }
 
 /// The largest value of a bucket.
@@ -263,7 +267,7 @@ pub struct ListStats {
     pub bytes: Gauge,
     /// The most bytes that there were at once.
     pub bytes_most: Gauge,
-    /// How often a source had to leave work where it was for want of room.
+    /// How often a source had to leave work in its ring because it had no room.
     pub waits: Counter,
 }
 
@@ -296,7 +300,7 @@ pub struct Stats {
     /// second while it turns.
     pub late: Counter,
     /// 1 while the loop sleeps and waits for no operation. If it is 0 and [`turns`](Self::turns)
-    /// stays as it is, wake the loop now and then: it tells of disks that do not answer.
+    /// stays as it is, wake the loop now and then: it reports disks that do not answer.
     pub is_idle: Gauge,
     /// Turns of the loop.
     pub turns: Counter,
@@ -304,6 +308,33 @@ pub struct Stats {
     pub rounds: Counter,
     /// System calls.
     pub syscalls: Syscalls,
+    /// The descriptor that a submit is for just now, and one more; 0: there is none.
+    submit: Gauge,
+}
+
+impl Stats {
+    /// The loop makes a submit for this file alone, which may wait for it.
+    #[inline]
+    pub(crate) fn submit_begins(&self, fd: RawFd) {
+        self.submit.set(u64::from((fd + 1).unsigned_abs()));
+    }
+
+    /// It has returned.
+    #[inline]
+    pub(crate) fn submit_ends(&self) {
+        self.submit.set(0);
+    }
+
+    /// The file that a submit is for at this moment: when the loop does not turn any more, that is
+    /// what it waits for. `None`: there is no submit, or its engine has one for all files.
+    #[must_use]
+    pub fn submits_to(&self) -> Option<PathBuf> {
+        let descriptor = self.submit.get();
+        let path = format!("/proc/self/fd/{}", descriptor.checked_sub(1)?);
+        let file = std::fs::read_link(path).ok()?;
+        // As long as the submit lasts, the descriptor means that file.
+        (self.submit.get() == descriptor).then_some(file)
+    }
 }
 
 /// Nanoseconds of `duration`, saturating.

@@ -46,7 +46,6 @@ impl Eventfd {
 
     /// Has one wait watch both, as one epoll instance does.
     #[cfg(all(test, shuttle))]
-    #[cfg(all(test, any(loom, shuttle)))]
     pub(crate) fn watch_with(&mut self, other: &Self) {
         self.edge = std::sync::Arc::clone(&other.edge);
     }

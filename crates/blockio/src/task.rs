@@ -1,31 +1,54 @@
-//! The executor of one IoThread: slots for tasks, a ready list, local wakes.
+//! The executor of one IoThread: slots for tasks, a ready list, and who is woken how.
 //!
-//! A task is one future. A task that serves many requests keeps their futures in a [`TaskSet`]:
+//! A task is one future. A task that serves many requests keeps their futures in a `TaskSet`:
 //! these have one concrete type, live in storage that is used again, and are polled without a
-//! virtual call. A completion wakes a request by its [`TaskKey`], two small numbers that its slot
-//! remembers; no `Waker` is cloned on the way.
+//! virtual call.
+//!
+//! Whatever a future waits for remembers an [`Owner`]. As a rule that is a [`TaskKey`], two small
+//! numbers, and no `Waker` is cloned on the way of a request. But a future must wake the waker that
+//! it was polled with last, and whoever combines futures polls them with wakers of its own. So a
+//! future compares the waker with that of the task that runs, and keeps a clone if it is another.
+//!
+//! Wakers of tasks may be used anywhere. On other threads they post to the mailbox; within a turn
+//! of their own loop they need neither its lock nor its eventfd.
 
-use std::cell::RefCell;
-use std::future::{Future, poll_fn};
+use std::cell::{Cell, RefCell};
+use std::future::Future;
 use std::mem;
 use std::pin::Pin;
-use std::rc::Rc;
-use std::sync::{Arc, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
+use std::ptr;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::task::{Context, Wake, Waker};
 
-use crate::io_thread::Io;
-use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Eventfd, Mutex, MutexGuard};
+use crate::mailbox::Mailbox;
+use crate::task_key::{NO_CHILD, NO_TASK, TaskKey};
 
-/// Names a task, and a future in its [`TaskSet`].
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TaskKey {
-    pub(crate) task: u32,
-    pub(crate) child: u32,
+/// Who is to be woken.
+#[derive(Debug, Clone)]
+pub(crate) enum Owner {
+    /// A future that this IoThread runs.
+    Key(TaskKey),
+    /// A future that somebody else polls.
+    Waker(Waker),
 }
 
-/// A child number that stands for the task itself.
-pub(crate) const NO_CHILD: u32 = u32::MAX;
+impl Default for Owner {
+    fn default() -> Self {
+        Self::Key(NO_TASK)
+    }
+}
+
+impl Owner {
+    /// Whether both wake the same future.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Key(key), Self::Key(other)) => key == other,
+            (Self::Waker(waker), Self::Waker(other)) => waker.will_wake(other),
+            _ => false,
+        }
+    }
+}
 
 type TaskFuture = Pin<Box<dyn Future<Output = ()>>>;
 
@@ -37,10 +60,15 @@ struct Task {
     body: Option<TaskBody>,
     /// Whether the task is on the ready list.
     queued: bool,
-    /// Children that were woken since the task last ran.
-    woken_children: Vec<u32>,
-    /// Whether the task was woken through its `Waker`, which cannot say for which child.
-    woken_by_waker: bool,
+}
+
+/// What the executor knows of a set of futures.
+#[derive(Default)]
+struct Set {
+    /// Who polled the set last.
+    owner: Owner,
+    /// Children that were woken since it took them out. By the first the owner is woken.
+    woken: Vec<u32>,
 }
 
 /// The tasks of one IoThread.
@@ -49,53 +77,341 @@ pub(crate) struct Executor {
     tasks: Vec<Task>,
     free: Vec<u32>,
     ready: Vec<u32>,
+    sets: Vec<Set>,
+    free_sets: Vec<u32>,
+    /// Futures that are suspended until their task is woken, and were polled with other wakers.
+    suspended: Vec<(TaskKey, Waker)>,
+    running: Rc<Running>,
+}
+
+/// Who runs, and who was woken where nobody could reach the executor.
+pub(crate) struct Running {
+    current: Cell<TaskKey>,
+    /// The data pointer of the waker that it is polled with.
+    waker: Cell<*const ()>,
+    woken: RefCell<Vec<Owner>>,
+    has_woken: Cell<bool>,
+    /// Somebody may be ready, or was woken.
+    is_due: Cell<bool>,
+    /// What runs outside of any task, in `block_on` say, was woken.
+    is_root_woken: Cell<bool>,
+    /// The thread is in the loop.
+    is_entered: Cell<bool>,
+}
+
+/// What no waker has as its data.
+static NOBODY: u8 = 0;
+
+impl Default for Running {
+    fn default() -> Self {
+        Self {
+            current: Cell::new(NO_TASK),
+            waker: Cell::new((&raw const NOBODY).cast()),
+            woken: RefCell::default(),
+            has_woken: Cell::new(false),
+            is_due: Cell::new(false),
+            is_root_woken: Cell::new(false),
+            is_entered: Cell::new(false),
+        }
+    }
+}
+
+impl Running {
+    /// Whoever runs now.
+    #[inline]
+    pub(crate) fn current(&self) -> TaskKey {
+        self.current.get()
+    }
+
+    /// Polls as `key`, with `waker`.
+    #[inline]
+    pub(crate) fn run<T>(&self, key: TaskKey, waker: &Waker, poll: impl FnOnce() -> T) -> T {
+        let outer = (self.current.replace(key), self.waker.replace(waker.data()));
+        let result = poll();
+        self.current.set(outer.0);
+        self.waker.set(outer.1);
+        result
+    }
+
+    /// Whether a future that is polled with `cx` is polled by whoever runs, and not by something
+    /// in between. Wakers that are there at the same time have different data.
+    #[inline]
+    pub(crate) fn polls(&self, cx: &Context<'_>) -> bool {
+        ptr::eq(cx.waker().data(), self.waker.get())
+    }
+
+    /// Whom a future that is polled with `cx` has to wake.
+    #[inline]
+    pub(crate) fn owner(&self, cx: &Context<'_>) -> Owner {
+        if self.polls(cx) { Owner::Key(self.current.get()) } else { other(cx) }
+    }
+
+    /// Runs `turn` within the loop: its look for ready tasks is yet to come, so that wakers of its
+    /// tasks need no mailbox.
+    #[inline]
+    pub(crate) fn enter<T>(&self, turn: impl FnOnce() -> T) -> T {
+        let outer = self.is_entered.replace(true);
+        let result = turn();
+        self.is_entered.set(outer);
+        result
+    }
+
+    /// Whether the future of `block_on` was woken since the last question.
+    #[inline]
+    pub(crate) fn take_root_woken(&self) -> bool {
+        self.is_root_woken.take()
+    }
+
+    /// Wakes `owner` before the loop looks for ready tasks the next time.
+    pub(crate) fn wake(&self, owner: Owner) {
+        self.has_woken.set(true);
+        self.is_due.set(true);
+        self.woken.borrow_mut().push(owner);
+    }
+
+    #[cold]
+    fn wake_other(&self, waker: &Waker) {
+        self.wake(Owner::Waker(waker.clone()));
+    }
+
+    fn take_woken(&self) -> Vec<Owner> {
+        self.has_woken.set(false);
+        self.woken.take()
+    }
+}
+
+#[cold]
+fn other(cx: &Context<'_>) -> Owner {
+    Owner::Waker(cx.waker().clone())
+}
+
+/// Whether any task is ready.
+#[inline(always)]
+pub(crate) fn has_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
+    running.is_due.get() && look_for_ready(executor, running)
+}
+
+#[inline]
+fn look_for_ready(executor: &RefCell<Executor>, running: &Running) -> bool {
+    if running.has_woken.get() {
+        take_woken(executor, running);
+    }
+    let has_ready = !executor.borrow().ready.is_empty();
+    running.is_due.set(has_ready);
+    has_ready
+}
+
+/// Wakes all who were woken without the executor. Wakers of others run whatever they like.
+#[cold]
+fn take_woken(executor: &RefCell<Executor>, running: &Running) {
+    while running.has_woken.get() {
+        for owner in running.take_woken() {
+            match owner {
+                Owner::Key(key) => executor.borrow_mut().wake(key),
+                Owner::Waker(waker) => {
+                    waker.wake();
+                    // It may be that of a future which is polled between turns.
+                    running.is_root_woken.set(true);
+                }
+            }
+        }
+    }
+}
+
+/// The loops of a thread.
+type Loops = Vec<(*const Mailbox, Weak<Running>)>;
+
+thread_local! {
+    static LOOPS: RefCell<Loops> = const { RefCell::new(Loops::new()) };
+}
+
+/// Keeps a loop known to its thread, so that wakers of its tasks find it there.
+pub(crate) struct Known(*const Mailbox);
+
+impl Known {
+    /// `mailbox` is that of the loop.
+    pub(crate) fn new(mailbox: &Arc<Mailbox>, running: &Rc<Running>) -> Self {
+        let mailbox = Arc::as_ptr(mailbox);
+        LOOPS.with_borrow_mut(|loops| loops.push((mailbox, Rc::downgrade(running))));
+        Self(mailbox)
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        // A thread that ends has forgotten all of them.
+        let forget = |loops: &RefCell<Loops>| {
+            loops.borrow_mut().retain(|(mailbox, _)| *mailbox != self.0);
+        };
+        let _ = LOOPS.try_with(forget);
+    }
+}
+
+/// The loop with `mailbox`, if this thread is in it.
+fn entered(mailbox: &Arc<Mailbox>) -> Option<Rc<Running>> {
+    let own = Arc::as_ptr(mailbox);
+    let find = |loops: &RefCell<Loops>| {
+        let loops = loops.borrow();
+        let (_, running) = loops.iter().find(|(mailbox, _)| *mailbox == own)?;
+        running.upgrade().filter(|running| running.is_entered.get())
+    };
+    LOOPS.try_with(find).ok().flatten()
+}
+
+/// Lets somebody act who only stands on this thread for another one.
+#[cfg(ringhaul_sim)]
+pub(crate) fn as_other<T>(act: impl FnOnce() -> T) -> T {
+    let loops = LOOPS.take();
+    let result = act();
+    // Loops may have come and gone meanwhile.
+    LOOPS.with_borrow_mut(|new| new.extend(loops));
+    result
+}
+
+/// What wakes `key` from wherever it is called. [`NO_TASK`] ends a sleep.
+pub(crate) fn waker(mailbox: &Arc<Mailbox>, key: TaskKey) -> Waker {
+    Waker::from(Arc::new(TaskWaker { mailbox: Arc::clone(mailbox), key }))
+}
+
+struct TaskWaker {
+    mailbox: Arc<Mailbox>,
+    key: TaskKey,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        match entered(&self.mailbox) {
+            Some(running) => running.wake(Owner::Key(self.key)),
+            None => drop(self.mailbox.post(|inbox| inbox.woken.push(self.key))),
+        }
+    }
+}
+
+/// Wakes those whose keys were in the mailbox.
+pub(crate) fn wake_all(executor: &RefCell<Executor>, woken: &[TaskKey]) {
+    let mut executor = executor.borrow_mut();
+    woken.iter().for_each(|&key| executor.wake(key));
 }
 
 impl Executor {
+    pub(crate) fn new(running: &Rc<Running>) -> Self {
+        Self { running: Rc::clone(running), ..Self::default() }
+    }
+
     /// Adds a task and makes it ready.
-    pub(crate) fn insert(&mut self, future: TaskFuture, wakes: &Arc<ForeignWakes>) {
+    pub(crate) fn insert(&mut self, future: TaskFuture, mailbox: &Arc<Mailbox>) {
         let index = self.free.pop().unwrap_or_else(|| {
             u32::try_from(self.tasks.len()).unwrap_or_else(|_| unreachable!("2^32 tasks at once"))
         });
-        let waker = Waker::from(Arc::new(TaskWaker { wakes: Arc::clone(wakes), task: index }));
-        let task = Task {
-            body: Some((future, waker)),
-            queued: false,
-            woken_children: Vec::new(),
-            woken_by_waker: false,
-        };
+        let key = TaskKey::task(index);
+        let task = Task { body: Some((future, waker(mailbox, key))), queued: false };
         if index as usize == self.tasks.len() {
             self.tasks.push(task);
         } else {
             self.tasks[index as usize] = task;
         }
-        self.wake(TaskKey { task: index, child: NO_CHILD });
+        self.wake(key);
     }
 
-    /// Puts a task on the ready list, once.
-    #[inline]
-    pub(crate) fn wake(&mut self, key: TaskKey) {
-        let Some(task) = self.tasks.get_mut(key.task as usize) else {
+    /// Wakes a future: puts its task on the ready list, once.
+    #[inline(always)]
+    pub(crate) fn wake(&mut self, mut key: TaskKey) {
+        if !self.suspended.is_empty() {
+            self.wake_suspended(key);
+        }
+        while key.child != NO_CHILD {
+            let Some(set) = self.sets.get_mut(key.home as usize) else {
+                return;
+            };
+            let is_told = !set.woken.is_empty();
+            set.woken.push(key.child);
+            if is_told {
+                return;
+            }
+            match &set.owner {
+                Owner::Key(owner) => key = *owner,
+                Owner::Waker(waker) => return self.running.wake_other(waker),
+            }
+        }
+        let Some(task) = self.tasks.get_mut(key.home as usize) else {
+            self.running.is_root_woken.set(true);
             return;
         };
-        if key.child != NO_CHILD {
-            task.woken_children.push(key.child);
-        }
         if !task.queued {
             task.queued = true;
-            self.ready.push(key.task);
+            self.running.is_due.set(true);
+            self.ready.push(key.home);
         }
     }
 
-    fn wake_by_waker(&mut self, task: u32) {
-        if let Some(entry) = self.tasks.get_mut(task as usize) {
-            entry.woken_by_waker = true;
+    /// Has `waker` woken when `key` is, which may have been already since it began to run.
+    #[cold]
+    pub(crate) fn suspend(&mut self, key: TaskKey, waker: Waker) {
+        let is_woken = match key {
+            NO_TASK => self.running.is_root_woken.get(),
+            TaskKey { home, child: NO_CHILD } => {
+                self.tasks.get(home as usize).is_some_and(|task| task.queued)
+            }
+            TaskKey { home, child } => {
+                self.sets.get(home as usize).is_some_and(|set| set.woken.contains(&child))
+            }
+        };
+        if is_woken {
+            self.running.wake(Owner::Waker(waker));
+        } else {
+            self.suspended.push((key, waker));
         }
-        self.wake(TaskKey { task, child: NO_CHILD });
     }
 
-    pub(crate) fn has_ready(&self) -> bool {
-        !self.ready.is_empty()
+    #[cold]
+    fn wake_suspended(&mut self, key: TaskKey) {
+        let running = &self.running;
+        self.suspended.retain(|(suspended, waker)| {
+            let is_woken = *suspended == key;
+            if is_woken {
+                running.wake(Owner::Waker(waker.clone()));
+            }
+            !is_woken
+        });
+    }
+
+    /// Adds a set of futures. Returns its number.
+    pub(crate) fn add_set(&mut self) -> u32 {
+        if let Some(set) = self.free_sets.pop() {
+            // A child of the set that was there may have been woken since that was removed.
+            self.sets[set as usize] = Set::default();
+            return set;
+        }
+        self.sets.push(Set::default());
+        u32::try_from(self.sets.len() - 1).unwrap_or_else(|_| unreachable!("2^32 sets at once"))
+    }
+
+    pub(crate) fn remove_set(&mut self, set: u32) {
+        // What it holds of its owner goes.
+        self.sets[set as usize] = Set::default();
+        self.free_sets.push(set);
+    }
+
+    /// From now on `owner` polls the set, and is woken if a child was.
+    #[cold]
+    pub(crate) fn set_owner_of(&mut self, set: u32, owner: Owner) {
+        let set = &mut self.sets[set as usize];
+        if !set.woken.is_empty() {
+            self.running.wake(owner.clone());
+        }
+        set.owner = owner;
+    }
+
+    /// Swaps the woken children of a set with `list`, which is empty.
+    #[inline]
+    pub(crate) fn take_woken_children(&mut self, set: u32, list: &mut Vec<u32>) {
+        if let Some(set) = self.sets.get_mut(set as usize) {
+            mem::swap(&mut set.woken, list);
+        }
     }
 
     /// Swaps the ready list with `list`, which is empty.
@@ -127,206 +443,5 @@ impl Executor {
     /// Tasks that have not ended.
     pub(crate) fn tasks(&self) -> usize {
         self.tasks.len() - self.free.len()
-    }
-
-    /// Moves the woken children of a task into `list`. True: look at every child.
-    pub(crate) fn take_woken_children(&mut self, task: u32, list: &mut Vec<u32>) -> bool {
-        let Some(entry) = self.tasks.get_mut(task as usize) else {
-            return false;
-        };
-        mem::swap(&mut entry.woken_children, list);
-        mem::take(&mut entry.woken_by_waker)
-    }
-}
-
-/// Work that other threads (or wakers) hand to an IoThread.
-pub(crate) struct ForeignWakes {
-    inbox: Mutex<Inbox>,
-    /// Whether the inbox holds anything, so that a turn can look without a lock.
-    posted: AtomicBool,
-    eventfd: Eventfd,
-}
-
-/// A closure that another thread wants run here.
-type ForeignCall = Box<dyn FnOnce(&Rc<Io>) + Send>;
-
-#[derive(Default)]
-pub(crate) struct Inbox {
-    pub(crate) tasks: Vec<u32>,
-    pub(crate) calls: Vec<ForeignCall>,
-    /// Set once the IoThread is gone: nobody will look any more.
-    closed: bool,
-}
-
-impl ForeignWakes {
-    pub(crate) fn new(eventfd: rustix::fd::OwnedFd) -> Self {
-        Self {
-            inbox: Mutex::default(),
-            posted: AtomicBool::new(false),
-            eventfd: Eventfd::new(eventfd),
-        }
-    }
-
-    pub(crate) fn eventfd(&self) -> &Eventfd {
-        &self.eventfd
-    }
-
-    #[cfg(all(test, shuttle))]
-    pub(crate) fn watch_with(&mut self, other: &Eventfd) {
-        self.eventfd.watch_with(other);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes the inbox, then makes the IoThread look at it. False when that thread is gone.
-    pub(crate) fn post(&self, change: impl FnOnce(&mut Inbox)) -> bool {
-        let mut inbox = self.lock();
-        if inbox.closed {
-            return false;
-        }
-        change(&mut inbox);
-        self.posted.store(true, Ordering::Release);
-        drop(inbox);
-        self.eventfd.add_one();
-        true
-    }
-
-    pub(crate) fn is_posted(&self) -> bool {
-        self.posted.load(Ordering::Acquire)
-    }
-
-    /// Takes everything out.
-    pub(crate) fn take(&self) -> Inbox {
-        let mut inbox = self.lock();
-        self.posted.store(false, Ordering::Relaxed);
-        mem::take(&mut *inbox)
-    }
-
-    /// Takes everything out and refuses all that comes later.
-    pub(crate) fn close(&self) -> Inbox {
-        let mut inbox = self.lock();
-        let rest = mem::take(&mut *inbox);
-        inbox.closed = true;
-        rest
-    }
-}
-
-struct TaskWaker {
-    wakes: Arc<ForeignWakes>,
-    task: u32,
-}
-
-impl Wake for TaskWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        // Wakers are not on the data path (slots wake by key), so one way serves all threads.
-        self.wakes.post(|inbox| inbox.tasks.push(self.task));
-    }
-}
-
-/// Marks the tasks that wakers have woken.
-pub(crate) fn wake_all(executor: &RefCell<Executor>, tasks: &[u32]) {
-    let mut executor = executor.borrow_mut();
-    for &task in tasks {
-        executor.wake_by_waker(task);
-    }
-}
-
-/// A set of futures of one type that one task runs.
-///
-/// Storage is allocated when the set grows and used again afterwards: starting a future on a set
-/// that has been as full before allocates nothing.
-pub struct TaskSet<F> {
-    io: Rc<Io>,
-    futures: Vec<Pin<Box<Option<F>>>>,
-    free: Vec<u32>,
-    woken: Vec<u32>,
-}
-
-impl<F: Future<Output = ()>> TaskSet<F> {
-    /// An empty set for a task on `io`.
-    #[must_use]
-    pub fn new(io: Rc<Io>) -> Self {
-        Self { io, futures: Vec::new(), free: Vec::new(), woken: Vec::new() }
-    }
-
-    /// Futures that have not ended.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.futures.len() - self.free.len()
-    }
-
-    /// Whether no future is left.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Adds a future and polls it once.
-    pub fn spawn(&mut self, cx: &mut Context<'_>, future: F) {
-        let child = self.free.pop().unwrap_or_else(|| {
-            self.futures.push(Box::pin(None));
-            u32::try_from(self.futures.len() - 1)
-                .unwrap_or_else(|_| unreachable!("2^32 futures in a set"))
-        });
-        self.futures[child as usize].as_mut().set(Some(future));
-        self.poll_child(cx, child);
-    }
-
-    /// As [`spawn`](Self::spawn), in an `async fn`.
-    pub async fn start(&mut self, future: F) {
-        let mut future = Some(future);
-        poll_fn(|cx| {
-            if let Some(future) = future.take() {
-                self.spawn(cx, future);
-            }
-            Poll::Ready(())
-        })
-        .await;
-    }
-
-    /// Polls the futures that were woken since the last call.
-    pub fn run_woken(&mut self, cx: &mut Context<'_>) {
-        let mut woken = mem::take(&mut self.woken);
-        if self.io.take_woken_children(&mut woken) {
-            for child in (0..self.futures.len()).filter_map(|index| u32::try_from(index).ok()) {
-                self.poll_child(cx, child);
-            }
-        } else {
-            for &child in &woken {
-                self.poll_child(cx, child);
-            }
-        }
-        woken.clear();
-        self.woken = woken;
-    }
-
-    /// Waits until no future is left.
-    pub async fn finish(&mut self) {
-        poll_fn(|cx| {
-            self.run_woken(cx);
-            if self.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-        })
-        .await;
-    }
-
-    #[inline]
-    fn poll_child(&mut self, cx: &mut Context<'_>, child: u32) {
-        let Some(place) = self.futures.get_mut(child as usize) else {
-            return;
-        };
-        let Some(future) = place.as_mut().as_pin_mut() else {
-            return;
-        };
-        let ended = self.io.as_child(child, || future.poll(cx).is_ready());
-        if ended {
-            place.as_mut().set(None);
-            self.free.push(child);
-        }
     }
 }

@@ -1,9 +1,11 @@
 //! The control thread: one for all exports. It takes front-ends in and drives their sessions.
 //!
 //! It sleeps in `poll` and never waits for anything else, so that a slow disk behind one export
-//! holds up the front-ends of no other.
+//! delays the front-ends of no other.
 
-use std::io::{self, IoSlice};
+mod export;
+
+use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Wake, Waker};
@@ -12,28 +14,27 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::Remote;
+use device::Device;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
-use crate::blk::BlkDevice;
+use crate::descriptor_limit;
 use crate::export::Endpoint;
+use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
-use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
+use export::{ACCEPT_PAUSE, Export};
 
-/// How often it is said what keeps exports from ending.
+/// How often the log says what keeps exports from ending.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
-
-/// How long an export waits for descriptors to come back before it takes a front-end in again.
-const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// One device and where its front-ends come from.
 pub struct ExportSetup {
-    /// What the log calls it.
-    pub name: String,
+    /// Its place in the log.
+    pub log: Arc<ExportLog>,
     /// The device.
-    pub device: BlkDevice,
+    pub device: Device,
     /// Where front-ends come from.
     pub endpoint: Endpoint,
     /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
@@ -48,7 +49,7 @@ pub struct Control {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the control thread is told.
+/// The commands of the control thread.
 struct Orders {
     wake: OwnedFd,
     stop: AtomicBool,
@@ -57,7 +58,7 @@ struct Orders {
 
 impl Orders {
     fn wake_thread(&self) {
-        // By `writev`, so that a trace of system calls tells it from a call to a driver. A full
+        // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
         // counter means that the thread is awake already.
         let _ = rustix::io::writev(&self.wake, &[IoSlice::new(&1_u64.to_ne_bytes())]);
     }
@@ -81,9 +82,15 @@ impl Control {
         let (stop, abandon) = (AtomicBool::new(false), AtomicBool::new(false));
         let orders = Arc::new(Orders { wake, stop, abandon });
         let waker = Waker::from(Arc::clone(&orders));
-        let exports = exports.into_iter().map(|setup| Export::new(setup, &waker)).collect();
-        let mut exports =
-            Exports { list: exports, orders: Arc::clone(&orders), stopping: None, reported: None };
+        let share = descriptor_limit::share(exports.len());
+        let exports = exports.into_iter().map(|setup| Export::new(setup, &waker, share)).collect();
+        let mut exports = Exports {
+            list: exports,
+            orders: Arc::clone(&orders),
+            stopping: None,
+            reported: None,
+            poll_errors: LogLimit::default(),
+        };
         let ended = OnDrop(Some(ended));
         let thread = std::thread::Builder::new()
             .name("ringhaul-control".into())
@@ -97,14 +104,14 @@ impl Control {
         Ok(Self { orders, thread: Some(thread) })
     }
 
-    /// Begins to let go of all front-ends, each of which sees the end when its requests are
-    /// answered, and takes no more in.
+    /// Begins to disconnect all front-ends, each of which sees the end when its requests are
+    /// answered, and accepts no more.
     pub fn begin_stop(&self) {
         self.orders.stop.store(true, Ordering::SeqCst);
         self.orders.wake_thread();
     }
 
-    /// Gives up what has not ended: says what that is, removes the sockets and lets the thread end
+    /// Gives up what has not ended: logs what that is, removes the sockets and lets the thread end
     /// while queues run. The process must end then.
     pub fn abandon(&self) {
         self.orders.abandon.store(true, Ordering::SeqCst);
@@ -134,9 +141,10 @@ impl<F: FnOnce()> Drop for OnDrop<F> {
 struct Exports {
     list: Vec<Export>,
     orders: Arc<Orders>,
-    /// Since when all of them are to end.
+    /// Since when all of them have been stopping.
     stopping: Option<Instant>,
     reported: Option<Instant>,
+    poll_errors: LogLimit,
 }
 
 /// What a descriptor in a call of `poll` belongs to.
@@ -152,7 +160,7 @@ impl Exports {
         loop {
             let now = Instant::now();
             if self.orders.abandon.load(Ordering::SeqCst) {
-                self.tell_what_is_left();
+                self.leave();
                 return;
             }
             if self.orders.stop.load(Ordering::SeqCst) && self.stopping.is_none() {
@@ -189,7 +197,9 @@ impl Exports {
             Ok(_) => {}
             Err(Errno::INTR) => return,
             Err(error) => {
-                tracing::error!("cannot wait for front-ends: {error}");
+                if let Some(left_out) = self.poll_errors.permit() {
+                    tracing::error!(left_out, "cannot wait for front-ends: {error}");
+                }
                 std::thread::sleep(ACCEPT_PAUSE);
                 return;
             }
@@ -206,7 +216,7 @@ impl Exports {
         }
     }
 
-    /// Says every few seconds what keeps exports from ending.
+    /// Logs every few seconds what keeps exports from ending.
     fn report(&mut self, now: Instant) {
         let (Some(since), Some(reported)) = (self.stopping, self.reported) else { return };
         if now < reported + REPORT_INTERVAL {
@@ -216,11 +226,17 @@ impl Exports {
         let seconds = (now - since).as_secs();
         for export in self.list.iter().filter(|export| !export.has_ended()) {
             tracing::warn!(
-                export = export.name,
-                "still ending after {seconds} s: {}; a second signal does not wait",
+                export = export.name(),
+                "still stopping after {seconds} s: {}; a second signal ends the daemon at once",
                 export.what_is_left()
             );
         }
+    }
+
+    /// Gives up what has not ended, and logs what that is.
+    fn leave(&mut self) {
+        self.tell_what_is_left();
+        self.list.iter_mut().for_each(Export::leave);
     }
 
     fn tell_what_is_left(&self) {
@@ -228,265 +244,8 @@ impl Exports {
             .list
             .iter()
             .filter(|export| !export.has_ended())
-            .map(|export| format!("{}: {}", export.name, export.what_is_left()))
+            .map(|export| format!("{}: {}", export.name(), export.what_is_left()))
             .collect();
-        tracing::error!("ended without waiting any longer; left behind: {}", left.join(", "));
-    }
-}
-
-/// One export, as the control thread sees it.
-struct Export {
-    name: String,
-    setup: SessionSetup,
-    limits: MemoryLimits,
-    /// None: no more front-ends are taken in.
-    endpoint: Option<Endpoint>,
-    session: Option<Session>,
-    /// The line on the front-end's coming was written, so there is one on its going.
-    is_shown: bool,
-    /// For lines on front-ends that wait for others.
-    waiting: LogLimit,
-    /// It was said that another front-end waits for the present one to go.
-    waiting_is_told: bool,
-    /// Descriptors have run out, and no front-end is taken in before this.
-    paused_until: Option<Instant>,
-    listener_is_ready: bool,
-    session_is_ready: bool,
-}
-
-impl Export {
-    fn new(setup: ExportSetup, waker: &Waker) -> Self {
-        let ExportSetup { name, device, endpoint, threads, limits } = setup;
-        let examiner = Arc::new(Examiner::default());
-        let (rules, waker) = (limits.of_front_end(), waker.clone());
-        let setup = SessionSetup { device, threads, rules, examiner, waker };
-        Self {
-            name,
-            setup,
-            limits,
-            // A connection that was inherited is there from the start.
-            listener_is_ready: endpoint.listener().is_none(),
-            endpoint: Some(endpoint),
-            session: None,
-            is_shown: false,
-            waiting: LogLimit::default(),
-            waiting_is_told: false,
-            paused_until: None,
-            session_is_ready: false,
-        }
-    }
-
-    fn begin_stop(&mut self) {
-        // Who waits is not kept waiting, and who comes is told at once. This removes the socket.
-        self.endpoint = None;
-        if let Some(session) = &mut self.session {
-            session.begin_end();
-            self.session_is_ready = true;
-        } else {
-            self.tell_totals();
-        }
-    }
-
-    fn has_ended(&self) -> bool {
-        self.endpoint.is_none() && self.session.is_none()
-    }
-
-    /// Somebody may have answered what a session waits for.
-    fn woken(&mut self) {
-        let waits =
-            |session: &Session| session.interest().is_none_or(|interest| interest.is_empty());
-        self.session_is_ready |= self.session.as_ref().is_some_and(waits);
-    }
-
-    fn is_due(&self, now: Instant) -> bool {
-        self.listener_is_ready
-            || self.session_is_ready
-            || self.deadline().is_some_and(|deadline| now >= deadline)
-    }
-
-    fn deadline(&self) -> Option<Instant> {
-        let session = self.session.as_ref().and_then(Session::deadline);
-        session.into_iter().chain(self.paused_until).min()
-    }
-
-    fn add_polls<'fd>(
-        &'fd self,
-        index: usize,
-        now: Instant,
-        fds: &mut Vec<PollFd<'fd>>,
-        whose: &mut Vec<Polled>,
-    ) {
-        if let Some(session) = &self.session
-            && let Some(interest) = session.interest()
-        {
-            fds.push(PollFd::from_borrowed_fd(session.as_fd(), interest));
-            whose.push(Polled::Session(index));
-        }
-        let is_paused = self.paused_until.is_some_and(|until| now < until);
-        let is_told = self.session.is_some() && self.waiting_is_told;
-        if let Some(listener) = self.endpoint.as_ref().and_then(Endpoint::listener)
-            && !is_paused
-            && !is_told
-        {
-            fds.push(PollFd::new(listener, PollFlags::IN));
-            whose.push(Polled::Listener(index));
-        }
-    }
-
-    fn run(&mut self, now: Instant) {
-        if self.paused_until.is_some_and(|until| now >= until) {
-            self.paused_until = None;
-        }
-        self.session_is_ready = false;
-        // First, because it may end: then nobody waits.
-        let is_at_rest = self.progress(now);
-        if self.listener_is_ready && is_at_rest {
-            self.listener_is_ready = false;
-            if self.session.is_some() {
-                self.tell_of_waiting();
-            } else {
-                self.take_front_end(now);
-            }
-        }
-    }
-
-    /// Drives the session. False when it has more to do at once.
-    fn progress(&mut self, now: Instant) -> bool {
-        let Some(session) = &mut self.session else { return true };
-        match session.progress(now) {
-            Progress::Waiting => return true,
-            Progress::Handled => {}
-            Progress::Refused(text) => {
-                self.limited(|export, left_out| {
-                    let export = &export.name;
-                    tracing::warn!(
-                        export,
-                        left_out,
-                        "a message of the front-end is refused: {text}"
-                    );
-                });
-            }
-            Progress::Ended(end) => self.session_has_ended(&end),
-        }
-        self.session_is_ready = true;
-        false
-    }
-
-    /// Writes a line that a front-end can cause, if there may be one now.
-    fn limited(&self, write: impl FnOnce(&Self, u64)) {
-        if let Some(left_out) = self.setup.device.log().permit() {
-            write(self, left_out);
-        }
-    }
-
-    fn tell_of_waiting(&mut self) {
-        self.waiting_is_told = true;
-        if let Some(left_out) = self.waiting.permit() {
-            let export = &self.name;
-            tracing::info!(
-                export,
-                left_out,
-                "another front-end has connected, and waits until the present one has gone"
-            );
-        }
-    }
-
-    fn take_front_end(&mut self, now: Instant) {
-        let (socket, may_be_silent) = match self.endpoint.take() {
-            Some(Endpoint::Connection(socket)) => (socket, true),
-            Some(endpoint) => {
-                let accepted = endpoint.listener().map(|listener| listener.accept());
-                self.endpoint = Some(endpoint);
-                match accepted {
-                    Some(Ok((socket, _))) => (socket, false),
-                    Some(Err(error)) => {
-                        self.accept_failed(&error, now);
-                        return;
-                    }
-                    None => return,
-                }
-            }
-            None => return,
-        };
-        self.setup.rules = self.limits.of_front_end();
-        let mut session = Session::new(socket, self.setup.clone(), now);
-        if may_be_silent {
-            session = session.with_patience();
-        }
-        // A front-end that comes and goes without an end is told of as seldom as errors are.
-        let shown = self.setup.device.sessions().permit();
-        if let Some(left_out) = shown {
-            tracing::info!(export = self.name, left_out, "a front-end has attached");
-        }
-        (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
-        self.session = Some(session);
-    }
-
-    fn accept_failed(&mut self, error: &io::Error, now: Instant) {
-        // It has gone, or another process has taken it.
-        let passes = [io::ErrorKind::WouldBlock, io::ErrorKind::ConnectionAborted];
-        if passes.contains(&error.kind()) || error.kind() == io::ErrorKind::Interrupted {
-            return;
-        }
-        self.paused_until = Some(now + ACCEPT_PAUSE);
-        let advice = match error.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => "; raise the limit on open files (ulimit -n)",
-            _ => "",
-        };
-        self.limited(|export, left_out| {
-            let export = &export.name;
-            tracing::warn!(export, left_out, "cannot accept a front-end: {error}{advice}");
-        });
-    }
-
-    fn session_has_ended(&mut self, end: &End) {
-        self.session = None;
-        let export = &self.name;
-        match end {
-            End::Gone(None) if self.is_shown => tracing::info!(export, "the front-end has gone"),
-            End::Gone(Some(error)) if self.is_shown => {
-                tracing::info!(export, "the front-end has gone: {error}");
-            }
-            End::Gone(_) | End::Asked => {}
-            End::Dropped(why) => self.limited(|export, left_out| {
-                let export = &export.name;
-                tracing::warn!(export, left_out, "the front-end is dropped: {why}");
-            }),
-        }
-        if let Some(left_out) = self.setup.device.log().left_out() {
-            tracing::warn!(export, left_out, "errors that the guest or the front-end caused go on");
-        }
-        if self.has_ended() {
-            self.tell_totals();
-        }
-    }
-
-    fn tell_totals(&self) {
-        let (total, left_out) = self.setup.device.log().totals();
-        if total > 0 {
-            let export = &self.name;
-            tracing::info!(export, left_out, "guests or front-ends caused {total} errors");
-        }
-    }
-
-    fn what_is_left(&self) -> String {
-        let requests = |count: u32| match count {
-            1 => "1 request is not finished".to_owned(),
-            _ => format!("{count} requests are not finished"),
-        };
-        let Some(load) = self.session.as_ref().map(Session::load) else {
-            return "nothing".to_owned();
-        };
-        if !load.has_heard {
-            return format!("its IoThread does not answer ({} requests)", load.requests);
-        }
-        let left = requests(load.requests);
-        match self.setup.device.late_since() {
-            Some(since) => {
-                let seconds = since.elapsed().as_secs();
-                format!("{left}; its disk has not answered for {seconds} s")
-            }
-            None => left,
-        }
+        tracing::error!("ended without waiting any longer; unfinished: {}", left.join(", "));
     }
 }

@@ -16,9 +16,9 @@ use crate::inherit;
 pub enum Endpoint {
     /// A socket in the file system, made by us and removed at the end.
     Listener(OwnSocket),
-    /// A listening socket that whoever started us has made.
+    /// A listening socket that the parent process has made.
     InheritedListener(InheritedSocket),
-    /// One connection, made by whoever started us. The export ends with it.
+    /// One connection, made by the parent process. The export ends with it.
     Connection(UnixStream),
 }
 
@@ -31,7 +31,7 @@ pub struct InheritedSocket {
 impl Drop for InheritedSocket {
     fn drop(&mut self) {
         if self.was_blocking {
-            // Whoever has it too finds it as it was, or has changed it anyway.
+            // Its other users find it as it was, or have changed it anyway.
             let _ = self.listener.set_nonblocking(false);
         }
     }
@@ -53,7 +53,7 @@ impl Endpoint {
     ///
     /// # Errors
     ///
-    /// When somebody listens there, or something else is there, or it cannot be made.
+    /// When a program listens there, something else exists there, or it cannot be created.
     pub fn bind(path: &Path) -> Result<Self> {
         let shown = path.display();
         let bytes = path.as_os_str().len();
@@ -76,12 +76,12 @@ impl Endpoint {
         Ok(Self::Listener(OwnSocket { listener, path: path.to_owned(), identity }))
     }
 
-    /// Takes over descriptor `fd`, a listening or a connected Unix socket, which whoever started
+    /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent of
     /// this program has left open for it. The number is closed at the end of the export.
     ///
     /// # Errors
     ///
-    /// When it is not open, no such socket, or was opened by this program itself.
+    /// When it is not open, not such a socket, or was opened by this program itself.
     pub fn inherit(fd: i32) -> Result<Self> {
         let what = || format!("cannot use --fd {fd}; it must be an open Unix stream socket");
         let socket = inherit::take_over(fd).with_context(what)?;
@@ -113,9 +113,20 @@ impl Endpoint {
             Self::Connection(_) => None,
         }
     }
+
+    /// The next front-end of a listener. Those who share it may have made it blocking, and may take
+    /// the front-end first; only one who does both after the line below makes this wait.
+    pub(crate) fn accept(&self) -> Option<io::Result<UnixStream>> {
+        if let Self::InheritedListener(socket) = self
+            && let Err(error) = socket.listener.set_nonblocking(true)
+        {
+            return Some(Err(error));
+        }
+        self.listener().map(|listener| listener.accept().map(|(socket, _)| socket))
+    }
 }
 
-/// Makes way for a socket: removes one that is left over, refuses anything else.
+/// Makes way for a socket: removes one that was left over, refuses anything else.
 fn clear_socket_path(path: &Path) -> Result<()> {
     let shown = path.display();
     let metadata = match std::fs::symlink_metadata(path) {
@@ -124,11 +135,11 @@ fn clear_socket_path(path: &Path) -> Result<()> {
         Err(error) => return Err(error).with_context(|| format!("cannot look at {shown}")),
     };
     if !metadata.file_type().is_socket() {
-        bail!("{shown} is there already and is no socket; choose another --socket-path");
+        bail!("{shown} exists and is not a socket; choose another --socket-path");
     }
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            tracing::info!("nobody listens on the socket {shown}; it is replaced");
+            tracing::info!("no program listens on the socket {shown}; replacing it");
             std::fs::remove_file(path)
                 .with_context(|| format!("cannot remove the old socket {shown}"))
         }
@@ -146,5 +157,28 @@ impl Drop for OwnSocket {
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
             tracing::warn!("cannot remove the socket {}: {error}", self.path.display());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_inherited_listener_that_others_make_blocking_does_not_block() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        let theirs = listener.try_clone().unwrap();
+        let ours = Endpoint::inherit_listener(listener.into()).unwrap();
+        theirs.set_nonblocking(false).unwrap();
+        let (sender, accepted) = mpsc::channel();
+        std::thread::spawn(move || {
+            sender.send(ours.accept().map(|accepted| accepted.map_err(|error| error.kind())))
+        });
+        let accepted = accepted.recv_timeout(Duration::from_secs(30)).expect("it waits");
+        assert_eq!(accepted.unwrap().unwrap_err(), io::ErrorKind::WouldBlock);
     }
 }

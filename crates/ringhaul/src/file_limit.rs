@@ -2,8 +2,8 @@
 
 use std::io;
 
-/// Makes a write that passes the limit fail with EFBIG, an error of one request. By default it
-/// raises SIGXFSZ as well, which ends the process and with it all exports. Holds for the whole
+/// Makes a write beyond the limit fail with EFBIG, an error of one request. By default it also
+/// raises SIGXFSZ, which ends the process and with it all exports. Holds for the whole
 /// process.
 ///
 /// # Errors

@@ -1,8 +1,8 @@
 //! How much address space the heap takes.
 
-/// Two arenas for all threads. By itself the C library gives each thread one of 64 MiB of address
+/// Two arenas for all threads. By default the C library gives each thread one of 64 MiB of address
 /// space, up to eight for each CPU: where that is limited (`ulimit -v`), the pool threads that a
-/// slow disk brings about would find no room to start, which ends the process. The data path
+/// slow disk makes necessary would find no room to start, which ends the process. The data path
 /// allocates nothing, so that threads do not wait for each other here.
 pub(crate) fn limit_arenas() {
     #[cfg(target_env = "gnu")]

@@ -1,4 +1,4 @@
-//! A descriptor that whoever started this program has left open for it, by its number.
+//! A descriptor that the parent of this program has left open for it, by its number.
 
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
-/// One at a time: between the check and the mark nobody may pass.
+/// One at a time: nothing may come between the check and the mark.
 static TAKING: Mutex<()> = Mutex::new(());
 
 /// Takes over `fd`, which is closed with the result. It is marked close-on-exec.

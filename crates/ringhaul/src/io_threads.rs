@@ -13,8 +13,8 @@ pub struct IoThreads {
 }
 
 impl IoThreads {
-    /// Starts `count` threads, each with a loop and an engine. `failed` is called on one that ends
-    /// by an error.
+    /// Starts `count` threads, each with a loop and an engine. A thread that ends by an error calls
+    /// `failed`.
     ///
     /// # Errors
     ///
@@ -34,7 +34,6 @@ impl IoThreads {
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
             let remote = receiver.recv().context("an IoThread ended at its start")??;
-            crate::call_watch::watch_thread(format!("iothread-{index}"), remote.clone());
             threads.remotes.push(remote);
         }
         Ok(threads)
@@ -60,7 +59,12 @@ fn run(
             return;
         }
     };
-    crate::call_watch::prepare_thread();
+    if let Err(error) = device::prepare_calls() {
+        tracing::warn!(
+            "iothread-{index} cannot set up Linux AIO for calls: {error}; a front-end may make it \
+             wait for a full eventfd"
+        );
+    }
     let _ = started.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
         tracing::error!("iothread-{index} has ended: {error}; the queues that it served are lost");

@@ -1,28 +1,25 @@
 //! Ringhaul serves disks to virtual machines.
 //!
-//! The program is in `main.rs`. This library holds its parts, so that a VMM can embed a device:
-//! [`blk::BlkDevice`] is a virtio-blk device that works on a memory map, rings and eventfds.
-//! Where somebody else may truncate the files of that memory, the VMM calls
-//! [`virtqueue::install_sigbus_handler`], and where the size of files is limited
-//! [`file_limit::survive`]; the library takes over no signal by itself.
+//! The program is in `main.rs`. This library holds its parts, for tests and simulations to drive.
+//! A VMM that wants a device in its own process embeds the crate `device` alone.
 
-pub mod blk;
-mod call_watch;
 pub mod control;
+mod descriptor_limit;
 pub mod export;
+mod export_log;
 pub mod file_limit;
-mod guest_buf;
 mod heap;
 mod inherit;
 pub mod io_threads;
-mod lists;
 pub mod log;
 mod log_limit;
 pub mod memory_limits;
+mod open_disk;
 pub mod options;
-mod pending;
-pub mod queue;
-mod queue_task;
 pub mod serve;
+mod side_by_side;
+pub mod spec;
 mod thread_watch;
 pub mod vhost_user;
+
+pub use export_log::ExportLog;

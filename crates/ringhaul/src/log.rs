@@ -37,7 +37,7 @@ pub enum LogFormat {
 /// What is logged when nothing says otherwise.
 const DEFAULT_FILTER: &str = "info";
 
-/// Starts the log of this process. `filter` goes before the environment variable `RUST_LOG`. What
+/// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. What
 /// is logged is written when [`flush`] returns, unless nobody reads it.
 ///
 /// # Errors
@@ -70,7 +70,7 @@ pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
     Ok(())
 }
 
-/// A panic ends the process, and must not wait for whoever reads the log either.
+/// A panic ends the process, and must not wait for the reader of the log either.
 fn report_panics(format: LogFormat) {
     std::panic::set_hook(Box::new(move |info| {
         let backtrace = Backtrace::capture();
@@ -103,7 +103,7 @@ fn filter_of_environment() -> (EnvFilter, Option<String>) {
 ///
 /// When a directive makes no sense.
 pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
-    EnvFilter::try_new(text).map_err(|error| format!("'{text}' is no filter: {error}"))
+    EnvFilter::try_new(text).map_err(|error| format!("'{text}' is not a filter: {error}"))
 }
 
 /// Writes the line that a process ends with when it fails, whatever the filter.

@@ -19,9 +19,9 @@ struct State {
     since: Option<Instant>,
     /// Lines written since.
     lines: u32,
-    /// Lines left out that nobody was told of.
+    /// Lines left out and not reported yet.
     left_out: u64,
-    /// Whether a count without a line of its own was told in this minute.
+    /// Whether a count without its own line was reported in this minute.
     told: bool,
     /// All that happened, logged or not.
     total: u64,
@@ -41,13 +41,13 @@ impl LogLimit {
         self.permit_at(Instant::now())
     }
 
-    /// How many lines were left out that nobody was told of, if that may be said now. For the end
+    /// How many lines were left out and not reported yet, if that may be logged now. For the end
     /// of a connection, after which there may be no next line for long.
     pub(crate) fn left_out(&self) -> Option<u64> {
         self.left_out_at(Instant::now())
     }
 
-    /// All that happened, and how much of that was left out and not told of. For the very end.
+    /// All that happened, and how much of that was left out and not reported. For the very end.
     pub(crate) fn totals(&self) -> (u64, u64) {
         let mut state = self.state();
         (state.total, std::mem::take(&mut state.left_out))

@@ -5,13 +5,48 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use clap::Parser;
 use clap::error::ErrorKind;
-use ringhaul::log;
-use ringhaul::options::{CAPABILITIES, Cli, Command};
+use clap::{Parser, Subcommand};
+use ringhaul::log::{self, LogFormat, parse_filter};
+use ringhaul::options::{CAPABILITIES, ServeArgs};
+use ringhaul_bench::BenchError;
 
 /// The daemon cannot start, or the command line makes no sense.
 const EXIT_USAGE: u8 = 2;
+
+/// Serves disks to virtual machines over vhost-user.
+#[derive(Debug, Parser)]
+#[command(name = "ringhaul", version, about, max_term_width = 100)]
+struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    command: Command,
+    /// The format of the log on standard error.
+    #[arg(long, value_name = "FORMAT", default_value = "text", global = true)]
+    log_format: LogFormat,
+    /// What to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
+    /// parts, such as `info,blockio=debug`. Overrides the environment variable RUST_LOG (same
+    /// syntax). Default: `info`.
+    #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter)]
+    log: Option<String>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Export a disk as a virtio-blk device on a vhost-user socket, in the foreground.
+    ///
+    /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. Without
+    /// a command, the options are those of `serve`, which is how management programs start
+    /// vhost-user back-ends.
+    Serve(ServeArgs),
+    /// Drive a vhost-user-blk socket and report how fast it is. Options have fio's names.
+    Bench(Box<ringhaul_bench::BenchArgs>),
+}
+
+fn check_filter(text: &str) -> Result<String, String> {
+    parse_filter(text).map(|_| text.to_owned())
+}
 
 fn main() -> ExitCode {
     let CommandLine { arguments, capabilities } = command_line();
@@ -40,7 +75,8 @@ fn main() -> ExitCode {
     });
     let code = result.unwrap_or_else(|error| {
         log::report_failure(cli.log_format, &with_advice(&error));
-        ExitCode::from(EXIT_USAGE)
+        let bench = error.downcast_ref::<BenchError>();
+        ExitCode::from(bench.map_or(EXIT_USAGE, BenchError::exit_code))
     });
     log::flush();
     code

@@ -20,7 +20,7 @@ impl MemoryLimits {
         Self { all: MappingBudget::new(all, of_all_bytes), of_each_bytes, files }
     }
 
-    /// What a front-end that attaches now may map.
+    /// What a front-end that connects now may map.
     pub(crate) fn of_front_end(&self) -> MappingRules {
         let each = "the memory of a front-end (--max-guest-memory)";
         let budget = self.all.child(each, self.of_each_bytes);

@@ -1,26 +1,30 @@
 //! `ringhaul serve`.
 
 use std::process::ExitCode;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::choose::Choice;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
-use ringhaul_bench::without_effect;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use device::{CallWatch, Device};
+use ringhaul_options::without_effect;
 use rustix::thread::sched_getaffinity;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::blk::BlkDevice;
-use crate::call_watch::CallWatch;
 use crate::control::{Control, ExportSetup};
 use crate::export::Endpoint;
+use crate::export_log::ExportLog;
 use crate::io_threads::IoThreads;
 use crate::memory_limits::MemoryLimits;
-use crate::options::{EndpointSpec, ExportSpec, OpenDisk, ServeArgs};
+use crate::open_disk::OpenDisk;
+use crate::options::ServeArgs;
+use crate::side_by_side::side_by_side;
+use crate::spec::{EndpointSpec, ExportSpec};
+use crate::thread_watch::ThreadWatch;
 
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
@@ -63,45 +67,42 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Before this process has opened anything that could be taken for it.
     let inherited = args.fd.map(Endpoint::inherit).transpose()?;
     // Early, so that no signal is lost.
-    let mut signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
+    let signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
     crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     // Dropped last: a call that hangs must not keep queues from stopping.
-    let _watch = CallWatch::start()?;
-    raise_descriptor_limit();
+    let stuck = Arc::new(Mutex::new(ThreadWatch::new()));
+    let _watch = watch(Arc::clone(&stuck))?;
+    crate::descriptor_limit::raise();
     let options = args.io_uring_options();
     args.engine.check_io_uring_options(&options).map_err(anyhow::Error::msg)?;
     let specs = args.exports()?;
-    let disks = specs.iter().map(ExportSpec::open_disk).collect::<Result<Vec<_>>>()?;
+    let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
     // Before the threads, which say what they chose: what is refused is refused in one line.
     let endpoints = endpoints(&specs, inherited)?;
     let (end, ends) = mpsc::channel();
-    let mut engines = Engines::new(args, end.clone());
+    let mut engines = Engines::new(args, end.clone(), stuck);
     let sizes = (args.max_guest_memory, args.max_mapped_memory);
     let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
+    let choices = side_by_side(&disks, |disk| engine_for(args, disk));
     let (mut exports, mut ready) = (Vec::new(), Vec::new());
-    for (number, ((spec, disk), endpoint)) in specs.iter().zip(disks).zip(endpoints).enumerate() {
-        let mut threads = engines.threads_for(&disk)?;
+    let opened = disks.into_iter().zip(choices);
+    for (number, ((spec, (disk, choice)), endpoint)) in
+        specs.iter().zip(opened).zip(endpoints).enumerate()
+    {
+        let mut threads = engines.threads_for(&disk, choice)?;
         // The first queues of all exports would otherwise meet on the first thread.
         let count = threads.len();
-        threads.rotate_left(spec.iothread.map_or(number % count, usize::from));
-        if spec.iothread.is_some() {
+        threads.rotate_left(spec.settings.iothread.map_or(number % count, usize::from));
+        if spec.settings.iothread.is_some() {
             threads.truncate(1);
         }
-        ready.push((disk.options.name.clone(), serving(spec, &disk)));
+        ready.push((disk.name.clone(), serving(spec, &disk)));
         exports.push(set_up_export(disk, endpoint, threads, limits.clone()));
     }
-    let signal_end = end.clone();
     let signal_handle = signals.handle();
-    let signal_thread = std::thread::Builder::new()
-        .name("ringhaul-signal".into())
-        .spawn(move || {
-            for signal in &mut signals {
-                let _ = signal_end.send(End::Signal(signal));
-            }
-        })
-        .context("cannot start the thread for signals")?;
+    let signal_thread = pass_on(signals, end.clone())?;
     // The receiver goes only when the daemon ends anyway.
     let control = Control::start(exports, move || drop(end.send(End::Exports)))?;
     for (export, line) in ready {
@@ -126,6 +127,18 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // To end IoThreads is to wait for their ops. The end of the process is not.
     std::mem::forget(engines);
     Ok(ExitCode::from(status))
+}
+
+/// Starts the thread that passes signals on.
+fn pass_on(mut signals: Signals, end: mpsc::Sender<End>) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new()
+        .name("ringhaul-signal".into())
+        .spawn(move || {
+            for signal in &mut signals {
+                let _ = end.send(End::Signal(signal));
+            }
+        })
+        .context("cannot start the thread for signals")
 }
 
 /// Signals that end the daemon. One that was ignored from the start, as by `nohup`, stays so.
@@ -161,10 +174,16 @@ fn set_up_export(
     threads: Vec<Remote>,
     limits: MemoryLimits,
 ) -> ExportSetup {
-    let OpenDisk { source, options, .. } = disk;
-    let name = options.name.clone();
-    let device = BlkDevice::new(source, options);
-    ExportSetup { name, device, endpoint, threads, limits }
+    let OpenDisk { name, source, options, .. } = disk;
+    let log = Arc::new(ExportLog::new(name));
+    let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
+    ExportSetup { log, device, endpoint, threads, limits }
+}
+
+/// Watches calls, and beside them the IoThreads.
+fn watch(threads: Arc<Mutex<ThreadWatch>>) -> Result<CallWatch> {
+    let look = move |now| threads.lock().unwrap_or_else(PoisonError::into_inner).look(now);
+    Ok(CallWatch::start(look)?)
 }
 
 /// The line that says that an export is served.
@@ -225,16 +244,6 @@ fn wait_for_end(ends: &mpsc::Receiver<End>, control: &Control) -> Outcome {
     }
 }
 
-/// A front-end may bring three descriptors for each of 256 queues, which their IoThreads have too,
-/// more than the usual soft limit of 1024.
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::debug!("cannot raise the limit on open files: {error}");
-    }
-}
-
 /// With `--sqpoll` the kernel's threads and ours spin, and two that share a CPU wait out each
 /// other's time slices: a request then takes milliseconds.
 fn warn_of_few_cpus(iothreads: usize) {
@@ -248,30 +257,45 @@ fn warn_of_few_cpus(iothreads: usize) {
     }
 }
 
+/// How an engine came to be chosen for a disk.
+enum Engine {
+    AsAsked(EngineKind),
+    Best(Choice),
+}
+
+/// The engine that was asked for, or the one that a trial finds best.
+fn engine_for(args: &ServeArgs, disk: &OpenDisk) -> Engine {
+    let best = || Engine::Best(blockio::choose::best_engine(&disk.source));
+    args.engine.kind().map_or_else(best, Engine::AsAsked)
+}
+
 /// The IoThreads: a set of them for each engine that a disk needs.
 struct Engines<'a> {
     args: &'a ServeArgs,
     running: Vec<(EngineKind, IoThreads)>,
     end: mpsc::Sender<End>,
+    stuck: Arc<Mutex<ThreadWatch>>,
 }
 
 impl<'a> Engines<'a> {
-    fn new(args: &'a ServeArgs, end: mpsc::Sender<End>) -> Self {
-        Self { args, running: Vec::new(), end }
+    fn new(args: &'a ServeArgs, end: mpsc::Sender<End>, stuck: Arc<Mutex<ThreadWatch>>) -> Self {
+        Self { args, running: Vec::new(), end, stuck }
     }
 
     /// The threads for a disk, with the engine that was asked for or the best that works.
-    fn threads_for(&mut self, disk: &OpenDisk) -> Result<Vec<Remote>> {
-        let name = &disk.options.name;
-        if let Some(engine) = self.args.engine.kind() {
-            let threads = self.threads(engine)?;
-            let waits = engine == EngineKind::Aio && !disk.source.info().direct;
-            let but =
-                if waits { "; with the page cache its submits wait for the disk" } else { "" };
-            tracing::info!(export = name, "engine {engine}: as asked{but}");
-            return Ok(threads);
-        }
-        let Choice { engine, why } = blockio::choose::best_engine(&disk.source);
+    fn threads_for(&mut self, disk: &OpenDisk, engine: Engine) -> Result<Vec<Remote>> {
+        let name = &disk.name;
+        let Choice { engine, why } = match engine {
+            Engine::Best(choice) => choice,
+            Engine::AsAsked(engine) => {
+                let threads = self.threads(engine)?;
+                let waits = engine == EngineKind::Aio && !disk.source.info().direct;
+                let but =
+                    if waits { "; with the page cache its submits wait for the disk" } else { "" };
+                tracing::info!(export = name, "engine {engine}: as requested{but}");
+                return Ok(threads);
+            }
+        };
         let mut failed = match self.threads(engine) {
             Ok(threads) => {
                 tracing::info!(export = name, "engine {engine}: {why}");
@@ -305,6 +329,10 @@ impl<'a> Engines<'a> {
         let failed = Arc::new(move || drop(end.send(End::IoThread)));
         let threads = IoThreads::start(count, &self.args.io_thread_config(engine), &failed)?;
         let remotes = threads.remotes().to_vec();
+        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        for (index, remote) in remotes.iter().enumerate() {
+            stuck.add(format!("iothread-{index}"), remote.clone());
+        }
         self.running.push((engine, threads));
         Ok(remotes)
     }
@@ -312,7 +340,7 @@ impl<'a> Engines<'a> {
     fn log_summaries(&self) {
         let threads = self.running.iter().flat_map(|(_, threads)| threads.remotes());
         for (index, remote) in threads.enumerate() {
-            tracing::info!("iothread-{index}: {}", summary_of(remote.stats()));
+            tracing::info!("iothread-{index}: operations: {}", summary_of(remote.stats()));
             let [harvested, submitted] = sizes_of(remote.stats());
             tracing::info!(
                 "iothread-{index}: at 1, 10, 20 ... 90, 99.99%: harvested at once {harvested}; \

@@ -1,10 +1,10 @@
-//! IoThreads that do not turn: seen by another thread, which tells of it while it lasts.
+//! IoThreads that do not turn: another thread sees and reports them while it lasts.
 //!
 //! A system call that should not wait, and does, holds an IoThread and all that it serves: a
-//! submit of Linux AIO for a frozen file system, above all. The IoThread itself can say so only
+//! submit of Linux AIO for a frozen file system, above all. The IoThread itself can report it only
 //! afterwards.
 //!
-//! An IoThread that sleeps while its disks have operations is woken, so that it tells of those that
+//! An IoThread that sleeps while its disks have operations is woken, so that it reports those that
 //! do not answer; see `late.rs` of blockio.
 
 use std::time::{Duration, Instant};
@@ -13,9 +13,9 @@ use blockio::Remote;
 
 /// How often IoThreads are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// An IoThread that does not turn for so long, though it has something to do, is stuck.
+/// An IoThread that does not turn for this long, although it has something to do, is stuck.
 const STUCK: Duration = Duration::from_secs(3);
-/// How often it is told that it still is.
+/// How often to report that it still is.
 const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The IoThreads that are looked at.
@@ -38,11 +38,11 @@ struct Watched {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Finding {
     Nothing,
-    /// It is to be woken.
+    /// It must be woken.
     Sleeps,
-    /// It has not turned for so long.
+    /// It has not turned for this long.
     Stuck(Duration),
-    /// It turns again, after so long.
+    /// It turns again, after this long.
     GoesOn(Duration),
 }
 
@@ -75,18 +75,20 @@ impl ThreadWatch {
                 Finding::Nothing => true,
                 Finding::Sleeps => thread.remote.post(|_| ()),
                 Finding::Stuck(time) => {
+                    let disk = thread.remote.stats().submits_to();
                     tracing::error!(
-                        "{} has been stuck in a system call for {} s, and serves nothing: a disk \
-                         makes it wait, or this process was kept from running; pin the export of \
+                        "{} has been stuck in a system call for {} s and serves nothing: {} \
+                         blocks it, or this process was stopped; pin the export of \
                          such a disk to an IoThread of its own (iothread=), or choose another \
                          --engine",
                         thread.name,
-                        time.as_secs()
+                        time.as_secs(),
+                        disk.map_or("a disk".into(), |path| path.display().to_string())
                     );
                     true
                 }
                 Finding::GoesOn(time) => {
-                    tracing::info!("{} goes on, after {} s", thread.name, time.as_secs());
+                    tracing::info!("{} continues after {} s", thread.name, time.as_secs());
                     true
                 }
             }
@@ -122,11 +124,11 @@ impl Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blockio::{EngineKind, IoThread, IoThreadConfig};
+    use blockio::{EngineConfig, IoThread, IoThreadConfig};
 
     #[test]
     fn a_thread_that_is_woken_and_does_not_turn_is_stuck() {
-        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         let mut watch = ThreadWatch::new();
         watch.add("iothread-0".into(), thread.remote());
@@ -135,7 +137,7 @@ mod tests {
         let at = |second| start + Duration::from_secs(second);
         // It sleeps with nothing to wait for, for as long as it likes.
         assert_eq!(watched.find(0, true, at(10)), Finding::Nothing);
-        // It waits for operations, and wakes when it is told to.
+        // It waits for operations, and wakes when asked to.
         assert_eq!(watched.find(0, false, at(11)), Finding::Sleeps);
         assert_eq!(watched.find(1, false, at(12)), Finding::Nothing);
         // It does not.
@@ -150,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_ended_is_forgotten() {
-        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         let mut watch = ThreadWatch::new();
         watch.add("iothread-0".into(), thread.remote());

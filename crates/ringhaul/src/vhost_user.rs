@@ -1,4 +1,4 @@
-//! vhost-user: what one front-end tells us, message by message.
+//! vhost-user: the messages of one front-end.
 //!
 //! The specification is "Vhost-user Protocol" of the QEMU project; names in quotes are its
 //! sections. [`message`] is the encoding, `channel` the socket, `connection` what a front-end has
@@ -8,12 +8,14 @@
 mod channel;
 mod config;
 mod connection;
+mod examiner;
 mod foreign;
 pub mod message;
 mod outcome;
 mod ring;
 mod session;
+mod undo;
 
 pub use connection::PROTOCOL_FEATURES;
-pub use foreign::Examiner;
+pub use examiner::Examiner;
 pub use session::{End, Load, Progress, Session, SessionSetup};

@@ -12,8 +12,19 @@ struct Version {
     op: u64,
     /// When that op was answered.
     answered: u64,
+    /// It was answered with success.
+    acknowledged: bool,
     /// A flush has failed to bring it to stable storage. The kernel takes it for clean since.
     lost: bool,
+}
+
+/// How an op that changes data is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Error,
+    Done,
+    /// What it wrote is on stable storage.
+    Durable,
 }
 
 /// The first version is on stable storage, the last is what reads see. Any of them may be what is
@@ -34,7 +45,15 @@ impl Device {
         let sector = |sector| {
             let value = if sector < end_sector { initial } else { Value::Zero };
             let bytes = Box::new(bytes_of(value, sector));
-            Sector { versions: vec![Version { bytes, op: 0, answered: 0, lost: false }] }
+            Sector {
+                versions: vec![Version {
+                    bytes,
+                    op: 0,
+                    answered: 0,
+                    acknowledged: true,
+                    lost: false,
+                }],
+            }
         };
         Self { sectors: (0..sectors).map(sector).collect(), end_sector }
     }
@@ -57,17 +76,28 @@ impl Device {
             let mut content = Box::new(*self.content(sector));
             content[within..within + len].copy_from_slice(&bytes[at..at + len]);
             let versions = &mut self.sectors[index(sector)].versions;
-            versions.push(Version { bytes: content, op, answered: NEVER, lost: false });
+            versions.push(Version {
+                bytes: content,
+                op,
+                answered: NEVER,
+                acknowledged: false,
+                lost: false,
+            });
             self.end_sector = self.end_sector.max(sector + 1);
         });
     }
 
-    /// `op` is answered now; with `durable`, what it wrote is on stable storage.
-    pub(crate) fn answered(&mut self, offset: u64, len: usize, op: u64, now: u64, durable: bool) {
+    /// `op` is answered now.
+    pub(crate) fn answered(&mut self, offset: u64, len: usize, op: u64, now: u64, how: Answer) {
         each_sector(offset, len, |sector, _, _, _| {
             let versions = &mut self.sectors[index(sector)].versions;
-            versions.iter_mut().filter(|v| v.op == op).for_each(|v| v.answered = now);
-            if durable && let Some(last) = versions.iter().rposition(|v| v.op == op) {
+            versions.iter_mut().filter(|v| v.op == op).for_each(|version| {
+                version.answered = now;
+                version.acknowledged = how != Answer::Error;
+            });
+            if how == Answer::Durable
+                && let Some(last) = versions.iter().rposition(|v| v.op == op)
+            {
                 versions.drain(..last);
             }
         });
@@ -85,15 +115,20 @@ impl Device {
         }
     }
 
-    /// A flush fails: of most sectors, what was answered will never come to stable storage, and
-    /// later flushes have nothing to do with it.
-    pub(crate) fn fail_flush(&mut self, rng: &mut Rng) {
+    /// A flush fails, or a write that was to be on stable storage: of most sectors, what was
+    /// answered will never come there, and later flushes have nothing to do with it. Returns
+    /// whether there was anything that was answered with success.
+    pub(crate) fn fail_flush(&mut self, rng: &mut Rng) -> bool {
+        let mut any = false;
         for sector in &mut self.sectors {
-            if rng.chance(800) {
-                let answered = sector.versions.iter_mut().skip(1).filter(|v| v.answered != NEVER);
-                answered.for_each(|version| version.lost = true);
-            }
+            let loses = rng.chance(800);
+            let answered = sector.versions.iter_mut().skip(1).filter(|v| v.answered != NEVER);
+            answered.for_each(|version| {
+                any |= version.acknowledged;
+                version.lost |= loses;
+            });
         }
+        any
     }
 
     /// Whatever is there is on stable storage.

@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use blockio::disk::DiskInfo;
 use blockio::{DiskSource, ROUNDS_UNTIL_SERVED, Remote};
-use ringhaul::blk::BlkDevice;
-use ringhaul::blk::config::{
+use device::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
 };
-use ringhaul::queue::{Pending, QueueHandle, QueueSetup, StartError};
+use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, StartError};
 use virtqueue::GuestMemory;
 
 use crate::control::Change;
@@ -46,7 +45,7 @@ pub(crate) struct Export {
     world: Rc<World>,
     pub(crate) guest: Rc<Guest>,
     source: DiskSource,
-    device: BlkDevice,
+    device: Device,
     memory: Arc<GuestMemory>,
     services: Vec<Service>,
     /// Who controls the device, if that is not done directly.
@@ -228,7 +227,7 @@ impl Export {
             err: None,
         };
         self.places[queue] = (place, None);
-        let started = self.device.begin_start_queue(thread, setup);
+        let started = self.device.begin_start_queue(number(queue), thread, setup);
         self.services[queue] = Service::Starting(Some(started));
     }
 
@@ -448,6 +447,11 @@ impl Export {
     }
 }
 
+/// The number of a queue, as its device has it.
+fn number(queue: usize) -> u16 {
+    u16::try_from(queue).expect("plans have a few queues")
+}
+
 fn stopped(plan: &Plan) -> Vec<Service> {
     (0..plan.queues).map(|_| Service::Stopped(plan.first_index())).collect()
 }
@@ -456,15 +460,16 @@ fn places(plan: &Plan) -> Vec<(usize, Option<Waiting>)> {
     (0..plan.queues).map(|_| (0, None)).collect()
 }
 
-fn device(plan: &Plan, index: usize, source: &DiskSource) -> BlkDevice {
+fn device(plan: &Plan, index: usize, source: &DiskSource) -> Device {
     let options = BlkOptions {
-        name: format!("sim-{index}"),
         serial: serial(index),
         num_queues: u16::try_from(plan.queues).unwrap_or(1),
         queue_size: plan.queue_size(),
         write_cache: plan.no_write_cache == 0,
         notify_batch: plan.no_notify_batch == 0,
         fixed_buffers: plan.fixed_buffers > 0,
+        // A few long chains reach it.
+        long_lists_bytes: 1024,
     };
-    BlkDevice::new(source.clone(), options)
+    Device::blk(source.clone(), options, Arc::new(LogEvents::new(format!("sim-{index}"))))
 }

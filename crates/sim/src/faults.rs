@@ -1,6 +1,6 @@
 //! What can go wrong with one op, and what must not be wrong with it.
 
-use blockio::engine::sim::KernelOp;
+use blockio::engine::kernel::sim::KernelOp;
 use blockio::op::OpKind;
 
 use crate::content::SECTOR;

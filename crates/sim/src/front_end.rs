@@ -10,8 +10,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
 use blockio::Remote;
-use blockio::engine::sim::{World as _, is_readable};
-use ringhaul::blk::BlkDevice;
+use blockio::engine::kernel::sim::{World as _, is_readable};
+use device::Device;
 use ringhaul::vhost_user::message::{Header, Request, code};
 use ringhaul::vhost_user::{End, Progress};
 use virtqueue::MappingBudget;
@@ -58,7 +58,7 @@ enum Then {
     },
 }
 
-/// A message that is to be sent.
+/// A message to send.
 struct Item {
     request: Request,
     fds: Vec<OwnedFd>,
@@ -68,9 +68,9 @@ struct Item {
 /// What the front-end keeps of a queue.
 #[derive(Default)]
 struct Vring {
-    /// It was told to run.
+    /// It was asked to run.
     runs: bool,
-    /// Where it would be told of a bad ring.
+    /// Where a bad ring would show.
     errs: Vec<OwnedFd>,
     /// It is disabled, and has all that it needs to go on.
     is_paused: bool,
@@ -95,7 +95,7 @@ pub(crate) struct FrontEnd {
     world: Rc<World>,
     guest: Rc<Guest>,
     rng: Rng,
-    device: BlkDevice,
+    device: Device,
     /// What its driver negotiates.
     features: u64,
     /// Counts what the session has mapped.
@@ -116,7 +116,7 @@ pub(crate) struct FrontEnd {
     /// It may ask for answers: the protocol features were sent.
     may_ask: bool,
     goodbye: Option<Goodbye>,
-    /// There is to be no other connection.
+    /// No other connection will follow.
     is_closing: bool,
     events: Vec<Event>,
 }
@@ -128,7 +128,7 @@ impl FrontEnd {
         world: &Rc<World>,
         guest: &Rc<Guest>,
         index: usize,
-        device: &BlkDevice,
+        device: &Device,
         features: u64,
     ) -> Self {
         let mut front_end = Self {
@@ -158,7 +158,7 @@ impl FrontEnd {
     }
 
     /// Goes on with another device, for the machine has started anew.
-    pub(crate) fn restart(&mut self, device: &BlkDevice) {
+    pub(crate) fn restart(&mut self, device: &Device) {
         self.device = device.clone();
         self.disconnect();
         self.events.clear();
@@ -196,12 +196,12 @@ impl FrontEnd {
         self.link.is_none()
     }
 
-    /// Whether it can be told to do something with its queues.
+    /// Whether it accepts a command for its queues.
     pub(crate) fn is_open(&self) -> bool {
         self.link.is_some() && self.goodbye.is_none() && self.events.is_empty()
     }
 
-    /// Whether all that it was told to do is done.
+    /// Whether it has carried out all commands.
     pub(crate) fn is_idle(&self) -> bool {
         let Some(link) = &self.link else { return self.events.is_empty() };
         let is_going = self.goodbye.is_some() || self.is_closing;

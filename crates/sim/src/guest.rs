@@ -6,14 +6,14 @@ use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
-use blockio::engine::sim::is_readable;
-use ringhaul::queue::Ring;
+use blockio::engine::kernel::sim::is_readable;
+use device::Ring;
 use rustix::event::{EventfdFlags, eventfd};
-use virtqueue::GuestMemory;
+use virtqueue::driver::{Driver, Used};
+use virtqueue::{GuestMemory, QueueConfig};
 
 use crate::blame::Failed;
 use crate::content::{Value, initial, value_of};
-use crate::driver::Driver;
 use crate::failure::Failure;
 use crate::history::{History, NEVER};
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
@@ -34,7 +34,8 @@ enum Attention {
 }
 
 pub(crate) struct GuestQueue {
-    driver: Driver,
+    ring: Ring,
+    driver: Driver<Rc<GuestMemory>>,
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Option<OwnedFd>,
     attention: Attention,
@@ -122,7 +123,8 @@ impl Guest {
             let ring = self.layout.ring(index, self.plan.first_index());
             let memory = Rc::clone(&self.memory);
             GuestQueue {
-                driver: Driver::new(memory, ring, self.plan.event_idx > 0),
+                ring,
+                driver: Driver::new(memory, self.driver_config(ring)),
                 kick: (self.plan.no_kick == 0).then(new_eventfd),
                 call: (self.plan.no_call == 0).then(new_eventfd),
                 attention: Attention::Awake,
@@ -131,6 +133,11 @@ impl Guest {
             }
         };
         self.state.borrow_mut().queues = (0..queues).map(queue).collect();
+    }
+
+    /// What the driver knows of a ring.
+    fn driver_config(&self, ring: Ring) -> QueueConfig {
+        ring.config(self.plan.event_idx > 0, self.plan.indirect > 0)
     }
 
     fn trace(&self, what: impl FnOnce() -> String) {
@@ -166,13 +173,14 @@ impl Guest {
 
     /// Where a queue's ring is, for a device that begins with this avail entry.
     pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {
-        Ring { next_avail, ..self.state.borrow().queues[queue].driver.ring }
+        Ring { next_avail, ..self.state.borrow().queues[queue].ring }
     }
 
     /// Moves the ring of a queue that does not run to its other place.
     pub(crate) fn move_rings(&self, queue: usize) {
-        let driver = &mut self.state.borrow_mut().queues[queue].driver;
-        driver.move_to(Layout::moved(driver.ring));
+        let queue = &mut self.state.borrow_mut().queues[queue];
+        queue.ring = Layout::moved(queue.ring);
+        queue.driver.move_to(self.driver_config(queue.ring));
     }
 
     /// The avail idx up to which the device is to look for itself: it was kicked for these chains,
@@ -185,7 +193,7 @@ impl Guest {
     /// Used idx and avail idx.
     pub(crate) fn indexes(&self, queue: usize) -> (u16, u16) {
         let driver = &self.state.borrow().queues[queue].driver;
-        (driver.used_idx(), driver.avail_idx())
+        (driver.ring().used_idx(), driver.avail_idx())
     }
 
     /// Says whether a write is now on stable storage when it is answered.
@@ -228,8 +236,8 @@ impl Guest {
                 "\n  queue {index}: guest {:?}, avail idx {}, used idx {}, looked at {}",
                 queue.attention,
                 queue.driver.avail_idx(),
-                queue.driver.used_idx(),
-                !queue.driver.has_used(),
+                queue.driver.ring().used_idx(),
+                !queue.driver.ring().has_used(),
             );
         }
         text
@@ -261,7 +269,7 @@ impl Guest {
         if state.rush_left == 0 || state.queues.is_empty() {
             return;
         }
-        while state.queues[0].driver.has_used() && state.failure.is_none() {
+        while state.queues[0].driver.ring().has_used() && state.failure.is_none() {
             self.take_answer(state, 0);
         }
         if state.queues[0].published_from.is_none() {
@@ -311,7 +319,7 @@ impl Guest {
         }
     }
 
-    /// Makes one request a chain. False when there is no room for it now.
+    /// Makes one request a chain. False when it does not fit now.
     fn add(&self, state: &mut State, index: usize) -> bool {
         let State { rng, queues, history, .. } = state;
         let taken: Vec<(u64, u64)> = queues
@@ -361,7 +369,7 @@ impl Guest {
     fn decide_kick(&self, state: &mut State, index: usize) {
         let queue = &mut state.queues[index];
         let Some(from) = queue.published_from.take() else { return };
-        let wanted = queue.driver.wants_kick(from);
+        let wanted = queue.driver.ring().wants_kick(from);
         self.trace(|| format!("queue {index}: kick: {wanted}"));
         if let Some(kick) = queue.kick.as_ref().filter(|_| wanted) {
             write_eventfd(kick);
@@ -379,14 +387,16 @@ impl Guest {
             self.trace(|| format!("queue {index}: wakes up"));
             queue.attention = Attention::Awake;
         }
-        if queue.attention == Attention::Awake {
-            queue.driver.disable_calls();
+        let ring = queue.driver.ring();
+        // With event idx the event falls behind by itself.
+        if queue.attention == Attention::Awake && !ring.config.event_idx {
+            ring.want_no_calls();
         }
-        if queue.driver.has_used() {
+        if ring.has_used() {
             queue.attention = Attention::Awake;
             self.take_answer(state, index);
         } else if queue.attention == Attention::Awake {
-            queue.driver.enable_calls();
+            ring.want_calls();
             queue.attention = Attention::Armed;
         } else {
             queue.attention = Attention::Asleep;
@@ -396,7 +406,7 @@ impl Guest {
     fn take_answer(&self, state: &mut State, index: usize) {
         let device = self.device;
         let queue = &mut state.queues[index];
-        let Some((id, len)) = queue.driver.take_used() else { return };
+        let Some(Used { head: id, bytes: len }) = queue.driver.take_used() else { return };
         let slot = usize::try_from(id).ok().and_then(|id| queue.outstanding.get_mut(id));
         let Some(outstanding) = slot.and_then(Option::take) else {
             let text = format!(
@@ -424,7 +434,7 @@ impl GuestQueue {
             // something count as steps, or nothing would ever be stuck.
             Attention::Asleep => match &self.call {
                 Some(call) => is_readable(call.as_fd()),
-                None => self.driver.has_used(),
+                None => self.driver.ring().has_used(),
             },
         }
     }

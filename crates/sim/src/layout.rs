@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ringhaul::queue::Ring;
+use device::Ring;
 use rustix::fs::MemfdFlags;
 use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
@@ -18,7 +18,7 @@ const RINGS_END: u64 = 2 * RINGS_MOVE;
 /// Guest address of the first area.
 const AREAS: u64 = 0x10_0000;
 /// Bytes that the chain of one head has for its buffers and its indirect table.
-pub(crate) const AREA_BYTES: u64 = 0x4000;
+pub(crate) const AREA_BYTES: u64 = 0x8000;
 /// The table is at the end of the area.
 pub(crate) const TABLE_OFFSET: u64 = AREA_BYTES - 0x400;
 /// A guest address that is never mapped.

@@ -6,7 +6,7 @@ use crate::rng::Rng;
 
 macro_rules! knobs {
     ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {
-        /// The numbers of a run. Zero is off; what is per mille says so.
+        /// The numbers of a run. Zero is off; the name says what is per mille.
         #[derive(Debug, Clone, PartialEq, Eq, Default)]
         pub(crate) struct Plan {
             pub(crate) seed: u64,
@@ -43,7 +43,7 @@ knobs! {
     troubled: 0,
     /// Nothing that the disk is asked for is answered, until the healthy ones are done.
     hangs: 0,
-    /// Ops of the disk take so many times as long.
+    /// The factor by which ops of the disk take longer.
     slow: 0,
     /// Queues of a device, at most 4.
     queues: 1,
@@ -79,6 +79,8 @@ knobs! {
     no_harvest_on_submit: 0,
     /// KiB of memory for misaligned requests, for each IoThread, at least 8.
     bounce_kib: 0,
+    /// Pacing has the numbers of the product; else smaller ones, which short runs go through.
+    real_pacing: 0,
     /// Ops of one submit at most; zero is no limit.
     submit_max: 0,
     /// Completions are taken by `io_getevents`.
@@ -232,6 +234,7 @@ impl Plan {
         plan.draw_rush(&mut rng);
         plan.draw_trouble(&mut rng);
         plan.session = some(&mut Rng::new(seed, 6), 250, &[1, 1, 2, 3]);
+        plan.draw_scale(&mut Rng::new(seed, 7));
         plan.tidied()
     }
 
@@ -326,7 +329,7 @@ impl Plan {
         self.ids = some(rng, 200, &[1]);
         self.bads = some(rng, 300, &[1, 4]);
         self.request_blocks = rng.pick(&[1, 2, 4, 8, 16]);
-        self.pieces = rng.pick(&[1, 2, 4, 9]);
+        self.pieces = rng.pick(&[1, 2, 4, 9, 24]);
         self.aligned = rng.pick(&[0, 500, 1000]);
         self.odd_ranges = some(rng, 300, &[200, 1000]);
         self.region_kib = rng.pick(&[0, 0, 12, 20, 64]);
@@ -382,6 +385,14 @@ impl Plan {
         }
     }
 
+    /// The product's own numbers, and some runs that are long enough for them.
+    fn draw_scale(&mut self, rng: &mut Rng) {
+        self.real_pacing = flag(rng, 300);
+        if self.real_pacing > 0 && self.troubled == 0 && rng.chance(20) {
+            self.requests = 8000;
+        }
+    }
+
     /// A hung, a slow and a full disk beside healthy ones.
     fn draw_trouble(&mut self, rng: &mut Rng) {
         self.troubled = flag(rng, 60);
@@ -391,9 +402,6 @@ impl Plan {
             // A disk can keep a share of its own only where there is more than one for each.
             self.depth = rng.pick(&[16, 64]);
             (self.rush, self.odd_shorts, self.stuck) = (0, 0, 0);
-            // A submission ring of one entry, which that of a thread may be here, is full while
-            // watches wait in it, and only a completion has the loop look again.
-            self.sq_entries = 0;
             self.io_threads = rng.pick(&[1, 1, 2]);
         }
     }

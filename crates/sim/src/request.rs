@@ -1,14 +1,14 @@
 //! The guest's requests: what they ask, how their chains look, and what must come back.
 
-use ringhaul::blk::config::{SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX};
+use device::blk::config::{SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
     VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
     VIRTIO_BLK_T_WRITE_ZEROES,
 };
+use virtqueue::driver::Desc;
 
 use crate::content::{SECTOR, Value, bytes_of};
-use crate::driver::Piece;
 use crate::history::WriteRef;
 use crate::layout::{TABLE_OFFSET, UNMAPPED};
 use crate::plan::Plan;
@@ -51,7 +51,7 @@ pub(crate) struct Request {
 #[derive(Debug)]
 pub(crate) struct Outstanding {
     pub(crate) request: Request,
-    pub(crate) pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<Desc>,
     pub(crate) area: u64,
     /// The area as the guest left it.
     pub(crate) image: Vec<u8>,
@@ -143,7 +143,7 @@ impl Request {
         }
         let mut request = Self::new(kind, id, readable, 0);
         if plan.read_only > 0 {
-            // Not offered then; the device must refuse it all the same.
+            // Not offered then; the device must still refuse it.
             request.kind = Kind::Bad(VIRTIO_BLK_S_IOERR);
         } else {
             request.ranges = vec![range];
@@ -208,7 +208,7 @@ impl Request {
         area: u64,
         image: &mut [u8],
         room: usize,
-    ) -> Option<Vec<Piece>> {
+    ) -> Option<Vec<Desc>> {
         let most = usize::try_from(plan.pieces).unwrap_or(1).min(room / 2);
         if most == 0 || (self.unmapped && room < 3) {
             return None;
@@ -233,7 +233,7 @@ impl Request {
             from += len;
         }
         if self.unmapped {
-            lay.pieces.push(Piece { addr: UNMAPPED, len: 512, writable: true });
+            lay.pieces.push(Desc::writable(UNMAPPED, 512));
             lay.place(rng, 1, true, false);
             return Some(lay.pieces);
         }
@@ -310,7 +310,7 @@ struct Lay<'a> {
     /// What aligned ranges start at multiples of.
     align: u64,
     at: u64,
-    pieces: Vec<Piece>,
+    pieces: Vec<Desc>,
 }
 
 impl Lay<'_> {
@@ -320,7 +320,8 @@ impl Lay<'_> {
             self.at = self.at.next_multiple_of(self.align);
         }
         let piece_len = u32::try_from(len).unwrap_or(u32::MAX);
-        self.pieces.push(Piece { addr: self.area + self.at, len: piece_len, writable });
+        let desc = if writable { Desc::writable } else { Desc::readable };
+        self.pieces.push(desc(self.area + self.at, piece_len));
         self.at += len as u64;
         assert!(self.at <= TABLE_OFFSET, "the area of a chain is too small");
     }

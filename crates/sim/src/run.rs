@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 use blockio::IoThread;
-use blockio::engine::sim::{self, is_readable};
+use blockio::engine::kernel::sim::{self, is_readable};
 
 use crate::control::{Change, Control};
 use crate::export::Export;
@@ -206,13 +206,13 @@ impl Run {
 
     fn is_due(&self, thread: &IoThread) -> bool {
         let now = self.world.now_nanoseconds();
-        thread.deadline().is_some_and(|when| self.world.nanoseconds(when) <= now)
+        thread.deadline_of_work().is_some_and(|when| self.world.nanoseconds(when) <= now)
     }
 
     /// When something happens that nobody has to do: an event of the kernel, or a deadline.
     fn next_time(&self) -> Option<u64> {
         let now = self.world.now_nanoseconds();
-        let deadlines = self.stack.threads.iter().filter_map(|t| t.io_thread.deadline());
+        let deadlines = self.stack.threads.iter().filter_map(|t| t.io_thread.deadline_of_work());
         let deadlines = deadlines.map(|when| self.world.nanoseconds(when)).filter(|&w| w > now);
         deadlines.chain(self.world.next_event()).min()
     }
@@ -309,6 +309,22 @@ mod tests {
         }
         let report = run(&plan, false).unwrap().unwrap();
         assert!(report.ops > 0);
+    }
+
+    #[test]
+    fn a_full_submission_ring_holds_nobody_up_beside_a_disk_that_hangs() {
+        for seed in 0..150 {
+            let mut plan = Plan::new(seed);
+            for setting in ["engine=2", "sqpoll=1", "sq_entries=1", "troubled=1", "devices=4"] {
+                plan.set(setting).unwrap();
+            }
+            for setting in ["depth=64", "requests=60", "rush=0", "odd_shorts=0", "stuck=0"] {
+                plan.set(setting).unwrap();
+            }
+            if let Err(failure) = run(&plan, false).unwrap() {
+                panic!("seed {seed}: {failure}");
+            }
+        }
     }
 
     #[test]

@@ -7,12 +7,18 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockio::stats::{OpStats, Stats};
-use blockio::{Activity, CompletionRing, EngineKind, IoThread, IoThreadConfig, Wait};
+use blockio::{
+    Activity, CompletionRing, EngineConfig, IoThread, IoThreadConfig, PacingConfig, Wait,
+};
 
 use crate::control::Control;
 use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};
+
+/// In a run of a few hundred ops a disk is paced, and the outcome of a trial is forgotten again.
+const SHORT_PACING: PacingConfig =
+    PacingConfig { convoy_min: 2, convoys: 2, span_ops: 8, period_ops: 32, limit_min: 1 };
 
 pub(crate) struct Thread {
     pub(crate) io_thread: IoThread,
@@ -23,9 +29,9 @@ pub(crate) struct Thread {
     empty_turns: u32,
 }
 
-/// A loop that has so many turns in a row, in which no time passes and nothing is done but to ask
-/// for another, spins.
-/// Submits that the kernel refuses are tried again a few times at most.
+/// A loop spins when it takes more turns than this in a row in which no time passes and nothing
+/// happens except that it asks for another turn.
+/// A submit that the kernel refuses is tried again a few times at most.
 const EMPTY_TURNS_MAX: u32 = 40;
 
 impl Thread {
@@ -89,9 +95,15 @@ impl Stack {
 
     fn start_threads(&mut self) -> Result<()> {
         let engine = match self.plan.engine {
-            0 => EngineKind::Aio,
-            1 => EngineKind::Threads,
-            _ => EngineKind::IoUring,
+            0 => EngineConfig::Aio {
+                completion_ring: if self.plan.getevents > 0 {
+                    CompletionRing::Getevents
+                } else {
+                    CompletionRing::Userspace
+                },
+            },
+            1 => EngineConfig::Threads,
+            _ => EngineConfig::IoUring { sqpoll: self.plan.sqpoll > 0, iopoll: false },
         };
         let depth = u32::try_from(self.plan.depth).unwrap_or(1);
         let config = IoThreadConfig {
@@ -102,19 +114,17 @@ impl Stack {
                 0 => 100,
                 percent => u32::try_from(percent).unwrap_or(100),
             },
-            sqpoll: self.plan.engine == 2 && self.plan.sqpoll > 0,
             harvest_on_submit: self.plan.no_harvest_on_submit == 0,
             submit_max: u32::try_from(self.plan.submit_max)
                 .ok()
                 .filter(|m| *m > 0)
                 .unwrap_or(u32::MAX),
-            completion_ring: if self.plan.getevents > 0 {
-                CompletionRing::Getevents
-            } else {
-                CompletionRing::Userspace
-            },
             // At least two pieces of the simulation's size.
             bounce_bytes: usize::try_from(self.plan.bounce_kib.max(8)).unwrap_or(8) << 10,
+            pacing: match self.plan.real_pacing {
+                0 => SHORT_PACING,
+                _ => PacingConfig::default(),
+            },
             ..IoThreadConfig::default()
         };
         for _ in 0..self.plan.io_threads {

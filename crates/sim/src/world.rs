@@ -11,11 +11,11 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::time::Instant;
 
-use blockio::engine::sim::{KernelOp, Signal, SqThread};
+use blockio::engine::kernel::sim::{KernelOp, Signal, SqThread};
 use blockio::op::OpKind;
 
 use crate::content::{SECTOR, initial};
-use crate::device::Device;
+use crate::device::{Answer, Device};
 use crate::failure::Failure;
 use crate::faults::{Class, Injected, op_len};
 use crate::plan::Plan;
@@ -53,8 +53,8 @@ struct Disk {
     /// It answers EAGAIN for ever.
     is_stuck: bool,
     injected: Vec<Injected>,
-    /// When a flush, or a write that was to be on stable storage, was first answered with an
-    /// error that means a loss.
+    /// When a flush was first answered with an error that means a loss, or a write that was to be
+    /// on stable storage while others were not yet.
     lost_at: Option<u64>,
     /// Ops that it has and does not answer, as long as it hangs.
     held: Option<Vec<u64>>,
@@ -351,7 +351,7 @@ impl World {
         disks.iter_mut().for_each(|disk| disk.device.settle());
     }
 
-    /// Lets go of ops and eventfds, which know this world.
+    /// Drops ops and eventfds, which refer to this world.
     pub(crate) fn clear(&self) {
         self.set_others(None);
         let mut inner = self.inner.borrow_mut();
@@ -391,15 +391,25 @@ impl World {
         };
         let Disk { device, injected, lost_at, .. } = &mut disks[disk];
         let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
+        let mut is_lost = false;
         if *power_is_off {
             result = -i64::from(libc::EIO);
         } else {
             match kind {
                 OpKind::Flush if result == 0 => device.flush(begin, rng),
-                OpKind::Flush if result == -i64::from(libc::EIO) => device.fail_flush(rng),
-                OpKind::Write { fua } => device.answered(offset, len, id, now, fua && result >= 0),
+                OpKind::Flush | OpKind::Write { fua: true } if result == -i64::from(libc::EIO) => {
+                    is_lost = device.fail_flush(rng) || kind == OpKind::Flush;
+                    device.answered(offset, len, id, now, Answer::Error);
+                }
                 OpKind::Read | OpKind::Flush => {}
-                _ => device.answered(offset, len, id, now, false),
+                _ => {
+                    let answer = match kind {
+                        _ if result < 0 => Answer::Error,
+                        OpKind::Write { fua: true } => Answer::Durable,
+                        _ => Answer::Done,
+                    };
+                    device.answered(offset, len, id, now, answer);
+                }
             }
         }
         let bytes = u64::try_from(result).unwrap_or(0);
@@ -415,7 +425,7 @@ impl World {
             // What may be tried again is, so often that others may come between.
             let must_fail = result != -i64::from(libc::EAGAIN);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
-            if loses && result == -i64::from(libc::EIO) {
+            if is_lost {
                 lost_at.get_or_insert(now);
             }
             let len = len as u64;

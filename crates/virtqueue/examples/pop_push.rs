@@ -10,6 +10,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use virtqueue::driver::{Desc, Ring};
 use virtqueue::{GuestMemory, LocalMemory, QueueConfig, SplitQueue};
 
 const SIZE: u16 = 256;
@@ -22,10 +23,6 @@ const DATA: u64 = 0x100000;
 const DATA_BYTES: u32 = 4096;
 const HEADER_BYTES: u32 = 16;
 const CHAIN_DESCRIPTORS: u16 = 3;
-
-const F_NEXT: u16 = 1;
-const F_WRITE: u16 = 2;
-const F_INDIRECT: u16 = 4;
 
 const BATCHES: usize = 500_000;
 
@@ -57,9 +54,6 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// than the sum on a machine that does other things too.
 fn measure(indirect: bool, event_idx: bool, batch: u16) -> Result<Vec<Duration>, Box<dyn Error>> {
     let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x80_0000)])?);
-    let heads = (0..SIZE / CHAIN_DESCRIPTORS)
-        .map(|chain| write_chain(&memory, chain, indirect))
-        .collect::<Result<Vec<u16>, _>>()?;
     let config = QueueConfig {
         size: SIZE,
         desc_table: DESC_TABLE,
@@ -70,15 +64,15 @@ fn measure(indirect: bool, event_idx: bool, batch: u16) -> Result<Vec<Duration>,
         next_avail: 0,
     };
     let mut queue = SplitQueue::new(LocalMemory::new(Arc::clone(&memory)), config)?;
-    let mut avail_idx = 0_u16;
+    let mut ring = Ring::new(memory, config);
+    let chains = 0..SIZE / CHAIN_DESCRIPTORS;
+    let heads: Vec<u16> = chains.map(|chain| write_chain(&ring, chain)).collect();
     let mut spent = Vec::with_capacity(BATCHES);
     for _ in 0..BATCHES {
         for _ in 0..batch {
-            let head = heads[usize::from(avail_idx) % heads.len()];
-            memory.write(AVAIL_RING + 4 + u64::from(avail_idx % SIZE) * 2, &head.to_le_bytes())?;
-            avail_idx = avail_idx.wrapping_add(1);
+            ring.put_head(heads[usize::from(ring.next_avail) % heads.len()]);
         }
-        memory.write(AVAIL_RING + 2, &avail_idx.to_le_bytes())?;
+        ring.put_avail_idx(ring.next_avail);
         let start = Instant::now();
         let served = serve(&mut queue)?;
         spent.push(start.elapsed());
@@ -89,42 +83,22 @@ fn measure(indirect: bool, event_idx: bool, batch: u16) -> Result<Vec<Duration>,
 }
 
 /// Descriptors that stay as they are; the avail ring names them over and over.
-fn write_chain(memory: &GuestMemory, chain: u16, indirect: bool) -> Result<u16, Box<dyn Error>> {
+fn write_chain(ring: &Ring<Arc<GuestMemory>>, chain: u16) -> u16 {
     let own = u64::from(chain);
     let header = HEADERS + own * 64;
     let buffers = [
-        (header, HEADER_BYTES, 0),
-        (DATA + own * u64::from(DATA_BYTES), DATA_BYTES, F_WRITE),
-        (header + u64::from(HEADER_BYTES), 1, F_WRITE),
+        Desc::readable(header, HEADER_BYTES),
+        Desc::writable(DATA + own * u64::from(DATA_BYTES), DATA_BYTES),
+        Desc::writable(header + u64::from(HEADER_BYTES), 1),
     ];
-    let table = INDIRECT_TABLES + own * u64::from(CHAIN_DESCRIPTORS) * 16;
-    let (table, first) =
-        if indirect { (table, 0) } else { (DESC_TABLE, chain * CHAIN_DESCRIPTORS) };
-    for (index, (addr, len, flags)) in (first..).zip(buffers) {
-        let last = index + 1 == first + CHAIN_DESCRIPTORS;
-        let flags = if last { flags } else { flags | F_NEXT };
-        write_descriptor(memory, table, index, (addr, len, flags))?;
+    if ring.config.indirect {
+        let table = INDIRECT_TABLES + own * u64::from(CHAIN_DESCRIPTORS) * 16;
+        ring.put_indirect(chain, table, &buffers);
+        return chain;
     }
-    if indirect {
-        let len = u32::from(CHAIN_DESCRIPTORS) * 16;
-        write_descriptor(memory, DESC_TABLE, chain, (table, len, F_INDIRECT))?;
-        return Ok(chain);
-    }
-    Ok(first)
-}
-
-fn write_descriptor(
-    memory: &GuestMemory,
-    table: u64,
-    index: u16,
-    (addr, len, flags): (u64, u32, u16),
-) -> Result<(), Box<dyn Error>> {
-    let at = table + u64::from(index) * 16;
-    memory.write(at, &addr.to_le_bytes())?;
-    memory.write(at + 8, &len.to_le_bytes())?;
-    memory.write(at + 12, &flags.to_le_bytes())?;
-    memory.write(at + 14, &(index + 1).to_le_bytes())?;
-    Ok(())
+    let head = chain * CHAIN_DESCRIPTORS;
+    ring.put_chain(head, &buffers);
+    head
 }
 
 /// What a device does in one run of its loop, without the disk.
@@ -141,8 +115,6 @@ fn serve(queue: &mut SplitQueue) -> Result<u16, Box<dyn Error>> {
         }
         let written = DATA_BYTES + 1;
         black_box(chain.writable.iovecs());
-        let (storage, _, _memory) = chain.writable.into_raw_parts();
-        queue.recycle(storage);
         queue.push(chain.head, written);
         served += 1;
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// How much may be mapped, by one front-end or by all of a process: a handle whose clones share
 /// one count.
 ///
-/// What it guards is address space. A sparse file costs whoever shares it nothing, and a few of
+/// What it guards is address space. A sparse file costs its owner nothing, and a few of
 /// them fill the 47 bits that a process has; then no allocation works any more. A region counts
 /// from before it is mapped until the last map that has it is gone, and once however many maps
 /// share it.
@@ -22,7 +22,7 @@ struct Budget {
 }
 
 impl MappingBudget {
-    /// A budget of so many bytes. `what` is what refusals call it, such as "the memory of all
+    /// A budget of `limit_bytes`. `what` is what refusals call it, such as "the memory of all
     /// front-ends (--max-mapped-memory)".
     #[must_use]
     pub fn new(what: &'static str, limit_bytes: u64) -> Self {

@@ -1,12 +1,12 @@
 //! Descriptor chains: walking one, and the buffers of the guest that it names.
 
-use libc::iovec;
+use iomem::Buffers;
 
 use crate::error::{ChainFault, QueueError};
-use crate::memory::{Descriptor, Direction, GuestByte, HostRanges, LocalMemory, Translator};
-use crate::split::MAX_INDIRECT_ENTRIES;
+use crate::limits::MAX_INDIRECT_ENTRIES;
+use crate::memory::{Descriptor, Direction, LocalMemory, Translator};
 
-/// The chain goes on at `next` (virtio 1.3, section 2.7.5).
+/// The chain continues at `next` (virtio 1.3, section 2.7.5).
 const DESC_F_NEXT: u16 = 1;
 /// The buffer is for the device to write.
 const DESC_F_WRITE: u16 = 2;
@@ -26,96 +26,24 @@ pub struct Chain {
     /// What [`SplitQueue::push`](crate::SplitQueue::push) wants back, once for each chain.
     pub head: u16,
     /// What the driver wrote for the device. Empty when there is a fault.
-    pub readable: Segments,
+    ///
+    /// A buffer that goes over the border of two memory regions is two ranges; no range is empty.
+    pub readable: Buffers,
     /// Where the device answers. When there is a fault, this is the last byte of the last
     /// device-writable buffer, where virtio-blk has its status, or empty when that byte is not in
-    /// guest memory or there is no such buffer.
-    pub writable: Segments,
+    /// guest memory or no such buffer exists.
+    pub writable: Buffers,
     /// Why the request cannot be carried out.
     pub fault: Option<ChainFault>,
-}
-
-/// Buffers of the guest in one direction, as ranges of this process, and what keeps them mapped.
-///
-/// A buffer that goes over the border of two memory regions becomes two ranges; no range is empty.
-/// The storage goes back to the [`LocalMemory`] when this is dropped.
-#[derive(Debug)]
-pub struct Segments(HostRanges);
-
-impl Segments {
-    /// Bytes that are left.
-    #[inline]
-    pub fn bytes(&self) -> usize {
-        self.0.bytes()
-    }
-
-    /// Whether no byte is left.
-    #[inline]
-    pub fn is_empty(&self) -> bool {
-        self.bytes() == 0
-    }
-
-    /// The ranges that are left, in order. They are guest memory: good for the kernel to read or
-    /// write for as long as these segments live, and never to be made a Rust reference.
-    #[inline]
-    pub fn iovecs(&self) -> &[iovec] {
-        self.0.as_slice()
-    }
-
-    /// How many ranges the list was made of, those that are used up included.
-    #[inline]
-    pub fn ranges(&self) -> usize {
-        self.0.stored()
-    }
-
-    /// What keeps the ranges mapped.
-    #[inline]
-    pub fn memory(&self) -> &LocalMemory {
-        self.0.memory()
-    }
-
-    /// Copies out of guest memory from `offset` on, across ranges, until `dst` is full or the
-    /// segments end. Returns the bytes copied.
-    #[inline]
-    pub fn copy_to(&self, offset: usize, dst: &mut [u8]) -> usize {
-        self.0.read(offset, dst)
-    }
-
-    /// Copies into guest memory from `offset` on, across ranges, until `src` or the segments end.
-    /// Returns the bytes copied.
-    ///
-    /// Nothing stops a device from writing to what is device-readable; the specification does.
-    #[inline]
-    pub fn copy_from(&self, offset: usize, src: &[u8]) -> usize {
-        self.0.write(offset, src)
-    }
-
-    /// Drops bytes from the front, at most all.
-    #[inline]
-    pub fn advance(&mut self, bytes: usize) {
-        self.0.advance(bytes);
-    }
-
-    /// Takes the last byte off: the status byte of virtio-blk.
-    #[inline]
-    pub fn take_last_byte(&mut self) -> Option<GuestByte> {
-        self.0.take_last_byte()
-    }
-
-    /// The list of ranges, the index of the first that is left, and what must be kept while they
-    /// are used. Give the list to [`LocalMemory::recycle`] or
-    /// [`SplitQueue::recycle`](crate::SplitQueue::recycle) afterwards.
-    #[inline]
-    pub fn into_raw_parts(self) -> (Vec<iovec>, usize, LocalMemory) {
-        self.0.into_raw_parts()
-    }
+    /// The map that the buffers are in.
+    pub memory: LocalMemory,
 }
 
 /// Reads the chain that starts at `head`, and leaves its buffers in the translator.
 ///
 /// # Errors
 ///
-/// When the descriptors themselves make no sense, so that the chain's end is not known.
+/// When the descriptors themselves are invalid, so that the chain's end is not known.
 #[inline]
 pub(crate) fn walk(
     translator: &mut Translator,
@@ -154,7 +82,7 @@ pub(crate) fn walk(
 #[inline]
 pub(crate) fn finish(translator: &mut Translator, head: u16, fault: Option<ChainFault>) -> Chain {
     let (readable, writable) = translator.finish_chain();
-    Chain { head, readable: Segments(readable), writable: Segments(writable), fault }
+    Chain { head, readable, writable, fault, memory: translator.memory().clone() }
 }
 
 #[inline]

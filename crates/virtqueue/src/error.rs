@@ -187,7 +187,7 @@ pub enum QueueError {
         /// Bytes.
         len: usize,
     },
-    /// Whoever owns the memory of a part of the ring has taken it away.
+    /// The owner of the memory of a part of the ring has truncated it.
     #[error(
         "the memory of the {part} at guest address {addr:#x} ({len} bytes) is gone: its file was \
          truncated"
@@ -229,7 +229,7 @@ pub enum QueueError {
         entries: u16,
     },
     /// A descriptor names a next one that does not exist.
-    #[error("chain {head} goes on at descriptor {next}, outside of a table of {entries}")]
+    #[error("chain {head} continues at descriptor {next}, outside of a table of {entries}")]
     NextOutOfRange {
         /// Head of the chain.
         head: u16,
@@ -238,7 +238,7 @@ pub enum QueueError {
         /// Entries of the (possibly indirect) table.
         entries: u16,
     },
-    /// A chain has more descriptors than its table, which is to say that it loops.
+    /// A chain has more descriptors than its table, so it loops.
     #[error("chain {head} loops: it has more descriptors than its table of {entries}")]
     Loop {
         /// Head of the chain.
@@ -287,7 +287,7 @@ pub enum QueueError {
 }
 
 /// The request is bad, but its chain has an end: the device answers it with an error status when
-/// [`Segments::take_last_byte`](crate::Segments::take_last_byte) gives it a status byte.
+/// [`Buffers::take_last_byte`](iomem::Buffers::take_last_byte) gives it a status byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChainFault {
     /// A buffer that is not wholly in guest memory.

@@ -1,9 +1,9 @@
 //! Guest memory and split virtqueues, device side.
 //!
 //! The crate knows rings and memory, and does no disk I/O. A device builds a [`GuestMemory`] from
-//! the regions that it was given, wraps it in a [`LocalMemory`] on the thread that serves the
+//! the regions that it receives, wraps it in a [`LocalMemory`] on the thread that serves the
 //! queue, and makes a [`SplitQueue`]. Then it pops [`Chain`]s, moves data through their
-//! [`Segments`], pushes used elements, and publishes them once for each batch:
+//! [`Buffers`](iomem::Buffers), pushes used elements, and publishes them once for each batch:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -42,8 +42,8 @@
 //!
 //! Everything that comes from the guest is hostile: a bad request shows as a [`ChainFault`], a bad
 //! ring as a [`QueueError`], and neither can make the crate touch memory outside the regions. Each
-//! field of the rings is read once, so that a driver that changes it later changes nothing. Memory
-//! that its owner takes away raises SIGBUS, unless [`install_sigbus_handler`] was called: then
+//! field of the rings is read once, so that a later change by the driver has no effect. Memory
+//! that its owner truncates raises SIGBUS, unless [`install_sigbus_handler`] was called: then
 //! queues whose rings were in it stop, and requests whose buffers were in it fail.
 //!
 //! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7.
@@ -53,7 +53,10 @@ compile_error!("guest addresses and lengths are 64 bits wide and must fit a usiz
 
 mod budget;
 mod chain;
+#[cfg(feature = "driver")]
+pub mod driver;
 mod error;
+mod limits;
 mod mapping;
 mod memory;
 mod region;
@@ -61,9 +64,10 @@ mod sigbus;
 mod split;
 
 pub use budget::MappingBudget;
-pub use chain::{Chain, Segments};
+pub use chain::Chain;
 pub use error::{ChainFault, MemoryError, QueueError, RingPart};
-pub use memory::{GuestByte, GuestMemory, LocalMemory};
+pub use limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
+pub use memory::{GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use sigbus::{install_sigbus_handler, lost_regions};
-pub use split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, QueueConfig, SplitQueue};
+pub use split::{QueueConfig, SplitQueue};

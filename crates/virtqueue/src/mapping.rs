@@ -20,7 +20,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of a file from `offset` on, shared with whoever else has it. The offset is
+    /// Maps `len` bytes of a file from `offset` on, shared with its other users. The offset is
     /// a multiple of the file's page size.
     pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
@@ -30,7 +30,7 @@ impl Mapping {
         Ok(Self { start: start.cast(), len })
     }
 
-    /// Maps `len` bytes of zeroes that are this process' own.
+    /// Maps `len` bytes of private zeroes.
     pub(crate) fn private(len: usize) -> io::Result<Self> {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: the kernel chooses a place where nothing is mapped.

@@ -55,7 +55,7 @@ pub enum MemoryFiles {
     /// kernel alone, so that no access waits for a program or a server.
     #[default]
     Sealable,
-    /// Any file that can be mapped. An access waits for whoever has the pages, for ever if it is a
+    /// Any file that can be mapped. An access waits for the owner of the pages, for ever if it is a
     /// FUSE file whose program does not answer: only for front-ends that are trusted.
     Any,
 }
@@ -68,7 +68,7 @@ pub(crate) struct Region {
     user_addr: u64,
     /// Bytes of the mapping that lie before the region, because offsets of mappings are aligned.
     lead: usize,
-    /// None for private memory, which nobody can take away. Dropped before the mapping.
+    /// None for private memory, which nobody can truncate. Dropped before the mapping.
     watched: Option<Watched>,
     mapping: Mapping,
     /// What the mapping takes of the budget, given back after it.
@@ -133,7 +133,7 @@ impl Region {
         self.size
     }
 
-    /// Where guest memory has what the front-end has at `user_addr`, when that is in this region.
+    /// The guest address of the front-end's address `user_addr`, when that is in this region.
     pub(crate) fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
         let offset = user_addr.checked_sub(self.user_addr)?;
         (offset < self.size).then(|| self.guest_addr + offset)
@@ -190,8 +190,8 @@ fn check_addresses(
     Ok(())
 }
 
-/// What there is to know of the file, if it may be mapped. A file may be of a FUSE file system,
-/// which need not answer, so nothing is asked that could reach it before it is known to be memory.
+/// What is known about the file, if it may be mapped. A file may be on a FUSE file system,
+/// which need not answer, so no call may reach it before it is known to be memory.
 fn examine(config: &RegionConfig, files: MemoryFiles) -> Result<Statx, MemoryError> {
     let RegionConfig { guest_addr, file, .. } = config;
     let status = |flags| {
@@ -238,7 +238,7 @@ fn check_file(guest_addr: u64, status: &Statx, end: u64) -> Result<(), MemoryErr
 }
 
 fn mapping_alignment(status: &Statx) -> u64 {
-    let page = u64::try_from(rustix::param::page_size()).unwrap_or(u64::MAX);
+    let page = rustix::param::page_size() as u64;
     let block = u64::from(status.stx_blksize);
     let is_file = file_type(status) == FileType::RegularFile;
     if is_file && block.is_power_of_two() && block > page && block <= MAX_PAGE_SIZE {

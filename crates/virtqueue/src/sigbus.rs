@@ -2,7 +2,7 @@
 //!
 //! A front-end that truncates the file behind a region makes the next access to it raise SIGBUS,
 //! which ends the process. With [`install_sigbus_handler`] private zeroes take the place of the
-//! whole region instead, and it is marked as lost; whoever then reads zeroes finds the mark before
+//! whole region instead, and it is marked as lost; a reader of the zeroes finds the mark before
 //! it believes them ([`GuestMemory::is_intact`](crate::GuestMemory::is_intact)). System calls on
 //! such memory raise no signal, they fail with EFAULT.
 //!
@@ -150,7 +150,7 @@ impl std::fmt::Debug for Watched {
 /// before any guest memory is accessed; more calls change nothing.
 ///
 /// A SIGBUS from anywhere else goes to the handler that was there before, and without one it ends
-/// the process as ever. A mere notice that a page of memory is damaged (`BUS_MCEERR_AO`) goes to
+/// the process as usual. A mere notice that a page of memory is damaged (`BUS_MCEERR_AO`) goes to
 /// nobody: the handler of Rust's standard library, for one, would let the next SIGBUS end the
 /// process, and an access that needs the page raises one of its own. A program that installs a
 /// handler after this call has to pass on what it does not know.
@@ -196,7 +196,7 @@ const BUS_MCEERR_AR: c_int = 4;
 const BUS_MCEERR_AO: c_int = 5;
 
 /// How many faults of one region are answered. Threads that access it at once fault once each; a
-/// region that goes on faulting when it is replaced has no memory behind it to be had.
+/// region that still faults after it was replaced can get no memory from the system.
 const FAULTS_MAX: u32 = 1024;
 
 /// The handler. It calls only system calls, and touches only atomics and its arguments.
@@ -279,7 +279,7 @@ fn map_over(start: usize, len: usize, flags: c_int, file: c_int) -> bool {
 /// Only from a handler, with its arguments.
 unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.get();
-    // SAFETY: the address is that of a handler of the kind that its flags tell of, as the kernel
+    // SAFETY: the address is that of a handler of the kind that its flags state, as the kernel
     // had it. The default action, once restored, comes when the access is tried again; a signal
     // that somebody sent is sent again, and comes when the handler returns.
     unsafe {

@@ -8,18 +8,10 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use libc::iovec;
-
 use crate::chain::{self, Chain};
 use crate::error::{QueueError, RingPart};
+use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
-
-/// The largest queue that is served; the specification has up to 32768.
-pub const MAX_QUEUE_SIZE: u16 = 1024;
-
-/// The most descriptors of an indirect table. The specification has up to the queue size, but
-/// Linux makes tables as long as the device allows segments, whatever the size of the queue.
-pub const MAX_INDIRECT_ENTRIES: u16 = 1024;
 
 const DESC_TABLE_ALIGN: usize = 16;
 const AVAIL_RING_ALIGN: usize = 2;
@@ -77,7 +69,7 @@ pub struct SplitQueue {
     /// The used idx in the ring. The event-idx check was made for all before it.
     published_used: u16,
     in_device: u16,
-    /// The driver's last event is not known, so call it whatever it says.
+    /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
 }
 
@@ -89,7 +81,7 @@ impl SplitQueue {
     ///
     /// # Errors
     ///
-    /// When the size is no power of two from 1 to [`MAX_QUEUE_SIZE`], or a part of the ring is
+    /// When the size is not a power of two from 1 to [`MAX_QUEUE_SIZE`], or a part of the ring is
     /// misaligned or not within one memory region.
     pub fn new(memory: LocalMemory, config: QueueConfig) -> Result<Self, QueueError> {
         if !config.size.is_power_of_two() || config.size > MAX_QUEUE_SIZE {
@@ -126,7 +118,7 @@ impl SplitQueue {
         self.pop_after_loss(popped)
     }
 
-    /// What was popped may come from memory that is gone, so it is popped again without that.
+    /// What was popped may come from memory that is gone, so it is popped again without it.
     #[cold]
     fn pop_after_loss(
         &mut self,
@@ -166,19 +158,23 @@ impl SplitQueue {
     /// bytes to it, counted from the start of what is writable. The driver does not see it yet.
     ///
     /// Chains may be pushed in any order, each once. Pushing what was not popped confuses the
-    /// driver and harms nothing else.
+    /// driver.
+    ///
+    /// # Panics
+    ///
+    /// When all chains that were popped have been pushed.
     #[inline]
     pub fn push(&mut self, head: u16, written_bytes: u32) {
-        debug_assert!(self.in_device > 0, "chain {head} was pushed twice or never popped");
+        assert!(self.in_device > 0, "chain {head} was pushed twice or never popped");
         self.rings.store_used_entry(self.next_used, head, written_bytes);
         self.next_used = self.next_used.wrapping_add(1);
-        self.in_device = self.in_device.saturating_sub(1);
+        self.in_device -= 1;
     }
 
     /// Makes all pushed elements visible to the driver, and returns whether it wants a call for
     /// them. Also true when a call is forced, with or without new elements.
     ///
-    /// A batch must not pass the size of the queue, which holds by itself: at most that many
+    /// A batch must not exceed the size of the queue, and cannot: at most that many
     /// chains are in the device.
     #[inline]
     #[must_use = "the driver may sleep until it is called"]
@@ -205,8 +201,8 @@ impl SplitQueue {
         }
     }
 
-    /// Makes the next [`publish`](Self::publish) ask for a call: after a call may have got lost,
-    /// such as when the call eventfd was replaced.
+    /// Makes the next [`publish`](Self::publish) ask for a call: when a call may have been lost,
+    /// for example because the call eventfd was replaced.
     pub fn force_call(&mut self) {
         self.call_forced = true;
     }
@@ -217,9 +213,9 @@ impl SplitQueue {
         self.next_avail != self.avail_shadow || self.next_avail != self.rings.load_avail_idx()
     }
 
-    /// Asks the driver for a kick with the next chain it makes available.
+    /// Asks the driver to kick when it makes the next chain available.
     ///
-    /// Returns true when chains are available already, for which no kick may come: then go on with
+    /// Returns true when chains are available already, for which no kick may come: then call
     /// [`disable_kicks`](Self::disable_kicks) and pop them. On false it is safe to sleep.
     #[must_use = "chains that are available already may come without a kick"]
     pub fn enable_kicks(&mut self) -> bool {
@@ -234,7 +230,7 @@ impl SplitQueue {
     }
 
     /// Tells the driver that it need not kick. With event idx nothing is written: the event falls
-    /// behind by itself.
+    /// behind on its own.
     pub fn disable_kicks(&mut self) {
         if !self.config.event_idx {
             self.rings.store_used_flags(USED_F_NO_NOTIFY);
@@ -258,7 +254,7 @@ impl SplitQueue {
         self.in_device
     }
 
-    /// Goes on in a changed memory map, in which the rings have the guest addresses they had.
+    /// Continues in a changed memory map, in which the rings have the same guest addresses.
     /// Chains that were popped keep the old map.
     ///
     /// # Errors
@@ -267,13 +263,6 @@ impl SplitQueue {
     pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
         (self.translator, self.rings) = map_parts(memory, &self.config)?;
         Ok(())
-    }
-
-    /// Gives the storage of [`Segments::into_raw_parts`](crate::Segments::into_raw_parts) back for
-    /// later chains; drops it when enough is kept already.
-    #[inline]
-    pub fn recycle(&mut self, storage: Vec<iovec>) {
-        self.translator.memory().recycle(storage);
     }
 
     /// Reads avail idx; true when it announces chains that were not popped.
@@ -412,7 +401,7 @@ impl Rings {
         unsafe { load(self.used.add(RING_IDX), Ordering::Relaxed) }
     }
 
-    /// Release: whoever sees the idx also sees the entries, and the data that the device wrote.
+    /// Release: a driver that sees the idx also sees the entries, and the data from the device.
     #[inline]
     fn store_used_idx(&self, index: u16) {
         // SAFETY: the used ring is mapped and aligned, see `Rings`.

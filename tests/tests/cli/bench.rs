@@ -5,9 +5,11 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tests::cli::{EXIT_RUN, Finished, Refusals, Running, bench, ringhaul, run, serve};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions};
-use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_kit::cli::{
+    EXIT_RUN, EXIT_USAGE, Finished, Refusals, Running, bench, ringhaul, run, serve,
+};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions};
+use ringhaul_kit::server::{Cache, Engine};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -334,7 +336,11 @@ fn a_server_that_is_not_there_is_named() -> Result<()> {
     let scene = scene()?;
     let mut refusals = Refusals::default();
     let missing = scene.socket("missing.sock");
-    refusals.check("none", bench(&missing, ""), &["missing.sock", "no such socket", "running"]);
+    refusals.check(
+        "none",
+        bench(&missing, ""),
+        &["missing.sock", "no such socket", "start the server"],
+    );
     let left_over = scene.socket("old.sock");
     drop(UnixListener::bind(&left_over)?);
     refusals.check("left over", bench(&left_over, ""), &["old.sock", "no server listens"]);
@@ -350,6 +356,18 @@ fn a_server_that_is_not_there_is_named() -> Result<()> {
         &["--socket-path"],
     );
     refusals.finish()
+}
+
+#[test]
+fn errors_have_the_form_of_the_log() -> Result<()> {
+    let missing = scene()?.socket("missing.sock");
+    let mut command = bench(&missing, "--log-format json")?;
+    let finished = run(&mut command)?.expect_code(EXIT_USAGE)?;
+    let line: Value = serde_json::from_str(finished.stderr.trim())
+        .with_context(|| format!("not one JSON object: {}", finished.stderr))?;
+    ensure!(line["level"] == "ERROR", "{line}");
+    ensure!(line["message"].as_str().is_some_and(|text| text.contains("no such socket")), "{line}");
+    Ok(())
 }
 
 /// The daemon's own memory: what is anonymous, and what it has mapped of its program and
@@ -385,7 +403,7 @@ fn a_daemon_with_four_queues_stays_small() -> Result<()> {
         client.wait_for("IOPS")?;
         let busy_kib = own_memory_kib(&daemon)?;
         client.finish()?.expect_code(0)?;
-        daemon.wait_for("the front-end has gone")?;
+        daemon.wait_for("the front-end has disconnected")?;
         let idle_kib = own_memory_kib(&daemon)?;
         if busy_kib.max(idle_kib) >= LIMIT_KIB {
             bail!("{engine}: {busy_kib} KiB under load and {idle_kib} KiB afterwards");

@@ -1,11 +1,11 @@
 //! `ringhaul bench --filename`: a file or a device driven through an engine, without a server.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{Refusals, Running, ringhaul, run, serve};
+use ringhaul_kit::cli::{Refusals, Running, ringhaul, run, serve};
 use serde_json::Value;
 
 use crate::{DISK_BYTES, scene};
@@ -171,15 +171,19 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
     refusals.finish()
 }
 
-/// A pattern that only reads needs no permission to write, and changes nothing.
+/// A pattern that only reads takes no right to write, which the lock of the daemon denies, and
+/// changes nothing.
 #[test]
 fn reading_leaves_a_file_as_it_is() -> Result<()> {
     let scene = scene()?;
     let path = scene.path("disk.img");
     let content: Vec<u8> = (0..1_u32 << 18).flat_map(u32::to_le_bytes).collect();
     fs::write(&path, &content)?;
-    let held = File::open(&path)?;
-    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockShared)?;
+    let socket = scene.socket("disk.sock");
+    let _daemon = Running::serve(serve(&socket, &path)?.arg("--read-only"))?;
+    let mut refusals = Refusals::default();
+    refusals.check("read by another", bench_file(&path, "--rw write"), &["disk.img", "locked"]);
+    refusals.finish()?;
     json(&mut bench_file(&path, "--rw randread --number_ios 500 --iodepth 4")?)?;
     ensure!(fs::read(&path)? == content, "the file has changed");
     Ok(())

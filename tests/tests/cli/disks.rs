@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{Refusals, Running, Scene, bench, ringhaul_under, run, serve};
+use ringhaul_kit::cli::{Refusals, Running, Scene, bench, ringhaul_under, run, serve};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
@@ -211,7 +211,7 @@ fn a_read_only_file_system_is_refused_for_writing() -> Result<()> {
 /// A loop device, for as long as this value is there.
 struct LoopDevice {
     path: PathBuf,
-    /// It was detached at once, which takes effect when the last who has it open closes it. So
+    /// It was detached at once, which takes effect when its last user closes it. So
     /// nothing is left behind, however the test ends.
     _open: File,
 }

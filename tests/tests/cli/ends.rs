@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{EXIT_RUN, Running, Scene, bench, ringhaul_under, run, serve};
+use ringhaul_kit::cli::{EXIT_RUN, Running, Scene, bench, ringhaul_under, run, serve};
 use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
@@ -26,7 +26,7 @@ fn start_load(socket: &Path) -> Result<Running> {
     Ok(client)
 }
 
-/// Fails unless the load generator has ended because the server has gone, and says so.
+/// Fails unless the load generator has ended because the server has gone, and reports that.
 fn expect_server_gone(client: Running) -> Result<()> {
     let finished = client.finish()?.expect_code(EXIT_RUN)?;
     let errors: Vec<&str> =
@@ -95,7 +95,7 @@ fn a_silent_front_end_does_not_keep_a_daemon_from_ending() -> Result<()> {
     let _silent = UnixStream::connect(&socket).context("connecting")?;
     // This one waits in the backlog.
     let _second = UnixStream::connect(&socket).context("connecting once more")?;
-    daemon.wait_for("a front-end has attached")?;
+    daemon.wait_for("a front-end has connected")?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     ensure!(!socket.exists(), "the socket is still there");

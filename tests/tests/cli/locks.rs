@@ -5,8 +5,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{READY, Refusals, Running, Scene, ringhaul_under, serve};
-use ringhaul_tests::system::is_installed;
+use ringhaul_kit::cli::{READY, Refusals, Running, Scene, ringhaul_under, serve};
+use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
@@ -82,7 +82,7 @@ fn qemus_programs_and_the_daemon_see_each_other() -> Result<()> {
     expect_locked("qemu-img resize", &run("qemu-img", &resize)?)?;
     ensure!(run("qemu-io", &read)?.status.success(), "a second reader is kept out");
     drop(reader);
-    // Who wants no locks has none.
+    // With `--lock off` there are none.
     let unlocked = Running::serve(serve(&socket, &file)?.args(["--lock", "off"]))?;
     ensure!(run("qemu-io", &write)?.status.success(), "there is a lock in spite of --lock off");
     drop(unlocked);
@@ -120,7 +120,7 @@ fn two_exports_of_one_daemon_do_not_share_a_disk() -> Result<()> {
         Ok(command)
     };
     let mut refusals = Refusals::default();
-    let words = ["disk.img", "locked by this very daemon, for another export"];
+    let words = ["disk.img", "locked by this daemon, for another export"];
     refusals.check("two writers", serve_both("", ""), &words);
     refusals.check("a reader", serve_both("", ",read-only=on"), &words);
     refusals.finish()?;

@@ -10,7 +10,7 @@ mod options;
 mod sockets;
 
 use anyhow::Result;
-use ringhaul_tests::cli::Scene;
+use ringhaul_kit::cli::Scene;
 
 /// A size that fits everything that these tests do.
 const DISK_BYTES: u64 = 16 << 20;

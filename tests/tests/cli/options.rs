@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{
+use ringhaul_kit::cli::{
     Finished, READY, Refusals, Running, bench, ringhaul, ringhaul_under, run, serve,
 };
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::Place;
-use ringhaul_tests::frontend::{Frontend, Setup};
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::Value;
+use virtqueue::QueueConfig;
 
 use crate::{DISK_BYTES, scene};
 
@@ -72,20 +72,20 @@ fn impossible_disks_are_refused() -> Result<()> {
     let mut refusals = Refusals::default();
     for (disk, words) in [
         ("null", ["needs a size", "null,size=64G"]),
-        ("null,size=", ["null,size=", "no size"]),
-        ("null,size=1X", ["X is no suffix", "K, M, G and T"]),
-        ("null,size=-1", ["null,size=-1", "no size"]),
+        ("null,size=", ["null,size=", "not a size"]),
+        ("null,size=1X", ["unknown size suffix 'X'", "K, M, G, T"]),
+        ("null,size=-1", ["null,size=-1", "not a size"]),
         ("null,size=0", ["0 bytes", "not zero"]),
         ("null,size=100", ["100 bytes", "multiple"]),
-        ("null,size=99999999999T", ["99999999999T", "no size"]),
+        ("null,size=99999999999T", ["99999999999T", "not a size"]),
         ("null,path=x", ["path=x", "not an option"]),
         ("null,size", ["size", "not an option"]),
         ("file", ["needs a path", "file,path=disk.img"]),
         ("file,path=", ["needs a path", "file,path=disk.img"]),
         ("file,path=/nonexistent", ["/nonexistent", "No such file"]),
         ("file,size=1G", ["size=1G", "not an option"]),
-        ("qcow2,path=x", ["qcow2", "is no kind of disk; there are null and file"]),
-        ("tape", ["tape", "is no kind of disk; there are null and file"]),
+        ("qcow2,path=x", ["unknown disk kind 'qcow2'", "expected: null, file"]),
+        ("tape", ["unknown disk kind 'tape'", "expected: null, file"]),
     ] {
         let command = ringhaul().map(|mut command| {
             command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);
@@ -97,7 +97,7 @@ fn impossible_disks_are_refused() -> Result<()> {
         command.arg("serve").arg("--socket-path").arg(&socket);
         command
     });
-    refusals.check("none", command, &["no disk is named", "--blk-file", "--disk"]);
+    refusals.check("none", command, &["no disk is given", "--blk-file", "--disk"]);
     let command = ringhaul().map(|mut command| {
         command.arg("export");
         command
@@ -136,12 +136,12 @@ fn auto_says_what_it_chose_and_why() -> Result<()> {
         (&["--cache", "directsync"], ": a trial of 256 reads took "),
         (&["--cache", "writeback"], "engine io_uring: it is asynchronous with the page cache too"),
         (&["--cache", "writethrough"], "engine io_uring: it is asynchronous with the page cache"),
-        (&["--engine", "io_uring"], "engine io_uring: as asked"),
-        (&["--engine", "threads"], "engine threads: as asked"),
-        (&["--engine", "aio"], "engine aio: as asked"),
+        (&["--engine", "io_uring"], "engine io_uring: as requested"),
+        (&["--engine", "threads"], "engine threads: as requested"),
+        (&["--engine", "aio"], "engine aio: as requested"),
         (
             &["--engine", "aio", "--cache", "writeback"],
-            "engine aio: as asked; with the page cache its submits wait",
+            "engine aio: as requested; with the page cache its submits wait",
         ),
     ] {
         let mut command = ringhaul()?;
@@ -166,7 +166,7 @@ fn queues_are_spread_over_iothreads() -> Result<()> {
     run(&mut bench(&socket, options)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
     let ended = daemon.finish()?.expect_code(0)?;
-    for thread in ["iothread-0: 200 reads", "iothread-1: 200 reads"] {
+    for thread in ["iothread-0: operations: 200 reads", "iothread-1: operations: 200 reads"] {
         ensure!(ended.stderr.contains(thread), "no {thread:?}:\n{}", ended.stderr);
     }
     Ok(())
@@ -187,7 +187,7 @@ fn as_many_queues_as_can_be_named() -> Result<()> {
     frontend.share_memory()?;
     // The last queue serves like the first.
     let last = 255;
-    let Place { desc_table, avail_ring, used_ring, size } = frontend.rings[1].place;
+    let QueueConfig { desc_table, avail_ring, used_ring, size, .. } = frontend.rings[1].config;
     let [desc_table, used_ring, avail_ring] =
         [desc_table, used_ring, avail_ring].map(|addr| frontend.memory.user_addr(addr));
     let addresses = Message::ring_addresses(last.into(), desc_table?, used_ring?, avail_ring?);
@@ -248,12 +248,12 @@ fn the_discovery_file_fits_the_schema_and_the_program() -> Result<()> {
     }
     let binary = file["binary"].as_str().map(Path::new).context("there is no binary")?;
     ensure!(binary.is_absolute() && binary.ends_with("ringhaul"), "{}", binary.display());
-    let tags = file["tags"].as_array().context("the tags are no list")?;
+    let tags = file["tags"].as_array().context("the tags are not a list")?;
     ensure!(tags.iter().all(Value::is_string), "not all tags are strings");
 
     let printed = capabilities(&["--print-capabilities"])?;
     ensure!(printed["type"] == file["type"], "{} and {}", printed["type"], file["type"]);
-    let features = printed["features"].as_array().context("the features are no list")?;
+    let features = printed["features"].as_array().context("the features are not a list")?;
     // All that the schema has for block devices; the options of these names exist, as other tests
     // here show.
     for feature in ["read-only", "blk-file"] {
@@ -386,7 +386,7 @@ fn sqpoll_without_a_cpu_of_its_own_is_warned_of() -> Result<()> {
     Ok(())
 }
 
-/// A disk whose completions cannot be polled for is served all the same; the log says why, once.
+/// A disk whose completions cannot be polled for is still served; the log says why, once.
 #[test]
 fn a_disk_that_cannot_be_polled_is_served_and_named() -> Result<()> {
     let scene = scene()?;

@@ -6,12 +6,12 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{
+use ringhaul_kit::cli::{
     READY, Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve,
 };
 use rustix::net::{AddressFamily, SocketType};
@@ -50,12 +50,12 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
 
     let regular = scene.socket("regular");
     fs::write(&regular, "precious")?;
-    let words = [&*regular.to_string_lossy(), "no socket", "choose another --socket-path"];
+    let words = [&*regular.to_string_lossy(), "not a socket", "choose another --socket-path"];
     refusals.check("regular file", serve(&regular, &file), &words);
     ensure!(fs::read(&regular)? == b"precious", "the file was touched");
 
     let folder = scene.socket("");
-    refusals.check("folder", serve(&folder, &file), &["no socket", "--socket-path"]);
+    refusals.check("folder", serve(&folder, &file), &["not a socket", "--socket-path"]);
 
     let astray = scene.socket("missing/disk.sock");
     let words = [&*astray.to_string_lossy(), "No such file or directory", "--socket-path"];
@@ -67,7 +67,7 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
 
     let mut nowhere = ringhaul()?;
     nowhere.arg("serve").arg("--blk-file").arg(&file);
-    refusals.check("none", Ok(nowhere), &["no socket is named", "--socket-path", "--fd"]);
+    refusals.check("none", Ok(nowhere), &["no socket is given", "--socket-path", "--fd"]);
     refusals.finish()
 }
 
@@ -111,7 +111,7 @@ fn a_left_over_socket_is_replaced() -> Result<()> {
     ensure!(socket.exists(), "there is no socket left over");
 
     let mut daemon = Running::start(&mut serve(&socket, &file)?)?;
-    let said = daemon.wait_for("replaced")?;
+    let said = daemon.wait_for("replacing it")?;
     ensure!(said.contains("disk.sock"), "{said}");
     daemon.wait_for(READY)?;
     run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
@@ -177,7 +177,7 @@ fn a_connection_is_served_and_the_daemon_ends_with_it() -> Result<()> {
     // It has a copy of the descriptor, and the connection ends with the last one.
     drop(command);
     client.finish()?.expect_code(0)?;
-    daemon.wait_for("the front-end has gone")?;
+    daemon.wait_for("the front-end has disconnected")?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
@@ -202,7 +202,7 @@ fn a_connection_may_be_non_blocking() -> Result<()> {
     shared.set_nonblocking(false)?;
     ensure!(frontend.get_features().context("GET_FEATURES")? != 0, "nothing is offered");
     drop((frontend, ours));
-    daemon.wait_for("the front-end has gone")?;
+    daemon.wait_for("the front-end has disconnected")?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
@@ -210,12 +210,17 @@ fn a_connection_may_be_non_blocking() -> Result<()> {
 /// Waits until the control thread is found asleep a hundred times in a row.
 fn wait_asleep(daemon: &Running) -> Result<()> {
     let tasks = format!("/proc/{}/task", daemon.pid().as_raw_nonzero());
-    let control = fs::read_dir(tasks)?.filter_map(|task| Some(task.ok()?.path()));
-    let control = control
-        .filter(|task| fs::read_to_string(task.join("comm")).is_ok_and(|c| c == CONTROL_THREAD))
-        .last()
-        .context("there is no control thread")?;
     let start = Instant::now();
+    // A thread has its name only once it runs.
+    let control = loop {
+        let mut tasks = fs::read_dir(&tasks)?.filter_map(|task| Some(task.ok()?.path()));
+        let name = |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap_or_default();
+        if let Some(control) = tasks.find(|task| name(task) == CONTROL_THREAD) {
+            break control;
+        }
+        ensure!(start.elapsed() < LIMIT, "the daemon has no control thread");
+        std::thread::yield_now();
+    };
     let mut asleep = 0;
     while asleep < 100 {
         ensure!(start.elapsed() < LIMIT, "the control thread does not sleep");
@@ -239,7 +244,7 @@ fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
     drop(command);
     ours.set_read_timeout(Some(LIMIT))?;
     ours.write_all(b"GET / HTTP/1.0\r\n")?;
-    daemon.wait_for("the front-end is dropped")?;
+    daemon.wait_for("disconnected the front-end")?;
     let mut rest = Vec::new();
     match ours.read_to_end(&mut rest) {
         Ok(0) => {}

@@ -1,10 +1,10 @@
 //! Features, limits and the configuration space, as front-ends ask for them.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::frontend::message::{Channel, HEADER_BYTES, Message, NEED_REPLY, code};
-use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service, feature, protocol_feature};
-use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::frontend::message::{Channel, HEADER_BYTES, Message, NEED_REPLY, code};
+use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service, feature, protocol_feature};
+use ringhaul_kit::server::{Cache, Engine};
 
 use crate::start;
 

@@ -9,14 +9,14 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, pattern};
-use ringhaul_tests::frontend::memory::{take_count, wait_readable};
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk, feature, segment};
-use ringhaul_tests::guest::{Cache, Engine};
-use ringhaul_tests::kernel_trace::KernelTrace;
-use ringhaul_tests::{for_each_engine, for_each_engine_with_system_calls};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, pattern};
+use ringhaul_kit::frontend::memory::{take_count, wait_readable};
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, feature, segment};
+use ringhaul_kit::kernel_trace::KernelTrace;
+use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::{for_each_engine, for_each_engine_with_system_calls};
 
 use crate::start;
 

@@ -1,11 +1,11 @@
 //! Requests whose bytes lie in memory in any way that the specification allows.
 
 use anyhow::{Result, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::ring::{Desc, WRITE};
-use ringhaul_tests::frontend::{BORDER, DATA, Frontend, SCRATCH, Setup, blk, feature, header};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::ring::{Desc, WRITE};
+use ringhaul_kit::frontend::{BORDER, DATA, Frontend, SCRATCH, Setup, blk, feature, header};
+use ringhaul_kit::server::Engine;
 
 use crate::start;
 
@@ -100,7 +100,7 @@ fn header_is_split_at_every_byte(engine: Engine) -> Result<()> {
             let chain = |flags| in_pieces(&at, 512, &[cut], &[], flags);
             write_then_read(&daemon, &mut frontend, &at, (16, 512), chain, indirect)?;
         }
-        // Each byte by itself, with empty buffers in between, and data in odd pieces.
+        // Each byte in its own buffer, with empty buffers in between, and data in odd pieces.
         let chain = |flags| in_pieces(&at, 1024, &[1, 0].repeat(15), &[1, 510, 2, 0, 7], flags);
         write_then_read(&daemon, &mut frontend, &at, (17, 1024), chain, indirect)?;
     }
@@ -231,11 +231,11 @@ fn queue_of_1024_entries(engine: Engine) -> Result<()> {
             ];
             let ring = &mut frontend.rings[0];
             if indirect {
-                ring.put_indirect(slot, SCRATCH + u64::from(slot) * 48, &chain)?;
-                ring.offer(slot)?;
+                ring.put_indirect(slot, SCRATCH + u64::from(slot) * 48, &chain);
+                ring.offer(slot);
             } else {
-                ring.put_chain(3 * slot, &chain)?;
-                ring.offer(3 * slot)?;
+                ring.put_chain(3 * slot, &chain);
+                ring.offer(3 * slot);
             }
         }
         frontend.rings[0].kick()?;

@@ -10,7 +10,7 @@ mod rings;
 use std::path::Path;
 
 use anyhow::Result;
-use ringhaul_tests::daemon::{Daemon, DaemonOptions};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 
 /// Starts a daemon with its disk where direct I/O works.
 fn start(options: &DaemonOptions) -> Result<Daemon> {

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
-use ringhaul_tests::daemon::{DaemonOptions, GUEST_MEMORY, SECTOR_BYTES, sector_content};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::{Memory, Region, take_count, wait_readable};
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::{Desc, Ring};
-use ringhaul_tests::frontend::{
+use ringhaul_kit::daemon::{DaemonOptions, GUEST_MEMORY, SECTOR_BYTES, sector_content};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::{Memory, Region, take_count, wait_readable};
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::ring::{Desc, Ring};
+use ringhaul_kit::frontend::{
     BORDER, DATA, Frontend, MEMORY_END, Setup, blk, feature, protocol_feature,
 };
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::server::Engine;
 use rustix::fs::FallocateFlags;
 
 use crate::start;
@@ -102,7 +102,7 @@ fn region_by_region(options: &DaemonOptions) -> Result<()> {
         frontend.rings[0].put_chain(
             0,
             &[Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)],
-        )?;
+        );
         frontend.rings[0].submit(0)?;
         frontend.tell(Message::add_region(&regions[0]))?;
         assert_eq!(frontend.rings[0].wait_used()?.bytes, 513);
@@ -133,8 +133,8 @@ fn table_by_table(options: &DaemonOptions) -> Result<()> {
         let memory = Arc::new(Memory::new(regions.to_vec())?);
         for queue in [0, 1] {
             frontend.stop_queue(queue)?;
-            let Ring { place, event_idx, .. } = frontend.rings[queue];
-            frontend.rings[queue] = Ring::new(&memory, place, event_idx)?;
+            let config = frontend.rings[queue].config;
+            frontend.rings[queue] = Ring::new(&memory, config)?;
         }
         frontend.memory = memory;
         frontend.share_memory()?;
@@ -193,7 +193,7 @@ fn registered_memory_follows_the_memory_map() -> Result<()> {
 const LOW_MEMLOCK: &[&str] =
     &["prlimit", "--memlock=1048576", "setpriv", "--bounding-set=-ipc_lock"];
 
-/// The limit on locked memory forbids to register memory: the device works all the same, and the
+/// The limit on locked memory forbids registering memory: the device still works, and the
 /// log has a word about it.
 #[test]
 fn a_low_limit_on_locked_memory_costs_speed_only() -> Result<()> {

@@ -1,11 +1,11 @@
 //! What each type of request answers: status, used length, data, and what is on the disk then.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{Answer, DATA, Frontend, Setup, blk, feature, segment};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, SECTOR_BYTES, pattern, sector_content};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{Answer, DATA, Frontend, Setup, blk, feature, segment};
+use ringhaul_kit::server::Engine;
 
 use crate::start;
 
@@ -348,7 +348,7 @@ fn blocks_of_4096_bytes(engine: Engine) -> Result<()> {
     assert_eq!(config[..8], DISK_SECTORS.to_le_bytes(), "capacity is in sectors of 512 bytes");
     assert_eq!(config[20..24], 4096_u32.to_le_bytes(), "blk_size");
     assert_eq!(config[44..48], 8_u32.to_le_bytes(), "discard_sector_alignment is in sectors");
-    // Sectors are of 512 bytes all the same.
+    // Sectors still have 512 bytes.
     let content = (8..24).flat_map(sector_content).collect::<Vec<_>>();
     assert!(frontend.read(0, 8, 8192)? == content);
     let data = pattern(4, 8192);

@@ -5,11 +5,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service, segment};
-use ringhaul_tests::guest::{Cache, Engine};
-use ringhaul_tests::system::{FileSystem, LoopDevice, is_installed, may_change, run};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service, segment};
+use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::{FileSystem, LoopDevice, is_installed, may_change, run};
 
 use crate::start;
 

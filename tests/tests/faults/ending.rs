@@ -1,12 +1,13 @@
 //! How a daemon ends while a disk hangs: a write to a frozen file system does not return.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{Finished, Running, Scene, ringhaul};
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk};
-use ringhaul_tests::system::{FileSystem, Frozen, is_installed, may_change};
+use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, ringhaul, serve};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::system::{FileSystem, Frozen, LoopDevice, is_installed, may_change};
 use rustix::process::Signal;
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -29,6 +30,11 @@ pub(crate) struct Hung {
 impl Hung {
     /// None where there is no file system to freeze.
     pub(crate) fn new(engine: &str) -> Result<Option<Self>> {
+        Self::with(engine, &[])
+    }
+
+    /// The same with more options of the daemon.
+    pub(crate) fn with(engine: &str, options: &[&str]) -> Result<Option<Self>> {
         if !may_change("mounting a file system") || !is_installed("fsfreeze") {
             return Ok(None);
         }
@@ -39,7 +45,8 @@ impl Hung {
         std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
         let sockets = ["hung", "healthy"].map(|name| scene.socket(name));
         let mut command = ringhaul()?;
-        command.args(["serve", "--engine", engine, "--export"]);
+        command.args(["serve", "--engine", engine]).args(options);
+        command.arg("--export");
         command.arg(format!("socket-path={},blk-file={}", sockets[0].display(), file.display()));
         command.args(["--export", &format!("socket-path={},null=16M", sockets[1].display())]);
         let daemon = Running::serve(&mut command)?;
@@ -61,8 +68,9 @@ impl Hung {
             _ => Desc::writable(DATA + 4096, 4096),
         };
         let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-        self.hung.rings[0].put_chain(3 * slot, &chain)?;
-        self.hung.rings[0].offer(3 * slot)
+        self.hung.rings[0].put_chain(3 * slot, &chain);
+        self.hung.rings[0].offer(3 * slot);
+        Ok(())
     }
 
     /// Waits until the daemon has taken the write: a read behind it is answered.
@@ -74,8 +82,24 @@ impl Hung {
         Ok(())
     }
 
+    /// Waits until the main thread has ended, whatever others there are.
+    fn wait_main_ended(&self) -> Result<()> {
+        let path = format!("/proc/{}/stat", self.daemon.pid().as_raw_pid());
+        let start = Instant::now();
+        // The name, which may be anything, is in parentheses.
+        while !std::fs::read_to_string(&path)?
+            .rsplit(')')
+            .next()
+            .is_some_and(|s| s.starts_with(" Z"))
+        {
+            ensure!(start.elapsed() < LIMIT, "it does not end");
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
     /// Lets the disk go on, and waits for the end of the daemon.
-    fn thaw(self) -> Result<(Finished, Frontend)> {
+    pub(crate) fn thaw(self) -> Result<(Finished, Frontend)> {
         drop(self.frozen);
         Ok((self.daemon.finish()?, self.hung))
     }
@@ -89,11 +113,11 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
     for socket in &hung.sockets {
         ensure!(!socket.exists(), "{} is still there", socket.display());
     }
-    let line = hung.daemon.wait_for("still ending after 5 s")?;
+    let line = hung.daemon.wait_for("still stopping after 5 s")?;
     ensure!(line.contains("disk.img: ") && line.contains("1 request is not finished"), "{line}");
     // It is no second signal: service managers send it with the first.
     hung.daemon.signal(Signal::HUP)?;
-    let line = hung.daemon.wait_for("still ending after 10 s")?;
+    let line = hung.daemon.wait_for("still stopping after 10 s")?;
     ensure!(line.contains("1 request is not finished; its disk has not answered for"), "{line}");
     // What was taken is finished, and the driver sees it.
     let (finished, mut frontend) = hung.thaw()?;
@@ -112,9 +136,47 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     let line = hung.daemon.wait_for("ended without waiting any longer")?;
     let left = "disk.img: 1 request is not finished";
     ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
-    // The kernel lets go of a process when no call of it is stuck.
+    // All that does not wait for the disk has ended. The front-end sees the end no earlier than its
+    // requests do: then it reads from the rings where to go on.
+    hung.wait_main_ended()?;
+    ensure!(!hung.hung.channel.is_closed()?, "the front-end saw the end before its request had");
+    // The kernel releases a process when none of its calls is stuck.
     let (finished, _frontend) = hung.thaw()?;
     finished.expect_code(EXIT_ABANDONED)?;
+    Ok(())
+}
+
+/// What the kernel can give up does not delay the end: ops of io_uring on a block device.
+#[test]
+fn a_second_signal_does_not_wait_for_a_disk() -> Result<()> {
+    if !may_change("a loop device on a frozen file system") || !is_installed("fsfreeze") {
+        return Ok(());
+    }
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let file_system = FileSystem::make(&scene.path(""), 64 << 20, &["mkfs.ext4", "-q"])?;
+    let file = file_system.path().join("disk.img");
+    std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
+    let device = LoopDevice::attach_with(&file, &["--direct-io=on"])?;
+    let socket = scene.socket("hung");
+    let mut command = serve(&socket, device.path())?;
+    let mut daemon = Running::serve(command.args(["--engine", "io_uring"]))?;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    let frozen = file_system.freeze()?;
+    let (header, status) = frontend.put_header(0, 1, blk::OUT, 0)?;
+    let data = Desc::readable(DATA, 4096);
+    let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+    frontend.rings[0].put_chain(0, &chain);
+    frontend.rings[0].submit(0)?;
+    // Behind it in the ring, and answered without the disk.
+    let (header, status) = frontend.put_header(0, 2, 0xff, 0)?;
+    frontend.rings[0].put_chain(3, &[Desc::readable(header, 16), Desc::writable(status, 1)]);
+    frontend.rings[0].submit(3)?;
+    ensure!(frontend.rings[0].wait_used()?.head == 3, "a write to a frozen file system returned");
+    daemon.signal(Signal::TERM)?;
+    daemon.wait_for("finishing requests")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(EXIT_ABANDONED)?;
+    drop(frozen);
     Ok(())
 }
 

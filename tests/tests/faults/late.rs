@@ -1,8 +1,8 @@
 //! What the log says of a disk that does not answer, and of an IoThread that waits for one.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::pattern;
-use ringhaul_tests::frontend::blk;
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::blk;
 use rustix::process::Signal;
 
 use crate::ending::Hung;
@@ -44,10 +44,11 @@ fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
     let Some(mut hung) = Hung::new("aio")? else { return Ok(()) };
     let line = hung.daemon.wait_for("stuck in a system call")?;
     ensure!(line.contains("iothread-0 has been stuck"), "{line}");
+    ensure!(line.contains("disk.img blocks it"), "{line}");
     hung.frozen = None;
     let line = hung.daemon.wait_for("a submit waited")?;
     ensure!(line.contains("disk.img: "), "{line}");
-    hung.daemon.wait_for("iothread-0 goes on, after")?;
+    hung.daemon.wait_for("iothread-0 continues after")?;
     hung.hung.rings[0].wait_used()?;
     hung.frozen = Some(hung.file_system.freeze()?);
     hung.offer(1, blk::OUT)?;

@@ -1,13 +1,13 @@
 //! Limits of the process that are reached.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{READY, Running, Scene, ringhaul_under};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::new_eventfd;
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::cli::{READY, Running, Scene, ringhaul_under};
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::new_eventfd;
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service};
+use ringhaul_kit::server::Engine;
 use rustix::process::Signal;
 
 use crate::start;
@@ -66,13 +66,48 @@ fn a_front_end_that_brings_too_many_descriptors(engine: Engine) -> Result<()> {
         check_service(&mut daemon).context("after one that brought too many")?;
     }
     daemon.wait_let_go(&descriptors)?;
-    daemon.wait_for_message("a message of the front-end is refused", 3)?;
+    daemon.wait_for_message("refused a message of the front-end", 3)?;
     daemon.wait_for_message("ulimit -n", 1)?;
     daemon.terminate()?;
     Ok(())
 }
 
-/// What io_uring shares with the kernel is locked memory. Who asks for it hears that; the best
+/// Each export has its part of the descriptors: a front-end that brings more leaves its neighbour's
+/// alone, and hears why.
+#[test]
+fn a_front_end_that_takes_all_descriptors() -> Result<()> {
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let sockets = ["greedy", "neighbour"].map(|name| scene.socket(name));
+    let mut command = ringhaul_under(&["prlimit", "--nofile=600"])?;
+    command.arg("serve");
+    for socket in &sockets {
+        command.args(["--export", &format!("null=16M,socket-path={}", socket.display())]);
+    }
+    let mut daemon = Running::serve(&mut command)?;
+    let mut greedy = Frontend::connect(&sockets[0], &Setup::default())?;
+    greedy.negotiate()?;
+    let event = new_eventfd()?;
+    let mut refused = 0;
+    for queue in 0..=u8::MAX {
+        for request in [code::SET_VRING_CALL, code::SET_VRING_ERR, code::SET_VRING_KICK] {
+            refused +=
+                usize::from(greedy.tell(Message::ring_fd(request, queue, Some(&event))).is_err());
+        }
+    }
+    // A message that has not come to its end, with as many as it can bring.
+    let many: Vec<_> = (0..253).map(|_| std::sync::Arc::clone(&event)).collect();
+    greedy.channel.send_bytes(&[0], &many)?;
+    daemon.wait_for("the export's share of the limit on open files")?;
+    let mut neighbour = Frontend::attach(&sockets[1], &Setup::default())?;
+    neighbour.read(0, 0, 4096).context("beside one that takes all descriptors")?;
+    ensure!(refused > 0, "there was room for 768 eventfds");
+    drop((greedy, neighbour));
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// What io_uring shares with the kernel is locked memory. A fixed choice fails with that; the best
 /// engine that works is another.
 fn a_start_without_locked_memory(engine: Engine) -> Result<()> {
     for engine in [engine.to_string(), "auto".to_owned()] {

@@ -8,13 +8,13 @@ use std::process::{Child, ExitStatus};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tests::cli::{LIMIT, READY, Scene, ringhaul};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::{Frontend, Setup, blk};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::cli::{LIMIT, READY, Scene, ringhaul};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_kit::server::Engine;
+use ringhaul_tools::process::wait_child;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
-use xtask::guest::wait_child;
 
 for_each_engine! {
     guests_go_on_and_the_daemon_ends,
@@ -185,7 +185,7 @@ fn lines_that_find_no_room_are_counted() -> Result<()> {
     drop(command);
     let lines = BufReader::new(reader);
     let mut daemon = Logging { child, lines, filler, fill_bytes: 0 };
-    // It serves although it cannot say so.
+    // It serves although it cannot log that.
     let deadline = Instant::now() + LIMIT;
     let mut frontend = loop {
         match attach(&socket(EXPORTS - 1)) {
@@ -195,7 +195,7 @@ fn lines_that_find_no_room_are_counted() -> Result<()> {
         std::thread::yield_now();
     };
     frontend.read(0, 0, 512)?;
-    let told = daemon.wait_for("lines were not logged: nobody read the log in time")?;
+    let told = daemon.wait_for("lines were dropped: the log was not read in time")?;
     let count = told.split_whitespace().rev().find_map(|word| word.parse::<u64>().ok());
     ensure!(count.is_some_and(|count| count > 0), "{told}");
     drop(frontend);

@@ -2,6 +2,7 @@
 
 mod devices;
 mod ending;
+mod failing_thread;
 mod late;
 mod limits;
 mod log_reader;
@@ -11,7 +12,7 @@ mod storage;
 use std::path::Path;
 
 use anyhow::Result;
-use ringhaul_tests::daemon::{Daemon, DaemonOptions};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 
 /// Starts a daemon with its disk where direct I/O works.
 fn start(options: &DaemonOptions) -> Result<Daemon> {

@@ -4,11 +4,11 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::{Frontend, Setup, blk, check_service};
-use ringhaul_tests::guest::{Cache, Engine};
-use ringhaul_tests::system::{LoopDevice, Tmpfs, may_change, run};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service};
+use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::{LoopDevice, Tmpfs, may_change, run};
 
 use crate::start;
 
@@ -178,7 +178,7 @@ fn a_loop_device_on_a_file_that_is_gone(engine: Engine) -> Result<()> {
 }
 
 /// Without the page cache a write fails, and all is well once there is room. With it the flush that
-/// comes after fails: data is gone that was answered, and the kernel says so once. So no flush
+/// comes after fails: data is gone that was answered, and the kernel reports that once. So no flush
 /// succeeds any more, on any IoThread, whatever room there is.
 fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
     if !may_change("loop devices") {
@@ -215,7 +215,7 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         ensure!(frontend.read(0, sector_of(8 * MIB), PIECE)? == pattern(5, PIECE));
         drop(frontend);
         check_service(&mut daemon)?;
-        let said = daemon.messages().matches("stop this export and start it anew").count();
+        let said = daemon.messages().matches("all further flushes and").count();
         ensure!(said == usize::from(cache != Cache::None), "said {said} times");
         daemon.terminate()?;
     }

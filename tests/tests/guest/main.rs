@@ -12,9 +12,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::guest::{Cache, Engine, Export, Program, Server, allocated_bytes};
+use ringhaul_kit::guest::{Accelerator, Disk, Image, QemuCrashed, Vm, VmOptions};
+use ringhaul_kit::server::{Cache, Engine, Export, Program, Server, allocated_bytes};
 use tempfile::TempDir;
-use xtask::guest::{Accelerator, Disk, Image, QemuCrashed, Vm, VmOptions};
 
 const ATTRIBUTES: &str = include_str!("../../guest/attributes.sh");
 const FIO_VERIFY: &str = include_str!("../../guest/fio-verify.sh");
@@ -70,7 +70,7 @@ impl Scene {
         Ok(Self { program: Program::from_environment()?, disks, sockets })
     }
 
-    /// An empty disk and how it is to be served.
+    /// An empty disk and how it is served.
     fn export(&self, name: &str, engine: Engine, cache: Cache) -> Result<Export> {
         let file = self.disks.path().join(format!("{name}.img"));
         let disk = File::create(&file).with_context(|| format!("creating {}", file.display()))?;
@@ -316,7 +316,7 @@ fn read_only() -> Result<()> {
         "dd if=/dev/zero of=/dev/vda bs=4096 count=1 oflag=direct",
         "/usr/sbin/blkdiscard /dev/vda",
         "/usr/sbin/blkdiscard --zeroout /dev/vda",
-        // busybox mounts a read-only disk all the same, but read-only.
+        // busybox mounts a read-only disk too, but read-only.
         "mount -t ext4 -o rw,noload /dev/vda /mnt\ntouch /mnt/new",
     ] {
         let output = vm.run(write, LIMIT)?;
@@ -383,7 +383,7 @@ fn write_cache() -> Result<()> {
     servers.iter_mut().try_for_each(check_clean_exit)
 }
 
-/// The guest boots again by itself, is reset in the middle of writing, and is replaced by another
+/// The guest boots again on its own, is reset in the middle of writing, and is replaced by another
 /// one; the daemon serves them all, and what was written stays.
 #[test]
 fn guests_come_and_go() -> Result<()> {
@@ -425,7 +425,7 @@ fn come_and_go() -> Result<()> {
     check_file_system(&export.file)
 }
 
-/// SIGTERM ends the daemon in good order while the guest keeps both queues full, and the next
+/// SIGTERM ends the daemon cleanly while the guest keeps both queues full, and the next
 /// daemon goes on where it ended.
 fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
     let scene = Scene::new()?;

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::guest::{Cache, Engine, Export, ringhaul_binary};
+use ringhaul_kit::guest::shared_libraries;
+use ringhaul_kit::server::{Cache, Engine, Export, ringhaul_binary};
 use serde_json::Value;
-use xtask::guest::shared_libraries;
 
 use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
 

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{DaemonOptions, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::ring::{Desc, INDIRECT, NEXT, Ring, WRITE};
-use ringhaul_tests::frontend::{
+use ringhaul_kit::daemon::{DaemonOptions, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::ring::{Desc, INDIRECT, NEXT, Ring, WRITE};
+use ringhaul_kit::frontend::{
     BORDER, DATA, Frontend, MEMORY_END, MEMORY_START, SCRATCH, Setup, blk, check_service, feature,
 };
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::server::Engine;
 
 use crate::{start, with_attached};
 
@@ -42,17 +42,17 @@ fn expect_stopped(frontend: &mut Frontend) -> Result<()> {
     frontend.rings[BAD].wait_err()?;
     // What was pushed before is published at the latest when the IoThread has done other things.
     frontend.read(GOOD, 0, 512).context("the other queue does not go on")?;
-    let used = frontend.rings[BAD].used_idx()?;
+    let used = frontend.rings[BAD].used_idx();
     // It is left alone: what is right comes too late.
-    frontend.rings[BAD].put_avail_idx(1)?;
+    frontend.rings[BAD].put_avail_idx(1);
     frontend.rings[BAD].kick()?;
     frontend.write(GOOD, 5000, &pattern(1, 512))?;
-    ensure!(frontend.rings[BAD].used_idx()? == used, "a bad queue is still served");
+    ensure!(frontend.rings[BAD].used_idx() == used, "a bad queue is still served");
     frontend.stop_queue(BAD)?;
-    let Ring { place, event_idx, .. } = frontend.rings[BAD];
+    let config = frontend.rings[BAD].config;
     // Its memory as a driver finds it: all zeroes.
-    frontend.memory.write(place.desc_table, &vec![0; 0x8000])?;
-    frontend.rings[BAD] = Ring::new(&frontend.memory, place, event_idx)?;
+    frontend.memory.write(config.desc_table, &vec![0; 0x8000])?;
+    frontend.rings[BAD] = Ring::new(&frontend.memory, config)?;
     frontend.start_queue(BAD, 0)?;
     frontend.read(BAD, 0, 512).context("a fresh ring is not served")?;
     Ok(())
@@ -72,7 +72,7 @@ fn stopping(engine: Engine, cases: &[Case]) -> Result<()> {
                 }
                 let (header, status) = read_request(frontend)?;
                 for (index, desc) in (0..).zip(descriptors(header, status)) {
-                    frontend.rings[BAD].put_desc(index, desc)?;
+                    frontend.rings[BAD].put_desc(index, desc);
                 }
                 frontend.rings[BAD].submit(0)?;
                 expect_stopped(frontend)
@@ -120,7 +120,7 @@ fn a_bad_avail_ring_stops_its_queue(engine: Engine) -> Result<()> {
     for idx in [SIZE + 1, SIZE + 2, 0x7fff, 0x8000, u16::MAX] {
         let what = format!("avail idx {idx}");
         with_attached(&mut daemon, &setup, &what, |frontend| {
-            frontend.rings[BAD].put_avail_idx(idx)?;
+            frontend.rings[BAD].put_avail_idx(idx);
             frontend.rings[BAD].kick()?;
             expect_stopped(frontend)
         })?;
@@ -128,7 +128,7 @@ fn a_bad_avail_ring_stops_its_queue(engine: Engine) -> Result<()> {
     with_attached(&mut daemon, &setup, "avail idx going back", |frontend| {
         frontend.read(BAD, 0, 512)?;
         frontend.read(BAD, 0, 512)?;
-        frontend.rings[BAD].put_avail_idx(1)?;
+        frontend.rings[BAD].put_avail_idx(1);
         frontend.rings[BAD].kick()?;
         expect_stopped(frontend)
     })
@@ -211,7 +211,7 @@ fn bad_indirect_tables_stop_their_queue(engine: Engine) -> Result<()> {
             let bytes = descriptors.iter().copied().flat_map(Desc::bytes).collect::<Vec<_>>();
             frontend.memory.write(SCRATCH, &bytes)?;
             let len = u32::try_from(bytes.len())?;
-            frontend.rings[BAD].put_desc(0, table(SCRATCH, len)[0])?;
+            frontend.rings[BAD].put_desc(0, table(SCRATCH, len)[0]);
             frontend.rings[BAD].submit(0)?;
             expect_stopped(frontend)
         })?;
@@ -224,7 +224,7 @@ fn indirect_without_the_feature_stops_the_queue(engine: Engine) -> Result<()> {
     let setup = Setup::default().without(feature::INDIRECT_DESC);
     with_attached(&mut daemon, &setup, "indirect was not negotiated", |frontend| {
         let (header, status) = read_request(frontend)?;
-        frontend.rings[BAD].put_indirect(0, SCRATCH, &[header, status])?;
+        frontend.rings[BAD].put_indirect(0, SCRATCH, &[header, status]);
         frontend.rings[BAD].submit(0)?;
         expect_stopped(frontend)
     })
@@ -236,8 +236,8 @@ fn expect_error(frontend: &mut Frontend, status: Desc, chain: &[Desc]) -> Result
     for indirect in [false, true] {
         frontend.memory.write(status.addr, &[blk::PENDING])?;
         match indirect {
-            false => frontend.rings[BAD].put_chain(0, chain)?,
-            true => frontend.rings[BAD].put_indirect(0, SCRATCH, chain)?,
+            false => frontend.rings[BAD].put_chain(0, chain),
+            true => frontend.rings[BAD].put_indirect(0, SCRATCH, chain),
         }
         frontend.rings[BAD].submit(0)?;
         frontend.rings[BAD].wait_used()?;
@@ -333,12 +333,12 @@ impl Random {
 }
 
 /// The driver changes descriptors, tables, headers and rings while the device works on them. When
-/// it is over, the ring is in any state; a stop that returns says that the device has let go.
+/// it is over, the ring is in any state; when a stop returns, the device no longer uses it.
 fn a_driver_that_rewrites_descriptors(engine: Engine) -> Result<()> {
     const ROUNDS: u64 = 100;
     let mut daemon = start(&DaemonOptions::new(engine))?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default().queue_size(SIZE))?;
-    let place = frontend.rings[BAD].place;
+    let place = frontend.rings[BAD].config;
     let header = frontend.put_header(BAD, 0, blk::IN, 0)?.0;
     let places = [
         header,
@@ -370,10 +370,9 @@ fn a_driver_that_rewrites_descriptors(engine: Engine) -> Result<()> {
         }
     });
     for round in 0..ROUNDS {
-        let event_idx = frontend.rings[BAD].event_idx;
         frontend.stop_queue(BAD)?;
         frontend.memory.write(place.desc_table, &vec![0; 0x8000])?;
-        frontend.rings[BAD] = Ring::new(&frontend.memory, place, event_idx)?;
+        frontend.rings[BAD] = Ring::new(&frontend.memory, place)?;
         frontend.start_queue(BAD, 0)?;
         for request in 0..u64::from(SIZE) {
             let head = u16::try_from((round + request) % 8)?;

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::{memfd, new_eventfd, take_count};
-use ringhaul_tests::frontend::message::{HEADER_BYTES, Message, NO_FD, code};
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk, check_service};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::{memfd, new_eventfd, take_count};
+use ringhaul_kit::frontend::message::{HEADER_BYTES, Message, NO_FD, code};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, check_service};
+use ringhaul_kit::server::Engine;
 use rustix::event::epoll;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -32,7 +32,7 @@ for_each_engine! {
 /// The one of them that is an eventfd.
 const EVENTFD: &str = "a full eventfd";
 
-/// A descriptor that is no eventfd, what it is, and what must stay open beside it.
+/// A descriptor that is not an eventfd, what it is, and what must stay open beside it.
 struct Odd {
     what: &'static str,
     fd: Arc<OwnedFd>,
@@ -89,7 +89,7 @@ fn good_queue_serves(frontend: &mut Frontend) -> Result<()> {
 fn offer_read(frontend: &mut Frontend) -> Result<()> {
     let (header, status) = frontend.put_header(1, 0, blk::IN, 0)?;
     let chain = [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];
-    frontend.rings[1].put_chain(0, &chain)?;
+    frontend.rings[1].put_chain(0, &chain);
     frontend.rings[1].submit(0)
 }
 
@@ -126,9 +126,9 @@ fn anything_as_a_call(engine: Engine) -> Result<()> {
             }
             for _ in 0..3 {
                 offer_read(frontend)?;
-                // The driver hears of nothing, and the requests are answered.
+                // The driver gets no call, and the requests are answered.
                 frontend.rings[1].watch_used(1)?;
-                frontend.rings[1].take_used()?;
+                frontend.rings[1].take_used();
             }
             good_queue_serves(frontend)?;
             frontend.stop_queue(1)?;
@@ -148,7 +148,7 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
             if taken.is_err() {
                 return Ok(());
             }
-            frontend.rings[1].put_avail_idx(0x8000)?;
+            frontend.rings[1].put_avail_idx(0x8000);
             frontend.rings[1].kick()?;
             good_queue_serves(frontend)?;
             frontend.stop_queue(1)?;
@@ -159,7 +159,7 @@ fn anything_as_an_err(engine: Engine) -> Result<()> {
 }
 
 /// Takes back that the descriptor does not block, which the daemon saw to, and fills the counter.
-/// Waiting for it would be waiting for ever: who has gone empties no counter.
+/// Waiting for it would last for ever: a process that has ended empties no counter.
 fn make_block(fd: &OwnedFd) -> Result<()> {
     take_count(fd);
     fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK)?;
@@ -169,7 +169,7 @@ fn make_block(fd: &OwnedFd) -> Result<()> {
 
 fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     let mut daemon = start(&DaemonOptions::new(engine))?;
-    // Both queues are on one IoThread, which each of these would hold up.
+    // Both queues are on one IoThread, which each of these would block.
     for _ in 0..3 {
         let call = new_eventfd()?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
@@ -177,10 +177,10 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
         frontend.settle(0)?;
         make_block(&call)?;
         for _ in 0..3 {
-            frontend.rings[1].want_calls()?;
+            frontend.rings[1].want_calls();
             offer_read(&mut frontend)?;
             frontend.rings[1].watch_used(1)?;
-            frontend.rings[1].take_used()?;
+            frontend.rings[1].take_used();
             good_queue_serves(&mut frontend)?;
         }
         frontend.stop_queue(1)?;
@@ -207,7 +207,7 @@ fn an_err_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     let err = Arc::clone(&frontend.rings[1].err);
     make_block(&err)?;
-    frontend.rings[1].put_avail_idx(0x8000)?;
+    frontend.rings[1].put_avail_idx(0x8000);
     frontend.rings[1].kick()?;
     good_queue_serves(&mut frontend)?;
     frontend.stop_queue(1)?;
@@ -229,7 +229,7 @@ fn an_err_that_is_replaced(engine: Engine) -> Result<()> {
             set(&mut frontend, None)?;
         }
         set(&mut frontend, Some(&new))?;
-        frontend.rings[1].put_avail_idx(0x8000)?;
+        frontend.rings[1].put_avail_idx(0x8000);
         frontend.rings[1].kick()?;
         frontend.rings[1].wait_err()?;
         good_queue_serves(&mut frontend)?;

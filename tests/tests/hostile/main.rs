@@ -11,8 +11,8 @@ mod vanishing;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions};
-use ringhaul_tests::frontend::{Frontend, Setup, check_service};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions};
+use ringhaul_kit::frontend::{Frontend, Setup, check_service};
 
 /// Starts a daemon with its disk where direct I/O works.
 fn start(options: &DaemonOptions) -> Result<Daemon> {

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::{Region, memfd, new_eventfd, take_count};
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::{Desc, INDIRECT, Place};
-use ringhaul_tests::frontend::{BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::{Region, memfd, new_eventfd, take_count};
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::ring::{Desc, INDIRECT, place_at};
+use ringhaul_kit::frontend::{BORDER, DATA, Frontend, MEMORY_START, Setup, blk, check_service};
+use ringhaul_kit::server::Engine;
 use rustix::fs::{SealFlags, fcntl_add_seals};
 
 use crate::{start, with_attached, with_negotiated};
@@ -28,7 +28,7 @@ const PAGE: u64 = 4096;
 
 /// Sends a region as an addition and as a table: neither may be taken.
 fn expect_both_refused(
-    daemon: &mut ringhaul_tests::daemon::Daemon,
+    daemon: &mut ringhaul_kit::daemon::Daemon,
     what: &str,
     region: &Region,
 ) -> Result<()> {
@@ -282,7 +282,7 @@ fn shrink(frontend: &Frontend, region: usize) -> Result<()> {
 /// Submits a chain to queue 1 that touches memory which is gone, and makes sure that the daemon is
 /// done with it.
 fn touch(frontend: &mut Frontend, chain: &[Desc]) -> Result<()> {
-    frontend.rings[1].put_chain(0, chain)?;
+    frontend.rings[1].put_chain(0, chain);
     frontend.rings[1].submit(0)?;
     frontend.stop_queue(1)?;
     Ok(())
@@ -338,7 +338,7 @@ fn memory_that_shrinks_under_rings(engine: Engine) -> Result<()> {
     let mut frontend = Frontend::attach(daemon.socket(), &setup)?;
     // Queue 1 moves to the second region, which goes away.
     frontend.stop_queue(1)?;
-    frontend.rings[1].place = Place::at(BORDER, setup.queue_size);
+    frontend.rings[1].config = place_at(BORDER, setup.queue_size);
     frontend.start_queue(1, 0)?;
     frontend.read(1, 0, 512)?;
     shrink(&frontend, 1)?;

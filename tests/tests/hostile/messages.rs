@@ -1,19 +1,20 @@
 //! Messages that are cut short, too long, out of order, or nonsense.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::frontend::message::{
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::frontend::message::{
     Channel, HEADER_BYTES, Message, NEED_REPLY, NO_FD, REPLY, VERSION, code,
 };
-use ringhaul_tests::frontend::ring::Place;
-use ringhaul_tests::frontend::{
+use ringhaul_kit::frontend::ring::place_at;
+use ringhaul_kit::frontend::{
     BORDER, Frontend, MEMORY_END, MEMORY_START, Setup, check_service, feature,
 };
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::server::Engine;
+use virtqueue::QueueConfig;
 
 use crate::{start, with_attached, with_negotiated};
 
-fn daemon() -> Result<ringhaul_tests::daemon::Daemon> {
+fn daemon() -> Result<ringhaul_kit::daemon::Daemon> {
     start(&DaemonOptions::new(Engine::Aio))
 }
 
@@ -239,7 +240,7 @@ fn what_comes_early_is_not_lost() -> Result<()> {
         // From now on without event idx.
         let fewer = frontend.features & !feature::EVENT_IDX;
         frontend.tell(Message::number(code::SET_FEATURES, fewer))?;
-        frontend.rings[0].event_idx = false;
+        frontend.rings[0].config.event_idx = false;
         frontend.read(0, 0, 512)?;
         Ok(())
     })?;
@@ -321,24 +322,24 @@ fn numbers_that_no_ring_can_have() -> Result<()> {
 #[test]
 fn rings_where_they_cannot_be() -> Result<()> {
     let mut daemon = daemon()?;
-    let good = Place::at(MEMORY_START, 64);
+    let good = place_at(MEMORY_START, 64);
     let cases = [
-        ("descriptors not aligned", Place { desc_table: good.desc_table + 8, ..good }),
-        ("avail ring not aligned", Place { avail_ring: good.avail_ring + 1, ..good }),
-        ("used ring not aligned", Place { used_ring: good.used_ring + 2, ..good }),
-        ("descriptors past the end", Place { desc_table: MEMORY_END - 16, ..good }),
-        ("avail ring past the end", Place { avail_ring: MEMORY_END - 4, ..good }),
-        ("avail event past the end", Place { avail_ring: MEMORY_END - 4 - 2 * 64, ..good }),
-        ("used ring past the end", Place { used_ring: MEMORY_END - 4, ..good }),
-        ("used event past the end", Place { used_ring: MEMORY_END - 4 - 8 * 64, ..good }),
-        ("descriptors across regions", Place { desc_table: BORDER - 512, ..good }),
-        ("avail ring across regions", Place { avail_ring: BORDER - 64, ..good }),
-        ("used ring across regions", Place { used_ring: BORDER - 256, ..good }),
+        ("descriptors not aligned", QueueConfig { desc_table: good.desc_table + 8, ..good }),
+        ("avail ring not aligned", QueueConfig { avail_ring: good.avail_ring + 1, ..good }),
+        ("used ring not aligned", QueueConfig { used_ring: good.used_ring + 2, ..good }),
+        ("descriptors past the end", QueueConfig { desc_table: MEMORY_END - 16, ..good }),
+        ("avail ring past the end", QueueConfig { avail_ring: MEMORY_END - 4, ..good }),
+        ("avail event past the end", QueueConfig { avail_ring: MEMORY_END - 4 - 2 * 64, ..good }),
+        ("used ring past the end", QueueConfig { used_ring: MEMORY_END - 4, ..good }),
+        ("used event past the end", QueueConfig { used_ring: MEMORY_END - 4 - 8 * 64, ..good }),
+        ("descriptors across regions", QueueConfig { desc_table: BORDER - 512, ..good }),
+        ("avail ring across regions", QueueConfig { avail_ring: BORDER - 64, ..good }),
+        ("used ring across regions", QueueConfig { used_ring: BORDER - 256, ..good }),
     ];
     for (what, place) in cases {
         with_attached(&mut daemon, &Setup::default(), what, |frontend| {
             frontend.stop_queue(1)?;
-            frontend.rings[1].place = place;
+            frontend.rings[1].config = place;
             let refused = frontend.start_queue(1, 0).is_err();
             if !refused {
                 frontend.rings[1].wait_err()?;

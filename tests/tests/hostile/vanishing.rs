@@ -5,12 +5,12 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{DaemonOptions, SECTOR_BYTES, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::message::{HEADER_BYTES, Message, code};
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{BORDER, Frontend, Setup, blk, check_service};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::{DaemonOptions, SECTOR_BYTES, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::message::{HEADER_BYTES, Message, code};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{BORDER, Frontend, Setup, blk, check_service};
+use ringhaul_kit::server::Engine;
 
 use crate::start;
 
@@ -35,8 +35,8 @@ fn submit_many(frontend: &mut Frontend, kind: u32) -> Result<[Vec<u64>; 2]> {
                 _ => Desc::writable(BORDER, DATA_BYTES),
             };
             let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-            frontend.rings[queue].put_chain(3 * slot, &chain)?;
-            frontend.rings[queue].offer(3 * slot)?;
+            frontend.rings[queue].put_chain(3 * slot, &chain);
+            frontend.rings[queue].offer(3 * slot);
             statuses[queue].push(status);
         }
         frontend.rings[queue].kick()?;
@@ -90,7 +90,7 @@ fn front_ends_that_vanish_with_requests(engine: Engine) -> Result<()> {
             let memory = std::sync::Arc::clone(&frontend.memory);
             drop(frontend);
             daemon.wait_let_go(&descriptors)?;
-            // Who has been let go of is not touched any more.
+            // Memory that was released is not touched any more.
             let before = memory.read(BORDER, data.len())?;
             check_service(&mut daemon)?;
             ensure!(memory.read(BORDER, data.len())? == before);
@@ -133,7 +133,7 @@ fn the_daemon_ends_while_requests_run(engine: Engine) -> Result<()> {
         // Nothing is half done: a request has an answer that the driver sees, or none at all.
         for (queue, statuses) in submitted.iter().enumerate() {
             let mut answered = HashSet::new();
-            while let Some(used) = frontend.rings[queue].take_used()? {
+            while let Some(used) = frontend.rings[queue].take_used() {
                 ensure!(answered.insert(used.head / 3), "{used:?} was answered twice");
             }
             for (slot, &addr) in (0..).zip(statuses) {
@@ -226,7 +226,7 @@ fn front_ends_that_wait_for_their_turn() -> Result<()> {
         }
     }
     first.read(0, 0, 512)?;
-    daemon.wait_for_message("another front-end has connected, and waits", 1)?;
+    daemon.wait_for_message("another front-end has connected and waits", 1)?;
     drop(first);
     for mut frontend in waiting {
         frontend.negotiate()?;

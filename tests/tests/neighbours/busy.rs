@@ -3,10 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{Running, bench};
-use ringhaul_tests::daemon::{DaemonOptions, LIMIT};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_kit::cli::{Running, bench};
+use ringhaul_kit::daemon::{DaemonOptions, LIMIT};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::server::{Cache, Engine};
 use rustix::process::Signal;
 
 use crate::scene::{Scene, disks};
@@ -14,7 +14,7 @@ use crate::scene::{Scene, disks};
 for_each_engine! { a_guest_that_is_always_busy }
 
 /// Four queues of 128 requests each, over and over, from a fast program of its own. Whether the
-/// IoThread ever runs out of work is the processors' choice all the same, so that a bound on
+/// IoThread ever runs out of work is still up to the processors, so that a bound on
 /// starvation is the simulation's to show.
 const LOAD: &str = "--rw randread --bs 64k --iodepth 128 --numjobs 4 --runtime 30 --eta never";
 
@@ -41,7 +41,7 @@ fn a_guest_that_is_always_busy(engine: Engine) -> Result<()> {
     options.num_queues = 4;
     let mut scene = Scene::start(disks(), &options)?;
     let mut busy = Running::start(&mut bench(scene.daemon.socket(), LOAD)?)?;
-    scene.daemon.wait_for_message("a front-end has attached", 3)?;
+    scene.daemon.wait_for_message("a front-end has connected", 3)?;
     wait_busy(&scene)?;
     scene.check_neighbours().context("beside a guest that is always busy")?;
     // It was busy all the time.

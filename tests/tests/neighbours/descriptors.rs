@@ -2,13 +2,13 @@
 //! that does not answer.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::Region;
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::Place;
-use ringhaul_tests::frontend::{Frontend, MEMORY_END, Setup, check_service};
-use ringhaul_tests::fuse::{FILE_BYTES, Fuse, opcode};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::Region;
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::ring::place_at;
+use ringhaul_kit::frontend::{Frontend, MEMORY_END, Setup, check_service};
+use ringhaul_kit::fuse::{FILE_BYTES, Fuse, opcode};
+use ringhaul_kit::server::Engine;
 
 use crate::scene::Scene;
 
@@ -67,7 +67,7 @@ fn a_file_that_does_not_answer_as_memory(engine: Engine) -> Result<()> {
     if refused.is_err() {
         // It has been taken, so it is used: as the place of a queue.
         bad.stop_queue(1)?;
-        bad.rings[1].place = Place::at(MEMORY_END, 64);
+        bad.rings[1].config = place_at(MEMORY_END, 64);
         let message = Message::ring_addresses(
             1,
             region.user_addr,

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::memory::{Region, memfd};
-use ringhaul_tests::frontend::message::Message;
-use ringhaul_tests::frontend::{Frontend, MEMORY_END, Setup, blk, check_service};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::memory::{Region, memfd};
+use ringhaul_kit::frontend::message::Message;
+use ringhaul_kit::frontend::{Frontend, MEMORY_END, Setup, blk, check_service};
+use ringhaul_kit::server::Engine;
 
 use crate::scene::{Scene, disks};
 
@@ -51,7 +51,7 @@ fn memory_that_takes_all_addresses(engine: Engine) -> Result<()> {
     let sum: u64 = taken.iter().map(|region| region.bytes).sum();
     ensure!(sum <= LIMIT_OF_ONE, "one front-end may share {sum} bytes in {} regions", taken.len());
     ensure!(sum > LIMIT_OF_ONE / 2, "only {sum} bytes could be shared");
-    scene.daemon.wait_for_message("max-guest-memory", 1).context("no word of the option")?;
+    scene.daemon.wait_for_message("max-guest-memory", 1).context("the option is not named")?;
     // What is bounced needs memory while all those regions are mapped.
     for _ in 0..300 {
         scene.file.run_misaligned().context("beside many addresses that are taken")?;

@@ -4,71 +4,129 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, PipeReader, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Child;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{READY, Scene, ringhaul};
-use ringhaul_tests::daemon::{LIMIT, pattern};
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::{Frontend, Setup, blk};
-use ringhaul_tests::guest::Engine;
+use ringhaul_kit::cli::{READY, Scene, ringhaul};
+use ringhaul_kit::daemon::{LIMIT, pattern};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_kit::server::Engine;
+use ringhaul_tools::process::wait_child;
 use rustix::process::{Pid, Signal, kill_process};
-use xtask::guest::wait_child;
+
+use crate::scene::make_written;
 
 for_each_engine! { a_log_that_nobody_reads }
 
-/// Waits for lines of the daemon.
-fn wait_ready(lines: &mut BufReader<PipeReader>, count: usize) -> Result<()> {
-    let (mut seen, mut line) = (0, String::new());
-    while seen < count {
-        line.clear();
-        ensure!(lines.read_line(&mut line)? > 0, "the daemon has ended");
-        seen += usize::from(line.contains(READY));
-    }
-    Ok(())
+/// A daemon with two exports on files of their own, whose standard error is a pipe. Dropping it
+/// kills it.
+pub(crate) struct Unread {
+    child: Child,
+    lines: BufReader<PipeReader>,
+    pub(crate) sockets: [PathBuf; 2],
+    scene: Scene,
 }
 
-/// Fills a pipe to its last byte, through an open file of its own that does not wait.
-fn fill(pipe: &PipeReader) -> Result<()> {
-    let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
-    let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits())?;
-    let mut writer = File::options().write(true).custom_flags(flags).open(&path)?;
-    for bytes in [4096, 1] {
-        while writer.write(&vec![b'x'; bytes]).is_ok() {}
+impl Unread {
+    pub(crate) fn start(engine: Engine) -> Result<Self> {
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        for name in NAMES {
+            make_written(&scene.path(&format!("{name}.img")))?;
+        }
+        let sockets = NAMES.map(|name| scene.socket(name));
+        let (child, lines) = serve(engine, &scene, &sockets)?;
+        let mut this = Self { child, lines, sockets, scene };
+        this.wait_for(READY)?;
+        this.wait_for(READY)?;
+        Ok(this)
     }
-    Ok(())
+
+    /// Ends the daemon and starts another in its place: one has a few lines a minute about what
+    /// front-ends do.
+    pub(crate) fn start_again(&mut self, engine: Engine) -> Result<()> {
+        self.terminate()?;
+        (self.child, self.lines) = serve(engine, &self.scene, &self.sockets)?;
+        self.wait_for(READY)?;
+        self.wait_for(READY)
+    }
+
+    /// Reads lines up to one that contains `text`.
+    fn wait_for(&mut self, text: &str) -> Result<()> {
+        let mut line = String::new();
+        while !line.contains(text) {
+            line.clear();
+            ensure!(self.lines.read_line(&mut line)? > 0, "the daemon has ended");
+        }
+        Ok(())
+    }
+
+    /// Fills the pipe to its last byte, through an open file of its own that does not wait.
+    pub(crate) fn fill(&self) -> Result<()> {
+        let path = format!("/proc/self/fd/{}", self.lines.get_ref().as_raw_fd());
+        let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits())?;
+        let mut writer = File::options().write(true).custom_flags(flags).open(&path)?;
+        writer.write_all(FILLING.as_bytes()).context("the pipe was full before")?;
+        for bytes in [4096, 1] {
+            while writer.write(&vec![b'x'; bytes]).is_ok() {}
+        }
+        Ok(())
+    }
+
+    /// Reads lines up to one behind the filling that contains `text`.
+    pub(crate) fn wait_behind_filling(&mut self, text: &str) -> Result<()> {
+        self.wait_for(FILLING)?;
+        self.wait_for(text)
+    }
+
+    /// Ends the daemon by SIGTERM. Nobody reads its last words.
+    pub(crate) fn terminate(&mut self) -> Result<()> {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).context("sending SIGTERM")?;
+        let status = wait_child(&mut self.child, Instant::now() + LIMIT)?;
+        ensure!(status.success(), "the daemon ended with {status}");
+        Ok(())
+    }
 }
 
-/// Guests cause lines, nobody takes them, and nobody waits for that.
-fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
-    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
-    let sockets = [scene.socket("bad"), scene.socket("good")];
+impl Drop for Unread {
+    fn drop(&mut self) {
+        // These fail only if it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Starts a daemon with an export for each name, and takes its standard error.
+fn serve(
+    engine: Engine,
+    scene: &Scene,
+    sockets: &[PathBuf],
+) -> Result<(Child, BufReader<PipeReader>)> {
     let (reader, writer) = std::io::pipe().context("making a pipe")?;
     let mut command = ringhaul()?;
     command.args(["serve", "--engine", &engine.to_string()]).stderr(writer);
-    for (name, socket) in ["bad.img", "good.img"].iter().zip(&sockets) {
-        let file = scene.disk(name, 4 << 20)?;
-        let (socket, file) = (socket.display(), file.display());
-        command.args(["--export", &format!("socket-path={socket},blk-file={file}")]);
+    for (name, socket) in NAMES.iter().zip(sockets) {
+        let (socket, file) = (socket.display(), scene.path(&format!("{name}.img")));
+        command.args(["--export", &format!("socket-path={socket},blk-file={}", file.display())]);
     }
-    let mut child = command.spawn().context("starting the daemon")?;
-    // The end of the pipe that the daemon has is the only one.
-    drop(command);
-    let mut lines = BufReader::new(reader);
-    let result = wait_ready(&mut lines, 2)
-        .and_then(|()| fill(lines.get_ref()))
-        .and_then(|()| drive(&sockets[0], &sockets[1]))
-        .and_then(|()| {
-            kill_process(Pid::from_child(&child), Signal::TERM).context("sending SIGTERM")?;
-            let status = wait_child(&mut child, Instant::now() + LIMIT)?;
-            ensure!(status.success(), "the daemon ended with {status}");
-            Ok(())
-        });
-    // These fail only if it has ended.
-    let _ = child.kill();
-    let _ = child.wait();
-    result
+    let child = command.spawn().context("starting the daemon")?;
+    // With the command goes its copy of the pipe.
+    Ok((child, BufReader::new(reader)))
+}
+
+const NAMES: [&str; 2] = ["bad", "good"];
+
+/// How the filling of a pipe begins: it is a line of its own.
+const FILLING: &str = "---filling---\n";
+
+/// Guests cause lines, nobody takes them, and nobody waits for that.
+fn a_log_that_nobody_reads(engine: Engine) -> Result<()> {
+    let mut daemon = Unread::start(engine)?;
+    daemon.fill()?;
+    drive(&daemon.sockets[0], &daemon.sockets[1])?;
+    daemon.terminate()
 }
 
 /// One guest sends requests that make no sense, the other goes on.

@@ -2,7 +2,7 @@
 //! does to one of them, the others go on.
 //!
 //! Nothing here measures time: a neighbour makes verified requests while the other export is
-//! provably stuck or busy. How fast it is beside that, `cargo xtask neighbours` measures.
+//! provably stuck or busy. How fast it is beside that, `cargo lab neighbours` measures.
 
 mod busy;
 mod descriptors;

@@ -1,69 +1,161 @@
 //! How fast a neighbour is while another export misbehaves, against how fast it is in quiet.
 
 use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use ringhaul_tests::cli::{bench, run};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::frontend::message::{Message, code};
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, Frontend, Setup, blk};
-use ringhaul_tests::fuse::{Fuse, opcode};
-use ringhaul_tests::guest::{Cache, Engine};
-use ringhaul_tests::system::{FileSystem, LoopDevice, may_change};
+use anyhow::{Context, Result, anyhow, ensure};
+use ringhaul_kit::cli::{bench, run};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions};
+use ringhaul_kit::frontend::memory::{Region, memfd};
+use ringhaul_kit::frontend::message::{Message, code};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, MEMORY_END, Setup, blk};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::{FileSystem, LoopDevice, may_change};
 
+use crate::log::Unread;
 use crate::scene::{Scene, Stuck, disks};
 use crate::slow_disks::{ext4, learn};
 
 const MIB: u64 = 1 << 20;
-/// Quiet and disturbed spans, one after the other.
-const ROUNDS: usize = 7;
-const BENCH: &str =
-    "--rw randread --bs 4k --iodepth 8 --runtime 0.4 --ramp_time 0.1 --output-format json";
 
-/// I/Os per second of a neighbour.
-fn measure(socket: &Path) -> Result<f64> {
-    let finished = run(&mut bench(socket, BENCH)?)?.expect_code(0)?;
-    let report: serde_json::Value = serde_json::from_str(&finished.stdout)?;
-    find_iops(&report).with_context(|| format!("no IOPS in {}", finished.stdout))
+/// A guest that knows what it must find.
+const BENCH: &str = "--rw randrw --rwmixread 70 --bs 4k --iodepth 8 --verify --ramp_time 0.1 \
+                     --eta never --output-format json";
+
+/// Between two bad requests, and between two times of much mapping: what counts is what they do,
+/// and not who has the processors.
+const PAUSE: Duration = Duration::from_millis(2);
+const LONG_PAUSE: Duration = Duration::from_millis(100);
+
+/// Ends what disturbs, and fails if it did not.
+type Settle = Box<dyn FnOnce() -> Result<()>>;
+
+/// Quiet and disturbed spans, in turn.
+#[derive(Clone, Copy)]
+struct Spans {
+    rounds: usize,
+    runtime_ms: u64,
 }
 
-fn find_iops(value: &serde_json::Value) -> Option<f64> {
-    let map = value.as_object()?;
-    let own = map.get("iops").or_else(|| map.get("read_iops")).and_then(|iops| iops.as_f64());
-    own.or_else(|| map.values().find_map(find_iops))
+impl Spans {
+    /// As `cargo lab neighbours` says.
+    fn from_environment() -> Result<Self> {
+        let number = |name: &str, default: u64| match std::env::var(name) {
+            Ok(value) => value.parse().with_context(|| format!("{name}={value} is not a number")),
+            Err(_) => Ok(default),
+        };
+        let rounds = usize::try_from(number("RINGHAUL_NEIGHBOURS_ROUNDS", 7)?)?;
+        ensure!(rounds > 0, "without a round nothing is measured");
+        Ok(Self { rounds, runtime_ms: number("RINGHAUL_NEIGHBOURS_RUNTIME_MS", 1000)? })
+    }
+
+    /// I/Os per second of a neighbour, all of them right.
+    fn measure(self, socket: &Path) -> Result<f64> {
+        let options = format!("{BENCH} --runtime {}ms", self.runtime_ms);
+        let finished = run(&mut bench(socket, &options)?)?.expect_code(0)?;
+        let report: serde_json::Value = serde_json::from_str(&finished.stdout)?;
+        let number = |key: &str| {
+            report[key].as_f64().with_context(|| format!("no {key} in {}", finished.stdout))
+        };
+        for key in ["errors", "verify_mismatches"] {
+            ensure!(number(key)? == 0.0, "the neighbour has {key}: {}", finished.stdout);
+        }
+        number("iops")
+    }
+
+    /// Measures, and prints a row of the table.
+    fn compare(
+        self,
+        name: &str,
+        engine: Engine,
+        socket: &Path,
+        mut disturb: impl FnMut() -> Result<Settle>,
+    ) -> Result<()> {
+        let (mut ratios, mut quiet_iops) = (Vec::new(), Vec::new());
+        for _ in 0..self.rounds {
+            let quiet = self.measure(socket).context("in quiet")?;
+            let settle = disturb().context("beginning to disturb")?;
+            let disturbed = self.measure(socket).context("beside one that misbehaves");
+            settle().context("what disturbs")?;
+            ratios.push(disturbed? / quiet);
+            quiet_iops.push(quiet);
+        }
+        let (least, greatest) = ratios.iter().fold((f64::MAX, 0.0_f64), |(least, most), ratio| {
+            (least.min(*ratio), most.max(*ratio))
+        });
+        println!(
+            "| {name} | {engine} | {:.1} | {:.2} | {least:.2} to {greatest:.2} |",
+            median(quiet_iops) / 1000.0,
+            median(ratios),
+        );
+        Ok(())
+    }
+
+    /// Measures the healthy file of a scene.
+    fn compare_in(
+        self,
+        name: &str,
+        engine: Engine,
+        scene: Scene,
+        mut disturb: impl FnMut(&Daemon) -> Result<Settle>,
+    ) -> Result<()> {
+        let Scene { daemon, file, null, sockets, _folders } = scene;
+        // The load generator takes its place.
+        drop(file);
+        self.compare(name, engine, &sockets[0], || disturb(&daemon))
+            .with_context(|| format!("{name}, {engine}:\n{}", daemon.messages()))?;
+        drop(null);
+        daemon.terminate()?;
+        ensure!(!sockets[0].exists(), "a socket is left behind");
+        Ok(())
+    }
 }
 
-/// Measures in turn, quiet and disturbed, and prints a row of the table.
-fn compare(
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() % 2 {
+        0 => f64::midpoint(values[middle - 1], values[middle]),
+        _ => values[middle],
+    }
+}
+
+/// Does something over and over, on a thread of its own, until the result is called.
+fn keep_on(pause: Duration, mut act: impl FnMut() -> Result<()> + Send + 'static) -> Settle {
+    let stop = Arc::new(AtomicBool::new(false));
+    let thread = std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || -> Result<u64> {
+            let mut times = 0;
+            while !stop.load(Ordering::Relaxed) {
+                act()?;
+                times += 1;
+                std::thread::sleep(pause);
+            }
+            Ok(times)
+        }
+    });
+    Box::new(move || {
+        stop.store(true, Ordering::Relaxed);
+        let times = thread.join().map_err(|_| anyhow!("the thread that disturbs panicked"))??;
+        ensure!(times > 0, "it was done {times} times");
+        Ok(())
+    })
+}
+
+fn hung_writes(
+    spans: Spans,
     name: &str,
     engine: Engine,
-    socket: &Path,
-    mut disturb: impl FnMut() -> Result<Box<dyn FnOnce() -> Result<()>>>,
+    is_loop: bool,
+    misaligned: bool,
 ) -> Result<()> {
-    let (mut ratios, mut quiet_iops) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        let quiet = measure(socket)?;
-        let settle = disturb()?;
-        let disturbed = measure(socket);
-        settle()?;
-        ratios.push(disturbed? / quiet);
-        quiet_iops.push(quiet);
-    }
-    ratios.sort_by(f64::total_cmp);
-    quiet_iops.sort_by(f64::total_cmp);
-    println!(
-        "| {name} | {engine} | {:.0} | {:.2} | {:.2} to {:.2} |",
-        quiet_iops[ROUNDS / 2] / 1000.0,
-        ratios[ROUNDS / 2],
-        ratios[0],
-        ratios[ROUNDS - 1]
-    );
-    Ok(())
-}
-
-fn hung_writes(name: &str, engine: Engine, is_loop: bool, misaligned: bool) -> Result<()> {
-    let file_system = std::rc::Rc::new(ext4(64 * MIB)?);
+    let file_system = Rc::new(ext4(64 * MIB)?);
     let mut options = DaemonOptions { cache: Cache::None, ..DaemonOptions::new(engine) };
     let device = if is_loop { Some(loop_device(&file_system)?) } else { None };
     if let Some(device) = &device {
@@ -72,11 +164,8 @@ fn hung_writes(name: &str, engine: Engine, is_loop: bool, misaligned: bool) -> R
     let home = if is_loop { disks() } else { file_system.path() };
     let scene = Scene::start(home, &options)?;
     learn(engine, &scene, &file_system)?;
-    let Scene { daemon, file, null, sockets, _folders } = scene;
-    drop(file);
-    let bad = daemon.socket().to_owned();
-    let result = compare(name, engine, &sockets[0], || {
-        let mut stuck = Stuck::attach(&bad)?;
+    spans.compare_in(name, engine, scene, |daemon| {
+        let mut stuck = Stuck::attach(daemon.socket())?;
         let frozen = file_system.freeze()?;
         if misaligned {
             for number in 0..2040 {
@@ -88,14 +177,12 @@ fn hung_writes(name: &str, engine: Engine, is_loop: bool, misaligned: bool) -> R
             stuck.write(300, 2)?;
         }
         Ok(Box::new(move || {
+            let answered = stuck.answered()?;
             drop(frozen);
+            ensure!(answered <= 2, "{answered} requests of a frozen disk were answered");
             stuck.finish()
         }))
-    });
-    result.with_context(|| daemon.messages())?;
-    drop(null);
-    daemon.terminate()?;
-    Ok(())
+    })
 }
 
 fn loop_device(file_system: &FileSystem) -> Result<LoopDevice> {
@@ -105,45 +192,126 @@ fn loop_device(file_system: &FileSystem) -> Result<LoopDevice> {
 }
 
 /// A descriptor that hangs while it is closed.
-fn hung_descriptor(engine: Engine) -> Result<()> {
+fn hung_descriptor(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let Scene { daemon, file, null, sockets, _folders } = Scene::of(engine)?;
-    drop(file);
-    let fuse = std::rc::Rc::new(fuse);
-    compare("a FUSE file that hangs while it is closed", engine, &sockets[0], || {
+    let fuse = Rc::new(fuse);
+    spans.compare_in(name, engine, Scene::of(engine)?, |daemon| {
         let mut bad = Frontend::connect(daemon.socket(), &Setup::default())?;
         bad.negotiate()?;
         fuse.withhold(daemon.pid(), &[opcode::FLUSH, opcode::POLL]);
         let message = Message::ring_fd(code::SET_VRING_KICK, 0, Some(&fuse.open()?));
         bad.channel.send(&message.needs_reply())?;
         fuse.wait_for(opcode::FLUSH)?;
-        let fuse = std::rc::Rc::clone(&fuse);
+        let fuse = Rc::clone(&fuse);
         Ok(Box::new(move || {
             fuse.release();
             drop(bad);
             Ok(())
         }))
-    })?;
-    drop(null);
-    daemon.terminate()?;
-    ensure!(!sockets[0].exists(), "a socket is left behind");
-    Ok(())
+    })
 }
 
-/// `cargo xtask neighbours` runs this: it takes minutes, and what it says is about the machine too.
+/// A front-end that shares as much as it may, in regions of 64 GiB that are holes, and goes, over
+/// and over.
+fn sparse_regions(spans: Spans, name: &str, engine: Engine) -> Result<()> {
+    const REGION_BYTES: u64 = 64 << 30;
+    /// What one front-end may share by default, but for its memory that is no hole.
+    const REGIONS: u64 = (16 << 40) / REGION_BYTES - 1;
+    let hole = Arc::new(memfd(REGION_BYTES)?);
+    spans.compare_in(name, engine, Scene::of(engine)?, |daemon| {
+        let (socket, hole) = (daemon.socket().to_owned(), Arc::clone(&hole));
+        Ok(keep_on(LONG_PAUSE, move || {
+            let mut bad = Frontend::connect(&socket, &Setup::default())?;
+            bad.negotiate()?;
+            bad.share_memory()?;
+            for number in 0..=REGIONS {
+                let guest_addr = MEMORY_END + number * REGION_BYTES;
+                let user_addr = 0x1000_0000 + guest_addr;
+                let file = Arc::clone(&hole);
+                let bytes = REGION_BYTES;
+                let region = Region { guest_addr, bytes, user_addr, file_offset: 0, file };
+                let taken = bad.tell(Message::add_region(&region)).is_ok();
+                ensure!(taken == (number < REGIONS), "region {number}: taken {taken}");
+            }
+            Ok(())
+        }))
+    })
+}
+
+/// A guest whose requests pass the limit on the size of files.
+fn limit_on_files(spans: Spans, name: &str, engine: Engine) -> Result<()> {
+    let options =
+        DaemonOptions { under: &["prlimit", "--fsize=8388608"], ..DaemonOptions::new(engine) };
+    spans.compare_in(name, engine, Scene::start(disks(), &options)?, |daemon| {
+        let mut bad = Frontend::attach(daemon.socket(), &Setup::default())?;
+        Ok(keep_on(PAUSE, move || {
+            let answer = bad.request(0, blk::OUT, (12 << 20) / 512, &[7; 4096], 0)?;
+            ensure!(answer.status == blk::IOERR, "a write beyond the limit: {answer:?}");
+            Ok(())
+        }))
+    })
+}
+
+/// A log that nobody reads, with a guest whose requests make no sense.
+fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
+    let unread = Rc::new(std::cell::RefCell::new(Unread::start(engine)?));
+    let [bad, good] = unread.borrow().sockets.clone();
+    spans.compare(name, engine, &good, || {
+        let mut bad = Frontend::attach(&bad, &Setup::default())?;
+        unread.borrow_mut().fill()?;
+        let settle = keep_on(PAUSE, move || {
+            let answer = bad.request(0, 0xdead, 0, &[], 512)?;
+            ensure!(answer.status == blk::UNSUPP, "an unknown request: {answer:?}");
+            Ok(())
+        });
+        let unread = Rc::clone(&unread);
+        Ok(Box::new(move || {
+            settle()?;
+            // A line of the load generator's front-end had to wait.
+            let mut unread = unread.borrow_mut();
+            unread.wait_behind_filling("a front-end has connected")?;
+            unread.start_again(engine)
+        }))
+    })?;
+    unread.borrow_mut().terminate()
+}
+
+/// Measures one case with one engine.
+type Case = fn(Spans, &str, Engine) -> Result<()>;
+
+const CASES: [(&str, Case); 7] = [
+    ("300 writes to a frozen file system", |spans, name, engine| {
+        hung_writes(spans, name, engine, false, false)
+    }),
+    ("300 writes to a loop device on one", |spans, name, engine| {
+        hung_writes(spans, name, engine, true, false)
+    }),
+    ("2,040 misaligned writes of 1 MiB to one", |spans, name, engine| {
+        hung_writes(spans, name, engine, false, true)
+    }),
+    ("a FUSE file that hangs while it is closed", hung_descriptor),
+    ("maps 16 TiB of holes, ten times a second", sparse_regions),
+    ("bad requests, and stderr is a full pipe", full_pipe),
+    ("writes beyond RLIMIT_FSIZE", limit_on_files),
+];
+
+/// `cargo lab neighbours` runs this: it takes minutes, and what it says is about the machine too.
 #[test]
 #[ignore = "a measurement, and no test"]
 fn report() -> Result<()> {
     if !may_change("mounts") {
         return Ok(());
     }
+    let spans = Spans::from_environment()?;
+    let only = std::env::var("RINGHAUL_NEIGHBOURS_ONLY").unwrap_or_default();
     println!("| the other export | engine | thousand IOPS in quiet | times as many | from, to |");
-    println!("|---|---|---|---|---|");
+    println!("|---|---|--:|--:|---|");
     for engine in [Engine::IoUring, Engine::Aio, Engine::Threads] {
-        hung_writes("300 writes to a frozen file system", engine, false, false)?;
-        hung_writes("300 writes to a loop device on one", engine, true, false)?;
-        hung_writes("2,040 misaligned writes of 1 MiB to one", engine, false, true)?;
-        hung_descriptor(engine)?;
+        for (name, case) in CASES {
+            if format!("{engine}/{name}").contains(&only) {
+                case(spans, name, engine)?;
+            }
+        }
     }
     Ok(())
 }

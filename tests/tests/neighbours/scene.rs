@@ -1,14 +1,15 @@
 //! The neighbours, and the requests that one of them gets no answer to.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::{Daemon, DaemonOptions, LIMIT, SECTOR_BYTES, pattern};
-use ringhaul_tests::frontend::memory::take_count;
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, Frontend, SCRATCH, Setup, blk};
-use ringhaul_tests::guest::{Cache, Engine};
+use ringhaul_kit::daemon::{Daemon, DaemonOptions, LIMIT, SECTOR_BYTES, pattern};
+use ringhaul_kit::frontend::memory::take_count;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, SCRATCH, Setup, blk};
+use ringhaul_kit::server::{Cache, Engine};
 use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
@@ -111,12 +112,21 @@ pub(crate) fn disks() -> &'static Path {
     Path::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
+/// Makes a neighbour's disk of zeroes that are written: later writes are to blocks that it has, and
+/// wait for no journal.
+pub(crate) fn make_written(path: &Path) -> Result<()> {
+    let zeroes = vec![0; usize::try_from(DISK_BYTES)?];
+    let mut file = std::fs::File::create(path)?;
+    file.write_all(&zeroes)?;
+    file.sync_all().with_context(|| format!("making {}", path.display()))
+}
+
 impl Scene {
     /// `disks`: where the disk of the export that will misbehave is made.
     pub(crate) fn start(disks: &Path, options: &DaemonOptions) -> Result<Self> {
         let folder = tempfile::tempdir_in(self::disks())?;
         let file = folder.path().join("good.img");
-        std::fs::File::create(&file).and_then(|file| file.set_len(DISK_BYTES))?;
+        make_written(&file)?;
         // Paths of sockets are short.
         let socket_folder = tempfile::tempdir()?;
         let socket = |name: &str| socket_folder.path().join(name);
@@ -197,7 +207,7 @@ pub(crate) struct Stuck {
 impl Stuck {
     pub(crate) fn attach(socket: &Path) -> Result<Self> {
         let frontend = Frontend::attach(socket, &Setup::default().queue_size(QUEUE_SIZE))?;
-        frontend.rings.iter().try_for_each(|ring| ring.want_no_calls())?;
+        frontend.rings.iter().for_each(|ring| ring.want_no_calls());
         Ok(Self { frontend, counts: [0; 2], statuses: Vec::new() })
     }
 
@@ -244,8 +254,8 @@ impl Stuck {
         chain.push(Desc::writable(status, 1));
         let table = SCRATCH + (queue as u64 * u64::from(QUEUE_SIZE) + u64::from(slot)) * 48;
         let ring = &mut self.frontend.rings[queue];
-        ring.put_indirect(slot, table, &chain)?;
-        ring.offer(slot)?;
+        ring.put_indirect(slot, table, &chain);
+        ring.offer(slot);
         self.statuses.push(status);
         Ok(())
     }
@@ -269,13 +279,13 @@ impl Stuck {
             let ring = &mut self.frontend.rings[queue];
             ring.watch_used(count).context("after what kept them is gone")?;
             let mut heads = Vec::new();
-            while let Some(used) = ring.take_used()? {
+            while let Some(used) = ring.take_used() {
                 heads.push(used.head);
             }
             heads.sort_unstable();
             ensure!(heads.iter().copied().eq(0..u32::from(count)), "other heads: {heads:?}");
             take_count(&ring.call);
-            ring.want_no_calls()?;
+            ring.want_no_calls();
         }
         for status in std::mem::take(&mut self.statuses) {
             let status = self.frontend.memory.read(status, 1)?;

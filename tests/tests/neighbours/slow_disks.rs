@@ -6,12 +6,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tests::daemon::DaemonOptions;
-use ringhaul_tests::for_each_engine;
-use ringhaul_tests::frontend::ring::Desc;
-use ringhaul_tests::frontend::{DATA, blk, segment};
-use ringhaul_tests::guest::{Cache, Engine};
-use ringhaul_tests::system::{FileSystem, LoopDevice, Tmpfs, may_change};
+use ringhaul_kit::daemon::DaemonOptions;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, blk, segment};
+use ringhaul_kit::server::{Cache, Engine};
+use ringhaul_kit::system::{FileSystem, LoopDevice, Tmpfs, may_change};
 
 use crate::scene::{OPERATIONS, Scene, Stuck, WRITE_BYTES, disks};
 
@@ -54,7 +54,7 @@ fn check_depths(
             file.read_exact_at(&mut content, u64::from(number) * WRITE_BYTES as u64)?;
             ensure!(content == Stuck::content(number), "write {number} is not on the disk");
         }
-        // What is zeroed now is to be written by the next.
+        // The next request writes what is zeroed now.
         stuck.put(0, blk::WRITE_ZEROES, 0, Some(put_segments(&stuck, &[(0, 16_384)])?))?;
         stuck.kick()?;
         stuck.finish()?;

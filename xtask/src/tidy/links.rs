@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use super::{Problem, Source};
 
 /// Folders whose files a text names by their paths from the root.
-const NAMED_FOLDERS: &[&str] = &["crates/", "xtask/src", "tests/", "docs/", "fuzz/", ".ci/"];
+pub(super) const NAMED_FOLDERS: &[&str] =
+    &["crates/", "xtask/src", "tests/", "docs/", "fuzz/", "lab/", "tools/", ".ci/"];
 
 /// Problems of a Markdown file.
 pub(super) fn check(source: &Source, root: &Path) -> Vec<Problem> {

@@ -145,7 +145,9 @@ mod tests {
     fn wrong_words() {
         assert_eq!(found("docs/a.md", "Ring the Doorbell."), ["1 the word `doorbell`"]);
         assert_eq!(found("a.sh", "reaped_at=1"), ["1 the word `reaped`"]);
-        assert!(found("docs/a.md", "It reappears.").is_empty());
+        let what = ["1 the word `no word of`", "1 the word `as ever`"];
+        assert_eq!(found("docs/a.md", "It has no word of virtio, as ever."), what);
+        assert!(found("docs/a.md", "It reappears, and was told off as everybody.").is_empty());
         assert!(found("CONTRIBUTING.md", "doorbell").is_empty());
     }
 

@@ -8,15 +8,18 @@ use std::sync::Arc;
 
 use super::alignment::{Alignment, Window};
 use super::blocks::{Blocks, Claimed};
+use super::info::Unfinished;
 use super::retries::Retries;
 use super::source::FileSource;
-use crate::buf::Buffers;
-use crate::io_thread::{BounceShare, Io};
-use crate::op::{Completion, FileRef, Op, OpFuture, OpKind};
+use crate::bounce::BounceShare;
+use crate::io::Io;
+use crate::op::{Completion, FileRef, Op, OpKind};
+use crate::op_future::OpFuture;
+use iomem::Buffers;
 
 impl FileSource {
     pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
-        let share = io.bounce_share(&self.file);
+        let share = io.bounce_budget.share(&self.file);
         FileDisk {
             file: io.attach_file(&self.file),
             io: Attached(io),
@@ -75,14 +78,15 @@ impl FileDisk {
         self.file.blocks()
     }
 
-    pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> (io::Result<()>, Buffers) {
+    pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         let wanted = buffers.bytes();
         if wanted == 0 || !self.is_aligned(offset, &buffers) {
             return Box::pin(self.bounce(OpKind::Read, offset, buffers, None)).await;
         }
         let completion = self.op(OpKind::Read, offset, buffers).await;
         if completion.is_whole(wanted) {
-            return (Ok(()), completion.buffers);
+            completion.buffers.wrote(wanted);
+            return Ok(());
         }
         Box::pin(self.finish(OpKind::Read, offset, wanted, completion)).await
     }
@@ -102,39 +106,25 @@ impl FileDisk {
         }
     }
 
-    pub(super) async fn write(
-        &self,
-        offset: u64,
-        buffers: Buffers,
-        fua: bool,
-    ) -> (io::Result<()>, Buffers) {
-        if !fua {
-            self.file.note_write();
-        } else if let Err(error) = self.file.check_not_lost() {
-            return (Err(error), buffers);
+    pub(super) async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> io::Result<()> {
+        if fua {
+            self.file.loss().check()?;
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
-        let (result, buffers) =
-            if wanted > 0 && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
-                let completion = self.op(kind, offset, buffers).await;
-                if completion.is_whole(wanted) {
-                    (Ok(()), completion.buffers)
-                } else {
-                    Box::pin(self.finish(kind, offset, wanted, completion)).await
-                }
-            } else {
-                Box::pin(self.write_by_way(kind, offset, buffers)).await
-            };
-        if result.is_ok() && fua {
-            let stable = if self.has_dsync.get() {
-                self.file.check_not_lost()
-            } else {
-                Box::pin(self.flush()).await
-            };
-            return (stable, buffers);
+        if wanted > 0 && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
+            let completion = self.op(kind, offset, buffers).await;
+            if !completion.is_whole(wanted) {
+                Box::pin(self.finish(kind, offset, wanted, completion)).await?;
+            }
+        } else {
+            Box::pin(self.write_by_way(kind, offset, buffers)).await?;
         }
-        (result, buffers)
+        match fua {
+            false => Ok(()),
+            true if self.has_dsync.get() => self.file.loss().check(),
+            true => Box::pin(self.flush()).await,
+        }
     }
 
     /// Writes what others must be kept away from meanwhile, or what is misaligned.
@@ -143,7 +133,7 @@ impl FileDisk {
         kind: OpKind,
         offset: u64,
         buffers: Buffers,
-    ) -> (io::Result<()>, Buffers) {
+    ) -> Result<(), Unfinished> {
         let claimed = self.claim(offset, buffers.bytes() as u64).await;
         if self.is_aligned(offset, &buffers) {
             self.transfer(kind, offset, buffers).await
@@ -153,10 +143,14 @@ impl FileDisk {
     }
 
     pub(super) async fn flush(&self) -> io::Result<()> {
-        self.file.check_not_lost()?;
+        let loss = self.file.loss();
+        loss.check()?;
         self.simple(OpKind::Flush, 0).await?;
         // Another one that was out at the same time may have heard of a loss.
-        self.file.check_not_lost()
+        if let Some(others) = loss.others() {
+            Box::pin(loss.wait_for(others)).await;
+        }
+        loss.check()
     }
 
     pub(super) async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
@@ -225,13 +219,13 @@ impl FileDisk {
             let most = self.share.piece_bytes(self.request_align);
             let piece = self.align.piece(offset, len, most);
             if piece & (self.request_align - 1) == 0 {
-                let permit = self.share.take(&self.io, piece).await;
-                let zeroes = self.count_failure(self.io.bounce_zeroes(piece, permit))?;
-                self.transfer(kind, offset, zeroes).await.0?;
+                let permit = self.share.take(piece).await;
+                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, permit))?;
+                self.transfer(kind, offset, zeroes).await?;
             } else {
                 // A part of a block: the memory that counts is that of the bounce.
-                let zeroes = self.count_failure(self.io.bounce_zeroes(piece, ()))?;
-                self.bounce(kind, offset, zeroes, claimed.clone()).await.0?;
+                let zeroes = self.count_failure(self.io.bounce_budget.zeroes(piece, ()))?;
+                self.bounce(kind, offset, zeroes, claimed.clone()).await?;
             }
             offset += piece as u64;
             len -= piece as u64;
@@ -281,16 +275,16 @@ impl FileDisk {
         kind: OpKind,
         offset: u64,
         buffers: Buffers,
-    ) -> (io::Result<()>, Buffers) {
+    ) -> Result<(), Unfinished> {
         let wanted = buffers.bytes();
         if wanted == 0 {
-            return (Ok(()), buffers);
+            return Ok(());
         }
         let completion = self.op(kind, offset, buffers).await;
         self.finish(kind, offset, wanted, completion).await
     }
 
-    /// Goes on where an op that was to move `wanted` bytes has ended: the one home of short
+    /// Continues where an op that should move `wanted` bytes has ended: the one home of short
     /// transfers.
     async fn finish(
         &self,
@@ -298,7 +292,7 @@ impl FileDisk {
         mut offset: u64,
         mut wanted: usize,
         mut completion: Completion,
-    ) -> (io::Result<()>, Buffers) {
+    ) -> Result<(), Unfinished> {
         let mut retries = Retries::default();
         loop {
             let mut buffers = completion.buffers;
@@ -306,11 +300,15 @@ impl FileDisk {
                 Ok(moved) => {
                     retries = Retries::default();
                     let moved = moved.min(wanted);
+                    if kind == OpKind::Read {
+                        buffers.wrote(moved);
+                    }
                     // Direct I/O can go on at a multiple of its alignment only.
                     let part = moved & !(self.request_align - 1);
                     let usable = if moved == wanted { moved } else { part };
                     if usable == 0 {
-                        return (self.nothing_moved(kind, moved, &buffers), buffers);
+                        let result = self.nothing_moved(kind, moved, &buffers);
+                        return result.map_err(|error| Unfinished { error, rest: buffers });
                     }
                     buffers.advance(usable);
                     offset += usable as u64;
@@ -324,13 +322,13 @@ impl FileDisk {
                         self.has_dsync.set(false);
                         kind = OpKind::Write { fua: false };
                     } else {
-                        return (Err(error), buffers);
+                        return Err(Unfinished { error, rest: buffers });
                     }
                 }
             }
             wanted = buffers.bytes();
             if wanted == 0 {
-                return (Ok(()), buffers);
+                return Ok(());
             }
             completion = self.op(kind, offset, buffers).await;
         }
@@ -360,19 +358,19 @@ impl FileDisk {
         mut offset: u64,
         mut buffers: Buffers,
         claimed: Option<Rc<Claimed>>,
-    ) -> (io::Result<()>, Buffers) {
+    ) -> Result<(), Unfinished> {
         if buffers.bytes() > 0 {
             self.io.stats().bounced.add(1);
         }
         while buffers.bytes() > 0 {
             let most = self.share.piece_bytes(self.request_align);
             let window = Window::of(offset, buffers.bytes(), most, self.request_align);
-            let permit = self.share.take(&self.io, window.bytes).await;
+            let permit = self.share.take(window.bytes).await;
             let (align, kept) = (self.memory_align.max(512), (permit, claimed.clone()));
             let bounce = match self.count_failure(Buffers::uninitialized(window.bytes, align, kept))
             {
                 Ok(bounce) => bounce,
-                Err(error) => return (Err(error), buffers),
+                Err(error) => return Err(Unfinished { error, rest: buffers }),
             };
             // The list is used up by the transfer, the memory is not: keep a second list of it.
             let mut view = bounce.again();
@@ -380,15 +378,15 @@ impl FileDisk {
             let mut result = Ok(());
             if kind != OpKind::Read {
                 if window.is_part() {
-                    result = self.transfer(OpKind::Read, window.start, bounce.again()).await.0;
+                    result = self.transfer(OpKind::Read, window.start, bounce.again()).await;
                 }
                 view.copy_from_buffers(&buffers, window.piece);
             }
             if result.is_ok() {
-                result = self.transfer(kind, window.start, bounce).await.0;
+                result = self.transfer(kind, window.start, bounce).await;
             }
-            if result.is_err() {
-                return (result, buffers);
+            if let Err(Unfinished { error, .. }) = result {
+                return Err(Unfinished { error, rest: buffers });
             }
             if kind == OpKind::Read {
                 buffers.copy_from_buffers(&view, window.piece);
@@ -396,7 +394,7 @@ impl FileDisk {
             buffers.advance(window.piece);
             offset += window.piece as u64;
         }
-        (Ok(()), buffers)
+        Ok(())
     }
 }
 

@@ -1,10 +1,10 @@
-//! Who has a file in use, for the message that says so. The kernel does not tell whose a lock of
+//! Which programs have a file in use, for the error text. The kernel does not tell whose a lock of
 //! an open file description is, but each process shows what its descriptors are.
 
 use std::fs;
 use std::path::Path;
 
-/// Who is in the way.
+/// Which programs are in the way.
 pub(super) enum Holders {
     ThisProcess,
     /// Programs and their processes, in words.
@@ -20,7 +20,7 @@ pub(super) fn is_this_process(path: &Path) -> bool {
     fs::canonicalize(path).is_ok_and(|path| has_open("self", &path))
 }
 
-/// Who has `path` open, as far as this process may see it.
+/// Which programs have `path` open, as far as this process may see it.
 pub(super) fn holders(path: &Path) -> Holders {
     let Ok(path) = fs::canonicalize(path) else { return Holders::Unknown };
     if has_open("self", &path) {

@@ -3,7 +3,7 @@
 //! They are those of QEMU's programs, so that each side sees the other: byte locks of the open file
 //! description (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte
 //! 200 + n "I share permission n with nobody"; n is 0 for reading, 1 for writing, 3 for resizing.
-//! Who comes takes read locks on the bytes of what he uses and does not share, and only then asks
+//! A program takes read locks on the bytes of what it uses and does not share, and only then asks
 //! whether others have locks on the opposite bytes: so of two that come at once, at least one sees
 //! the other.
 
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::holder::{self, Holders};
 use crate::error::Error;
+use iomem::fits;
 
 const READ: i64 = 0;
 const WRITE: i64 = 1;
@@ -65,14 +66,14 @@ pub(super) enum Attempt {
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
     let by = match holder::holders(path) {
-        Holders::ThisProcess => "this very daemon, for another export".to_owned(),
+        Holders::ThisProcess => "this daemon, for another export".to_owned(),
         Holders::Others(names) => names,
         Holders::Unknown => "another program".to_owned(),
     };
     let reason = match conflict {
         Conflict::Locked => format!(
-            "it is locked by {by}; stop that first, open it read-only in both, or give --lock off \
-             if you make sure that nobody else writes to it"
+            "it is locked by {by}; stop that first, open it read-only in both, or use --lock off \
+             if no other program writes to it"
         ),
         Conflict::Claimed => {
             format!("it is busy, mounted or used by another program ({by}): stop that first")
@@ -96,7 +97,7 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conf
             Err(error) => {
                 // Some network file systems have none; that alone does not make it unusable.
                 tracing::warn!(
-                    "{}: it cannot be locked: {error}; nothing keeps other programs from writing \
+                    "{}: it cannot be locked: {error}; other programs are not kept from writing \
                      to it",
                     path.display()
                 );
@@ -115,7 +116,7 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conf
 
 fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
     libc::flock {
-        l_type: libc::c_short::try_from(kind).unwrap_or(0),
+        l_type: fits(kind, "a kind of lock"),
         l_whence: 0,
         l_start: byte,
         l_len: 1,

@@ -4,9 +4,9 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::io_thread::Io;
+use crate::io::Io;
 
-/// A disk that answers with EAGAIN for so long will not do better: the request fails then.
+/// A disk that answers with EAGAIN for this long will not do better: the request fails then.
 const PATIENCE: Duration =
     if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(5) };
 /// The first pause; each that follows is twice as long.
@@ -31,8 +31,7 @@ impl Retries {
         matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
     }
 
-    /// Waits for the next try of an op. False: there is to be none, for there were some for so long
-    /// that no other will do better.
+    /// Waits for the next try of an op. False: it was tried for long enough, and there is no other.
     pub(super) async fn wait(&mut self, io: &Io) -> bool {
         let now = clock::now();
         let first = || Box::new(Tries { since: now, pause: Duration::ZERO });
@@ -43,5 +42,33 @@ impl Retries {
         tries.pause = (tries.pause * 2).clamp(PAUSE_MIN, PAUSE_MAX);
         io.sleep_until(now + tries.pause).await;
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{EngineConfig, IoThreadConfig};
+    use crate::io_thread::IoThread;
+
+    /// On a busy machine each pause is longer than asked for, and so the tries are fewer.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_pauses_between_tries_double_until_there_were_enough() {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let pauses = async {
+            let (mut retries, mut pauses) = (Retries::default(), Vec::new());
+            loop {
+                let began = Instant::now();
+                if !retries.wait(thread.io()).await {
+                    return pauses;
+                }
+                pauses.push(began.elapsed().as_micros());
+            }
+        };
+        let pauses = thread.block_on(pauses).unwrap();
+        assert!((1..=10).contains(&pauses.len()), "{pauses:?}");
+        assert!((0..).zip(&pauses).all(|(number, &pause)| pause >= 100 << number), "{pauses:?}");
     }
 }

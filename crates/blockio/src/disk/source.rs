@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,8 +10,10 @@ use rustix::fs::SeekFrom;
 
 use super::alignment::Alignment;
 use super::blocks::Blocks;
+use super::identity;
+use super::info::{DiskInfo, DiskOptions, check_logical_block};
 use super::lock::{Attempt, Conflict, lock, patiently};
-use super::{DiskInfo, DiskOptions, check_logical_block};
+use super::sysfs;
 use crate::error::Error;
 use crate::op::OpenFile;
 
@@ -44,14 +46,14 @@ impl FileSource {
             check_device(&file, options).map_err(unusable)?;
         }
         let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
-            .map_err(|errno| unusable(format!("its size cannot be found: {errno}")))?;
+            .map_err(|errno| unusable(format!("its size cannot be determined: {errno}")))?;
         if size_bytes == 0 {
             return Err(unusable(
                 "its size is zero; give it one, for example with `truncate -s 10G`".into(),
             ));
         }
         let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
-            unusable("the file system offers no direct I/O for it; use the page cache".into())
+            unusable("its file system does not support direct I/O; use the page cache".into())
         })?;
         // A device has the blocks that it has. Those of a file must not change with the file system
         // that it lies on today, or its partitions are not found.
@@ -62,15 +64,15 @@ impl FileSource {
         if has_parts && size_bytes % u64::from(align.request) != 0 {
             // A part of the last block would be written as a whole, and the file would grow.
             return Err(unusable(format!(
-                "it takes direct I/O in units of {} bytes only, of which its size of {size_bytes} \
-                 bytes is no multiple; extend it, or use the page cache",
+                "it supports direct I/O only in units of {} bytes, and its size of {size_bytes} \
+                 bytes is not a multiple; extend it, or use the page cache",
                 align.request
             )));
         }
         if size_bytes % u64::from(logical_block_bytes) != 0 {
             let rounded = size_bytes.next_multiple_of(u64::from(logical_block_bytes));
             return Err(unusable(format!(
-                "its size of {size_bytes} bytes is no multiple of the logical block of \
+                "its size of {size_bytes} bytes is not a multiple of the logical block of \
                  {logical_block_bytes}; extend it with `truncate -s {rounded}`"
             )));
         }
@@ -83,32 +85,14 @@ impl FileSource {
             read_only: options.read_only,
             direct: options.direct,
         };
-        let identity =
-            if is_block_device { device_identity(&file, path) } else { file_identity(&file) };
+        let identity = if is_block_device {
+            identity::of_device(&file, path)
+        } else {
+            identity::of_file(&file)
+        };
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         Ok((Self { file, is_block_device, align, identity: identity.into(), blocks }, info))
-    }
-
-    /// A file whose nature is not looked at but told.
-    #[cfg(feature = "sim")]
-    pub(super) fn simulated(
-        file: std::os::fd::OwnedFd,
-        is_block_device: bool,
-        info: &DiskInfo,
-        memory_align: u32,
-        request_align: u32,
-    ) -> Self {
-        let align = Alignment { memory: memory_align, request: request_align, range: 512 };
-        let has_parts = info.logical_block_bytes < request_align;
-        let blocks = has_parts.then(|| Arc::new(Blocks::new(request_align)));
-        Self { file: Arc::new(file.into()), is_block_device, align, identity: "".into(), blocks }
-    }
-
-    /// As if it were opened anew.
-    #[cfg(feature = "sim")]
-    pub(super) fn forget_loss(&self) {
-        self.file.forget_loss();
     }
 
     /// A character device, which `open` would refuse: some of them fail in useful ways.
@@ -180,30 +164,9 @@ fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error
     }
 }
 
-/// The file system and the file's number in it. Most file systems make their id of their UUID.
-fn file_identity(file: &File) -> String {
-    let (device, inode) = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
-    match rustix::fs::fstatvfs(file).map(|stat| stat.f_fsid) {
-        Ok(id) if id != 0 => format!("file system {id:x}, inode {inode}"),
-        _ => format!("device {device}, inode {inode}"),
-    }
-}
-
-/// What the device says of itself, and which partition of it this is. Devices that say nothing are
-/// known by their path.
-fn device_identity(file: &File, path: &Path) -> String {
-    let names = ["dm/uuid", "wwid", "device/wwid", "device/serial", "serial", "loop/backing_file"];
-    let said = names.into_iter().filter_map(|name| device_attribute(file, name));
-    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let device = said.into_iter().find(|text| !text.is_empty());
-    let device = device.unwrap_or_else(|| path.display().to_string());
-    let partition = device_attribute(file, "partition").unwrap_or_default();
-    format!("device {device}, partition {partition}")
-}
-
 /// Refuses devices that would be opened and then fail requests.
 fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
-    let said = |name: &str| device_attribute(file, name).unwrap_or_default();
+    let said = |name: &str| sysfs::device_attribute(file, name).unwrap_or_default();
     // Linux lets a read-only device be opened for writing, and fails each write.
     if !options.read_only && !["", "0"].contains(&said("ro").as_str()) {
         return Err("it is a read-only device; open it read-only".into());
@@ -220,17 +183,6 @@ fn check_zones(zoned: &str) -> Result<(), String> {
             .into()),
         _ => Ok(()),
     }
-}
-
-/// What the kernel says of the block device that `file` is. A partition has what it lacks from its
-/// disk, in whose folder its own lies.
-fn device_attribute(file: &File, name: &str) -> Option<String> {
-    let device = file.metadata().ok()?.rdev();
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let folder = format!("/sys/dev/block/{major}:{minor}");
-    let read = |path: String| std::fs::read_to_string(path).ok();
-    let text = read(format!("{folder}/{name}")).or_else(|| read(format!("{folder}/../{name}")))?;
-    Some(text.trim().to_owned())
 }
 
 #[cfg(test)]

@@ -2,14 +2,14 @@
 
 use super::blocks::Blocks;
 use super::*;
-use crate::engine::EngineKind;
-use crate::io_thread::{IoThread, IoThreadConfig};
+use crate::config::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
+use crate::io_thread::IoThread;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use tempfile::NamedTempFile;
 
-/// Engines, and whether completions are to be polled for.
+/// Engines, and whether they poll for completions.
 const SETUPS: [(EngineKind, bool); 4] = [
     (EngineKind::IoUring, false),
     (EngineKind::IoUring, true),
@@ -23,7 +23,8 @@ fn thread(engine: EngineKind) -> IoThread {
 }
 
 fn thread_with((engine, iopoll): (EngineKind, bool)) -> IoThread {
-    let config = IoThreadConfig { engine, iopoll, depth: 64, ..IoThreadConfig::default() };
+    let engine = EngineOptions { iopoll, ..EngineOptions::default() }.engine(engine);
+    let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
     IoThread::new(&config).unwrap()
 }
 
@@ -72,11 +73,11 @@ fn what_is_written_is_read_back() {
         let data = pattern(1, 8192);
         let buffers = Buffers::aligned(8192, 4096);
         buffers.copy_from(0, &data);
-        thread.block_on(disk.write(4096, buffers, true)).unwrap().0.unwrap();
+        thread.block_on(disk.write(4096, buffers, true)).unwrap().unwrap();
         thread.block_on(disk.flush()).unwrap().unwrap();
         let target = Buffers::aligned(8192, 4096);
         let view = target.again();
-        thread.block_on(disk.read(4096, target)).unwrap().0.unwrap();
+        thread.block_on(disk.read(4096, target)).unwrap().unwrap();
         assert_eq!(view.to_vec(), data);
         assert_eq!(std::fs::read(file.path()).unwrap()[4096..12288], data);
     });
@@ -92,11 +93,11 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
             source.copy_from(0, &pattern(5, bytes_with_skew));
             source.advance(3);
             let expected = source.to_vec();
-            thread.block_on(disk.write(0, source, false)).unwrap().0.unwrap();
+            thread.block_on(disk.write(0, source, false)).unwrap().unwrap();
             let mut target = Buffers::aligned(bytes_with_skew, 4096);
             target.advance(3);
             let view = target.again();
-            thread.block_on(disk.read(0, target)).unwrap().0.unwrap();
+            thread.block_on(disk.read(0, target)).unwrap().unwrap();
             assert!(view.to_vec() == expected, "data differ");
         }
         let bounced = thread.io().stats().bounced.get();
@@ -110,7 +111,11 @@ fn misaligned_memory_is_bounced_only_where_it_must_be() {
 fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
     for (engine, _) in SETUPS {
         let file = temp_file(4 * MIB);
-        let config = IoThreadConfig { engine, bounce_bytes: 1 << 20, ..IoThreadConfig::default() };
+        let config = IoThreadConfig {
+            engine: engine.into(),
+            bounce_bytes: 1 << 20,
+            ..IoThreadConfig::default()
+        };
         let thread = IoThread::new(&config).unwrap();
         let disk = open_unknown(file.path(), true).attach(thread.io());
         let memory = Buffers::aligned((1 << 20) + 1, 4096);
@@ -124,7 +129,7 @@ fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
         let all = std::future::poll_fn(|cx| {
             polls += 1;
             reads.retain_mut(|read| match read.as_mut().poll(cx) {
-                std::task::Poll::Ready((result, _)) => {
+                std::task::Poll::Ready(result) => {
                     result.unwrap();
                     false
                 }
@@ -165,7 +170,7 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
                 let (disk, count) = (std::rc::Rc::clone(&disk), std::rc::Rc::clone(&count));
                 let request = async move {
                     let offset = i % 256 * 4096;
-                    let (result, _) = disk.read(offset, Buffers::aligned(4096, 4096)).await;
+                    let result = disk.read(offset, Buffers::aligned(4096, 4096)).await;
                     result.unwrap();
                     count.set(count.get() + 1);
                 };
@@ -179,8 +184,9 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
         let stats = thread.io().stats();
         assert_eq!(stats.read.ops.get(), 200);
         assert_eq!(stats.read.bytes.get(), 200 * 4096);
-        // The tests beside this one have their shares of the device.
-        assert!(stats.submitted_at_once.percentile(50.0) >= 8, "submits are not batched");
+        // All of them come in one round. Of the device the tests beside this one have their shares,
+        // and what follows comes as the disk has room.
+        assert!(stats.submitted_at_once.percentile(100.0) >= 8, "submits are not batched");
     }
 }
 
@@ -199,8 +205,8 @@ fn what_cannot_be_polled_for_goes_the_other_way() {
         let source = open_unknown(file.path(), direct);
         let SourceKind::File(inner) = &source.kind else { panic!("not a file") };
         assert!(inner.may_be_polled());
-        let engine = EngineKind::IoUring;
-        let config = IoThreadConfig { engine, sqpoll, iopoll: true, ..IoThreadConfig::default() };
+        let engine = EngineConfig::IoUring { sqpoll, iopoll: true };
+        let config = IoThreadConfig { engine, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         for round in 0..3u64 {
             let disk = source.attach(thread.io());
@@ -212,7 +218,7 @@ fn what_cannot_be_polled_for_goes_the_other_way() {
             let mut writes: Vec<_> = (0..100).map(write).collect();
             let all = std::future::poll_fn(|cx| {
                 writes.retain_mut(|write| match write.as_mut().poll(cx) {
-                    std::task::Poll::Ready((result, _)) => {
+                    std::task::Poll::Ready(result) => {
                         result.unwrap();
                         false
                     }
@@ -240,19 +246,6 @@ fn what_cannot_be_polled_for_goes_the_other_way() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn only_io_uring_polls_for_completions() {
-    for engine in [EngineKind::Aio, EngineKind::Threads] {
-        for (sqpoll, iopoll) in [(true, false), (false, true)] {
-            let config = IoThreadConfig { engine, sqpoll, iopoll, ..IoThreadConfig::default() };
-            let Err(error) = IoThread::new(&config) else { panic!("{engine} has {config:?}") };
-            let word = if iopoll { "iopoll" } else { "sqpoll" };
-            assert!(error.to_string().contains(word), "{error}");
-        }
-    }
-}
-
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
     with_each(MIB, |thread, disk, file| {
         std::fs::write(file.path(), pattern(2, 1 << 20)).unwrap();
@@ -260,13 +253,13 @@ fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
         let target = Buffers::aligned(8192, 4096);
         target.copy_from(0, &[0xff; 8192]);
         let view = target.again();
-        thread.block_on(disk.read(0, target)).unwrap().0.unwrap();
+        thread.block_on(disk.read(0, target)).unwrap().unwrap();
         let mut expected = pattern(2, 5000);
         expected.resize(8192, 0);
         assert!(view.to_vec() == expected, "direct {}", disk.info().direct);
         let far = Buffers::aligned(4096, 4096);
         far.copy_from(0, &[7; 4096]);
-        thread.block_on(disk.write(512 << 10, far, false)).unwrap().0.unwrap();
+        thread.block_on(disk.write(512 << 10, far, false)).unwrap().unwrap();
         assert_eq!(std::fs::metadata(file.path()).unwrap().len(), (512 << 10) + 4096);
     });
 }
@@ -278,7 +271,7 @@ fn discard_gives_space_back_and_zeroing_zeroes() {
         let fill = || {
             let data = Buffers::aligned(4 << 20, 4096);
             data.copy_from(0, &vec![0xab; 4 << 20]);
-            thread.block_on(disk.write(0, data, false)).unwrap().0.unwrap();
+            thread.block_on(disk.write(0, data, false)).unwrap().unwrap();
             thread.block_on(disk.flush()).unwrap().unwrap();
         };
         let blocks = || std::fs::metadata(file.path()).unwrap().blocks();
@@ -320,7 +313,7 @@ fn a_full_file_system_is_reported_as_such() {
     // Linux AIO does not take this device.
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
-    let (result, _) = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
+    let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
     assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
 }
 
@@ -343,7 +336,7 @@ fn a_flush_is_an_fdatasync_with_every_engine() {
 /// The kernel's log has nothing more to read, and says EAGAIN.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_put_off_is_tried_again_with_growing_pauses_and_fails_in_the_end() {
+fn what_is_put_off_is_tried_again_and_fails_in_the_end() {
     if std::fs::File::options().write(true).open("/dev/kmsg").is_err() {
         eprintln!("skipped: only root can read the kernel's log");
         return;
@@ -353,10 +346,10 @@ fn what_is_put_off_is_tried_again_with_growing_pauses_and_fails_in_the_end() {
     let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/kmsg")) };
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
-    let (result, _) = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();
-    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+    let result = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();
+    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::EAGAIN));
     let failed = thread.io().stats().read.errors.get();
-    assert!((4..20).contains(&failed), "tried {failed} times");
+    assert!(failed >= 2, "it was not tried again");
 }
 
 #[test]
@@ -369,10 +362,11 @@ fn ranges_are_checked_and_read_only_is_kept() {
     for (offset, bytes) in
         [(MIB, 512), (MIB - 512, 1024), (1, 512), (0, 100), (u64::MAX - 511, 512)]
     {
-        let (result, _) = thread.block_on(disk.read(offset, Buffers::aligned(bytes, 512))).unwrap();
-        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EINVAL), "{offset} {bytes}");
+        let result = thread.block_on(disk.read(offset, Buffers::aligned(bytes, 512))).unwrap();
+        let errno = result.unwrap_err().error.raw_os_error();
+        assert_eq!(errno, Some(libc::EINVAL), "{offset} {bytes}");
     }
-    let (result, _) = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
+    let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
     assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EROFS));
     assert!(thread.block_on(disk.discard(0, 512)).unwrap().is_err());
     assert!(thread.block_on(disk.write_zeroes(0, 512, true)).unwrap().is_err());
@@ -427,7 +421,7 @@ fn disks_of_one_thread_share_its_engine() {
         for (seed, disk) in disks.iter().enumerate() {
             let data = Buffers::aligned(4096, 4096);
             data.copy_from(0, &pattern(seed, 4096));
-            disk.write(8192, data, false).await.0.unwrap();
+            disk.write(8192, data, false).await.unwrap();
         }
     };
     thread.block_on(both).unwrap();
@@ -460,10 +454,10 @@ fn parts_of_blocks_are_written_and_nothing_beside_them_is_lost() {
                         for round in 0..8 {
                             let data = Buffers::from_vec(pattern(sector + round, 512));
                             let offset = sector as u64 * 512;
-                            disk.write(offset, data, false).await.0.unwrap();
+                            disk.write(offset, data, false).await.unwrap();
                             let target = Buffers::aligned(512, 512);
                             let view = target.again();
-                            disk.read(offset, target).await.0.unwrap();
+                            disk.read(offset, target).await.unwrap();
                             assert_eq!(view.to_vec(), pattern(sector + round, 512));
                         }
                         left.set(left.get() - 1);

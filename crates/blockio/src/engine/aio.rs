@@ -5,18 +5,21 @@
 //! right after the submit: a fast device has finished by then.
 
 use std::collections::VecDeque;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
-use super::aio_calls::{AioContext, IOCB_FLAG_RESFD, IoEvent, Iocb, iocb};
+use iomem::fits;
+
 use super::aio_ring::AioRing;
 use super::announce::{Announcements, UNANNOUNCED};
+use super::completer::Completer;
+use super::kernel::AioContext;
+use super::kernel::aio_abi::{IOCB_FLAG_RESFD, IoEvent, Iocb, iocb};
 use super::retry::Retry;
 use super::threads::Threads;
-use super::{Completer, CompletionRing, EngineKind};
 use crate::clock;
+use crate::config::{CompletionRing, EngineKind, IoThreadConfig};
 use crate::error::Error;
-use crate::io_thread::IoThreadConfig;
 use crate::op::{OpKind, OpenFile, Slots};
 
 /// Where completions are read.
@@ -45,7 +48,11 @@ pub(crate) struct Aio {
 
 impl Aio {
     /// Sets up a context for `config.depth` ops in the kernel.
-    pub(super) fn new(config: &IoThreadConfig, threads: Threads) -> Result<Self, Error> {
+    pub(super) fn new(
+        config: &IoThreadConfig,
+        completion_ring: CompletionRing,
+        threads: Threads,
+    ) -> Result<Self, Error> {
         let depth = config.depth;
         let context = AioContext::setup(depth)?;
         let has_fdsync = context.probe_fdsync();
@@ -57,7 +64,7 @@ impl Aio {
             }
             Err(_) => (getevents_from_now_on(depth), depth),
         };
-        let completions = match config.completion_ring {
+        let completions = match completion_ring {
             CompletionRing::Userspace => completions,
             CompletionRing::Getevents => {
                 Completions::Getevents(vec![IoEvent::default(); depth as usize])
@@ -84,7 +91,7 @@ impl Aio {
 
     pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
         match slots.kind(slot) {
-            _ if slots.file(slot).is_some_and(OpenFile::blocks) => self.threads.queue(slot),
+            _ if slots.file(slot).is_some_and(has_pool_threads) => self.threads.queue(slot),
             Some(OpKind::Read | OpKind::Write { .. }) => self.queued.push_back(slot),
             Some(OpKind::Flush) if self.has_fdsync => self.queued.push_back(slot),
             _ => self.threads.queue(slot),
@@ -121,18 +128,23 @@ impl Aio {
     /// Submits those of the first `count` queued ops that are for the disk of the first one. False
     /// when the kernel takes no more for now.
     fn submit_batch(&mut self, count: usize, done: &mut Completer<'_>) -> bool {
-        self.prepare(count, done);
+        if self.divert(done.slots) {
+            return true;
+        }
+        let fd = self.prepare(count, done);
         let (count, began) = (self.iocbs.len(), done.now);
-        let first = self.queued.front().copied();
+        let blocks_at = began + SUBMIT_BLOCKS;
         done.stats.syscalls.io_submit.add(1);
+        done.stats.submit_begins(fd);
         // SAFETY: each address is that of a filled iocb in `iocbs`, and the memory behind these
         // belongs to slots that keep it until the completion (see `op.rs`).
         let result = unsafe { self.context.submit(&mut self.iocb_addresses) };
+        done.stats.submit_ends();
         done.now = clock::now();
-        if done.now.saturating_duration_since(began) >= SUBMIT_BLOCKS
-            && let Some(file) = first.and_then(|slot| done.slots.file(slot))
+        if done.now >= blocks_at
+            && let Some(file) = self.queued.front().and_then(|&slot| done.slots.file(slot))
         {
-            tell_of_blocked_submit(file, done.now - began);
+            tell_of_blocked_submit(file, done.now, done.now - began);
         }
         match result {
             Ok(accepted) => {
@@ -147,9 +159,25 @@ impl Aio {
         }
     }
 
+    /// Gives the ops of the first one's disk to the pool if a submit has waited for it since they
+    /// were queued, here or on another IoThread. True: it did.
+    fn divert(&mut self, slots: &Slots) -> bool {
+        let first = self.queued.front().and_then(|&slot| slots.file(slot));
+        let Some(file) = first.filter(|file| file.blocks()) else { return false };
+        let threads = &mut self.threads;
+        self.queued.retain(|&slot| {
+            let is_other = !slots.file(slot).is_some_and(|other| std::ptr::eq(other, file));
+            if !is_other {
+                threads.queue(slot);
+            }
+            is_other
+        });
+        true
+    }
+
     /// Fills one iocb for each of the first `count` queued ops, up to the first for another disk:
-    /// so it is known which disk a submit waited for.
-    fn prepare(&mut self, count: usize, done: &mut Completer<'_>) {
+    /// so it is known which disk a submit waited for. Returns its descriptor.
+    fn prepare(&mut self, count: usize, done: &mut Completer<'_>) -> RawFd {
         self.iocbs.clear();
         self.iocb_addresses.clear();
         let wake = self.threads.eventfd().as_raw_fd();
@@ -171,6 +199,7 @@ impl Aio {
         }
         // Only now: pushing may have moved the array.
         self.iocb_addresses.extend(self.iocbs.iter_mut().map(std::ptr::from_mut));
+        file.unwrap_or(-1)
     }
 
     /// Deals with an `io_submit` that took nothing: its error concerns the first op alone, or says
@@ -215,7 +244,7 @@ impl Aio {
                 match ring.consume(|event| deliver(event, announcements, done)) {
                     Ok(count) => count,
                     Err(_) => {
-                        let depth = u32::try_from(self.depth).unwrap_or(u32::MAX);
+                        let depth = fits(self.depth, "the depth of a context");
                         self.completions = getevents_from_now_on(depth);
                         return from_pool + self.harvest(done);
                     }
@@ -228,7 +257,10 @@ impl Aio {
                 events.len() as u64
             }
         };
-        self.in_kernel -= usize::try_from(count).unwrap_or(usize::MAX).min(self.in_kernel);
+        let completed: usize = fits(count, "a count of ops");
+        let in_kernel = self.in_kernel;
+        assert!(completed <= in_kernel, "Linux AIO has completed {completed} ops of {in_kernel}");
+        self.in_kernel -= completed;
         if count > 0 {
             self.retry.completed();
         }
@@ -237,13 +269,21 @@ impl Aio {
     }
 }
 
-fn tell_of_blocked_submit(file: &OpenFile, waited: Duration) {
-    if file.set_blocks() {
+#[inline]
+fn has_pool_threads(file: &OpenFile) -> bool {
+    file.blocks() && file.still_blocks(clock::now())
+}
+
+#[cold]
+fn tell_of_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
+    if let Some(time) = file.set_blocks(now) {
         tracing::warn!(
-            "{}: a submit waited {} ms for it, and every disk of the IoThread with it; pool \
-             threads serve it from now on",
+            "{}: a submit waited {} ms for it, and every disk of the IoThread waited too (or this \
+             process was stopped); pool threads serve it for {} minutes, then Linux AIO \
+             is tried again",
             file.path().display(),
-            waited.as_millis()
+            waited.as_millis(),
+            time.as_secs() / 60
         );
     }
 }
@@ -257,7 +297,7 @@ fn deliver(event: IoEvent, announcements: &mut Announcements, done: &mut Complet
 
 fn getevents_from_now_on(depth: u32) -> Completions {
     tracing::warn!(
-        "the completion ring of Linux AIO is not laid out as known; \
+        "the completion ring of Linux AIO has an unknown layout; \
          engine {} uses io_getevents instead, one system call for each look",
         EngineKind::Aio
     );
@@ -267,10 +307,11 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buf::Buffers;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
-    use crate::task::TaskKey;
+    use crate::task::Owner;
+    use crate::task_key::TaskKey;
+    use iomem::Buffers;
     use rustix::event::{EventfdFlags, eventfd};
     use std::io;
     use std::os::fd::OwnedFd;
@@ -290,7 +331,7 @@ mod tests {
             let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
             let config = IoThreadConfig { depth, ..IoThreadConfig::default() };
             Self {
-                engine: Aio::new(&config, Threads::new(wake)).unwrap(),
+                engine: Aio::new(&config, CompletionRing::Userspace, Threads::new(wake)).unwrap(),
                 slots: Slots::new(EngineKind::Aio, depth),
                 stats: Stats::default(),
                 woken: Vec::new(),
@@ -303,7 +344,7 @@ mod tests {
                 _ => Buffers::empty(),
             };
             let op = Op { kind, file: Rc::clone(file), offset, buffers };
-            let slot = self.slots.insert(op, TaskKey::default());
+            let slot = self.slots.insert(op, Owner::default());
             self.engine.queue(slot, &self.slots);
             slot
         }
@@ -323,7 +364,7 @@ mod tests {
         }
 
         fn result(&mut self, slot: u32) -> io::Result<usize> {
-            self.slots.take(slot, TaskKey::default()).unwrap().result
+            self.slots.take(slot).unwrap().result
         }
     }
 
@@ -351,6 +392,22 @@ mod tests {
             assert_eq!(bench.result(slot).unwrap(), 4096);
         }
         assert_eq!(bench.slots.occupied(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn ops_that_are_queued_when_their_disk_is_found_to_block_go_to_the_pool() {
+        let ((_one, hung), (_other, well)) = (file(true), file(true));
+        let mut bench = Bench::new(64);
+        let slots: Vec<u32> = (0..20)
+            .map(|i| bench.queue(if i % 2 == 0 { &hung } else { &well }, OpKind::Read, 0))
+            .collect();
+        assert!(hung.set_blocks(Instant::now()).is_some());
+        bench.finish();
+        for slot in slots {
+            assert_eq!(bench.result(slot).unwrap(), 4096);
+        }
+        assert_eq!(bench.stats.syscalls.io_submit.get(), 1, "one submit has all of the neighbour");
     }
 
     #[test]

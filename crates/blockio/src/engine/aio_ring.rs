@@ -10,7 +10,7 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::aio_calls::IoEvent;
+use super::kernel::aio_abi::IoEvent;
 use crate::clock::preempt;
 
 const MAGIC: u32 = 0xa10a_10a1;

@@ -1,13 +1,13 @@
-//! Which ops of Linux AIO have their completions announced by the eventfd.
+//! For which ops of Linux AIO the kernel announces the completion through the eventfd.
 //!
 //! The kernel writes the eventfd once for each op that asks for it. Where a device has completed
 //! everything when the submit returns, the harvest right behind it finds all, and nobody needs
-//! those writes. So after a row of such submits the announcements are left out. Should ops without
-//! one be under way all the same, a timer makes the loop look, and announcements are back.
+//! those writes. So after a row of such submits they are left out. If ops without
+//! one are still in the kernel then, a timer makes the loop look, and announcements are back.
 
 use std::time::{Duration, Instant};
 
-/// So many submits in a row must have completed at once before announcements are left out.
+/// This many submits in a row must complete at once before announcements are left out.
 const ROW_MIN: u32 = 8;
 /// Each time that this was wrong, the row must be twice as long, up to this.
 const ROW_MAX: u32 = 1 << 20;

@@ -8,6 +8,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
+use super::kernel;
 use crate::clock;
 use crate::error::Error;
 use crate::stats::Stats;
@@ -47,8 +48,7 @@ impl Epoll {
     ) -> Result<(), Error> {
         let timeout = deadline.map(timeout_until);
         clock::preempt();
-        #[cfg(feature = "sim")]
-        let timeout = super::sim::sleep(&self.epoll, deadline, timeout);
+        let timeout = kernel::sleep(&self.epoll, deadline, timeout);
         stats.syscalls.epoll_wait.add(1);
         match epoll::wait(&self.epoll, spare_capacity(&mut self.events), timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}

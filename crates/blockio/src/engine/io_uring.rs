@@ -4,38 +4,31 @@
 //! has finished, and waits. Eventfds of others are watched by multishot polls in the same ring
 //! and are never read.
 
-#[cfg(feature = "sim")]
-mod any_ring;
 mod fixed;
 mod op_ring;
-mod ring;
-#[cfg(feature = "sim")]
-pub(super) mod sim_ring;
 mod watches;
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
+use super::completer::{Completer, TOKEN_ENGINE};
+use super::kernel::Ring;
+use super::kernel::ring_abi::Setup;
 use super::retry::Retry;
 use super::threads::Threads;
-use super::{Completer, TOKEN_ENGINE};
 use crate::clock;
+use crate::config::IoThreadConfig;
 use crate::error::Error;
 use crate::io_file::NOT_REGISTERED;
-use crate::io_thread::IoThreadConfig;
 use crate::op::{IoFile, OpKind, OpenFile, Slots};
 use crate::stats::Stats;
-#[cfg(feature = "sim")]
-use any_ring::Ring;
 use fixed::FixedFiles;
 use op_ring::OpRing;
-#[cfg(not(feature = "sim"))]
-use ring::KernelRing as Ring;
-use ring::Setup;
 use watches::{Seen, Watches};
 
 /// How a discard in the ring ends that the pool is to do.
@@ -74,11 +67,17 @@ pub(crate) struct IoUring {
 
 impl IoUring {
     /// Sets up a ring for `config.depth` ops in the kernel, for the calling thread.
-    pub(super) fn new(config: &IoThreadConfig, threads: Threads) -> Result<Self, Error> {
+    pub(super) fn new(
+        config: &IoThreadConfig,
+        sqpoll: bool,
+        iopoll: bool,
+        threads: Threads,
+    ) -> Result<Self, Error> {
         let unavailable = |error| Error::IoUringUnavailable { error };
-        let setup = Setup { depth: config.depth, sqpoll: config.sqpoll, polled_beside: None };
+        let &IoThreadConfig { depth, embedded, .. } = config;
+        let setup = Setup { depth, sqpoll, embedded, polled_beside: None };
         let main = Ring::new(&setup).map_err(unavailable)?;
-        let polled = if config.iopoll {
+        let polled = if iopoll {
             let setup = Setup { polled_beside: Some(main.as_fd()), ..setup };
             Some(OpRing::new(Ring::new(&setup).map_err(unavailable)?))
         } else {
@@ -125,7 +124,7 @@ impl IoUring {
         let Some(index) = self.files.take_index() else { return };
         let fd = file.as_raw_fd();
         if self.rings().all(|ring| ring.ring.update_file(index, fd).is_ok()) {
-            file.set_registered(i32::try_from(index).unwrap_or(NOT_REGISTERED));
+            file.set_registered(fits(index, "a place in the table of files"));
         } else {
             self.unregister(index);
         }
@@ -164,6 +163,11 @@ impl IoUring {
             },
             _ => self.main.queue(slot),
         }
+    }
+
+    /// Whether ops are queued for the pool.
+    pub(super) fn has_jobs(&self) -> bool {
+        self.threads.queued() > 0
     }
 
     pub(super) fn queued(&self) -> usize {
@@ -241,6 +245,21 @@ impl IoUring {
         pushed
     }
 
+    /// As `push_queued`, and makes room in rings that are full. A submission thread tells nobody
+    /// that it has taken entries, and what is in the kernel may be the ops of a disk that hangs: a
+    /// loop that sleeps on ops without an entry might never wake.
+    fn push_before_sleep(&mut self, max: usize, done: &mut Completer<'_>) {
+        let mut left = max;
+        loop {
+            left -= self.push_queued(left, done);
+            let has_room = left > 0 && self.sum(OpRing::in_kernel) < self.depth;
+            let stats = done.stats;
+            if !has_room || !self.rings().any(|ring| ring.makes_room(stats)) {
+                return;
+            }
+        }
+    }
+
     /// Deals with a submit that the kernel did not take. The entries stay in the submission ring.
     /// True: go on at once.
     fn refused(&mut self, error: &io::Error, done: &mut Completer<'_>) -> bool {
@@ -252,7 +271,7 @@ impl IoUring {
         // submission ring cannot be taken back, so the pool never takes over: it is tried again.
         let others = self.sum(OpRing::in_kernel).saturating_sub(self.unsubmitted());
         if self.retry.refused(others, done.now) {
-            tracing::warn!("io_uring takes no operations: {error}; they are tried again");
+            tracing::warn!("io_uring does not accept operations: {error}; trying again");
         }
         false
     }
@@ -362,9 +381,9 @@ impl IoUring {
         max: usize,
         done: &mut Completer<'_>,
     ) -> Result<(), Error> {
-        self.threads.submit(max, done);
+        debug_assert!(!self.has_jobs(), "a sleep with operations queued for the pool");
         if !self.retry.is_blocked(done.now) {
-            self.push_queued(max, done);
+            self.push_before_sleep(max, done);
         }
         match self.wait_for_rings(deadline, done.stats) {
             Ok(()) => {
@@ -424,7 +443,7 @@ impl AsFd for IoUring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::task::TaskKey;
+    use crate::task_key::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
 
     /// Numbers of descriptors that nothing else here uses.
@@ -436,12 +455,12 @@ mod tests {
         let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
         let new = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let high = |fd: rustix::fd::OwnedFd| rustix::io::fcntl_dupfd_cloexec(fd, HIGH).unwrap();
-        let mut engine = IoUring::new(&config, Threads::new(new())).unwrap();
+        let mut engine = IoUring::new(&config, false, false, Threads::new(new())).unwrap();
         let watched = high(new());
         engine.watch(watched.as_fd(), 7).unwrap();
         // The kernel finds nothing under the number, and then the eventfd.
         drop(watched);
-        let mut slots = Slots::new(crate::engine::EngineKind::IoUring, 16);
+        let mut slots = Slots::new(crate::config::EngineKind::IoUring, 16);
         let stats = Stats::default();
         let (mut woken, mut happened) = (Vec::<TaskKey>::new(), Vec::new());
         let mut round = |engine: &mut IoUring, now| {

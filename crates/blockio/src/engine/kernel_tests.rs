@@ -12,16 +12,18 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tempfile::NamedTempFile;
 
-use crate::buf::Buffers;
+use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{DiskOptions, DiskSource};
-use crate::engine::EngineKind;
-use crate::io_thread::{Activity, IoThread, IoThreadConfig, Wait};
+use crate::io_thread::IoThread;
 use crate::reactor::{Armed, Source};
+use crate::turn::{Activity, Wait};
+use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
 fn thread(engine: EngineKind) -> IoThread {
-    IoThread::new(&IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() }).unwrap()
+    IoThread::new(&IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() })
+        .unwrap()
 }
 
 fn temp_file(bytes: u64) -> NamedTempFile {
@@ -58,8 +60,8 @@ impl Source for Silent {
     }
 }
 
-/// A call from another thread is the last thing in a turn, and what it watches is to be told to
-/// the kernel all the same: a program with a loop of its own waits for the descriptor then.
+/// A call from another thread is the last thing in a turn, and the kernel must be told what it
+/// watches even so: a program with its own loop waits for the descriptor then.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_is_watched_at_the_end_of_a_turn_is_told_to_the_kernel() {
@@ -141,7 +143,7 @@ fn a_file_is_let_go_with_its_disk_while_the_thread_goes_on() {
         for _ in 0..3 {
             let source = open_at_last(engine, file.path());
             let disk = source.attach(thread.io());
-            thread.block_on(disk.write(0, filled(4096, 1), false)).unwrap().0.unwrap();
+            thread.block_on(disk.write(0, filled(4096, 1), false)).unwrap().unwrap();
             drop((disk, source));
             turn_until_idle(&thread);
         }
@@ -201,7 +203,7 @@ fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
                 thread.block_on(disk.flush()).unwrap().unwrap();
             }
             assert_eq!(io.ops(), 0, "{engine}, {moment:?}: slots are left over");
-            thread.block_on(disk.write(0, filled(8192, 99), true)).unwrap().0.unwrap();
+            thread.block_on(disk.write(0, filled(8192, 99), true)).unwrap().unwrap();
             let left = std::fs::read(file.path()).unwrap();
             let other = left[..8192].iter().position(|byte| *byte != 99);
             assert_eq!(other.map(|at| (at, left[at])), None, "{engine}, {moment:?}");
@@ -209,7 +211,7 @@ fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
     }
 }
 
-/// A loop device that goes when the last who has it open lets it go, however that comes.
+/// A loop device that goes when its last user closes it, however that comes.
 struct Loop {
     _open: OwnedFd,
     path: PathBuf,
@@ -228,7 +230,7 @@ impl Loop {
         };
         let path = run(&["--find", "--show", file.to_str()?]);
         let Some(path) = path.map(|path| path.trim().to_owned()) else {
-            eprintln!("skipped: there is no loop device to be had");
+            eprintln!("skipped: no loop device is available");
             return None;
         };
         let open = std::fs::File::open(&path).unwrap();
@@ -238,7 +240,7 @@ impl Loop {
     }
 }
 
-/// A device that discards nothing is zeroed all the same, by the kernel: not by a call for
+/// A device that discards nothing is zeroed too, by the kernel: not by a call for
 /// discards, which is refused and has us write zeroes, or keeps the data.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
@@ -255,12 +257,12 @@ fn a_block_device_without_discards_is_zeroed_by_the_kernel() {
         let thread = thread(engine);
         let source = open(&device.path);
         let disk = source.attach(thread.io());
-        thread.block_on(disk.write(0, filled(1 << 20, 0x5a), true)).unwrap().0.unwrap();
+        thread.block_on(disk.write(0, filled(1 << 20, 0x5a), true)).unwrap().unwrap();
         let before = thread.io().stats().write.ops.get();
         thread.block_on(disk.write_zeroes(4096, 65_536, false)).unwrap().unwrap();
         let target = Buffers::aligned(1 << 20, 4096);
         let view = target.again();
-        thread.block_on(disk.read(0, target)).unwrap().0.unwrap();
+        thread.block_on(disk.read(0, target)).unwrap().unwrap();
         let mut expected = vec![0x5a; 1 << 20];
         expected[4096..][..65_536].fill(0);
         assert!(view.to_vec() == expected, "{engine}: other bytes are zero");

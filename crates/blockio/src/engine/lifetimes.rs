@@ -5,9 +5,10 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
 use super::*;
-use crate::buf::Buffers;
+use crate::config::EngineKind;
 use crate::disk::{Disk, DiskOptions, DiskSource};
-use crate::io_thread::{IoThread, IoThreadConfig};
+use crate::io_thread::IoThread;
+use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
@@ -34,28 +35,29 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
     for engine in ENGINES {
         let source = open(&file);
         for _ in 0..50 {
-            let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+            let config =
+                IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() };
             let thread = IoThread::new(&config).unwrap();
             let disk = source.attach(thread.io());
             let before = thread.block_on(disk.read(0, Buffers::aligned(4096, 4096)));
-            before.unwrap().0.unwrap();
+            before.unwrap().unwrap();
             drop(thread);
             for offset in [0, 65_536] {
                 let memory = Buffers::aligned(65_536, 4096);
                 let view = memory.again();
-                let Poll::Ready((result, memory)) = poll_once(disk.read(offset, memory)) else {
-                    panic!("{engine}: the read of a thread that has ended is on its way");
+                let Poll::Ready(result) = poll_once(disk.read(offset, memory)) else {
+                    panic!("{engine}: the read of a thread that has ended is still pending");
                 };
-                assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ECANCELED));
+                assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::ECANCELED));
                 assert!(view.to_vec().iter().all(|&byte| byte == 0), "{engine}: it was done");
-                drop(memory);
             }
             let flushed = poll_once(disk.flush());
             assert!(matches!(flushed, Poll::Ready(Err(_))), "{engine}: {flushed:?}");
             // The disk itself is well: no flush was lost.
             drop(disk);
         }
-        let thread = IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() });
+        let thread =
+            IoThread::new(&IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() });
         let thread = thread.unwrap();
         let disk = source.attach(thread.io());
         thread.block_on(disk.flush()).unwrap().unwrap();
@@ -69,8 +71,8 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
     let (a, b) = (temp_file(0), temp_file(0));
     let (source_a, source_b) = (open(&a), open(&b));
     for sqpoll in [true, false] {
-        let engine = EngineKind::IoUring;
-        let config = IoThreadConfig { engine, sqpoll, depth: 64, ..IoThreadConfig::default() };
+        let engine = EngineConfig::IoUring { sqpoll, iopoll: false };
+        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         for round in 0..200u8 {
             let disk_a = source_a.attach(thread.io());
@@ -80,9 +82,9 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
             drop(disk_a);
             let disk_b = source_b.attach(thread.io());
             let read = thread.block_on(disk_b.read(4096, Buffers::aligned(4096, 4096))).unwrap();
-            read.0.unwrap();
+            read.unwrap();
             while thread.io().ops() > 0 {
-                thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+                thread.turn(crate::turn::Wait::ForEvent).unwrap();
             }
             let at = |file: &tempfile::NamedTempFile| std::fs::read(file.path()).unwrap()[4096];
             assert_eq!((at(&a), at(&b)), (round + 1, 0), "sqpoll {sqpoll}, round {round}");
@@ -96,7 +98,8 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
 fn a_file_is_given_back_with_its_last_op() {
     let file = temp_file(1);
     for engine in ENGINES {
-        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+        let config =
+            IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         for waits in [false, true] {
             let disk = open(&file).attach(thread.io());
@@ -105,7 +108,7 @@ fn a_file_is_given_back_with_its_last_op() {
             }
             drop(disk);
             while thread.io().ops() > 0 {
-                thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+                thread.turn(crate::turn::Wait::ForEvent).unwrap();
             }
             // It was opened for writing, which its lock allows once at a time.
             drop(open(&file));
@@ -120,7 +123,8 @@ fn futures_may_be_dropped_at_any_time() {
     let file = temp_file(0x77);
     let source = open(&file);
     for engine in ENGINES {
-        let config = IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() };
+        let config =
+            IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();
         let disk: Disk = source.attach(thread.io());
         for round in 0..300u64 {
@@ -129,16 +133,16 @@ fn futures_may_be_dropped_at_any_time() {
             let _ = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if round % 3 == 0 {
                 // Its op is done by now, or is not.
-                thread.turn(crate::io_thread::Wait::Never).unwrap();
+                thread.turn(crate::turn::Wait::Never).unwrap();
             }
             drop(read);
             let view = Buffers::aligned(4096, 4096);
             let data = view.again();
-            thread.block_on(disk.read(offset, view)).unwrap().0.unwrap();
+            thread.block_on(disk.read(offset, view)).unwrap().unwrap();
             assert!(data.to_vec().iter().all(|&byte| byte == 0x77));
         }
         while thread.io().ops() > 0 {
-            thread.turn(crate::io_thread::Wait::ForEvent).unwrap();
+            thread.turn(crate::turn::Wait::ForEvent).unwrap();
         }
     }
 }

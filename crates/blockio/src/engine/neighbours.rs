@@ -7,15 +7,16 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
-use std::sync::{Mutex, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::*;
 use crate::TaskSet;
-use crate::buf::Buffers;
+use crate::config::EngineKind;
 use crate::disk::{Disk, DiskOptions, DiskSource};
-use crate::io_thread::{IoThread, IoThreadConfig};
+use crate::io_thread::IoThread;
+use iomem::Buffers;
 
 /// One at a time: to mount a file system may wait for one that is frozen.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -52,7 +53,7 @@ impl Drop for Frozen {
 }
 
 impl Volume {
-    /// `None`, with a word, where that is not possible.
+    /// `None`, with a message, where that is not possible.
     fn new() -> Option<Self> {
         let root = rustix::process::geteuid().is_root();
         let run = |program: &str, args: &[&std::ffi::OsStr]| {
@@ -108,7 +109,7 @@ fn write_at_once(thread: &IoThread, disk: Disk, count: u32) -> Rc<Cell<u32>> {
             let (disk, counter) = (Rc::clone(&disk), Rc::clone(&counter));
             let write = async move {
                 let offset = u64::from(number % 4096) * 4096;
-                disk.write(offset, Buffers::aligned(4096, 4096), false).await.0.unwrap();
+                disk.write(offset, Buffers::aligned(4096, 4096), false).await.unwrap();
                 counter.set(counter.get() + 1);
             };
             writes.start(write).await;
@@ -123,8 +124,8 @@ fn write_at_once(thread: &IoThread, disk: Disk, count: u32) -> Rc<Cell<u32>> {
 async fn use_disk(disk: &Disk) {
     for round in 0..20 {
         let offset = round * 8192;
-        disk.write(offset, Buffers::aligned(8192, 4096), round % 2 == 0).await.0.unwrap();
-        disk.read(offset, Buffers::aligned(8192, 4096)).await.0.unwrap();
+        disk.write(offset, Buffers::aligned(8192, 4096), round % 2 == 0).await.unwrap();
+        disk.read(offset, Buffers::aligned(8192, 4096)).await.unwrap();
         disk.flush().await.unwrap();
         disk.write_zeroes(offset, 8192, false).await.unwrap();
         disk.discard(offset, 8192).await.unwrap();
@@ -140,8 +141,11 @@ fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
     let Some(volume) = Volume::new() else { return };
     for engine in [EngineKind::IoUring, EngineKind::Threads] {
         for direct in [true, false] {
-            let thread =
-                IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() }).unwrap();
+            let thread = IoThread::new(&IoThreadConfig {
+                engine: engine.into(),
+                ..IoThreadConfig::default()
+            })
+            .unwrap();
             let hung = open(&volume.place().join("disk"), direct).attach(thread.io());
             let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
             well.as_file().set_len(1 << 20).unwrap();
@@ -173,7 +177,7 @@ fn is_stuck(thread: rustix::thread::Pid) -> bool {
 fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let Some(volume) = Volume::new() else { return };
-    let config = IoThreadConfig { engine: EngineKind::Aio, ..IoThreadConfig::default() };
+    let config = IoThreadConfig { engine: EngineKind::Aio.into(), ..IoThreadConfig::default() };
     let thread = IoThread::new(&config).unwrap();
     let hung = open(&volume.place().join("disk"), true);
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
@@ -181,13 +185,16 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     let well = open(file.path(), true).attach(thread.io());
     let frozen = volume.freeze();
     let waiting = rustix::thread::gettid();
+    let (stats, disk) = (Arc::clone(thread.io().stats()), volume.place().join("disk"));
     let thaws = std::thread::spawn(move || {
         while !is_stuck(waiting) {
             std::thread::sleep(Duration::from_millis(1));
         }
+        let blamed = stats.submits_to();
         // What waits for less does not count.
         std::thread::sleep(Duration::from_millis(500));
         drop(frozen);
+        assert_eq!(blamed, disk.canonicalize().ok(), "while it waits");
     });
     // Both are in one submit, and that is the last that waits.
     let first = hung.attach(thread.io());
@@ -199,11 +206,12 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
             std::task::Poll::Ready(one.as_mut().poll(cx).is_ready())
         })
         .await;
-        one.await.0.unwrap();
-        other.await.0.unwrap();
+        one.await.unwrap();
+        other.await.unwrap();
     };
     thread.block_on(both).unwrap();
     thaws.join().unwrap();
+    assert_eq!(thread.io().stats().submits_to(), None);
     assert!(first.is_known_to_block(), "the submit did not wait, or nobody noticed");
     assert!(!well.is_known_to_block(), "the neighbour was blamed");
     let frozen = volume.freeze();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// The first wait before a refused submit is tried again; it doubles up to [`RETRY_MAX`].
 const RETRY_MIN: Duration = Duration::from_millis(1);
 const RETRY_MAX: Duration = Duration::from_millis(64);
-/// After so many refusals in a row, with nothing in the kernel, the pool takes the ops.
+/// After this many refusals in a row, with nothing in the kernel, the pool takes the ops.
 pub(super) const RETRIES: u32 = 8;
 
 /// With ops in the kernel a completion ends the wait, but if they hang, the ops of other disks must

@@ -8,16 +8,19 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::buf::Buffers;
+use crate::config::EngineKind;
 use crate::disk::{DiskOptions, DiskSource};
-use crate::io_thread::{
-    Activity, IoThread, IoThreadConfig, ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED, Wait,
-};
+use crate::io_thread::IoThread;
+use crate::looks::{ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED};
+use crate::op::{Op, OpKind};
 use crate::reactor::{Armed, Source};
-use rustix::event::{PollFd, PollFlags, poll};
+use crate::turn::{Activity, Wait};
+use iomem::Buffers;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 fn thread(engine: EngineKind) -> IoThread {
-    IoThread::new(&IoThreadConfig { engine, depth: 64, ..IoThreadConfig::default() }).unwrap()
+    IoThread::new(&IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() })
+        .unwrap()
 }
 
 #[test]
@@ -66,6 +69,126 @@ fn a_waker_used_on_another_thread_wakes_its_task() {
         io.stop();
     });
     thread.run().unwrap();
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn block_on_hears_of_what_a_waker_tells() {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+        let thread = thread(engine);
+        // Were the wake unheard, this would end the sleep, and say so.
+        let (guard, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
+        let late = Rc::clone(&is_late);
+        thread.io().spawn(async move {
+            guard.sleep_until(Instant::now() + Duration::from_secs(30)).await;
+            late.set(true);
+        });
+        let (sender, receiver) = std::sync::mpsc::channel::<std::task::Waker>();
+        let flag = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let set = Arc::clone(&flag);
+        let other = std::thread::spawn(move || {
+            let waker = receiver.recv().unwrap();
+            set.store(true, std::sync::atomic::Ordering::Release);
+            waker.wake();
+        });
+        let waits = poll_fn(|cx| {
+            if flag.load(std::sync::atomic::Ordering::Acquire) {
+                return Poll::Ready(());
+            }
+            // After the end of the other thread nobody wants it.
+            let _ = sender.send(cx.waker().clone());
+            Poll::Pending
+        });
+        thread.block_on(waits).unwrap();
+        other.join().unwrap();
+        thread.turn(Wait::Never).unwrap();
+        assert!(!is_late.get(), "{engine}: the wake was not heard");
+    }
+}
+
+/// Waits until this OS thread sleeps in a system call.
+fn wait_for_sleep(thread: rustix::process::Pid) {
+    let path = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+    // The state follows the name, which is in brackets.
+    let sleeps = || std::fs::read_to_string(&path).unwrap().contains(") S ");
+    while !sleeps() {
+        std::thread::yield_now();
+    }
+}
+
+/// What completes while the program waits for the descriptor makes it readable.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn who_embeds_a_loop_is_woken_by_completions() {
+    for sqpoll in [false, true] {
+        let engine = EngineConfig::IoUring { sqpoll, iopoll: false };
+        let config = IoThreadConfig { engine, depth: 64, embedded: true, ..Default::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let file = thread.io().attach_file(&Arc::new(reader.into()));
+        let io = Rc::clone(thread.io());
+        let reads = Rc::new(Cell::new(0));
+        let count = Rc::clone(&reads);
+        thread.io().spawn(async move {
+            for _ in 0..10 {
+                let (file, buffers) = (Rc::clone(&file), Buffers::aligned(512, 512));
+                let op = io.op(Op { kind: OpKind::Read, file, offset: 0, buffers });
+                assert_eq!(op.await.result.unwrap(), 1);
+                count.set(count.get() + 1);
+            }
+        });
+        let this = rustix::thread::gettid();
+        for round in 1..=10 {
+            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    wait_for_sleep(this);
+                    rustix::io::write(&writer, &[1]).unwrap();
+                });
+                // Without a limit, at whose end it would look once more: what is not told hangs.
+                let mut descriptors = [PollFd::new(&thread, PollFlags::IN)];
+                rustix::io::retry_on_intr(|| poll(&mut descriptors, None)).unwrap();
+            });
+            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+            assert_eq!(reads.get(), round);
+        }
+    }
+}
+
+/// An op that nothing answers, on a loop that waits for nothing on its own.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn who_embeds_a_loop_is_told_when_to_look_for_late_ops() {
+    let thread = thread(EngineKind::IoUring);
+    assert_eq!(thread.deadline(), None, "there is nothing to look for");
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let file = thread.io().attach_file(&Arc::new(reader.into()));
+    let io = Rc::clone(thread.io());
+    let is_read = Rc::new(Cell::new(false));
+    let done = Rc::clone(&is_read);
+    thread.io().spawn(async move {
+        let buffers = Buffers::aligned(512, 512);
+        let op = io.op(Op { kind: OpKind::Read, file, offset: 0, buffers });
+        assert_eq!(op.await.result.unwrap(), 1);
+        done.set(true);
+    });
+    while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+    let mut deadline = thread.deadline().expect("an op may become late");
+    for _ in 0..2 {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: 0, tv_nsec: left.as_nanos().try_into().unwrap() };
+        poll(&mut [], Some(&left)).unwrap();
+        while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+        let next = thread.deadline().unwrap();
+        assert!(next > deadline, "it was not looked");
+        deadline = next;
+    }
+    rustix::io::write(&writer, &[1]).unwrap();
+    while !is_read.get() {
+        poll(&mut [PollFd::new(&thread, PollFlags::IN)], None).unwrap();
+        while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+    }
+    assert_eq!(thread.deadline(), None, "there is nothing left to look for");
 }
 
 #[test]
@@ -193,7 +316,7 @@ fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
             thread.io().spawn(async move {
                 let data = Buffers::aligned(4096, 4096);
                 data.copy_from(0, &[0x5a; 4096]);
-                disk.write(i * 4096, data, false).await.0.unwrap();
+                disk.write(i * 4096, data, false).await.unwrap();
                 std::future::pending::<()>().await;
             });
         }

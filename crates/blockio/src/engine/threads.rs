@@ -6,143 +6,20 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use rustix::fd::OwnedFd;
 
-use super::Completer;
+use super::completer::Completer;
+use super::kernel;
+use super::pool::{Job, Pool, THREADS_MAX, pool_thread};
 use crate::clock;
 use crate::lane::pool_threads;
-use crate::op::{OpKind, OpView};
 use crate::rare::Rare;
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
 
-/// As many as QEMU's thread pool has: enough to keep a disk array busy. More disks have more.
-const THREADS_MAX: usize = 64;
-/// A thread without work for this long ends.
-const IDLE: Duration = Duration::from_secs(10);
 /// A thread makes system calls and nothing else.
 const STACK_BYTES: usize = 128 << 10;
-
-/// One op on its way to a pool thread.
-pub(crate) struct Job {
-    pub(crate) slot: u32,
-    pub(crate) view: OpView,
-}
-
-// SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
-// names until its completion (see `op.rs`), and completing it is the last thing done with them.
-unsafe impl Send for Job {}
-
-struct Jobs {
-    waiting: VecDeque<Job>,
-    threads_max: usize,
-    threads: usize,
-    idle: usize,
-    stop: bool,
-}
-
-/// What the pool threads share with their engine.
-pub(crate) struct Pool {
-    jobs: Mutex<Jobs>,
-    work: Condvar,
-    done: Mutex<Vec<(u32, i64)>>,
-    /// Length of `done`, so that a harvest that finds nothing takes no lock.
-    done_len: AtomicUsize,
-    wake: Eventfd,
-    /// How long a thread stays without work.
-    idle_time: Duration,
-}
-
-impl Pool {
-    pub(crate) fn new(wake: OwnedFd) -> Self {
-        Self {
-            jobs: Mutex::new(Jobs {
-                waiting: VecDeque::new(),
-                threads_max: THREADS_MAX,
-                threads: 0,
-                idle: 0,
-                stop: false,
-            }),
-            work: Condvar::new(),
-            done: Mutex::default(),
-            done_len: AtomicUsize::new(0),
-            wake: Eventfd::new(wake),
-            idle_time: IDLE,
-        }
-    }
-
-    fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn done(&self) -> MutexGuard<'_, Vec<(u32, i64)>> {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A job that waits for a thread.
-    #[cfg(feature = "sim")]
-    pub(super) fn take_job(&self) -> Option<Job> {
-        self.jobs().waiting.pop_front()
-    }
-
-    /// Posts the result of a job. True: the engine must be woken, for nothing was posted before.
-    pub(super) fn post(&self, slot: u32, result: i64) -> bool {
-        let mut results = self.done();
-        results.push((slot, result));
-        self.done_len.store(results.len(), Ordering::Release);
-        results.len() == 1
-    }
-
-    pub(super) fn wake(&self) {
-        self.wake.add_one();
-    }
-
-    #[cfg(all(test, any(loom, shuttle)))]
-    pub(crate) fn eventfd(&self) -> &Eventfd {
-        &self.wake
-    }
-
-    /// Adds jobs; returns how many threads to start for them.
-    pub(crate) fn put(&self, added: impl Iterator<Item = Job>) -> usize {
-        let mut jobs = self.jobs();
-        jobs.waiting.extend(added);
-        let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
-        wanted.min(jobs.threads_max.saturating_sub(jobs.threads))
-    }
-
-    /// A thread is about to start.
-    pub(crate) fn count_thread(&self) {
-        self.jobs().threads += 1;
-    }
-
-    /// Wakes idle threads for this many jobs.
-    pub(crate) fn notify(&self, count: usize) {
-        for _ in 0..count {
-            self.work.notify_one();
-        }
-    }
-
-    pub(crate) fn has_completions(&self) -> bool {
-        self.done_len.load(Ordering::Acquire) > 0
-    }
-
-    /// Swaps what is done with `harvested`, which is empty.
-    pub(crate) fn take_done(&self, harvested: &mut Vec<(u32, i64)>) {
-        let mut results = self.done();
-        std::mem::swap(&mut *results, harvested);
-        self.done_len.store(0, Ordering::Relaxed);
-    }
-
-    /// Ends the threads once nothing waits.
-    pub(crate) fn stop(&self) {
-        self.jobs().stop = true;
-        self.work.notify_all();
-    }
-}
 
 /// A pool of threads and the ops that wait for it.
 pub(crate) struct Threads {
@@ -202,8 +79,7 @@ impl Threads {
             Some(Job { slot, view })
         }));
         done.stats.submitted_at_once.record(count as u64);
-        #[cfg(feature = "sim")]
-        if super::sim::take_jobs(&self.pool) {
+        if kernel::takes_jobs(&self.pool) {
             return !self.queued.is_empty();
         }
         self.grow(wanted, done);
@@ -279,101 +155,21 @@ impl Drop for Threads {
     }
 }
 
-/// What a thread of the pool does. [`Pool::count_thread`] was told of it.
-pub(crate) fn pool_thread(pool: &Pool) {
-    while let Some(job) = next_job(pool) {
-        if pool.post(job.slot, execute(&job.view)) {
-            pool.wake();
-        }
-    }
-}
-
-/// The next job; `None` when this thread is to end.
-fn next_job(pool: &Pool) -> Option<Job> {
-    let mut jobs = pool.jobs();
-    loop {
-        if let Some(job) = jobs.waiting.pop_front() {
-            return Some(job);
-        }
-        if jobs.stop {
-            jobs.threads -= 1;
-            return None;
-        }
-        jobs.idle += 1;
-        let (guard, wait) =
-            pool.work.wait_timeout(jobs, pool.idle_time).unwrap_or_else(PoisonError::into_inner);
-        jobs = guard;
-        jobs.idle -= 1;
-        if wait.timed_out() && jobs.waiting.is_empty() {
-            jobs.threads -= 1;
-            return None;
-        }
-    }
-}
-
-/// Runs one op to its end. Returns bytes, 0, or a negative errno.
-fn execute(view: &OpView) -> i64 {
-    loop {
-        let result = execute_once(view);
-        if result >= 0 {
-            return result;
-        }
-        let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
-        if error != libc::EINTR {
-            return -i64::from(error);
-        }
-    }
-}
-
-fn execute_once(view: &OpView) -> i64 {
-    let offset = i64::try_from(view.offset).unwrap_or(i64::MAX);
-    let count = libc::c_int::try_from(view.iovecs_len).unwrap_or(libc::c_int::MAX);
-    // SAFETY: the slot of this op owns the file and the iovecs, and the memory behind these,
-    // until the completion that is posted after this call (see `op.rs`).
-    unsafe {
-        match view.kind {
-            OpKind::Read => libc::preadv(view.fd, view.iovecs, count, offset) as i64,
-            OpKind::Write { fua } => {
-                let flags = if fua { libc::RWF_DSYNC } else { 0 };
-                libc::pwritev2(view.fd, view.iovecs, count, offset, flags) as i64
-            }
-            OpKind::Flush => i64::from(libc::fdatasync(view.fd)),
-            OpKind::Fallocate { mode, len } => {
-                let len = i64::try_from(len).unwrap_or(i64::MAX);
-                i64::from(libc::fallocate(view.fd, mode, offset, len))
-            }
-            OpKind::DiscardBlocks { len } => block_range(view, BLKDISCARD, len),
-            OpKind::ZeroBlocks { len } => block_range(view, BLKZEROOUT, len),
-        }
-    }
-}
-
-/// `_IO(0x12, 119)` and `_IO(0x12, 127)` of linux/fs.h.
-const BLKDISCARD: libc::c_ulong = 0x1277;
-const BLKZEROOUT: libc::c_ulong = 0x127f;
-
-/// # Safety
-///
-/// The view's file must be open.
-unsafe fn block_range(view: &OpView, request: libc::c_ulong, len: u64) -> i64 {
-    let range = [view.offset, len];
-    // SAFETY: both requests read two 64-bit numbers from the address given.
-    i64::from(unsafe { libc::ioctl(view.fd, request as _, range.as_ptr()) })
-}
-
 #[cfg(test)]
 mod tests {
     use std::rc::Rc;
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
-    use crate::buf::Buffers;
-    use crate::engine::EngineKind;
-    use crate::op::{FileRef, IoFile, Op, Slots};
+    use crate::config::EngineKind;
+    use crate::engine::pool::{Jobs, next_job};
+    use crate::op::{FileRef, IoFile, Op, OpKind, OpView, Slots};
     use crate::stats::Stats;
-    use crate::task::TaskKey;
+    use crate::task::Owner;
+    use crate::task_key::TaskKey;
+    use iomem::Buffers;
 
     struct Bench {
         engine: Threads,
@@ -400,7 +196,7 @@ mod tests {
             for _ in 0..count {
                 let (kind, file) = (OpKind::Read, Rc::clone(&self.file));
                 let op = Op { kind, file, offset: 0, buffers: Buffers::aligned(512, 512) };
-                let slot = self.slots.insert(op, TaskKey::default());
+                let slot = self.slots.insert(op, Owner::default());
                 self.engine.queue(slot);
             }
             let Self { engine, slots, stats, woken, .. } = self;
@@ -497,8 +293,8 @@ mod tests {
         is_given.then_some(job)
     }
 
-    /// The wait of an idle thread may time out after a job has come for it, and nobody else is
-    /// told of that job.
+    /// The wait of an idle thread may time out after a job has come for it, and no other
+    /// thread wakes for that job.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_thread_that_times_out_takes_the_job_that_came_meanwhile() {

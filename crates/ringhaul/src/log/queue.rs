@@ -1,8 +1,8 @@
-//! The thread that writes the log, so that no other thread waits for whoever reads it.
+//! The thread that writes the log, so that no other thread waits for its reader.
 //!
 //! A pipe or a terminal that nobody reads makes a write wait for ever. So lines go into a queue of
 //! bounded size, and one thread writes them. While it cannot, the queue fills up; what comes then
-//! is left out and counted, and the count is said when the thread has caught up.
+//! is left out and counted, and the thread reports the count when it has caught up.
 
 use std::collections::VecDeque;
 use std::io;
@@ -76,8 +76,8 @@ struct State {
     lines: VecDeque<Box<[u8]>>,
     /// Of the lines.
     bytes: usize,
-    /// Lines that were not taken and that nobody was told of. None is taken while there are such,
-    /// so that they are told of in their place.
+    /// Lines that were dropped and not reported yet. None is taken while there are such,
+    /// so that they are reported in their place.
     left_out: u64,
     /// The thread has a line that is not in the queue any more.
     writing: bool,
@@ -95,7 +95,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Hands lines to `write` for ever, and to `say` how many were left out before the next.
+    /// Passes lines to `write` for ever, and to `say` how many were left out before the next.
     fn write_lines(&self, write: impl Fn(&[u8]), say: impl Fn(u64)) -> ! {
         let mut state = self.state();
         loop {
@@ -138,16 +138,16 @@ impl Queue {
 }
 
 fn say_left_out(count: u64) {
-    tracing::warn!("{count} lines were not logged: nobody read the log in time");
+    tracing::warn!("{count} lines were dropped: the log was not read in time");
 }
 
-/// Writes a line, however long that takes. A reader that is gone has no use for it.
+/// Writes a line, however long that takes. If the reader is gone, the line is lost.
 fn write_to_stderr(mut line: &[u8]) {
     while !line.is_empty() {
         match rustix::io::write(stderr(), line) {
             Ok(count) => line = &line[count..],
             Err(Errno::INTR) => {}
-            // Whoever shares it may have made it non-blocking.
+            // Another process may have made it non-blocking.
             Err(Errno::AGAIN) => {
                 let _ = poll(&mut [PollFd::from_borrowed_fd(stderr(), PollFlags::OUT)], None);
             }

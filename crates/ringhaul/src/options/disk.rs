@@ -4,18 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-/// A disk by its kind.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum DiskSpec {
-    File(PathBuf),
-    Null { size_bytes: u64 },
-}
+use crate::spec::DiskSpec;
 
 pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
     let mut parts = text.split(',');
     let kind = parts.next().unwrap_or_default();
     if !["null", "file"].contains(&kind) {
-        bail!("'{kind}' is no kind of disk; there are null and file");
+        bail!("unknown disk kind '{kind}' (expected: null, file)");
     }
     let mut size = None;
     let mut path = None;
@@ -28,7 +23,7 @@ pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
                 path = Some(PathBuf::from(value))
             }
             ("file", Some(("path", _))) => {}
-            _ => bail!("'{part}' is not an option of a disk of kind {kind}"),
+            _ => bail!("'{part}' is not an option of disk kind {kind}"),
         }
     }
     match (kind, size, path) {
@@ -64,13 +59,13 @@ pub(super) fn parse_size(text: &str) -> Result<u64> {
         "M" | "MIB" => 20,
         "G" | "GIB" => 30,
         "T" | "TIB" => 40,
-        suffix => bail!("{suffix} is no suffix of a size; there are K, M, G and T"),
+        suffix => bail!("unknown size suffix '{suffix}' (expected: K, M, G, T)"),
     };
     digits
         .parse::<u64>()
         .ok()
         .and_then(|number| number.checked_mul(1 << shift))
-        .with_context(|| format!("'{text}' is no size, such as 64G"))
+        .with_context(|| format!("'{text}' is not a size, such as 64G"))
 }
 
 #[cfg(test)]

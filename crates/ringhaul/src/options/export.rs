@@ -1,52 +1,12 @@
 //! One export: which disk on which socket, from the options as a whole or from `--export`.
 
-use std::path::{Path, PathBuf};
-
 use anyhow::{Context, Result, bail};
-use blockio::{DiskOptions, DiskSource};
 use clap::ValueEnum;
+use device::blk::config::QUEUES_MAX;
 
-use super::disk::{DiskSpec, Keys, parse_disk, parse_size};
-use super::{CacheMode, ServeArgs, parse_queue_size, parse_serial};
-use crate::blk::config::{BlkOptions, QUEUES_MAX, SERIAL_BYTES};
-
-/// Where front-ends come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EndpointSpec {
-    /// A socket to be made at this path.
-    Path(PathBuf),
-    /// A descriptor that was inherited.
-    Fd(i32),
-}
-
-/// What one export is to be.
-#[derive(Debug, Clone)]
-pub struct ExportSpec {
-    /// Where front-ends come from.
-    pub endpoint: EndpointSpec,
-    disk: DiskSpec,
-    read_only: bool,
-    no_lock: bool,
-    cache: Option<CacheMode>,
-    serial: Option<String>,
-    logical_block_bytes: Option<u32>,
-    num_queues: u16,
-    queue_size: u16,
-    /// The one IoThread that serves all its queues; `None`: they are spread.
-    pub iothread: Option<u16>,
-    notify_batch: bool,
-    fixed_buffers: bool,
-}
-
-/// A disk that is open, and the options of its device.
-pub struct OpenDisk {
-    /// The disk.
-    pub source: DiskSource,
-    /// The device on it.
-    pub options: BlkOptions,
-    /// One line on what was opened.
-    pub summary: String,
-}
+use super::disk::{Keys, parse_disk, parse_size};
+use super::{ServeArgs, parse_queue_size, parse_serial};
+use crate::spec::{CacheMode, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
     /// Every export that the options name, at least one.
@@ -67,10 +27,10 @@ impl ServeArgs {
                 .with_context(|| format!("cannot understand --export {text}"))?;
             exports.push(export);
         }
-        for iothread in exports.iter().filter_map(|export| export.iothread) {
+        for iothread in exports.iter().filter_map(|export| export.settings.iothread) {
             if iothread >= self.iothreads {
                 bail!(
-                    "there is no IoThread {iothread}; with --iothreads {} they are 0 to {}",
+                    "IoThread {iothread} does not exist; with --iothreads {} they are 0 to {}",
                     self.iothreads,
                     self.iothreads - 1
                 );
@@ -85,21 +45,19 @@ impl ServeArgs {
             (None, Some(text)) => {
                 parse_disk(text).with_context(|| format!("cannot understand --disk {text}"))?
             }
-            (None, None) => bail!("no disk is named; use --blk-file PATH or --disk null,size=SIZE"),
+            (None, None) => bail!("no disk is given; use --blk-file PATH or --disk null,size=SIZE"),
         };
         let endpoint = match (&self.socket_path, self.fd) {
             (Some(path), _) => EndpointSpec::Path(path.clone()),
             (None, Some(fd)) => EndpointSpec::Fd(fd),
-            (None, None) => bail!("no socket is named; use --socket-path PATH or --fd FD"),
+            (None, None) => bail!("no socket is given; use --socket-path PATH or --fd FD"),
         };
-        Ok(self.spec(endpoint, disk))
+        Ok(ExportSpec { endpoint, disk, settings: self.settings() })
     }
 
-    /// An export with the options that hold for all.
-    fn spec(&self, endpoint: EndpointSpec, disk: DiskSpec) -> ExportSpec {
-        ExportSpec {
-            endpoint,
-            disk,
+    /// The options that hold for all exports.
+    fn settings(&self) -> ExportSettings {
+        ExportSettings {
             read_only: self.read_only,
             no_lock: !self.lock.is_on(),
             cache: self.cache,
@@ -114,13 +72,9 @@ impl ServeArgs {
     }
 
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
-        // The two that every export has are put in below.
-        let nothing = (EndpointSpec::Fd(-1), DiskSpec::Null { size_bytes: 0 });
-        let mut spec = self.spec(nothing.0, nothing.1);
         // A serial number that holds for all would be that of several disks, and one IoThread for
         // all is what `--iothreads 1` is.
-        spec.serial = None;
-        spec.iothread = None;
+        let mut settings = ExportSettings { serial: None, iothread: None, ..self.settings() };
         let (mut endpoint, mut disk) = (None, None);
         let mut keys = Keys::default();
         for part in split_at_commas(text) {
@@ -136,12 +90,12 @@ impl ServeArgs {
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
                 "blk-file" => disk = Some(DiskSpec::File(value.into())),
                 "null" => disk = Some(DiskSpec::Null { size_bytes: parse_size(value)? }),
-                _ => spec.set(key, value).with_context(|| format!("in '{part}'"))?,
+                _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
             }
         }
-        spec.endpoint = endpoint.context("it names no socket-path=PATH")?;
-        spec.disk = disk.context("it names neither blk-file=PATH nor null=SIZE")?;
-        Ok(spec)
+        let endpoint = endpoint.context("it lacks socket-path=PATH")?;
+        let disk = disk.context("it lacks blk-file=PATH or null=SIZE")?;
+        Ok(ExportSpec { endpoint, disk, settings })
     }
 }
 
@@ -160,138 +114,51 @@ fn split_at_commas(text: &str) -> Vec<String> {
     parts
 }
 
-impl ExportSpec {
+impl ExportSettings {
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
             "read-only" => {
                 self.read_only = match value {
                     "on" => true,
                     "off" => false,
-                    _ => bail!("read-only is on or off"),
+                    _ => bail!("read-only must be on or off"),
                 }
             }
             "lock" => {
                 self.no_lock = match value {
                     "on" => false,
                     "off" => true,
-                    _ => bail!("lock is on or off"),
+                    _ => bail!("lock must be on or off"),
                 }
             }
             "cache" => {
                 let mode = CacheMode::from_str(value, false).map_err(anyhow::Error::msg);
                 self.cache =
-                    Some(mode.context("cache is none, directsync, writeback or writethrough")?);
+                    Some(mode.context("it must be none, directsync, writeback or writethrough")?);
             }
             "serial" => self.serial = Some(parse_serial(value).map_err(anyhow::Error::msg)?),
             "logical-block-size" => {
-                self.logical_block_bytes = Some(value.parse().context("it is a number of bytes")?);
+                self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
             }
             "num-queues" => {
                 self.num_queues = match value.parse() {
                     Ok(number @ 1..=QUEUES_MAX) => number,
-                    _ => bail!("a number of queues is 1 to {QUEUES_MAX}"),
+                    _ => bail!("the number of queues must be 1 to {QUEUES_MAX}"),
                 }
             }
             "queue-size" => {
                 self.queue_size = parse_queue_size(value).map_err(anyhow::Error::msg)?;
             }
             "iothread" => {
-                self.iothread = Some(value.parse().context("it is the number of an IoThread")?);
+                self.iothread = Some(value.parse().context("it must be a number")?);
             }
             _ => bail!(
-                "there is no {key}; there are socket-path, blk-file, null, read-only, lock, \
-                 cache, serial, logical-block-size, num-queues, queue-size and iothread"
+                "unknown key '{key}' (expected: socket-path, blk-file, null, read-only, lock, \
+                 cache, serial, logical-block-size, num-queues, queue-size, iothread)"
             ),
         }
         Ok(())
     }
-
-    /// Opens the disk.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be used.
-    pub fn open_disk(&self) -> Result<OpenDisk> {
-        let (source, cache, name) = match &self.disk {
-            DiskSpec::File(path) => {
-                let (source, cache) = self.open_file(path)?;
-                (source, cache, path.display().to_string())
-            }
-            DiskSpec::Null { size_bytes } => {
-                let source = DiskSource::null(*size_bytes, &self.disk_options(false))?;
-                (source, self.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
-            }
-        };
-        let info = source.info();
-        let summary = format!(
-            "{} MiB, logical block {} bytes, cache {}{}",
-            info.size_bytes >> 20,
-            info.logical_block_bytes,
-            name_of(cache),
-            if info.read_only { ", read-only" } else { "" },
-        );
-        let options = BlkOptions {
-            name,
-            serial: self.serial.clone().unwrap_or_else(|| default_serial(source.identity())),
-            num_queues: self.num_queues,
-            queue_size: self.queue_size,
-            write_cache: cache.has_write_cache(),
-            notify_batch: self.notify_batch,
-            fixed_buffers: self.fixed_buffers,
-        };
-        Ok(OpenDisk { source, options, summary })
-    }
-
-    fn disk_options(&self, direct: bool) -> DiskOptions {
-        DiskOptions {
-            direct,
-            read_only: self.read_only,
-            no_lock: self.no_lock,
-            logical_block_bytes: self.logical_block_bytes,
-        }
-    }
-
-    /// Opens a file as `--cache` says, or without it in the best way that works.
-    fn open_file(&self, path: &Path) -> Result<(DiskSource, CacheMode)> {
-        let cache = self.cache.unwrap_or(CacheMode::None);
-        let error = match DiskSource::file(path, &self.disk_options(cache.is_direct())) {
-            Ok(source) => return Ok((source, cache)),
-            // Whoever has it in use has it in use with the page cache too.
-            Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
-            Err(error) => error,
-        };
-        if cache.is_direct()
-            && let Ok(source) = DiskSource::file(path, &self.disk_options(false))
-        {
-            if self.cache.is_some() {
-                bail!("{error} (--cache writeback or --cache writethrough)");
-            }
-            tracing::warn!("{error}; falling back to --cache writeback");
-            return Ok((source, CacheMode::Writeback));
-        }
-        Err(error.into())
-    }
-}
-
-fn name_of(cache: CacheMode) -> String {
-    cache.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
-}
-
-/// A serial number that follows from what the disk is, and tells nothing of it.
-fn default_serial(identity: &str) -> String {
-    if identity.is_empty() {
-        return "null".to_owned();
-    }
-    // FNV-1a in 128 bits, 100 of them as base-32 digits.
-    let hash =
-        identity.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
-            (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
-        });
-    let digit = |place: usize| {
-        let value = u32::try_from(hash >> (128 - 5 * (place + 1)) & 31).unwrap_or(0);
-        char::from_digit(value, 32).unwrap_or('0').to_ascii_uppercase()
-    };
-    (0..SERIAL_BYTES).map(digit).collect()
 }
 
 #[cfg(test)]
@@ -326,11 +193,11 @@ mod tests {
         assert_eq!(all.len(), 2);
         assert_eq!(all[0].endpoint, EndpointSpec::Path("/a,b.sock".into()));
         assert_eq!(all[0].disk, DiskSpec::File("/srv/x=y.img".into()));
-        assert!(all[0].read_only && all[0].cache == Some(CacheMode::Directsync));
-        assert_eq!((all[0].num_queues, all[1].num_queues), (2, 7));
+        assert!(all[0].settings.read_only && all[0].settings.cache == Some(CacheMode::Directsync));
+        assert_eq!((all[0].settings.num_queues, all[1].settings.num_queues), (2, 7));
         assert_eq!(all[1].disk, DiskSpec::Null { size_bytes: 1 << 30 });
-        assert!(!all[1].read_only && all[1].cache == Some(CacheMode::Writeback));
-        assert_eq!(all[1].serial.as_deref(), Some("s"));
+        assert!(!all[1].settings.read_only && all[1].settings.cache == Some(CacheMode::Writeback));
+        assert_eq!(all[1].settings.serial.as_deref(), Some("s"));
     }
 
     #[test]
@@ -343,12 +210,12 @@ mod tests {
         };
         let threads = |more: &str| {
             let all = with(more).unwrap();
-            all.iter().map(|export| export.iothread).collect::<Vec<_>>()
+            all.iter().map(|export| export.settings.iothread).collect::<Vec<_>>()
         };
         assert_eq!(threads(""), [Some(1), None]);
         assert_eq!(threads(",iothread=2"), [Some(1), Some(2)]);
         let error = with(",iothread=3").unwrap_err().to_string();
-        assert_eq!(error, "there is no IoThread 3; with --iothreads 3 they are 0 to 2");
+        assert_eq!(error, "IoThread 3 does not exist; with --iothreads 3 they are 0 to 2");
         assert!(with(",iothread=x").is_err());
     }
 
@@ -358,7 +225,7 @@ mod tests {
         let more = ["--export", "socket-path=/b.sock,null=1M"];
         assert_eq!(exports(&plain).unwrap().len(), 1);
         assert_eq!(exports(&[&plain[..], &more[..]].concat()).unwrap().len(), 2);
-        assert!(exports(&[]).unwrap_err().to_string().contains("no disk is named"));
+        assert!(exports(&[]).unwrap_err().to_string().contains("no disk is given"));
         assert!(exports(&plain[..2]).is_err() && exports(&plain[2..]).is_err());
     }
 
@@ -384,19 +251,5 @@ mod tests {
         ] {
             assert!(exports(&["--export", bad]).is_err(), "{bad} was taken");
         }
-    }
-
-    #[test]
-    fn serials_are_full_printable_and_apart() {
-        let of = |inode: u32| default_serial(&format!("file system [1, 2], inode {inode}"));
-        let serials: std::collections::BTreeSet<_> = (0..10_000).map(of).collect();
-        assert_eq!(serials.len(), 10_000);
-        for serial in serials {
-            assert_eq!(serial.len(), SERIAL_BYTES);
-            assert!(serial.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{serial}");
-        }
-        // What was told once is told again, whatever the version.
-        assert_eq!(of(7), default_serial("file system [1, 2], inode 7"));
-        assert_eq!(default_serial(""), "null");
     }
 }

@@ -1,9 +1,9 @@
-//! Options that switch one optimisation off, to measure what it is worth.
+//! Options that each disable one optimisation, for measurement.
 
 use clap::Args;
-use ringhaul_bench::{CompletionRingChoice, OnOff};
+use ringhaul_options::{CompletionRingChoice, OnOff};
 
-/// Each step by itself. The defaults are the better side.
+/// One for each step. The defaults are the faster side.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Options for measurement")]
 pub struct Switches {
@@ -14,10 +14,10 @@ pub struct Switches {
     /// Look for completions right after each submit; off: only when the kernel wakes the loop.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub harvest_on_submit: OnOff,
-    /// Submit operations together; off: each by itself.
+    /// Submit operations together; off: one by one.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub submit_batch: OnOff,
-    /// Notify the driver of completed requests together; off: of each by itself.
+    /// Call the driver once for the requests completed in a run; off: once for each.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub notify_batch: OnOff,
 }

@@ -14,7 +14,8 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
 };
 
-use super::foreign::{Examiner, ForeignFd, PeerSocket};
+use super::examiner::Examiner;
+use super::foreign::{ForeignFd, PeerSocket};
 use super::message::{HEADER_BYTES, Header};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
@@ -29,7 +30,7 @@ pub(super) struct Message {
     pub(super) body: Vec<u8>,
     pub(super) fds: Vec<ForeignFd>,
     /// Why some of its descriptors are missing.
-    pub(super) lost_fds: Option<&'static str>,
+    pub(super) lost_fds: Option<String>,
 }
 
 /// What has come.
@@ -53,7 +54,7 @@ pub(super) struct Channel {
     /// As soon as it is there.
     header: Option<Header>,
     fds: Vec<ForeignFd>,
-    lost_fds: Option<&'static str>,
+    lost_fds: Option<String>,
     /// When the first byte came.
     input_since: Option<Instant>,
     /// What is left of the answer. The next message is not read before it is taken.
@@ -76,8 +77,9 @@ impl Channel {
         }
     }
 
-    /// Reads what has come, up to the end of one message.
-    pub(super) fn receive(&mut self, now: Instant) -> Received {
+    /// Reads what has come, up to the end of one message. The front-end has `rings` descriptors
+    /// open here that are not in messages.
+    pub(super) fn receive(&mut self, now: Instant, rings: usize) -> Received {
         loop {
             let whole = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
             if self.input.len() < whole {
@@ -94,6 +96,12 @@ impl Channel {
                     Err(Errno::AGAIN) => return Received::Nothing,
                     Err(Errno::INTR) => {}
                     Err(error) => return Received::Closed(Some(error.into())),
+                }
+                if !self.fds.is_empty()
+                    && let Some(why) = self.examiner.lacks_room(rings)
+                {
+                    self.fds.clear();
+                    self.lost_fds = Some(why);
                 }
                 if self.fds.len() > expected_fds {
                     return Received::Nonsense("more descriptors than a header can bring".into());
@@ -141,7 +149,7 @@ impl Channel {
         }
         if received.as_ref().is_ok_and(|received| received.flags.contains(ReturnFlags::CTRUNC)) {
             self.lost_fds =
-                Some("no descriptor is left: raise the limit on open files (ulimit -n)");
+                Some("no descriptors are left; raise the limit on open files (ulimit -n)".into());
         }
         Ok(received?.bytes)
     }
@@ -153,7 +161,7 @@ impl Channel {
         self.flush(now).map(|_| ())
     }
 
-    /// Goes on with the answer. True when there is nothing left of it.
+    /// Continues to write the answer. True when nothing is left of it.
     pub(super) fn flush(&mut self, now: Instant) -> io::Result<bool> {
         while !self.output.is_empty() {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
@@ -176,11 +184,11 @@ impl Channel {
         !self.output.is_empty()
     }
 
-    /// When the patience with a message or an answer ends, and what is said then.
+    /// When the time limit of a message or an answer ends, and the error then.
     pub(super) fn deadline(&self) -> Option<(Instant, &'static str)> {
         let of = |since: Option<Instant>, what| since.map(|since| (since + MESSAGE_LIMIT, what));
-        of(self.output_since, "it does not take an answer")
-            .or_else(|| of(self.input_since, "it has sent half a message and no more"))
+        of(self.output_since, "it does not read an answer")
+            .or_else(|| of(self.input_since, "it has not sent the rest of a message"))
     }
 
     /// Whether the front-end has closed the connection, whatever is left to read of it.
@@ -191,9 +199,9 @@ impl Channel {
         polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Ends the connection for everybody who has the socket.
+    /// Ends the connection for all users of the socket.
     pub(super) fn shut_down(&self) {
-        // It fails when the front-end has gone by itself.
+        // It fails when the front-end has left on its own.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 }

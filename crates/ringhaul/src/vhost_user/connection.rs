@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::Poll;
 
+use device::Pending;
 use rustix::net::{SendFlags, send};
 use virtqueue::{GuestMemory, MAX_REGIONS, MemoryFiles, RegionConfig};
 
@@ -18,6 +19,7 @@ use super::message::{
 use super::outcome::{Change, Outcome, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
 use super::session::SessionSetup;
+use super::undo::Undo;
 use crate::memory_limits;
 
 /// The protocol features that we offer.
@@ -73,7 +75,11 @@ impl Connection {
         })
     }
 
-    #[cfg(feature = "sim")]
+    /// How many descriptors that the front-end has brought are open for its rings.
+    pub(super) fn descriptors(&self) -> usize {
+        self.rings.iter().map(RingState::descriptors).sum()
+    }
+
     pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
         self.rings.get(queue)?.next_avail_now()
     }
@@ -168,8 +174,9 @@ impl Connection {
             }
             Request::SetVringAddr { index, addresses } => {
                 let index = self.ring(index)?;
-                if self.rings[index].addresses == Some(addresses) {
-                    return Ok(self.start(index..index + 1, None, false));
+                if self.rings[index].settings.addresses == Some(addresses) {
+                    let undo = self.undo(index..index + 1);
+                    return Ok(self.start(index..index + 1, Start::without_answer(undo)));
                 }
                 Change::Addresses(index, addresses)
             }
@@ -180,7 +187,8 @@ impl Connection {
             }
             Request::GetVringBase { index } => Change::GetBase(self.ring(index)?),
             Request::SetVringKick { index, .. } => {
-                Change::Kick(self.ring(index.into())?, eventfd(fd, "kick", index)?)
+                let ring = self.ring(index.into())?;
+                Change::Kick(ring, eventfd(fd, "kick", index)?.map(Arc::new))
             }
             Request::SetVringCall { index, .. } => {
                 let ring = self.ring(index.into())?;
@@ -202,8 +210,9 @@ impl Connection {
                     }
                     0 => Change::Disable(index),
                     1 => {
-                        self.rings[index].enabled = true;
-                        return Ok(self.start(index..index + 1, None, false));
+                        let undo = self.undo(index..index + 1);
+                        self.rings[index].settings.enabled = true;
+                        return Ok(self.start(index..index + 1, Start::without_answer(undo)));
                     }
                     _ => return Err(Refusal::to_be_heard(format!("ring enable {value}"))),
                 }
@@ -284,7 +293,7 @@ impl Connection {
             memory.map_err(memory_limits::refusal)
         };
         if waits {
-            let map = self.setup.examiner.examine(map);
+            let map = self.setup.examiner.map(map);
             map.wake(&self.setup.waker);
             return Outcome::Later(Work::Map(map));
         }
@@ -304,6 +313,7 @@ impl Connection {
 
     fn rings_of(&self, change: &Change) -> Range<usize> {
         match *change {
+            Change::Restore(ref undo, _) => undo.rings.clone(),
             Change::Features(_) | Change::Memory(_) | Change::ResetOwner | Change::Reset { .. } => {
                 0..self.rings.len()
             }
@@ -320,8 +330,8 @@ impl Connection {
     /// that should run.
     pub(super) fn apply(&mut self, change: Change) -> Outcome {
         let rings = self.rings_of(&change);
-        let is_tolerant = matches!(change, Change::Memory(_));
-        let mut answer = None;
+        let mut undo = Some(self.undo(rings.clone()));
+        let (mut answer, mut unmapped) = (Ok(None), None);
         match change {
             Change::Features(features) => {
                 let device = &self.setup.device;
@@ -330,14 +340,24 @@ impl Connection {
                 }
                 self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
                 let enables = !self.rings_need_enable;
-                self.rings.iter_mut().for_each(|ring| ring.enabled |= enables);
+                self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
             }
-            Change::Memory(memory) => self.memory = Arc::new(memory),
-            Change::Size(index, size) => self.rings[index].size = size,
-            Change::Addresses(index, addresses) => self.rings[index].addresses = Some(addresses),
-            Change::Base(index, base) => self.rings[index].next_avail = base,
+            Change::Memory(memory) => {
+                let before = std::mem::replace(&mut self.memory, Arc::new(memory));
+                unmapped = self.unmap(before);
+                // Rings may not fit: a region that grows is removed and added again.
+                undo = None;
+            }
+            Change::Size(index, size) => self.rings[index].settings.size = size,
+            Change::Addresses(index, addresses) => {
+                self.rings[index].settings.addresses = Some(addresses);
+            }
+            Change::Base(index, base) => {
+                let before = std::mem::replace(&mut self.rings[index].next_avail, base);
+                undo = undo.map(|undo| undo.with_base(before));
+            }
             Change::Kick(index, kick) => {
-                let ring = &mut self.rings[index];
+                let ring = &mut self.rings[index].settings;
                 ring.kick = kick;
                 ring.started = true;
                 ring.enabled |= !self.rings_need_enable;
@@ -346,9 +366,9 @@ impl Connection {
                 let ring = &mut self.rings[index];
                 ring.set_stopped();
                 let state = [u32::try_from(index).unwrap_or(u32::MAX), ring.next_avail.into()];
-                answer = Some(state.map(u32::to_ne_bytes).concat());
+                answer = Ok(Some(state.map(u32::to_ne_bytes).concat()));
             }
-            Change::Disable(index) => self.rings[index].enabled = false,
+            Change::Disable(index) => self.rings[index].settings.enabled = false,
             Change::ResetOwner => self.rings.iter_mut().for_each(RingState::set_stopped),
             Change::Reset { keep_writeback } => {
                 self.rings.iter_mut().for_each(RingState::reset);
@@ -357,27 +377,31 @@ impl Connection {
                     self.setup.device.reset();
                 }
             }
+            Change::Restore(before, refusal) => {
+                self.rings_need_enable = before.restore(&mut self.rings, &self.setup.device);
+                (undo, answer) = (None, Err(refusal));
+            }
         }
-        self.start(rings, answer, is_tolerant)
+        self.start(rings, Start { answer, undo, unmapped })
     }
 
-    fn start(
-        &mut self,
-        rings: Range<usize>,
-        answer: Option<Vec<u8>>,
-        is_tolerant: bool,
-    ) -> Outcome {
+    fn undo(&self, rings: Range<usize>) -> Undo {
+        Undo::of(&self.rings, rings, &self.setup.device, self.rings_need_enable)
+    }
+
+    fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
         let SessionSetup { device, threads, waker, .. } = &self.setup;
-        for (index, ring) in self.rings.iter_mut().enumerate().take(rings.end).skip(rings.start) {
-            let thread = &threads[index % threads.len()];
-            if let Err(error) = ring.begin_start(device, &self.memory, thread, waker) {
+        let all = (0..device.num_queues()).zip(&mut self.rings);
+        for (index, ring) in all.take(rings.end).skip(rings.start) {
+            let thread = &threads[usize::from(index) % threads.len()];
+            if let Err(error) = ring.begin_start(index, device, &self.memory, thread, waker) {
                 self.failure.get_or_insert(error);
             }
         }
-        Outcome::Later(Work::Start(Start { answer, is_tolerant }))
+        Outcome::Later(Work::Start(start))
     }
 
-    /// Whether all rings have started or stopped, as they were told. An error: one has not.
+    /// Whether all rings have started or stopped, as requested. An error: one has not.
     pub(super) fn settle(&mut self) -> Poll<io::Result<()>> {
         let mut is_busy = false;
         for ring in &mut self.rings {
@@ -393,13 +417,16 @@ impl Connection {
         Poll::Ready(self.failure.take().map_or(Ok(()), Err))
     }
 
-    /// What the front-end hears when rings have started.
-    pub(super) fn started(start: Start, result: io::Result<()>) -> Outcome {
+    /// The front-end's answer when rings have started.
+    pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
-            // Its memory may be on its way: a region that grows is removed and added again.
-            (Err(error), Start { is_tolerant: false, .. }) => Outcome::Refuse(error.into()),
-            (_, Start { answer: Some(answer), .. }) => Outcome::Answer(answer),
-            (_, Start { answer: None, .. }) => Outcome::Done,
+            (Err(error), Start { undo: Some(undo), .. }) => {
+                self.begin(Change::Restore(undo, error.into()))
+            }
+            (_, Start { unmapped: Some(unmapped), .. }) => Outcome::Later(Work::Unmap(unmapped)),
+            (_, Start { answer: Ok(Some(answer)), .. }) => Outcome::Answer(answer),
+            (_, Start { answer: Ok(None), .. }) => Outcome::Done,
+            (_, Start { answer: Err(refusal), .. }) => Outcome::Refuse(refusal),
         }
     }
 
@@ -407,7 +434,7 @@ impl Connection {
     pub(super) fn end(&mut self) -> bool {
         let mut is_done = true;
         for ring in &mut self.rings {
-            // One that was starting is told when it has.
+            // One that was starting is stopped when it has.
             while {
                 ring.begin_stop(&self.setup.waker);
                 !matches!(ring.progress(), Progress::Busy) && ring.is_running()
@@ -417,14 +444,21 @@ impl Connection {
         is_done
     }
 
-    /// Lets go of all that the front-end has brought, and of what its driver has negotiated.
-    pub(super) fn let_go(&mut self) {
-        self.memory = Arc::new(GuestMemory::empty());
+    /// Drops all that the front-end has brought, and what its driver has negotiated. An
+    /// answer comes when its memory is unmapped; none: it is.
+    pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
+        let memory = std::mem::replace(&mut self.memory, Arc::new(GuestMemory::empty()));
         self.rings.clear();
         if let Some(channel) = self.backend_channel.take() {
             drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));
         }
         self.setup.device.reset();
+        self.unmap(memory)
+    }
+
+    fn unmap(&self, memory: Arc<GuestMemory>) -> Option<Pending<()>> {
+        let unmapped = self.setup.examiner.unmap(memory);
+        unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }
 }
 
@@ -432,7 +466,7 @@ fn not_offered(code: u32) -> Outcome {
     Outcome::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
 }
 
-/// The protocol features without which there is no such message.
+/// The protocol features that a message belongs to.
 fn needed_features(request: &Request) -> u64 {
     match request {
         Request::GetQueueNum => protocol_feature::MQ,

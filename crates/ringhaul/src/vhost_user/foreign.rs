@@ -3,9 +3,8 @@
 //! Asking what such a descriptor is, mapping or closing it may wait for ever: a file of a FUSE file
 //! system answers when its server likes. A few questions never ask a file system: its link below
 //! `/proc/self/fd`, `F_GET_SEALS`, and options of sockets. What they do not show to be harmless is
-//! examined and closed on a thread of the export's own, which nobody waits for.
+//! examined and closed on threads of the export's own, which nobody waits for.
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::net::Shutdown;
@@ -13,85 +12,23 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
-use crate::pending::Pending;
-
-/// The most jobs that wait for a thread which hangs. No more descriptors are taken then.
-const JOBS_MAX: usize = 512;
-
-type Job = Box<dyn FnOnce() + Send>;
-
-/// Runs what may wait for ever, on at most one thread, which exists only while there is something
-/// to do. Every export has its own, so that none fills that of another.
-#[derive(Default)]
-pub struct Examiner {
-    state: Mutex<Jobs>,
-}
-
-#[derive(Default)]
-struct Jobs {
-    waiting: VecDeque<Job>,
-    has_thread: bool,
-}
-
-impl Examiner {
-    /// Whether as many jobs wait as there may be.
-    pub(super) fn is_full(&self) -> bool {
-        self.state().waiting.len() >= JOBS_MAX
-    }
-
-    /// What `job` returns, some day.
-    pub(super) fn examine<T: Send + 'static>(
-        self: &Arc<Self>,
-        job: impl FnOnce() -> T + Send + 'static,
-    ) -> Pending<T> {
-        let (answer, pending) = Pending::new();
-        self.run(Box::new(move || answer.send(job())));
-        pending
-    }
-
-    fn run(self: &Arc<Self>, job: Job) {
-        let mut state = self.state();
-        state.waiting.push_back(job);
-        if state.has_thread {
-            return;
-        }
-        let this = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("ringhaul-close".into());
-        // Without a thread the jobs wait for the next one that tries.
-        state.has_thread = thread.spawn(move || while this.run_next() {}).is_ok();
-    }
-
-    /// False when there is nothing more to do.
-    fn run_next(&self) -> bool {
-        let mut state = self.state();
-        let Some(job) = state.waiting.pop_front() else {
-            state.has_thread = false;
-            return false;
-        };
-        drop(state);
-        job();
-        true
-    }
-
-    fn state(&self) -> MutexGuard<'_, Jobs> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+use super::examiner::{Counted, Examiner};
 
 /// A descriptor of the front-end's. Dropping it does not wait.
 pub(super) struct ForeignFd {
     fd: Option<OwnedFd>,
-    examiner: Arc<Examiner>,
+    /// None: it was taken out.
+    counted: Option<Counted>,
 }
 
 impl ForeignFd {
     pub(super) fn new(fd: OwnedFd, examiner: Arc<Examiner>) -> Self {
-        Self { fd: Some(fd), examiner }
+        Self { fd: Some(fd), counted: Some(Counted::new(examiner)) }
     }
 
     /// The eventfd that it must be, made non-blocking; `what` names it. Nothing else can be watched
@@ -99,7 +36,7 @@ impl ForeignFd {
     pub(super) fn into_eventfd(mut self, what: &str) -> io::Result<OwnedFd> {
         let kind = self.kind()?;
         if kind.as_os_str() != EVENTFD {
-            let text = format!("{what} that is no eventfd but {}", kind.display());
+            let text = format!("{what} that is not an eventfd but {}", kind.display());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let flags = fcntl_getfl(self.as_fd())? | OFlags::NONBLOCK;
@@ -110,7 +47,7 @@ impl ForeignFd {
     /// The Unix stream socket that it must be.
     pub(super) fn into_unix_socket(mut self) -> io::Result<OwnedFd> {
         if !is_unix_stream(self.as_fd()) {
-            let text = "a channel for our messages that is no Unix stream socket";
+            let text = "a channel for our messages that is not a Unix stream socket";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         self.fd.take().ok_or_else(|| io::ErrorKind::InvalidInput.into())
@@ -121,8 +58,8 @@ impl ForeignFd {
         fcntl_get_seals(self.as_fd()).is_ok()
     }
 
-    fn into_file(mut self) -> Option<File> {
-        self.fd.take().map(File::from)
+    fn into_file(mut self) -> Option<(Arc<File>, Counted)> {
+        Some((Arc::new(self.fd.take()?.into()), self.counted.take()?))
     }
 
     /// What the kernel calls it: a path, or the kind of what has none.
@@ -140,14 +77,15 @@ impl ForeignFd {
 
 impl Drop for ForeignFd {
     fn drop(&mut self) {
-        let Some(fd) = self.fd.take() else { return };
+        let (Some(fd), Some(counted)) = (self.fd.take(), self.counted.take()) else { return };
         if !closes_at_once(fd.as_fd()) {
-            self.examiner.run(Box::new(move || drop(fd)));
+            let examiner = Arc::clone(counted.examiner());
+            examiner.close((fd, counted));
         }
     }
 }
 
-/// The socket of a connection. Closing it lets go of descriptors in messages that nobody has read,
+/// The socket of a connection. Closing it closes descriptors in messages that nobody has read,
 /// which may wait for ever; dropping it does not wait.
 pub(super) struct PeerSocket {
     socket: Option<UnixStream>,
@@ -185,13 +123,13 @@ impl AsFd for PeerSocket {
 
 impl Drop for PeerSocket {
     fn drop(&mut self) {
-        // Nothing more comes from now on. It fails when the front-end has gone by itself.
+        // Nothing more comes from now on. It fails when the front-end has left on its own.
         let _ = self.shutdown(Shutdown::Both);
         let has_unread = self.has_unread();
         if let Some(socket) = self.socket.take()
             && has_unread
         {
-            self.examiner.run(Box::new(move || drop(socket)));
+            self.examiner.close((socket, Counted::new(Arc::clone(&self.examiner))));
         }
     }
 }
@@ -199,24 +137,22 @@ impl Drop for PeerSocket {
 /// Files of one message, for as long as they are needed. Dropping it does not wait.
 pub(super) struct Files {
     pub(super) list: Vec<Arc<File>>,
-    examiner: Option<Arc<Examiner>>,
+    /// One for each.
+    counted: Vec<Counted>,
 }
 
 impl Files {
     pub(super) fn new(fds: Vec<ForeignFd>) -> Self {
-        let examiner = fds.first().map(|fd| Arc::clone(&fd.examiner));
-        Self {
-            list: fds.into_iter().filter_map(ForeignFd::into_file).map(Arc::new).collect(),
-            examiner,
-        }
+        let (list, counted) = fds.into_iter().filter_map(ForeignFd::into_file).unzip();
+        Self { list, counted }
     }
 }
 
 impl Drop for Files {
     fn drop(&mut self) {
-        let Some(examiner) = &self.examiner else { return };
-        for file in self.list.drain(..).filter_map(Arc::into_inner) {
-            drop(ForeignFd::new(file.into(), Arc::clone(examiner)));
+        for (file, counted) in self.list.drain(..).zip(self.counted.drain(..)) {
+            let fd = Arc::into_inner(file).map(OwnedFd::from);
+            drop(ForeignFd { fd, counted: Some(counted) });
         }
     }
 }
@@ -226,7 +162,7 @@ const EVENTFD: &str = "anon_inode:[eventfd]";
 /// Names of what the kernel makes itself, which a path never looks like: it begins with a slash.
 fn kind_of(fd: BorrowedFd<'_>) -> io::Result<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|error| {
-        let text = format!("cannot find out what descriptors are: {error}; /proc must be mounted");
+        let text = format!("cannot identify descriptors: {error}; /proc must be mounted");
         io::Error::new(error.kind(), text)
     })
 }
@@ -246,12 +182,11 @@ fn is_unix_stream(fd: BorrowedFd<'_>) -> bool {
 mod tests {
     use std::io::{Read, Write};
     use std::path::Path;
-    use std::sync::mpsc;
-    use std::time::{Duration, Instant};
 
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, memfd_create};
 
+    use super::super::examiner::tests::{hung, wait_until};
     use super::*;
 
     /// How many descriptors of this process lead to a file.
@@ -259,23 +194,6 @@ mod tests {
         let all = std::fs::read_dir("/proc/self/fd").unwrap();
         let links = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
         links.filter(|link| link == file).count()
-    }
-
-    fn wait_until(mut is_so: impl FnMut() -> bool) {
-        let start = Instant::now();
-        while !is_so() {
-            assert!(start.elapsed() < Duration::from_secs(30), "it does not happen");
-            std::thread::yield_now();
-        }
-    }
-
-    /// An examiner whose thread hangs until the sender is dropped.
-    fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
-        let examiner = Arc::new(Examiner::default());
-        let (sender, receiver) = mpsc::channel::<()>();
-        examiner.run(Box::new(move || receiver.recv().unwrap_or_default()));
-        wait_until(|| examiner.state().waiting.is_empty());
-        (examiner, sender)
     }
 
     #[test]
@@ -295,7 +213,7 @@ mod tests {
         // Nobody waited for it, and it is open still.
         assert_eq!(descriptors_of(&path), 6);
         drop(hang);
-        wait_until(|| descriptors_of(&path) == 1 && !examiner.state().has_thread);
+        wait_until(|| descriptors_of(&path) == 1 && examiner.is_idle());
     }
 
     #[test]
@@ -305,7 +223,7 @@ mod tests {
         let memory = memfd_create("harmless", MemfdFlags::CLOEXEC).unwrap();
         for fd in [event, memory] {
             drop(ForeignFd::new(fd, Arc::clone(&examiner)));
-            assert!(examiner.state().waiting.is_empty(), "it waits for the thread that hangs");
+            assert!(examiner.closes() == 0, "it waits for the thread that hangs");
         }
     }
 
@@ -320,20 +238,20 @@ mod tests {
                 (&*ours).read_exact(&mut [0]).unwrap();
             }
             drop(ours);
-            assert_eq!(examiner.state().waiting.len(), jobs, "read: {is_read}");
-            // The other side hears of the end all the same.
+            assert_eq!(examiner.closes(), jobs, "read: {is_read}");
+            // The other side sees the end anyway.
             assert!(matches!(theirs.read(&mut [0]), Ok(0) | Err(_)));
         }
         let (examiner, _hang) = hung();
         let (socket, _peer) = UnixStream::pair().unwrap();
         drop(ForeignFd::new(socket.into(), Arc::clone(&examiner)));
-        assert_eq!(examiner.state().waiting.len(), 1, "what it has was not read");
+        assert_eq!(examiner.closes(), 1, "what it has was not read");
     }
 
     #[test]
     fn a_thread_that_hangs_is_given_only_so_much() {
         let (examiner, hang) = hung();
-        for _ in 0..JOBS_MAX {
+        for _ in 0..512 {
             assert!(!examiner.is_full());
             let pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().0;
             drop(ForeignFd::new(pipe, Arc::clone(&examiner)));

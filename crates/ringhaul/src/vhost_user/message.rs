@@ -7,7 +7,7 @@ pub const HEADER_BYTES: usize = 12;
 
 /// The longest body of any message that there is: a front-end that announces more sends no
 /// messages.
-pub const MAX_BODY_BYTES: usize = 4096;
+pub(crate) const MAX_BODY_BYTES: usize = 4096;
 
 /// Numbers of messages ("Front-end message types").
 #[expect(missing_docs, reason = "the names are the specification's")]
@@ -28,17 +28,17 @@ pub mod code {
     pub const SET_PROTOCOL_FEATURES: u32 = 16;
     pub const GET_QUEUE_NUM: u32 = 17;
     pub const SET_VRING_ENABLE: u32 = 18;
-    pub const SET_BACKEND_REQ_FD: u32 = 21;
+    pub(crate) const SET_BACKEND_REQ_FD: u32 = 21;
     pub const GET_CONFIG: u32 = 24;
     pub const SET_CONFIG: u32 = 25;
     pub const RESET_DEVICE: u32 = 34;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
-    pub const SET_STATUS: u32 = 39;
-    pub const GET_STATUS: u32 = 40;
+    pub(crate) const SET_STATUS: u32 = 39;
+    pub(crate) const GET_STATUS: u32 = 40;
     /// Of the other direction ("Back-end message types"): the configuration has changed.
-    pub const BACKEND_CONFIG_CHANGE: u32 = 2;
+    pub(crate) const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
 /// The feature bit that says that there are protocol features.

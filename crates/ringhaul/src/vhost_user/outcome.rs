@@ -1,21 +1,23 @@
-//! What comes of a message: an answer, a refusal, or work that must be waited for. A refusal ends
-//! the connection where nothing else tells the front-end of it; that is for the session to say.
+//! The result of a message: an answer, a refusal, or work that must be waited for. A refusal ends
+//! the connection if nothing else shows it to the front-end; the session decides that.
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
+use device::Pending;
 use virtqueue::GuestMemory;
 
 use super::message::RingAddresses;
-use crate::pending::Pending;
+use super::undo::Undo;
 
-/// What comes of a message.
+/// The result of a message.
 pub(super) enum Outcome {
     /// It has an answer of its own.
     Answer(Vec<u8>),
     /// It was carried out.
     Done,
-    /// It was not, and the connection goes on.
+    /// It was not, and the connection continues.
     Refuse(Refusal),
     /// It will be.
     Later(Work),
@@ -24,7 +26,7 @@ pub(super) enum Outcome {
 /// Why a message is not carried out.
 pub(super) struct Refusal {
     pub(super) text: String,
-    /// Front-end and device would go apart if the front-end did not hear of it.
+    /// Front-end and device would disagree if the front-end did not learn of it.
     pub(super) must_be_heard: bool,
 }
 
@@ -53,6 +55,8 @@ pub(super) enum Work {
     Stop(Change),
     /// Rings start, as far as they can; then it is answered.
     Start(Start),
+    /// The memory before it is unmapped; then it is answered. What is mapped counts until then.
+    Unmap(Pending<()>),
 }
 
 /// What can be done only while rings do not run.
@@ -62,7 +66,7 @@ pub(super) enum Change {
     Size(usize, u16),
     Addresses(usize, RingAddresses),
     Base(usize, u16),
-    Kick(usize, Option<OwnedFd>),
+    Kick(usize, Option<Arc<OwnedFd>>),
     GetBase(usize),
     Disable(usize),
     ResetOwner,
@@ -70,11 +74,22 @@ pub(super) enum Change {
     Reset {
         keep_writeback: bool,
     },
+    /// A ring did not start after a change, which is refused for this reason.
+    Restore(Undo, Refusal),
 }
 
-/// Which rings start, and the answer that is given afterwards.
+/// The answer when rings have started.
 pub(super) struct Start {
-    pub(super) answer: Option<Vec<u8>>,
-    /// A ring that does not start is no fault of this message.
-    pub(super) is_tolerant: bool,
+    pub(super) answer: Result<Option<Vec<u8>>, Refusal>,
+    /// What was before the message, which is refused if a ring does not start. None: that is no
+    /// fault of this message.
+    pub(super) undo: Option<Undo>,
+    /// Memory that goes meanwhile.
+    pub(super) unmapped: Option<Pending<()>>,
+}
+
+impl Start {
+    pub(super) fn without_answer(undo: Undo) -> Self {
+        Self { answer: Ok(None), undo: Some(undo), unmapped: None }
+    }
 }

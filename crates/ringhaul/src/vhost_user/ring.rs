@@ -6,27 +6,31 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::Remote;
+use device::{Device, Pending, QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
 use virtqueue::{GuestMemory, MAX_QUEUE_SIZE};
 
 use super::message::RingAddresses;
-use crate::blk::BlkDevice;
-use crate::pending::Pending;
-use crate::queue::{QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
 
 /// A ring is *started* by its kick descriptor and *enabled* by a message of its own; it is served
 /// while it is both. A kick that came before stays in the eventfd, and a queue is processed once
 /// unasked when it starts, so none is lost.
 #[derive(Default)]
 pub(super) struct RingState {
-    pub(super) size: u16,
-    pub(super) addresses: Option<RingAddresses>,
+    pub(super) settings: RingSettings,
     pub(super) next_avail: u16,
-    pub(super) started: bool,
-    pub(super) enabled: bool,
-    pub(super) kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     err: Option<OwnedFd>,
     service: Service,
+}
+
+/// What the front-end has set.
+#[derive(Clone, Default)]
+pub(super) struct RingSettings {
+    pub(super) size: u16,
+    pub(super) addresses: Option<RingAddresses>,
+    pub(super) started: bool,
+    pub(super) enabled: bool,
+    pub(super) kick: Option<Arc<OwnedFd>>,
 }
 
 /// The queue behind the ring.
@@ -63,30 +67,33 @@ impl RingState {
         }
     }
 
-    /// Begins to start the queue if what was said so far asks for that.
+    /// Begins to start the queue, number `index` of the device, if what was said so far asks for
+    /// that.
     pub(super) fn begin_start(
         &mut self,
-        device: &BlkDevice,
+        index: u16,
+        device: &Device,
         memory: &Arc<GuestMemory>,
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
-        if !(self.started && self.enabled && matches!(self.service, Service::Stopped)) {
+        let RingSettings { size, addresses, started, enabled, kick } = &self.settings;
+        if !(*started && *enabled && matches!(self.service, Service::Stopped)) {
             return Ok(());
         }
         // Memory and addresses may still be on their way.
-        let Some(addresses) = self.addresses else { return Ok(()) };
-        if self.size == 0 || memory.num_regions() == 0 {
+        let Some(addresses) = *addresses else { return Ok(()) };
+        if *size == 0 || memory.num_regions() == 0 {
             return Ok(());
         }
         let setup = QueueSetup {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
-            kick: clone(self.kick.as_ref())?,
+            kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref())?,
             err: clone(self.err.as_ref())?,
         };
-        let handle = device.begin_start_queue(thread, setup);
+        let handle = device.begin_start_queue(index, thread, setup);
         handle.wake(waker);
         self.service = Service::Starting(handle);
         Ok(())
@@ -146,7 +153,12 @@ impl RingState {
         }
     }
 
-    #[cfg(feature = "sim")]
+    /// How many descriptors are open for it: its eventfds, and again in its queue.
+    pub(super) fn descriptors(&self) -> usize {
+        let of_queue = [self.settings.kick.is_some(), self.call.is_some(), self.err.is_some()];
+        2 * of_queue.into_iter().filter(|is_there| *is_there).count()
+    }
+
     pub(super) fn next_avail_now(&self) -> Option<u16> {
         match &self.service {
             Service::Stopped => Some(self.next_avail),
@@ -156,25 +168,25 @@ impl RingState {
     }
 
     pub(super) fn set_call(&mut self, call: Option<OwnedFd>) -> io::Result<()> {
-        self.call = call;
         if let Service::Running(running) = &self.service {
-            running.set_call(clone(self.call.as_ref())?);
+            running.set_call(clone(call.as_ref())?);
         }
+        self.call = call;
         Ok(())
     }
 
     pub(super) fn set_err(&mut self, err: Option<OwnedFd>) -> io::Result<()> {
-        self.err = err;
         if let Service::Running(running) = &self.service {
-            running.set_err(clone(self.err.as_ref())?);
+            running.set_err(clone(err.as_ref())?);
         }
+        self.err = err;
         Ok(())
     }
 
     /// As after GET_VRING_BASE: a kick starts it again.
     pub(super) fn set_stopped(&mut self) {
-        self.started = false;
-        self.kick = None;
+        self.settings.started = false;
+        self.settings.kick = None;
     }
 
     /// As before anything was said of it, but for the eventfds that tell the driver something.
@@ -189,7 +201,7 @@ impl RingState {
             })
         };
         Ok(Ring {
-            size: self.size,
+            size: self.settings.size,
             desc_table: guest(addresses.desc_table)?,
             avail_ring: guest(addresses.avail_ring)?,
             used_ring: guest(addresses.used_ring)?,

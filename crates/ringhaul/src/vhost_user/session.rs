@@ -7,17 +7,17 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockio::Remote;
+use device::{Device, Pending};
 use rustix::event::PollFlags;
 use virtqueue::MappingRules;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
-use super::foreign::Examiner;
+use super::examiner::Examiner;
 use super::message::{Header, code};
 use super::outcome::{Change, Outcome, Refusal, Work};
-use crate::blk::BlkDevice;
 
-/// How long a front-end may be connected without a word, while others wait for its place.
+/// How long a front-end may be connected without a message, while others wait for its place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The message was carried out.
@@ -29,14 +29,14 @@ const NACK: [u8; 8] = 1_u64.to_ne_bytes();
 #[derive(Clone)]
 pub struct SessionSetup {
     /// The device that is served.
-    pub device: BlkDevice,
+    pub device: Device,
     /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
     pub threads: Vec<Remote>,
     /// What the front-end may have mapped.
     pub rules: MappingRules,
     /// Where descriptors are examined that may make one wait. One for each export.
     pub examiner: Arc<Examiner>,
-    /// Woken when [`Session::progress`] has something to do that its socket does not tell of.
+    /// Woken when [`Session::progress`] has something to do that its socket does not show.
     pub waker: Waker,
 }
 
@@ -49,7 +49,7 @@ pub enum Progress {
     Waiting,
     /// A message was answered. There may be more.
     Handled,
-    /// A message was refused, for this reason, and the connection goes on. There may be more.
+    /// A message was refused, for this reason, and the connection continues. There may be more.
     Refused(String),
     /// The session is over: all requests are answered, the front-end sees the connection closed.
     Ended(End),
@@ -58,9 +58,9 @@ pub enum Progress {
 /// Why a session has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
-    /// Who serves wanted it to.
+    /// The export asked it to.
     Asked,
-    /// The front-end has gone, maybe by an error.
+    /// The front-end has disconnected, maybe by an error.
     Gone(Option<String>),
     /// The front-end does not speak the protocol, or not any more.
     Dropped(String),
@@ -71,17 +71,17 @@ pub enum End {
 pub struct Load {
     /// Requests that were taken and are not answered, as of the last run of each queue.
     pub requests: u32,
-    /// Whether IoThreads have heard all that they were told.
+    /// Whether IoThreads have seen all their commands.
     pub has_heard: bool,
 }
 
-/// One front-end that has attached. It has no thread and no clock: whoever drives it calls
+/// One front-end that has connected. It has no thread and no clock: its driver calls
 /// [`progress`](Self::progress) whenever there may be something to do.
 pub struct Session {
     channel: Channel,
     connection: Connection,
     stage: Stage,
-    /// Until when it must have said something. None: it has.
+    /// Until when its first message must have come. None: it has.
     silence: Option<Instant>,
 }
 
@@ -96,11 +96,17 @@ enum Stage {
     },
     /// Queues stop for good.
     Ending(End),
+    /// The front-end has seen the end, and its memory is unmapped before another is accepted.
+    Leaving {
+        end: End,
+        unmapped: Pending<()>,
+        since: Instant,
+    },
     Ended,
 }
 
 impl Session {
-    /// A session on a connected socket, which needs not be non-blocking.
+    /// A session on a connected socket, which need not be non-blocking.
     #[must_use]
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
@@ -114,7 +120,7 @@ impl Session {
         Self { silence: None, ..self }
     }
 
-    /// Does what there is to do, at most one message of it. Never waits.
+    /// Does the work that is due, at most one message of it. Never waits.
     pub fn progress(&mut self, now: Instant) -> Progress {
         match std::mem::replace(&mut self.stage, Stage::Ended) {
             Stage::Ready => {
@@ -129,8 +135,17 @@ impl Session {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
             Stage::Ending(end) if self.connection.end() => {
-                self.connection.let_go();
+                let unmapped = self.connection.let_go();
                 self.channel.shut_down();
+                let Some(unmapped) = unmapped else { return Progress::Ended(end) };
+                self.stage = Stage::Leaving { end, unmapped, since: now };
+                self.progress(now)
+            }
+            Stage::Leaving { end, unmapped, since } => {
+                if unmapped.check() == Poll::Pending && now < since + MESSAGE_LIMIT {
+                    self.stage = Stage::Leaving { end, unmapped, since };
+                    return Progress::Waiting;
+                }
                 Progress::Ended(end)
             }
             Stage::Ending(end) => {
@@ -141,20 +156,20 @@ impl Session {
         }
     }
 
-    /// Begins to let go of the front-end. It sees the hang-up only when all its requests are
-    /// answered, because then it reads from the rings where to go on.
+    /// Begins to disconnect the front-end. It sees the hang-up only when all its requests are
+    /// answered, because then it reads from the rings where to continue.
     pub fn begin_end(&mut self) {
         self.end(End::Asked);
     }
 
-    /// What to poll the socket for: nothing at all, where a hang-up is told; `None`: not even that.
+    /// What to poll the socket for: nothing, where a hang-up still shows; `None`: not even that.
     #[must_use]
     pub fn interest(&self) -> Option<PollFlags> {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
             Stage::Ready => Some(PollFlags::IN),
             Stage::Working { .. } => Some(PollFlags::empty()),
-            Stage::Ending(_) | Stage::Ended => None,
+            Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended => None,
         }
     }
 
@@ -163,7 +178,8 @@ impl Session {
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
             Stage::Ready => self.patience_ends().map(|(deadline, _)| deadline),
-            Stage::Working { work: Work::Map(_), since, .. } => Some(*since + MESSAGE_LIMIT),
+            Stage::Working { work: Work::Map(_) | Work::Unmap(_), since, .. }
+            | Stage::Leaving { since, .. } => Some(*since + MESSAGE_LIMIT),
             Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
         }
     }
@@ -183,26 +199,25 @@ impl Session {
 
     /// The avail entry that a queue pops next; none while it is started or stopped, or has no
     /// room for chains.
-    #[cfg(feature = "sim")]
     #[must_use]
     pub fn next_avail(&self, queue: usize) -> Option<u16> {
         self.connection.next_avail(queue)
     }
 
     fn end(&mut self, end: End) {
-        if !matches!(self.stage, Stage::Ending(_)) {
+        if !matches!(self.stage, Stage::Ending(_) | Stage::Leaving { .. }) {
             self.stage = Stage::Ending(end);
         }
     }
 
     fn patience_ends(&self) -> Option<(Instant, &'static str)> {
-        let silence = self.silence.map(|deadline| (deadline, "it has not said anything"));
+        let silence = self.silence.map(|deadline| (deadline, "it has sent no message"));
         self.channel.deadline().or(silence)
     }
 
     fn listen(&mut self, now: Instant) -> Progress {
         let received = match self.channel.flush(now) {
-            Ok(true) => self.channel.receive(now),
+            Ok(true) => self.channel.receive(now, self.connection.descriptors()),
             Ok(false) => Received::Nothing,
             Err(error) => Received::Closed(Some(error)),
         };
@@ -224,7 +239,7 @@ impl Session {
         self.progress(now)
     }
 
-    /// Goes on with a message for as long as nothing has to be waited for.
+    /// Continues with a message for as long as nothing has to be waited for.
     fn conclude(
         &mut self,
         header: Header,
@@ -268,7 +283,7 @@ impl Session {
         Progress::Refused(text)
     }
 
-    /// Takes the next step of what waits; an error is the same once more: it still waits.
+    /// Takes the next step of what waits; on an error it still waits.
     fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
         match work {
             Work::Map(map) => match map.check() {
@@ -280,6 +295,10 @@ impl Session {
                     Ok(Outcome::Refuse(Refusal::to_be_heard(text)))
                 }
             },
+            Work::Unmap(unmapped) => match unmapped.check() {
+                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Unmap(unmapped)),
+                _ => Ok(Outcome::Done),
+            },
             Work::Stop(change) => match self.connection.settle() {
                 Poll::Pending => Err(Work::Stop(change)),
                 Poll::Ready(Ok(())) => Ok(self.connection.apply(change)),
@@ -287,7 +306,7 @@ impl Session {
             },
             Work::Start(start) => match self.connection.settle() {
                 Poll::Pending => Err(Work::Start(start)),
-                Poll::Ready(result) => Ok(Connection::started(start, result)),
+                Poll::Ready(result) => Ok(self.connection.started(start, result)),
             },
         }
     }

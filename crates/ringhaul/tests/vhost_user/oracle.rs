@@ -179,7 +179,7 @@ fn a_change_of_the_configuration_is_told() {
         listener.handle_request().unwrap();
         assert_eq!(heard.lock().unwrap().changes, count);
     }
-    // What is no socket is no channel, and one that is full or closed does not hold us up.
+    // What is not a socket is not a channel, and one that is full or closed does not block us.
     let refused =
         scene.ask(&mut session, &mut frontend, &Request::SetBackendReqFd, &[&new_eventfd()]);
     assert_ne!(refused, [0; 8]);

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
-use ringhaul::blk::BlkDevice;
-use ringhaul::blk::config::BlkOptions;
+use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
+use device::blk::config::BlkOptions;
+use device::{Device, LogEvents};
 use ringhaul::vhost_user::message::{
     F_PROTOCOL_FEATURES, HEADER_BYTES, Header, Region, Request, RingAddresses,
 };
@@ -30,23 +30,25 @@ const USER_ADDR: u64 = 0x7f00_0000_0000;
 
 pub(crate) struct Scene {
     pub(crate) io: IoThread,
-    pub(crate) device: BlkDevice,
+    pub(crate) device: Device,
     pub(crate) now: Instant,
     /// Messages that were refused while the connection went on.
     pub(crate) refused: Vec<String>,
+    /// What the next session may have mapped.
+    pub(crate) rules: MappingRules,
     examiner: Arc<Examiner>,
 }
 
 impl Scene {
     pub(crate) fn new() -> Self {
-        let config = IoThreadConfig { engine: EngineKind::Threads, ..IoThreadConfig::default() };
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let io = IoThread::new(&config).unwrap();
         let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
-        let options =
-            BlkOptions { name: "test".into(), num_queues: QUEUES, ..BlkOptions::default() };
-        let device = BlkDevice::new(source, options);
+        let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
+        let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
         let (refused, examiner) = (Vec::new(), Arc::new(Examiner::default()));
-        Self { io, device, now: Instant::now(), refused, examiner }
+        let rules = MappingRules::default();
+        Self { io, device, now: Instant::now(), refused, rules, examiner }
     }
 
     /// A session and its front-end.
@@ -60,7 +62,7 @@ impl Scene {
         let setup = SessionSetup {
             device: self.device.clone(),
             threads: vec![self.io.remote()],
-            rules: MappingRules::default(),
+            rules: self.rules.clone(),
             examiner: Arc::clone(&self.examiner),
             waker: Waker::noop().clone(),
         };

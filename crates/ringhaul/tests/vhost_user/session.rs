@@ -4,9 +4,10 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use blockio::Wait;
-use ringhaul::vhost_user::message::{Config, Header, Request, code};
+use ringhaul::vhost_user::message::{Config, Header, Region, Request, RingAddresses, code};
 use ringhaul::vhost_user::{End, PROTOCOL_FEATURES, Progress};
 use rustix::event::PollFlags;
+use virtqueue::MappingBudget;
 
 use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
 
@@ -77,14 +78,14 @@ fn half_a_message_has_a_time_limit() {
         let mut scene = Scene::new();
         let (mut session, mut frontend) = scene.attach();
         scene.negotiate(&mut session, &mut frontend);
-        assert_eq!(session.deadline(), None, "who has said something may be silent");
+        assert_eq!(session.deadline(), None, "after the first message it may be silent");
         frontend.send_bytes(&request[..cut], &[]);
         assert_eq!(scene.drive(&mut session), None);
         assert_eq!(session.deadline(), Some(scene.now + MESSAGE_LIMIT));
         scene.now += MESSAGE_LIMIT - MOMENT;
         assert_eq!(scene.drive(&mut session), None);
         scene.now += MOMENT;
-        assert!(is_dropped(scene.drive(&mut session).as_ref(), "half a message"));
+        assert!(is_dropped(scene.drive(&mut session).as_ref(), "the rest of a message"));
         assert!(frontend.is_closed());
     }
 }
@@ -96,7 +97,7 @@ fn a_silent_front_end_has_a_time_limit_unless_nobody_waits() {
     scene.now += SILENCE_LIMIT - MOMENT;
     assert_eq!(scene.drive(&mut session), None);
     scene.now += MOMENT;
-    assert!(is_dropped(scene.drive(&mut session).as_ref(), "not said anything"));
+    assert!(is_dropped(scene.drive(&mut session).as_ref(), "it has sent no message"));
 
     let (session, _frontend) = scene.attach();
     let mut session = session.with_patience();
@@ -121,7 +122,7 @@ fn answers_that_nobody_takes_have_a_time_limit() {
     assert_eq!(scene.drive(&mut session), None);
     scene.now += MESSAGE_LIMIT;
     let end = scene.drive(&mut session);
-    assert!(is_dropped(end.as_ref(), "does not take an answer"), "{end:?}");
+    assert!(is_dropped(end.as_ref(), "does not read an answer"), "{end:?}");
 }
 
 #[test]
@@ -227,12 +228,12 @@ fn a_kick_must_be_an_eventfd_too() {
             Request::SetVringErr { index: 0, has_fd: true },
         ] {
             assert_eq!(scene.ask(&mut session, &mut frontend, &request, &[&fd]), NACK);
-            assert!(scene.refused.pop().is_some_and(|text| text.contains("no eventfd")));
+            assert!(scene.refused.pop().is_some_and(|text| text.contains("not an eventfd")));
         }
     }
 }
 
-/// Messages that wait for queues hold up nobody else, and a hang-up is seen meanwhile.
+/// Messages that wait for queues delay nobody else, and a hang-up is seen meanwhile.
 #[test]
 fn a_message_that_waits_for_a_queue() {
     for request in [
@@ -375,5 +376,115 @@ fn the_configuration_is_written_by_drivers_and_migrations() {
     assert_eq!(write(0, 0, present), (false, 1), "a driver may not");
     for flags in [2, 3, 4, u32::MAX] {
         assert_eq!(write(32, flags, vec![0]), (false, 1), "flags {flags:#x}");
+    }
+}
+
+/// Addresses of a ring at `place`, as [`Scene::start`] lays it out.
+fn addresses(place: u64) -> RingAddresses {
+    let (avail_ring, used_ring) = (place + 0x1000, place + 0x2000);
+    RingAddresses { desc_table: place, avail_ring, used_ring }
+}
+
+/// A refusal means that nothing has changed: what ran goes on as it was, what did not does not.
+#[test]
+fn what_is_refused_leaves_nothing_behind() {
+    let kick = new_eventfd();
+    let outside = addresses(region().user_addr - 0x10_0000);
+    let odd = addresses(region().user_addr + 0x8001);
+    // A table of 16 entries fits there, a longer one does not; nor does a used ring with an event.
+    let end = region().user_addr + region().size;
+    let tight = RingAddresses { used_ring: end - 4 - 8 * 16, ..addresses(end - 0x8000) };
+    let at_end = RingAddresses { desc_table: end - 16 * 16, ..addresses(end - 0x8000) };
+    let set_addresses = |addresses| Request::SetVringAddr { index: 1, addresses };
+    let set_kick = Request::SetVringKick { index: 1, has_fd: true };
+    let enable = Request::SetVringEnable { index: 1, value: 1 };
+    let set_size = |size| Request::SetVringNum { index: 1, size };
+    // What stands before, what is refused, and how many queues run then.
+    let table: [(&[Request], Request, usize); 8] = [
+        (&[], set_addresses(outside), 2),
+        (&[], set_addresses(odd), 2),
+        (&[], set_size(3), 2),
+        (&[set_addresses(at_end)], set_size(32), 2),
+        (&[set_addresses(tight)], Request::SetFeatures(1 << 32 | 1 << 30 | 1 << 29), 2),
+        (&[get_base(1), set_addresses(outside)], set_kick.clone(), 1),
+        (&[Request::SetVringEnable { index: 1, value: 0 }, set_addresses(outside)], enable, 1),
+        (&[get_base(1), set_addresses(odd)], set_kick.clone(), 1),
+    ];
+    for (before, refused, running) in table {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = scene.attach();
+        scene.set_up(&mut session, &mut frontend);
+        // Without events, which one of them wants.
+        let plain = Request::SetFeatures(1 << 32 | 1 << 30);
+        scene.tell(&mut session, &mut frontend, &plain, &[]);
+        for request in before {
+            let answer = scene.ask(&mut session, &mut frontend, request, &[]);
+            assert!(answer == ACK || *request == get_base(1), "{request:?}");
+        }
+        let fds: &[&OwnedFd] = if refused == set_kick { &[&kick] } else { &[] };
+        assert_eq!(scene.ask(&mut session, &mut frontend, &refused, fds), NACK, "{refused:?}");
+        assert_eq!(scene.io.io().tasks(), running, "queues after {refused:?}");
+        // The ring is where and as long as it was, so it runs as often as it is started.
+        if running == 1 {
+            let good = addresses(region().user_addr + 0x8000);
+            scene.tell(&mut session, &mut frontend, &set_addresses(good), &[]);
+            assert_eq!(scene.io.io().tasks(), 1, "half of {refused:?} was kept");
+        }
+        scene.ask(&mut session, &mut frontend, &get_base(1), &[]);
+        scene.tell(&mut session, &mut frontend, &set_kick, &[&kick]);
+        let enable = Request::SetVringEnable { index: 1, value: 1 };
+        scene.tell(&mut session, &mut frontend, &enable, &[]);
+        assert_eq!(scene.io.io().tasks(), 2, "queues at the end, after {refused:?}");
+    }
+}
+
+#[test]
+fn a_base_that_is_refused_is_not_kept() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    let base = |base| Request::SetVringBase { index: 1, base };
+    scene.tell(&mut session, &mut frontend, &base(3), &[]);
+    // Other memory takes the place of the ring's.
+    let other = Region { guest_addr: 0, user_addr: 0x1000, size: 0x1000, file_offset: 0 };
+    let memory = rustix::fs::memfd_create("other", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&memory, 0x1000).unwrap();
+    scene.tell(&mut session, &mut frontend, &Request::AddMemReg(other), &[&memory]);
+    scene.tell(&mut session, &mut frontend, &Request::RemMemReg(region()), &[]);
+    assert_eq!(scene.ask(&mut session, &mut frontend, &base(7), &[]), NACK);
+    let answer = scene.ask(&mut session, &mut frontend, &get_base(1), &[]);
+    assert_eq!(number(&answer) >> 32, 3);
+}
+
+/// Memory is unmapped on another thread, and counts until then; the front-end waits for that, and
+/// so does the next one.
+#[test]
+fn memory_that_goes_makes_room_for_what_comes_next() {
+    const BYTES: u64 = 1 << 30;
+    let mut scene = Scene::new();
+    let budget = MappingBudget::new("test", BYTES + (1 << 20));
+    scene.rules.budget = budget.clone();
+    let memory = rustix::fs::memfd_create("large", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&memory, BYTES).unwrap();
+    let large = Region { guest_addr: 1 << 40, user_addr: 1 << 40, size: BYTES, file_offset: 0 };
+    for _ in 0..8 {
+        let (mut session, mut frontend) = scene.attach();
+        scene.set_up(&mut session, &mut frontend);
+        for _ in 0..8 {
+            scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+            frontend.send(&Request::RemMemReg(large), true, &[]);
+            let mut answer = None;
+            wait_until(|| {
+                assert_eq!(scene.drive_all(&mut session), None);
+                answer = frontend.receive();
+                answer.is_some()
+            });
+            assert_eq!(answer.map(|(_, body)| body), Some(ACK.to_vec()), "{:?}", scene.refused);
+            assert_eq!(budget.mapped_bytes(), 1 << 20);
+        }
+        scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
+        drop(frontend);
+        wait_until(|| scene.drive_all(&mut session).is_some());
+        assert_eq!(budget.mapped_bytes(), 0);
     }
 }

@@ -11,15 +11,15 @@ use std::task::{Wake, Waker};
 use std::time::Instant;
 
 use blockio::Remote;
-use blockio::engine::sim::is_readable;
-use ringhaul::blk::BlkDevice;
+use blockio::engine::kernel::sim::is_readable;
+use device::Device;
 use ringhaul::vhost_user::message::{HEADER_BYTES, Header, Request};
 use ringhaul::vhost_user::{Examiner, Progress, Session, SessionSetup};
 use rustix::event::{PollFd, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtqueue::{MappingBudget, MappingRules};
 
-/// The session has something to do that its socket does not tell of.
+/// The session has something to do that its socket does not show.
 #[derive(Default)]
 struct Woken(AtomicBool);
 
@@ -43,13 +43,13 @@ pub(super) struct Link {
     /// What is left to send of a message that has begun.
     rest: Vec<u8>,
     received: Vec<u8>,
-    /// The daemon has been told to end the session.
+    /// The daemon has been asked to end the session.
     is_ending: bool,
 }
 
 impl Link {
     pub(super) fn new(
-        device: &BlkDevice,
+        device: &Device,
         threads: Vec<Remote>,
         budget: &MappingBudget,
         now: Instant,

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use ringhaul::blk::config::WRITEBACK_OFFSET;
+use device::blk::config::WRITEBACK_OFFSET;
 use ringhaul::vhost_user::PROTOCOL_FEATURES;
 use ringhaul::vhost_user::message::{
     Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,

@@ -1,6 +1,7 @@
 //! What comes back: whether each answer is right, and whether all of them together are.
 
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
+use virtqueue::driver::WRITE;
 
 use super::{Guest, State};
 use crate::blame::{self, Failed};
@@ -21,7 +22,7 @@ impl Guest {
         let mut memory = vec![0; image.len()];
         self.memory.read(*area, &mut memory).map_err(|error| error.to_string())?;
         let mut answer = Vec::new();
-        for piece in pieces.iter().filter(|piece| piece.writable) {
+        for piece in pieces.iter().filter(|piece| piece.flags & WRITE != 0) {
             let from = usize::try_from(piece.addr.wrapping_sub(*area)).unwrap_or(usize::MAX);
             let Some(bytes) = memory.get_mut(from..from.wrapping_add(piece.len as usize)) else {
                 continue;

@@ -12,7 +12,7 @@ impl Plan {
         let (name, value) = text.split_once('=').context("a setting is name=value")?;
         let least = KNOBS.iter().find(|(knob, _)| *knob == name).map_or(0, |(_, least)| *least);
         let knob = self.knob(name).with_context(|| format!("there is no setting `{name}`"))?;
-        *knob = value.parse().with_context(|| format!("the value of `{name}` is no number"))?;
+        *knob = value.parse().with_context(|| format!("the value of `{name}` is not a number"))?;
         ensure!(*knob >= least, "`{name}` is at least {least}");
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Disks that hang: they take ops, and answer none until they are told to.
+//! Disks that hang: they take ops, and answer none until they are released.
 
 use super::{Event, World};
 

@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-use blockio::engine::sim::{self, KernelOp, RingSetup, SqThread};
+use blockio::engine::kernel::sim::{self, KernelOp, RingSetup, SqThread};
 
 use super::{Event, Other, Running, World};
 use crate::content::SECTOR;

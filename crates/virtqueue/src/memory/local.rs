@@ -1,76 +1,62 @@
-//! A thread's reference to guest memory, and storage for its chains.
+//! A thread's reference to guest memory.
 
-use std::cell::RefCell;
 use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use iomem::{Buffers, Memory};
 use libc::iovec;
 
-use super::{GuestMemory, HostRanges};
-use crate::split::MAX_QUEUE_SIZE;
+use super::map::{GuestMemory, HostRegion, to_usize};
 
-/// The storage that a [`LocalMemory`] keeps for later chains, in iovecs: enough for the largest
-/// queue full of requests of the usual size, and a bound on what a hostile guest can make us keep.
-const MAX_SPARE_IOVECS: usize = 16 * MAX_QUEUE_SIZE as usize;
-
-/// A thread's own counted reference to a [`GuestMemory`]. A clone costs no atomic operation.
-///
-/// It also keeps storage of chains that are done, so that the next ones need no allocation.
+/// A thread's own counted reference to a [`GuestMemory`], and what lists of its ranges hold. A
+/// clone costs no atomic operation.
 #[derive(Debug, Clone)]
 pub struct LocalMemory(Rc<Local>);
 
 #[derive(Debug)]
 struct Local {
-    memory: Arc<GuestMemory>,
-    spare: RefCell<Spare>,
-}
-
-#[derive(Debug, Default)]
-struct Spare {
-    lists: Vec<Vec<iovec>>,
-    /// The sum of the capacities.
-    iovecs: usize,
+    map: Arc<GuestMemory>,
+    memory: Memory,
 }
 
 impl LocalMemory {
     /// Makes the thread's first reference; the others are clones of it.
-    pub fn new(memory: Arc<GuestMemory>) -> Self {
-        Self(Rc::new(Local { memory, spare: RefCell::default() }))
+    pub fn new(map: Arc<GuestMemory>) -> Self {
+        let memory = Memory::new(Arc::clone(&map));
+        Self(Rc::new(Local { map, memory }))
     }
 
     /// The map, to be shared with other threads.
     pub fn shared(&self) -> &Arc<GuestMemory> {
+        &self.0.map
+    }
+
+    /// What lists of ranges of this map hold.
+    #[inline]
+    pub(super) fn memory(&self) -> &Memory {
         &self.0.memory
     }
 
-    /// Gives storage back for later chains; drops it when enough is kept already.
+    /// A list of ranges that were found in this map, of `bytes` bytes together.
     #[inline]
-    pub fn recycle(&self, mut storage: Vec<iovec>) {
-        let capacity = storage.capacity();
-        let mut spare = self.0.spare.borrow_mut();
-        if capacity > 0 && spare.iovecs + capacity <= MAX_SPARE_IOVECS {
-            storage.clear();
-            spare.iovecs += capacity;
-            spare.lists.push(storage);
-        }
+    pub(super) fn buffers(&self, ranges: Vec<iovec>, bytes: usize) -> Buffers {
+        // SAFETY: only the translator of this map calls it, with ranges that the map has mapped for
+        // reading and writing. They stay mapped while `memory` lives, and no Rust reference is ever
+        // made to guest memory.
+        unsafe { Buffers::from_raw_parts(ranges, bytes, self.memory().clone()) }
     }
 
-    /// A list to fill: one that was given back, or a new one.
-    #[inline]
-    pub(super) fn storage(&self) -> Vec<iovec> {
-        let mut spare = self.0.spare.borrow_mut();
-        let storage = spare.lists.pop().unwrap_or_default();
-        spare.iovecs -= storage.capacity();
-        storage
-    }
-}
-
-impl HostRanges {
-    /// Ranges that storage is taken for, those that are used up included.
-    #[inline]
-    pub(crate) fn stored(&self) -> usize {
-        self.iovecs.len()
+    /// All of the map, for an engine that keeps its pages at hand.
+    #[must_use]
+    pub fn whole(&self) -> Buffers {
+        let range = |region: &HostRegion| iovec {
+            iov_base: region.host.cast(),
+            iov_len: to_usize(region.size),
+        };
+        let ranges: Vec<_> = self.hosts.iter().map(range).collect();
+        let bytes = ranges.iter().map(|range| range.iov_len).sum();
+        self.buffers(ranges, bytes)
     }
 }
 
@@ -79,6 +65,6 @@ impl Deref for LocalMemory {
 
     #[inline]
     fn deref(&self) -> &GuestMemory {
-        &self.0.memory
+        &self.0.map
     }
 }

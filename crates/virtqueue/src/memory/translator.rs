@@ -1,57 +1,17 @@
 //! From descriptors and guest addresses to ranges of this process.
 
-use std::ptr;
-
+use iomem::Buffers;
 use libc::iovec;
 
-use super::{DESCRIPTOR_BYTES, GuestMemory, HostRanges, HostRegion, LocalMemory, Table, to_usize};
+use super::local::LocalMemory;
+use super::map::{HostRegion, to_usize};
+use super::table::{DESCRIPTOR_BYTES, Descriptor, Table};
 use crate::error::ChainFault;
-use crate::split::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
+use crate::limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 
 /// The most pieces that the buffers of one chain may be in, for each direction. Descriptors alone
 /// cannot pass it; buffers that cross many small regions can.
 pub(crate) const MAX_PIECES: usize = 2 * (MAX_QUEUE_SIZE as usize + MAX_INDIRECT_ENTRIES as usize);
-
-/// One descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Descriptor {
-    pub(crate) addr: u64,
-    pub(crate) len: u32,
-    pub(crate) flags: u16,
-    pub(crate) next: u16,
-}
-
-impl Descriptor {
-    /// Decodes the two little-endian words of a descriptor, as loaded.
-    #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "takes the fields of a word apart")]
-    pub(super) fn from_words([low, high]: [u64; 2]) -> Self {
-        let (addr, rest) = (u64::from_le(low), u64::from_le(high));
-        Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
-    }
-}
-
-impl Table {
-    /// `host` is the address of all entries if they are within one region.
-    #[inline]
-    fn new(guest_addr: u64, entries: u16, host: Option<*mut u8>) -> Self {
-        let aligned = host.filter(|host| host.addr().is_multiple_of(align_of::<u64>()));
-        Self {
-            guest_addr,
-            entries,
-            host: aligned.map_or(ptr::null(), |host| host.cast_const().cast()),
-        }
-    }
-
-    #[cold]
-    pub(super) fn read_bytes(&self, memory: &GuestMemory, index: usize) -> Option<Descriptor> {
-        let (mut low, mut high) = ([0; size_of::<u64>()], [0; size_of::<u64>()]);
-        let addr = self.guest_addr + (index * DESCRIPTOR_BYTES) as u64;
-        memory.read(addr, &mut low).ok()?;
-        memory.read(addr + low.len() as u64, &mut high).ok()?;
-        Some(Descriptor::from_words([u64::from_ne_bytes(low), u64::from_ne_bytes(high)]))
-    }
-}
 
 /// In which direction a buffer goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,14 +41,14 @@ impl List {
 
     /// Hands the list over and starts an empty one.
     #[inline]
-    fn take(&mut self, memory: &LocalMemory) -> HostRanges {
+    fn take(&mut self, memory: &LocalMemory) -> Buffers {
+        let bytes = std::mem::take(&mut self.bytes);
         let iovecs = if self.iovecs.is_empty() {
             Vec::new()
         } else {
-            std::mem::replace(&mut self.iovecs, memory.storage())
+            std::mem::replace(&mut self.iovecs, memory.memory().storage())
         };
-        let bytes = std::mem::take(&mut self.bytes);
-        HostRanges { iovecs, first: 0, bytes, memory: memory.clone() }
+        memory.buffers(iovecs, bytes)
     }
 }
 
@@ -110,7 +70,7 @@ impl Translator {
     pub(crate) fn new(memory: LocalMemory, desc_table: u64, entries: u16) -> Option<Self> {
         let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
         let main = Table::new(desc_table, entries, Some(host));
-        let list = || List { iovecs: memory.storage(), bytes: 0 };
+        let list = || List { iovecs: memory.memory().storage(), bytes: 0 };
         let (readable, writable) = (list(), list());
         Some(Self { memory, last: HostRegion::NONE, main, current: main, readable, writable })
     }
@@ -130,8 +90,8 @@ impl Translator {
         }
     }
 
-    /// Goes on in an indirect table. False, and nothing changes, when it is not wholly mapped. It
-    /// need not be aligned (virtio 1.3, section 2.7.5.3 asks for nothing) and may cross regions.
+    /// Continues in an indirect table. False, and no change, when it is not wholly mapped. It
+    /// need not be aligned (virtio 1.3, section 2.7.5.3 requires nothing) and may cross regions.
     #[inline]
     pub(crate) fn enter_indirect(&mut self, guest_addr: u64, entries: u16) -> bool {
         let len = usize::from(entries) * DESCRIPTOR_BYTES;
@@ -207,7 +167,7 @@ impl Translator {
 
     /// What the device may read and write, in the order in which it was added.
     #[inline]
-    pub(crate) fn finish_chain(&mut self) -> (HostRanges, HostRanges) {
+    pub(crate) fn finish_chain(&mut self) -> (Buffers, Buffers) {
         (self.readable.take(&self.memory), self.writable.take(&self.memory))
     }
 

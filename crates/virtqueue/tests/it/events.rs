@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::ring::{F_WRITE, ISLAND, Ring, pop};
+use crate::ring::{F_WRITE, Hand, ISLAND, new_ring, pop};
 
 const SIZE: u16 = 8;
 const BUFFER: [(u64, u32, u16); 1] = [(ISLAND, 16, F_WRITE)];
@@ -55,10 +55,10 @@ proptest! {
         first_used in start(),
         steps in steps(),
     ) {
-        let mut ring = Ring::new(SIZE, true);
+        let mut ring = new_ring(SIZE, true);
         ring.config.next_avail = first_avail;
         ring.set_avail_idx(first_avail);
-        ring.set_used_idx(first_used);
+        ring.put_used_idx(first_used);
         let mut queue = ring.queue();
         prop_assert!(queue.publish(), "the first is forced");
         // Far from zero, so that an event may lie before the start.
@@ -87,7 +87,7 @@ proptest! {
                 },
                 Step::Publish(distance) => {
                     let event = published.checked_add_signed(distance).expect("far from zero");
-                    ring.set_used_event(low(event));
+                    ring.put_used_event(low(event));
                     let wanted = (published..pushed).contains(&event);
                     prop_assert_eq!(queue.publish(), wanted, "event {}", event);
                     published = pushed;

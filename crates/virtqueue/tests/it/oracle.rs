@@ -8,14 +8,12 @@ use std::sync::{Arc, OnceLock};
 use proptest::prelude::*;
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use virtqueue::{
-    Chain, GuestMemory, LocalMemory, MappingRules, QueueConfig, RegionConfig, SplitQueue,
-};
+use virtqueue::{Chain, GuestMemory, LocalMemory, MappingRules, RegionConfig, SplitQueue};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use crate::ring::{
-    AVAIL_RING, BORDER, DESC_TABLE, Desc, F_INDIRECT, F_NEXT, F_WRITE, HOLE, ISLAND, ISLAND_BYTES,
-    RANGES, USED_RING, contents, memfd, write_desc,
+    AVAIL_RING, BORDER, DESC_TABLE, Entry, F_INDIRECT, F_NEXT, F_WRITE, HOLE, ISLAND, ISLAND_BYTES,
+    RANGES, USED_RING, config, contents, memfd, write_desc,
 };
 
 /// The largest queue here; small ones find more.
@@ -82,18 +80,6 @@ fn patterns() -> &'static [Vec<u8>] {
     })
 }
 
-fn config(size: u16) -> QueueConfig {
-    QueueConfig {
-        size,
-        desc_table: DESC_TABLE,
-        avail_ring: AVAIL_RING,
-        used_ring: USED_RING,
-        event_idx: true,
-        indirect: true,
-        next_avail: 0,
-    }
-}
-
 fn oracle_queue(size: u16) -> Queue {
     let mut queue = Queue::new(size).expect("a power of two");
     let half = |addr: u64| Some(u32::try_from(addr).expect("a low address"));
@@ -112,7 +98,7 @@ fn compare(twins: &Twins, size: u16, heads: &[u16], avail_idx: u16, expect_good:
     twins.ours.write(AVAIL_RING + 2, &avail_idx.to_le_bytes()).expect("mapped");
 
     let local = LocalMemory::new(Arc::clone(&twins.ours));
-    let mut queue = SplitQueue::new(local, config(size)).expect("the set-up is good");
+    let mut queue = SplitQueue::new(local, config(size, true)).expect("the set-up is good");
     let mut oracle = oracle_queue(size);
     let mut popped = 0;
     loop {
@@ -232,7 +218,7 @@ fn write_chain(
     used.first().copied()
 }
 
-fn hostile_desc(size: u16) -> impl Strategy<Value = Desc> {
+fn hostile_desc(size: u16) -> impl Strategy<Value = Entry> {
     let edges: Vec<u64> = RANGES
         .iter()
         .flat_map(|&(start, size)| [start.wrapping_sub(1), start, start + 1, start + size - 1])

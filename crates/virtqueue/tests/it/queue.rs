@@ -2,19 +2,24 @@
 
 use std::sync::Arc;
 
+use virtqueue::driver::Used;
 use virtqueue::{
     GuestMemory, LocalMemory, MAX_QUEUE_SIZE, QueueConfig, QueueError, RingPart, SplitQueue,
 };
 
 use crate::ring::{
-    AVAIL_RING, BORDER, DESC_TABLE, F_WRITE, HOLE, ISLAND, ISLAND_BYTES, Ring, USED_RING, contents,
-    pop,
+    AVAIL_RING, BORDER, DESC_TABLE, F_WRITE, HOLE, Hand, ISLAND, ISLAND_BYTES, USED_RING, contents,
+    new_ring, pop,
 };
 
 const BUFFER: [(u64, u32, u16); 1] = [(ISLAND, 16, F_WRITE)];
 
+fn used(head: u32, bytes: u32) -> Used {
+    Used { head, bytes }
+}
+
 fn error_of(change: impl FnOnce(&mut QueueConfig)) -> QueueError {
-    let mut ring = Ring::new(16, true);
+    let mut ring = new_ring(16, true);
     change(&mut ring.config);
     ring.try_queue().expect_err("the set-up is bad")
 }
@@ -26,7 +31,7 @@ fn sizes_are_powers_of_two() {
         assert_eq!(error, QueueError::Size { size, max: MAX_QUEUE_SIZE });
     }
     for size in [1, 2, 16, MAX_QUEUE_SIZE] {
-        let mut ring = Ring::new(size, true);
+        let mut ring = new_ring(size, true);
         ring.chain(0, &BUFFER);
         let mut queue = ring.queue();
         assert_eq!(queue.size(), size);
@@ -58,7 +63,7 @@ fn parts_of_the_ring_are_aligned_and_in_one_region() {
 
 #[test]
 fn a_ring_may_end_with_its_region() {
-    let mut ring = Ring::new(16, true);
+    let mut ring = new_ring(16, true);
     ring.config.avail_ring = ISLAND + ISLAND_BYTES - 38;
     ring.config.used_ring = HOLE - 136;
     ring.config.desc_table = BORDER - 256;
@@ -75,7 +80,7 @@ fn a_ring_may_end_with_its_region() {
 fn a_host_address_is_checked_for_alignment_too() {
     // A front-end may place a region at any address, so guest alignment alone says nothing.
     let memory = GuestMemory::anonymous(&[(0x1001, 0x10000)]).unwrap();
-    let mut config = Ring::new(16, true).config;
+    let mut config = new_ring(16, true).config;
     (config.desc_table, config.avail_ring, config.used_ring) = (0x2000, 0x3000, 0x4000);
     let result = SplitQueue::new(LocalMemory::new(Arc::new(memory)), config);
     assert!(matches!(result, Err(QueueError::Misaligned { .. })));
@@ -83,7 +88,7 @@ fn a_host_address_is_checked_for_alignment_too() {
 
 #[test]
 fn used_elements_appear_with_publish_and_not_before() {
-    let mut ring = Ring::new(4, false);
+    let mut ring = new_ring(4, false);
     for head in 0..3 {
         ring.chain(head, &BUFFER);
     }
@@ -97,18 +102,18 @@ fn used_elements_appear_with_publish_and_not_before() {
     assert_eq!((ring.used_idx(), queue.in_device()), (0, 1));
     assert!(queue.publish());
     assert_eq!(ring.used_idx(), 2);
-    assert_eq!((ring.used(0), ring.used(1)), ((2, 17), (0, u32::MAX)));
+    assert_eq!([ring.used(0), ring.used(1)], [used(2, 17), used(0, u32::MAX)]);
     queue.push(1, 0);
     assert!(queue.publish());
-    assert_eq!((ring.used_idx(), ring.used(2), queue.in_device()), (3, (1, 0), 0));
+    assert_eq!((ring.used_idx(), ring.used(2), queue.in_device()), (3, used(1, 0), 0));
 }
 
 #[test]
 fn a_stopped_queue_goes_on_where_it_was() {
-    let mut ring = Ring::new(8, false);
+    let mut ring = new_ring(8, false);
     ring.config.next_avail = 0xfffe;
     ring.set_avail_idx(0xfffe);
-    ring.set_used_idx(0xfffd);
+    ring.put_used_idx(0xfffd);
     let mut queue = ring.queue();
     assert!(queue.pop().unwrap().is_none(), "processed once unasked, and nothing there");
     for head in 0..4 {
@@ -121,15 +126,15 @@ fn a_stopped_queue_goes_on_where_it_was() {
     assert_eq!(queue.next_avail(), 2);
     assert!(queue.publish());
     assert_eq!(ring.used_idx(), 1);
-    assert_eq!((ring.used(0xfffd), ring.used(0)), ((0, 1), (3, 1)));
+    assert_eq!([ring.used(0xfffd), ring.used(0)], [used(0, 1), used(3, 1)]);
 }
 
 #[test]
 fn the_first_publish_and_forced_ones_call() {
     for event_idx in [false, true] {
-        let mut ring = Ring::new(8, event_idx);
-        ring.set_avail_flags(1);
-        ring.set_used_event(0x4000);
+        let mut ring = new_ring(8, event_idx);
+        ring.put_avail_flags(1);
+        ring.put_used_event(0x4000);
         let mut queue = ring.queue();
         assert!(queue.publish(), "a call is forced after start, even without elements");
         assert!(!queue.publish());
@@ -146,13 +151,13 @@ fn the_first_publish_and_forced_ones_call() {
 
 #[test]
 fn without_event_idx_a_flag_suppresses_calls() {
-    let mut ring = Ring::new(8, false);
+    let mut ring = new_ring(8, false);
     // Where the event would be; it must not be looked at.
-    ring.set_used_event(0);
+    ring.put_used_event(0);
     let mut queue = ring.queue();
     assert!(queue.publish());
     for (flags, expected) in [(0, true), (1, false), (0xfffe, true), (0xffff, false)] {
-        ring.set_avail_flags(flags);
+        ring.put_avail_flags(flags);
         ring.chain(0, &BUFFER);
         pop(&mut queue);
         queue.push(0, 0);
@@ -162,8 +167,8 @@ fn without_event_idx_a_flag_suppresses_calls() {
 
 #[test]
 fn with_event_idx_the_event_decides_through_the_whole_wrap() {
-    let mut ring = Ring::new(8, true);
-    ring.set_avail_flags(1);
+    let mut ring = new_ring(8, true);
+    ring.put_avail_flags(1);
     let mut queue = ring.queue();
     assert!(queue.publish());
     let mut used_idx = 0_u16;
@@ -175,7 +180,7 @@ fn with_event_idx_the_event_decides_through_the_whole_wrap() {
         for head in 0..batch {
             ring.chain(head, &BUFFER);
         }
-        ring.set_used_event(event);
+        ring.put_used_event(event);
         for head in 0..batch {
             assert_eq!(pop(&mut queue).head, head);
             queue.push(head, 0);
@@ -190,7 +195,7 @@ fn with_event_idx_the_event_decides_through_the_whole_wrap() {
 
 #[test]
 fn kicks_are_enabled_by_the_event_or_the_flag() {
-    let mut ring = Ring::new(8, true);
+    let mut ring = new_ring(8, true);
     let mut queue = ring.queue();
     assert_eq!(ring.used_flags(), 0, "the flag has no meaning with event idx");
     assert!(!queue.enable_kicks());
@@ -205,7 +210,7 @@ fn kicks_are_enabled_by_the_event_or_the_flag() {
     assert!(!queue.enable_kicks());
     assert_eq!((ring.avail_event(), ring.used_flags()), (1, 0));
 
-    let mut ring = Ring::new(8, false);
+    let mut ring = new_ring(8, false);
     let mut queue = ring.queue();
     assert_eq!(ring.used_flags(), 1, "kicks start disabled");
     assert!(!queue.enable_kicks());
@@ -223,7 +228,7 @@ fn kicks_are_enabled_by_the_event_or_the_flag() {
 
 #[test]
 fn avail_idx_is_read_only_when_chains_run_out() {
-    let mut ring = Ring::new(8, false);
+    let mut ring = new_ring(8, false);
     let mut queue = ring.queue();
     ring.chain(0, &BUFFER);
     ring.chain(1, &BUFFER);
@@ -236,7 +241,7 @@ fn avail_idx_is_read_only_when_chains_run_out() {
 
 #[test]
 fn an_avail_idx_too_far_ahead_is_an_error() {
-    let mut ring = Ring::new(8, false);
+    let mut ring = new_ring(8, false);
     let mut queue = ring.queue();
     for avail_idx in [9, 0x8000, 0xffff] {
         ring.set_avail_idx(avail_idx);
@@ -252,7 +257,7 @@ fn an_avail_idx_too_far_ahead_is_an_error() {
 
 #[test]
 fn more_chains_than_the_queue_has_entries_are_an_error() {
-    let mut ring = Ring::new(4, false);
+    let mut ring = new_ring(4, false);
     let mut queue = ring.queue();
     for _ in 0..4 {
         ring.chain(0, &BUFFER);
@@ -270,7 +275,7 @@ fn more_chains_than_the_queue_has_entries_are_an_error() {
 
 #[test]
 fn memory_can_change_under_a_queue() {
-    let mut ring = Ring::new(8, true);
+    let mut ring = new_ring(8, true);
     ring.chain(0, &[(ISLAND, 8, 0), (ISLAND + 8, 8, F_WRITE)]);
     ring.chain(2, &[(ISLAND, 8, F_WRITE)]);
     let mut queue = ring.queue();
@@ -301,7 +306,7 @@ fn memory_can_change_under_a_queue() {
     let mut answer = [0; 8];
     before.read(ISLAND + 8, &mut answer).unwrap();
     assert_eq!(&answer, b"answered");
-    assert_eq!(Arc::strong_count(&before), 2);
+    assert!(Arc::strong_count(&before) > 1);
     drop(old);
     assert_eq!(Arc::strong_count(&before), 1);
 }

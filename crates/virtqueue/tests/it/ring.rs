@@ -3,18 +3,18 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use iomem::Buffers;
 use rustix::fs::{MemfdFlags, memfd_create};
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, Segments, SplitQueue};
+use virtqueue::driver::{self, Desc};
+use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue};
 
-pub(crate) const F_NEXT: u16 = 1;
-pub(crate) const F_WRITE: u16 = 2;
-pub(crate) const F_INDIRECT: u16 = 4;
+pub(crate) use driver::{INDIRECT as F_INDIRECT, NEXT as F_NEXT, WRITE as F_WRITE};
 
 pub(crate) const DESC_TABLE: u64 = 0x1000;
 pub(crate) const AVAIL_RING: u64 = 0x6000;
 pub(crate) const USED_RING: u64 = 0x8000;
 
-/// Two regions that touch, and one by itself.
+/// Two regions that touch, and one apart.
 pub(crate) const RANGES: [(u64, u64); 3] =
     [(0, 0x2_0000), (BORDER, 0x1_0000), (ISLAND, ISLAND_BYTES)];
 /// Where the first region ends and the second starts.
@@ -31,126 +31,90 @@ pub(crate) fn memfd(bytes: u64) -> Arc<File> {
     Arc::new(file)
 }
 
+/// One buffer: guest address, bytes, flags.
+pub(crate) type Buffer = (u64, u32, u16);
+
 /// One descriptor: guest address, bytes, flags, next.
-pub(crate) type Desc = (u64, u32, u16, u16);
+pub(crate) type Entry = (u64, u32, u16, u16);
 
-/// Writes a descriptor into a table.
-pub(crate) fn write_desc(memory: &GuestMemory, table: u64, index: u16, desc: Desc) {
-    let (addr, len, flags, next) = desc;
-    let mut bytes = addr.to_le_bytes().to_vec();
-    bytes.extend(len.to_le_bytes());
-    bytes.extend(flags.to_le_bytes());
-    bytes.extend(next.to_le_bytes());
-    memory.write(table + u64::from(index) * 16, &bytes).expect("descriptor is mapped");
+/// The driver's view of a ring in memory of `RANGES`.
+pub(crate) type Ring = driver::Ring<Arc<GuestMemory>>;
+
+/// Of this size, with indirect descriptors, in fresh memory.
+pub(crate) fn new_ring(size: u16, event_idx: bool) -> Ring {
+    let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
+    Ring::new(memory, config(size, event_idx))
 }
 
-/// A ring and the driver's view of it.
-pub(crate) struct Ring {
-    pub(crate) memory: Arc<GuestMemory>,
-    pub(crate) config: QueueConfig,
-    avail_idx: u16,
-}
-
-impl Ring {
-    /// Of this size, with indirect descriptors, in fresh memory of `RANGES`.
-    pub(crate) fn new(size: u16, event_idx: bool) -> Self {
-        let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
-        let config = QueueConfig {
-            size,
-            desc_table: DESC_TABLE,
-            avail_ring: AVAIL_RING,
-            used_ring: USED_RING,
-            event_idx,
-            indirect: true,
-            next_avail: 0,
-        };
-        Self { memory, config, avail_idx: 0 }
+/// Where rings are, unless a test wants them elsewhere.
+pub(crate) fn config(size: u16, event_idx: bool) -> QueueConfig {
+    QueueConfig {
+        size,
+        desc_table: DESC_TABLE,
+        avail_ring: AVAIL_RING,
+        used_ring: USED_RING,
+        event_idx,
+        indirect: true,
+        next_avail: 0,
     }
+}
 
+/// What tests write as tuples, and the device's side.
+pub(crate) trait Hand {
     /// The device's side.
-    pub(crate) fn queue(&self) -> SplitQueue {
+    fn queue(&self) -> SplitQueue {
         self.try_queue().expect("the ring is good")
     }
 
-    pub(crate) fn try_queue(&self) -> Result<SplitQueue, QueueError> {
-        SplitQueue::new(LocalMemory::new(Arc::clone(&self.memory)), self.config)
-    }
+    fn try_queue(&self) -> Result<SplitQueue, QueueError>;
 
-    pub(crate) fn desc(&self, index: u16, desc: Desc) {
-        write_desc(&self.memory, self.config.desc_table, index, desc);
-    }
+    fn desc(&self, index: u16, entry: Entry);
 
     /// Writes buffers to consecutive descriptors from `first` on, links them, and makes them
     /// available.
-    pub(crate) fn chain(&mut self, first: u16, buffers: &[(u64, u32, u16)]) {
-        self.table(self.config.desc_table, first, buffers);
-        self.make_available(first);
-    }
+    fn chain(&mut self, first: u16, buffers: &[Buffer]);
 
     /// Writes linked buffers into a table.
-    pub(crate) fn table(&self, table: u64, first: u16, buffers: &[(u64, u32, u16)]) {
-        for (index, (left, &(addr, len, flags))) in
-            (first..).zip((0..buffers.len()).rev().zip(buffers))
-        {
-            let flags = if left > 0 { flags | F_NEXT } else { flags };
-            write_desc(&self.memory, table, index, (addr, len, flags, index.wrapping_add(1)));
-        }
+    fn table(&self, table: u64, first: u16, buffers: &[Buffer]);
+
+    /// Goes on from there.
+    fn set_avail_idx(&mut self, avail_idx: u16);
+}
+
+impl Hand for Ring {
+    fn try_queue(&self) -> Result<SplitQueue, QueueError> {
+        SplitQueue::new(LocalMemory::new(Arc::clone(&self.memory)), self.config)
     }
 
-    pub(crate) fn make_available(&mut self, head: u16) {
-        let entry = u64::from(self.avail_idx & (self.config.size - 1));
-        self.put(self.config.avail_ring + 4 + entry * 2, head);
-        self.set_avail_idx(self.avail_idx.wrapping_add(1));
+    fn desc(&self, index: u16, entry: Entry) {
+        self.put_desc(index, desc_of(entry));
     }
 
-    pub(crate) fn set_avail_idx(&mut self, avail_idx: u16) {
-        self.avail_idx = avail_idx;
-        self.put(self.config.avail_ring + 2, avail_idx);
+    fn chain(&mut self, first: u16, buffers: &[Buffer]) {
+        self.table(self.config.desc_table, first, buffers);
+        self.offer(first);
     }
 
-    pub(crate) fn set_avail_flags(&self, flags: u16) {
-        self.put(self.config.avail_ring, flags);
+    fn table(&self, table: u64, first: u16, buffers: &[Buffer]) {
+        let buffers: Vec<Desc> =
+            buffers.iter().map(|&(addr, len, flags)| desc_of((addr, len, flags, 0))).collect();
+        self.put_table(table, first, &buffers);
     }
 
-    pub(crate) fn set_used_event(&self, event: u16) {
-        self.put(self.config.avail_ring + 4 + 2 * u64::from(self.config.size), event);
+    fn set_avail_idx(&mut self, avail_idx: u16) {
+        self.next_avail = avail_idx;
+        self.put_avail_idx(avail_idx);
     }
+}
 
-    pub(crate) fn avail_event(&self) -> u16 {
-        self.get(self.config.used_ring + 4 + 8 * u64::from(self.config.size))
-    }
+/// Writes a descriptor into a table.
+pub(crate) fn write_desc(memory: &GuestMemory, table: u64, index: u16, entry: Entry) {
+    let addr = table + u64::from(index) * 16;
+    memory.write(addr, &desc_of(entry).bytes()).expect("descriptor is mapped");
+}
 
-    pub(crate) fn used_flags(&self) -> u16 {
-        self.get(self.config.used_ring)
-    }
-
-    pub(crate) fn used_idx(&self) -> u16 {
-        self.get(self.config.used_ring + 2)
-    }
-
-    pub(crate) fn set_used_idx(&self, used_idx: u16) {
-        self.put(self.config.used_ring + 2, used_idx);
-    }
-
-    /// A used element: head and length.
-    pub(crate) fn used(&self, index: u16) -> (u32, u32) {
-        let entry = u64::from(index & (self.config.size - 1));
-        let (mut id, mut len) = ([0; 4], [0; 4]);
-        let addr = self.config.used_ring + 4 + entry * 8;
-        self.memory.read(addr, &mut id).expect("used ring is mapped");
-        self.memory.read(addr + 4, &mut len).expect("used ring is mapped");
-        (u32::from_le_bytes(id), u32::from_le_bytes(len))
-    }
-
-    fn put(&self, addr: u64, value: u16) {
-        self.memory.write(addr, &value.to_le_bytes()).expect("ring is mapped");
-    }
-
-    fn get(&self, addr: u64) -> u16 {
-        let mut bytes = [0; 2];
-        self.memory.read(addr, &mut bytes).expect("ring is mapped");
-        u16::from_le_bytes(bytes)
-    }
+fn desc_of((addr, len, flags, next): Entry) -> Desc {
+    Desc { addr, len, flags, next }
 }
 
 /// Pops a chain that must be there.
@@ -159,7 +123,7 @@ pub(crate) fn pop(queue: &mut SplitQueue) -> Chain {
 }
 
 /// All bytes of the segments, which must agree with what they say of themselves.
-pub(crate) fn contents(segments: &Segments) -> Vec<u8> {
+pub(crate) fn contents(segments: &Buffers) -> Vec<u8> {
     let sum: usize = segments.iovecs().iter().map(|iovec| iovec.iov_len).sum();
     assert_eq!(segments.bytes(), sum);
     assert_eq!(segments.is_empty(), sum == 0);

@@ -12,7 +12,8 @@ use virtqueue::{
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
 use crate::ring::{
-    AVAIL_RING, BORDER, DESC_TABLE, F_INDIRECT, F_WRITE, HOLE, ISLAND, Ring, USED_RING, memfd, pop,
+    AVAIL_RING, BORDER, DESC_TABLE, F_INDIRECT, F_WRITE, HOLE, Hand, ISLAND, Ring, USED_RING,
+    memfd, new_ring, pop,
 };
 
 const REGION: u64 = 0x1_0000;
@@ -36,7 +37,7 @@ fn ring() -> (Ring, [Arc<File>; 3]) {
     let (low, low_file) = region(0, BORDER);
     let (high, high_file) = region(BORDER, REGION);
     let (island, island_file) = region(ISLAND, REGION);
-    let mut ring = Ring::new(8, true);
+    let mut ring = new_ring(8, true);
     ring.memory = Arc::new(map(&[low, high, island]));
     (ring, [low_file, high_file, island_file])
 }
@@ -88,7 +89,7 @@ fn a_buffer_that_is_gone_is_as_one_that_was_never_mapped() {
     let mut bytes = [1; 16];
     assert_eq!(chain.readable.copy_to(0, &mut bytes), 16);
     assert_eq!(bytes, [0; 16]);
-    assert!(!chain.readable.memory().is_intact());
+    assert!(!chain.memory.is_intact());
     queue.push(0, 1);
 
     ring.chain(0, &[(ISLAND, 16, 0), (BORDER, 1, F_WRITE)]);
@@ -100,7 +101,7 @@ fn a_buffer_that_is_gone_is_as_one_that_was_never_mapped() {
     ring.chain(1, &[(BORDER, 16, F_WRITE)]);
     let chain = pop(&mut queue);
     assert_eq!((chain.head, chain.fault), (1, None));
-    assert!(chain.writable.memory().is_intact());
+    assert!(chain.memory.is_intact());
     assert_eq!((queue.in_device(), queue.next_avail()), (1, 3));
     queue.push(1, 16);
     assert!(queue.publish());
@@ -133,7 +134,7 @@ fn a_queue_whose_ring_is_gone_is_bad() {
         }
         assert!(addr < BORDER && HOLE == BORDER + REGION);
         let mut queue = ring.queue();
-        // So that zeroes are no valid avail idx, nor an unchanged one.
+        // So that zeroes are not a valid avail idx, and not an unchanged one.
         for head in 0..4 {
             ring.chain(head, &[(ISLAND, 16, F_WRITE)]);
             assert_eq!(pop(&mut queue).head, head);

@@ -2,12 +2,9 @@
 
 use std::io;
 
-use super::Ring;
+use crate::engine::kernel::Ring;
+use crate::engine::kernel::ring_abi::{BUFFERS_MAX, FILES_MAX};
 
-/// Files that can be registered; others work all the same.
-pub(super) const FILES_MAX: u32 = 256;
-/// Pieces of memory that can be registered; others work all the same.
-pub(super) const BUFFERS_MAX: u32 = 2048;
 /// The kernel takes no piece of more than 1 GiB.
 const PIECE_MAX: usize = 1 << 30;
 
@@ -128,7 +125,7 @@ impl FixedBuffers {
         // SAFETY: an empty piece refers to no memory. Ops in the kernel hold the pages themselves.
         let result = unsafe { ring.update_buffer(u32::from(piece.index), nothing) };
         if let Err(error) = result {
-            tracing::warn!("cannot give memory back that io_uring has registered: {error}");
+            tracing::warn!("cannot unregister memory from io_uring: {error}");
         }
     }
 }

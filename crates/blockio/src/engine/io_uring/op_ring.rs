@@ -5,11 +5,12 @@ use std::io;
 
 use io_uring::{cqueue, opcode, squeue, types};
 
-use super::Ring;
 use super::fixed::FixedBuffers;
-use crate::engine::Completer;
+use crate::engine::completer::Completer;
+use crate::engine::kernel::Ring;
 use crate::op::{OpKind, OpView};
 use crate::stats::Stats;
+use iomem::fits;
 
 /// `BLOCK_URING_CMD_DISCARD` of linux/blkdev.h: `_IO(0x12, 0)`.
 const BLOCK_URING_CMD_DISCARD: u32 = 0x1200;
@@ -63,10 +64,6 @@ impl OpRing {
 
     /// Fills submission entries for queued ops, as many as `max` and the ring allow.
     pub(super) fn push(&mut self, max: usize, done: &mut Completer<'_>) -> usize {
-        if !self.queued.is_empty() && self.in_kernel == 0 {
-            // No completion would end the wait for room, if watches have filled the ring.
-            self.ring.make_room(Some(done.stats));
-        }
         let count = self.queued.len().min(self.ring.room()).min(max);
         if count == 0 {
             return 0;
@@ -84,6 +81,11 @@ impl OpRing {
         }
         done.stats.submitted_at_once.record(count as u64);
         count
+    }
+
+    /// Whether ops that found the submission ring full may be pushed now: waits for room if so.
+    pub(super) fn makes_room(&mut self, stats: &Stats) -> bool {
+        !self.queued.is_empty() && self.ring.room() == 0 && self.ring.make_room(Some(stats))
     }
 
     /// Submits entries, if there are any.
@@ -128,7 +130,8 @@ impl OpRing {
     /// `ops` of the entries were completions of ops.
     pub(super) fn end_harvest(&mut self, entries: Vec<cqueue::Entry>, ops: usize) {
         self.entries = entries;
-        self.in_kernel = self.in_kernel.saturating_sub(ops);
+        assert!(ops <= self.in_kernel, "io_uring has completed {ops} ops of {}", self.in_kernel);
+        self.in_kernel -= ops;
     }
 }
 
@@ -197,5 +200,5 @@ fn single(view: &OpView) -> (*mut u8, u32) {
 }
 
 fn count(view: &OpView) -> u32 {
-    u32::try_from(view.iovecs_len).unwrap_or(u32::MAX)
+    fits(view.iovecs_len, "a count of iovecs")
 }

@@ -4,9 +4,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use io_uring::{cqueue, opcode, types};
+use iomem::fits;
 use rustix::io::Errno;
 
-use super::Ring;
+use crate::engine::kernel::Ring;
 use crate::rare::Rare;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
@@ -92,8 +93,8 @@ impl Watches {
         let Some(watch) = self.watches[index].take() else { return };
         self.lost.iter_mut().for_each(|lost| lost.indices.retain(|&other| other != index));
         if !ring.make_room(None) {
-            // The poll goes on until the ring ends; nobody looks at what it says.
-            tracing::debug!("io_uring takes no entry; an eventfd stays watched");
+            // The poll continues until the ring ends; nobody looks at its result.
+            tracing::debug!("io_uring has no room for an entry; an eventfd stays watched");
             return;
         }
         let entry =
@@ -117,7 +118,7 @@ impl Watches {
         }
         let (fd, token) = (watch.fd, watch.token);
         if entry.result() < 0 {
-            self.lose(index, &format!("it answers with errno {}", -entry.result()), now);
+            self.lose(index, &format!("it returned errno {}", -entry.result()), now);
             return Seen::Nothing;
         }
         self.wait = REARM_MIN;
@@ -126,27 +127,27 @@ impl Watches {
             if ring.make_room(None) {
                 self.arm(ring, index, fd, token);
             } else {
-                self.lose(index, "it takes no entry", now);
+                self.lose(index, "it has no room for an entry", now);
             }
         }
         Seen::Event(token)
     }
 
-    /// Has a watch armed again after a while. What happens to its eventfd meanwhile is seen then,
+    /// Arms a watch again after a while. What happens to its eventfd meanwhile is seen then,
     /// because a poll begins with a look.
     fn lose(&mut self, index: usize, why: &str, now: Instant) {
         if let Some(left_out) = self.log.permit(now) {
             let wait = self.wait;
             tracing::error!(
                 left_out,
-                "io_uring does not watch an eventfd any more: {why}; tried again in {wait:?}"
+                "io_uring has stopped watching an eventfd: {why}; trying again in {wait:?}"
             );
         }
         let arm_at = now + self.wait;
         self.lost.get_or_insert(Lost { indices: Vec::new(), arm_at }).indices.push(index);
     }
 
-    /// When watches are to be armed again.
+    /// When to arm watches again.
     #[inline]
     pub(super) fn arm_at(&self) -> Option<Instant> {
         self.lost.as_ref().map(|lost| lost.arm_at)
@@ -162,7 +163,7 @@ impl Watches {
             if ring.make_room(None) {
                 self.arm(ring, index, fd, token);
             } else {
-                self.lose(index, "it takes no entry", now);
+                self.lose(index, "it has no room for an entry", now);
             }
         }
     }
@@ -180,7 +181,7 @@ fn user_data(index: usize, serial: u32) -> u64 {
 }
 
 fn index_and_serial(user_data: u64) -> (usize, u32) {
-    let low = u32::try_from(user_data & u64::from(u32::MAX)).unwrap_or(u32::MAX);
-    let high = u32::try_from(user_data >> 32).unwrap_or(u32::MAX);
+    let low: u32 = fits(user_data & u64::from(u32::MAX), "a half of a word");
+    let high: u32 = fits(user_data >> 32, "a half of a word");
     (low as usize, high & SERIAL_MASK)
 }

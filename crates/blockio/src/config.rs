@@ -1,0 +1,200 @@
+//! How an IoThread is set up.
+
+use std::fmt;
+use std::time::Duration;
+
+/// Which engine an IoThread has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineKind {
+    /// io_uring: one ring for submissions, completions and everything that the loop waits for.
+    IoUring,
+    /// Linux AIO with the completion ring read in userspace. Asynchronous for files opened with
+    /// `O_DIRECT`; with the page cache a submit waits for the disk.
+    Aio,
+    /// Blocking system calls on a pool of threads.
+    Threads,
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::IoUring => "io_uring",
+            Self::Aio => "aio",
+            Self::Threads => "threads",
+        })
+    }
+}
+
+/// Where engine `aio` finds completions: for measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CompletionRing {
+    /// In the ring that the kernel shares with the process, without a system call.
+    #[default]
+    Userspace,
+    /// By `io_getevents`, as a program does that does not know the ring.
+    Getevents,
+}
+
+/// An engine, and how it is set up: what only one of them has is here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineConfig {
+    /// See [`EngineKind::IoUring`].
+    IoUring {
+        /// A kernel thread takes submissions in, so that a submit needs no system call. It burns a
+        /// core while there is work.
+        sqpoll: bool,
+        /// Completions of reads and writes are polled for on disks that can do that (direct I/O on
+        /// a device whose driver has queues for it); the device makes no interrupts for them. The
+        /// loop does not sleep, or little, while it has such ops.
+        iopoll: bool,
+    },
+    /// See [`EngineKind::Aio`].
+    Aio {
+        /// For measurement: where completions are found.
+        completion_ring: CompletionRing,
+    },
+    /// See [`EngineKind::Threads`].
+    Threads,
+}
+
+impl EngineConfig {
+    /// Which engine it is.
+    #[must_use]
+    pub fn kind(&self) -> EngineKind {
+        match self {
+            Self::IoUring { .. } => EngineKind::IoUring,
+            Self::Aio { .. } => EngineKind::Aio,
+            Self::Threads => EngineKind::Threads,
+        }
+    }
+}
+
+impl From<EngineKind> for EngineConfig {
+    /// With what is best for most.
+    fn from(kind: EngineKind) -> Self {
+        EngineOptions::default().engine(kind)
+    }
+}
+
+/// What is wished of whichever engine it will be: each takes what it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineOptions {
+    /// See [`EngineConfig::IoUring`].
+    pub sqpoll: bool,
+    /// See [`EngineConfig::IoUring`].
+    pub iopoll: bool,
+    /// See [`EngineConfig::Aio`].
+    pub completion_ring: CompletionRing,
+}
+
+impl EngineOptions {
+    /// The engine of this kind, with what it has of this.
+    #[must_use]
+    pub fn engine(self, kind: EngineKind) -> EngineConfig {
+        let Self { sqpoll, iopoll, completion_ring } = self;
+        match kind {
+            EngineKind::IoUring => EngineConfig::IoUring { sqpoll, iopoll },
+            EngineKind::Aio => EngineConfig::Aio { completion_ring },
+            EngineKind::Threads => EngineConfig::Threads,
+        }
+    }
+}
+
+/// When fewer ops of a disk than there are go to the kernel: see `pacing.rs`, which says why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PacingConfig {
+    /// Completions that come together, fewer than this, say nothing.
+    pub convoy_min: usize,
+    /// So many times in a row all ops complete together before it is tried to keep some back.
+    pub convoys: u32,
+    /// Ops in each span of a trial.
+    pub span_ops: usize,
+    /// How many ops the outcome of a trial holds for.
+    pub period_ops: usize,
+    /// The least number of ops that a disk may have in the kernel. A client with few requests has
+    /// them all on the disk. One with eight has six, where the disk is faster that way.
+    pub limit_min: usize,
+}
+
+impl Default for PacingConfig {
+    fn default() -> Self {
+        Self { convoy_min: 6, convoys: 16, span_ops: 1024, period_ops: 128 * 1024, limit_min: 4 }
+    }
+}
+
+/// How an IoThread is set up.
+#[derive(Debug, Clone)]
+pub struct IoThreadConfig {
+    /// How ops reach the kernel. An [`EngineKind`] is turned into an engine with its defaults.
+    pub engine: EngineConfig,
+    /// The most ops in the kernel at once, 1 to 65,535; more than that wait. Linux AIO counts it
+    /// against `fs.aio-max-nr`.
+    pub depth: u32,
+    /// The longest that the loop busy-polls before it sleeps. It polls only as long as that has
+    /// paid lately; zero is never.
+    pub poll_max: Duration,
+    /// The share of the time in percent, 0 to 100, that may go into busy-polling.
+    pub poll_budget_percent: u32,
+    /// The loop is part of another one, which waits for the IoThread's descriptor instead of taking
+    /// turns with [`Wait::ForEvent`](crate::Wait::ForEvent). Engine `io_uring` does without what
+    /// makes a sleep in the ring cheaper: completions that are put off until somebody asks for
+    /// them, of which the descriptor says nothing.
+    pub embedded: bool,
+    /// The most bytes of memory at once for what devices cannot take as it is: misaligned buffers,
+    /// zeroes that have to be written. It is parted equally among the disks of the IoThread (at
+    /// least 64 KiB for each, so many disks may take more), and requests wait for their part in
+    /// order.
+    pub bounce_bytes: usize,
+    /// When ops of a disk are kept back. The defaults are for real disks; a simulation with short
+    /// runs has smaller numbers.
+    pub pacing: PacingConfig,
+    /// For measurement: whether completions are looked for right after each submit. If not, they
+    /// are found only when the kernel wakes the loop.
+    pub harvest_on_submit: bool,
+    /// For measurement: the most ops that one submit gives to the kernel, at least 1.
+    pub submit_max: u32,
+}
+
+impl Default for IoThreadConfig {
+    fn default() -> Self {
+        Self {
+            engine: EngineConfig::Threads,
+            depth: 1024,
+            poll_max: Duration::from_micros(Self::POLL_MAX_US.into()),
+            poll_budget_percent: Self::POLL_BUDGET_PERCENT.into(),
+            embedded: false,
+            bounce_bytes: 32 << 20,
+            pacing: PacingConfig::default(),
+            harvest_on_submit: true,
+            submit_max: u32::MAX,
+        }
+    }
+}
+
+impl IoThreadConfig {
+    /// The default of [`poll_max`](Self::poll_max) in microseconds.
+    pub const POLL_MAX_US: u16 = 64;
+    /// The default of [`poll_budget_percent`](Self::poll_budget_percent).
+    pub const POLL_BUDGET_PERCENT: u8 = 100;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_engine_takes_what_it_has() {
+        let completion_ring = CompletionRing::Getevents;
+        let options = EngineOptions { sqpoll: true, iopoll: true, completion_ring };
+        let engine = |kind| options.engine(kind);
+        let io_uring = EngineConfig::IoUring { sqpoll: true, iopoll: true };
+        assert_eq!(engine(EngineKind::IoUring), io_uring);
+        assert_eq!(engine(EngineKind::Aio), EngineConfig::Aio { completion_ring });
+        for kind in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+            assert_eq!(engine(kind).kind(), kind);
+            assert_eq!(EngineConfig::from(kind).kind(), kind);
+        }
+        let io_uring = EngineConfig::IoUring { sqpoll: false, iopoll: false };
+        assert_eq!(EngineConfig::from(EngineKind::IoUring), io_uring);
+    }
+}

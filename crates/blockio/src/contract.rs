@@ -1,0 +1,476 @@
+//! A future wakes the waker that it was polled with last (invariant 12 of ARCHITECTURE.md), for
+//! each engine of the kernel and, with `--cfg ringhaul_sim`, of a simulated one.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use futures_util::future::{Either, join, select};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use iomem::Buffers;
+
+use crate::clock;
+use crate::config::{EngineKind, IoThreadConfig};
+use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::io::Io;
+use crate::io_thread::IoThread;
+use crate::task_set::TaskSet;
+use crate::turn::{Activity, Wait};
+
+const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+const BYTES: usize = 64 << 10;
+const BLOCK: usize = 4096;
+
+/// An IoThread and a disk on it, whose blocks are full of their numbers.
+struct Scene {
+    /// Before the thread.
+    disk: Rc<Disk>,
+    thread: IoThread,
+    _file: tempfile::NamedTempFile,
+    #[cfg(ringhaul_sim)]
+    _installed: Option<crate::engine::kernel::sim::Installed>,
+}
+
+impl Scene {
+    fn new(engine: EngineKind) -> Self {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let content: Vec<u8> = (0..BYTES).map(|at| content_of(at / BLOCK)).collect();
+        std::fs::write(file.path(), content).unwrap();
+        // Two pieces of bounced memory at a time.
+        let config = IoThreadConfig {
+            engine: engine.into(),
+            depth: 64,
+            bounce_bytes: 0,
+            ..IoThreadConfig::default()
+        };
+        let thread = IoThread::new(&config).unwrap();
+        let options = DiskOptions { direct: true, ..DiskOptions::default() };
+        let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
+        Self {
+            disk: Rc::new(disk),
+            thread,
+            _file: file,
+            #[cfg(ringhaul_sim)]
+            _installed: None,
+        }
+    }
+
+    fn io(&self) -> &Rc<Io> {
+        self.thread.io()
+    }
+
+    /// Runs `future` as a task until it ends. Fails where a wake is lost: nothing is left to wait
+    /// for then.
+    fn run(&self, future: impl Future<Output = ()> + 'static) {
+        let ended = Rc::new(Cell::new(false));
+        let end = Rc::clone(&ended);
+        self.io().spawn(async move {
+            future.await;
+            end.set(true);
+        });
+        while !ended.get() {
+            if self.thread.turn(Wait::Never).unwrap() == Activity::Idle && !ended.get() {
+                assert!(self.waits_for_something(), "a wake was lost");
+                self.thread.turn(Wait::ForEvent).unwrap();
+            }
+        }
+        self.settle();
+    }
+
+    fn waits_for_something(&self) -> bool {
+        let io = self.io();
+        let engine = &io.ops.borrow().engine;
+        let soon = clock::now() + Duration::from_secs(60);
+        engine.queued() + engine.in_kernel() > 0
+            || io.reactor.borrow().next_timer().is_some_and(|when| when < soon)
+            || io.mailbox.is_posted()
+    }
+
+    /// Takes turns until the kernel has answered what nobody waits for.
+    fn settle(&self) {
+        while self.io().ops() > 0 {
+            self.thread.turn(Wait::Never).unwrap();
+        }
+    }
+}
+
+fn content_of(block: usize) -> u8 {
+    u8::try_from(block + 1).unwrap()
+}
+
+/// Reads a block; `shift` bytes beside what the device takes.
+async fn read(disk: &Disk, block: usize, shift: usize) {
+    let mut buffers = Buffers::aligned(BLOCK + shift, BLOCK);
+    buffers.advance(shift);
+    let view = buffers.again();
+    disk.read((block * BLOCK) as u64, buffers).await.unwrap();
+    assert_eq!(view.to_vec(), vec![content_of(block); BLOCK]);
+}
+
+fn blocks() -> std::ops::Range<usize> {
+    0..BYTES / BLOCK
+}
+
+async fn unordered(disk: Rc<Disk>) {
+    // Every other one waits for its part of the memory for misaligned requests.
+    let mut reads: FuturesUnordered<_> =
+        blocks().map(|block| read(&disk, block, block % 2 * 512 + block % 2)).collect();
+    let mut count = 0;
+    while reads.next().await.is_some() {
+        count += 1;
+    }
+    assert_eq!(count, blocks().len());
+}
+
+async fn joined(io: Rc<Io>, disk: Rc<Disk>) {
+    let soon = clock::now() + Duration::from_millis(1);
+    let sleeps = join(io.sleep_until(soon), io.sleep_until(soon + Duration::from_millis(1)));
+    let flushes: FuturesUnordered<_> = (0..4).map(|_| disk.flush()).collect();
+    let flushes = flushes.for_each(|flushed| {
+        flushed.unwrap();
+        std::future::ready(())
+    });
+    join(join(read(&disk, 1, 0), read(&disk, 2, 1)), join(sleeps, flushes)).await;
+}
+
+async fn selected(io: Rc<Io>, disk: Rc<Disk>) {
+    for round in 0..10 {
+        let (first, second) = (pin!(read(&disk, 3, round % 2)), pin!(read(&disk, 4, 0)));
+        match select(first, second).await {
+            // The loser is dropped at the end of the round.
+            Either::Left(_) if round % 3 > 0 => {}
+            Either::Left((_, loser)) => loser.await,
+            Either::Right((_, loser)) => loser.await,
+        }
+        let until = clock::now() + Duration::from_secs(3600);
+        let reads = pin!(read(&disk, 5, 0));
+        match select(reads, pin!(io.sleep_until(until))).await {
+            Either::Left(_) => {}
+            Either::Right(_) => panic!("an hour has passed"),
+        }
+    }
+}
+
+type Moved = Rc<RefCell<Option<Pin<Box<dyn Future<Output = ()>>>>>>;
+
+/// A future that one task has polled ends in another one.
+async fn moved(io: Rc<Io>, futures: Vec<Pin<Box<dyn Future<Output = ()>>>>) {
+    for mut future in futures {
+        // Polled once, in this task.
+        let is_ready = poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_ready())).await;
+        if is_ready {
+            continue;
+        }
+        let (place, ended) = (Moved::default(), Rc::new(Cell::new(false)));
+        *place.borrow_mut() = Some(future);
+        let (end, this) = (Rc::clone(&ended), io.this_task());
+        let other = Rc::clone(&io);
+        io.spawn(async move {
+            let future = place.borrow_mut().take().unwrap();
+            future.await;
+            end.set(true);
+            other.wake(this);
+        });
+        while !ended.get() {
+            io.suspend().await;
+        }
+    }
+}
+
+fn moved_futures(io: &Rc<Io>, disk: &Rc<Disk>) -> Vec<Pin<Box<dyn Future<Output = ()>>>> {
+    let own = Rc::clone(disk);
+    let mut set = TaskSet::new(Rc::clone(io));
+    let of_set = Rc::clone(disk);
+    let sleeper = Rc::clone(io);
+    vec![
+        Box::pin(async move { read(&own, 6, 0).await }),
+        Box::pin(unordered(Rc::clone(disk))),
+        Box::pin(async move {
+            for block in blocks() {
+                let disk = Rc::clone(&of_set);
+                set.start(async move { read(&disk, block, 0).await }).await;
+            }
+            set.finish().await;
+        }),
+        Box::pin(async move {
+            sleeper.sleep_until(clock::now() + Duration::from_millis(1)).await;
+        }),
+    ]
+}
+
+/// Sets in sets, and sets among others: each has futures of its own.
+async fn nested(io: Rc<Io>, disk: Rc<Disk>) {
+    let set_of = |depth: usize| {
+        let (io, disk) = (Rc::clone(&io), Rc::clone(&disk));
+        async move {
+            let mut outer = TaskSet::new(Rc::clone(&io));
+            for _ in 0..depth {
+                let (io, disk) = (Rc::clone(&io), Rc::clone(&disk));
+                outer
+                    .start(async move {
+                        let mut inner = TaskSet::new(io);
+                        for block in blocks() {
+                            let disk = Rc::clone(&disk);
+                            inner.start(async move { read(&disk, block, 0).await }).await;
+                        }
+                        inner.finish().await;
+                    })
+                    .await;
+            }
+            outer.finish().await;
+        }
+    };
+    join(set_of(2), set_of(3)).await;
+    let mut sets: FuturesUnordered<_> = (1..4).map(set_of).collect();
+    while sets.next().await.is_some() {}
+}
+
+/// What suspends itself goes on when its task is woken, whoever polls it.
+async fn suspended(io: Rc<Io>) {
+    let suspends = |rounds: usize| {
+        let io = Rc::clone(&io);
+        async move {
+            for _ in 0..rounds {
+                io.wake_me();
+                io.suspend().await;
+                io.wake_me_at(clock::now() + Duration::from_micros(100));
+                io.suspend().await;
+            }
+        }
+    };
+    let mut all: FuturesUnordered<_> = (1..5).map(suspends).collect();
+    while all.next().await.is_some() {}
+}
+
+fn check(scene: &Scene) {
+    let (io, disk) = (scene.io(), &scene.disk);
+    scene.run(unordered(Rc::clone(disk)));
+    scene.run(joined(Rc::clone(io), Rc::clone(disk)));
+    scene.run(selected(Rc::clone(io), Rc::clone(disk)));
+    scene.run(moved(Rc::clone(io), moved_futures(io, disk)));
+    scene.run(nested(Rc::clone(io), Rc::clone(disk)));
+    scene.run(suspended(Rc::clone(io)));
+    scene.thread.block_on(unordered(Rc::clone(disk))).unwrap();
+    scene.thread.block_on(joined(Rc::clone(io), Rc::clone(disk))).unwrap();
+    scene.thread.block_on(nested(Rc::clone(io), Rc::clone(disk))).unwrap();
+    scene.settle();
+    assert_eq!((io.ops(), io.tasks()), (0, 0), "something is left");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn futures_keep_their_contract_with_each_engine() {
+    for engine in ENGINES {
+        check(&Scene::new(engine));
+    }
+}
+
+/// Whoever wakes on the loop's own thread takes no lock and writes no eventfd.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn wakes_within_a_turn_need_no_mailbox() {
+    let scene = Scene::new(EngineKind::Threads);
+    let io = Rc::clone(scene.io());
+    scene.run(async move {
+        let (mut rounds, mut wakers) = (0, VecDeque::new());
+        poll_fn(|cx| {
+            wakers.push_back(cx.waker().clone());
+            rounds += 1;
+            if rounds == 100 {
+                return Poll::Ready(());
+            }
+            wakers[0].wake_by_ref();
+            assert!(!io.mailbox.is_posted(), "it was posted");
+            Poll::Pending
+        })
+        .await;
+    });
+    // Outside of a turn, the loop may sleep.
+    let waker = crate::task::waker(&scene.io().mailbox, crate::task_key::NO_TASK);
+    waker.wake();
+    assert!(scene.io().mailbox.is_posted());
+}
+
+/// The waker of a future in a set names the future.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_waker_polls_one_future_of_its_set() {
+    let scene = Scene::new(EngineKind::Threads);
+    let polls = Rc::new(RefCell::new([0; 4]));
+    let (io, counts) = (Rc::clone(scene.io()), Rc::clone(&polls));
+    scene.run(async move {
+        let mut set = TaskSet::new(Rc::clone(&io));
+        let wakers = Rc::new(RefCell::new(Vec::new()));
+        let go_on = Rc::new(Cell::new(false));
+        for child in 0..4 {
+            let (polls, wakers, go_on) =
+                (Rc::clone(&counts), Rc::clone(&wakers), Rc::clone(&go_on));
+            set.start(poll_fn(move |cx| {
+                polls.borrow_mut()[child] += 1;
+                wakers.borrow_mut().push(cx.waker().clone());
+                if go_on.get() { Poll::Ready(()) } else { Poll::Pending }
+            }))
+            .await;
+        }
+        let second = wakers.borrow()[1].clone();
+        // From another thread, then from this one.
+        std::thread::scope(|scope| drop(scope.spawn(|| second.wake_by_ref())));
+        let wake = |waker: &Waker| waker.wake_by_ref();
+        for round in 0..2 {
+            io.suspend().await;
+            poll_fn(|cx| {
+                set.run_woken(cx);
+                Poll::Ready(())
+            })
+            .await;
+            assert_eq!(*counts.borrow(), [1, 2 + round, 1, 1]);
+            wake(&second);
+        }
+        go_on.set(true);
+        wakers.borrow().iter().for_each(wake);
+        set.finish().await;
+    });
+    assert_eq!(polls.borrow().iter().filter(|&&polls| polls == 2).count(), 3);
+}
+
+#[cfg(ringhaul_sim)]
+mod simulated {
+    use std::os::fd::{OwnedFd, RawFd};
+    use std::time::Instant;
+
+    use super::*;
+    use crate::disk::DiskInfo;
+    use crate::engine::kernel::sim::{KernelOp, RingSetup, SqThread, World, install};
+    use crate::op::OpKind;
+
+    /// A kernel that answers reads and flushes in any order, at any time.
+    struct Kernel {
+        now: Cell<Instant>,
+        ops: RefCell<Vec<KernelOp>>,
+        seed: Cell<u64>,
+    }
+
+    impl Kernel {
+        fn below(&self, bound: usize) -> usize {
+            // Knuth's MMIX generator.
+            let next = self.seed.get().wrapping_mul(6_364_136_223_846_793_005);
+            self.seed.set(next.wrapping_add(1_442_695_040_888_963_407));
+            usize::try_from(self.seed.get() >> 33).unwrap() % bound
+        }
+
+        fn answer_one(&self) -> bool {
+            if self.ops.borrow().is_empty() {
+                return false;
+            }
+            let place = self.below(self.ops.borrow().len());
+            let op = self.ops.borrow_mut().swap_remove(place);
+            let bytes = op.buffers().bytes();
+            if op.kind() == OpKind::Read {
+                let start = usize::try_from(op.offset()).unwrap();
+                let content: Vec<u8> =
+                    (start..start + bytes).map(|at| content_of(at / BLOCK)).collect();
+                op.buffers().copy_from(0, &content);
+            }
+            op.answer(i64::try_from(bytes).unwrap()).send();
+            true
+        }
+    }
+
+    impl World for Kernel {
+        fn now(&self) -> Instant {
+            self.now.get()
+        }
+
+        fn preempt(&self) {
+            if self.below(4) == 0 {
+                self.answer_one();
+            }
+        }
+
+        fn ring(&self, depth: u32) -> RingSetup {
+            RingSetup {
+                events: depth + 1,
+                is_known: true,
+                has_fdsync: true,
+                defers: self.below(2) == 0,
+                has_uring_cmd: true,
+                submits_all: true,
+                sq_entries: None,
+            }
+        }
+
+        fn admit(&self, _: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int> {
+            Ok(1 + self.below(count.min(room)))
+        }
+
+        fn ends_poll(&self) -> bool {
+            self.below(8) == 0
+        }
+
+        fn start(&self, op: KernelOp) -> bool {
+            self.ops.borrow_mut().push(op);
+            if self.below(4) == 0 {
+                self.answer_one();
+            }
+            true
+        }
+
+        fn spin(&self) {
+            self.now.set(self.now.get() + Duration::from_micros(1));
+            self.preempt();
+        }
+
+        fn run_sq_thread(&self, _: SqThread) {
+            unreachable!("no ring has a submission thread");
+        }
+
+        fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+            while !is_over() {
+                if !self.answer_one() {
+                    let when = deadline.expect("the loop sleeps and nothing will wake it");
+                    return self.now.set(self.now.get().max(when));
+                }
+            }
+        }
+    }
+
+    fn scene(engine: EngineKind, seed: u64) -> Scene {
+        let kernel = Kernel {
+            now: Cell::new(Instant::now()),
+            ops: RefCell::default(),
+            seed: Cell::new(seed),
+        };
+        let installed = install(Rc::new(kernel));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let config = IoThreadConfig {
+            engine: engine.into(),
+            depth: 64,
+            bounce_bytes: 0,
+            ..IoThreadConfig::default()
+        };
+        let thread = IoThread::new(&config).unwrap();
+        let info = DiskInfo {
+            size_bytes: BYTES as u64,
+            logical_block_bytes: 512,
+            physical_block_bytes: 512,
+            read_only: false,
+            direct: true,
+        };
+        let descriptor = OwnedFd::from(file.reopen().unwrap());
+        let disk = DiskSource::simulated(descriptor, info, false, 512, 512).attach(thread.io());
+        Scene { disk: Rc::new(disk), thread, _file: file, _installed: Some(installed) }
+    }
+
+    #[test]
+    fn futures_keep_their_contract_in_a_simulation() {
+        for seed in 0..40 {
+            for engine in ENGINES {
+                check(&scene(engine, seed));
+            }
+        }
+    }
+}

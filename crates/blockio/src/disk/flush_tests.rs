@@ -1,0 +1,44 @@
+//! Flushes that are in the kernel together.
+
+use super::*;
+use crate::config::{EngineKind, IoThreadConfig};
+use crate::io_thread::IoThread;
+use crate::op::OpKind;
+use std::sync::Arc;
+
+/// A flush of another IoThread has received the report of a loss, which that thread has not seen.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_flush_waits_for_what_another_one_was_told() {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+        for errno in [0, libc::EIO] {
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            file.as_file().set_len(4096).unwrap();
+            let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+            let SourceKind::File(inner) = &source.kind else { panic!("not a file") };
+            let loss = inner.file.loss();
+            let other = loss.begins(OpKind::Flush);
+            let config =
+                IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() };
+            let thread = IoThread::new(&config).unwrap();
+            let disk = source.attach(thread.io());
+            let stats = Arc::clone(thread.io().stats());
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while stats.flush.ops.get() == 0 {
+                        std::thread::yield_now();
+                    }
+                    loss.ended(other, OpKind::Flush, errno, Instant::now());
+                });
+                let result = thread.block_on(disk.flush()).unwrap();
+                assert_eq!(
+                    result.map_err(|error| error.raw_os_error()),
+                    match errno {
+                        0 => Ok(()),
+                        errno => Err(Some(errno)),
+                    }
+                );
+            });
+        }
+    }
+}

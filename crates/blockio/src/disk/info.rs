@@ -1,0 +1,63 @@
+//! What a disk is asked to be, what it is, and how its transfers fail.
+
+use std::io;
+
+use crate::error::Error;
+use iomem::Buffers;
+
+/// How a disk is opened.
+#[derive(Debug, Clone, Default)]
+pub struct DiskOptions {
+    /// Bypass the page cache (`O_DIRECT`).
+    pub direct: bool,
+    /// Refuse everything that changes data.
+    pub read_only: bool,
+    /// The smallest unit of a request in bytes: a power of two, 512 to 65,536. `None`: what a block
+    /// device asks for, and 512 for a regular file.
+    pub logical_block_bytes: Option<u32>,
+    /// Neither lock the file nor claim the block device, nor heed the locks of others: whoever says
+    /// so keeps other writers away by himself.
+    pub no_lock: bool,
+}
+
+/// What a disk is like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskInfo {
+    /// Bytes; a multiple of `logical_block_bytes`.
+    pub size_bytes: u64,
+    /// Offsets and lengths of requests are multiples of it.
+    pub logical_block_bytes: u32,
+    /// Writes of less than this may cost the disk a read. A multiple of `logical_block_bytes`.
+    pub physical_block_bytes: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+}
+
+/// A transfer that has failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Unfinished {
+    /// Why.
+    pub error: io::Error,
+    /// What was not transferred.
+    pub rest: Buffers,
+}
+
+impl From<Unfinished> for io::Error {
+    fn from(unfinished: Unfinished) -> Self {
+        unfinished.error
+    }
+}
+
+/// Checks a logical block size.
+pub(super) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+    if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
+        return Ok(bytes);
+    }
+    Err(Error::Options(format!(
+        "a logical block of {bytes} bytes is not possible: it must be a power of two from 512 to \
+         65536"
+    )))
+}

@@ -1,0 +1,36 @@
+//! Disks of a simulated kernel.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::alignment::Alignment;
+use super::blocks::Blocks;
+use super::source::FileSource;
+use super::{DiskInfo, DiskSource, SourceKind};
+
+impl DiskSource {
+    /// A disk that is told what it is like: for a simulated kernel, which knows it by the
+    /// descriptor of `file`. Memory and requests of direct I/O are aligned to these bytes.
+    #[must_use]
+    pub fn simulated(
+        file: OwnedFd,
+        info: DiskInfo,
+        is_block_device: bool,
+        memory_align: u32,
+        request_align: u32,
+    ) -> Self {
+        let align = Alignment { memory: memory_align, request: request_align, range: 512 };
+        let has_parts = info.logical_block_bytes < request_align;
+        let blocks = has_parts.then(|| Arc::new(Blocks::new(request_align)));
+        let file = Arc::new(file.into());
+        let file = FileSource { file, is_block_device, align, identity: "".into(), blocks };
+        Self { info, kind: SourceKind::File(file) }
+    }
+
+    /// As if it were opened anew: a loss of data is forgotten. No op may be in the kernel.
+    pub fn open_anew(&self) {
+        if let SourceKind::File(file) = &self.kind {
+            file.file.loss().forget();
+        }
+    }
+}

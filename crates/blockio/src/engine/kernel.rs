@@ -1,0 +1,15 @@
+//! What the engines call: Linux, or with `--cfg ringhaul_sim` a simulated kernel.
+//!
+//! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`] and [`takes_jobs`].
+
+pub(super) mod aio_abi;
+#[cfg(not(ringhaul_sim))]
+mod linux;
+pub(super) mod ring_abi;
+#[cfg(ringhaul_sim)]
+pub mod sim;
+
+#[cfg(not(ringhaul_sim))]
+pub(super) use linux::{AioContext, Ring, sleep, takes_jobs};
+#[cfg(ringhaul_sim)]
+pub(super) use sim::{AioContext, Ring, sleep, takes_jobs};

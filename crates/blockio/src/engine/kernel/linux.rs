@@ -1,0 +1,32 @@
+//! The kernel that the program runs on.
+
+mod aio;
+mod ring;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::Timespec;
+use rustix::fd::OwnedFd;
+
+pub(in crate::engine) use aio::AioContext;
+pub(in crate::engine) use ring::Ring;
+
+use crate::engine::pool::Pool;
+
+/// Whether the kernel has taken the jobs of the pool, which then needs no threads: never.
+#[inline]
+pub(in crate::engine) fn takes_jobs(_: &Arc<Pool>) -> bool {
+    false
+}
+
+/// Sleeps until `fd` is readable or `deadline` has come, as far as the look at `fd` that follows
+/// would not. Returns the time-out of that look.
+#[inline]
+pub(in crate::engine) fn sleep(
+    _: &OwnedFd,
+    _: Option<Instant>,
+    timeout: Option<Timespec>,
+) -> Option<Timespec> {
+    timeout
+}

@@ -1,0 +1,42 @@
+//! The pool threads of a simulated kernel (see `engine/sim.rs`).
+
+use std::sync::Arc;
+
+use libc::iovec;
+
+use super::world::{Home, KernelOp, Signal, world};
+use crate::engine::pool::{Job, Pool};
+
+/// Hands jobs to the simulated kernel in place of pool threads. False when nothing is simulated.
+pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
+    let Some(world) = world() else {
+        return false;
+    };
+    while let Some(Job { slot, view }) = { pool.jobs().waiting.pop_front() } {
+        let iovecs: &[iovec] = match view.iovecs_len {
+            0 => &[],
+            // SAFETY: the slot owns the iovecs until its completion (see `op.rs`).
+            len => unsafe { std::slice::from_raw_parts(view.iovecs, len) },
+        };
+        let home = Box::new(PoolHome { pool: Arc::clone(pool), slot });
+        // SAFETY: the slot owns the memory until its completion (see `op.rs`).
+        world.start(unsafe { KernelOp::new(view.kind, view.fd, view.offset, iovecs, home) });
+    }
+    true
+}
+
+/// Where the answer of a job goes.
+struct PoolHome {
+    pool: Arc<Pool>,
+    slot: u32,
+}
+
+impl Home for PoolHome {
+    fn post(self: Box<Self>, result: i64) -> Signal {
+        if self.pool.post(self.slot, result) {
+            Signal::new(move || self.pool.wake())
+        } else {
+            Signal::none()
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! What stands in for the kernel and for time, and the ops that it gets.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::rc::{Rc, Weak};
+use std::time::Instant;
+
+use libc::iovec;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::clock::{self, Hooks};
+use crate::op_kind::OpKind;
+use crate::task::as_other;
+use iomem::{Buffers, Memory};
+
+/// What stands in for the kernel, and for time.
+pub trait World {
+    /// The time now.
+    fn now(&self) -> Instant;
+
+    /// The thread is at a point where others may act: completions may be posted, eventfds written.
+    fn preempt(&self);
+
+    /// The form of the completion ring for `depth` ops.
+    fn ring(&self, depth: u32) -> RingSetup;
+
+    /// Decides about a submit of `count` entries, the first for descriptor `first`, with room for
+    /// `room` of them: how many are taken, from 1 to the lesser of both, or an errno.
+    ///
+    /// # Errors
+    ///
+    /// The errno with which the simulated system call is to fail; it takes nothing then.
+    fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int>;
+
+    /// Whether io_uring is to end a multishot poll with the event that it has just seen.
+    fn ends_poll(&self) -> bool;
+
+    /// Takes an op. It must be [answered](KernelOp::answer) some time, maybe before this returns.
+    /// False: it has been, because the entry of io_uring that it was is bad.
+    fn start(&self, op: KernelOp) -> bool;
+
+    /// The thread busy-polls: time must move on, and others may act.
+    fn spin(&self);
+
+    /// Lets a submission thread of io_uring run: some time it must [work](SqThread::work), until it
+    /// [sleeps](SqThread::sleep) or is gone. It comes here again when it is woken.
+    fn run_sq_thread(&self, thread: SqThread);
+
+    /// Moves time on until `is_over` says so, or `deadline` has come. It may return earlier, as if
+    /// a signal had come.
+    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool);
+}
+
+/// A completion ring to be.
+#[derive(Debug, Clone, Copy)]
+pub struct RingSetup {
+    /// Places for events, at least 2. One is always left empty.
+    pub events: u32,
+    /// Whether its header is as the engine knows it.
+    pub is_known: bool,
+    /// Whether the kernel has `IOCB_CMD_FDSYNC`.
+    pub has_fdsync: bool,
+    /// Of io_uring: whether completions become visible only when the kernel is entered.
+    pub defers: bool,
+    /// Of io_uring: whether devices discard through the ring.
+    pub has_uring_cmd: bool,
+    /// Of io_uring: whether one bad entry does not end a submit.
+    pub submits_all: bool,
+    /// Of io_uring with a submission thread: submission entries, if not as many as are asked for.
+    pub sq_entries: Option<u32>,
+}
+
+thread_local! {
+    static WORLD: RefCell<Option<Rc<dyn World>>> = const { RefCell::new(None) };
+    static PREEMPTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Has the calling thread's kernel simulated by `world` from now on.
+#[must_use = "the world goes when this is dropped"]
+pub fn install(world: Rc<dyn World>) -> Installed {
+    WORLD.set(Some(world));
+    clock::simulate(Some(Hooks { now, spin, preempt }));
+    Installed(())
+}
+
+/// Keeps a [`World`] installed. Drop it on the thread that installed it, after its IoThreads.
+#[derive(Debug)]
+pub struct Installed(());
+
+impl Drop for Installed {
+    fn drop(&mut self) {
+        clock::simulate(None);
+        WORLD.set(None);
+    }
+}
+
+pub(super) fn world() -> Option<Rc<dyn World>> {
+    WORLD.with_borrow(Clone::clone)
+}
+
+fn now() -> Option<Instant> {
+    WORLD.with_borrow(|world| world.as_ref().map(|world| world.now()))
+}
+
+/// Lets the others act. What they do may come here again, which is one of them acting already.
+fn preempt() {
+    if let Some(world) = world()
+        && !PREEMPTING.replace(true)
+    {
+        as_other(|| world.preempt());
+        PREEMPTING.set(false);
+    }
+}
+
+fn spin() {
+    if let Some(world) = world() {
+        as_other(|| world.spin());
+    }
+}
+
+/// Sleeps in simulated time until `fd` is readable or `deadline` has come. Returns the time-out
+/// for the look that follows, or `otherwise` if nothing is simulated here.
+pub(in crate::engine) fn sleep(
+    fd: &OwnedFd,
+    deadline: Option<Instant>,
+    otherwise: Option<Timespec>,
+) -> Option<Timespec> {
+    let Some(world) = world() else {
+        return otherwise;
+    };
+    if deadline.is_none_or(|when| when > world.now()) {
+        sleep_in(&*world, deadline, fd.as_fd());
+    }
+    Some(NOW)
+}
+
+/// As [`World::sleep`] until `fd` is readable.
+pub(super) fn sleep_in(world: &dyn World, deadline: Option<Instant>, fd: BorrowedFd<'_>) {
+    as_other(|| world.sleep(deadline, &|| is_readable(fd)));
+}
+
+pub(super) const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
+/// Whether a look at `fd` would find something.
+#[must_use]
+pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&NOW)).is_ok_and(|n| n > 0)
+}
+
+/// One op that the simulated kernel has.
+pub struct KernelOp {
+    kind: OpKind,
+    fd: RawFd,
+    offset: u64,
+    buffers: Buffers,
+    home: Box<dyn Home>,
+}
+
+/// Where the answer of an op goes.
+pub(super) trait Home {
+    /// Posts the result, bytes or a negative errno.
+    fn post(self: Box<Self>, result: i64) -> Signal;
+
+    /// Whether the op was an entry of io_uring.
+    fn is_ring_entry(&self) -> bool {
+        false
+    }
+}
+
+impl KernelOp {
+    /// # Safety
+    ///
+    /// The iovecs must be readable now, and what they name must stay until the op is answered.
+    pub(super) unsafe fn new(
+        kind: OpKind,
+        fd: RawFd,
+        offset: u64,
+        iovecs: &[iovec],
+        home: Box<dyn Home>,
+    ) -> Self {
+        let bytes = iovecs.iter().map(|range| range.iov_len).sum();
+        // SAFETY: the caller says that the memory stays, and nobody makes references to it.
+        let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec(), bytes, Memory::new(())) };
+        Self { kind, fd, offset, buffers, home }
+    }
+
+    /// What to do.
+    #[must_use]
+    pub fn kind(&self) -> OpKind {
+        self.kind
+    }
+
+    /// The file that it is for.
+    #[must_use]
+    pub fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// From which byte of the file on.
+    #[must_use]
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The memory to read into or to write from. Not to be used after the answer.
+    #[must_use]
+    pub fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    /// Whether it was an entry of io_uring.
+    #[must_use]
+    pub fn is_ring_entry(&self) -> bool {
+        self.home.is_ring_entry()
+    }
+
+    /// Posts the result, bytes or a negative errno, where the engine looks for it. The eventfd is
+    /// written when the signal is sent, which must be later.
+    #[must_use = "the loop may sleep until the signal is sent"]
+    pub fn answer(self, result: i64) -> Signal {
+        self.home.post(result)
+    }
+}
+
+/// The eventfd write that follows a completion.
+#[must_use = "the loop may sleep until it is sent"]
+pub struct Signal(Option<Box<dyn FnOnce()>>);
+
+impl Signal {
+    pub(super) fn new(write: impl FnOnce() + 'static) -> Self {
+        Self(Some(Box::new(write)))
+    }
+
+    pub(super) fn none() -> Self {
+        Self(None)
+    }
+
+    /// Writes the eventfd.
+    pub fn send(self) {
+        if let Some(write) = self.0 {
+            write();
+        }
+    }
+}
+
+/// The submission thread of a ring of io_uring.
+pub struct SqThread(Weak<dyn TakesEntries>);
+
+/// A ring whose entries a thread takes.
+pub(super) trait TakesEntries {
+    /// Takes an entry, if there is one. `Some(false)`: it is bad.
+    fn take_entry(self: Rc<Self>, world: &dyn World) -> Option<bool>;
+
+    /// Has the thread be woken from now on, if there are no entries. Returns whether it sleeps.
+    fn sleep(&self) -> bool;
+}
+
+impl SqThread {
+    pub(super) fn new(ring: Weak<dyn TakesEntries>) -> Self {
+        Self(ring)
+    }
+
+    /// Takes at most `most` entries. Returns how many; `None`: the ring is gone.
+    #[must_use]
+    pub fn work(&self, world: &dyn World, most: usize) -> Option<usize> {
+        let ring = self.0.upgrade()?;
+        Some((0..most).take_while(|_| Rc::clone(&ring).take_entry(world).is_some()).count())
+    }
+
+    /// Goes to sleep if there are no entries. From then on it must be woken.
+    #[must_use]
+    pub fn sleep(&self) -> bool {
+        self.0.upgrade().is_none_or(|ring| ring.sleep())
+    }
+}

@@ -1,0 +1,212 @@
+//! The threads that run system calls, and what they share with the loop.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use iomem::fits;
+use rustix::fd::OwnedFd;
+
+use crate::op::OpView;
+use crate::op_kind::OpKind;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
+
+/// As many as QEMU's thread pool has: enough to keep a disk array busy. More disks have more.
+pub(super) const THREADS_MAX: usize = 64;
+/// A thread without work for this long ends.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// One op on its way to a pool thread.
+pub(crate) struct Job {
+    pub(crate) slot: u32,
+    pub(crate) view: OpView,
+}
+
+// SAFETY: the raw parts of the view, an fd and an iovec array, are owned by the slot that the job
+// names until its completion (see `op.rs`), and completing it is the last thing done with them.
+unsafe impl Send for Job {}
+
+pub(super) struct Jobs {
+    pub(super) waiting: VecDeque<Job>,
+    pub(super) threads_max: usize,
+    pub(super) threads: usize,
+    pub(super) idle: usize,
+    stop: bool,
+}
+
+/// What the pool threads share with their engine.
+pub(crate) struct Pool {
+    jobs: Mutex<Jobs>,
+    work: Condvar,
+    done: Mutex<Vec<(u32, i64)>>,
+    /// Length of `done`, so that a harvest that finds nothing takes no lock.
+    done_len: AtomicUsize,
+    pub(super) wake: Eventfd,
+    /// How long a thread stays without work.
+    pub(super) idle_time: Duration,
+}
+
+impl Pool {
+    pub(crate) fn new(wake: OwnedFd) -> Self {
+        Self {
+            jobs: Mutex::new(Jobs {
+                waiting: VecDeque::new(),
+                threads_max: THREADS_MAX,
+                threads: 0,
+                idle: 0,
+                stop: false,
+            }),
+            work: Condvar::new(),
+            done: Mutex::default(),
+            done_len: AtomicUsize::new(0),
+            wake: Eventfd::new(wake),
+            idle_time: IDLE,
+        }
+    }
+
+    pub(super) fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn done(&self) -> MutexGuard<'_, Vec<(u32, i64)>> {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Posts the result of a job. True: the engine must be woken, for nothing was posted before.
+    pub(super) fn post(&self, slot: u32, result: i64) -> bool {
+        let mut results = self.done();
+        results.push((slot, result));
+        self.done_len.store(results.len(), Ordering::Release);
+        results.len() == 1
+    }
+
+    pub(super) fn wake(&self) {
+        self.wake.add_one();
+    }
+
+    #[cfg(all(test, any(loom, shuttle)))]
+    pub(crate) fn eventfd(&self) -> &Eventfd {
+        &self.wake
+    }
+
+    /// Adds jobs; returns how many threads to start for them.
+    pub(crate) fn put(&self, added: impl Iterator<Item = Job>) -> usize {
+        let mut jobs = self.jobs();
+        jobs.waiting.extend(added);
+        let wanted = jobs.waiting.len().saturating_sub(jobs.idle);
+        wanted.min(jobs.threads_max.saturating_sub(jobs.threads))
+    }
+
+    /// A thread is about to start.
+    pub(crate) fn count_thread(&self) {
+        self.jobs().threads += 1;
+    }
+
+    /// Wakes idle threads for this many jobs.
+    pub(crate) fn notify(&self, count: usize) {
+        for _ in 0..count {
+            self.work.notify_one();
+        }
+    }
+
+    pub(crate) fn has_completions(&self) -> bool {
+        self.done_len.load(Ordering::Acquire) > 0
+    }
+
+    /// Swaps what is done with `harvested`, which is empty.
+    pub(crate) fn take_done(&self, harvested: &mut Vec<(u32, i64)>) {
+        let mut results = self.done();
+        std::mem::swap(&mut *results, harvested);
+        self.done_len.store(0, Ordering::Relaxed);
+    }
+
+    /// Ends the threads once nothing waits.
+    pub(crate) fn stop(&self) {
+        self.jobs().stop = true;
+        self.work.notify_all();
+    }
+}
+
+/// What a thread of the pool does. [`Pool::count_thread`] has counted it.
+pub(crate) fn pool_thread(pool: &Pool) {
+    while let Some(job) = next_job(pool) {
+        if pool.post(job.slot, execute(&job.view)) {
+            pool.wake();
+        }
+    }
+}
+
+/// The next job; `None` when this thread must end.
+pub(super) fn next_job(pool: &Pool) -> Option<Job> {
+    let mut jobs = pool.jobs();
+    loop {
+        if let Some(job) = jobs.waiting.pop_front() {
+            return Some(job);
+        }
+        if jobs.stop {
+            jobs.threads -= 1;
+            return None;
+        }
+        jobs.idle += 1;
+        let (guard, wait) =
+            pool.work.wait_timeout(jobs, pool.idle_time).unwrap_or_else(PoisonError::into_inner);
+        jobs = guard;
+        jobs.idle -= 1;
+        if wait.timed_out() && jobs.waiting.is_empty() {
+            jobs.threads -= 1;
+            return None;
+        }
+    }
+}
+
+/// Runs one op to its end. Returns bytes, 0, or a negative errno.
+fn execute(view: &OpView) -> i64 {
+    loop {
+        let result = execute_once(view);
+        if result >= 0 {
+            return result;
+        }
+        let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        if error != libc::EINTR {
+            return -i64::from(error);
+        }
+    }
+}
+
+fn execute_once(view: &OpView) -> i64 {
+    let offset = fits(view.offset, "the offset of an op");
+    let count = fits(view.iovecs_len, "a count of iovecs");
+    // SAFETY: the slot of this op owns the file and the iovecs, and the memory behind these,
+    // until the completion that is posted after this call (see `op.rs`).
+    unsafe {
+        match view.kind {
+            OpKind::Read => libc::preadv(view.fd, view.iovecs, count, offset) as i64,
+            OpKind::Write { fua } => {
+                let flags = if fua { libc::RWF_DSYNC } else { 0 };
+                libc::pwritev2(view.fd, view.iovecs, count, offset, flags) as i64
+            }
+            OpKind::Flush => i64::from(libc::fdatasync(view.fd)),
+            OpKind::Fallocate { mode, len } => {
+                let len = fits(len, "the length of an op");
+                i64::from(libc::fallocate(view.fd, mode, offset, len))
+            }
+            OpKind::DiscardBlocks { len } => block_range(view, BLKDISCARD, len),
+            OpKind::ZeroBlocks { len } => block_range(view, BLKZEROOUT, len),
+        }
+    }
+}
+
+/// `_IO(0x12, 119)` and `_IO(0x12, 127)` of linux/fs.h.
+const BLKDISCARD: libc::c_ulong = 0x1277;
+const BLKZEROOUT: libc::c_ulong = 0x127f;
+
+/// # Safety
+///
+/// The view's file must be open.
+unsafe fn block_range(view: &OpView, request: libc::c_ulong, len: u64) -> i64 {
+    let range = [view.offset, len];
+    // SAFETY: both requests read two 64-bit numbers from the address given.
+    i64::from(unsafe { libc::ioctl(view.fd, request as _, range.as_ptr()) })
+}

@@ -1,0 +1,130 @@
+//! What an IoThread is made of, for the files that turn it and for the handle that tasks get.
+//!
+//! Whoever borrows more than one of the parts takes `ops` before `reactor`, and `reactor` before
+//! `executor`. No borrow lasts while code of a task or a waker runs.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::{AsFd, OwnedFd};
+
+use crate::bounce::BounceBudget;
+use crate::clock;
+use crate::config::{EngineKind, IoThreadConfig};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::late::LateOps;
+use crate::mailbox::Mailbox;
+use crate::op::Slots;
+use crate::poll_window::PollWindow;
+use crate::reactor::Reactor;
+use crate::stats::Stats;
+use crate::task::{Executor, Known, Running};
+use crate::task_key::TaskKey;
+
+/// What tasks and disks of one IoThread share.
+pub struct Io {
+    pub(crate) executor: RefCell<Executor>,
+    pub(crate) ops: RefCell<Ops>,
+    pub(crate) reactor: RefCell<Reactor>,
+    pub(crate) running: Rc<Running>,
+    _known: Known,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) stats: Arc<Stats>,
+    pub(crate) bounce_budget: BounceBudget,
+    pub(crate) engine_kind: EngineKind,
+    pub(crate) submit_max: usize,
+    pub(crate) harvest_on_submit: bool,
+    /// Without `harvest_on_submit`: the kernel has said that there are completions.
+    pub(crate) harvest_is_due: Cell<bool>,
+    pub(crate) in_turn: Cell<bool>,
+    pub(crate) stopped: Cell<bool>,
+    pub(crate) rounds_since_look: Cell<u32>,
+    /// When the eventfds are to be looked at, once there were some rounds without a look.
+    pub(crate) look_at: Cell<Option<Instant>>,
+    /// That time has come.
+    pub(crate) look_is_late: Cell<bool>,
+    /// The time at the last harvest, or at the end of the last sleep.
+    pub(crate) recently: Cell<Instant>,
+    /// Tasks that are about to run. Empty between rounds; kept so that they allocate nothing.
+    pub(crate) ready: Cell<Vec<u32>>,
+    /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
+    pub(crate) found: Cell<Vec<TaskKey>>,
+    pub(crate) poll_window: PollWindow,
+    pub(crate) late: RefCell<LateOps>,
+    /// When late ops are to be looked for.
+    pub(crate) late_due: Cell<Instant>,
+}
+
+/// The ops of an IoThread, and their way to the kernel.
+pub(crate) struct Ops {
+    /// Before the slots, whose memory the kernel uses until the engine has gone.
+    pub(crate) engine: Engine,
+    pub(crate) slots: Slots,
+    pub(crate) woken: Vec<TaskKey>,
+    /// Tokens of eventfds that were written; empty except on the way to the reactor.
+    pub(crate) happened: Vec<u64>,
+}
+
+impl Drop for Ops {
+    fn drop(&mut self) {
+        // An IoThread waits for its ops before it ends, unless it could not. What the kernel may
+        // still write to must stay then, for as long as the program runs.
+        if self.engine.in_kernel() > 0 {
+            tracing::error!(
+                "an IoThread has ended with {} operations in the kernel; their memory is kept",
+                self.engine.in_kernel()
+            );
+            let none = Slots::new(EngineKind::Threads, 1);
+            std::mem::forget(std::mem::replace(&mut self.slots, none));
+        }
+    }
+}
+
+impl Io {
+    /// Sets everything up. Returns also the descriptor that says that a turn has something to do.
+    pub(crate) fn new(config: &IoThreadConfig) -> Result<(Self, OwnedFd), Error> {
+        let mut engine = Engine::new(config)?;
+        let foreign = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(Error::system("create an eventfd for wakes"))?;
+        let mailbox = Arc::new(Mailbox::new(foreign));
+        let reactor = Reactor::new(&mut engine, mailbox.eventfd().as_fd())?;
+        let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
+            .map_err(Error::system("duplicate a descriptor"))?;
+        let mut slots = Slots::new(config.engine.kind(), config.depth);
+        slots.lanes.set_pacing(config.pacing);
+        let (woken, happened) = (Vec::new(), Vec::new());
+        let now = clock::now();
+        let stats = Arc::<Stats>::default();
+        let running = Rc::<Running>::default();
+        let io = Self {
+            executor: RefCell::new(Executor::new(&running)),
+            ops: RefCell::new(Ops { slots, engine, woken, happened }),
+            reactor: RefCell::new(reactor),
+            bounce_budget: BounceBudget::new(config.bounce_bytes, &running, &stats),
+            _known: Known::new(&mailbox, &running),
+            running,
+            mailbox,
+            stats,
+            engine_kind: config.engine.kind(),
+            submit_max: config.submit_max.max(1) as usize,
+            harvest_on_submit: config.harvest_on_submit,
+            harvest_is_due: Cell::new(false),
+            in_turn: Cell::new(false),
+            stopped: Cell::new(false),
+            rounds_since_look: Cell::new(0),
+            look_at: Cell::new(None),
+            look_is_late: Cell::new(false),
+            recently: Cell::new(now),
+            ready: Cell::default(),
+            found: Cell::default(),
+            poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
+            late: RefCell::new(LateOps::new(now)),
+            late_due: Cell::new(now),
+        };
+        Ok((io, descriptor))
+    }
+}

@@ -1,0 +1,138 @@
+//! Sets of futures that one task runs: the requests of a queue, say.
+
+use std::future::{Future, poll_fn};
+use std::mem;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use crate::io::Io;
+use crate::task;
+use crate::task_key::TaskKey;
+
+/// A set of futures of one type that one task runs.
+///
+/// Storage is allocated when the set grows and used again afterwards: starting a future on a set
+/// that has been as full before allocates nothing.
+pub struct TaskSet<F> {
+    io: Rc<Io>,
+    /// The number under which the executor knows the set.
+    set: u32,
+    /// The task or future that has polled the set last, unless it was something in between.
+    owner: Option<TaskKey>,
+    places: Vec<Place<F>>,
+    free: Vec<u32>,
+    woken: Vec<u32>,
+}
+
+/// Where a future lives, one after the other.
+struct Place<F> {
+    future: Pin<Box<Option<F>>>,
+    /// Names the place, whoever has the set.
+    waker: Waker,
+}
+
+impl<F: Future<Output = ()>> TaskSet<F> {
+    /// An empty set for a task on `io`.
+    #[must_use]
+    pub fn new(io: Rc<Io>) -> Self {
+        let set = io.executor.borrow_mut().add_set();
+        let (places, free, woken) = (Vec::new(), Vec::new(), Vec::new());
+        Self { io, set, owner: None, places, free, woken }
+    }
+
+    /// Futures that have not ended.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    /// Whether no future is left.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Adds a future and polls it once.
+    pub fn spawn(&mut self, cx: &mut Context<'_>, future: F) {
+        self.adopt(cx);
+        let child = self.free.pop().unwrap_or_else(|| self.add_place());
+        self.places[child as usize].future.as_mut().set(Some(future));
+        self.poll_child(child);
+    }
+
+    /// As [`spawn`](Self::spawn), in an `async fn`.
+    pub async fn start(&mut self, future: F) {
+        let mut future = Some(future);
+        poll_fn(|cx| {
+            if let Some(future) = future.take() {
+                self.spawn(cx, future);
+            }
+            Poll::Ready(())
+        })
+        .await;
+    }
+
+    /// Polls the futures that were woken since the last call.
+    pub fn run_woken(&mut self, cx: &mut Context<'_>) {
+        self.adopt(cx);
+        let mut woken = mem::take(&mut self.woken);
+        self.io.executor.borrow_mut().take_woken_children(self.set, &mut woken);
+        for child in woken.drain(..) {
+            self.poll_child(child);
+        }
+        self.woken = woken;
+    }
+
+    /// Waits until no future is left.
+    pub async fn finish(&mut self) {
+        poll_fn(|cx| {
+            self.run_woken(cx);
+            if self.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    }
+
+    #[cold]
+    fn add_place(&mut self) -> u32 {
+        let child = u32::try_from(self.places.len())
+            .unwrap_or_else(|_| unreachable!("2^32 futures in a set"));
+        let waker = task::waker(&self.io.mailbox, TaskKey { home: self.set, child });
+        self.places.push(Place { future: Box::pin(None), waker });
+        child
+    }
+
+    /// From now on children wake whoever polls the set with `cx`.
+    #[inline]
+    fn adopt(&mut self, cx: &Context<'_>) {
+        let running = &self.io.running;
+        let owner = running.polls(cx).then(|| running.current());
+        if owner.is_none() || owner != self.owner {
+            self.owner = owner;
+            self.io.executor.borrow_mut().set_owner_of(self.set, running.owner(cx));
+        }
+    }
+
+    #[inline]
+    fn poll_child(&mut self, child: u32) {
+        let Some(place) = self.places.get_mut(child as usize) else {
+            return;
+        };
+        let Some(future) = place.future.as_mut().as_pin_mut() else {
+            return;
+        };
+        let key = TaskKey { home: self.set, child };
+        let mut cx = Context::from_waker(&place.waker);
+        let poll = || future.poll(&mut cx).is_ready();
+        if self.io.running.run(key, &place.waker, poll) {
+            place.future.as_mut().set(None);
+            self.free.push(child);
+        }
+    }
+}
+
+impl<F> Drop for TaskSet<F> {
+    fn drop(&mut self) {
+        self.io.executor.borrow_mut().remove_set(self.set);
+    }
+}

@@ -1,0 +1,424 @@
+//! One turn of the loop: every phase of it, in order. **Read this first.**
+//!
+//! The order is the performance feature: the requests of a run share one submit, are complete at
+//! the harvest right behind it where the device is fast, and cost one call to the other side.
+//!
+//! ```text
+//! repeat   run ready tasks · submit and harvest · notify
+//! until    nothing is ready, or the eventfds have to be looked at
+//! wait     busy-poll · arm the sources and look once more · sleep · submit and harvest · calls
+//! ```
+//!
+//! Ops are submitted and completions harvested in five places, each marked "submits and harvests":
+//!
+//! 1. in each round of a turn, for what its tasks have queued;
+//! 2. at the end of a wait, for what the kernel has done meanwhile;
+//! 3. when an op is queued outside of a turn;
+//! 4. after each poll of the future of `block_on`;
+//! 5. when an IoThread ends, until the kernel has answered everything.
+//!
+//! A sleep may submit too, in the same system call (see [`Io::may_submit_in_wait`]); it harvests
+//! nothing. No task runs inside of a submit or a harvest: those only make tasks ready.
+
+use std::future::Future;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::engine::{Completer, Engine, TOKEN_ENGINE};
+use crate::error::Error;
+use crate::io_state::{Io, Ops};
+use crate::late::News;
+use crate::looks::ROUNDS_BETWEEN_SOURCES;
+use crate::op::Slots;
+use crate::reactor::Reactor;
+use crate::task::{self, Owner};
+use crate::task_key::{NO_TASK, TaskKey};
+
+/// How a turn ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// Sleep until something happens.
+    ForEvent,
+    /// Look for events and return.
+    Never,
+}
+
+/// Whether another turn has anything to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activity {
+    /// Call [`IoThread::turn`](crate::IoThread::turn) again: tasks are ready.
+    Ready,
+    /// Nothing to do until the IoThread's descriptor is readable or
+    /// [`IoThread::deadline`](crate::IoThread::deadline) comes.
+    Idle,
+}
+
+/// How long to put off a wait that failed because the kernel had no memory.
+const RETRY_WAIT: Duration = Duration::from_millis(1);
+
+impl Io {
+    /// One turn.
+    pub(crate) fn turn(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
+        self.running.enter(|| self.turn_inside(wait))
+    }
+
+    #[inline]
+    fn turn_inside(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
+        self.in_turn.set(true);
+        while self.has_ready() && !self.look_is_due() {
+            if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
+                self.look_at_sources();
+            }
+            self.run_ready_tasks();
+            // Submits and harvests: one system call for all that the tasks of this round have
+            // queued. It comes before the notify, so that what is complete at once has used
+            // elements to publish, and is left out where the sleep will do it.
+            if !self.may_submit_in_wait(wait) {
+                self.submit_and_harvest();
+            }
+            self.reactor.borrow_mut().notify();
+        }
+        self.in_turn.set(false);
+        self.stats.turns.add(1);
+        self.wait(wait)
+    }
+
+    // Phase: run ready tasks.
+
+    #[inline(always)]
+    fn has_ready(&self) -> bool {
+        task::has_ready(&self.executor, &self.running)
+    }
+
+    fn run_ready_tasks(&self) {
+        let mut ready = self.ready.take();
+        self.executor.borrow_mut().take_ready(&mut ready);
+        for task in ready.drain(..) {
+            self.poll_task(task);
+        }
+        self.ready.set(ready);
+    }
+
+    fn poll_task(&self, task: u32) {
+        let Some((mut future, waker)) = self.executor.borrow_mut().begin_poll(task) else {
+            return;
+        };
+        let mut cx = Context::from_waker(&waker);
+        let poll = self.running.run(TaskKey::task(task), &waker, || future.as_mut().poll(&mut cx));
+        let rest = poll.is_pending().then_some((future, waker));
+        self.executor.borrow_mut().end_poll(task, rest);
+    }
+
+    /// Polls `future` in a loop of turns. It runs outside of any task: it is asked before each
+    /// turn, and a turn does not sleep when one of its ops has completed, or once it was woken.
+    pub(crate) fn block_on<T>(
+        self: &Rc<Self>,
+        future: impl Future<Output = T>,
+    ) -> Result<T, Error> {
+        let mut future = pin!(future);
+        let waker = task::waker(&self.mailbox, NO_TASK);
+        let mut cx = Context::from_waker(&waker);
+        loop {
+            self.running.take_root_woken();
+            self.in_turn.set(true);
+            let poll = || self.running.run(NO_TASK, &waker, || future.as_mut().poll(&mut cx));
+            let poll = self.running.enter(poll);
+            self.in_turn.set(false);
+            // Submits and harvests: as in a turn, all ops of one poll share a submit.
+            self.submit_and_harvest();
+            if let Poll::Ready(value) = poll {
+                return Ok(value);
+            }
+            self.turn(Wait::ForEvent)?;
+        }
+    }
+
+    // Phases: submit, harvest.
+
+    /// An op was queued. In a turn the end of the round submits it, with all others.
+    #[inline]
+    pub(crate) fn op_was_queued(&self) {
+        if !self.in_turn.get() {
+            // Submits and harvests: nobody else would. The op may be complete then, and its future
+            // ready at the first poll.
+            self.submit_and_harvest();
+        }
+    }
+
+    /// One system call for all queued ops, then completions that are visible without one.
+    fn submit_and_harvest(&self) {
+        let mut ops = self.ops.borrow_mut();
+        let Ops { slots, engine, woken, happened } = &mut *ops;
+        if engine.is_quiet() {
+            return;
+        }
+        let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
+        loop {
+            let queued = engine.queued();
+            let more = engine.submit(self.submit_max, &mut done);
+            let submitted = engine.queued() < queued;
+            let harvests = self.harvest_on_submit || self.harvest_is_due.take();
+            let found = if harvests { engine.harvest(&mut done, happened) } else { 0 };
+            if found > 0 || submitted {
+                done.slots.lanes.harvested(submitted, done.now);
+            }
+            // Completions have made room for what waits in lanes.
+            let moved = done.slots.lanes.has_backlog() && queue_from_lanes(engine, done.slots);
+            // They may have made room for what is queued, too.
+            if !more && !moved && (found == 0 || engine.queued() == 0) {
+                break;
+            }
+        }
+        self.recently.set(done.now);
+        self.round_ends(done.now);
+        self.take_in(&mut ops);
+    }
+
+    /// Wakes the tasks of completed ops, and those of sources whose eventfds were written.
+    fn take_in(&self, ops: &mut Ops) {
+        if !ops.happened.is_empty() {
+            if ops.happened.contains(&TOKEN_ENGINE) {
+                self.harvest_is_due.set(true);
+            }
+            self.reactor.borrow_mut().dispatch(&mut ops.happened, &mut ops.woken);
+        }
+        ops.detach_files();
+        for waker in ops.slots.wakers.drain(..) {
+            self.running.wake(Owner::Waker(waker));
+        }
+        let mut executor = self.executor.borrow_mut();
+        for key in ops.woken.drain(..) {
+            executor.wake(key);
+        }
+    }
+
+    // Phase: wait.
+
+    /// Whether the wait that ends this turn is to submit, so that both cost one system call.
+    /// While the loop busy-polls, ops go to the kernel before it does.
+    #[inline]
+    fn may_submit_in_wait(&self, wait: Wait) -> bool {
+        wait == Wait::ForEvent
+            && self.poll_window.is_closed()
+            && self.ops.borrow().engine.may_submit_in_wait()
+            && self.submit_max >= u32::MAX as usize
+            && !self.has_ready()
+            && !self.mailbox.is_posted()
+            && !self.stopped.get()
+    }
+
+    /// Busy-polls for as long as that pays, arms the sources, looks once more, and sleeps if there
+    /// is still nothing to do.
+    fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
+        let mut woken = self.found.take();
+        let mut busy = self.has_ready()
+            || self.mailbox.is_posted()
+            || self.running.take_root_woken()
+            || self.stopped.get();
+        let since = (!busy && wait == Wait::ForEvent).then(clock::now);
+        if let Some(since) = since {
+            busy = self.busy_poll(since, &self.reactor.borrow(), &mut woken);
+        }
+        if busy {
+            self.look_at_sources();
+        } else {
+            clock::preempt();
+            self.reactor.borrow_mut().arm(&mut woken);
+            busy = !woken.is_empty();
+        }
+        let look_is_due = self.look_is_due();
+        let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
+        let sleeps = !busy && wait == Wait::ForEvent;
+        if !busy || looks {
+            self.sleep(sleeps)?;
+        }
+        if !busy || look_is_due {
+            self.looked();
+        }
+        if let Some(since) = since
+            && sleeps
+        {
+            let now = clock::now();
+            self.poll_window.slept(now.saturating_duration_since(since));
+            self.recently.set(now);
+        }
+        self.reactor.borrow_mut().expire_timers(|owner| self.running.wake(owner));
+        for key in woken.drain(..) {
+            self.executor.borrow_mut().wake(key);
+        }
+        self.found.set(woken);
+        // Submits and harvests: completions and events of the sleep, which the kernel has only
+        // announced; and what tasks have queued, if the sleep was to submit that and did not come.
+        self.submit_and_harvest();
+        if wait == Wait::Never && self.late.borrow().any() {
+            // They may all be answered, and nobody harvests any more.
+            self.recently.set(clock::now());
+        }
+        if self.recently.get() >= self.late_due.get() {
+            self.look_for_late_ops();
+        }
+        let is_ready = self.run_foreign() || self.has_ready();
+        let is_busy = is_ready || self.ops.borrow_mut().engine.must_be_asked();
+        Ok(if is_busy { Activity::Ready } else { Activity::Idle })
+    }
+
+    /// After a harvest: what has completed while this thread did not run is not late.
+    #[cold]
+    fn look_for_late_ops(&self) {
+        let mut late = self.late.borrow_mut();
+        let ops = self.ops.borrow();
+        for news in late.look(self.recently.get(), &ops.slots, &self.stats) {
+            match news {
+                News::Late { .. } => tracing::warn!("{news}"),
+                News::Answers { .. } => tracing::info!("{news}"),
+            }
+        }
+        self.late_due.set(late.due());
+    }
+
+    /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
+    fn sleep(&self, sleeps: bool) -> Result<(), Error> {
+        let mut ops = self.ops.borrow_mut();
+        assert_may_sleep(&ops);
+        let deadline = if sleeps {
+            // Whoever watches the thread wakes it now and then to look for late ops.
+            earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at())
+        } else {
+            // A time that has passed: it does not wait.
+            Some(self.recently.get())
+        };
+        let is_idle = sleeps
+            && ops.engine.in_kernel() + ops.engine.queued() == 0
+            && !self.late.borrow().any();
+        if !is_idle {
+            return self.wait_in_kernel(&mut ops, deadline);
+        }
+        self.stats.is_idle.set(1);
+        let result = self.wait_in_kernel(&mut ops, deadline);
+        self.stats.is_idle.set(0);
+        result
+    }
+
+    fn wait_in_kernel(&self, ops: &mut Ops, deadline: Option<Instant>) -> Result<(), Error> {
+        let Ops { slots, engine, woken, happened } = &mut *ops;
+        let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
+        engine.wait(deadline, usize::MAX, &mut done, happened)?;
+        if engine.waits_with_submit() {
+            self.harvest_is_due.set(true);
+        }
+        self.take_in(ops);
+        Ok(())
+    }
+
+    /// Spins on the rings. True when there is something to do.
+    fn busy_poll(&self, since: Instant, reactor: &Reactor, woken: &mut Vec<TaskKey>) -> bool {
+        let window = self.poll_window.at(since);
+        if window.is_zero() {
+            return false;
+        }
+        loop {
+            reactor.look(|task| woken.push(task));
+            let now = clock::now();
+            let engine = &mut self.ops.borrow_mut().engine;
+            let found = !woken.is_empty()
+                || (self.harvest_on_submit && engine.has_completions(now, &self.stats))
+                || self.mailbox.is_posted();
+            let polled = now.saturating_duration_since(since);
+            if found || polled >= window {
+                self.poll_window.spent(polled);
+                return found;
+            }
+            clock::spin();
+        }
+    }
+
+    /// When a turn has something to do, whatever the kernel answers until then.
+    pub(crate) fn deadline_of_work(&self) -> Option<Instant> {
+        earlier(self.reactor.borrow().next_timer(), self.ops.borrow().engine.retry_at())
+    }
+
+    /// When late ops are to be looked for, if there may be some.
+    pub(crate) fn deadline_of_look(&self) -> Option<Instant> {
+        let may_be_late = self.ops.borrow().engine.in_kernel() > 0 || self.late.borrow().any();
+        may_be_late.then(|| self.late_due.get())
+    }
+
+    // Phase: calls of other threads.
+
+    /// Takes in what other threads have posted. Returns whether there was anything.
+    fn run_foreign(self: &Rc<Self>) -> bool {
+        if !self.mailbox.is_posted() {
+            return false;
+        }
+        let inbox = self.mailbox.take();
+        task::wake_all(&self.executor, &inbox.woken);
+        for call in inbox.calls {
+            call(self);
+        }
+        true
+    }
+
+    // The end.
+
+    /// Waits until the kernel has answered every op.
+    pub(crate) fn drain(&self) {
+        loop {
+            self.harvest_is_due.set(true);
+            // Submits and harvests: no turn does it any more.
+            self.submit_and_harvest();
+            let mut ops = self.ops.borrow_mut();
+            if ops.engine.queued() + ops.engine.in_kernel() == 0 {
+                return;
+            }
+            let retry = ops.engine.retry_at();
+            if let Err(error) = self.wait_in_kernel(&mut ops, retry) {
+                if !is_transient(&error) {
+                    return;
+                }
+                std::thread::sleep(RETRY_WAIT);
+            }
+        }
+    }
+}
+
+/// Whether a wait that failed may succeed when it is tried again.
+fn is_transient(error: &Error) -> bool {
+    let errno = error.system_error().and_then(std::io::Error::raw_os_error);
+    matches!(errno, Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
+}
+
+/// Gives the engine what has room now. True if there was something.
+#[cold]
+fn queue_from_lanes(engine: &mut Engine, slots: &mut Slots) -> bool {
+    let mut moved = false;
+    while let Some(slot) = slots.next_from_lanes() {
+        engine.queue(slot, slots);
+        moved = true;
+    }
+    moved
+}
+
+/// The earlier of two times that may be.
+pub(crate) fn earlier(a: Option<Instant>, b: Option<Instant>) -> Option<Instant> {
+    [a, b].into_iter().flatten().min()
+}
+
+/// The loop must not sleep on ops that nothing will ever submit.
+fn assert_may_sleep(ops: &Ops) {
+    let engine = &ops.engine;
+    assert!(
+        !ops.slots.lanes.has_backlog() || engine.queued() + engine.in_kernel() > 0,
+        "going to sleep with ops in lanes that nothing will take out"
+    );
+    assert!(
+        engine.queued() == 0
+            || engine.in_kernel() > 0
+            || engine.retry_at().is_some()
+            || engine.waits_with_submit(),
+        "going to sleep with {} ops queued and none in the kernel",
+        engine.queued()
+    );
+}

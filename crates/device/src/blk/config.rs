@@ -1,0 +1,179 @@
+//! Features and the configuration space of virtio-blk (virtio 1.3, sections 5.2.3 and 5.2.4).
+
+use blockio::disk::DiskInfo;
+
+use crate::lists::LONG_LISTS_BYTES;
+
+pub use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE as F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE as F_CONFIG_WCE,
+    VIRTIO_BLK_F_DISCARD as F_DISCARD, VIRTIO_BLK_F_FLUSH as F_FLUSH, VIRTIO_BLK_F_MQ as F_MQ,
+    VIRTIO_BLK_F_RO as F_RO, VIRTIO_BLK_F_SEG_MAX as F_SEG_MAX,
+    VIRTIO_BLK_F_TOPOLOGY as F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES as F_WRITE_ZEROES,
+};
+pub use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1 as F_VERSION_1;
+pub use virtio_bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
+};
+
+/// Bytes of a sector, whatever the logical block.
+pub const SECTOR_BYTES: u64 = 512;
+/// Where `writeback` is in the configuration space.
+pub const WRITEBACK_OFFSET: usize = 32;
+/// The configuration space up to and with the fields of `WRITE_ZEROES`.
+const CONFIG_BYTES: usize = 60;
+
+/// The most sectors of one discard segment: 2 GiB. A hole of any size is one system call.
+pub(crate) const DISCARD_SECTORS_MAX: u32 = 1 << 22;
+/// The most sectors of one write-zeroes segment: 32 MiB. Where the disk has no call for it, zeroes
+/// are written, and one request should not take seconds.
+pub const WRITE_ZEROES_SECTORS_MAX: u32 = 1 << 16;
+/// The most segments of one discard or write-zeroes request.
+pub const SEGMENTS_MAX: u32 = 16;
+/// The most queues of a device: transports name a queue in 8 bits when they bring its eventfds.
+pub const QUEUES_MAX: u16 = 256;
+/// Bytes of a serial number at most.
+pub const SERIAL_BYTES: usize = 20;
+
+/// What the operator chose for a device.
+#[derive(Debug, Clone)]
+pub struct BlkOptions {
+    /// Answer to the driver's request for an id; at most [`SERIAL_BYTES`] bytes.
+    pub serial: String,
+    /// Queues, 1 to [`QUEUES_MAX`].
+    pub num_queues: u16,
+    /// Entries of a queue, for the limit on segments: 2 to 1024.
+    pub queue_size: u16,
+    /// Whether the driver sees a write cache, which it has to flush.
+    pub write_cache: bool,
+    /// Whether completed requests share one notify at the end of a run. Off is for measurement:
+    /// then each has its own.
+    pub notify_batch: bool,
+    /// Whether the memory of the driver is registered with engines that can keep its pages at
+    /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
+    pub fixed_buffers: bool,
+    /// What long lists of drivers' buffers may take in bytes on one IoThread before this device
+    /// leaves chains in its rings.
+    pub long_lists_bytes: u64,
+}
+
+impl Default for BlkOptions {
+    fn default() -> Self {
+        Self {
+            serial: String::new(),
+            num_queues: 1,
+            queue_size: 128,
+            write_cache: true,
+            notify_batch: true,
+            fixed_buffers: false,
+            long_lists_bytes: LONG_LISTS_BYTES,
+        }
+    }
+}
+
+/// The bytes of the configuration space.
+type ConfigSpace = [u8; CONFIG_BYTES];
+
+/// The features of a device.
+pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
+    let mut bits = vec![
+        F_VERSION_1,
+        F_INDIRECT_DESC,
+        F_EVENT_IDX,
+        F_SEG_MAX,
+        F_BLK_SIZE,
+        F_TOPOLOGY,
+        F_FLUSH,
+        F_CONFIG_WCE,
+    ];
+    if options.num_queues > 1 {
+        bits.push(F_MQ);
+    }
+    bits.extend(if disk.read_only { &[F_RO][..] } else { &[F_DISCARD, F_WRITE_ZEROES][..] });
+    bits.iter().fold(0, |all, bit| all | 1 << bit)
+}
+
+/// The configuration space, little-endian.
+pub(super) fn space(disk: &DiskInfo, options: &BlkOptions, writeback: bool) -> ConfigSpace {
+    let mut space = [0; CONFIG_BYTES];
+    let mut put = |offset: usize, bytes: &[u8]| {
+        space[offset..offset + bytes.len()].copy_from_slice(bytes);
+    };
+    let block = disk.logical_block_bytes;
+    let blocks_per_physical = disk.physical_block_bytes / block;
+    let sectors_per_block = block / 512;
+    put(0, &(disk.size_bytes / SECTOR_BYTES).to_le_bytes());
+    // One descriptor for the header and one for the status; the rest can be data.
+    put(12, &u32::from(options.queue_size.saturating_sub(2).max(1)).to_le_bytes());
+    put(20, &block.to_le_bytes());
+    // It is 31 at most, in its lowest byte.
+    put(24, &blocks_per_physical.ilog2().to_le_bytes()[..1]);
+    // What has no room in 16 bits is no size that anybody should write at once.
+    put(26, &u16::try_from(blocks_per_physical).unwrap_or(1).to_le_bytes());
+    put(WRITEBACK_OFFSET, &[u8::from(writeback)]);
+    put(34, &options.num_queues.to_le_bytes());
+    if !disk.read_only {
+        put(36, &DISCARD_SECTORS_MAX.to_le_bytes());
+        put(40, &SEGMENTS_MAX.to_le_bytes());
+        put(44, &sectors_per_block.to_le_bytes());
+        put(48, &WRITE_ZEROES_SECTORS_MAX.to_le_bytes());
+        put(52, &SEGMENTS_MAX.to_le_bytes());
+        put(56, &[1]);
+    }
+    space
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use virtio_driver::{ByteValued, VirtioBlkConfig};
+
+    fn disk(read_only: bool) -> DiskInfo {
+        DiskInfo {
+            size_bytes: 10 << 20,
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            read_only,
+            direct: true,
+        }
+    }
+
+    fn options() -> BlkOptions {
+        BlkOptions {
+            serial: String::new(),
+            num_queues: 4,
+            queue_size: 128,
+            write_cache: true,
+            ..BlkOptions::default()
+        }
+    }
+
+    #[test]
+    fn a_driver_reads_every_field_where_it_expects_it() {
+        let bytes = space(&disk(false), &options(), true);
+        let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
+        assert_eq!(u64::from(config.capacity), 20480);
+        assert_eq!(u32::from(config.size_max), 0);
+        assert_eq!(u32::from(config.seg_max), 126);
+        assert_eq!(u32::from(config.blk_size), 512);
+        assert_eq!(config.physical_block_exp, 3);
+        assert_eq!(u16::from(config.min_io_size), 8);
+        assert_eq!(config.writeback, 1);
+        assert_eq!(u16::from(config.num_queues), 4);
+        assert_eq!(u32::from(config.max_discard_sectors), DISCARD_SECTORS_MAX);
+        assert_eq!(u32::from(config.max_discard_seg), SEGMENTS_MAX);
+        assert_eq!(u32::from(config.discard_sector_alignment), 1);
+        assert_eq!(u32::from(config.max_write_zeroes_sectors), WRITE_ZEROES_SECTORS_MAX);
+        assert_eq!(u32::from(config.max_write_zeroes_seg), SEGMENTS_MAX);
+        assert_eq!(config.write_zeroes_may_unmap, 1);
+    }
+
+    #[test]
+    fn a_read_only_disk_offers_nothing_that_writes() {
+        let offered = features(&disk(true), &options());
+        assert_ne!(offered & 1 << F_RO, 0);
+        assert_eq!(offered & (1 << F_DISCARD | 1 << F_WRITE_ZEROES), 0);
+        let offered = features(&disk(false), &options());
+        assert_eq!(offered & 1 << F_RO, 0);
+        assert_eq!(offered & 1 << 1, 0, "SIZE_MAX would make Linux cut segments");
+    }
+}

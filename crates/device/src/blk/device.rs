@@ -1,0 +1,217 @@
+//! A virtio-blk device: what was negotiated, and its configuration space.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use blockio::DiskSource;
+
+use super::config::{self, BlkOptions};
+use crate::common::{Common, Working};
+use crate::events::Events;
+
+/// A virtio-blk device: what is its own, beside what devices of all kinds have.
+#[derive(Clone)]
+pub struct BlkDevice {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    common: Common,
+    source: DiskSource,
+    options: BlkOptions,
+    /// The `writeback` byte of the configuration space.
+    writeback: AtomicBool,
+}
+
+impl BlkDevice {
+    /// The fields of the configuration space that drivers may write.
+    pub(crate) const WRITABLE_FIELDS: [Range<usize>; 1] =
+        [Range { start: config::WRITEBACK_OFFSET, end: config::WRITEBACK_OFFSET + 1 }];
+
+    pub(crate) fn new(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
+        let working = Working {
+            notify_batch: options.notify_batch,
+            fixed_buffers: options.fixed_buffers,
+            long_lists_bytes: options.long_lists_bytes,
+        };
+        let common = Common::new(working, events);
+        let writeback = AtomicBool::new(options.write_cache);
+        Self { shared: Arc::new(Shared { common, source, options, writeback }) }
+    }
+
+    pub(crate) fn common(&self) -> &Common {
+        &self.shared.common
+    }
+
+    pub(crate) fn late_since(&self) -> Option<Instant> {
+        self.shared.source.late_since()
+    }
+
+    pub(crate) fn num_queues(&self) -> u16 {
+        self.shared.options.num_queues
+    }
+
+    pub(crate) fn features(&self) -> u64 {
+        config::features(self.shared.source.info(), &self.shared.options)
+    }
+
+    /// The driver has negotiated `features`, after another or itself had negotiated `before`.
+    ///
+    /// A driver that negotiates something else than the one before finds the write cache as it was
+    /// set up, or off if it cannot flush (virtio 1.3, section 5.2.5.2).
+    pub(crate) fn negotiated(&self, before: u64, features: u64) {
+        // Without features there was no driver, and what was written is this one's choice.
+        if before != 0 && before != features {
+            self.shared.writeback.store(self.shared.options.write_cache, Ordering::Relaxed);
+        }
+        if self.has(config::F_CONFIG_WCE) && !self.has(config::F_FLUSH) {
+            self.shared.writeback.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Back to what was negotiated when this was the configuration space.
+    pub(crate) fn restore(&self, space: &[u8]) {
+        let writeback = space.get(config::WRITEBACK_OFFSET).is_some_and(|byte| *byte != 0);
+        self.shared.writeback.store(writeback, Ordering::Relaxed);
+    }
+
+    pub(crate) fn reset(&self) {
+        self.shared.writeback.store(self.shared.options.write_cache, Ordering::Relaxed);
+    }
+
+    pub(crate) fn config_space(&self) -> Vec<u8> {
+        let writeback = self.shared.writeback.load(Ordering::Relaxed);
+        config::space(self.shared.source.info(), &self.shared.options, writeback).into()
+    }
+
+    /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0
+    /// is 1. The cache is switched on only where the device was set up with one, and for a driver
+    /// that can flush it: a device without a cache keeps its promise whatever the driver asks.
+    ///
+    /// # Errors
+    ///
+    /// When any other field is written.
+    pub(crate) fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        match data {
+            [value] if offset == config::WRITEBACK_OFFSET => {
+                // What is written before the features are known is settled with them.
+                let may_flush = self.has(config::F_FLUSH) || self.common().features() == 0;
+                let can_be_on = self.shared.options.write_cache && may_flush;
+                self.shared.writeback.store(*value != 0 && can_be_on, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("the driver wrote {} bytes at {offset} of the configuration", data.len()),
+            )),
+        }
+    }
+
+    /// The disk behind it.
+    pub(super) fn source(&self) -> &DiskSource {
+        &self.shared.source
+    }
+
+    pub(super) fn serial(&self) -> &str {
+        &self.shared.options.serial
+    }
+
+    fn has(&self, feature: u32) -> bool {
+        self.common().has(feature)
+    }
+
+    /// Whether writes must be on stable storage before they are answered: unless the driver
+    /// negotiated a write cache, which it can flush (virtio 1.3, section 5.2.5.2).
+    pub(super) fn write_through(&self) -> bool {
+        let cached = if self.has(config::F_CONFIG_WCE) {
+            self.shared.writeback.load(Ordering::Relaxed)
+        } else {
+            self.has(config::F_FLUSH) && self.shared.options.write_cache
+        };
+        !cached
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::DiskOptions;
+
+    use super::*;
+    use crate::device::{Device, QueueRole};
+    use crate::events::LogEvents;
+    use crate::queue::StartError;
+    use crate::testing::Scene;
+
+    fn device() -> Device {
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        Device::blk(source, BlkOptions::default(), Arc::new(LogEvents::new("test")))
+    }
+
+    /// A front-end passes on what the driver writes at once, and its features when it is ready.
+    #[test]
+    fn a_driver_may_choose_its_cache_before_its_features_are_known() {
+        let flush = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
+        for (features, written, expected) in
+            [(flush, 0, 0), (flush, 1, 1), (1 << config::F_CONFIG_WCE, 1, 0)]
+        {
+            let device = device();
+            device.write_config(config::WRITEBACK_OFFSET, &[written]).unwrap();
+            device.set_features(features).unwrap();
+            assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], expected);
+            device.reset();
+            assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], 1);
+        }
+    }
+
+    #[test]
+    fn only_the_write_cache_can_be_written_and_the_rest_must_be_as_it_is() {
+        let device = device();
+        device.set_features(1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH).unwrap();
+        let space = device.config_space();
+        for offset in 0..space.len() + 4 {
+            let written = device.write_config(offset, &[0]);
+            assert_eq!(written.is_ok(), offset == config::WRITEBACK_OFFSET, "{offset}");
+        }
+        assert!(device.write_config(config::WRITEBACK_OFFSET, &[0, 0]).is_err());
+        assert_eq!(device.read_config(config::WRITEBACK_OFFSET, 2), [0, 0]);
+        // A migration brings the whole space.
+        device.restore_config(0, &space).unwrap();
+        assert_eq!(device.config_space(), space);
+        let mut other = space.clone();
+        other[0] ^= 1;
+        other[config::WRITEBACK_OFFSET] = 0;
+        assert!(device.restore_config(0, &other).is_err());
+        assert_eq!(device.config_space(), space, "half of it was taken");
+    }
+
+    #[test]
+    fn what_was_negotiated_can_be_taken_again() {
+        let device = device();
+        let wanted = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
+        device.set_features(wanted).unwrap();
+        device.write_config(config::WRITEBACK_OFFSET, &[0]).unwrap();
+        let before = device.negotiated();
+        device.reset();
+        assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], 1);
+        device.restore(&before);
+        assert_eq!(device.config_space()[config::WRITEBACK_OFFSET], 0);
+        assert!(device.set_features(1 << 63).is_err());
+    }
+
+    #[test]
+    fn each_queue_has_its_role_and_others_do_not_start() {
+        let device = device();
+        assert_eq!(device.queue_role(0), Some(QueueRole::Request));
+        assert_eq!(device.queue_role(1), None);
+        assert!(device.queue_stats(0).is_none());
+        let scene = Scene::new();
+        let handle = scene.start_queue_of(&device, 0);
+        assert!(device.queue_stats(0).is_some());
+        assert_eq!(scene.wait(&handle.begin_stop()), 0);
+        let none = scene.begin_start_queue_of(&device, 1);
+        assert!(matches!(scene.wait(&none), Err(StartError::NoSuchQueue { index: 1, count: 1 })));
+    }
+}

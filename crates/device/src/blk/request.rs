@@ -1,0 +1,454 @@
+//! One virtio-blk request (virtio 1.3, section 5.2.6), from its chain to its status.
+
+use std::io;
+use std::rc::Rc;
+
+use blockio::{Disk, Io, Unfinished};
+use iomem::Buffers;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
+    VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+use virtqueue::Chain;
+
+use super::config::{
+    DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
+};
+use super::device::BlkDevice;
+use crate::queue::Queue;
+use crate::queue_task::Handler;
+use crate::stats::RequestKind;
+
+/// Statuses, which are a byte each (virtio 1.3, section 5.2.6).
+const S_OK: u8 = byte(VIRTIO_BLK_S_OK);
+const S_IOERR: u8 = byte(VIRTIO_BLK_S_IOERR);
+const S_UNSUPP: u8 = byte(VIRTIO_BLK_S_UNSUPP);
+
+const HEADER_BYTES: usize = 16;
+const SEGMENT_BYTES: usize = 16;
+
+/// Why a request fails.
+#[derive(Debug, thiserror::Error)]
+enum RequestError {
+    #[error("the chain is malformed: {0}")]
+    Chain(#[from] virtqueue::ChainFault),
+    #[error("the header is {0} bytes long, not {HEADER_BYTES}")]
+    Header(usize),
+    #[error("{0}")]
+    Malformed(&'static str),
+    #[error("request type {0} is not supported")]
+    Type(u32),
+    #[error("flags {0:#x} are not supported")]
+    Flags(u32),
+    #[error("guest memory is gone: its file was truncated")]
+    MemoryGone,
+    #[error("{action} at byte {offset}: {source}")]
+    Disk { action: &'static str, offset: u64, source: io::Error },
+}
+
+impl RequestError {
+    /// The status byte (virtio 1.3, section 5.2.6): the one place where it is chosen.
+    fn status(&self) -> u8 {
+        match self {
+            Self::Type(_) | Self::Flags(_) => S_UNSUPP,
+            _ => S_IOERR,
+        }
+    }
+}
+
+const fn byte(number: u32) -> u8 {
+    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
+    byte
+}
+
+/// What a request that fails leaves unwritten is zeroed up to this many bytes. Zeroing more would
+/// delay the other queues of the IoThread, as a guest that names gigabytes could do at will.
+const ZEROED_BYTES_MAX: usize = 1 << 20;
+
+/// How a request ended.
+struct Outcome {
+    kind: RequestKind,
+    /// How many bytes it was about.
+    result: Result<u64, RequestError>,
+    /// What it did not write of what the driver gave it for data.
+    rest: Option<Buffers>,
+}
+
+/// What serves the requests of one queue.
+pub(crate) struct Blk {
+    disk: Disk,
+    device: BlkDevice,
+}
+
+impl Blk {
+    /// For a queue of `device` on this IoThread.
+    pub(crate) fn new(device: &BlkDevice, io: &Rc<Io>) -> Self {
+        Self { disk: device.source().attach(io), device: device.clone() }
+    }
+}
+
+impl Handler for Blk {
+    fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static {
+        serve(self, queue, chain)
+    }
+}
+
+/// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
+async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
+    let head = chain.head;
+    let Some(status) = chain.writable.take_last_byte() else {
+        // The chain has no room for a status.
+        queue.push_unanswered(head);
+        return;
+    };
+    let room = chain.writable.bytes();
+    let (kind, result, written) = match chain.fault {
+        None => {
+            let Outcome { kind, result, rest } =
+                execute(&blk, chain.readable, chain.writable).await;
+            (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
+        }
+        Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
+    };
+    // What was read from memory that is gone were zeroes, and what was written there is lost.
+    match result {
+        Ok(_) if !chain.memory.is_intact() => {
+            queue.fail(kind, &RequestError::MemoryGone);
+            status.write(RequestError::MemoryGone.status());
+        }
+        Ok(bytes) => {
+            queue.count(kind, bytes);
+            status.write(S_OK);
+        }
+        Err(error) => {
+            queue.fail(kind, &error);
+            status.write(error.status());
+        }
+    }
+    let Ok(written) = u32::try_from(written) else { unreachable!("chains are below 4 GiB") };
+    queue.push(head, written);
+}
+
+/// Zeroes the `rest` of the `room` for data, unless it is long, and returns the used length: how
+/// many bytes were written, one after the other from the first, the status included if nothing
+/// before it was left out (virtio 1.3, section 2.7.8.2: at least that many must have been).
+///
+/// Drivers go by the status, wherever the used length ends.
+fn settle_rest(room: usize, rest: &Buffers) -> usize {
+    let left = rest.bytes();
+    let is_short = left <= ZEROED_BYTES_MAX;
+    if is_short {
+        rest.zero_from(0);
+    }
+    if is_short { room + 1 } else { room - left }
+}
+
+async fn execute(blk: &Blk, mut readable: Buffers, writable: Buffers) -> Outcome {
+    let mut header = [0; HEADER_BYTES];
+    let copied = readable.copy_to(0, &mut header);
+    readable.advance(HEADER_BYTES);
+    let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
+    let sector = u64::from_le_bytes(sector);
+    let (kind, result) = match u32::from_le_bytes([t0, t1, t2, t3]) {
+        _ if copied < HEADER_BYTES => (RequestKind::Other, Err(RequestError::Header(copied))),
+        VIRTIO_BLK_T_IN => return read(blk, sector, writable).await,
+        VIRTIO_BLK_T_OUT => {
+            let result = write(blk, sector, readable).await;
+            (RequestKind::Write, result)
+        }
+        VIRTIO_BLK_T_FLUSH => {
+            let result = flush(blk).await;
+            (RequestKind::Flush, result.map(|()| 0))
+        }
+        VIRTIO_BLK_T_GET_ID => return get_id(blk, writable),
+        VIRTIO_BLK_T_DISCARD => {
+            let result = Box::pin(discard(blk, &readable)).await;
+            (RequestKind::Discard, result)
+        }
+        VIRTIO_BLK_T_WRITE_ZEROES => {
+            let result = Box::pin(write_zeroes(blk, &readable)).await;
+            (RequestKind::WriteZeroes, result)
+        }
+        other => (RequestKind::Other, Err(RequestError::Type(other))),
+    };
+    // None of these answers with data.
+    Outcome { kind, result, rest: (!writable.is_empty()).then_some(writable) }
+}
+
+/// The byte offset of a sector.
+fn offset_of(sector: u64) -> Result<u64, RequestError> {
+    sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
+}
+
+async fn read(blk: &Blk, sector: u64, writable: Buffers) -> Outcome {
+    let kind = RequestKind::Read;
+    let offset = match offset_of(sector) {
+        Ok(offset) => offset,
+        Err(error) => return Outcome { kind, result: Err(error), rest: Some(writable) },
+    };
+    let bytes = writable.bytes() as u64;
+    match blk.disk.read(offset, writable).await {
+        Ok(()) => Outcome { kind, result: Ok(bytes), rest: None },
+        Err(Unfinished { error: source, rest }) => {
+            let error = RequestError::Disk { action: "read", offset, source };
+            Outcome { kind, result: Err(error), rest: Some(rest) }
+        }
+    }
+}
+
+async fn write(blk: &Blk, sector: u64, readable: Buffers) -> Result<u64, RequestError> {
+    let offset = offset_of(sector)?;
+    let bytes = readable.bytes() as u64;
+    let fua = blk.device.write_through();
+    let result = blk.disk.write(offset, readable, fua).await;
+    result.map_err(|source| RequestError::Disk { action: "write", offset, source })?;
+    Ok(bytes)
+}
+
+async fn flush(blk: &Blk) -> Result<(), RequestError> {
+    let result = blk.disk.flush().await;
+    result.map_err(|source| RequestError::Disk { action: "flush", offset: 0, source })
+}
+
+/// Writes the serial, padded with zeroes to 20 bytes.
+fn get_id(blk: &Blk, mut writable: Buffers) -> Outcome {
+    let kind = RequestKind::Other;
+    if writable.is_empty() {
+        let error = RequestError::Malformed("no room for the id");
+        return Outcome { kind, result: Err(error), rest: None };
+    }
+    let mut id = [0; SERIAL_BYTES];
+    let serial = blk.device.serial().as_bytes();
+    let len = serial.len().min(SERIAL_BYTES);
+    id[..len].copy_from_slice(&serial[..len]);
+    writable.copy_from(0, &id);
+    writable.advance(SERIAL_BYTES);
+    Outcome { kind, result: Ok(0), rest: Some(writable) }
+}
+
+/// One range of a discard or write-zeroes request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Range {
+    offset: u64,
+    len: u64,
+    unmap: bool,
+}
+
+/// Reads the segments (virtio 1.3, section 5.2.6.2): all are checked before any is carried out, and
+/// their flags before anything else, because an unsupported flag must be reported as such
+/// whatever else is wrong.
+fn ranges(
+    data: &Buffers,
+    flags_known: u32,
+    sectors_max: u32,
+    size: u64,
+) -> Result<Vec<Range>, RequestError> {
+    let count = data.bytes() / SEGMENT_BYTES;
+    let segment = |index: usize| {
+        let mut segment = [0; SEGMENT_BYTES];
+        data.copy_to(index * SEGMENT_BYTES, &mut segment);
+        segment
+    };
+    // Each is read once; more than there may be are not looked at.
+    let segments: Vec<_> = (0..count.min(SEGMENTS_MAX as usize)).map(segment).collect();
+    let unknown = segments.iter().map(|segment| flags_of(segment) & !flags_known);
+    let unknown = unknown.fold(0, |all, flags| all | flags);
+    if unknown != 0 {
+        return Err(RequestError::Flags(unknown));
+    }
+    if count == 0 || !data.bytes().is_multiple_of(SEGMENT_BYTES) || count > segments.len() {
+        return Err(RequestError::Malformed("no segments, too many, or incomplete ones"));
+    }
+    segments.iter().map(|segment| range(segment, sectors_max, size)).collect()
+}
+
+fn bytes_of(ranges: &[Range]) -> u64 {
+    ranges.iter().map(|range| range.len).sum()
+}
+
+fn flags_of(segment: &[u8; SEGMENT_BYTES]) -> u32 {
+    let [.., f0, f1, f2, f3] = *segment;
+    u32::from_le_bytes([f0, f1, f2, f3])
+}
+
+fn range(
+    segment: &[u8; SEGMENT_BYTES],
+    sectors_max: u32,
+    size: u64,
+) -> Result<Range, RequestError> {
+    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, ..] = *segment;
+    let sectors = u32::from_le_bytes([n0, n1, n2, n3]);
+    if sectors > sectors_max {
+        return Err(RequestError::Malformed("a segment is longer than the device announced"));
+    }
+    let offset = offset_of(u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]))?;
+    let len = u64::from(sectors) * SECTOR_BYTES;
+    if offset.checked_add(len).is_none_or(|end| end > size) {
+        return Err(RequestError::Malformed("a segment is beyond the end of the disk"));
+    }
+    Ok(Range { offset, len, unmap: flags_of(segment) != 0 })
+}
+
+async fn discard(blk: &Blk, readable: &Buffers) -> Result<u64, RequestError> {
+    let ranges = ranges(readable, 0, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
+    let bytes = bytes_of(&ranges);
+    for Range { offset, len, .. } in ranges {
+        let result = blk.disk.discard(offset, len).await;
+        result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
+    }
+    settle(blk).await?;
+    Ok(bytes)
+}
+
+async fn write_zeroes(blk: &Blk, readable: &Buffers) -> Result<u64, RequestError> {
+    let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
+    let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
+    let bytes = bytes_of(&ranges);
+    for Range { offset, len, unmap } in ranges {
+        let result = blk.disk.write_zeroes(offset, len, unmap).await;
+        result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
+    }
+    settle(blk).await?;
+    Ok(bytes)
+}
+
+/// Without a write cache, what was done is on stable storage before it is answered.
+async fn settle(blk: &Blk) -> Result<(), RequestError> {
+    if blk.device.write_through() { flush(blk).await } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::{DiskOptions, DiskSource};
+    use iomem::BufferMemory;
+    use proptest::prelude::*;
+    use virtqueue::driver::Desc;
+
+    use super::super::config::{BlkOptions, F_FLUSH, F_VERSION_1};
+    use super::*;
+    use crate::device::Device;
+    use crate::stats::RequestCounts;
+    use crate::testing::{DATA, Scene};
+
+    const SECTORS: u64 = 2048;
+
+    fn header(kind: u32, sector: u64) -> Vec<u8> {
+        [&u64::from(kind).to_le_bytes()[..], &sector.to_le_bytes()].concat()
+    }
+
+    fn segment_of(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+        let numbers = [sectors, flags].map(u32::to_le_bytes).concat();
+        [&sector.to_le_bytes()[..], &numbers].concat()
+    }
+
+    /// What the driver sends, the bytes it has room for, the status, the used length, and how the
+    /// request is counted: its kind, and the bytes if it went well.
+    type Row = (Vec<u8>, u32, u8, u32, RequestKind, Option<u64>);
+
+    fn rows() -> Vec<Row> {
+        use RequestKind::{Discard, Flush, Other, Read, Write, WriteZeroes};
+        let with = |kind, sector, data: &[u8]| [&header(kind, sector)[..], data].concat();
+        let (discard, zeroes) = (VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES);
+        let too_many = segment_of(0, 1, 0).repeat(SEGMENTS_MAX as usize + 1);
+        vec![
+            (header(VIRTIO_BLK_T_IN, 0), 1024, S_OK, 1025, Read, Some(1024)),
+            (header(VIRTIO_BLK_T_IN, SECTORS), 512, S_IOERR, 513, Read, None),
+            (header(VIRTIO_BLK_T_IN, u64::MAX), 512, S_IOERR, 513, Read, None),
+            (with(VIRTIO_BLK_T_OUT, 8, &[7; 512]), 0, S_OK, 1, Write, Some(512)),
+            (with(VIRTIO_BLK_T_OUT, SECTORS, &[7; 512]), 0, S_IOERR, 1, Write, None),
+            (header(VIRTIO_BLK_T_FLUSH, 0), 0, S_OK, 1, Flush, Some(0)),
+            (header(VIRTIO_BLK_T_GET_ID, 0), 20, S_OK, 21, Other, Some(0)),
+            (header(VIRTIO_BLK_T_GET_ID, 0), 0, S_IOERR, 1, Other, None),
+            (with(discard, 0, &segment_of(8, 8, 0)), 0, S_OK, 1, Discard, Some(4096)),
+            (with(discard, 0, &segment_of(8, 8, 1)), 0, S_UNSUPP, 1, Discard, None),
+            (with(discard, 0, &segment_of(SECTORS, 1, 0)), 0, S_IOERR, 1, Discard, None),
+            (with(discard, 0, &too_many), 0, S_IOERR, 1, Discard, None),
+            (with(discard, 0, &[0; 15]), 0, S_IOERR, 1, Discard, None),
+            (with(zeroes, 0, &segment_of(0, 16, 1)), 0, S_OK, 1, WriteZeroes, Some(8192)),
+            (with(zeroes, 0, &segment_of(0, 16, 2)), 0, S_UNSUPP, 1, WriteZeroes, None),
+            (header(99, 0), 0, S_UNSUPP, 1, Other, None),
+            (vec![0; 15], 16, S_IOERR, 17, Other, None),
+        ]
+    }
+
+    #[test]
+    fn each_request_has_its_status_its_used_length_and_its_count() {
+        let mut scene = Scene::new();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(SECTORS * SECTOR_BYTES).unwrap();
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+        device.set_features(1 << F_VERSION_1 | 1 << F_FLUSH).unwrap();
+        let handle = scene.start_queue_of(&device, 0);
+        for (sent, room, status, used, kind, bytes) in rows() {
+            let before = device.totals()[kind];
+            scene.memory.write(DATA, &sent).unwrap();
+            let (answer, status_at) = (DATA + 0x1000, DATA + 0x1000 + u64::from(room));
+            scene.memory.write(answer, &[0xee; 2048]).unwrap();
+            let mut chain = vec![Desc::readable(DATA, u32::try_from(sent.len()).unwrap())];
+            if room > 0 {
+                chain.push(Desc::writable(answer, room));
+            }
+            chain.push(Desc::writable(status_at, 1));
+            let head = scene.offer(&chain);
+            let element = scene.answer();
+            let mut seen = [0];
+            scene.memory.read(status_at, &mut seen).unwrap();
+            let what = format!("{sent:?} with room for {room}");
+            assert_eq!((element.head, element.bytes), (head.into(), used), "{what}");
+            assert_eq!(seen[0], status, "{what}");
+            let is_good = bytes.is_some();
+            let expected = RequestCounts {
+                requests: before.requests + 1,
+                bytes: before.bytes + bytes.unwrap_or(0),
+                errors: before.errors + u64::from(!is_good),
+            };
+            assert_eq!(device.totals()[kind], expected, "{what}");
+            assert_eq!(scene.events.take().len(), usize::from(!is_good), "{what}");
+        }
+        // There is nowhere to put a status.
+        scene.offer(&[Desc::readable(DATA, 16)]);
+        assert_eq!(scene.answer().bytes, 0);
+        assert!(scene.events.take()[0].contains("has no status byte"));
+        let count = u16::try_from(rows().len()).unwrap() + 1;
+        assert_eq!(scene.wait(&handle.begin_stop()), count);
+    }
+
+    proptest! {
+        /// Whatever a driver sends as segments, what is carried out lies on the disk, is as long as
+        /// announced, and has no flag that is not known.
+        #[test]
+        fn only_segments_that_are_in_order_are_carried_out(
+            segments in prop::collection::vec((0..64_u64, 0..40_u32, 0..3_u32), 0..20),
+            tail in 0..16_usize,
+            known in 0..2_u32,
+        ) {
+            let (sectors_max, size) = (32, 48 * SECTOR_BYTES);
+            let mut bytes: Vec<u8> =
+                segments.iter().flat_map(|s| segment_of(s.0, s.1, s.2)).collect();
+            bytes.resize(bytes.len() + tail, 0xff);
+            let memory = BufferMemory::new(bytes.len().max(1), 1);
+            let data = memory.buffers(bytes.len());
+            data.copy_from(0, &bytes);
+            let is_good = |&(sector, sectors, flags): &(u64, u32, u32)| {
+                flags & !known == 0
+                    && sectors <= sectors_max
+                    && (sector + u64::from(sectors)) * SECTOR_BYTES <= size
+            };
+            let may_pass = (1..=SEGMENTS_MAX as usize).contains(&segments.len())
+                && tail == 0
+                && segments.iter().all(is_good);
+            let expected: Vec<Range> = segments
+                .iter()
+                .map(|&(sector, sectors, flags)| Range {
+                    offset: sector * SECTOR_BYTES,
+                    len: u64::from(sectors) * SECTOR_BYTES,
+                    unmap: flags != 0,
+                })
+                .collect();
+            let seen = ranges(&data, known, sectors_max, size).ok();
+            prop_assert_eq!(seen, may_pass.then_some(expected));
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What devices of all kinds have.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use crate::call_watch::CallTrust;
+use crate::events::Events;
+use crate::queue::QueueOptions;
+use crate::stats::{QueueStats, RequestTotals};
+
+/// How a device works, whatever its kind.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Working {
+    pub(crate) notify_batch: bool,
+    pub(crate) fixed_buffers: bool,
+    pub(crate) long_lists_bytes: u64,
+}
+
+/// What a device of any kind keeps for its queues and its controller.
+pub(crate) struct Common {
+    /// What the driver negotiated.
+    features: AtomicU64,
+    pub(crate) events: Arc<dyn Events>,
+    /// Whether calls may be made in the way that can hang.
+    trust: Arc<CallTrust>,
+    pub(crate) working: Working,
+    /// By the number of the queue, for those that were started once.
+    stats: Mutex<BTreeMap<u16, Arc<QueueStats>>>,
+}
+
+impl Common {
+    pub(crate) fn new(working: Working, events: Arc<dyn Events>) -> Self {
+        let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
+        Self { features: AtomicU64::new(0), events, trust, working, stats: Mutex::default() }
+    }
+
+    /// What the driver negotiated; 0 when there is no driver.
+    pub(crate) fn features(&self) -> u64 {
+        self.features.load(Ordering::Relaxed)
+    }
+
+    /// Whether this bit was negotiated.
+    pub(crate) fn has(&self, feature: u32) -> bool {
+        self.features() & (1 << feature) != 0
+    }
+
+    /// Returns what was negotiated before.
+    pub(crate) fn set_features(&self, features: u64) -> u64 {
+        self.features.swap(features, Ordering::Relaxed)
+    }
+
+    /// What a queue starts with.
+    pub(crate) fn queue_options(&self, index: u16) -> QueueOptions {
+        QueueOptions {
+            index,
+            event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
+            indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
+            notify_batch: self.working.notify_batch,
+            long_lists_bytes: self.working.long_lists_bytes,
+            events: Arc::clone(&self.events),
+            trust: Arc::clone(&self.trust),
+            stats: Arc::clone(self.stats().entry(index).or_default()),
+        }
+    }
+
+    /// What a queue has served; `None`: it was never started.
+    pub(crate) fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
+        self.stats().get(&index).cloned()
+    }
+
+    /// What all queues together have served.
+    pub(crate) fn totals(&self) -> RequestTotals {
+        let mut totals = RequestTotals::default();
+        self.stats().values().for_each(|stats| totals += stats.totals());
+        totals
+    }
+
+    fn stats(&self) -> MutexGuard<'_, BTreeMap<u16, Arc<QueueStats>>> {
+        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,255 @@
+//! A device of any kind: what a session, an export or a VMM holds.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blockio::{DiskSource, Io, RegisteredMemory, Remote};
+
+use crate::blk::config::BlkOptions;
+use crate::blk::device::BlkDevice;
+use crate::blk::request::Blk;
+use crate::common::Common;
+use crate::config_space;
+use crate::event_buffers::EventBuffers;
+use crate::events::Events;
+use crate::pending::Pending;
+use crate::queue::{Queue, QueueHandle, QueueSetup, StartError};
+use crate::queue_task::{self, Handler};
+use crate::stats::{QueueStats, RequestTotals};
+
+/// A virtio device, shared by its queues and its controller. Clones are handles of the same
+/// device.
+#[derive(Clone)]
+pub enum Device {
+    /// virtio-blk (virtio 1.3, section 5.2).
+    Blk(BlkDevice),
+}
+
+/// What a queue is for, which follows from its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QueueRole {
+    /// Requests, for the data of a disk.
+    Request,
+    /// Requests that control the device, such as those of virtio-scsi's controlq.
+    Control,
+    /// Buffers for events. They go back to the driver when the queue stops.
+    Event,
+}
+
+/// What a driver has negotiated, and written to the configuration space.
+#[derive(Debug, Clone)]
+pub struct Negotiated {
+    features: u64,
+    space: Vec<u8>,
+}
+
+impl Device {
+    /// A virtio-blk device on a disk. `events` receives what goes wrong.
+    #[must_use]
+    pub fn blk(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
+        Self::Blk(BlkDevice::new(source, options, events))
+    }
+
+    /// The most queues that a driver may use.
+    #[must_use]
+    pub fn num_queues(&self) -> u16 {
+        match self {
+            Self::Blk(blk) => blk.num_queues(),
+        }
+    }
+
+    /// What queue `index` is for; `None`: the device has no such queue.
+    #[must_use]
+    pub fn queue_role(&self, index: u16) -> Option<QueueRole> {
+        match self {
+            Self::Blk(blk) => (index < blk.num_queues()).then_some(QueueRole::Request),
+        }
+    }
+
+    /// The features that the device offers: bits of virtio 1.3, section 6 and that of the device.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        match self {
+            Self::Blk(blk) => blk.features(),
+        }
+    }
+
+    /// Takes what the driver negotiated. Call it while no queue runs.
+    ///
+    /// A driver that negotiates something else than the one before finds the device as it was set
+    /// up. The same features may be those of the same driver, which continues after a pause and
+    /// relies on what it chose; who knows that it is another calls [`reset`](Self::reset).
+    ///
+    /// # Errors
+    ///
+    /// When a bit was never offered.
+    pub fn set_features(&self, features: u64) -> io::Result<()> {
+        let unknown = features & !self.features();
+        if unknown != 0 {
+            let text = format!("the driver negotiated features that are not offered: {unknown:#x}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let before = self.common().set_features(features);
+        match self {
+            Self::Blk(blk) => blk.negotiated(before, features),
+        }
+        Ok(())
+    }
+
+    /// What the driver negotiated and chose so far.
+    #[must_use]
+    pub fn negotiated(&self) -> Negotiated {
+        Negotiated { features: self.common().features(), space: self.config_space() }
+    }
+
+    /// Takes that again. Call it while no queue runs.
+    pub fn restore(&self, negotiated: &Negotiated) {
+        self.common().set_features(negotiated.features);
+        match self {
+            Self::Blk(blk) => blk.restore(&negotiated.space),
+        }
+    }
+
+    /// Back to the state before any driver: call it when a driver goes away.
+    pub fn reset(&self) {
+        self.common().set_features(0);
+        match self {
+            Self::Blk(blk) => blk.reset(),
+        }
+    }
+
+    /// The configuration space as it is now: as many bytes as the device has fields for.
+    #[must_use]
+    pub fn config_space(&self) -> Vec<u8> {
+        match self {
+            Self::Blk(blk) => blk.config_space(),
+        }
+    }
+
+    /// Reads `len` bytes of the configuration space. What lies beyond its end reads as zeroes.
+    #[must_use]
+    pub fn read_config(&self, offset: usize, len: usize) -> Vec<u8> {
+        config_space::read(&self.config_space(), offset, len)
+    }
+
+    /// Takes what the driver has written to the configuration space.
+    ///
+    /// # Errors
+    ///
+    /// When it is not a field that can be written.
+    pub fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Blk(blk) => blk.write_config(offset, data),
+        }
+    }
+
+    /// Takes a part of the configuration space as another device has had it, such as before a
+    /// migration: fields that can be written are, all others must be as they are here.
+    ///
+    /// # Errors
+    ///
+    /// When another field differs. Nothing is written then.
+    pub fn restore_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        let fields = match self {
+            Self::Blk(_) => &BlkDevice::WRITABLE_FIELDS,
+        };
+        let space = self.config_space();
+        let parts = config_space::writable_parts(&space, fields, offset, data)?;
+        parts.into_iter().try_for_each(|(offset, part)| self.write_config(offset, part))
+    }
+
+    /// Starts queue `index` on the IoThread behind `thread`. It is processed once unasked, and
+    /// calls the driver once. It must not run already.
+    ///
+    /// # Errors
+    ///
+    /// When the device has no such queue, the rings are not as the specification demands, or the
+    /// IoThread has ended.
+    pub fn start_queue(
+        &self,
+        index: u16,
+        thread: &Remote,
+        setup: QueueSetup,
+    ) -> Result<QueueHandle, StartError> {
+        self.begin_start_queue(index, thread, setup).wait().unwrap_or(Err(StartError::ThreadEnded))
+    }
+
+    /// As [`start_queue`](Self::start_queue), for callers that must not block, such as a program
+    /// that runs the IoThread's turns itself.
+    #[must_use]
+    pub fn begin_start_queue(
+        &self,
+        index: u16,
+        thread: &Remote,
+        setup: QueueSetup,
+    ) -> Pending<Result<QueueHandle, StartError>> {
+        let device = self.clone();
+        Pending::call(thread, move |io| device.start_here(index, io, setup))
+    }
+
+    /// What queue `index` has served; `None`: it was never started.
+    #[must_use]
+    pub fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
+        self.common().queue_stats(index)
+    }
+
+    /// What all queues together have served since the device was made.
+    #[must_use]
+    pub fn totals(&self) -> RequestTotals {
+        self.common().totals()
+    }
+
+    /// Since when its disk has not answered, if that is some seconds ago.
+    #[must_use]
+    pub fn late_since(&self) -> Option<Instant> {
+        match self {
+            Self::Blk(blk) => blk.late_since(),
+        }
+    }
+
+    /// Starts a queue on this IoThread.
+    fn start_here(
+        &self,
+        index: u16,
+        io: &Rc<Io>,
+        setup: QueueSetup,
+    ) -> Result<QueueHandle, StartError> {
+        let Some(role) = self.queue_role(index) else {
+            return Err(StartError::NoSuchQueue { index, count: self.num_queues() });
+        };
+        let (queue, handle) = Queue::new(setup, io, self.common().queue_options(index))?;
+        match (self, role) {
+            (_, QueueRole::Event) => self.spawn(io, queue, EventBuffers::default()),
+            (Self::Blk(blk), QueueRole::Request) => self.spawn(io, queue, Blk::new(blk, io)),
+            (Self::Blk(_), QueueRole::Control) => unreachable!("virtio-blk has no such queue"),
+        }
+        Ok(handle)
+    }
+
+    fn spawn(&self, io: &Rc<Io>, queue: Queue, handler: impl Handler) {
+        let memory = self.register_memory(io, &queue);
+        let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(handler));
+        io.spawn(async move {
+            let stopped = task.await;
+            drop(memory);
+            stopped.tell();
+        });
+    }
+
+    fn register_memory(&self, io: &Rc<Io>, queue: &Queue) -> Option<RegisteredMemory> {
+        let common = self.common();
+        if !common.working.fixed_buffers {
+            return None;
+        }
+        let registered = queue.register_memory(io);
+        registered.inspect_err(|error| common.events.memory_not_registered(error)).ok()
+    }
+
+    fn common(&self) -> &Common {
+        match self {
+            Self::Blk(blk) => blk.common(),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What a device reports: to a log with limits, to counters, or to nobody.
+
+use std::error::Error;
+use std::io;
+
+use virtqueue::QueueError;
+
+/// Receives what goes wrong with a device. Guests can cause most of it at will, so what logs it
+/// should set a limit.
+///
+/// The methods are called on IoThreads, and [`call_cut_short`](Self::call_cut_short) on the thread
+/// of the [`CallWatch`](crate::CallWatch). They must not wait.
+pub trait Events: Send + Sync {
+    /// A request was answered with an error status, for this reason.
+    fn request_failed(&self, error: &dyn Error);
+
+    /// A queue takes no more chains until it is stopped and started again.
+    fn queue_stopped(&self, queue: u16, fault: &QueueFault);
+
+    /// The driver's memory cannot be registered with the engine of a queue's IoThread. The queue
+    /// is served without.
+    fn memory_not_registered(&self, error: &io::Error);
+
+    /// A call did not return and was interrupted. All calls of the device are made in a way that
+    /// cannot wait from now on.
+    fn call_cut_short(&self);
+}
+
+/// Why a queue takes no more chains.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueFault {
+    /// Its kick cannot be watched: it is not an eventfd, or there are too many.
+    #[error("a queue is not served: {0}")]
+    NotServed(#[source] blockio::Error),
+    /// The ring is bad.
+    #[error("a queue stops, its ring is bad: {0}")]
+    Ring(#[source] QueueError),
+    /// A chain has no room for the status of its request.
+    #[error("chain {head} has no status byte; its queue stops")]
+    NoStatus {
+        /// The head of the chain.
+        head: u16,
+    },
+}
+
+/// Logs every event through `tracing`, as one of the device with this name. Sets no limit: it is
+/// for programs whose guests do not flood their log.
+pub struct LogEvents {
+    name: String,
+}
+
+impl LogEvents {
+    /// Events of the device that the log calls `name`.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into() }
+    }
+}
+
+impl Events for LogEvents {
+    fn request_failed(&self, error: &dyn Error) {
+        tracing::warn!(device = self.name, "a request failed: {error}");
+    }
+
+    fn queue_stopped(&self, queue: u16, fault: &QueueFault) {
+        tracing::error!(device = self.name, queue, "{fault}");
+    }
+
+    fn memory_not_registered(&self, error: &io::Error) {
+        tracing::warn!(device = self.name, "cannot register the guest's memory: {error}");
+    }
+
+    fn call_cut_short(&self) {
+        tracing::warn!(device = self.name, "a call did not return and was interrupted");
+    }
+}

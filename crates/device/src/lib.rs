@@ -1,0 +1,34 @@
+//! A virtio device for a virtual machine monitor: queues in memory that is shared with a
+//! driver, served by IoThreads.
+//!
+//! [`Device`] works on a memory map, rings and eventfds. It has no socket, no command line and no
+//! log of its own: a VMM runs it with an IoThread of its process (see `examples/embed.rs`), and
+//! learns through [`Events`] what goes wrong.
+//!
+//! Where other processes may truncate the files of guest memory, the VMM calls
+//! [`virtqueue::install_sigbus_handler`]. Where the size of files is limited, it ignores SIGXFSZ.
+//! Where other processes may make the call eventfds block, it keeps a [`CallWatch`]. The library
+//! installs no signal handler on its own.
+
+pub mod blk;
+mod call_watch;
+mod common;
+mod config_space;
+mod device;
+mod event_buffers;
+mod eventfd;
+mod events;
+mod lists;
+mod pending;
+mod queue;
+mod queue_task;
+mod stats;
+#[cfg(test)]
+mod testing;
+
+pub use call_watch::{CallWatch, WatchError, prepare_calls};
+pub use device::{Device, Negotiated, QueueRole};
+pub use events::{Events, LogEvents, QueueFault};
+pub use pending::{Answer, Pending};
+pub use queue::{QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
+pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

@@ -1,0 +1,337 @@
+//! The task of one virtqueue: wait for a kick, pop, start requests, stop. Read this second, after
+//! `turn.rs` of blockio.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use blockio::{Io, Source, TaskSet, clock};
+use virtqueue::Chain;
+
+use crate::events::QueueFault;
+use crate::pending::Answer;
+use crate::queue::{Queue, Registration};
+
+/// Chains popped in one run. Between runs ops are submitted, completions harvested and the driver
+/// called. So a smaller number lets the driver continue earlier, and a larger one saves calls.
+const CHAINS_PER_RUN: usize = 16;
+
+/// How soon a queue without a kick is looked at again, after it had work and when it had none for
+/// long.
+const LOOK_INTERVALS: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(4)];
+
+/// What is done with the chains of a queue.
+pub(crate) trait Handler: 'static {
+    /// Serves one chain: answers it with [`Queue::push`], or keeps it until [`stop`](Self::stop).
+    fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static;
+
+    /// No more chains come, and those that were kept must be pushed.
+    fn stop(&self, _: &Queue) {}
+}
+
+/// Serves `queue` until it is asked to stop. The caller answers that request, when
+/// nothing of the queue is left: its memory may be gone right after.
+pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<H>) -> Stopped {
+    poll_fn(|cx| {
+        queue.set_waker(cx.waker());
+        Poll::Ready(())
+    })
+    .await;
+    let source: Rc<dyn Source> = Rc::<Queue>::clone(&queue);
+    let kick = queue.take_kick();
+    let mut looks = kick.is_none().then(|| Looks::new(clock::now()));
+    let source = match io.add_source(source, kick) {
+        Ok(id) => Registration { io: Rc::clone(&io), id },
+        Err(error) => {
+            queue.set_broken(&QueueFault::NotServed(error));
+            return wait_for_stop(&io, &queue).await.of(&queue);
+        }
+    };
+    let mut requests = TaskSet::new(Rc::clone(&io));
+    let stop = loop {
+        let popped = poll_fn(|cx| {
+            requests.run_woken(cx);
+            for popped in 0..CHAINS_PER_RUN {
+                match queue.pop() {
+                    Ok(Some(chain)) => {
+                        queue.count_lists(&chain);
+                        requests.spawn(cx, Rc::clone(&handler).serve(Rc::clone(&queue), chain));
+                    }
+                    Ok(None) => return Poll::Ready(popped),
+                    Err(error) => {
+                        queue.ring_is_bad(error);
+                        return Poll::Ready(popped);
+                    }
+                }
+            }
+            Poll::Ready(CHAINS_PER_RUN)
+        })
+        .await;
+        if let Some(reply) = queue.take_commands() {
+            break Stop(reply);
+        }
+        queue.show(requests.len());
+        let answered = queue.has_unpublished();
+        if answered {
+            io.notify_at_end(source.id);
+        }
+        if popped == CHAINS_PER_RUN {
+            // There may be more: after this run's submit, harvest and notify.
+            io.wake_me();
+        }
+        if let Some(looks) = &mut looks
+            && queue.takes_chains()
+            && let Some(due) = looks.next(clock::now(), popped > 0 || answered)
+        {
+            io.wake_me_at(due);
+        }
+        io.suspend().await;
+    };
+    queue.set_stopping();
+    handler.stop(&queue);
+    finish(&io, &queue, &source, &mut requests).await;
+    drop(source);
+    stop.of(&queue)
+}
+
+/// When a queue without a kick is looked at: soon while it has work, ever later while it has none.
+struct Looks {
+    interval: Duration,
+    due: Instant,
+}
+
+impl Looks {
+    fn new(now: Instant) -> Self {
+        Self { interval: LOOK_INTERVALS[0], due: now }
+    }
+
+    /// When to look next, unless the look that is due already will do.
+    fn next(&mut self, now: Instant, worked: bool) -> Option<Instant> {
+        let [shortest, longest] = LOOK_INTERVALS;
+        if worked {
+            self.interval = shortest;
+        } else if self.due <= now {
+            self.interval = (2 * self.interval).min(longest);
+        }
+        let next = now + self.interval;
+        if self.due > now && self.due <= next {
+            return None;
+        }
+        self.due = next;
+        Some(next)
+    }
+}
+
+/// Waits until the requests that were popped are answered, and their answers are visible.
+async fn finish<F: Future<Output = ()>>(
+    io: &Io,
+    queue: &Queue,
+    source: &Registration,
+    requests: &mut TaskSet<F>,
+) {
+    loop {
+        poll_fn(|cx| {
+            requests.run_woken(cx);
+            queue.show(requests.len());
+            Poll::Ready(())
+        })
+        .await;
+        // Eventfds may be replaced while a slow disk keeps the queue from stopping.
+        let _ = queue.take_commands();
+        if requests.is_empty() {
+            break;
+        }
+        if queue.has_unpublished() {
+            io.notify_at_end(source.id);
+        }
+        io.suspend().await;
+    }
+    queue.notify();
+}
+
+async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
+    loop {
+        if let Some(reply) = queue.take_commands() {
+            return Stop(reply);
+        }
+        io.suspend().await;
+    }
+}
+
+/// A thread waits for the queue to stop.
+struct Stop(Answer<u16>);
+
+impl Stop {
+    fn of(self, queue: &Queue) -> Stopped {
+        Stopped { answer: self.0, next_avail: queue.next_avail() }
+    }
+}
+
+/// A queue has stopped, and the waiting thread does not know it yet.
+pub(crate) struct Stopped {
+    answer: Answer<u16>,
+    next_avail: u16,
+}
+
+impl Stopped {
+    pub(crate) fn tell(self) {
+        self.answer.send(self.next_avail);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::task::Waker;
+
+    use virtqueue::driver::{Desc, Used};
+
+    use super::*;
+    use crate::event_buffers::EventBuffers;
+    use crate::testing::{DATA, Scene, count_of, new_eventfd};
+
+    /// Answers chains once it is open.
+    #[derive(Default)]
+    struct Gate {
+        is_open: Cell<bool>,
+        popped: Cell<u32>,
+        wakers: RefCell<Vec<Waker>>,
+    }
+
+    impl Gate {
+        fn open(&self) {
+            self.is_open.set(true);
+            self.wakers.take().into_iter().for_each(Waker::wake);
+        }
+    }
+
+    struct Gated(Rc<Gate>);
+
+    impl Handler for Gated {
+        async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+            self.0.popped.set(self.0.popped.get() + 1);
+            poll_fn(|cx| {
+                if self.0.is_open.get() {
+                    return Poll::Ready(());
+                }
+                self.0.wakers.borrow_mut().push(cx.waker().clone());
+                Poll::Pending
+            })
+            .await;
+            queue.push(chain.head, 7);
+        }
+    }
+
+    fn buffer() -> [Desc; 1] {
+        [Desc::writable(DATA, 8)]
+    }
+
+    #[test]
+    fn event_buffers_are_held_and_given_back_at_a_stop() {
+        let mut scene = Scene::new();
+        let handle = scene.start(EventBuffers::default());
+        let heads: Vec<u32> = (0..40).map(|_| scene.offer(&buffer()).into()).collect();
+        scene.turn(50);
+        assert_eq!(handle.next_avail(), 40, "all are taken");
+        assert_eq!(handle.watch().requests(), 0, "none of them is a request");
+        assert_eq!(scene.driver.take_used(), None);
+        assert_eq!(scene.wait(&handle.begin_stop()), 40);
+        for head in heads {
+            assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 0 }));
+        }
+        assert_eq!(scene.driver.take_used(), None);
+        assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
+    }
+
+    #[test]
+    fn a_stop_waits_for_what_was_popped_and_for_nothing_else() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        // More than one run takes.
+        for _ in 0..CHAINS_PER_RUN + 4 {
+            scene.offer(&buffer());
+        }
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 20);
+        let watch = handle.watch();
+        assert_eq!(watch.requests(), 20);
+        let stopped = handle.begin_stop();
+        scene.turn(10);
+        assert!(stopped.check() == Poll::Pending && watch.has_heard());
+        scene.offer(&buffer());
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 20, "a chain was popped after the stop");
+        gate.open();
+        assert_eq!(scene.wait(&stopped), 20);
+        for _ in 0..20 {
+            assert_eq!(scene.driver.take_used().map(|used| used.bytes), Some(7));
+        }
+        assert_eq!(scene.driver.take_used(), None);
+        assert_eq!(watch.requests(), 0);
+    }
+
+    #[test]
+    fn a_queue_whose_ring_is_bad_says_so_and_stops_when_it_is_told() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        gate.open();
+        let handle = scene.start(Gated(gate));
+        scene.offer(&buffer());
+        assert_eq!(scene.answer().bytes, 7);
+        // As if more chains were there than the ring has room for.
+        scene.driver.ring().put_avail_idx(1000);
+        scene.offer_nothing();
+        scene.turn(10);
+        let heard = scene.events.take();
+        assert!(heard.len() == 1 && heard[0].starts_with("queue 3: a queue"), "{heard:?}");
+        assert_eq!(count_of(&scene.err), 1);
+        // One that comes later is told, too.
+        let err = new_eventfd();
+        handle.set_err(Some(err.try_clone().unwrap()));
+        scene.turn(10);
+        assert_eq!(count_of(&err), 1);
+        assert_eq!(scene.wait(&handle.begin_stop()), 1);
+        assert!(scene.events.take().is_empty());
+    }
+
+    #[test]
+    fn a_call_is_forced_at_the_start_and_when_the_eventfd_is_replaced() {
+        let scene = Scene::new();
+        let handle = scene.start(EventBuffers::default());
+        scene.turn(10);
+        assert_eq!(count_of(&scene.call), 1);
+        let call = new_eventfd();
+        handle.set_call(Some(call.try_clone().unwrap()));
+        scene.turn(10);
+        assert_eq!((count_of(&scene.call), count_of(&call)), (0, 1));
+        assert_eq!(scene.wait(&handle.begin_stop()), 0);
+    }
+
+    #[test]
+    fn a_queue_without_work_is_looked_at_ever_less() {
+        let [shortest, longest] = LOOK_INTERVALS;
+        let mut now = Instant::now();
+        let mut looks = Looks::new(now);
+        let mut count = 0;
+        let end = now + Duration::from_secs(10);
+        while now < end {
+            let due = looks.next(now, false).expect("nothing else would wake the queue");
+            assert!(due > now && due <= now + longest);
+            assert_eq!(looks.next(now, false), None, "one timer for each look");
+            // Woken by something else in between.
+            assert_eq!(looks.next(now + (due - now) / 2, false), None);
+            (now, count) = (due, count + 1);
+        }
+        assert!(count < 2600, "{count} looks in 10 s at a queue without work");
+        // Work brings the next look forward, and others of the same moment need none of their own.
+        assert_eq!(looks.next(now, false), Some(now + longest));
+        let worked = now + longest / 2;
+        assert_eq!(looks.next(worked, true), Some(worked + shortest));
+        assert_eq!(looks.next(worked + shortest / 2, true), None);
+        // The look that was due later comes to nothing.
+        let next = looks.next(worked + shortest, false).unwrap();
+        assert_eq!(next, worked + 3 * shortest);
+    }
+}

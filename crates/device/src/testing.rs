@@ -1,0 +1,206 @@
+//! A driver, a queue and its IoThread, all on the thread of a test.
+
+use std::error::Error;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blockio::{EngineKind, IoThread, IoThreadConfig, Wait};
+use rustix::event::{EventfdFlags, eventfd};
+use virtqueue::driver::{Desc, Driver, Used};
+use virtqueue::{GuestMemory, QueueConfig};
+
+use crate::call_watch::CallTrust;
+use crate::device::Device;
+use crate::events::{Events, QueueFault};
+use crate::lists::LONG_LISTS_BYTES;
+use crate::pending::Pending;
+use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, Ring, StartError};
+use crate::queue_task::{self, Handler};
+use crate::stats::QueueStats;
+
+pub(crate) const RING: Ring =
+    Ring { size: 64, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
+/// Where buffers may be.
+pub(crate) const DATA: u64 = 0x1_0000;
+const MEMORY_BYTES: u64 = 1 << 20;
+/// A limit that only ends a hopeless wait.
+const HOPELESS: Duration = Duration::from_secs(60);
+
+/// Events as lines.
+#[derive(Default)]
+pub(crate) struct Heard(Mutex<Vec<String>>);
+
+impl Heard {
+    pub(crate) fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    fn add(&self, line: String) {
+        self.0.lock().unwrap().push(line);
+    }
+}
+
+impl Events for Heard {
+    fn request_failed(&self, error: &dyn Error) {
+        self.add(error.to_string());
+    }
+
+    fn queue_stopped(&self, queue: u16, fault: &QueueFault) {
+        self.add(format!("queue {queue}: {fault}"));
+    }
+
+    fn memory_not_registered(&self, error: &io::Error) {
+        self.add(error.to_string());
+    }
+
+    fn call_cut_short(&self) {
+        self.add("a call was cut short".into());
+    }
+}
+
+pub(crate) struct Scene {
+    pub(crate) thread: IoThread,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) driver: Driver<Arc<GuestMemory>>,
+    pub(crate) events: Arc<Heard>,
+    pub(crate) stats: Arc<QueueStats>,
+    pub(crate) err: OwnedFd,
+    pub(crate) call: OwnedFd,
+    kick: OwnedFd,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Self {
+        let config = IoThreadConfig {
+            engine: EngineKind::Threads.into(),
+            embedded: true,
+            ..IoThreadConfig::default()
+        };
+        let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)]).unwrap());
+        let ring = QueueConfig {
+            size: RING.size,
+            desc_table: RING.desc_table,
+            avail_ring: RING.avail_ring,
+            used_ring: RING.used_ring,
+            event_idx: false,
+            indirect: false,
+            next_avail: 0,
+        };
+        Self {
+            thread: IoThread::new(&config).unwrap(),
+            driver: Driver::new(Arc::clone(&memory), ring),
+            memory,
+            events: Arc::default(),
+            stats: Arc::default(),
+            err: new_eventfd(),
+            call: new_eventfd(),
+            kick: new_eventfd(),
+        }
+    }
+
+    fn setup(&self, next_avail: u16) -> QueueSetup {
+        let clone = |fd: &OwnedFd| Some(fd.try_clone().unwrap());
+        QueueSetup {
+            memory: Arc::clone(&self.memory),
+            ring: Ring { next_avail, ..RING },
+            kick: clone(&self.kick),
+            call: clone(&self.call),
+            err: clone(&self.err),
+        }
+    }
+
+    /// Starts queue 3 of nobody's device with `handler`.
+    pub(crate) fn start(&self, handler: impl Handler) -> QueueHandle {
+        let options = QueueOptions {
+            index: 3,
+            event_idx: false,
+            indirect: false,
+            notify_batch: true,
+            long_lists_bytes: LONG_LISTS_BYTES,
+            events: Arc::<Heard>::clone(&self.events),
+            trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),
+            stats: Arc::clone(&self.stats),
+        };
+        let io = self.thread.io();
+        let (queue, handle) = Queue::new(self.setup(0), io, options).unwrap();
+        let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(handler));
+        io.spawn(async move { task.await.tell() });
+        handle
+    }
+
+    /// Starts a queue of `device`.
+    pub(crate) fn start_queue_of(&self, device: &Device, index: u16) -> QueueHandle {
+        self.wait(&self.begin_start_queue_of(device, index)).unwrap()
+    }
+
+    pub(crate) fn begin_start_queue_of(
+        &self,
+        device: &Device,
+        index: u16,
+    ) -> Pending<Result<QueueHandle, StartError>> {
+        device.begin_start_queue(index, &self.thread.remote(), self.setup(0))
+    }
+
+    /// Makes a chain available and kicks.
+    pub(crate) fn offer(&mut self, buffers: &[Desc]) -> u16 {
+        let head = self.driver.add(buffers, None);
+        self.driver.publish();
+        self.offer_nothing();
+        head
+    }
+
+    /// Kicks though nothing was made available.
+    pub(crate) fn offer_nothing(&self) {
+        rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
+    }
+
+    /// Takes so many turns, whether or not there is something to do.
+    pub(crate) fn turn(&self, count: u32) {
+        for _ in 0..count {
+            self.thread.turn(Wait::Never).unwrap();
+        }
+    }
+
+    /// Takes turns until there is an answer.
+    pub(crate) fn wait<T>(&self, pending: &Pending<T>) -> T {
+        let start = Instant::now();
+        loop {
+            self.turn(1);
+            if let Some(answer) = pending.poll() {
+                return answer;
+            }
+            assert!(start.elapsed() < HOPELESS, "the IoThread does not answer");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Takes turns until the next chain is answered.
+    pub(crate) fn answer(&mut self) -> Used {
+        let start = Instant::now();
+        loop {
+            self.turn(1);
+            if let Some(used) = self.driver.take_used() {
+                return used;
+            }
+            assert!(start.elapsed() < HOPELESS, "no chain is answered");
+            std::thread::yield_now();
+        }
+    }
+}
+
+pub(crate) fn new_eventfd() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+/// The counter of an eventfd, which is 0 afterwards.
+pub(crate) fn count_of(fd: &OwnedFd) -> u64 {
+    let mut count = [0; 8];
+    match rustix::io::read(fd, &mut count) {
+        Ok(_) => u64::from_ne_bytes(count),
+        Err(rustix::io::Errno::AGAIN) => 0,
+        Err(error) => panic!("cannot read an eventfd: {error}"),
+    }
+}

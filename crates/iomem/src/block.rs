@@ -1,0 +1,192 @@
+//! Memory of our own, for buffers.
+
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::io;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use libc::iovec;
+
+use crate::list::Buffers;
+use crate::memory::Memory;
+
+impl Buffers {
+    /// Zeroed memory of `bytes` bytes at a multiple of `align` (a power of two), in one range.
+    ///
+    /// # Panics
+    ///
+    /// When there is no room.
+    #[must_use]
+    pub fn aligned(bytes: usize, align: usize) -> Self {
+        BufferMemory::new(bytes, align).buffers(bytes)
+    }
+
+    /// Memory of `bytes` bytes at a multiple of `align` (a power of two), in one range. What is in
+    /// it is undefined until it is written. `kept` goes when the memory has gone.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn uninitialized(bytes: usize, align: usize, kept: impl Any) -> io::Result<Self> {
+        let block = Block::try_new(bytes, align, false)?;
+        let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: bytes };
+        let ranges = vec_of(1, range)?;
+        // SAFETY: the block is `bytes` long, stays while its owner, the memory, does, and hands
+        // out no references. Fields of a tuple are dropped in order, the block first.
+        Ok(unsafe { Self::from_raw_parts(ranges, bytes, Memory::new((block, kept))) })
+    }
+
+    /// Memory with a copy of `data`, in one range.
+    #[must_use]
+    pub fn from_vec(data: Vec<u8>) -> Self {
+        let buffers = Self::aligned(data.len(), 1);
+        buffers.copy_from(0, &data);
+        buffers
+    }
+}
+
+/// Zeroed memory for buffers that are used again and again: making a list of it allocates nothing
+/// once an earlier list has gone.
+pub struct BufferMemory {
+    start: NonNull<u8>,
+    bytes: usize,
+    /// Keeps the block.
+    memory: Memory,
+}
+
+impl BufferMemory {
+    /// Memory of `bytes` bytes at a multiple of `align` (a power of two).
+    ///
+    /// # Panics
+    ///
+    /// When there is no room.
+    #[must_use]
+    pub fn new(bytes: usize, align: usize) -> Self {
+        let block = Block::try_new(bytes, align, true)
+            .unwrap_or_else(|_| panic!("no layout has {bytes} bytes aligned to {align}"));
+        Self { start: block.start, bytes, memory: Memory::new(block) }
+    }
+
+    /// A list of the first `bytes` bytes, or of all when there are fewer, in one range. Lists that
+    /// exist at the same time are of the same memory.
+    #[must_use]
+    pub fn buffers(&self, bytes: usize) -> Buffers {
+        let mut ranges = self.memory.storage();
+        let bytes = bytes.min(self.bytes);
+        ranges.push(iovec { iov_base: self.start.as_ptr().cast(), iov_len: bytes });
+        // SAFETY: the range lies in the block, which stays while `memory` does, and hands out no
+        // references.
+        unsafe { Buffers::from_raw_parts(ranges, bytes, self.memory.clone()) }
+    }
+}
+
+/// One block of zeroes that stands for any number of them, in lists that are only written to disks.
+pub struct Zeroes(Rc<Block>);
+
+impl Zeroes {
+    /// A block of `bytes` bytes (not zero) at a multiple of `align` (a power of two).
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn new(bytes: usize, align: usize) -> io::Result<Self> {
+        Block::try_new(bytes, align, true).map(|block| Self(Rc::new(block)))
+    }
+
+    /// A list of `bytes` zeroes. `kept` goes when the list has gone.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn buffers(&self, bytes: usize, kept: impl Any) -> io::Result<Buffers> {
+        let block = &self.0;
+        let size = block.layout.size();
+        let range = iovec { iov_base: block.start.as_ptr().cast(), iov_len: size };
+        let mut ranges = vec_of(bytes.div_ceil(size), range)?;
+        if let Some(last) = ranges.last_mut() {
+            last.iov_len = bytes - (bytes - 1) / size * size;
+        }
+        // SAFETY: each range lies in the block, which stays while its owner, the memory, does, and
+        // hands out no references.
+        Ok(unsafe { Buffers::from_raw_parts(ranges, bytes, Memory::new((Rc::clone(block), kept))) })
+    }
+}
+
+fn vec_of(count: usize, range: iovec) -> io::Result<Vec<iovec>> {
+    let mut ranges = Vec::new();
+    ranges.try_reserve_exact(count).map_err(|_| no_memory())?;
+    ranges.resize(count, range);
+    Ok(ranges)
+}
+
+fn no_memory() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENOMEM)
+}
+
+/// Heap memory at a chosen alignment.
+struct Block {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Block {
+    fn try_new(bytes: usize, align: usize, zeroed: bool) -> io::Result<Self> {
+        let layout = Layout::from_size_align(bytes.max(1), align).map_err(|_| no_memory())?;
+        // SAFETY: the layout has a size above zero.
+        let start = unsafe { if zeroed { alloc_zeroed(layout) } else { alloc(layout) } };
+        let start = NonNull::new(start).ok_or_else(no_memory)?;
+        Ok(Self { start, layout })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: `start` came from `alloc` or `alloc_zeroed` with the same layout.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn what_is_kept_goes_with_the_list() {
+        struct Canary(Rc<Cell<bool>>);
+        impl Drop for Canary {
+            fn drop(&mut self) {
+                self.0.set(true);
+            }
+        }
+        let gone = Rc::new(Cell::new(false));
+        let buffers = Buffers::uninitialized(4096, 512, Canary(Rc::clone(&gone))).unwrap();
+        let again = buffers.again();
+        drop(buffers);
+        assert!(!gone.get(), "another list of the memory is left");
+        drop(again);
+        assert!(gone.get());
+    }
+
+    #[test]
+    fn one_block_stands_for_any_number_of_zeroes() {
+        let zeroes = Zeroes::new(4096, 4096).unwrap();
+        for bytes in [1, 4095, 4096, 4097, 12_288, 12_800] {
+            let list = zeroes.buffers(bytes, ()).unwrap();
+            assert_eq!(list.bytes(), bytes);
+            assert_eq!(list.iovecs().len(), bytes.div_ceil(4096));
+            assert_eq!(list.to_vec(), vec![0; bytes]);
+        }
+    }
+
+    #[test]
+    fn memory_that_is_used_again_allocates_no_list() {
+        let memory = BufferMemory::new(8192, 4096);
+        let first = memory.buffers(10_000);
+        assert_eq!(first.bytes(), 8192, "no list is longer than its memory");
+        let storage = first.iovecs().as_ptr();
+        drop(first);
+        assert_eq!(memory.buffers(512).iovecs().as_ptr(), storage);
+    }
+}

@@ -1,0 +1,38 @@
+//! Numbers in types that they fit into.
+
+use std::fmt::Display;
+
+/// `value` in another type of number. It fits, for a reason that `what` names: that it does not is
+/// a fault of the program, which ends with a message instead of going on with a wrong number.
+///
+/// # Panics
+///
+/// When it does not fit.
+#[inline]
+#[track_caller]
+pub fn fits<T: Copy + Display, U: TryFrom<T>>(value: T, what: &str) -> U {
+    U::try_from(value).unwrap_or_else(|_| does_not_fit(&value, what))
+}
+
+#[cold]
+#[track_caller]
+fn does_not_fit(value: &dyn Display, what: &str) -> ! {
+    panic!("{what} is {value}, which cannot be")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fits;
+
+    #[test]
+    fn what_fits_is_the_same_number() {
+        assert_eq!(fits::<u64, u8>(255, "a byte"), 255u8);
+        assert_eq!(fits::<i64, usize>(7, "a length"), 7usize);
+    }
+
+    #[test]
+    #[should_panic(expected = "a byte is 256, which cannot be")]
+    fn what_does_not_fit_is_said() {
+        fits::<u64, u8>(256, "a byte");
+    }
+}

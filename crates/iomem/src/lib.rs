@@ -1,0 +1,31 @@
+//! Lists of memory that is shared with a guest, a kernel or another process.
+//!
+//! The bytes behind a [`Buffers`] may change at any moment, so no Rust reference to them is ever
+//! made: they are reached through raw pointers, with volatile accesses. A list keeps its memory
+//! mapped through its [`Memory`], gives the storage of its ranges back when it is dropped, and
+//! tells a [`WriteLog`], where there is one, which bytes were written.
+//!
+//! ```
+//! use iomem::BufferMemory;
+//!
+//! let memory = BufferMemory::new(4096, 512);
+//! memory.buffers(4096).copy_from(1000, b"data");
+//! let mut data = [0; 4];
+//! memory.buffers(4096).copy_to(1000, &mut data);
+//! assert_eq!(&data, b"data");
+//! ```
+
+mod block;
+mod copy;
+mod fits;
+mod list;
+mod memory;
+
+pub use block::{BufferMemory, Zeroes};
+pub use copy::{copy_in, copy_out};
+pub use fits::fits;
+pub use list::{Buffers, SharedByte};
+pub use memory::{Memory, WriteLog};
+
+/// The most iovecs that one system call takes (`IOV_MAX`).
+pub const IOVECS_MAX: usize = 1024;

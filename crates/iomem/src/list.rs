@@ -1,0 +1,413 @@
+//! One list of ranges of shared memory.
+
+use libc::iovec;
+
+use crate::copy::{copy_across, copy_in, copy_out, zero};
+use crate::memory::Memory;
+
+/// A list of memory ranges together with what keeps them mapped. The storage of the list goes back
+/// to its [`Memory`] when it is dropped.
+///
+/// What the device or the kernel writes is reported with [`wrote`](Self::wrote); copies into the
+/// list report it themselves.
+pub struct Buffers {
+    iovecs: Vec<iovec>,
+    /// Ranges before it are used up.
+    first: usize,
+    /// What is left.
+    bytes: usize,
+    memory: Memory,
+}
+
+impl std::fmt::Debug for Buffers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffers")
+            .field("iovecs", &self.iovecs().len())
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Buffers {
+    /// Makes a list of `ranges`, which have `bytes` bytes together.
+    ///
+    /// # Safety
+    ///
+    /// Every range must be mapped and writable (readable is enough for lists that are only
+    /// written to a disk) for as long as `memory`, or a clone of it, lives. No Rust reference to
+    /// any of the bytes may exist during that time.
+    #[inline]
+    #[must_use]
+    pub unsafe fn from_raw_parts(ranges: Vec<iovec>, bytes: usize, memory: Memory) -> Self {
+        debug_assert_eq!(bytes, ranges.iter().map(|range| range.iov_len).sum::<usize>());
+        Self { iovecs: ranges, first: 0, bytes, memory }
+    }
+
+    /// A list without ranges, for operations that move no data.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self { iovecs: Vec::new(), first: 0, bytes: 0, memory: Memory::none() }
+    }
+
+    /// A copy of all the bytes, for set-up and tests.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut data = vec![0; self.bytes];
+        self.copy_to(0, &mut data);
+        data
+    }
+
+    /// Bytes that are left in all ranges together.
+    #[inline]
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether no byte is left.
+    #[inline]
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// The ranges that are left, in order. They are good for the kernel to read or write for as
+    /// long as the list, or another one of its [`memory`](Self::memory), lives.
+    #[inline]
+    #[must_use]
+    pub fn iovecs(&self) -> &[iovec] {
+        &self.iovecs[self.first..]
+    }
+
+    /// How many ranges the list was made of, those that are used up included.
+    #[inline]
+    #[must_use]
+    pub fn ranges(&self) -> usize {
+        self.iovecs.len()
+    }
+
+    /// What keeps the ranges mapped.
+    #[inline]
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Drops `bytes` bytes from the front, or all of them when there are fewer.
+    #[inline]
+    pub fn advance(&mut self, bytes: usize) {
+        let mut left = bytes.min(self.bytes);
+        self.bytes -= left;
+        while let Some(range) = self.iovecs.get_mut(self.first) {
+            if left < range.iov_len {
+                range.iov_base = range.iov_base.wrapping_byte_add(left);
+                range.iov_len -= left;
+                return;
+            }
+            left -= range.iov_len;
+            self.first += 1;
+        }
+    }
+
+    /// Takes the last byte off.
+    #[inline]
+    pub fn take_last_byte(&mut self) -> Option<SharedByte> {
+        self.bytes = self.bytes.checked_sub(1)?;
+        loop {
+            let range = self.iovecs.last_mut()?;
+            if let Some(left) = range.iov_len.checked_sub(1) {
+                range.iov_len = left;
+                let address = range.iov_base.cast::<u8>().wrapping_add(left);
+                if left == 0 {
+                    self.iovecs.pop();
+                }
+                return Some(SharedByte { address, memory: self.memory.clone() });
+            }
+            self.iovecs.pop();
+        }
+    }
+
+    /// Whether each range starts at a multiple of `addresses` and is a multiple of `lengths` long
+    /// (powers of two). Then so is each part of the list that is cut between ranges.
+    #[inline]
+    #[must_use]
+    pub fn is_aligned(&self, addresses: usize, lengths: usize) -> bool {
+        let bits = |bits, range: &iovec| {
+            bits | (range.iov_base.addr() & (addresses - 1)) | (range.iov_len & (lengths - 1))
+        };
+        self.iovecs().iter().fold(0, bits) == 0
+    }
+
+    /// Reports that the first `bytes` bytes that are left were written: the one place where a log
+    /// of writes is kept. They stay in the list.
+    #[inline]
+    pub fn wrote(&self, bytes: usize) {
+        self.wrote_at(0, bytes);
+    }
+
+    #[inline]
+    fn wrote_at(&self, offset: usize, bytes: usize) {
+        if self.memory.log().is_some() {
+            self.tell_log(offset, bytes);
+        }
+    }
+
+    #[cold]
+    fn tell_log(&self, offset: usize, bytes: usize) {
+        if let Some(log) = self.memory.log() {
+            self.each_part(offset, bytes, |_, start, len| log.wrote(start, len));
+        }
+    }
+
+    /// Copies `data` into the list from byte `offset` on, as far as there is room. Returns the
+    /// bytes copied.
+    ///
+    /// Nothing stops a device from writing to what is device-readable; the specification does.
+    #[inline]
+    pub fn copy_from(&self, offset: usize, data: &[u8]) -> usize {
+        let copied = self.each_part(offset, data.len(), |done, start, len| {
+            let part = &data[done..done + len];
+            // SAFETY: `each_part` yields parts of the ranges, which `from_raw_parts` vouches for,
+            // and `data` is a Rust slice, so no part of it lies in them.
+            unsafe { copy_in(part.as_ptr(), start, len) };
+        });
+        self.wrote_at(offset, copied);
+        copied
+    }
+
+    /// Copies the bytes from `offset` on into `data`, as far as there are any. Returns the bytes
+    /// copied.
+    #[inline]
+    pub fn copy_to(&self, offset: usize, data: &mut [u8]) -> usize {
+        self.each_part(offset, data.len(), |done, start, len| {
+            let part = &mut data[done..done + len];
+            // SAFETY: as in `copy_from`.
+            unsafe { copy_out(start, part.as_mut_ptr(), len) };
+        })
+    }
+
+    /// Copies the first `len` bytes of `other` over the first bytes of this list.
+    pub fn copy_from_buffers(&self, other: &Self, len: usize) {
+        let copied = other.each_part(0, len, |done, source, len| {
+            self.each_part(done, len, |inner, target, len| {
+                // SAFETY: both parts lie in ranges that `from_raw_parts` vouches for, and `inner +
+                // len` is at most the length of the outer part.
+                unsafe { copy_across(source.wrapping_add(inner), target, len) };
+            });
+        });
+        self.wrote_at(0, copied);
+    }
+
+    /// Writes zeroes from byte `offset` to the end.
+    pub fn zero_from(&self, offset: usize) {
+        let len = self.bytes.saturating_sub(offset);
+        self.each_part(offset, len, |_, start, len| {
+            // SAFETY: as in `copy_from`.
+            unsafe { zero(start, len) };
+        });
+        self.wrote_at(offset, len);
+    }
+
+    /// Another list of the same memory.
+    #[must_use]
+    pub fn again(&self) -> Self {
+        let mut iovecs = self.memory.storage();
+        iovecs.extend_from_slice(self.iovecs());
+        Self { iovecs, first: 0, bytes: self.bytes, memory: self.memory.clone() }
+    }
+
+    /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset +
+    /// len` that exist; `done` counts the bytes visited before. Returns the sum.
+    #[inline]
+    fn each_part(
+        &self,
+        mut offset: usize,
+        len: usize,
+        mut visit: impl FnMut(usize, *mut u8, usize),
+    ) -> usize {
+        let mut done = 0;
+        for range in self.iovecs() {
+            if done == len {
+                break;
+            }
+            if offset >= range.iov_len {
+                offset -= range.iov_len;
+                continue;
+            }
+            let part = (range.iov_len - offset).min(len - done);
+            visit(done, range.iov_base.cast::<u8>().wrapping_add(offset), part);
+            done += part;
+            offset = 0;
+        }
+        done
+    }
+}
+
+impl Drop for Buffers {
+    #[inline]
+    fn drop(&mut self) {
+        if self.iovecs.capacity() > 0 {
+            self.memory.recycle(std::mem::take(&mut self.iovecs));
+        }
+    }
+}
+
+/// One byte of shared memory that may be written; keeps it mapped.
+#[derive(Debug)]
+pub struct SharedByte {
+    address: *mut u8,
+    memory: Memory,
+}
+
+impl SharedByte {
+    /// Writes the byte.
+    #[inline]
+    pub fn write(&self, value: u8) {
+        // SAFETY: the byte is in a range of a list, which `self.memory` keeps mapped, and a byte
+        // needs no alignment.
+        unsafe { self.address.write_volatile(value) };
+        if let Some(log) = self.memory.log() {
+            log.wrote(self.address, 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::memory::WriteLog;
+    use crate::{BufferMemory, IOVECS_MAX};
+    use proptest::prelude::*;
+
+    /// A list over one block, cut at the given lengths.
+    fn scattered(lengths: &[usize]) -> Buffers {
+        let whole = Buffers::aligned(lengths.iter().sum(), 512);
+        cut(&whole, whole.memory().clone(), lengths)
+    }
+
+    fn cut(whole: &Buffers, memory: Memory, lengths: &[usize]) -> Buffers {
+        let mut at = whole.iovecs()[0].iov_base;
+        let mut iovecs = Vec::new();
+        for &len in lengths {
+            iovecs.push(iovec { iov_base: at, iov_len: len });
+            at = at.wrapping_byte_add(len);
+        }
+        // SAFETY: the ranges are parts of `whole`, whose memory is kept by the list or the caller.
+        unsafe { Buffers::from_raw_parts(iovecs, lengths.iter().sum(), memory) }
+    }
+
+    proptest! {
+        #[test]
+        fn a_scattered_list_behaves_like_one_slice(
+            lengths in proptest::collection::vec(0usize..9, 1..12),
+            offset in 0usize..40, skip in 0usize..40,
+            data in proptest::collection::vec(any::<u8>(), 0..40),
+        ) {
+            let mut list = scattered(&lengths);
+            let total: usize = lengths.iter().sum();
+            let mut model = vec![0u8; total];
+            let copied = list.copy_from(offset, &data);
+            prop_assert_eq!(copied, data.len().min(total.saturating_sub(offset)));
+            for (i, byte) in data.iter().enumerate() {
+                if let Some(slot) = model.get_mut(offset + i) { *slot = *byte; }
+            }
+            prop_assert_eq!(list.to_vec(), model.clone());
+            list.advance(skip);
+            let rest = model.split_off(skip.min(total));
+            prop_assert_eq!(list.bytes(), rest.len());
+            prop_assert_eq!(list.to_vec(), rest.clone());
+            let copy = Buffers::aligned(rest.len(), 1);
+            copy.copy_from_buffers(&list, rest.len());
+            prop_assert_eq!(copy.to_vec(), rest.clone());
+            list.zero_from(offset);
+            let mut zeroed = rest;
+            zeroed.iter_mut().skip(offset).for_each(|byte| *byte = 0);
+            prop_assert_eq!(list.to_vec(), zeroed.clone());
+            prop_assert_eq!(list.again().to_vec(), zeroed.clone());
+            let last = list.take_last_byte();
+            prop_assert_eq!(last.is_some(), !zeroed.is_empty());
+            if let (Some(byte), Some(_)) = (last, zeroed.pop()) {
+                byte.write(0x5a);
+                prop_assert_eq!(list.to_vec(), zeroed);
+            }
+        }
+
+        #[test]
+        fn alignment_is_that_of_every_range(
+            ranges in proptest::collection::vec((0usize..3, 0usize..3), 1..IOVECS_MAX.min(20)),
+        ) {
+            let memory = BufferMemory::new(8192, 4096);
+            let start = memory.buffers(8192).iovecs()[0].iov_base;
+            let iovecs: Vec<_> = ranges
+                .iter()
+                .map(|&(at, len)| iovec {
+                    iov_base: start.wrapping_byte_add(at * 256),
+                    iov_len: len * 256,
+                })
+                .collect();
+            let kept = memory.buffers(0).memory().clone();
+            let bytes = iovecs.iter().map(|range| range.iov_len).sum();
+            // SAFETY: each range ends within 1,024 bytes of the start of the block.
+            let list = unsafe { Buffers::from_raw_parts(iovecs, bytes, kept) };
+            let expected = ranges.iter().all(|(at, len)| at % 2 == 0 && len % 2 == 0);
+            prop_assert_eq!(list.is_aligned(512, 512), expected);
+            prop_assert!(list.is_aligned(256, 256));
+        }
+    }
+
+    /// Remembers each byte that was written.
+    #[derive(Default)]
+    struct Bytes(RefCell<Vec<usize>>);
+
+    impl WriteLog for Bytes {
+        fn wrote(&self, start: *const u8, bytes: usize) {
+            self.0.borrow_mut().extend(start.addr()..start.addr() + bytes);
+        }
+    }
+
+    #[test]
+    fn a_log_hears_of_each_byte_that_is_written_and_of_no_other() {
+        let whole = Buffers::aligned(64, 64);
+        let log = Rc::new(Bytes::default());
+        let base = whole.iovecs()[0].iov_base.addr();
+        let memory = Memory::with_log(whole.memory().clone(), Rc::<Bytes>::clone(&log));
+        let mut list = cut(&whole, memory, &[10, 0, 20, 34]);
+        let heard = || {
+            let mut bytes = std::mem::take(&mut *log.0.borrow_mut());
+            bytes.iter_mut().for_each(|byte| *byte -= base);
+            bytes
+        };
+        let of = |range: std::ops::Range<usize>| range.collect::<Vec<_>>();
+        list.copy_to(0, &mut [0; 64]);
+        assert_eq!(heard(), []);
+        list.copy_from(8, &[1; 4]);
+        assert_eq!(heard(), of(8..12));
+        list.copy_from(62, &[1; 4]);
+        assert_eq!(heard(), of(62..64), "what finds no room is not written");
+        list.wrote(12);
+        assert_eq!(heard(), of(0..12));
+        list.advance(5);
+        list.wrote(12);
+        assert_eq!(heard(), of(5..17));
+        list.copy_from_buffers(&Buffers::aligned(6, 1), 100);
+        assert_eq!(heard(), of(5..11));
+        list.zero_from(50);
+        assert_eq!(heard(), of(55..64));
+        if let Some(byte) = list.take_last_byte() {
+            byte.write(1);
+        }
+        assert_eq!(heard(), of(63..64));
+    }
+
+    #[test]
+    fn the_storage_of_a_list_is_used_for_the_next() {
+        let list = scattered(&[1, 2, 3]);
+        let (memory, first) = (list.memory().clone(), list.iovecs().as_ptr());
+        drop(list);
+        let storage = memory.storage();
+        assert_eq!(storage.as_ptr(), first);
+    }
+}

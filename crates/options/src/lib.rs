@@ -1,0 +1,133 @@
+//! Values of options that `ringhaul serve` and `ringhaul bench` both have.
+
+#![forbid(unsafe_code)]
+
+use blockio::{CompletionRing, EngineKind};
+
+/// Values of `--completion-ring`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum CompletionRingChoice {
+    /// Read in userspace.
+    Userspace,
+    /// By io_getevents.
+    Getevents,
+}
+
+impl From<CompletionRingChoice> for CompletionRing {
+    fn from(choice: CompletionRingChoice) -> Self {
+        match choice {
+            CompletionRingChoice::Userspace => Self::Userspace,
+            CompletionRingChoice::Getevents => Self::Getevents,
+        }
+    }
+}
+
+impl CompletionRingChoice {
+    /// As it is written.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Userspace => "userspace",
+            Self::Getevents => "getevents",
+        }
+    }
+}
+
+/// Values of an option that is on or off; fio's 1 and 0 are taken too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnOff {
+    /// Yes.
+    #[value(alias = "1")]
+    On,
+    /// No.
+    #[value(alias = "0")]
+    Off,
+}
+
+impl OnOff {
+    /// Returns whether it is on.
+    #[must_use]
+    pub fn is_on(self) -> bool {
+        self == Self::On
+    }
+}
+
+/// Values of `--engine`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum EngineChoice {
+    /// The best that works for the disk.
+    Auto,
+    /// io_uring.
+    #[value(name = "io_uring")]
+    IoUring,
+    /// Linux AIO.
+    Aio,
+    /// Blocking system calls on a pool of threads.
+    Threads,
+}
+
+impl EngineChoice {
+    /// Returns the engine that was asked for; `None` is the best one.
+    #[must_use]
+    pub fn kind(self) -> Option<EngineKind> {
+        match self {
+            Self::Auto => None,
+            Self::IoUring => Some(EngineKind::IoUring),
+            Self::Aio => Some(EngineKind::Aio),
+            Self::Threads => Some(EngineKind::Threads),
+        }
+    }
+
+    /// Checks options (with whether they are given) that only io_uring has.
+    ///
+    /// # Errors
+    ///
+    /// When one is given and another engine is asked for.
+    pub fn check_io_uring_options(self, options: &[(&str, bool)]) -> Result<(), String> {
+        let Some(engine) = self.kind() else { return Ok(()) };
+        match in_vain(engine, options).first() {
+            Some(name) => {
+                Err(format!("{name} is for engine io_uring, not {engine}; leave one of them out"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Names what only io_uring has, is given, and has no effect with the engine that was chosen.
+#[must_use]
+pub fn without_effect(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
+    let names = in_vain(engine, options);
+    let warning = || format!("{}: without effect, only io_uring has that", names.join(", "));
+    (!names.is_empty()).then(warning)
+}
+
+/// Names what is given of options that only io_uring has, if `engine` is another one.
+fn in_vain<'a>(engine: EngineKind, options: &[(&'a str, bool)]) -> Vec<&'a str> {
+    let given = options.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name);
+    given.filter(|_| engine != EngineKind::IoUring).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_only_io_uring_has_is_refused_with_others() {
+        let options = [("--sqpoll", false), ("--iopoll", true)];
+        for (choice, is_good) in [
+            (EngineChoice::Auto, true),
+            (EngineChoice::IoUring, true),
+            (EngineChoice::Aio, false),
+            (EngineChoice::Threads, false),
+        ] {
+            let result = choice.check_io_uring_options(&options);
+            assert_eq!(result.is_ok(), is_good, "{choice:?}: {result:?}");
+            assert!(result.is_ok() || result.unwrap_err().contains("--iopoll is for"));
+            assert!(choice.check_io_uring_options(&[("--iopoll", false)]).is_ok());
+        }
+        assert_eq!(without_effect(EngineKind::IoUring, &options), None);
+        assert!(without_effect(EngineKind::Aio, &options).unwrap().starts_with("--iopoll:"));
+        assert_eq!(without_effect(EngineKind::Aio, &[("--iopoll", false)]), None);
+    }
+}

@@ -1,0 +1,349 @@
+//! One export, as the control thread sees it: where its front-ends come from, and the session of
+//! the current one.
+
+use std::io;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use device::{RequestCounts, RequestKind, RequestTotals};
+use rustix::event::{PollFd, PollFlags};
+use rustix::fd::AsFd;
+
+use super::{ExportSetup, Polled};
+use crate::export::Endpoint;
+use crate::export_log::ExportLog;
+use crate::log_limit::LogLimit;
+use crate::memory_limits::MemoryLimits;
+use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
+
+/// How long an export waits for free descriptors before it accepts a front-end again.
+pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// One device and its front-ends, one after the other.
+pub(super) struct Export {
+    log: Arc<ExportLog>,
+    setup: SessionSetup,
+    limits: MemoryLimits,
+    /// None: no more front-ends are accepted.
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) session: Option<Session>,
+    /// The log has a line on the connection, so it gets one on the disconnection.
+    is_shown: bool,
+    /// For lines on front-ends that wait for others.
+    waiting: LogLimit,
+    /// The log says that another front-end waits for the current one to leave.
+    waiting_is_told: bool,
+    /// Descriptors have run out, and no front-end is accepted before this.
+    paused_until: Option<Instant>,
+    pub(super) listener_is_ready: bool,
+    pub(super) session_is_ready: bool,
+}
+
+impl Export {
+    pub(super) fn new(setup: ExportSetup, waker: &Waker, descriptors: usize) -> Self {
+        let ExportSetup { log, device, endpoint, threads, limits } = setup;
+        let examiner = Arc::new(Examiner::new(descriptors));
+        let (rules, waker) = (limits.of_front_end(), waker.clone());
+        let setup = SessionSetup { device, threads, rules, examiner, waker };
+        Self {
+            log,
+            setup,
+            limits,
+            // A connection that was inherited is there from the start.
+            listener_is_ready: endpoint.listener().is_none(),
+            endpoint: Some(endpoint),
+            session: None,
+            is_shown: false,
+            waiting: LogLimit::default(),
+            waiting_is_told: false,
+            paused_until: None,
+            session_is_ready: false,
+        }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        self.log.name()
+    }
+
+    pub(super) fn begin_stop(&mut self) {
+        if let Some(Endpoint::Connection(_)) = self.endpoint {
+            // It sees its end as one that is served does.
+            self.take_front_end(Instant::now());
+        }
+        // A front-end that waits, or comes now, sees the end at once. This removes the socket.
+        self.endpoint = None;
+        if let Some(session) = &mut self.session {
+            session.begin_end();
+            self.session_is_ready = true;
+        } else {
+            self.tell_totals();
+        }
+    }
+
+    /// Removes the socket and gives up the session.
+    pub(super) fn leave(&mut self) {
+        self.endpoint = None;
+        tracing::info!(export = self.log.name(), "{}", served(&self.setup.device.totals()));
+        // Its queues run. The front-end must not see the end before its requests do, because then
+        // it reads from the rings where to continue: the end of the process closes the connection,
+        // when the kernel has finished with them.
+        std::mem::forget(self.session.take());
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.endpoint.is_none() && self.session.is_none()
+    }
+
+    /// The answer that a session waits for may have come.
+    pub(super) fn woken(&mut self) {
+        let waits =
+            |session: &Session| session.interest().is_none_or(|interest| interest.is_empty());
+        self.session_is_ready |= self.session.as_ref().is_some_and(waits);
+    }
+
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        self.listener_is_ready
+            || self.session_is_ready
+            || self.deadline().is_some_and(|deadline| now >= deadline)
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let session = self.session.as_ref().and_then(Session::deadline);
+        session.into_iter().chain(self.paused_until).min()
+    }
+
+    pub(super) fn add_polls<'fd>(
+        &'fd self,
+        index: usize,
+        now: Instant,
+        fds: &mut Vec<PollFd<'fd>>,
+        whose: &mut Vec<Polled>,
+    ) {
+        if let Some(session) = &self.session
+            && let Some(interest) = session.interest()
+        {
+            fds.push(PollFd::from_borrowed_fd(session.as_fd(), interest));
+            whose.push(Polled::Session(index));
+        }
+        let is_paused = self.paused_until.is_some_and(|until| now < until);
+        let is_told = self.session.is_some() && self.waiting_is_told;
+        if let Some(listener) = self.endpoint.as_ref().and_then(Endpoint::listener)
+            && !is_paused
+            && !is_told
+        {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+            whose.push(Polled::Listener(index));
+        }
+    }
+
+    pub(super) fn run(&mut self, now: Instant) {
+        if self.paused_until.is_some_and(|until| now >= until) {
+            self.paused_until = None;
+        }
+        self.session_is_ready = false;
+        // First, because it may end: then nobody waits.
+        let is_at_rest = self.progress(now);
+        if self.listener_is_ready && is_at_rest {
+            self.listener_is_ready = false;
+            if self.session.is_some() {
+                self.tell_of_waiting();
+            } else {
+                self.take_front_end(now);
+            }
+        }
+    }
+
+    /// Drives the session. False when it has more to do at once.
+    fn progress(&mut self, now: Instant) -> bool {
+        let Some(session) = &mut self.session else { return true };
+        match session.progress(now) {
+            Progress::Waiting => return true,
+            Progress::Handled => {}
+            Progress::Refused(text) => {
+                self.limited(|export, left_out| {
+                    let export = export.name();
+                    tracing::warn!(export, left_out, "refused a message of the front-end: {text}");
+                });
+            }
+            Progress::Ended(end) => self.session_has_ended(&end),
+        }
+        self.session_is_ready = true;
+        false
+    }
+
+    /// Writes a line that a front-end can cause, if there may be one now.
+    fn limited(&self, write: impl FnOnce(&Self, u64)) {
+        if let Some(left_out) = self.log.errors().permit() {
+            write(self, left_out);
+        }
+    }
+
+    fn tell_of_waiting(&mut self) {
+        self.waiting_is_told = true;
+        if let Some(left_out) = self.waiting.permit() {
+            let export = self.log.name();
+            tracing::info!(
+                export,
+                left_out,
+                "another front-end has connected and waits until the current one disconnects"
+            );
+        }
+    }
+
+    fn take_front_end(&mut self, now: Instant) {
+        let (socket, may_be_silent) = match self.endpoint.take() {
+            Some(Endpoint::Connection(socket)) => (socket, true),
+            Some(endpoint) => {
+                let accepted = endpoint.accept();
+                self.endpoint = Some(endpoint);
+                match accepted {
+                    Some(Ok(socket)) => (socket, false),
+                    Some(Err(error)) => {
+                        self.accept_failed(&error, now);
+                        return;
+                    }
+                    None => return,
+                }
+            }
+            None => return,
+        };
+        self.setup.rules = self.limits.of_front_end();
+        let mut session = Session::new(socket, self.setup.clone(), now);
+        if may_be_silent {
+            session = session.with_patience();
+        }
+        // A front-end that keeps connecting and leaving is logged as seldom as errors are.
+        let shown = self.log.sessions().permit();
+        if let Some(left_out) = shown {
+            tracing::info!(export = self.log.name(), left_out, "a front-end has connected");
+        }
+        (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
+        self.session = Some(session);
+    }
+
+    fn accept_failed(&mut self, error: &io::Error, now: Instant) {
+        // It has gone, or another process has taken it.
+        let passes = [io::ErrorKind::WouldBlock, io::ErrorKind::ConnectionAborted];
+        if passes.contains(&error.kind()) || error.kind() == io::ErrorKind::Interrupted {
+            return;
+        }
+        self.paused_until = Some(now + ACCEPT_PAUSE);
+        let advice = match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => "; raise the limit on open files (ulimit -n)",
+            _ => "",
+        };
+        self.limited(|export, left_out| {
+            let export = export.name();
+            tracing::warn!(export, left_out, "cannot accept a front-end: {error}{advice}");
+        });
+    }
+
+    fn session_has_ended(&mut self, end: &End) {
+        self.session = None;
+        let export = self.log.name();
+        match end {
+            End::Gone(None) if self.is_shown => {
+                tracing::info!(export, "the front-end has disconnected");
+            }
+            End::Gone(Some(error)) if self.is_shown => {
+                tracing::info!(export, "the front-end has disconnected: {error}");
+            }
+            End::Gone(_) | End::Asked => {}
+            End::Dropped(why) => self.limited(|export, left_out| {
+                let export = export.name();
+                tracing::warn!(export, left_out, "disconnected the front-end: {why}");
+            }),
+        }
+        if let Some(left_out) = self.log.errors().left_out() {
+            tracing::warn!(export, left_out, "guest or front-end errors continue");
+        }
+        if self.has_ended() {
+            self.tell_totals();
+        }
+    }
+
+    fn tell_totals(&self) {
+        tracing::info!(export = self.log.name(), "{}", served(&self.setup.device.totals()));
+        let (total, left_out) = self.log.errors().totals();
+        if total > 0 {
+            let export = self.log.name();
+            tracing::info!(export, left_out, "guests or front-ends caused {total} errors");
+        }
+    }
+
+    pub(super) fn what_is_left(&self) -> String {
+        let requests = |count: u32| match count {
+            1 => "1 request is not finished".to_owned(),
+            _ => format!("{count} requests are not finished"),
+        };
+        let Some(load) = self.session.as_ref().map(Session::load) else {
+            return "nothing".to_owned();
+        };
+        if !load.has_heard {
+            return format!("its IoThread does not answer ({} requests)", load.requests);
+        }
+        let left = requests(load.requests);
+        match self.setup.device.late_since() {
+            Some(since) => {
+                let seconds = since.elapsed().as_secs();
+                format!("{left}; its disk has not answered for {seconds} s")
+            }
+            None => left,
+        }
+    }
+}
+
+/// What a device has served, in one line.
+fn served(totals: &RequestTotals) -> String {
+    let names = ["reads", "writes", "flushes", "discards", "write-zeroes", "others"];
+    let each = RequestKind::ALL.iter().zip(names).map(|(kind, name)| {
+        let RequestCounts { requests, bytes, .. } = totals[*kind];
+        match bytes {
+            0 => format!("{requests} {name}"),
+            _ => format!("{requests} {name} of {} KiB", bytes >> 10),
+        }
+    });
+    let failed: u64 = RequestKind::ALL.iter().map(|kind| totals[*kind].errors).sum();
+    let failed = if failed > 0 { format!("; {failed} failed") } else { String::new() };
+    format!("requests: {}{failed}", each.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
+    use device::Device;
+    use device::blk::config::BlkOptions;
+    use virtqueue::MemoryFiles;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_was_not_taken_is_shut_down() {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let io = IoThread::new(&config).unwrap();
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        // The parent of the daemon has it too.
+        let _also_ours = ours.try_clone().unwrap();
+        let log = Arc::new(ExportLog::new("test"));
+        let device = Device::blk(source, BlkOptions::default(), Arc::<ExportLog>::clone(&log));
+        let setup = ExportSetup {
+            log,
+            device,
+            endpoint: Endpoint::Connection(ours),
+            threads: vec![io.remote()],
+            limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
+        };
+        let mut export = Export::new(setup, Waker::noop(), usize::MAX);
+        export.begin_stop();
+        while !export.has_ended() {
+            export.run(Instant::now());
+        }
+        assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
+    }
+}

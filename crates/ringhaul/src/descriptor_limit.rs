@@ -1,0 +1,54 @@
+//! The limit on open files (`RLIMIT_NOFILE`), and how exports share it.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// The most that one message brings, which is open before it is counted, and what the system's
+/// libraries and engines may still open.
+const RESERVED: usize = 253 + 64;
+
+/// For each export: its next front-end's connection, and that of one that is being closed.
+const RESERVED_EACH: usize = 2;
+
+/// Enough for a front-end with some queues, if the limit is unreasonably low.
+const SHARE_MIN: usize = 32;
+
+/// Raises the limit as far as the system allows. A front-end may bring three descriptors for each
+/// of 256 queues, which their IoThreads have too, more than the usual soft limit of 1024.
+pub(crate) fn raise() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::debug!("cannot raise the limit on open files: {error}");
+    }
+}
+
+/// How many descriptors the front-end of each export may have open here, so that none takes those
+/// of the others: equal parts of what is left now.
+#[must_use]
+pub(crate) fn share(exports: usize) -> usize {
+    let limit = getrlimit(Resource::Nofile).current;
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    limit.map_or(usize::MAX, |limit| {
+        part_of(usize::try_from(limit).unwrap_or(usize::MAX), open, exports)
+    })
+}
+
+fn part_of(limit: usize, open: usize, exports: usize) -> usize {
+    let reserved = open + RESERVED + RESERVED_EACH * exports;
+    (limit.saturating_sub(reserved) / exports.max(1)).max(SHARE_MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_shares_together_leave_room() {
+        for exports in 1..100 {
+            let share = part_of(1 << 16, 300, exports);
+            assert!(300 + RESERVED + exports * (share + RESERVED_EACH) <= 1 << 16);
+        }
+        assert_eq!(part_of(100, 90, 4), SHARE_MIN);
+        assert_eq!(part_of(1024, 20, 0), 1024 - 20 - RESERVED);
+    }
+}

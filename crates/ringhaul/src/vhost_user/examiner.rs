@@ -1,0 +1,258 @@
+//! Threads for what may wait for ever, or takes long, on behalf of one export's front-ends.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use device::Pending;
+use virtqueue::GuestMemory;
+
+/// The most descriptors that are still open here after their messages, because a thread
+/// hangs. No more are accepted then.
+const LEFT_MAX: usize = 512;
+
+/// Threads that examine and map memory. One that hangs leaves the others to the next front-end.
+const MAP_THREADS: usize = 4;
+
+/// To unmap memory that is in use takes some 0.2 ms for each MiB. Up to this size, the last user
+/// unmaps it itself: a thread costs as much.
+const UNMAP_AT_ONCE_BYTES: u64 = 16 << 20;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// What may wait for ever is run here. Every export has its own, so that none fills that of
+/// another. A thread exists only while there is something to do.
+pub struct Examiner {
+    closes: Arc<Lane>,
+    maps: Arc<Lane>,
+    unmaps: Arc<Lane>,
+    /// Descriptors that front-ends have brought and that are not closed, but for those of rings.
+    open: AtomicUsize,
+    /// The most that a front-end may have open, with those of its rings.
+    open_max: usize,
+}
+
+impl Default for Examiner {
+    fn default() -> Self {
+        Self::new(usize::MAX)
+    }
+}
+
+impl Examiner {
+    /// One for front-ends that may have this many descriptors open here. The eventfds of a ring
+    /// count twice, because its queue has them too.
+    #[must_use]
+    pub fn new(open_max: usize) -> Self {
+        let lane = |name, threads_max| Arc::new(Lane { name, threads_max, jobs: Mutex::default() });
+        Self {
+            closes: lane("ringhaul-close", 1),
+            maps: lane("ringhaul-map", MAP_THREADS),
+            unmaps: lane("ringhaul-unmap", 1),
+            open: AtomicUsize::new(0),
+            open_max,
+        }
+    }
+
+    /// Whether as many descriptors are left of earlier messages as may be. Asked between messages.
+    pub(super) fn is_full(&self) -> bool {
+        self.open.load(Ordering::Relaxed) >= LEFT_MAX.min(self.open_max)
+    }
+
+    /// Why descriptors that have come cannot be kept beside `rings` others, if so.
+    pub(super) fn lacks_room(&self, rings: usize) -> Option<String> {
+        (self.open.load(Ordering::Relaxed) + rings > self.open_max).then(|| {
+            format!(
+                "the export's share of the limit on open files, {}, is used up: raise the limit \
+                 (ulimit -n)",
+                self.open_max
+            )
+        })
+    }
+
+    /// Closes what `value` holds, eventually.
+    pub(super) fn close<T: Send + 'static>(&self, value: T) {
+        self.closes.run(Box::new(move || drop(value)));
+    }
+
+    /// What `map` returns, eventually. It is not called if nobody waits for that any more.
+    pub(super) fn map<T: Send + 'static>(
+        &self,
+        map: impl FnOnce() -> T + Send + 'static,
+    ) -> Pending<T> {
+        let (answer, pending) = Pending::new();
+        self.maps.run(Box::new(move || {
+            if answer.is_awaited() {
+                answer.send(map());
+            }
+        }));
+        pending
+    }
+
+    /// Unmaps memory that nobody else has. An answer comes when it is unmapped; none: it is.
+    pub(super) fn unmap(&self, memory: Arc<GuestMemory>) -> Option<Pending<()>> {
+        if memory.bytes() <= UNMAP_AT_ONCE_BYTES {
+            return None;
+        }
+        let (answer, pending) = Pending::new();
+        self.unmaps.run(Box::new(move || {
+            drop(memory);
+            answer.send(());
+        }));
+        Some(pending)
+    }
+}
+
+/// One open descriptor of a front-end's, counted until this is dropped.
+pub(super) struct Counted(Arc<Examiner>);
+
+impl Counted {
+    pub(super) fn new(examiner: Arc<Examiner>) -> Self {
+        examiner.open.fetch_add(1, Ordering::Relaxed);
+        Self(examiner)
+    }
+
+    pub(super) fn examiner(&self) -> &Arc<Examiner> {
+        &self.0
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Jobs of one kind, and the threads that do them.
+struct Lane {
+    name: &'static str,
+    threads_max: usize,
+    jobs: Mutex<Jobs>,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    /// All of them have something to do.
+    threads: usize,
+}
+
+impl Lane {
+    fn run(self: &Arc<Self>, job: Job) {
+        let mut jobs = self.jobs();
+        jobs.waiting.push_back(job);
+        if jobs.threads == self.threads_max {
+            return;
+        }
+        let this = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(self.name.into());
+        // Without a thread the jobs wait for the next one that tries.
+        if thread.spawn(move || while this.run_next() {}).is_ok() {
+            jobs.threads += 1;
+        }
+    }
+
+    /// False when there is nothing more to do.
+    fn run_next(&self) -> bool {
+        let mut jobs = self.jobs();
+        let Some(job) = jobs.waiting.pop_front() else {
+            jobs.threads -= 1;
+            return false;
+        };
+        drop(jobs);
+        job();
+        true
+    }
+
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    pub(in super::super) fn wait_until(mut is_so: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(30), "it does not happen");
+            std::thread::yield_now();
+        }
+    }
+
+    /// A job that ends when the sender is dropped.
+    fn hang() -> (Job, mpsc::Sender<()>) {
+        let (sender, receiver) = mpsc::channel::<()>();
+        (Box::new(move || receiver.recv().unwrap_or_default()), sender)
+    }
+
+    fn hang_in(lane: &Arc<Lane>) -> mpsc::Sender<()> {
+        let (job, sender) = hang();
+        lane.run(job);
+        wait_until(|| lane.jobs().waiting.is_empty());
+        sender
+    }
+
+    fn answer_of<T>(pending: &Pending<T>) -> T {
+        let mut answer = None;
+        wait_until(|| {
+            answer = answer.take().or_else(|| pending.poll());
+            answer.is_some()
+        });
+        answer.unwrap()
+    }
+
+    /// An examiner whose thread that closes hangs until the sender is dropped.
+    pub(in super::super) fn hung() -> (Arc<Examiner>, mpsc::Sender<()>) {
+        let examiner = Arc::new(Examiner::default());
+        let sender = hang_in(&examiner.closes);
+        (examiner, sender)
+    }
+
+    impl Examiner {
+        /// How much waits to be closed.
+        pub(in super::super) fn closes(&self) -> usize {
+            self.closes.jobs().waiting.len()
+        }
+
+        pub(in super::super) fn is_idle(&self) -> bool {
+            [&self.closes, &self.maps, &self.unmaps].iter().all(|lane| lane.jobs().threads == 0)
+        }
+    }
+
+    #[test]
+    fn what_hangs_holds_up_no_other_kind() {
+        let (examiner, _close) = hung();
+        let _unmap = hang_in(&examiner.unmaps);
+        assert_eq!(answer_of(&examiner.map(|| 7)), 7);
+        let mut hung: Vec<_> = (1..MAP_THREADS).map(|_| hang_in(&examiner.maps)).collect();
+        assert_eq!(answer_of(&examiner.map(|| 8)), 8);
+        // All of them hang: what nobody waits for any more is not begun later.
+        hung.push(hang_in(&examiner.maps));
+        let (sender, begun) = mpsc::channel();
+        let (given_up, last) = (sender.clone(), sender);
+        drop(examiner.map(move || given_up.send("given up")));
+        let last = examiner.map(move || last.send("the last"));
+        drop(hung);
+        assert!(last.wait().is_some());
+        assert_eq!(begun.iter().collect::<Vec<_>>(), ["the last"]);
+    }
+
+    #[test]
+    fn much_memory_is_unmapped_by_nobody_who_serves() {
+        let examiner = Examiner::default();
+        let unmap = hang_in(&examiner.unmaps);
+        let memory = |bytes| Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
+        assert!(examiner.unmap(memory(1 << 20)).is_none());
+        let large = memory(1 << 30);
+        let seen = Arc::downgrade(&large);
+        let pending = examiner.unmap(large).unwrap();
+        assert!(seen.upgrade().is_some() && pending.poll().is_none(), "it is unmapped at once");
+        drop(unmap);
+        assert_eq!(pending.wait(), Some(()));
+        assert!(seen.upgrade().is_none());
+    }
+}

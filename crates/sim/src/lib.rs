@@ -1,0 +1,165 @@
+//! Runs the whole data path against a simulated kernel and a model guest, many times.
+//!
+//! Each run follows from its seed, and so does what goes wrong in it. `run.rs` says how a run goes,
+//! `plan.rs` what it is made of, `world.rs` what the kernel does, `guest.rs` what a guest does
+//! and checks. See docs/testing.md for how to use it.
+//!
+//! All of it is for builds with `--cfg ringhaul_sim`, in which the product has a simulated kernel.
+
+#![cfg(ringhaul_sim)]
+
+mod blame;
+mod content;
+mod control;
+mod device;
+mod export;
+mod failure;
+mod faults;
+mod front_end;
+mod guest;
+mod history;
+mod layout;
+mod plan;
+mod request;
+mod rng;
+mod run;
+mod shrink;
+mod stack;
+mod workers;
+mod world;
+
+use std::cell::RefCell;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use clap::Parser;
+
+use failure::Failure;
+use plan::Plan;
+use workers::Ending;
+
+/// Runs the data path against a simulated kernel and a model guest.
+#[derive(Parser)]
+#[command(name = "cargo xtask sim")]
+struct Args {
+    /// Seeds to run
+    #[arg(long, default_value_t = 2000)]
+    seeds: u64,
+
+    /// The first of them
+    #[arg(long, default_value_t = 0)]
+    first_seed: u64,
+
+    /// Run this seed alone
+    #[arg(long, conflicts_with_all = ["seeds", "first_seed"])]
+    seed: Option<u64>,
+
+    /// Change a number of the plan: name=value
+    #[arg(long, requires = "seed")]
+    set: Vec<String>,
+
+    /// Print the plan and every step
+    #[arg(long, requires = "seed")]
+    trace: bool,
+
+    /// Name a seed that fails, and look for no shorter run
+    #[arg(long)]
+    no_shrink: bool,
+
+    /// Processes that share the seeds; as many as there are processors if not given
+    #[arg(long)]
+    jobs: Option<u64>,
+
+    /// Only run every so many seeds, and say how: for the processes that share them
+    #[arg(long, hide = true)]
+    stride: Option<u64>,
+}
+
+thread_local! {
+    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+/// The program.
+#[must_use]
+pub fn main() -> ExitCode {
+    // A panic is a failure of the run, to be shown when all is known about it.
+    std::panic::set_hook(Box::new(|info| PANIC.set(info.to_string())));
+    match execute(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("sim: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The message of the last panic on this thread.
+fn panic_message() -> String {
+    PANIC.take()
+}
+
+fn execute(args: &Args) -> Result<()> {
+    if let Some(seed) = args.seed {
+        return run_one(seed, args);
+    }
+    if let Some(stride) = args.stride {
+        return workers::work(args.first_seed, args.seeds, stride);
+    }
+    let jobs = args.jobs.unwrap_or_else(processors).clamp(1, args.seeds.max(1));
+    let start = Instant::now();
+    let ending = workers::share(args.first_seed, args.seeds, jobs)?;
+    let seconds = start.elapsed().as_secs_f64();
+    match ending {
+        Ending::Passed(report) => {
+            println!(
+                "sim: {} seeds from {}, {report}, {seconds:.1} s: no failure",
+                args.seeds, args.first_seed
+            );
+            Ok(())
+        }
+        Ending::Failed(seed) if args.no_shrink => bail!("seed {seed} fails"),
+        Ending::Failed(seed) => show_failure(seed),
+        Ending::Died(seed, how) => {
+            println!("repeat it with: cargo xtask sim --seed {seed} --trace");
+            bail!("seed {seed} ends its process: {how}");
+        }
+    }
+}
+
+fn processors() -> u64 {
+    std::thread::available_parallelism().map_or(1, |count| count.get() as u64)
+}
+
+fn run_one(seed: u64, args: &Args) -> Result<()> {
+    let mut plan = Plan::new(seed);
+    for setting in &args.set {
+        plan.set(setting)?;
+    }
+    if args.trace {
+        println!("plan: {plan}");
+    }
+    match run::run(&plan, args.trace)? {
+        Ok(report) => println!("seed {seed}: {report}, passed"),
+        Err(failure) => bail!("seed {seed} fails: {failure}"),
+    }
+    Ok(())
+}
+
+/// Shows the shortest run found that fails as the one of `seed` does.
+fn show_failure(seed: u64) -> Result<()> {
+    let plan = Plan::new(seed);
+    let Err(failure) = run::run(&plan, false)? else {
+        bail!("seed {seed} failed once and passes now: something does not follow from the seed");
+    };
+    println!("seed {seed} fails: {failure}\nits plan: {plan}\nlooking for a shorter run ...");
+    let (plan, failure): (Plan, Failure) = shrink::shrink(plan, failure)?;
+    let settings: Vec<String> =
+        plan.settings().iter().map(|setting| format!(" --set {setting}")).collect();
+    println!("the shortest run that fails in the same way: {plan}");
+    // The run fails; that is what is shown.
+    let _ = run::run(&plan, true)?;
+    println!("repeat it with: cargo xtask sim --seed {seed} --trace{}", settings.concat());
+    println!("the whole run:  cargo xtask sim --seed {seed} --trace");
+    bail!("seed {seed} fails: {failure}")
+}

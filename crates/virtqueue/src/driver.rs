@@ -1,0 +1,414 @@
+//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), for whoever plays a guest:
+//! tests, the simulation, fuzzing, examples. A device has no use for it, so the feature `driver`
+//! hides it.
+//!
+//! [`Ring`] is raw: every field can be given any value, so that a ring can be as bad as a test
+//! wants. [`Driver`] keeps to the rules and has descriptors of its own. Neither shares an offset or
+//! a flag with the device's side: it would share the mistakes, too.
+
+use std::ops::Deref;
+use std::sync::atomic::{Ordering, fence};
+
+use crate::memory::GuestMemory;
+use crate::split::QueueConfig;
+
+/// The chain continues (virtio 1.3, section 2.7.5).
+pub const NEXT: u16 = 1;
+/// The buffer is for the device to write.
+pub const WRITE: u16 = 2;
+/// The buffer is a table of descriptors.
+pub const INDIRECT: u16 = 4;
+
+/// In the avail ring's flags: no calls, please.
+const NO_INTERRUPT: u16 = 1;
+/// In the used ring's flags: no kicks, please.
+const NO_NOTIFY: u16 = 1;
+
+const DESCRIPTOR_BYTES: u64 = 16;
+const USED_BYTES: u64 = 8;
+/// Offset of the index in both rings; the flags are before it, the entries behind it.
+const IDX: u64 = 2;
+const ENTRIES: u64 = 4;
+
+/// Memory that a driver shares with a device, by guest addresses.
+///
+/// What is not mapped is the implementor's to decide: in a test it is a mistake of the test, and a
+/// panic; a fuzz target, whose rings may be anywhere, lets it go.
+///
+/// The methods have names of their own because `write` on a shared pointer to [`GuestMemory`] would
+/// be this trait's, which panics, and not the memory's, which returns an error.
+pub trait DriverMemory {
+    /// Copies from guest memory.
+    fn load(&self, addr: u64, bytes: &mut [u8]);
+
+    /// Copies into guest memory. A number that is aligned is written at once.
+    fn store(&self, addr: u64, bytes: &[u8]);
+}
+
+/// Panics when the memory is not mapped.
+impl DriverMemory for GuestMemory {
+    fn load(&self, addr: u64, bytes: &mut [u8]) {
+        GuestMemory::read(self, addr, bytes).expect("a driver reads memory that is mapped");
+    }
+
+    fn store(&self, addr: u64, bytes: &[u8]) {
+        GuestMemory::write(self, addr, bytes).expect("a driver writes memory that is mapped");
+    }
+}
+
+impl<P: Deref<Target: DriverMemory>> DriverMemory for P {
+    fn load(&self, addr: u64, bytes: &mut [u8]) {
+        self.deref().load(addr, bytes);
+    }
+
+    fn store(&self, addr: u64, bytes: &[u8]) {
+        self.deref().store(addr, bytes);
+    }
+}
+
+/// A descriptor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Desc {
+    /// Guest address.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u32,
+    /// [`NEXT`], [`WRITE`], [`INDIRECT`].
+    pub flags: u16,
+    /// The descriptor after this one.
+    pub next: u16,
+}
+
+impl Desc {
+    /// A buffer for the device to read.
+    #[must_use]
+    pub fn readable(addr: u64, len: u32) -> Self {
+        Self { addr, len, flags: 0, next: 0 }
+    }
+
+    /// A buffer for the device to write.
+    #[must_use]
+    pub fn writable(addr: u64, len: u32) -> Self {
+        Self { addr, len, flags: WRITE, next: 0 }
+    }
+
+    /// The same with `next` after it.
+    #[must_use]
+    pub fn then(self, next: u16) -> Self {
+        Self { flags: self.flags | NEXT, next, ..self }
+    }
+
+    /// As it is in memory.
+    #[must_use]
+    pub fn bytes(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.addr.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.len.to_le_bytes());
+        bytes[12..14].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&self.next.to_le_bytes());
+        bytes
+    }
+}
+
+/// A used element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    /// The head of the chain.
+    pub head: u32,
+    /// Bytes that the device has written.
+    pub bytes: u32,
+}
+
+/// The fields of a ring, each of which can be read and be given any value.
+#[derive(Clone, Debug)]
+pub struct Ring<M> {
+    /// Where the ring is.
+    pub memory: M,
+    /// Its place and size in there, and whether event idx was negotiated.
+    pub config: QueueConfig,
+    /// What the next chain's entry in the avail ring is.
+    pub next_avail: u16,
+    /// The used element to be taken next.
+    pub next_used: u16,
+}
+
+impl<M: DriverMemory> Ring<M> {
+    /// The ring as it is in memory, from the configured avail entry on.
+    pub fn new(memory: M, config: QueueConfig) -> Self {
+        Self { memory, config, next_avail: config.next_avail, next_used: config.next_avail }
+    }
+
+    /// An empty ring, as a driver that starts makes it.
+    pub fn clear(&self) {
+        let entries = u64::from(self.config.size);
+        (0..entries + 3).for_each(|word| self.store(self.config.avail_ring + 2 * word, 0));
+        (0..4 * entries + 3).for_each(|word| self.store(self.config.used_ring + 2 * word, 0));
+        self.put_avail_idx(self.next_avail);
+        self.put_used_idx(self.next_used);
+    }
+
+    /// Has the ring, with all that is in it, elsewhere from now on.
+    pub fn move_to(&mut self, config: QueueConfig) {
+        let entries = u64::from(config.size);
+        for (from, to, words) in [
+            (self.config.desc_table, config.desc_table, 8 * entries),
+            (self.config.avail_ring, config.avail_ring, entries + 3),
+            (self.config.used_ring, config.used_ring, 4 * entries + 3),
+        ] {
+            (0..words).for_each(|word| self.store(to + 2 * word, self.load(from + 2 * word)));
+        }
+        self.config = config;
+    }
+
+    /// Writes descriptor `index` of a table.
+    pub(crate) fn put_desc_of(&self, table: u64, index: u16, desc: Desc) {
+        self.memory.store(table + u64::from(index) * DESCRIPTOR_BYTES, &desc.bytes());
+    }
+
+    /// Writes descriptor `index` of the queue's own table.
+    pub fn put_desc(&self, index: u16, desc: Desc) {
+        self.put_desc_of(self.config.desc_table, index, desc);
+    }
+
+    /// Writes buffers into descriptors `first`, `first` + 1 and so on of a table, and links them.
+    pub fn put_table(&self, table: u64, first: u16, buffers: &[Desc]) {
+        let left = (0..buffers.len()).rev();
+        for (index, (desc, left)) in (first..).zip(buffers.iter().zip(left)) {
+            let next = index.wrapping_add(1);
+            self.put_desc_of(table, index, if left > 0 { desc.then(next) } else { *desc });
+        }
+    }
+
+    /// Writes a chain into descriptors `first`, `first` + 1 and so on of the queue's own table.
+    pub fn put_chain(&self, first: u16, buffers: &[Desc]) {
+        self.put_table(self.config.desc_table, first, buffers);
+    }
+
+    /// Writes an indirect table, and descriptor `head` that names it.
+    pub fn put_indirect(&self, head: u16, table: u64, buffers: &[Desc]) {
+        self.put_table(table, 0, buffers);
+        self.put_desc(head, indirect(table, buffers.len()));
+    }
+
+    /// Writes the head of a chain into the next entry of the avail ring. The device does not see it
+    /// before [`put_avail_idx`](Self::put_avail_idx).
+    pub fn put_head(&mut self, head: u16) {
+        let entry = u64::from(self.next_avail % self.config.size);
+        self.store(self.config.avail_ring + ENTRIES + 2 * entry, head);
+        self.next_avail = self.next_avail.wrapping_add(1);
+    }
+
+    /// Makes a chain available, without a kick.
+    pub fn offer(&mut self, head: u16) {
+        self.put_head(head);
+        self.put_avail_idx(self.next_avail);
+    }
+
+    /// Gives avail idx any value, after all that was written before.
+    pub fn put_avail_idx(&self, idx: u16) {
+        fence(Ordering::Release);
+        self.store(self.config.avail_ring + IDX, idx);
+    }
+
+    /// The avail idx in the ring.
+    pub fn avail_idx(&self) -> u16 {
+        self.load(self.config.avail_ring + IDX)
+    }
+
+    /// Gives the avail ring any flags.
+    pub fn put_avail_flags(&self, flags: u16) {
+        self.store(self.config.avail_ring, flags);
+    }
+
+    /// Asks for a call when used element `event` is published (event idx only).
+    pub fn put_used_event(&self, event: u16) {
+        self.store(self.config.avail_ring + ENTRIES + 2 * u64::from(self.config.size), event);
+    }
+
+    /// Asks for a call with the next used element. Those that are there already must be looked for
+    /// afterwards.
+    pub fn want_calls(&self) {
+        match self.config.event_idx {
+            true => self.put_used_event(self.next_used),
+            false => self.put_avail_flags(0),
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    /// Asks for no calls: by the flag, or by an event that lies behind.
+    pub fn want_no_calls(&self) {
+        match self.config.event_idx {
+            true => self.put_used_event(self.next_used.wrapping_sub(1)),
+            false => self.put_avail_flags(NO_INTERRUPT),
+        }
+    }
+
+    /// Whether the device wants a kick for the chains that were made available since avail idx was
+    /// `old`.
+    pub fn wants_kick(&self, old: u16) -> bool {
+        fence(Ordering::SeqCst);
+        match self.config.event_idx {
+            // Whether the step from old to new passes the event (section 2.7.7.1).
+            true => {
+                let (event, new) = (self.avail_event(), self.avail_idx());
+                new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+            }
+            false => self.used_flags() & NO_NOTIFY == 0,
+        }
+    }
+
+    /// The device's flags.
+    pub fn used_flags(&self) -> u16 {
+        self.load(self.config.used_ring)
+    }
+
+    /// The avail entry with which the device wants a kick (event idx only).
+    pub fn avail_event(&self) -> u16 {
+        let entries = USED_BYTES * u64::from(self.config.size);
+        self.load(self.config.used_ring + ENTRIES + entries)
+    }
+
+    /// The device's used idx.
+    pub fn used_idx(&self) -> u16 {
+        self.load(self.config.used_ring + IDX)
+    }
+
+    /// Gives used idx any value, which is the device's to change otherwise.
+    pub fn put_used_idx(&self, idx: u16) {
+        self.store(self.config.used_ring + IDX, idx);
+    }
+
+    /// Whatever is in a used element.
+    pub fn used(&self, index: u16) -> Used {
+        let mut bytes = [0; 8];
+        let entry = u64::from(index % self.config.size);
+        self.memory.load(self.config.used_ring + ENTRIES + USED_BYTES * entry, &mut bytes);
+        let [a, b, c, d, len @ ..] = bytes;
+        Used { head: u32::from_le_bytes([a, b, c, d]), bytes: u32::from_le_bytes(len) }
+    }
+
+    /// Whether there is a used element to take.
+    pub fn has_used(&self) -> bool {
+        self.used_idx() != self.next_used
+    }
+
+    /// The next used element, if there is one.
+    pub fn take_used(&mut self) -> Option<Used> {
+        if !self.has_used() {
+            return None;
+        }
+        // What the device wrote before its idx is to be seen after it.
+        fence(Ordering::Acquire);
+        let used = self.used(self.next_used);
+        self.next_used = self.next_used.wrapping_add(1);
+        Some(used)
+    }
+
+    fn load(&self, addr: u64) -> u16 {
+        let mut bytes = [0; 2];
+        self.memory.load(addr, &mut bytes);
+        u16::from_le_bytes(bytes)
+    }
+
+    fn store(&self, addr: u64, value: u16) {
+        self.memory.store(addr, &value.to_le_bytes());
+    }
+}
+
+/// The descriptor of an indirect table.
+fn indirect(table: u64, entries: usize) -> Desc {
+    let len = entries * 16;
+    let len = u32::try_from(len).expect("an indirect table is shorter than 4 GiB");
+    Desc { addr: table, len, flags: INDIRECT, next: 0 }
+}
+
+/// A driver that keeps to the rules and knows which descriptors are free.
+#[derive(Clone, Debug)]
+pub struct Driver<M> {
+    ring: Ring<M>,
+    free: Vec<u16>,
+    /// The avail idx as the device sees it.
+    published: u16,
+    /// Descriptors of each head that is out.
+    taken: Vec<Vec<u16>>,
+}
+
+impl<M: DriverMemory> Driver<M> {
+    /// A driver that starts with an empty ring, at the configured avail entry.
+    pub fn new(memory: M, config: QueueConfig) -> Self {
+        let ring = Ring::new(memory, config);
+        ring.clear();
+        Self {
+            ring,
+            free: (0..config.size).rev().collect(),
+            published: config.next_avail,
+            taken: vec![Vec::new(); config.size.into()],
+        }
+    }
+
+    /// The ring, to look at it or to ask for calls.
+    pub fn ring(&self) -> &Ring<M> {
+        &self.ring
+    }
+
+    /// Has its ring elsewhere from now on.
+    pub fn move_to(&mut self, config: QueueConfig) {
+        self.ring.move_to(config);
+    }
+
+    /// Descriptors that are left.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// The head that the next chain will have.
+    pub fn next_head(&self) -> Option<u16> {
+        self.free.last().copied()
+    }
+
+    /// Adds a chain and returns its head. The device does not see it yet. With `table`, the
+    /// descriptors are there.
+    ///
+    /// # Panics
+    ///
+    /// When there is no [`room`](Self::room).
+    pub fn add(&mut self, buffers: &[Desc], table: Option<u64>) -> u16 {
+        let count = if table.is_some() { 1 } else { buffers.len() };
+        let mut taken = self.free.split_off(self.free.len() - count);
+        taken.reverse();
+        let head = taken[0];
+        match table {
+            Some(table) => self.ring.put_indirect(head, table, buffers),
+            None => {
+                for (index, (own, desc)) in taken.iter().zip(buffers).enumerate() {
+                    let next = taken.get(index + 1);
+                    self.ring.put_desc(*own, next.map_or(*desc, |next| desc.then(*next)));
+                }
+            }
+        }
+        self.taken[usize::from(head)] = taken;
+        self.ring.put_head(head);
+        head
+    }
+
+    /// Shows the device what was added. Returns what [`Ring::wants_kick`] asks for.
+    pub fn publish(&mut self) -> u16 {
+        self.ring.put_avail_idx(self.ring.next_avail);
+        std::mem::replace(&mut self.published, self.ring.next_avail)
+    }
+
+    /// The avail idx that the device sees.
+    pub fn avail_idx(&self) -> u16 {
+        self.published
+    }
+
+    /// The next used element. The descriptors of its chain are free then.
+    pub fn take_used(&mut self) -> Option<Used> {
+        let used = self.ring.take_used()?;
+        let taken = usize::try_from(used.head).ok().and_then(|head| self.taken.get_mut(head));
+        if let Some(taken) = taken {
+            self.free.extend(std::mem::take(taken).into_iter().rev());
+        }
+        Some(used)
+    }
+}

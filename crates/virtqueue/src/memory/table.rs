@@ -1,0 +1,79 @@
+//! Descriptor tables in guest memory.
+
+use std::ptr;
+
+use super::map::GuestMemory;
+
+/// Bytes of a descriptor (virtio 1.3, section 2.7.5).
+pub(crate) const DESCRIPTOR_BYTES: usize = 16;
+
+/// One descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    /// Decodes the two little-endian words of a descriptor, as loaded.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "takes the fields of a word apart")]
+    fn from_words([low, high]: [u64; 2]) -> Self {
+        let (addr, rest) = (u64::from_le(low), u64::from_le(high));
+        Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
+    }
+}
+
+/// A descriptor table whose mapping was checked.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Table {
+    guest_addr: u64,
+    pub(super) entries: u16,
+    /// Null when the table must be read byte by byte, as it crosses regions or is not aligned.
+    host: *const u64,
+}
+
+impl Table {
+    /// `host` is the address of all entries if they are within one region.
+    #[inline]
+    pub(super) fn new(guest_addr: u64, entries: u16, host: Option<*mut u8>) -> Self {
+        let aligned = host.filter(|host| host.addr().is_multiple_of(align_of::<u64>()));
+        Self {
+            guest_addr,
+            entries,
+            host: aligned.map_or(ptr::null(), |host| host.cast_const().cast()),
+        }
+    }
+
+    /// Reads entry `index`, each byte once; none when the table has no such entry. `memory` is the
+    /// map that the table was found in.
+    #[inline]
+    pub(super) fn read(&self, memory: &GuestMemory, index: u16) -> Option<Descriptor> {
+        if index >= self.entries {
+            return None;
+        }
+        let index = usize::from(index);
+        if self.host.is_null() {
+            return self.read_bytes(memory, index);
+        }
+        // SAFETY: the table was found to have `entries` descriptors of two aligned words within
+        // one region of `memory`, which the translator that has both keeps mapped, and `index` is
+        // less than that.
+        let words = unsafe {
+            let words = self.host.add(index * (DESCRIPTOR_BYTES / size_of::<u64>()));
+            [words.read_volatile(), words.add(1).read_volatile()]
+        };
+        Some(Descriptor::from_words(words))
+    }
+
+    #[cold]
+    fn read_bytes(&self, memory: &GuestMemory, index: usize) -> Option<Descriptor> {
+        let (mut low, mut high) = ([0; size_of::<u64>()], [0; size_of::<u64>()]);
+        let addr = self.guest_addr + (index * DESCRIPTOR_BYTES) as u64;
+        memory.read(addr, &mut low).ok()?;
+        memory.read(addr + low.len() as u64, &mut high).ok()?;
+        Some(Descriptor::from_words([u64::from_ne_bytes(low), u64::from_ne_bytes(high)]))
+    }
+}

@@ -1,0 +1,229 @@
+//! `cargo lab charts`: draws the pictures of docs/performance.md from the table that stands there.
+//!
+//! The table is what is kept of a run of `cargo lab compare`, so pictures and figures cannot
+//! disagree; a test makes sure that the pictures are as the table is.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tools::workspace;
+
+/// The page that has the table.
+const PAGE: &str = "docs/performance.md";
+
+/// How the row above the table begins.
+pub(crate) const HEAD: &str = "| disk | load | IOPS, thousands |";
+
+/// Options of `cargo lab charts`.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+/// Writes the pictures beside the page.
+pub(crate) fn run(_: &Args) -> Result<()> {
+    for (name, text) in pictures()? {
+        let path = workspace::root().join("docs").join(name);
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        println!("wrote {}", path.display());
+    }
+    Ok(())
+}
+
+/// Names and contents of the pictures.
+fn pictures() -> Result<[(&'static str, String); 2]> {
+    let path = workspace::root().join(PAGE);
+    let page = std::fs::read_to_string(&path).context("reading the page")?;
+    let rows = rows(&page)?;
+    Ok([("performance-iops.svg", iops(&rows)), ("performance-cost.svg", cost(&rows))])
+}
+
+/// A row of the table, as far as it is drawn. All figures are relative to those of the rival.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Row {
+    name: String,
+    iops: f64,
+    /// The least and the greatest of the rounds.
+    range: (f64, f64),
+    cpu: f64,
+    system_calls: f64,
+}
+
+pub(crate) fn rows(page: &str) -> Result<Vec<Row>> {
+    let lines = page.lines().skip_while(|line| !line.starts_with(HEAD)).skip(2);
+    let rows: Vec<Row> =
+        lines.take_while(|line| line.starts_with('|')).map(row).collect::<Result<_>>()?;
+    ensure!(!rows.is_empty(), "{PAGE} has no table that begins with {HEAD}");
+    Ok(rows)
+}
+
+fn row(line: &str) -> Result<Row> {
+    let plain = line.replace("**", "");
+    let columns: Vec<&str> = plain.trim_matches('|').split('|').map(str::trim).collect();
+    let [disk, load, _, _, _, by_rounds, _, cpu, system_calls] = columns[..] else {
+        anyhow::bail!("a row of {} columns: {line}", columns.len());
+    };
+    let number = |text: &str| text.parse::<f64>().with_context(|| format!("{text:?} in {line}"));
+    let (median, range) = by_rounds.split_once(" (").context("no range")?;
+    let (least, most) = range.trim_end_matches(')').split_once('–').context("no range")?;
+    Ok(Row {
+        name: format!("{disk}, {load}"),
+        iops: number(median)?,
+        range: (number(least)?, number(most)?),
+        cpu: number(cpu)?,
+        system_calls: number(system_calls)?,
+    })
+}
+
+/// Columns of the picture, in pixels: where the scale begins and ends.
+const LEFT: f64 = 236.0;
+const RIGHT: f64 = 740.0;
+const WIDTH: f64 = 760.0;
+/// The first row, and how far it is to the next.
+const TOP: f64 = 62.0;
+const STEP: f64 = 20.0;
+
+const STYLE: &str = "\
+.ground{fill:#ffffff;stroke:#c8d0d8}.text{fill:#202830}.note{fill:#556070;font-size:11px}\
+.grid{stroke:#dde3e9}.one{stroke:#556070;stroke-width:1.4}\
+.good{fill:#3a6ea5;stroke:#3a6ea5}.bad{fill:#c0561a;stroke:#c0561a}.other{fill:#ffffff}\n\
+@media (prefers-color-scheme: dark){\n\
+.ground{fill:#12181f;stroke:#3a4652}.text{fill:#e6edf3}.note{fill:#a8b4c0}\
+.grid{stroke:#2a343e}.one{stroke:#a8b4c0}\
+.good{fill:#6ea3dc;stroke:#6ea3dc}.bad{fill:#e5884a;stroke:#e5884a}.other{fill:#12181f}}";
+
+/// A picture with a logarithmic scale.
+struct Picture {
+    text: String,
+    scale: (f64, f64),
+}
+
+impl Picture {
+    fn new(title: &str, note: &str, rows: &[Row], scale: (f64, f64), ticks: &[f64]) -> Self {
+        let bottom = TOP + STEP * count(rows.len());
+        let height = bottom + 12.0;
+        let mut picture = Self { text: String::new(), scale };
+        picture.line(&format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
+             font-family=\"sans-serif\" font-size=\"12\" role=\"img\" aria-label=\"{title}. \
+             {note}\">\n<style>\n{STYLE}\n</style>\n\
+             <rect class=\"ground\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"8\"/>\n\
+             <text class=\"text\" x=\"16\" y=\"22\" font-size=\"14\">{title}</text>\n\
+             <text class=\"note\" x=\"16\" y=\"38\">{note}</text>",
+            WIDTH - 1.0,
+            height - 1.0,
+        ));
+        for tick in ticks {
+            let (x, class) = (picture.x(*tick), if same(*tick, 1.0) { "one" } else { "grid" });
+            picture.line(&format!(
+                "<path class=\"{class}\" d=\"M{x} 52V{bottom}\"/>\
+                 <text class=\"note\" x=\"{x}\" y=\"49\" text-anchor=\"middle\">{tick}</text>"
+            ));
+        }
+        for (row, y) in rows.iter().zip(lines()) {
+            let base = y + 4.0;
+            picture.line(&format!(
+                "<text class=\"text\" x=\"{}\" y=\"{base}\" text-anchor=\"end\">{}</text>",
+                LEFT - 14.0,
+                row.name
+            ));
+        }
+        picture
+    }
+
+    /// The column of a value; what is beyond the scale is at its end.
+    fn x(&self, value: f64) -> f64 {
+        let (low, high) = self.scale;
+        let part = (value.clamp(low, high) / low).ln() / (high / low).ln();
+        (LEFT + part * (RIGHT - LEFT)).round()
+    }
+
+    fn line(&mut self, text: &str) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(self.text, "{text}");
+    }
+
+    fn dot(&mut self, value: f64, y: f64, class: &str, other: bool) {
+        let x = self.x(value);
+        let hollow = if other { " other" } else { "" };
+        self.line(&format!(
+            "<circle class=\"{class}{hollow}\" cx=\"{x}\" cy=\"{y}\" r=\"4\" stroke-width=\"1.6\"/>"
+        ));
+    }
+
+    fn finish(mut self) -> String {
+        self.line("</svg>");
+        self.text
+    }
+}
+
+/// Where rows are.
+fn lines() -> impl Iterator<Item = f64> {
+    (0_u32..).map(|index| TOP + STEP * f64::from(index) + STEP / 2.0)
+}
+
+fn count(rows: usize) -> f64 {
+    f64::from(u32::try_from(rows).unwrap_or(u32::MAX))
+}
+
+fn same(one: f64, other: f64) -> bool {
+    (one - other).abs() < f64::EPSILON
+}
+
+fn iops(rows: &[Row]) -> String {
+    let title = "IOPS, times those of the best setting of qemu-storage-daemon";
+    let note = "Median of the rounds, the least and the greatest; right of 1 Ringhaul has more.";
+    let ticks = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0];
+    let mut picture = Picture::new(title, note, rows, (0.5, 18.0), &ticks);
+    for (row, y) in rows.iter().zip(lines()) {
+        let class = if row.iops < 1.0 { "bad" } else { "good" };
+        let (from, to) = (picture.x(row.range.0), picture.x(row.range.1));
+        picture.line(&format!(
+            "<path class=\"{class}\" d=\"M{from} {y}H{to}\" stroke-width=\"1.6\"/>"
+        ));
+        picture.dot(row.iops, y, class, false);
+    }
+    picture.finish()
+}
+
+fn cost(rows: &[Row]) -> String {
+    let title = "CPU time (full) and system calls (hollow) of the server for each I/O, \
+                 times those of QSD";
+    let note = "Left of 1 Ringhaul takes less. No system call at all is at the left end.";
+    let ticks = [0.05, 0.1, 0.25, 0.5, 1.0, 2.0];
+    let mut picture = Picture::new(title, note, rows, (0.03, 3.0), &ticks);
+    for (row, y) in rows.iter().zip(lines()) {
+        let class = |value: f64| if value > 1.0 { "bad" } else { "good" };
+        picture.dot(row.system_calls, y, class(row.system_calls), true);
+        picture.dot(row.cpu, y, class(row.cpu), false);
+    }
+    picture.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_is_read_with_its_marks() {
+        let line = "| file | randread 4k depth 8 | 107 | aio=native | 1.01 | **0.97 (0.86–1.29)** \
+                    | 92% | **2.48** | 0.31 |";
+        let expected = Row {
+            name: "file, randread 4k depth 8".to_owned(),
+            iops: 0.97,
+            range: (0.86, 1.29),
+            cpu: 2.48,
+            system_calls: 0.31,
+        };
+        assert_eq!(row(line).unwrap(), expected);
+        assert!(row("| file | 1 |").is_err());
+        assert!(rows("no table").is_err());
+    }
+
+    #[test]
+    fn the_pictures_in_the_tree_are_as_the_table_is() {
+        for (name, text) in pictures().unwrap() {
+            let path = workspace::root().join("docs").join(name);
+            let kept = std::fs::read_to_string(path).unwrap();
+            assert!(kept == text, "docs/{name} is not as the table: run cargo lab charts");
+        }
+    }
+}

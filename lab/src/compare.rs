@@ -1,0 +1,177 @@
+//! `cargo lab compare`: Ringhaul and qemu-storage-daemon in turn, on the same disks, driven
+//! by the same load generator, and fio on the disks themselves as the limit.
+//!
+//! Machines drift while they are measured. So the servers take turns within each round of a
+//! workload, another one is first in each round, and ratios are taken within a round.
+
+mod base;
+mod measure;
+mod overview;
+mod plan;
+mod report;
+mod servers;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use ringhaul_tools::process::{self, Interrupt};
+use ringhaul_tools::workspace;
+
+use crate::rig::machine::{self, Machine};
+use crate::rig::progress::Progress;
+use crate::rig::targets::{self, Disk, Prepared, Target};
+use measure::Bench;
+use plan::Workload;
+use report::{Cell, Comparison, Series};
+use servers::Server;
+
+/// Rounds, seconds and MiB that --quick uses in place of the defaults.
+const QUICK: (usize, f64, u64) = (1, 0.2, 64);
+
+/// Options of `cargo lab compare`.
+#[derive(Clone, clap::Args)]
+pub(crate) struct Args {
+    /// Rounds; in each, every server is measured once on every workload
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Seconds of one measurement
+    #[arg(long, default_value_t = 1.0)]
+    runtime: f64,
+    /// Size of the disks, in MiB
+    #[arg(long, default_value_t = 1024)]
+    size: u64,
+    /// Only what has this in its name, as in `zram`, `depth-64`, `loop/randread`
+    #[arg(long, value_name = "PATTERN", default_value = "")]
+    only: String,
+    /// Try everything out: one short round on small disks, no figures to rely on
+    #[arg(long, conflicts_with_all = ["rounds", "runtime", "size"])]
+    quick: bool,
+    /// Compare with this other build of Ringhaul alone: random reads at each depth on each disk
+    /// with each engine; before-after.md has the table
+    #[arg(long, value_name = "BINARY")]
+    base: Option<PathBuf>,
+    /// Folder for compare.md and compare.json [default: compare/ in the target directory]
+    #[arg(long, value_name = "DIR")]
+    output: Option<PathBuf>,
+    /// CPU that the servers are pinned to
+    #[arg(long, default_value_t = 0)]
+    server_cpu: usize,
+    /// CPU that the load generator is pinned to
+    #[arg(long, default_value_t = 1)]
+    client_cpu: usize,
+    /// List what would be measured and end
+    #[arg(long)]
+    list: bool,
+}
+
+/// Measures, and writes compare.md and compare.json.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let mut args = args.clone();
+    if args.quick {
+        (args.rounds, args.runtime, args.size) = QUICK;
+    }
+    ensure!(args.rounds > 0 && args.runtime > 0.0 && args.size > 0, "a zero leaves nothing to do");
+    if let Some(base) = args.base.clone() {
+        return base::run(&args, &base);
+    }
+    let workloads = |target| plan::wanted(target, &args.only);
+    let programs = |target| -> usize {
+        workloads(target).iter().map(|workload| Server::under(target, *workload).len()).sum()
+    };
+    let count: usize = Target::ALL.iter().map(|target| programs(*target)).sum();
+    ensure!(count > 0, "nothing has {:?} in its name; --list shows the names", args.only);
+    if args.list {
+        for target in Target::ALL {
+            workloads(target).iter().for_each(|workload| println!("{target}/{workload}"));
+        }
+        return Ok(());
+    }
+
+    let interrupt = Interrupt::install()?;
+    let bench = Bench::new(&args, &interrupt)?;
+    let mut progress = Progress::new(count * (args.rounds + 1), args.runtime);
+    let mut comparison = Comparison::new(describe(&args, &bench)?);
+    let result = measure_all(&args, &bench, &interrupt, &mut progress, &mut comparison);
+    progress.finish();
+    // What has been measured is not lost when something goes wrong near the end.
+    comparison.ended = result.as_ref().err().map(|error| format!("{error:#}"));
+    let folder = match args.output {
+        Some(folder) => folder,
+        None => workspace::target_dir()?.join("compare"),
+    };
+    comparison.write(&folder)?;
+    result
+}
+
+/// What is measured, with what.
+fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
+    let mut machine = machine::describe(&bench.lab)?;
+    let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
+    let rounds = format!("{} of {} s for each program and workload", args.rounds, args.runtime);
+    let qsd = qsd.lines().next().unwrap_or_default().to_owned();
+    let fio = process::output(Command::new(&bench.fio).arg("--version"))?;
+    machine.facts.extend([("qemu-storage-daemon", qsd), ("fio", fio), ("rounds", rounds)]);
+    Ok(machine)
+}
+
+fn measure_all(
+    args: &Args,
+    bench: &Bench,
+    interrupt: &Interrupt,
+    progress: &mut Progress,
+    comparison: &mut Comparison,
+) -> Result<()> {
+    for target in Target::ALL {
+        let workloads = plan::wanted(target, &args.only);
+        if workloads.is_empty() {
+            continue;
+        }
+        match targets::prepare(target, args.size, interrupt)? {
+            Prepared::Ready(disk) => {
+                let commands = bench.command_lines(target);
+                comparison.add_target(target, &disk.description, commands);
+                for workload in workloads {
+                    let cell = measure_cell(args.rounds, bench, &disk, workload, progress)?;
+                    comparison.cells.push(cell);
+                }
+                disk.restore()?;
+            }
+            Prepared::Skipped(why) => {
+                let programs = workloads.iter().map(|one| Server::under(target, *one).len());
+                progress.skip(programs.sum::<usize>() * (args.rounds + 1));
+                progress.say(&format!("{target}: skipped, {why}"));
+                comparison.add_target(target, &format!("skipped, {why}"), Vec::new());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// All rounds of one workload on one disk, then the runs in which system calls are counted.
+fn measure_cell(
+    rounds: usize,
+    bench: &Bench,
+    disk: &Disk,
+    workload: Workload,
+    progress: &mut Progress,
+) -> Result<Cell> {
+    let target = disk.target;
+    let servers = Server::under(target, workload);
+    let mut series: Vec<Series> = servers.iter().map(|server| Series::new(*server)).collect();
+    for round in 0..rounds {
+        for turn in 0..servers.len() {
+            let index = (turn + round) % servers.len();
+            progress.step(&format!("{target}/{workload} round {} {}", round + 1, servers[index]));
+            series[index].samples.push(bench.sample(servers[index], disk, workload, round)?);
+        }
+    }
+    for one in &mut series {
+        progress.step(&format!("{target}/{workload} system calls {}", one.server));
+        one.system_calls_per_io =
+            bench.count_system_calls(one.server, disk, workload, one.iops())?;
+    }
+    let cell = Cell { target, workload, series };
+    progress.say(&cell.line());
+    Ok(cell)
+}

@@ -1,0 +1,207 @@
+//! One measurement of a server.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use ringhaul_tools::process::Interrupt;
+use ringhaul_tools::workspace;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::Args;
+use super::plan::Workload;
+use super::servers::{Server, fio_options};
+use crate::rig::targets::{Disk, Target};
+use crate::rig::{Lab, Program, Times, pinning};
+
+/// Seconds before measuring.
+pub(super) const RAMP_S: f64 = 0.1;
+
+/// What the load generator says of one run.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Sample {
+    /// I/O operations for each second.
+    pub(super) iops: f64,
+    /// Latencies in microseconds; None when nothing was completed.
+    pub(super) p50_us: Option<f64>,
+    pub(super) p99_us: Option<f64>,
+    /// CPU time of the server for each I/O, in microseconds.
+    pub(super) server_cpu_us_per_io: Option<f64>,
+    /// How many I/Os one call announced, on average.
+    pub(super) completions_per_call: Option<f64>,
+}
+
+/// Everything that stays the same over all measurements.
+pub(super) struct Bench {
+    pub(super) lab: Lab,
+    pub(super) qsd: PathBuf,
+    pub(super) fio: PathBuf,
+    times: Times,
+}
+
+impl Bench {
+    /// Builds Ringhaul and looks for everything else that is needed.
+    pub(super) fn new(args: &Args, interrupt: &Interrupt) -> Result<Self> {
+        let qsd = workspace::find_program("qemu-storage-daemon")
+            .context("qemu-storage-daemon is missing; `make setup` installs it")?;
+        let fio =
+            workspace::find_program("fio").context("fio is missing; `make setup` installs it")?;
+        Ok(Self {
+            lab: Lab::new((args.server_cpu, args.client_cpu), interrupt)?,
+            qsd,
+            fio,
+            times: Times { runtime: args.runtime, ramp: RAMP_S },
+        })
+    }
+
+    /// Measures `server` once. The same `round` gives the same sequence of I/O.
+    pub(super) fn sample(
+        &self,
+        server: Server,
+        disk: &Disk,
+        workload: Workload,
+        round: usize,
+    ) -> Result<Sample> {
+        if let Server::Fio(ioengine) = server {
+            return self.fio(ioengine, disk, workload, round);
+        }
+        let seed = ["--randseed".to_owned(), round.to_string()];
+        let options = self.bench_options(workload).into_iter().chain(self.times.options());
+        let options: Vec<_> = options.chain(seed).collect();
+        let drive = |_| parse(&self.lab.bench(&options, self.times.limit())?);
+        Ok(self.lab.serve(&self.program(server, disk), drive)?.value)
+    }
+
+    /// Counts the system calls of `server` for each I/O; None if nothing here can count them.
+    /// `iops` is what it does without a tracer.
+    pub(super) fn count_system_calls(
+        &self,
+        server: Server,
+        disk: &Disk,
+        workload: Workload,
+        iops: f64,
+    ) -> Result<Option<f64>> {
+        if !server.is_server() {
+            return Ok(None);
+        }
+        let (server, options) = (self.program(server, disk), self.bench_options(workload));
+        self.lab.count_system_calls(&server, &options, (workload.depth, 1), iops)
+    }
+
+    /// Measures fio on the disk itself, on the CPU that servers have otherwise.
+    fn fio(&self, ioengine: &str, disk: &Disk, workload: Workload, round: usize) -> Result<Sample> {
+        let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+        let mut command = Command::new(&self.fio);
+        command.args(fio_options(ioengine, &path, workload, self.lab.server_cpu));
+        command.args(self.times.options()).arg(format!("--randseed={}", round + 1));
+        if !workload.rw.contains("write") {
+            command.arg("--readonly");
+        }
+        let name = Server::Fio("").program();
+        let report =
+            self.lab.report_of(name, command.arg("--output-format=json"), self.times.limit())?;
+        parse_fio(&report, workload)
+    }
+
+    fn program(&self, server: Server, disk: &Disk) -> Program {
+        let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+        let options = server.options(disk.target, &path, &self.lab.socket());
+        let mut program = self.lab.ringhaul(options);
+        if !server.is_ours() {
+            program.words[0] = self.qsd.to_string_lossy().into_owned();
+        }
+        Program { name: server.to_string(), ..program }
+    }
+
+    /// The options of the load generator that do not depend on the kind of run.
+    fn bench_options(&self, workload: Workload) -> Vec<String> {
+        bench_options(workload, &self.lab.socket(), self.lab.client_cpu)
+    }
+
+    /// How the servers on `target` and the load generator are started, without paths.
+    pub(super) fn command_lines(&self, target: Target) -> Vec<String> {
+        let pinned = pinning(self.lab.server_cpu).join(" ");
+        let cpu = self.lab.server_cpu;
+        let servers = Server::on(target).iter().map(|server| {
+            let program = server.program();
+            if let Server::Fio(ioengine) = server {
+                let options = fio_options(ioengine, "DISK", EXAMPLE, cpu).join(" ");
+                return format!("{program} {options} --randseed=ROUND");
+            }
+            let options = server.options(target, "DISK", "SOCKET").join(" ");
+            format!("{pinned} {program} {options}")
+        });
+        let options = bench_options(EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
+        let times = self.times.options().join(" ");
+        let load = format!("ringhaul bench {options} {times} --randseed ROUND");
+        servers.chain([load]).collect()
+    }
+}
+
+/// The workload that is shown in the report's commands.
+const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false };
+
+/// The load generator's options that do not depend on the kind of run.
+pub(super) fn bench_options(workload: Workload, socket: &str, cpu: usize) -> Vec<String> {
+    let depth = workload.depth.to_string();
+    let cpu = cpu.to_string();
+    let options = ["--socket-path", socket, "--rw", workload.rw, "--bs", workload.bs];
+    let more = ["--iodepth", &depth, "--numjobs", "1", "--cpus_allowed", &cpu];
+    let poll: &[&str] = if workload.driver_polls { &["--busy-poll"] } else { &[] };
+    options.iter().chain(&more).chain(poll).map(|word| (*word).to_owned()).collect()
+}
+
+/// Finds our figures in the load generator's report.
+pub(super) fn parse(report: &Value) -> Result<Sample> {
+    let number = |key: &str| report.get(key).and_then(Value::as_f64);
+    Ok(Sample {
+        iops: number("iops").context("no IOPS in the report of ringhaul bench")?,
+        p50_us: number("latency_p50_us"),
+        p99_us: number("latency_p99_us"),
+        server_cpu_us_per_io: number("server_cpu_us_per_io"),
+        completions_per_call: number("completions_per_call"),
+    })
+}
+
+/// Finds our figures in fio's report.
+fn parse_fio(report: &Value, workload: Workload) -> Result<Sample> {
+    let job = &report["jobs"][0];
+    let io = &job[if workload.rw.contains("write") { "write" } else { "read" }];
+    let number = |value: &Value| value.as_f64();
+    let percentile = |name: &str| Some(number(&io["clat_ns"]["percentile"][name])? / 1e3);
+    let cpu_percent = number(&job["usr_cpu"]).zip(number(&job["sys_cpu"]));
+    let cpu_us_per_io = cpu_percent.and_then(|(user, system)| {
+        let milliseconds = number(&job["job_runtime"])?;
+        let ios = number(&io["total_ios"]).filter(|ios| *ios > 0.0)?;
+        Some((user + system) / 100.0 * milliseconds * 1e3 / ios)
+    });
+    Ok(Sample {
+        iops: number(&io["iops"]).context("no IOPS in the report of fio")?,
+        p50_us: percentile("50.000000"),
+        p99_us: percentile("99.000000"),
+        server_cpu_us_per_io: cpu_us_per_io,
+        completions_per_call: None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fio_s_report_is_understood() {
+        let io = serde_json::json!({
+            "iops": 162_000.5,
+            "total_ios": 80_000,
+            "clat_ns": { "percentile": { "50.000000": 382_976, "99.000000": 500_000 } },
+        });
+        let report = serde_json::json!({
+            "jobs": [{ "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "read": io }],
+        });
+        let sample = parse_fio(&report, EXAMPLE).unwrap();
+        assert_eq!((sample.iops, sample.p50_us), (162_000.5, Some(382.976)));
+        assert_eq!(sample.server_cpu_us_per_io, Some(2.5));
+        assert!(parse_fio(&report, Workload { rw: "randwrite", ..EXAMPLE }).is_err());
+    }
+}

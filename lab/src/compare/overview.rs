@@ -1,0 +1,74 @@
+//! The table of docs/performance.md: Ringhaul as it is started without options, against the rival.
+
+use super::report::{Cell, Series};
+use super::servers::Server;
+use crate::charts;
+use crate::rig::spread::show;
+
+/// The table, with what Ringhaul loses in bold.
+pub(super) fn table(cells: &[Cell]) -> String {
+    let head = format!(
+        "{} QSD | times QSD | by rounds | of fio | CPU time | system calls |\n\
+         |---|---|--:|---|--:|--:|--:|--:|--:|",
+        charts::HEAD
+    );
+    let rows = cells.iter().filter_map(row);
+    [head].into_iter().chain(rows).map(|line| line + "\n").collect()
+}
+
+fn row(cell: &Cell) -> Option<String> {
+    let (ours, rival) = (cell.ours().next()?, cell.best_rival()?);
+    let quotient = |ours: Option<f64>, theirs: Option<f64>| {
+        let theirs = theirs.filter(|theirs| *theirs > 0.0)?;
+        Some(ours? / theirs)
+    };
+    let iops = |series: &Series| Some(series.iops());
+    let cpu = |series: &Series| {
+        series.spread(|sample| sample.server_cpu_us_per_io).map(|spread| spread.median)
+    };
+    let fio = cell.series.iter().find(|one| one.server == Server::Fio("io_uring"));
+    let of_fio = fio.and_then(|fio| quotient(iops(ours), iops(fio)));
+    let by_rounds = cell.by_rounds(ours, rival);
+    let columns = [
+        cell.target.to_string(),
+        cell.workload.to_string().replace('-', " "),
+        format!("{:.0}", ours.iops() / 1e3),
+        rival.server.to_string().replace("QSD ", ""),
+        figure(quotient(iops(ours), iops(rival)), |ratio| ratio < 1.0),
+        mark(show(by_rounds), by_rounds.is_some_and(|spread| spread.median < 1.0)),
+        of_fio.map_or_else(|| "–".to_owned(), |part| format!("{:.0}%", part * 100.0)),
+        figure(quotient(cpu(ours), cpu(rival)), |ratio| ratio > 1.0),
+        figure(quotient(ours.system_calls_per_io, rival.system_calls_per_io), |ratio| ratio > 1.0),
+    ];
+    Some(format!("| {} |", columns.join(" | ")))
+}
+
+fn figure(value: Option<f64>, is_loss: impl Fn(f64) -> bool) -> String {
+    value.map_or_else(|| "–".to_owned(), |value| mark(format!("{value:.2}"), is_loss(value)))
+}
+
+fn mark(text: String, is_loss: bool) -> String {
+    if is_loss { format!("**{text}**") } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::comparison;
+    use super::*;
+
+    #[test]
+    fn the_table_is_what_the_pictures_are_drawn_from() {
+        let text = table(&comparison().cells);
+        let row = "| zram | randread 4k depth 64 | 0 | aio=native | 3.00 | 2.00 (1.00–3.00) | – | \
+                   1.00 | 1.00 |";
+        assert!(text.ends_with(&format!("{row}\n")), "{text}");
+        assert_eq!(charts::rows(&text).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn losses_are_bold() {
+        assert_eq!(figure(Some(0.954), |ratio| ratio < 1.0), "**0.95**");
+        assert_eq!(figure(Some(2.4), |ratio| ratio < 1.0), "2.40");
+        assert_eq!(figure(None, |_| true), "–");
+    }
+}

@@ -1,0 +1,74 @@
+//! What is measured on each disk.
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+use crate::rig::targets::Target;
+
+/// A pattern, a block size, a depth, and how the driver waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Workload {
+    /// The load generator's `--rw`.
+    pub(super) rw: &'static str,
+    /// The load generator's `--bs`.
+    pub(super) bs: &'static str,
+    /// The load generator's `--iodepth`.
+    pub(super) depth: u32,
+    /// Whether the driver busy-polls instead of sleeping until it is called. Then a server's own
+    /// share shows at depth 1, which a sleeping driver's wake-up hides.
+    pub(super) driver_polls: bool,
+}
+
+const fn workload(rw: &'static str, bs: &'static str, depth: u32) -> Workload {
+    Workload { rw, bs, depth, driver_polls: false }
+}
+
+/// Reads come first: writes change what a compressing disk has to do for a read.
+const WORKLOADS: &[Workload] = &[
+    workload("randread", "4k", 1),
+    Workload { driver_polls: true, ..workload("randread", "4k", 1) },
+    workload("randread", "4k", 8),
+    workload("randread", "4k", 64),
+    workload("read", "128k", 8),
+    workload("randwrite", "4k", 64),
+];
+
+impl fmt::Display for Workload {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}-{}-depth-{}", self.rw, self.bs, self.depth)?;
+        out.write_str(if self.driver_polls { "-polled" } else { "" })
+    }
+}
+
+impl Serialize for Workload {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// The workloads whose name on `target` contains `pattern`.
+pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
+    let matches = |workload: &&Workload| format!("{target}/{workload}").contains(pattern);
+    WORKLOADS.iter().filter(matches).copied().collect()
+}
+
+/// Random reads at each depth, by a driver that sleeps.
+pub(super) fn depths() -> Vec<Workload> {
+    let are_wanted = |workload: &&Workload| workload.rw == "randread" && !workload.driver_polls;
+    WORKLOADS.iter().filter(are_wanted).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_chooses_targets_and_workloads() {
+        assert_eq!(wanted(Target::Zram, "").len(), WORKLOADS.len());
+        assert_eq!(wanted(Target::Zram, "zram").len(), WORKLOADS.len());
+        assert!(wanted(Target::File, "zram").is_empty());
+        let one = wanted(Target::File, "file/randread-4k-depth-64");
+        assert_eq!(one, [workload("randread", "4k", 64)]);
+    }
+}

@@ -1,0 +1,176 @@
+//! Which servers are compared, and how each is started.
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+use super::plan::Workload;
+use crate::rig::targets::Target;
+
+/// Bytes of the null disk, for both: 64 GiB, more than any real disk here.
+const NULL_SIZE: u64 = 64 << 30;
+
+/// A program with options: a server of one disk, or fio on the disk itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Server {
+    Ringhaul(Engine),
+    /// qemu-storage-daemon with this `aio=`.
+    Qsd(&'static str),
+    /// qemu-storage-daemon with its null disk.
+    QsdNull,
+    /// fio with this `ioengine=`, directly on the disk: the limit.
+    Fio(&'static str),
+}
+
+/// An engine of Ringhaul.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Engine {
+    Auto,
+    Aio,
+    IoUring,
+    Threads,
+}
+
+impl Engine {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Aio => "aio",
+            Self::IoUring => "io_uring",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+/// Everybody who can drive a real disk.
+const ON_DISKS: &[Server] = &[
+    Server::Ringhaul(Engine::Auto),
+    Server::Ringhaul(Engine::Aio),
+    Server::Ringhaul(Engine::IoUring),
+    Server::Qsd("native"),
+    Server::Qsd("io_uring"),
+    Server::Qsd("threads"),
+    Server::Fio("libaio"),
+    Server::Fio("io_uring"),
+];
+
+impl Server {
+    /// Who is compared on `target`; the first is Ringhaul as it is started without options.
+    pub(super) fn on(target: Target) -> &'static [Self] {
+        match target {
+            // A null disk has no operations, so no engine matters.
+            Target::Null => &[Self::Ringhaul(Engine::Auto), Self::QsdNull],
+            Target::Zram | Target::Loop | Target::File => ON_DISKS,
+        }
+    }
+
+    /// Those of them for which `workload` means something: fio has no virtqueue to poll.
+    pub(super) fn under(target: Target, workload: Workload) -> Vec<Self> {
+        let servers = Self::on(target).iter().copied();
+        servers.filter(|server| server.is_server() || !workload.driver_polls).collect()
+    }
+
+    /// The program's name.
+    pub(super) fn program(self) -> &'static str {
+        match self {
+            Self::Ringhaul(_) => "ringhaul",
+            Self::Qsd(_) | Self::QsdNull => "qemu-storage-daemon",
+            Self::Fio(_) => "fio",
+        }
+    }
+
+    /// Whether it is Ringhaul, with whatever engine.
+    pub(super) fn is_ours(self) -> bool {
+        matches!(self, Self::Ringhaul(_))
+    }
+
+    /// Whether it serves a socket.
+    pub(super) fn is_server(self) -> bool {
+        !matches!(self, Self::Fio(_))
+    }
+
+    /// Options to serve `disk` (of a type that `target` has) on `socket`.
+    ///
+    /// All bypass the page cache, and servers offer a write cache that is never flushed, so a
+    /// write is done when the kernel says so, for all alike.
+    pub(super) fn options(self, target: Target, disk: &str, socket: &str) -> Vec<String> {
+        let driver = if target == Target::File { "file" } else { "host_device" };
+        let blockdev = match self {
+            Self::Ringhaul(engine) => return ringhaul_options(engine, target, disk, socket),
+            Self::Fio(_) => return Vec::new(),
+            Self::Qsd(aio) => {
+                let direct = "cache.direct=on,node-name=disk";
+                format!("driver={driver},filename={disk},aio={aio},{direct}")
+            }
+            Self::QsdNull => {
+                format!("driver=null-co,size={NULL_SIZE},read-zeroes=off,node-name=disk")
+            }
+        };
+        let export = format!(
+            "type=vhost-user-blk,id=export,node-name=disk,iothread=thread,writable=on,\
+             num-queues=1,addr.type=unix,addr.path={socket}"
+        );
+        ["--object", "iothread,id=thread", "--blockdev", &blockdev, "--export", &export]
+            .map(str::to_owned)
+            .to_vec()
+    }
+}
+
+/// Ringhaul's options to serve `disk` on `socket`.
+pub(super) fn ringhaul_options(
+    engine: Engine,
+    target: Target,
+    disk: &str,
+    socket: &str,
+) -> Vec<String> {
+    let disk = match target {
+        Target::Null => ["--disk".to_owned(), format!("null,size={NULL_SIZE}")],
+        _ => ["--blk-file".to_owned(), disk.to_owned()],
+    };
+    let fixed = ["--num-queues", "1", "--cache", "none", "--engine", engine.name()];
+    let start = ["serve", "--socket-path", socket].map(str::to_owned);
+    start.into_iter().chain(disk).chain(fixed.map(str::to_owned)).collect()
+}
+
+/// fio's options for a workload; where its report goes and what time it takes is left out.
+pub(super) fn fio_options(
+    ioengine: &str,
+    disk: &str,
+    workload: Workload,
+    cpu: usize,
+) -> Vec<String> {
+    let Workload { rw, bs, depth, .. } = workload;
+    // As the load generator: each random offset is drawn independently of the others.
+    [
+        "--name=limit".to_owned(),
+        format!("--filename={disk}"),
+        format!("--ioengine={ioengine}"),
+        format!("--rw={rw}"),
+        format!("--bs={bs}"),
+        format!("--iodepth={depth}"),
+        format!("--cpus_allowed={cpu}"),
+        "--direct=1".to_owned(),
+        "--norandommap".to_owned(),
+        "--random_generator=tausworthe64".to_owned(),
+        "--time_based".to_owned(),
+        "--allow_mounted_write=0".to_owned(),
+    ]
+    .to_vec()
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ringhaul(engine) => write!(out, "Ringhaul {}", engine.name()),
+            Self::Qsd(aio) => write!(out, "QSD aio={aio}"),
+            Self::QsdNull => out.write_str("QSD null-co"),
+            Self::Fio(ioengine) => write!(out, "fio {ioengine}"),
+        }
+    }
+}
+
+impl Serialize for Server {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}

@@ -1,0 +1,232 @@
+//! Measuring one cell: off and on in turn, then the runs in which system calls are counted.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use super::plan::{Cell, Through};
+use super::sample::Sample;
+use crate::rig::progress::Progress;
+use crate::rig::spread::{Spread, number};
+use crate::rig::targets::{Disk, Target};
+use crate::rig::{Lab, Program, Times};
+
+/// Bytes of the null disk.
+const NULL_DISK: &str = "null,size=64G";
+
+/// All rounds of a cell.
+pub(super) struct Outcome {
+    pub(super) cell: Cell,
+    pub(super) off: Side,
+    pub(super) on: Side,
+}
+
+/// All rounds of one side.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Side {
+    pub(super) samples: Vec<Sample>,
+    /// Of the server, counted in a run of its own.
+    pub(super) traced_system_calls_per_io: Option<f64>,
+}
+
+impl Side {
+    /// The median of a figure over the rounds.
+    pub(super) fn spread(&self, value: impl Fn(&Sample) -> Option<f64>) -> Option<Spread> {
+        Spread::of(self.samples.iter().filter_map(value))
+    }
+
+    /// IOPS.
+    pub(super) fn iops(&self) -> f64 {
+        self.spread(|sample| Some(sample.iops)).map_or(0.0, |spread| spread.median)
+    }
+
+    /// Mean latency of reads and writes.
+    pub(super) fn mean_us(&self) -> Option<Spread> {
+        self.spread(|sample| Some(sample.latency.get("all")?.mean_us))
+    }
+
+    /// A percentile of latency, by its place in the list of them.
+    pub(super) fn latency_us(&self, direction: &str, index: usize) -> Option<f64> {
+        let at =
+            |sample: &Sample| sample.latency.get(direction)?.percentiles_us.get(index).copied();
+        self.spread(at).map(|spread| spread.median)
+    }
+
+    /// Completions harvested at once, by the place in the list of percentiles.
+    pub(super) fn harvested(&self, index: usize) -> Option<f64> {
+        let at = |sample: &Sample| sample.harvested_at_once.as_ref()?.get(index).copied();
+        self.spread(at).map(|spread| spread.median)
+    }
+
+    /// By a tracer where there is a server, else as the engine counts them.
+    pub(super) fn system_calls_per_io(&self) -> Option<f64> {
+        let counted = self.spread(|sample| sample.system_calls_per_io);
+        self.traced_system_calls_per_io.or(counted.map(|spread| spread.median))
+    }
+}
+
+impl Outcome {
+    /// A line for the terminal.
+    pub(super) fn line(&self) -> String {
+        let idle = |side: &Side| side.spread(|sample| sample.idle_cpu_percent);
+        match (idle(&self.off), idle(&self.on)) {
+            (Some(off), Some(on)) => {
+                format!("{}: CPU % off {}, on {}", self.cell.name(), off.show(), on.show())
+            }
+            _ => {
+                let [off, on] = [&self.off, &self.on].map(|side| number(side.iops()));
+                format!("{}: IOPS off {off}, on {on}", self.cell.name())
+            }
+        }
+    }
+}
+
+/// What measures.
+pub(super) struct Runner<'a> {
+    pub(super) lab: &'a Lab,
+    pub(super) times: Times,
+}
+
+impl Runner<'_> {
+    pub(super) fn measure(
+        &self,
+        cell: &Cell,
+        disk: &Disk,
+        rounds: usize,
+        progress: &mut Progress,
+    ) -> Result<Outcome> {
+        let mut sides = [Side::default(), Side::default()];
+        let switches = [cell.off, cell.on];
+        let names = ["off", "on"];
+        for round in 0..rounds {
+            for turn in 0..2 {
+                // Another one is first in each round.
+                let index = (turn + round) % 2;
+                let what = format!("{} round {} {}", cell.name(), round + 1, names[index]);
+                progress.step(&what);
+                let sample = self.sample(cell, switches[index], disk, round);
+                sides[index].samples.push(sample.with_context(|| what)?);
+            }
+        }
+        for (index, side) in sides.iter_mut().enumerate() {
+            progress.step(&format!("{} system calls {}", cell.name(), names[index]));
+            if cell.through == Through::Daemon {
+                let server = self.server(cell, switches[index], disk);
+                let (load, iops) = (self.load(cell), side.iops());
+                let size = (cell.load.depth, cell.load.jobs);
+                side.traced_system_calls_per_io =
+                    self.lab.count_system_calls(&server, &load, size, iops)?;
+            }
+        }
+        let [off, on] = sides;
+        Ok(Outcome { cell: *cell, off, on })
+    }
+
+    fn sample(&self, cell: &Cell, switches: &[&str], disk: &Disk, round: usize) -> Result<Sample> {
+        let limit = self.times.limit();
+        if cell.through == Through::IdleDaemon {
+            let server = self.server(cell, switches, disk);
+            return Ok(self.lab.serve(&server, |pid| self.idle(pid))?.value);
+        }
+        let mut options = self.times.options();
+        options.extend(["--randseed".to_owned(), round.to_string()]);
+        if cell.through == Through::Engine {
+            let clock = cell.clock();
+            let all: Vec<_> =
+                self.engine(cell, switches, disk).into_iter().chain(options).collect();
+            return Sample::parse(&self.lab.bench(&all, limit)?, clock, "");
+        }
+        let all: Vec<_> = self.load(cell).into_iter().chain(options).collect();
+        let server = self.server(cell, switches, disk);
+        let served = self.lab.serve(&server, |_| self.lab.bench(&all, limit))?;
+        Sample::parse(&served.value, cell.clock(), &served.messages)
+    }
+
+    /// The share of a CPU that a daemon uses after it has been used.
+    fn idle(&self, pid: u32) -> Result<Sample> {
+        let load = ["--socket-path", &self.lab.socket(), "--number_ios", "1000"];
+        self.lab.bench(&load.map(str::to_owned), self.times.limit())?;
+        let (before, start) = (cpu_time(pid)?, Instant::now());
+        std::thread::sleep(Duration::from_secs_f64(self.times.runtime));
+        let used = cpu_time(pid)?.saturating_sub(before);
+        let percent = 100.0 * used.as_secs_f64() / start.elapsed().as_secs_f64();
+        Ok(Sample { idle_cpu_percent: Some(percent), ..Sample::default() })
+    }
+
+    fn server(&self, cell: &Cell, switches: &[&str], disk: &Disk) -> Program {
+        let path = disk.path.as_deref().map(Path::to_string_lossy);
+        let socket = self.lab.socket();
+        self.lab.ringhaul(words(&server_options(cell, path.as_deref(), &socket, switches)))
+    }
+
+    fn load(&self, cell: &Cell) -> Vec<String> {
+        let (socket, cpu) = (self.lab.socket(), self.lab.client_cpu.to_string());
+        let start = ["--socket-path", &socket, "--cpus_allowed", &cpu];
+        words(&start).into_iter().chain(load_options(cell)).collect()
+    }
+
+    fn engine(&self, cell: &Cell, switches: &[&str], disk: &Disk) -> Vec<String> {
+        let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+        let Lab { server_cpu, client_cpu, .. } = self.lab;
+        let cpus = match cell.needs_all_cpus() {
+            true => format!("{server_cpu},{client_cpu}"),
+            false => server_cpu.to_string(),
+        };
+        let start = ["--filename", &path, "--engine", cell.engine, "--cpus_allowed", &cpus];
+        let start = words(&start).into_iter().chain(words(switches));
+        start.chain(load_options(cell)).collect()
+    }
+}
+
+/// How a cell is measured, with the switches of one side, as one would type it.
+pub(super) fn commands(cell: &Cell, switches: &[&str]) -> Vec<String> {
+    let load = load_options(cell).join(" ");
+    if cell.through == Through::Engine {
+        let switches = switches.join(" ");
+        let engine = cell.engine;
+        return vec![format!("ringhaul bench --filename DISK --engine {engine} {switches} {load}")];
+    }
+    let disk = if cell.target == Target::Null { None } else { Some("DISK") };
+    let server = server_options(cell, disk, "SOCKET", switches).join(" ");
+    let mut lines = vec![format!("ringhaul {server}")];
+    if cell.through == Through::Daemon {
+        lines.push(format!("ringhaul bench --socket-path SOCKET {load}"));
+    }
+    lines
+}
+
+fn server_options<'a>(
+    cell: &'a Cell,
+    disk: Option<&'a str>,
+    socket: &'a str,
+    switches: &[&'a str],
+) -> Vec<&'a str> {
+    let disk = disk.map_or(["--disk", NULL_DISK], |path| ["--blk-file", path]);
+    let start = ["serve", "--socket-path", socket, "--cache", "none", "--engine", cell.engine];
+    start.into_iter().chain(disk).chain(switches.iter().copied()).collect()
+}
+
+fn load_options(cell: &Cell) -> Vec<String> {
+    let (depth, jobs) = (cell.load.depth.to_string(), cell.load.jobs.to_string());
+    let size = ["--iodepth", &depth, "--numjobs", &jobs];
+    cell.load.options.iter().chain(&size).map(|word| (*word).to_owned()).collect()
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// CPU time of all threads of a process.
+fn cpu_time(pid: u32) -> Result<Duration> {
+    let folder = format!("/proc/{pid}/task");
+    let mut total = Duration::ZERO;
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("reading {folder}"))? {
+        let path = entry.with_context(|| format!("reading {folder}"))?.path().join("schedstat");
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let on_cpu = text.split(' ').next().and_then(|ns| ns.parse().ok());
+        total += Duration::from_nanos(on_cpu.unwrap_or(0));
+    }
+    Ok(total)
+}

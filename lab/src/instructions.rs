@@ -1,0 +1,201 @@
+//! `cargo lab instructions`: how many instructions the daemon's side of a request takes, counted
+//! by valgrind, of this tree and of an earlier revision.
+//!
+//! Time differs from run to run, and a change of a hundredth is lost in it. Instructions do not:
+//! the example `instructions` of the crate `device` runs driver and device on one thread, and
+//! only the turns of the loop are counted. Set-up cancels out, because each case is run with two
+//! numbers of requests, and the difference counts.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tools::process::{self, Interrupt, Running};
+use ringhaul_tools::workspace;
+
+/// Options of `cargo lab instructions`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Also count this revision, and print the ratio
+    #[arg(long, value_name = "REV")]
+    base: Option<String>,
+
+    /// Only the cases whose name contains this, such as `null` or `aio-read`
+    #[arg(long, default_value = "")]
+    only: String,
+
+    /// Fail if any case that is counted exactly takes more than so many times the base's
+    #[arg(long, value_name = "RATIO", requires = "base")]
+    limit: Option<f64>,
+}
+
+/// The example and its package: as it is now, and as it was first written, for revisions from
+/// before that.
+const EXAMPLES: [(&str, &str); 2] = [
+    ("crates/device/examples/instructions.rs", "ringhaul-device"),
+    ("crates/ringhaul/examples/instructions.rs", "ringhaul"),
+];
+
+/// A disk, an engine and a kind of request; whether its count is the same each time. Kernel threads
+/// and the pool take part in the others, whose count is the least of a few.
+const CASES: &[(&str, bool)] = &[
+    ("null-threads-read", true),
+    ("null-threads-write", true),
+    ("null-uring-read", false),
+    ("file-aio-read", true),
+    ("file-aio-write", true),
+    ("file-uring-read", false),
+    ("file-uring-write", false),
+    ("file-threads-read", false),
+    ("file-threads-write", false),
+];
+
+const DEPTHS: [u64; 2] = [1, 64];
+
+/// Requests of the two runs whose difference counts.
+const REQUESTS: (u64, u64) = (1280, 3840);
+
+/// Runs of a case whose count varies.
+const TRIES: usize = 3;
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let Some(valgrind) = workspace::find_program("valgrind") else {
+        bail!("valgrind is not installed: apt-get install valgrind");
+    };
+    let interrupt = Interrupt::install()?;
+    let target = workspace::target_dir()?.join("instructions");
+    let here = build(workspace::root(), &target.join("here"), &interrupt)?;
+    let base = match &args.base {
+        Some(revision) => {
+            let tree = target.join("tree");
+            extract(revision, &tree)?;
+            Some(build(&tree, &target.join("base"), &interrupt)?)
+        }
+        None => None,
+    };
+    println!("instructions for each request");
+    println!("{:<20} {:>5} {:>10} {:>10} {:>7}", "case", "depth", "base", "here", "ratio");
+    let mut worst = 0.0_f64;
+    for (case, exact) in CASES.iter().filter(|(case, _)| case.contains(&args.only)) {
+        for depth in DEPTHS {
+            let count = |binary: &Path| count(&valgrind, binary, case, depth, *exact);
+            let here = count(&here)?;
+            let about = if *exact { "" } else { "  (about)" };
+            let Some(base) = base.as_deref().map(count).transpose()? else {
+                println!("{case:<20} {depth:>5} {:>10} {here:>10.1} {:>7}{about}", "", "");
+                continue;
+            };
+            let ratio = here / base;
+            println!("{case:<20} {depth:>5} {base:>10.1} {here:>10.1} {ratio:>7.4}{about}");
+            if *exact {
+                worst = worst.max(ratio);
+            }
+        }
+    }
+    if let Some(limit) = args.limit {
+        ensure!(worst <= limit, "a case takes {worst:.4} times the instructions of the base");
+    }
+    Ok(())
+}
+
+/// Builds the example of a tree, and returns where it is.
+fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
+    let is_there = |(path, _): &&(&str, &str)| tree.join(path).exists();
+    let (example, package) = EXAMPLES.iter().find(is_there).context("the tree has no example")?;
+    let mut command = workspace::cargo();
+    command.current_dir(tree).env("CARGO_TARGET_DIR", target);
+    command.args(["build", "--quiet", "--release", "--package", package]);
+    command.args(["--example", "instructions"]);
+    let status =
+        Running::start("cargo", &mut command, interrupt)?.wait(std::time::Duration::MAX)?;
+    ensure!(status.success(), "{example} does not build in {}", tree.display());
+    Ok(target.join("release/examples/instructions"))
+}
+
+/// Makes `tree` a copy of a revision. One from before the example gets it as it was first written,
+/// because later ones may need what the revision lacks.
+fn extract(revision: &str, tree: &Path) -> Result<()> {
+    if tree.exists() {
+        std::fs::remove_dir_all(tree).context("removing the last copy of a revision")?;
+    }
+    std::fs::create_dir_all(tree).with_context(|| format!("making {}", tree.display()))?;
+    let mut archive = git(&["archive", revision]).stdout(Stdio::piped()).spawn()?;
+    let content = archive.stdout.take().context("git archive has no output")?;
+    // New times: cargo builds nothing whose sources are older than what it has built.
+    let status =
+        Command::new("tar").args(["-x", "-m"]).current_dir(tree).stdin(content).status()?;
+    let archived = archive.wait().context("waiting for git archive")?.success();
+    ensure!(archived && status.success(), "git has no revision {revision}");
+    if !EXAMPLES.iter().any(|(path, _)| tree.join(path).exists()) {
+        let [.., (path, _)] = EXAMPLES;
+        let words = ["log", "--diff-filter=A", "--format=%H", "-1", "--", path];
+        let first = process::output(&mut git(&words))?;
+        let text = process::output(&mut git(&["show", &format!("{first}:{path}")]))?;
+        std::fs::write(tree.join(path), text).context("putting the example into the revision")?;
+    }
+    Ok(())
+}
+
+fn git(words: &[&str]) -> Command {
+    let mut command = Command::new("git");
+    command.current_dir(workspace::root()).args(words);
+    command
+}
+
+/// Instructions for each request.
+fn count(valgrind: &Path, binary: &Path, case: &str, depth: u64, exact: bool) -> Result<f64> {
+    let tries = if exact { 1 } else { TRIES };
+    let least = |requests: u64| -> Result<u64> {
+        let mut least = u64::MAX;
+        for _ in 0..tries {
+            least = least.min(collect(valgrind, binary, case, depth, requests)?);
+        }
+        Ok(least)
+    };
+    let (few, many) = (least(REQUESTS.0)?, least(REQUESTS.1)?);
+    let difference = many.checked_sub(few).context("more requests took fewer instructions")?;
+    #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52")]
+    Ok(difference as f64 / (REQUESTS.1 - REQUESTS.0) as f64)
+}
+
+/// What one run has counted.
+fn collect(valgrind: &Path, binary: &Path, case: &str, depth: u64, requests: u64) -> Result<u64> {
+    let output = Command::new(valgrind)
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"])
+        .arg("--toggle-collect=*device_turn*")
+        .arg(binary)
+        .args([case, &depth.to_string(), &requests.to_string()])
+        .output()
+        .context("starting valgrind")?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{case} at depth {depth} under valgrind:\n{text}");
+    collected(&text).with_context(|| format!("valgrind has not counted {case}:\n{text}"))
+}
+
+/// The number in callgrind's line `==PID== Collected : NUMBER`; none if nothing was counted.
+fn collected(text: &str) -> Option<u64> {
+    let number = text.lines().find_map(|line| line.split_once("Collected :"))?.1;
+    number.trim().parse().ok().filter(|count| *count > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_count_is_read_from_what_callgrind_says() {
+        assert_eq!(
+            collected("==7== Events    : Ir\n==7== Collected : 35951621\n"),
+            Some(35_951_621)
+        );
+        assert_eq!(collected("==7== Collected : 0\n"), None);
+        assert_eq!(collected("no such program"), None);
+    }
+
+    #[test]
+    fn every_case_is_a_disk_an_engine_and_a_kind() {
+        for (case, _) in CASES {
+            assert_eq!(case.split('-').count(), 3, "{case}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! The lab: what is measured of Ringhaul, and the pages that come of it.
+//!
+//! A workspace of its own, called by `cargo lab` in the root of the tree; `cargo lab --help` lists
+//! what it measures. `rig` is what every measurement needs.
+
+mod charts;
+mod compare;
+mod experiments;
+mod instructions;
+mod neighbours;
+mod rig;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo lab", about = "Measurements of Ringhaul")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure Ringhaul against qemu-storage-daemon, and against fio on the bare disk
+    Compare(compare::Args),
+    /// Draw the pictures of docs/performance.md from its table
+    Charts(charts::Args),
+    /// Measure what each step of the loop is worth
+    Experiments(experiments::Args),
+    /// Count the instructions that a request takes, here and in an earlier revision
+    Instructions(instructions::Args),
+    /// Measure how fast an export is while another one misbehaves
+    Neighbours(neighbours::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Compare(args) => compare::run(&args),
+        Command::Charts(args) => charts::run(&args),
+        Command::Experiments(args) => experiments::run(&args),
+        Command::Instructions(args) => instructions::run(&args),
+        Command::Neighbours(args) => neighbours::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lab: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! One measurement: a fresh server, the load generator, and what they say.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tools::process::{Interrupt, Running, describe};
+use ringhaul_tools::workspace;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::trace::Tracer;
+
+/// How long a server has to listen.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long the load generator may take on top of its run time.
+const BENCH_MARGIN: Duration = Duration::from_secs(60);
+
+/// Seconds that a run with system calls counted should take without the tracer.
+const TRACED_S: f64 = 0.5;
+
+/// Everything that stays the same over all measurements.
+pub(crate) struct Lab {
+    pub(crate) binary: PathBuf,
+    pub(crate) tracer: Option<Tracer>,
+    pub(crate) server_cpu: usize,
+    pub(crate) client_cpu: usize,
+    interrupt: Interrupt,
+    /// For the socket, the servers' messages and counts.
+    folder: TempDir,
+}
+
+/// A program with its options; what errors call it.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(crate) name: String,
+    /// The first is the program.
+    pub(crate) words: Vec<String>,
+}
+
+/// What came of a server and what was done with it.
+pub(crate) struct Served<T> {
+    pub(crate) value: T,
+    /// What the server wrote to stderr.
+    pub(crate) messages: String,
+    /// System calls from its start to its end, where they were counted.
+    system_calls: Option<f64>,
+}
+
+/// How long a measurement is, in seconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    pub(crate) runtime: f64,
+    /// Before measuring, in which caches and clocks of the CPU settle.
+    pub(crate) ramp: f64,
+}
+
+impl Times {
+    /// The load generator's options.
+    pub(crate) fn options(&self) -> Vec<String> {
+        let milliseconds = |seconds| {
+            let time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+            format!("{}ms", time.as_millis())
+        };
+        let times = [("--runtime", self.runtime), ("--ramp_time", self.ramp)];
+        times.iter().flat_map(|(name, time)| [(*name).to_owned(), milliseconds(*time)]).collect()
+    }
+
+    /// How long a run may take.
+    pub(crate) fn limit(&self) -> Duration {
+        Duration::from_secs_f64(self.runtime + self.ramp) + BENCH_MARGIN
+    }
+}
+
+impl Lab {
+    /// Builds Ringhaul and looks for everything else that is needed.
+    pub(crate) fn new(
+        (server_cpu, client_cpu): (usize, usize),
+        interrupt: &Interrupt,
+    ) -> Result<Self> {
+        for program in ["taskset", "losetup"] {
+            let found = workspace::find_program(program);
+            ensure!(found.is_some(), "{program} is missing; install the package util-linux");
+        }
+        for cpu in [server_cpu, client_cpu] {
+            let path = format!("/sys/devices/system/cpu/cpu{cpu}");
+            ensure!(Path::new(&path).exists(), "there is no CPU {cpu} to pin to");
+        }
+        let folder = tempfile::Builder::new()
+            .prefix("ringhaul-lab-")
+            .tempdir()
+            .context("making a temporary folder (TMPDIR chooses where)")?;
+        Ok(Self {
+            binary: workspace::ringhaul_binary()?,
+            tracer: Tracer::find(folder.path()),
+            server_cpu,
+            client_cpu,
+            interrupt: interrupt.clone(),
+            folder,
+        })
+    }
+
+    /// Ringhaul with `options`.
+    pub(crate) fn ringhaul(&self, options: impl IntoIterator<Item = String>) -> Program {
+        let program = self.binary.to_string_lossy().into_owned();
+        Program {
+            name: "ringhaul".to_owned(),
+            words: [program].into_iter().chain(options).collect(),
+        }
+    }
+
+    /// Where servers are to listen.
+    pub(crate) fn socket(&self) -> String {
+        self.folder.path().join("socket").to_string_lossy().into_owned()
+    }
+
+    /// Starts `server` on its CPU, does `action` with its process id, and stops it.
+    pub(crate) fn serve<T>(
+        &self,
+        server: &Program,
+        action: impl FnOnce(u32) -> Result<T>,
+    ) -> Result<Served<T>> {
+        self.serve_traced(server, None, action)
+    }
+
+    fn serve_traced<T>(
+        &self,
+        server: &Program,
+        tracer: Option<&Tracer>,
+        action: impl FnOnce(u32) -> Result<T>,
+    ) -> Result<Served<T>> {
+        let counts = self.folder.path().join("system-calls");
+        let prefix = tracer.map_or(Vec::new(), |tracer| tracer.prefix(&counts));
+        let result = self.start(server, &prefix).and_then(|mut running| {
+            let value = action(running.id())?;
+            let status = running.stop()?;
+            ensure!(status.success(), "{} ended with {}", server.name, describe(status));
+            Ok(value)
+        });
+        let value = self.explain(result, &server.name)?;
+        match std::fs::remove_file(self.socket()) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).context("removing the socket");
+            }
+            _ => {}
+        }
+        let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
+        let system_calls = tracer.map(|tracer| tracer.read(&counts)).transpose()?;
+        Ok(Served { value, messages, system_calls })
+    }
+
+    fn start(&self, server: &Program, prefix: &[String]) -> Result<Running> {
+        let pinned = pinning(self.server_cpu);
+        let words: Vec<&String> = prefix.iter().chain(&pinned).chain(&server.words).collect();
+        let messages = File::create(self.messages()).context("making a file for messages")?;
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(messages);
+        let mut running = match prefix.is_empty() {
+            true => Running::start(&server.name, &mut command, &self.interrupt)?,
+            false => Running::start_traced(&server.name, &mut command, &self.interrupt)?,
+        };
+        running.wait_for_socket(Path::new(&self.socket()), START_LIMIT)?;
+        Ok(running)
+    }
+
+    /// Runs the load generator and returns its report. `options` do not say where that goes.
+    pub(crate) fn bench(&self, options: &[String], limit: Duration) -> Result<Value> {
+        let mut command = Command::new(&self.binary);
+        command.arg("bench").args(options);
+        command.args(["--eta", "never", "--output-format", "json"]);
+        self.report_of("ringhaul bench", &mut command, limit)
+    }
+
+    /// Runs a program that writes JSON to the file named with `--output`, to its end.
+    pub(crate) fn report_of(
+        &self,
+        name: &str,
+        command: &mut Command,
+        limit: Duration,
+    ) -> Result<Value> {
+        let report = self.folder.path().join("report.json");
+        let mut running =
+            Running::start(name, command.arg("--output").arg(&report), &self.interrupt)?;
+        let status = running.wait(limit)?;
+        if !status.success() {
+            bail!("{name} ended with {}", describe(status));
+        }
+        let text = std::fs::read_to_string(&report)
+            .with_context(|| format!("reading {}", report.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("reading the report of {name}"))
+    }
+
+    /// Counts the system calls of `server` for each I/O; None if nothing here can count them.
+    ///
+    /// `bench` are the load generator's options without a bound, `depth` its I/Os in flight and
+    /// `jobs` its jobs; `iops` is what the server does without a tracer. Runs of different length
+    /// have the same start and end, so what these cost is in the difference no more.
+    pub(crate) fn count_system_calls(
+        &self,
+        server: &Program,
+        bench: &[String],
+        (depth, jobs): (u32, u32),
+        iops: f64,
+    ) -> Result<Option<f64>> {
+        let Some(tracer) = &self.tracer else {
+            return Ok(None);
+        };
+        let (few, jobs) = (f64::from(depth), f64::from(jobs));
+        let many = few + (iops / jobs * TRACED_S / tracer.slowdown()).ceil().max(100.0);
+        let count = |ios: f64| -> Result<f64> {
+            let bound = ["--number_ios".to_owned(), format!("{ios:.0}")];
+            let options: Vec<_> = bench.iter().cloned().chain(bound).collect();
+            let drive = |_| self.bench(&options, BENCH_MARGIN);
+            let counted = self.serve_traced(server, Some(tracer), drive)?.system_calls;
+            counted.context("the tracer has counted nothing")
+        };
+        let base = count(few)?;
+        // A server that makes none for an I/O may need one more or less to start or end.
+        Ok(Some(((count(many)? - base) / (jobs * (many - few))).max(0.0)))
+    }
+
+    /// Adds what the server said on stderr to an error.
+    fn explain<T>(&self, result: Result<T>, name: &str) -> Result<T> {
+        if result.is_err() {
+            // After Ctrl-C nobody is interested in what the server said.
+            self.interrupt.check()?;
+        }
+        result.with_context(|| {
+            let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
+            match messages.trim() {
+                "" => format!("measuring {name}, which said nothing"),
+                said => format!("measuring {name}, which said: {said}"),
+            }
+        })
+    }
+
+    fn messages(&self) -> PathBuf {
+        self.folder.path().join("messages")
+    }
+}
+
+/// The words that pin the program after them to a CPU.
+pub(crate) fn pinning(cpu: usize) -> [String; 3] {
+    ["taskset".to_owned(), "-c".to_owned(), cpu.to_string()]
+}

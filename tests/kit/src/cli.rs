@@ -1,0 +1,326 @@
+//! `ringhaul` as its users run it: a command line, what it writes, and its exit status.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tools::process::wait_child;
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::server::ringhaul_binary;
+
+/// How long anything may take before a test gives up on it. Only a hang takes this long.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Exit status of a command that cannot start, or was told something that makes no sense.
+pub const EXIT_USAGE: i32 = 2;
+
+/// Exit status of a load generator whose run failed after it had begun.
+pub const EXIT_RUN: i32 = 1;
+
+/// What the daemon says when a front-end can connect.
+pub const READY: &str = "serving on";
+
+/// `ringhaul`, without arguments.
+///
+/// # Errors
+/// When the program is not there.
+pub fn ringhaul() -> Result<Command> {
+    ringhaul_under(&[] as &[&str])
+}
+
+/// `ringhaul` as the last words of another command line, such as `unshare --mount`.
+///
+/// # Errors
+/// When the program is not there.
+pub fn ringhaul_under<S: AsRef<OsStr>>(words: &[S]) -> Result<Command> {
+    let words = words.iter().map(AsRef::as_ref);
+    // What is started does not outlive the test, however that ends.
+    let mut words = words.chain(["setpriv", "--pdeathsig", "KILL"].map(OsStr::new));
+    let mut command = Command::new(words.next().context("a command line has a word")?);
+    command.args(words).arg(ringhaul_binary()?).stdin(Stdio::null()).env_remove("RUST_LOG");
+    Ok(command)
+}
+
+/// `ringhaul serve` of `file` on `socket`, to be completed.
+///
+/// # Errors
+/// When the program is not there.
+pub fn serve(socket: &Path, file: &Path) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(socket).arg("--blk-file").arg(file);
+    Ok(command)
+}
+
+/// `ringhaul bench` of the server on `socket`, to be completed.
+///
+/// # Errors
+/// When the program is not there.
+pub fn bench(socket: &Path, options: &str) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.arg("bench").arg("--socket-path").arg(socket).args(options.split_whitespace());
+    Ok(command)
+}
+
+/// Folders for one test: disks where direct I/O works, sockets where paths are short.
+pub struct Scene {
+    disks: TempDir,
+    sockets: TempDir,
+}
+
+impl Scene {
+    /// Makes the folders, that for disks in `disks`.
+    ///
+    /// # Errors
+    /// When they cannot be made.
+    pub fn new(disks: &str) -> Result<Self> {
+        let disks = tempfile::tempdir_in(disks).context("making a folder for disks")?;
+        let sockets = tempfile::tempdir().context("making a folder for sockets")?;
+        Ok(Self { disks, sockets })
+    }
+
+    /// Where a disk of this name would be.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.disks.path().join(name)
+    }
+
+    /// A new disk that is one hole.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn disk(&self, name: &str, bytes: u64) -> Result<PathBuf> {
+        let path = self.path(name);
+        File::create(&path)
+            .and_then(|file| file.set_len(bytes))
+            .with_context(|| format!("making {}", path.display()))?;
+        Ok(path)
+    }
+
+    /// Where a socket of this name is to be.
+    #[must_use]
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.sockets.path().join(name)
+    }
+}
+
+/// A command that has ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// How.
+    pub status: ExitStatus,
+    /// All that it wrote to standard output.
+    pub stdout: String,
+    /// All that it wrote to standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// Fails unless the exit status is `code`.
+    ///
+    /// # Errors
+    /// When it is another.
+    pub fn expect_code(self, code: i32) -> Result<Self> {
+        ensure!(
+            self.status.code() == Some(code),
+            "{}, not status {code}; on stdout:\n{}on stderr:\n{}",
+            self.status,
+            self.stdout,
+            self.stderr
+        );
+        Ok(self)
+    }
+
+    /// Fails unless the command has refused to start: status 2, nothing on standard output, and
+    /// one line on standard error that has all `words` and says nothing twice.
+    ///
+    /// # Errors
+    /// When it has not.
+    pub fn expect_refusal(&self, words: &[&str]) -> Result<()> {
+        let seen = format!("{}; on stderr:\n{}", self.status, self.stderr);
+        ensure!(self.status.code() == Some(EXIT_USAGE), "not status {EXIT_USAGE}, but {seen}");
+        ensure!(self.stdout.is_empty(), "on stdout:\n{}", self.stdout);
+        ensure!(self.stderr.lines().count() == 1, "not one line, {seen}");
+        ensure!(self.stderr.matches("(os error").count() <= 1, "an error is there twice, {seen}");
+        for word in words {
+            ensure!(self.stderr.contains(word), "no {word:?}, {seen}");
+        }
+        Ok(())
+    }
+}
+
+/// A command that runs. Dropping it kills it; what it wrote is shown if the test fails.
+pub struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    stderr: String,
+    stdout: Option<JoinHandle<String>>,
+}
+
+impl Running {
+    /// Starts `command`.
+    ///
+    /// # Errors
+    /// When its program cannot be started.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("starting {:?}", command.get_program()))?;
+        let (sender, lines) = channel();
+        let stderr = child.stderr.take().context("the command has no stderr")?;
+        std::thread::spawn(move || {
+            // The receiver goes only when nobody reads any more.
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        let mut stdout = child.stdout.take().context("the command has no stdout")?;
+        let stdout = std::thread::spawn(move || {
+            let mut text = String::new();
+            let _ = stdout.read_to_string(&mut text);
+            text
+        });
+        Ok(Self { child, lines, stderr: String::new(), stdout: Some(stdout) })
+    }
+
+    /// Starts a daemon and waits until a front-end can connect.
+    ///
+    /// # Errors
+    /// When it does not come so far.
+    pub fn serve(command: &mut Command) -> Result<Self> {
+        let mut running = Self::start(command)?;
+        running.wait_for(READY)?;
+        Ok(running)
+    }
+
+    /// Waits for a line with `text` on standard error, among those that no earlier wait has seen,
+    /// and returns it.
+    ///
+    /// # Errors
+    /// When the command ends without one, or writes none in time.
+    pub fn wait_for(&mut self, text: &str) -> Result<String> {
+        let deadline = Instant::now() + LIMIT;
+        while let Some(line) = self.next_line(deadline)? {
+            if line.contains(text) {
+                return Ok(line);
+            }
+        }
+        bail!("the command has ended without writing {text:?}:\n{}", self.stderr)
+    }
+
+    /// What it has written to standard error, as far as it was waited for.
+    #[must_use]
+    pub fn stderr(&self) -> &str {
+        &self.stderr
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn signal(&mut self, signal: Signal) -> Result<()> {
+        if let Some(status) = self.child.try_wait().context("looking at the command")? {
+            bail!("the command had ended with {status}:\n{}", self.stderr);
+        }
+        kill_process(self.pid(), signal).with_context(|| format!("sending {signal:?}"))
+    }
+
+    /// Waits until it has ended.
+    ///
+    /// # Errors
+    /// When it does not end in time.
+    pub fn finish(mut self) -> Result<Finished> {
+        let deadline = Instant::now() + LIMIT;
+        while self.next_line(deadline)?.is_some() {}
+        let status = wait_child(&mut self.child, deadline)
+            .with_context(|| format!("waiting for the end; so far:\n{}", self.stderr))?;
+        let stdout = self.stdout.take().map(JoinHandle::join);
+        let stdout = stdout.and_then(Result::ok).context("the reader of stdout has failed")?;
+        Ok(Finished { status, stdout, stderr: std::mem::take(&mut self.stderr) })
+    }
+
+    /// The next line of standard error; none when there will be no more.
+    fn next_line(&mut self, deadline: Instant) -> Result<Option<String>> {
+        match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(line) => {
+                self.stderr.push_str(&line);
+                self.stderr.push('\n');
+                Ok(Some(line))
+            }
+            Err(RecvTimeoutError::Disconnected) => Ok(None),
+            Err(RecvTimeoutError::Timeout) => {
+                bail!("the command has neither written more nor ended:\n{}", self.stderr)
+            }
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // These fail only if it has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.stderr.extend(self.lines.try_iter().map(|line| line + "\n"));
+        if !self.stderr.is_empty() {
+            // A test that passes shows nothing.
+            eprintln!("--- standard error of a command that was ended ---\n{}", self.stderr);
+        }
+    }
+}
+
+/// Runs `command` to its end.
+///
+/// # Errors
+/// When it cannot be started or does not end in time.
+pub fn run(command: &mut Command) -> Result<Finished> {
+    Running::start(command)?.finish()
+}
+
+/// Command lines that must be refused, and what the refusals must say. All are tried, so that one
+/// failure does not hide others.
+#[derive(Default)]
+pub struct Refusals {
+    failures: Vec<String>,
+    tried: usize,
+}
+
+impl Refusals {
+    /// Runs `command`, which is wrong because of `what`.
+    pub fn check(&mut self, what: &str, command: Result<Command>, words: &[&str]) {
+        self.tried += 1;
+        let result = command.and_then(|mut command| run(&mut command)?.expect_refusal(words));
+        if let Err(error) = result {
+            self.failures.push(format!("{what}: {error:#}"));
+        }
+    }
+
+    /// Fails if any of them was not refused as it must be.
+    ///
+    /// # Errors
+    /// When one was not.
+    pub fn finish(self) -> Result<()> {
+        ensure!(
+            self.failures.is_empty(),
+            "{} of {}:\n{}",
+            self.failures.len(),
+            self.tried,
+            self.failures.join("\n")
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,495 @@
+//! A small vhost-user front-end with a virtio-blk driver, which can misbehave.
+//!
+//! It shares no code with the daemon, nor with the crates that the daemon uses for messages; the
+//! ring is the driver's side, which shares none with the device's. The well-formed path is
+//! [`Frontend::attach`] and [`Frontend::request`]; each of their steps can be left out, repeated or
+//! done wrong with what is in the modules.
+
+pub mod memory;
+pub mod message;
+pub mod ring;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context, Result, ensure};
+
+use virtqueue::QueueConfig;
+
+use crate::daemon::{Daemon, SECTOR_BYTES, pattern};
+use memory::{Memory, Region, take_count};
+use message::{Channel, Message, Reply, code};
+use ring::{Desc, Ring, STRIDE, place_at};
+
+/// Feature bits of virtio 1.3, sections 5.2.3 and 6.
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod feature {
+    pub const SEG_MAX: u64 = 1 << 2;
+    pub const RO: u64 = 1 << 5;
+    pub const BLK_SIZE: u64 = 1 << 6;
+    pub const FLUSH: u64 = 1 << 9;
+    pub const TOPOLOGY: u64 = 1 << 10;
+    pub const CONFIG_WCE: u64 = 1 << 11;
+    pub const MQ: u64 = 1 << 12;
+    pub const DISCARD: u64 = 1 << 13;
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// Of vhost-user: there are protocol features.
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    pub const VERSION_1: u64 = 1 << 32;
+}
+
+/// Protocol features of vhost-user.
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod protocol_feature {
+    pub const MQ: u64 = 1 << 0;
+    pub const REPLY_ACK: u64 = 1 << 3;
+    pub const BACKEND_REQ: u64 = 1 << 5;
+    pub const CONFIG: u64 = 1 << 9;
+    pub const RESET_DEVICE: u64 = 1 << 13;
+    pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+    pub const STATUS: u64 = 1 << 16;
+}
+
+/// Types of requests (virtio 1.3, section 5.2.6).
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod blk {
+    pub const IN: u32 = 0;
+    pub const OUT: u32 = 1;
+    pub const FLUSH: u32 = 4;
+    pub const GET_ID: u32 = 8;
+    pub const DISCARD: u32 = 11;
+    pub const WRITE_ZEROES: u32 = 13;
+    /// Values of the status byte.
+    pub const OK: u8 = 0;
+    pub const IOERR: u8 = 1;
+    pub const UNSUPP: u8 = 2;
+    /// What the status byte is before the device writes it.
+    pub const PENDING: u8 = 0xee;
+}
+
+/// Start of guest memory: there is none below.
+pub const MEMORY_START: u64 = 0x10_0000;
+/// Where the two regions of guest memory meet.
+pub const BORDER: u64 = 0x50_0000;
+/// End of guest memory.
+pub const MEMORY_END: u64 = 0x90_0000;
+/// Free for descriptor tables and the like.
+pub const SCRATCH: u64 = 0x1c_0000;
+/// Free for data, up to [`BORDER`] and beyond.
+pub const DATA: u64 = 0x20_0000;
+
+/// Headers and status bytes, 64 bytes for each slot and 1024 slots for each queue.
+const SLOTS: u64 = 0x14_0000;
+const SLOT_BYTES: u64 = 64;
+const SLOTS_OF_QUEUE: u64 = 1024 * SLOT_BYTES;
+/// Bytes of the data of one queue's [`Frontend::request`]; queues follow one another from [`DATA`].
+pub const DATA_BYTES: u64 = 0x4_0000;
+
+/// What a front-end asks for.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// Features, as far as they are offered.
+    pub features: u64,
+    /// Protocol features, if it knows of such.
+    pub protocol_features: Option<u64>,
+    /// Queues.
+    pub queues: u16,
+    /// Entries of each queue.
+    pub queue_size: u16,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            features: feature::VERSION_1
+                | feature::INDIRECT_DESC
+                | feature::EVENT_IDX
+                | feature::FLUSH
+                | feature::MQ
+                | feature::DISCARD
+                | feature::WRITE_ZEROES,
+            protocol_features: Some(
+                protocol_feature::MQ
+                    | protocol_feature::REPLY_ACK
+                    | protocol_feature::CONFIG
+                    | protocol_feature::CONFIGURE_MEM_SLOTS,
+            ),
+            queues: 2,
+            queue_size: 64,
+        }
+    }
+}
+
+impl Setup {
+    /// The same with other features.
+    #[must_use]
+    pub fn without(mut self, features: u64) -> Self {
+        self.features &= !features;
+        self
+    }
+
+    /// The same with rings of another size.
+    #[must_use]
+    pub fn queue_size(mut self, entries: u16) -> Self {
+        self.queue_size = entries;
+        self
+    }
+}
+
+/// What became of a request.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Answer {
+    /// The status byte.
+    pub status: u8,
+    /// Bytes that the used element says were written.
+    pub used_bytes: u32,
+    /// What is in the buffer for data.
+    pub data: Vec<u8>,
+}
+
+/// A front-end, as far as it has attached.
+pub struct Frontend {
+    /// The connection.
+    pub channel: Channel,
+    /// Guest memory.
+    pub memory: Arc<Memory>,
+    /// The queues.
+    pub rings: Vec<Ring>,
+    /// What was negotiated.
+    pub features: u64,
+    acks: bool,
+    setup: Setup,
+}
+
+impl Frontend {
+    /// Connects, and says nothing.
+    ///
+    /// # Errors
+    /// When nobody listens, or there is no memory.
+    pub fn connect(socket: &Path, setup: &Setup) -> Result<Self> {
+        let regions = vec![
+            Region::new(MEMORY_START, BORDER - MEMORY_START)?,
+            Region::new(BORDER, MEMORY_END - BORDER)?,
+        ];
+        let memory = Arc::new(Memory::new(regions)?);
+        let rings = (0..u64::from(setup.queues))
+            .map(|queue| {
+                let mut config = place_at(MEMORY_START + queue * STRIDE, setup.queue_size);
+                config.event_idx = setup.features & feature::EVENT_IDX != 0;
+                Ring::new(&memory, config)
+            })
+            .collect::<Result<_>>()?;
+        let channel = Channel::connect(socket)?;
+        Ok(Self { channel, memory, rings, features: 0, acks: false, setup: setup.clone() })
+    }
+
+    /// Connects and starts all queues.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn attach(socket: &Path, setup: &Setup) -> Result<Self> {
+        let mut this = Self::connect(socket, setup)?;
+        this.negotiate()?;
+        this.share_memory()?;
+        for queue in 0..this.rings.len() {
+            this.start_queue(queue, 0)?;
+            this.enable_queue(queue, true)?;
+        }
+        Ok(this)
+    }
+
+    /// Agrees on features.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn negotiate(&mut self) -> Result<()> {
+        let offered = self.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
+        self.features = self.setup.features & offered;
+        if let Some(wanted) = self.setup.protocol_features {
+            self.features |= feature::PROTOCOL_FEATURES & offered;
+            let offered = self.number(&Message::new(code::GET_PROTOCOL_FEATURES, Vec::new()))?;
+            let negotiated = wanted & offered;
+            self.tell(Message::number(code::SET_PROTOCOL_FEATURES, negotiated))?;
+            self.acks = negotiated & protocol_feature::REPLY_ACK != 0;
+        }
+        self.tell(Message::new(code::SET_OWNER, Vec::new()))?;
+        self.tell(Message::number(code::SET_FEATURES, self.features))
+    }
+
+    /// Shares all regions, one by one where the daemon can take them so.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn share_memory(&mut self) -> Result<()> {
+        let memory = Arc::clone(&self.memory);
+        let wanted = self.setup.protocol_features.unwrap_or(0);
+        if wanted & protocol_feature::CONFIGURE_MEM_SLOTS == 0 {
+            let regions: Vec<_> = memory.regions.iter().collect();
+            return self.tell(Message::memory_table(&regions));
+        }
+        memory.regions.iter().try_for_each(|region| self.tell(Message::add_region(region)))
+    }
+
+    /// Says where a queue is and starts it at avail entry `base`.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn start_queue(&mut self, queue: usize, base: u16) -> Result<()> {
+        let index = u8::try_from(queue)?;
+        let state = |request, value| Message::ring_state(request, u32::from(index), value);
+        self.tell(state(code::SET_VRING_NUM, u32::from(self.rings[queue].config.size)))?;
+        self.tell(state(code::SET_VRING_BASE, u32::from(base)))?;
+        self.tell(self.addresses_of(queue)?)?;
+        let Ring { kick, call, err, .. } = &self.rings[queue];
+        let (kick, call, err) = (Arc::clone(kick), Arc::clone(call), Arc::clone(err));
+        self.tell(Message::ring_fd(code::SET_VRING_CALL, index, Some(&call)))?;
+        self.tell(Message::ring_fd(code::SET_VRING_ERR, index, Some(&err)))?;
+        self.tell(Message::ring_fd(code::SET_VRING_KICK, index, Some(&kick)))
+    }
+
+    /// The message on where a queue is.
+    ///
+    /// # Errors
+    /// When that is not in guest memory.
+    pub fn addresses_of(&self, queue: usize) -> Result<Message> {
+        let QueueConfig { desc_table, avail_ring, used_ring, .. } = self.rings[queue].config;
+        Ok(Message::ring_addresses(
+            u32::try_from(queue)?,
+            self.memory.user_addr(desc_table)?,
+            self.memory.user_addr(used_ring)?,
+            self.memory.user_addr(avail_ring)?,
+        ))
+    }
+
+    /// Enables or disables a queue. Without protocol features they are enabled from the start.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn enable_queue(&mut self, queue: usize, enable: bool) -> Result<()> {
+        if self.features & feature::PROTOCOL_FEATURES == 0 {
+            return Ok(());
+        }
+        let queue = u32::try_from(queue)?;
+        self.tell(Message::ring_state(code::SET_VRING_ENABLE, queue, u32::from(enable)))
+    }
+
+    /// Stops a queue. Returns the avail entry that it would have taken next.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn stop_queue(&mut self, queue: usize) -> Result<u16> {
+        let message = Message::ring_state(code::GET_VRING_BASE, u32::try_from(queue)?, 0);
+        let reply = self.ask(&message)?;
+        let (index, base) = reply.body.split_at_checked(4).context("the answer is too short")?;
+        ensure!(index == u32::try_from(queue)?.to_ne_bytes(), "another queue in {reply:?}");
+        Ok(u16::try_from(u32::from_ne_bytes(base.try_into()?))?)
+    }
+
+    /// Bytes of the configuration space.
+    ///
+    /// # Errors
+    /// When the answer is not of the size that was asked for.
+    pub fn config(&mut self, offset: u32, bytes: usize) -> Result<Vec<u8>> {
+        let reply = self.ask(&Message::config(code::GET_CONFIG, offset, &vec![0xaa; bytes]))?;
+        ensure!(reply.body.len() == 12 + bytes, "asked for {bytes} bytes, got {reply:?}");
+        let size = u32::try_from(bytes)?;
+        ensure!(reply.body[..8] == [offset.to_ne_bytes(), size.to_ne_bytes()].concat());
+        Ok(reply.body[12..].to_vec())
+    }
+
+    /// Sends a message, and makes sure that it was carried out if the daemon can report that.
+    ///
+    /// # Errors
+    /// When it was not.
+    pub fn tell(&mut self, message: Message) -> Result<()> {
+        if !self.acks {
+            return self.channel.send(&message);
+        }
+        let status = self.number(&message.needs_reply())?;
+        ensure!(status == 0, "the daemon refused a message");
+        Ok(())
+    }
+
+    /// Sends a message that the daemon must refuse: it answers so, or closes the connection.
+    ///
+    /// # Errors
+    /// When it claims to have done it.
+    pub fn expect_refused(&mut self, message: Message) -> Result<()> {
+        match self.channel.ask(&message.needs_reply())? {
+            None => Ok(()),
+            Some(reply) => {
+                ensure!(reply.number()? != 0, "the daemon did what it must not");
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends a message that has an answer, and takes that.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn ask(&mut self, message: &Message) -> Result<Reply> {
+        let request = message.request;
+        let reply = self.channel.ask(message)?;
+        reply.with_context(|| format!("the daemon closed the connection at request {request}"))
+    }
+
+    /// Sends a message that has a number for an answer, and takes that.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn number(&mut self, message: &Message) -> Result<u64> {
+        self.ask(message)?.number()
+    }
+
+    /// Where slot `slot` of a queue has its header and its status byte, the latter set to
+    /// [`blk::PENDING`].
+    ///
+    /// # Errors
+    /// When it is not in guest memory.
+    pub fn put_header(
+        &self,
+        queue: usize,
+        slot: u16,
+        kind: u32,
+        sector: u64,
+    ) -> Result<(u64, u64)> {
+        let addr = SLOTS + u64::try_from(queue)? * SLOTS_OF_QUEUE + u64::from(slot) * SLOT_BYTES;
+        let status = addr + 32;
+        self.memory.write(addr, &header(kind, sector))?;
+        self.memory.write(status, &[blk::PENDING])?;
+        Ok((addr, status))
+    }
+
+    /// Carries out one request: a header, data to the device, room for data from it, a status.
+    ///
+    /// # Errors
+    /// When it is not answered in time, or another one is.
+    pub fn request(
+        &mut self,
+        queue: usize,
+        kind: u32,
+        sector: u64,
+        out: &[u8],
+        room: usize,
+    ) -> Result<Answer> {
+        let (header, status) = self.put_header(queue, 0, kind, sector)?;
+        let data = DATA + u64::try_from(queue)? * DATA_BYTES;
+        let data_in = data + u64::try_from(out.len())?.next_multiple_of(4096);
+        self.memory.write(data, out)?;
+        self.memory.write(data_in, &vec![0x77; room])?;
+        let mut chain = vec![Desc::readable(header, 16)];
+        if !out.is_empty() {
+            chain.push(Desc::readable(data, u32::try_from(out.len())?));
+        }
+        if room > 0 {
+            chain.push(Desc::writable(data_in, u32::try_from(room)?));
+        }
+        chain.push(Desc::writable(status, 1));
+        let used_bytes = self.execute(queue, &chain)?;
+        let [status] = self.memory.read(status, 1)?[..] else { unreachable!("one byte") };
+        Ok(Answer { status, used_bytes, data: self.memory.read(data_in, room)? })
+    }
+
+    /// Carries out one chain, in descriptors 0 and up, and returns its used length.
+    ///
+    /// # Errors
+    /// When it is not answered in time, or another one is.
+    pub fn execute(&mut self, queue: usize, chain: &[Desc]) -> Result<u32> {
+        self.rings[queue].put_chain(0, chain);
+        self.finish(queue)
+    }
+
+    /// The same by way of an indirect table.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn execute_indirect(&mut self, queue: usize, table: u64, chain: &[Desc]) -> Result<u32> {
+        self.rings[queue].put_indirect(0, table, chain);
+        self.finish(queue)
+    }
+
+    fn finish(&mut self, queue: usize) -> Result<u32> {
+        let ring = &mut self.rings[queue];
+        ring.submit(0)?;
+        let used = ring.wait_used()?;
+        ensure!(used.head == 0, "chain 0 was submitted, and {used:?} came back");
+        Ok(used.bytes)
+    }
+
+    /// Reads sectors.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn read(&mut self, queue: usize, sector: u64, bytes: usize) -> Result<Vec<u8>> {
+        let answer = self.request(queue, blk::IN, sector, &[], bytes)?;
+        ensure!(answer.status == blk::OK, "a read of sector {sector} ended with {answer:?}");
+        ensure!(answer.used_bytes as usize == bytes + 1, "{} bytes used", answer.used_bytes);
+        Ok(answer.data)
+    }
+
+    /// Writes sectors.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn write(&mut self, queue: usize, sector: u64, data: &[u8]) -> Result<()> {
+        let answer = self.request(queue, blk::OUT, sector, data, 0)?;
+        ensure!(answer.status == blk::OK, "a write of sector {sector} ended with {answer:?}");
+        ensure!(answer.used_bytes == 1, "{} bytes used", answer.used_bytes);
+        Ok(())
+    }
+
+    /// Waits until the IoThread of a queue has done all that it could see to do, notify included:
+    /// no call of another queue of that IoThread is still to come. The queue must be empty and is
+    /// stopped and started for that.
+    ///
+    /// # Errors
+    /// When the daemon does not play its part.
+    pub fn settle(&mut self, queue: usize) -> Result<()> {
+        let base = self.stop_queue(queue)?;
+        self.start_queue(queue, base)?;
+        memory::wait_readable(&self.rings[queue].call, "call at the start of a queue")?;
+        take_count(&self.rings[queue].call);
+        Ok(())
+    }
+}
+
+/// The header of a request.
+#[must_use]
+pub fn header(kind: u32, sector: u64) -> Vec<u8> {
+    [kind.to_le_bytes().to_vec(), vec![0; 4], sector.to_le_bytes().to_vec()].concat()
+}
+
+/// A segment of a discard or write-zeroes request.
+#[must_use]
+pub fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+    let counts = [sectors.to_le_bytes(), flags.to_le_bytes()].concat();
+    [sector.to_le_bytes().to_vec(), counts].concat()
+}
+
+/// Makes sure that the daemon is alive and serves a new front-end: both queues write something new
+/// and read it back, by way of each other.
+///
+/// # Errors
+/// When it does not.
+pub fn check_service(daemon: &mut Daemon) -> Result<()> {
+    static SEED: AtomicU64 = AtomicU64::new(1);
+    daemon.check_running()?;
+    let result = (|| {
+        let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+        for (writer, reader, sector) in [(0, 1, 4096), (1, 0, 4098)] {
+            let data = pattern(SEED.fetch_add(1, Ordering::Relaxed), 2 * SECTOR_BYTES);
+            frontend.write(writer, sector, &data)?;
+            ensure!(
+                frontend.read(reader, sector, data.len())? == data,
+                "read what was not written"
+            );
+        }
+        Ok(())
+    })();
+    result.with_context(|| format!("a good front-end, after which:\n{}", daemon.messages()))?;
+    daemon.check_running()
+}

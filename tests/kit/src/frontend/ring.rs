@@ -1,0 +1,135 @@
+//! A queue as a front-end has it: the driver's side of its ring, and its eventfds.
+
+use std::ops::{Deref, DerefMut};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use anyhow::{Result, ensure};
+use virtqueue::QueueConfig;
+use virtqueue::driver::{self, DriverMemory};
+
+use super::memory::{Memory, new_eventfd, signal, take_count, wait_readable};
+
+pub use driver::{Desc, INDIRECT, NEXT, Used, WRITE};
+
+/// Bytes from one ring to the next: enough for 1024 entries.
+pub(crate) const STRIDE: u64 = 0x8000;
+
+/// A ring of up to 1024 entries whose parts are one after the other.
+#[must_use]
+pub fn place_at(addr: u64, size: u16) -> QueueConfig {
+    QueueConfig {
+        size,
+        desc_table: addr,
+        avail_ring: addr + 0x4000,
+        used_ring: addr + 0x5000,
+        event_idx: true,
+        indirect: true,
+        next_avail: 0,
+    }
+}
+
+/// A queue, seen from the driver. As a [`driver::Ring`], every field of it can be given any value.
+pub struct Ring {
+    ring: driver::Ring<Arc<Memory>>,
+    /// Driver to device.
+    pub kick: Arc<OwnedFd>,
+    /// Device to driver.
+    pub call: Arc<OwnedFd>,
+    /// Device to front-end: the ring is bad.
+    pub err: Arc<OwnedFd>,
+}
+
+impl Deref for Ring {
+    type Target = driver::Ring<Arc<Memory>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.ring
+    }
+}
+
+impl DerefMut for Ring {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.ring
+    }
+}
+
+impl Ring {
+    /// An empty ring, which asks for calls. Its memory is as it was.
+    ///
+    /// # Errors
+    /// When the kernel has no descriptor left.
+    pub fn new(memory: &Arc<Memory>, config: QueueConfig) -> Result<Self> {
+        let ring = driver::Ring::new(Arc::clone(memory), config);
+        ring.want_calls();
+        Ok(Self { ring, kick: new_eventfd()?, call: new_eventfd()?, err: new_eventfd()? })
+    }
+
+    /// Kicks.
+    ///
+    /// # Errors
+    /// When the eventfd is full.
+    pub fn kick(&self) -> Result<()> {
+        fence(Ordering::SeqCst);
+        signal(&self.kick)
+    }
+
+    /// Makes a chain available and kicks.
+    ///
+    /// # Errors
+    /// As [`kick`](Self::kick).
+    pub fn submit(&mut self, head: u16) -> Result<()> {
+        self.offer(head);
+        self.kick()
+    }
+
+    /// Waits for the next used element as a driver does: a call that is not made is missed.
+    ///
+    /// # Errors
+    /// When there is no call in time.
+    pub fn wait_used(&mut self) -> Result<Used> {
+        loop {
+            if let Some(used) = self.take_used() {
+                return Ok(used);
+            }
+            self.want_calls();
+            if !self.has_used() {
+                wait_readable(&self.call, "call")?;
+                take_count(&self.call);
+            }
+        }
+    }
+
+    /// Looks at the used ring until it has `count` elements that were not taken, calls or not.
+    ///
+    /// # Errors
+    /// When that takes too long.
+    pub fn watch_used(&self, count: u16) -> Result<()> {
+        let deadline = std::time::Instant::now() + crate::daemon::LIMIT;
+        while self.used_idx().wrapping_sub(self.next_used) < count {
+            ensure!(std::time::Instant::now() < deadline, "{count} requests were not answered");
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Waits until the daemon says that the ring is bad.
+    ///
+    /// # Errors
+    /// When it does not in time.
+    pub fn wait_err(&self) -> Result<()> {
+        wait_readable(&self.err, "write to the err eventfd")
+    }
+}
+
+/// Panics when the memory is in no region.
+impl DriverMemory for Memory {
+    fn load(&self, addr: u64, bytes: &mut [u8]) {
+        self.read_into(addr, bytes).expect("a driver reads memory that is mapped");
+    }
+
+    fn store(&self, addr: u64, bytes: &[u8]) {
+        Memory::write(self, addr, bytes).expect("a driver writes memory that is mapped");
+    }
+}

@@ -1,0 +1,312 @@
+//! A FUSE file system with one file, whose answers can be withheld.
+//!
+//! Whoever touches the file waits in the kernel for this program, for as long as it pleases. Only
+//! the few messages that the tests need are understood (the kernel's `include/uapi/linux/fuse.h`).
+
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::process::Pid;
+use tempfile::TempDir;
+
+use crate::daemon::LIMIT;
+use crate::system::{Undo, may_change};
+
+/// Numbers of requests.
+#[expect(missing_docs, reason = "the names are the kernel's")]
+pub mod opcode {
+    pub(crate) const LOOKUP: u32 = 1;
+    pub(crate) const FORGET: u32 = 2;
+    pub const GETATTR: u32 = 3;
+    pub(crate) const OPEN: u32 = 14;
+    pub const READ: u32 = 15;
+    pub(crate) const RELEASE: u32 = 18;
+    pub const FLUSH: u32 = 25;
+    pub(crate) const INIT: u32 = 26;
+    pub(crate) const INTERRUPT: u32 = 36;
+    pub const POLL: u32 = 40;
+    pub(crate) const BATCH_FORGET: u32 = 42;
+    pub const STATX: u32 = 52;
+}
+
+/// Bytes of the file.
+pub const FILE_BYTES: u64 = 1 << 20;
+
+const NAME: &str = "file";
+const ROOT: u64 = 1;
+const FILE: u64 = 2;
+/// How long the kernel may keep attributes: for ever, as far as a test goes.
+const VALID_S: u64 = 3600;
+/// The version of the protocol, and the most bytes of a write, which nobody makes.
+const VERSION: [u32; 2] = [7, 31];
+const WRITE_BYTES: u32 = 4096;
+/// Larger than any request that comes.
+const REQUEST_BYTES: usize = 64 << 10;
+const HEADER_BYTES: usize = 40;
+
+/// Where the kernel's requests are, of which some wait.
+#[derive(Default)]
+struct State {
+    /// Of which process, and which kinds.
+    withheld: Option<(Pid, Vec<u32>)>,
+    waiting: Vec<Request>,
+}
+
+#[derive(Clone, Debug)]
+struct Request {
+    opcode: u32,
+    unique: u64,
+    node: u64,
+    thread: u32,
+    body: Vec<u8>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    device: File,
+}
+
+/// The file system, mounted in a folder of its own until it is dropped. Then all requests that
+/// wait are given up by the kernel.
+pub struct Fuse {
+    shared: Arc<Shared>,
+    server: Option<JoinHandle<()>>,
+    _undo: Undo,
+    folder: TempDir,
+}
+
+impl Fuse {
+    /// Mounts one whose requests are all answered. None, with a message, where that is impossible.
+    ///
+    /// # Errors
+    /// When the kernel refuses although root asks and it has FUSE.
+    pub fn mount() -> Result<Option<Self>> {
+        if !may_change("mounts") {
+            return Ok(None);
+        }
+        let device = match File::options().read(true).write(true).open("/dev/fuse") {
+            Ok(device) => device,
+            Err(error) => {
+                eprintln!("skipped: there is no FUSE: {error}");
+                return Ok(None);
+            }
+        };
+        let folder = tempfile::tempdir().context("making a folder to mount on")?;
+        let path = folder.path().to_str().context("a folder with an odd name")?;
+        let script = "if grep -q \" $1 \" /proc/self/mountinfo; then umount --lazy \"$1\"; fi";
+        let undo = Undo::later(script, &[path], Stdio::null())?;
+        let fd = device.as_raw_fd();
+        let data = format!("fd={fd},rootmode=40000,user_id=0,group_id=0");
+        let data = std::ffi::CString::new(data)?;
+        let flags = MountFlags::NOSUID | MountFlags::NODEV;
+        mount("ringhaul-test", folder.path(), "fuse", flags, &*data).context("mounting FUSE")?;
+        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), device });
+        let server = std::thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.serve()
+        });
+        Ok(Some(Self { shared, server: Some(server), _undo: undo, folder }))
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn file(&self) -> PathBuf {
+        self.folder.path().join(NAME)
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Opens the file.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn open(&self) -> Result<Arc<OwnedFd>> {
+        let file = File::options().read(true).write(true).open(self.file());
+        Ok(Arc::new(file.context("opening a file of FUSE")?.into()))
+    }
+
+    /// Gives process `of` no answer to requests of these kinds from now on. All others have one:
+    /// every program that this one starts closes the file.
+    pub fn withhold(&self, of: Pid, opcodes: &[u32]) {
+        self.shared.state().withheld = Some((of, opcodes.to_vec()));
+    }
+
+    /// Waits until a request of this kind waits.
+    ///
+    /// # Errors
+    /// When none comes in time.
+    pub fn wait_for(&self, opcode: u32) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        let mut state = self.shared.state();
+        while !state.waiting.iter().any(|request| request.opcode == opcode) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            ensure!(!left.is_zero(), "nobody asks FUSE for {opcode}");
+            let waited = self.shared.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    /// Whether a request of this kind waits.
+    #[must_use]
+    pub fn is_waiting(&self, opcode: u32) -> bool {
+        self.shared.state().waiting.iter().any(|request| request.opcode == opcode)
+    }
+
+    /// Answers all that waits, and all that comes.
+    pub fn release(&self) {
+        let waiting = {
+            let mut state = self.shared.state();
+            state.withheld = None;
+            std::mem::take(&mut state.waiting)
+        };
+        for request in waiting {
+            self.shared.answer(&request);
+        }
+    }
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        self.release();
+        // By force: the kernel gives up all requests, and the server's read ends. The mount itself
+        // is there as long as the file is open somewhere; then the keeper takes it away.
+        let _ = unmount(self.folder.path(), UnmountFlags::FORCE);
+        if let Some(server) = self.server.take() {
+            let _ = server.join();
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn serve(&self) {
+        let mut bytes = vec![0; REQUEST_BYTES];
+        loop {
+            let len = match (&self.device).read(&mut bytes) {
+                Ok(len) => len,
+                // A request was given up before it could be read.
+                Err(error) if matches!(error.raw_os_error(), Some(libc_errno::ENOENT)) => continue,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                // It is not mounted any more.
+                Err(_) => return,
+            };
+            let Some(request) = Request::parse(&bytes[..len]) else { continue };
+            let mut state = self.state();
+            let withholds = state.withheld.as_ref();
+            if withholds.is_some_and(|(of, opcodes)| {
+                opcodes.contains(&request.opcode) && request.is_of(*of)
+            }) {
+                state.waiting.push(request);
+                self.changed.notify_all();
+                continue;
+            }
+            drop(state);
+            self.answer(&request);
+        }
+    }
+
+    fn answer(&self, request: &Request) {
+        let (error, body) = match request.reply() {
+            Reply::None => return,
+            Reply::Body(body) => (0, body),
+            Reply::Error(errno) => (-errno, Vec::new()),
+        };
+        let len = u32::try_from(16 + body.len()).unwrap_or(u32::MAX);
+        let mut bytes = len.to_ne_bytes().to_vec();
+        bytes.extend(error.to_ne_bytes());
+        bytes.extend(request.unique.to_ne_bytes());
+        bytes.extend(body);
+        // Whoever asked may have given up.
+        let _ = (&self.device).write(&bytes);
+    }
+}
+
+enum Reply {
+    None,
+    Body(Vec<u8>),
+    Error(i32),
+}
+
+/// Numbers of errors, as the kernel has them on the architectures that are tested.
+mod libc_errno {
+    pub(super) const ENOENT: i32 = 2;
+    pub(super) const ENOSYS: i32 = 38;
+}
+
+impl Request {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let word = |at: usize| Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+        let long = |at: usize| Some(u64::from_ne_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+        let body = bytes.get(HEADER_BYTES..)?.to_vec();
+        let (opcode, thread) = (word(4)?, word(32)?);
+        Some(Self { opcode, unique: long(8)?, node: long(16)?, thread, body })
+    }
+
+    /// Whether a thread of this process asks.
+    fn is_of(&self, process: Pid) -> bool {
+        Path::new(&format!("/proc/{}/task/{}", process.as_raw_nonzero(), self.thread)).exists()
+    }
+
+    fn reply(&self) -> Reply {
+        match self.opcode {
+            opcode::INIT => Reply::Body(init()),
+            opcode::LOOKUP => match self.body.strip_suffix(&[0]) {
+                Some(name) if name == NAME.as_bytes() && self.node == ROOT => {
+                    let head = [FILE, 0, VALID_S, VALID_S, 0].map(u64::to_ne_bytes).concat();
+                    Reply::Body([head, attributes(FILE)].concat())
+                }
+                _ => Reply::Error(libc_errno::ENOENT),
+            },
+            opcode::GETATTR => {
+                let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
+                Reply::Body([head, attributes(self.node)].concat())
+            }
+            opcode::OPEN => Reply::Body(vec![0; 16]),
+            opcode::READ => {
+                let size = self.body.get(16..20).and_then(|bytes| bytes.try_into().ok());
+                let size = size.map_or(0, u32::from_ne_bytes) as usize;
+                Reply::Body(vec![0; size])
+            }
+            // There is always something to read.
+            opcode::POLL => Reply::Body([1_u32.to_ne_bytes(), [0; 4]].concat()),
+            opcode::FLUSH | opcode::RELEASE => Reply::Body(Vec::new()),
+            opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Reply::None,
+            _ => Reply::Error(libc_errno::ENOSYS),
+        }
+    }
+}
+
+/// `struct fuse_init_out`.
+fn init() -> Vec<u8> {
+    let [major, minor] = VERSION;
+    // Version, read-ahead, flags, two limits on requests in the background, bytes of a write.
+    let mut bytes = [major, minor, 0, 0, 0, WRITE_BYTES].map(u32::to_ne_bytes).concat();
+    bytes.resize(64, 0);
+    bytes
+}
+
+/// `struct fuse_attr`.
+fn attributes(node: u64) -> Vec<u8> {
+    let (mode, bytes) = if node == ROOT { (0o40_755, 0) } else { (0o100_666, FILE_BYTES) };
+    let mut attributes = [node, bytes, bytes / 512, 0, 0, 0].map(u64::to_ne_bytes).concat();
+    let words: [u32; 10] = [0, 0, 0, mode, 1, 0, 0, 0, 4096, 0];
+    attributes.extend(words.map(u32::to_ne_bytes).concat());
+    attributes
+}

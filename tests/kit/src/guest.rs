@@ -1,0 +1,18 @@
+//! Real guests for tests: a Debian or Ubuntu kernel in QEMU with disks over vhost-user.
+//!
+//! [`Image`] is what boots, [`Accelerator`] says how fast, [`Vm`] is the running guest. `cargo
+//! guest` offers the same by hand. The guest's side is the script `guest/init`.
+
+mod accelerator;
+mod channel;
+mod cpio;
+mod image;
+mod kernel;
+mod qemu;
+mod vm;
+
+pub use accelerator::Accelerator;
+pub use channel::Stop;
+pub use image::{Image, shared_libraries};
+pub use qemu::QemuCrashed;
+pub use vm::{Disk, ScriptOutput, Vm, VmOptions};

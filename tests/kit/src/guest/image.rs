@@ -1,0 +1,282 @@
+//! Builds what a test guest boots: a kernel and an initramfs with the tools of this machine.
+//!
+//! The result is kept under the target directory. Its key is a hash of all that goes into it
+//! except the kernel: asking apt for the kernel takes a second, and a guest that stays the same
+//! between two runs of the tests is no disadvantage. A new image is made after `cargo clean`, on
+//! request, and whenever a tool, its libraries or the init script change.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::BufWriter;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use ringhaul_tools::workspace;
+use rustix::fs::{FlockOperation, flock};
+
+use super::cpio::Archive;
+use super::kernel::{self, Kernel};
+
+/// Change it when the layout of the image changes without a change of its inputs.
+const LAYOUT: u32 = 1;
+
+/// The first process of the guest.
+const INIT: &str = include_str!("init");
+
+/// Tools beside busybox, and the Debian packages that hold them.
+const TOOLS: [(&str, &str); 4] = [
+    ("fio", "fio"),
+    ("mke2fs", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    ("blkdiscard", "util-linux"),
+];
+
+/// Without it mke2fs does not know what ext4 is and makes a file system without extents.
+const MKE2FS_CONFIG: &str = "/etc/mke2fs.conf";
+
+/// A kernel and an initramfs that QEMU can boot.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// The kernel's bzImage.
+    pub kernel: PathBuf,
+    /// The initramfs, uncompressed.
+    pub initramfs: PathBuf,
+    /// The kernel's package and version.
+    pub kernel_version: String,
+}
+
+impl Image {
+    /// Gives the image of this machine, after building it if there is none.
+    ///
+    /// # Errors
+    /// When a tool is not installed (the error names its package) and when the kernel cannot be
+    /// fetched.
+    pub fn prepare() -> Result<Self> {
+        let _lock = lock()?;
+        let inputs = Inputs::find()?;
+        let folder = guest_dir()?.join(format!("image-{:016x}", inputs.key()));
+        match Self::open(&folder) {
+            Some(image) => Ok(image),
+            None => build(&inputs, &folder),
+        }
+    }
+
+    /// Builds the image anew, with the newest kernel that apt knows.
+    ///
+    /// # Errors
+    /// As [`Image::prepare`].
+    pub fn rebuild() -> Result<Self> {
+        let _lock = lock()?;
+        let inputs = Inputs::find()?;
+        let folder = guest_dir()?.join(format!("image-{:016x}", inputs.key()));
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder)
+                .with_context(|| format!("removing the old image {}", folder.display()))?;
+        }
+        build(&inputs, &folder)
+    }
+
+    fn open(folder: &Path) -> Option<Self> {
+        let kernel_version = std::fs::read_to_string(folder.join("kernel-version")).ok()?;
+        Some(Self {
+            kernel: folder.join("vmlinuz"),
+            initramfs: folder.join("initramfs.cpio"),
+            kernel_version,
+        })
+    }
+}
+
+/// Where images and what is known of this machine are kept.
+///
+/// # Errors
+/// When the folder cannot be made.
+pub(crate) fn guest_dir() -> Result<PathBuf> {
+    let root = workspace::root();
+    let target = match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(target) => root.join(target),
+        None => root.join("target"),
+    };
+    let folder = target.join("guest");
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("making the folder {}", folder.display()))?;
+    folder.canonicalize().with_context(|| format!("finding the folder {}", folder.display()))
+}
+
+/// Keeps other test processes from building at the same time, until it is dropped.
+pub(crate) fn lock() -> Result<File> {
+    let path = guest_dir()?.join("lock");
+    let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+    flock(&file, FlockOperation::LockExclusive)
+        .with_context(|| format!("locking {}", path.display()))?;
+    Ok(file)
+}
+
+/// What goes into the initramfs from this machine.
+struct Inputs {
+    busybox: PathBuf,
+    tools: Vec<PathBuf>,
+    libraries: BTreeSet<PathBuf>,
+}
+
+impl Inputs {
+    fn find() -> Result<Self> {
+        let busybox = find_program("busybox", "busybox-static")?;
+        if !shared_libraries(&busybox)?.is_empty() {
+            bail!("{} needs shared libraries; install busybox-static", busybox.display());
+        }
+        let tools = TOOLS
+            .into_iter()
+            .map(|(name, package)| find_program(name, package))
+            .collect::<Result<Vec<_>>>()?;
+        let mut libraries = BTreeSet::new();
+        for tool in &tools {
+            libraries.extend(shared_libraries(tool)?);
+        }
+        Ok(Self { busybox, tools, libraries })
+    }
+
+    fn key(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        LAYOUT.hash(&mut hasher);
+        INIT.hash(&mut hasher);
+        let config = PathBuf::from(MKE2FS_CONFIG);
+        let files = self.tools.iter().chain(&self.libraries);
+        for path in files.chain([&self.busybox, &config]) {
+            path.hash(&mut hasher);
+            let metadata = path.metadata().ok();
+            metadata
+                .map(|metadata| (metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
+                .hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+}
+
+fn build(inputs: &Inputs, folder: &Path) -> Result<Image> {
+    eprintln!("guest: building an image (a kernel is downloaded once)");
+    let parent = guest_dir()?;
+    // Everything happens beside the final place, so that a half-made image is never found.
+    let staging = tempfile::Builder::new()
+        .prefix("building-")
+        .tempdir_in(&parent)
+        .with_context(|| format!("making a folder in {}", parent.display()))?;
+    let unpacked = staging.path().join("unpacked");
+    let made = staging.path().join("image");
+    for folder in [&unpacked, &made] {
+        std::fs::create_dir(folder).with_context(|| format!("making {}", folder.display()))?;
+    }
+    let kernel = kernel::fetch(&unpacked)?;
+    std::fs::copy(&kernel.vmlinuz, made.join("vmlinuz")).context("copying the kernel")?;
+    write_initramfs(inputs, &kernel, &made.join("initramfs.cpio"))?;
+    std::fs::write(made.join("kernel-version"), &kernel.version)
+        .context("writing the kernel's version")?;
+    std::fs::rename(&made, folder)
+        .with_context(|| format!("moving the image to {}", folder.display()))?;
+    Image::open(folder).with_context(|| format!("{} vanished", folder.display()))
+}
+
+fn write_initramfs(inputs: &Inputs, kernel: &Kernel, path: &Path) -> Result<()> {
+    let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    let writing = || format!("writing {}", path.display());
+    let mut archive = Archive::new(BufWriter::new(file));
+    archive.file("init", 0o755, INIT.as_bytes()).with_context(writing)?;
+    // Before it runs init, the kernel opens this node as its standard input and output.
+    archive.character_device("dev/console", (5, 1)).with_context(writing)?;
+
+    add_file(&mut archive, &inputs.busybox, "bin/busybox")?;
+    for tool in &inputs.tools {
+        let name = tool.file_name().unwrap_or_default().to_string_lossy();
+        add_file(&mut archive, tool, &format!("usr/sbin/{name}"))?;
+    }
+    for library in &inputs.libraries {
+        add_file(&mut archive, library, &library.to_string_lossy())?;
+    }
+    archive.symlink("usr/sbin/mkfs.ext4", "mke2fs").with_context(writing)?;
+    if Path::new(MKE2FS_CONFIG).exists() {
+        add_file(&mut archive, Path::new(MKE2FS_CONFIG), MKE2FS_CONFIG)?;
+    }
+
+    let mut order = String::new();
+    for module in &kernel.modules {
+        let name = format!("{}.ko", module.name);
+        archive.file(&format!("modules/{name}"), 0o644, &module.content).with_context(writing)?;
+        order.push_str(&name);
+        order.push('\n');
+    }
+    archive.file("modules/order", 0o644, order.as_bytes()).with_context(writing)?;
+    archive.finish().with_context(writing)?;
+    Ok(())
+}
+
+fn add_file(archive: &mut Archive<BufWriter<File>>, source: &Path, path: &str) -> Result<()> {
+    let content = std::fs::read(source).with_context(|| format!("reading {}", source.display()))?;
+    archive
+        .file(path, 0o755, &content)
+        .with_context(|| format!("putting {} into the initramfs", source.display()))
+}
+
+/// The absolute path of a program.
+///
+/// # Errors
+/// When there is none; the error says which package to install.
+pub(crate) fn find_program(name: &str, package: &str) -> Result<PathBuf> {
+    workspace::find_program(name)
+        .with_context(|| format!("{name} is not installed; apt-get install {package}"))
+}
+
+/// The shared libraries of `program` and the loader, at the paths where it looks for them.
+///
+/// # Errors
+/// When it cannot run here, for lack of one of them.
+pub fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let listing =
+        Command::new("ldd").arg(program).env("LC_ALL", "C").output().context("running ldd")?;
+    // ldd fails for a static program, which is not an error here.
+    let listing = String::from_utf8_lossy(&listing.stdout);
+    if let Some(line) = listing.lines().find(|line| line.contains("not found")) {
+        bail!("{} cannot run here: {}; install its package again", program.display(), line.trim());
+    }
+    Ok(library_paths(&listing))
+}
+
+/// The paths in what ldd prints: `name => path (address)` or `path (address)`.
+fn library_paths(listing: &str) -> Vec<PathBuf> {
+    listing
+        .lines()
+        .filter_map(|line| {
+            let (front, _address) = line.trim().rsplit_once(" (")?;
+            let path = front.rsplit_once(" => ").map_or(front, |(_, path)| path);
+            path.starts_with('/').then(|| PathBuf::from(path))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ldd_is_understood() {
+        let listing = "\tlinux-vdso.so.1 (0x00007ffd)\n\
+                       \tlibaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x00007f5e)\n\
+                       \t/lib64/ld-linux-x86-64.so.2 (0x00007f5f)\n";
+        let paths = library_paths(listing);
+        assert_eq!(
+            paths,
+            [
+                PathBuf::from("/lib/x86_64-linux-gnu/libaio.so.1"),
+                PathBuf::from("/lib64/ld-linux-x86-64.so.2")
+            ]
+        );
+        assert!(library_paths("\tstatically linked\n").is_empty());
+    }
+
+    #[test]
+    fn a_missing_program_names_its_package() {
+        let error = find_program("no-such-program", "the-package").unwrap_err();
+        assert!(error.to_string().contains("apt-get install the-package"), "{error}");
+    }
+}

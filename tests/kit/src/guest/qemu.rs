@@ -1,0 +1,168 @@
+//! The process of QEMU: its start, its end, and whether that end was its own fault.
+
+use std::fmt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ringhaul_tools::process::{wait_child, wait_readable};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use super::channel::{Console, STOP_INTERVAL, Stop};
+
+/// How long QEMU itself has to start or to end; it needs a fraction of a second.
+const QEMU_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long QEMU may take to be gone when its sockets are closed, or when a wait went wrong for
+/// another reason and it is only asked whether it is gone.
+const ENDING_LIMIT: Duration = Duration::from_secs(2);
+
+/// QEMU died of a failed assertion in its own emulation of processors (TCG), in which no back-end
+/// has a part. Whoever tests a back-end may start all over.
+#[derive(Debug)]
+pub struct QemuCrashed {
+    explanation: String,
+}
+
+impl fmt::Display for QemuCrashed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.explanation)
+    }
+}
+
+impl std::error::Error for QemuCrashed {}
+
+/// Whether a line of QEMU's stderr reports a failed assertion in code that only TCG runs.
+///
+/// The forms are the C library's (`program: file:line: function: Assertion ...`) and that of GLib
+/// (`ERROR:file:line:function: assertion failed: ...`).
+fn is_tcg_assertion(line: &str) -> bool {
+    let place = if let Some((place, _)) = line.split_once(": Assertion `") {
+        place.split_once(": ").map(|(_program, place)| place)
+    } else if let Some((place, _)) = line.split_once(": assertion failed") {
+        place.split_once("ERROR:").map(|(_, place)| place)
+    } else {
+        None
+    };
+    let mut parts = place.unwrap_or_default().splitn(3, ':').map(str::trim);
+    let (file, _line, function) = (parts.next(), parts.next(), parts.next());
+    let file = file.unwrap_or_default().trim_start_matches("../");
+    // The rest of this file serves devices and back-ends as well.
+    let iotlb = file.ends_with("physmem.c") && function == Some("iotlb_to_section");
+    iotlb || file.starts_with("accel/tcg/") || file.starts_with("tcg/")
+}
+
+/// The QEMU process, ended and waited for when this is dropped.
+pub(super) struct Qemu {
+    child: Child,
+    console: Console,
+    readers: Vec<JoinHandle<()>>,
+    _folder: TempDir,
+}
+
+impl Qemu {
+    pub(super) fn start(mut command: Command, console: Console, folder: TempDir) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("starting QEMU")?;
+        let mut readers = Vec::new();
+        readers.extend(child.stdout.take().map(|stream| console.follow(stream, false)));
+        readers.extend(child.stderr.take().map(|stream| console.follow(stream, true)));
+        Ok(Self { child, console, readers, _folder: folder })
+    }
+
+    /// The connection that QEMU makes to `listener` when it starts.
+    pub(super) fn accept(&mut self, listener: &UnixListener, stop: &Stop) -> Result<UnixStream> {
+        let deadline = Instant::now() + QEMU_LIMIT;
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => return Ok(stream),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error).context("accepting a connection of QEMU"),
+            }
+            if let Some(status) = self.child.try_wait().context("waiting for QEMU")? {
+                bail!("QEMU ended with {status}");
+            }
+            ensure!(!stop.load(Ordering::Relaxed), "stopped by a signal");
+            ensure!(Instant::now() < deadline, "QEMU did not start in time");
+            wait_readable(listener, STOP_INTERVAL)?;
+        }
+    }
+
+    /// Waits for QEMU to end on its own.
+    pub(super) fn wait(&mut self, deadline: Instant) -> Result<ExitStatus> {
+        wait_child(&mut self.child, deadline).context("waiting for QEMU")
+    }
+
+    /// `error` with the console and, if QEMU has ended, its status; a [`QemuCrashed`] if it died
+    /// of itself.
+    pub(super) fn explain(&mut self, error: &anyhow::Error) -> anyhow::Error {
+        let Ok(status) = self.wait(Instant::now() + ENDING_LIMIT) else {
+            return anyhow!("{error:#}\n--- console ---\n{}", self.console.tail());
+        };
+        // Its last words may still be in the pipe.
+        self.join_readers();
+        let place = self.console.find_error(is_tcg_assertion);
+        let console = self.console.tail();
+        let aborted = status.signal() == Some(Signal::ABORT.as_raw());
+        let what = format!("{error:#} (QEMU ended with {status})\n--- console ---\n{console}");
+        match place {
+            Some(line) if aborted => {
+                QemuCrashed { explanation: format!("QEMU died of itself: {line}\n{what}") }.into()
+            }
+            _ => anyhow!(what),
+        }
+    }
+
+    fn join_readers(&mut self) {
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // Fails only if QEMU has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.join_readers();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn assertions_of_tcg_are_told_from_others() {
+        for line in [
+            "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion `a < b' failed",
+            "qemu: ../softmmu/physmem.c:24: iotlb_to_section: Assertion `a < b' failed.",
+            "qemu: ../accel/tcg/cpu-exec.c:5: cpu_exec_longjmp_cleanup: Assertion `a' failed.",
+            "ERROR:../accel/tcg/tb-maint.c:341:page_unlock__debug: assertion failed: (a)",
+            "Bail out! ERROR:tcg/tcg.c:341:tcg_gen_code: assertion failed: (a)",
+        ] {
+            assert!(is_tcg_assertion(line), "{line}");
+        }
+        for line in [
+            "qemu: ../hw/virtio/vhost.c:5: vhost_dev_start: Assertion `a' failed.",
+            "qemu: ../system/physmem.c:5: address_space_unmap: Assertion `mr != NULL' failed.",
+            "qemu: ../hw/virtio/vhost.c:5: f: Assertion `accel/tcg/' failed.",
+            "ERROR:../hw/virtio/virtio.c:5:f: assertion failed: (a)",
+            "Assertion `accel/tcg/cpu-exec.c:5: f' failed",
+            "accel/tcg/cpu-exec.c:5: f: what else is written there",
+            "",
+        ] {
+            assert!(!is_tcg_assertion(line), "{line}");
+        }
+    }
+}

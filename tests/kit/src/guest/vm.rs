@@ -1,0 +1,410 @@
+//! A virtual machine in QEMU whose disks are vhost-user sockets, and which runs scripts.
+
+use std::ffi::OsString;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ringhaul_tools::process;
+use tempfile::TempDir;
+
+use super::accelerator::Accelerator;
+use super::channel::{Console, LineChannel, Monitor, Stop};
+use super::image::{Image, find_program};
+use super::qemu::{Qemu, QemuCrashed};
+
+/// What the guest's init says when the kernel has started it, before it loads any driver.
+const STARTED: &str = "ringhaul-guest started";
+
+/// What it says when it waits for scripts.
+const READY: &str = "ringhaul-guest ready";
+
+/// The tty of the guest buffers this much before its init has read it.
+const MAX_SCRIPT_BYTES: usize = 32 * 1024;
+
+/// The first QEMU whose `reconnect` is called `reconnect-ms`: (major, minor).
+const RECONNECT_MS_SINCE: (u32, u32) = (9, 2);
+
+/// A virtio-blk device of the guest, served by whatever listens on a socket.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    /// Where the vhost-user back-end listens.
+    pub socket: PathBuf,
+    /// Virtqueues; the guest uses at most as many as it has processors.
+    pub num_queues: u16,
+    /// Entries of each virtqueue, a power of two.
+    pub queue_size: u16,
+}
+
+/// What a virtual machine is like.
+#[derive(Clone)]
+pub struct VmOptions {
+    /// Its disks, /dev/vda first.
+    pub disks: Vec<Disk>,
+    /// Its memory in MiB.
+    pub memory_mib: u32,
+    /// Its processors.
+    pub vcpus: u32,
+    /// How long it may take to boot.
+    pub boot_limit: Duration,
+    /// How often a kernel that does not come as far as its init is started, and QEMU when it dies
+    /// of itself before the guest is ready. Under TCG the timer of a guest's first processor stops
+    /// now and then while its kernel boots, with no disk in sight, and an assertion of TCG fails.
+    /// A guest that hangs later than that is not helped.
+    pub boot_attempts: u32,
+    /// Whether the console is shown on stderr and the output of scripts on stdout as they come.
+    pub echo: bool,
+    /// Raised when every wait shall end with an error.
+    pub stop: Stop,
+}
+
+impl Default for VmOptions {
+    /// 1 GiB, two processors, no disk, 90 seconds to boot (a busy machine under TCG).
+    fn default() -> Self {
+        Self {
+            disks: Vec::new(),
+            memory_mib: 1024,
+            vcpus: 2,
+            boot_limit: Duration::from_secs(90),
+            boot_attempts: 3,
+            echo: false,
+            stop: Stop::default(),
+        }
+    }
+}
+
+/// How a script ended in the guest.
+#[derive(Clone, Debug)]
+pub struct ScriptOutput {
+    /// Its exit status.
+    pub status: i32,
+    /// What it wrote to stdout and stderr.
+    pub text: String,
+}
+
+/// A running guest. Dropping it ends QEMU, whatever the guest is doing.
+pub struct Vm {
+    qemu: Qemu,
+    agent: LineChannel,
+    monitor: Monitor,
+    scripts: u32,
+    options: VmOptions,
+}
+
+impl Vm {
+    /// Starts QEMU and waits until the guest is ready for scripts.
+    ///
+    /// # Errors
+    /// When QEMU is not installed or does not start (no server on a disk's socket, say), and when
+    /// the guest is not up within the limit. The error shows the console. It is a [`QemuCrashed`]
+    /// when QEMU died of itself as often as it may be started.
+    pub fn boot(image: &Image, accelerator: Accelerator, options: &VmOptions) -> Result<Self> {
+        Self::boot_with(options, |folder| qemu_command(image, accelerator, options, folder))
+    }
+
+    /// As [`Vm::boot`], with a `command` that starts QEMU, given the folder of its sockets.
+    fn boot_with(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
+        for _ in 1..options.boot_attempts {
+            match Self::start(options, &command) {
+                Err(error) if error.is::<QemuCrashed>() => {
+                    let reason = error.to_string();
+                    let reason = reason.lines().next().unwrap_or_default();
+                    eprintln!("guest: QEMU is started again: {reason}");
+                }
+                result => return result,
+            }
+        }
+        Self::start(options, &command)
+    }
+
+    /// Starts QEMU once.
+    fn start(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("ringhaul-guest-")
+            .tempdir()
+            .context("making a folder for the sockets of QEMU")?;
+        let agent = listen(&folder, "agent")?;
+        let monitor = listen(&folder, "monitor")?;
+        let mut qemu = Qemu::start(command(folder.path())?, Console::new(options.echo), folder)?;
+
+        let stop = &options.stop;
+        let mut connect = || -> Result<(LineChannel, Monitor)> {
+            let agent = qemu.accept(&agent, stop)?;
+            let monitor = qemu.accept(&monitor, stop)?;
+            let agent = LineChannel::new("the guest's serial port", agent, stop.clone())?;
+            Ok((agent, Monitor::new(monitor, stop.clone())?))
+        };
+        let (agent, monitor) = match connect() {
+            Ok(channels) => channels,
+            Err(error) => return Err(qemu.explain(&error)),
+        };
+        let mut vm = Self { qemu, agent, monitor, scripts: 0, options: options.clone() };
+        vm.wait_ready()?;
+        Ok(vm)
+    }
+
+    /// Runs a shell script (with `set -eu`) in the guest.
+    ///
+    /// # Errors
+    /// When it has not ended within `limit`, when the guest crashed and when QEMU has ended; not
+    /// when the script fails. The error shows the console and the output so far; it is a
+    /// [`QemuCrashed`], as that of every function here, when QEMU died of itself.
+    pub fn run(&mut self, script: &str, limit: Duration) -> Result<ScriptOutput> {
+        let mut text = String::new();
+        match self.converse(script, limit, &mut text) {
+            Ok(status) => Ok(ScriptOutput { status, text }),
+            Err(error) => {
+                let error = error.context(format!("running a script in the guest:\n{script}"));
+                let error = anyhow!("{error:#}\n--- output of the script ---\n{text}");
+                Err(self.qemu.explain(&error))
+            }
+        }
+    }
+
+    /// Runs a script that must end with status 0, and gives its output without the last newline.
+    ///
+    /// # Errors
+    /// As [`Vm::run`], and when the script fails.
+    pub fn check(&mut self, script: &str, limit: Duration) -> Result<String> {
+        let output = self.run(script, limit)?;
+        if output.status != 0 {
+            let error = anyhow!(
+                "a script in the guest ended with status {}:\n{script}\n--- its output ---\n{}",
+                output.status,
+                output.text
+            );
+            return Err(self.qemu.explain(&error));
+        }
+        Ok(output.text.trim_end().to_owned())
+    }
+
+    /// Lets the guest boot again on its own, as `reboot` does, and waits until it is ready.
+    ///
+    /// # Errors
+    /// When it is not up again within the limit.
+    pub fn reboot(&mut self) -> Result<()> {
+        self.send("reboot -f\n").map_err(|error| self.qemu.explain(&error))?;
+        self.wait_ready()
+    }
+
+    /// Presses the reset button, whatever the guest is doing, and waits until it is ready.
+    ///
+    /// # Errors
+    /// When it is not up again within the limit.
+    pub fn reset(&mut self) -> Result<()> {
+        self.monitor.execute("system_reset").map_err(|error| self.qemu.explain(&error))?;
+        self.wait_ready()
+    }
+
+    /// Switches the guest off in an orderly way and waits for QEMU to end.
+    ///
+    /// # Errors
+    /// When QEMU has not ended within `limit`, or with another status than 0.
+    pub fn power_off(mut self, limit: Duration) -> Result<()> {
+        let sent = self.send("sync\npoweroff -f\n");
+        let ended = sent.and_then(|()| self.qemu.wait(Instant::now() + limit));
+        match ended {
+            Ok(status) if status.success() => Ok(()),
+            Ok(status) => Err(self.qemu.explain(&anyhow!("QEMU ended with {status}"))),
+            Err(error) => Err(self.qemu.explain(&error.context("switching the guest off"))),
+        }
+    }
+
+    /// Waits until a guest that boots takes scripts.
+    fn wait_ready(&mut self) -> Result<()> {
+        self.boot_again_until_ready()
+            .context("waiting for the guest to boot")
+            .map_err(|error| self.qemu.explain(&error))
+    }
+
+    fn boot_again_until_ready(&mut self) -> Result<()> {
+        for attempt in 1..=self.options.boot_attempts {
+            let deadline = Instant::now() + self.options.boot_limit;
+            if self.wait_for(STARTED, deadline)? {
+                ensure!(self.wait_for(READY, deadline)?, "its init hangs");
+                return Ok(());
+            }
+            if attempt < self.options.boot_attempts {
+                eprintln!("guest: the kernel hangs before its init; it is started again");
+                self.monitor.execute("system_reset")?;
+            }
+        }
+        bail!("its kernel did not start the init")
+    }
+
+    /// Skips what comes before the line `wanted`, such as the end of an interrupted script;
+    /// `false` at `deadline`.
+    fn wait_for(&self, wanted: &str, deadline: Instant) -> Result<bool> {
+        loop {
+            match self.agent.poll_line(deadline)? {
+                Some(line) if line == wanted => return Ok(true),
+                Some(_) => {}
+                None => return Ok(false),
+            }
+        }
+    }
+
+    /// Sends a script without waiting for anything.
+    fn send(&mut self, script: &str) -> Result<()> {
+        ensure!(
+            script.len() <= MAX_SCRIPT_BYTES,
+            "a script for the guest has {} bytes; at most {MAX_SCRIPT_BYTES} can be sent",
+            script.len()
+        );
+        self.scripts += 1;
+        let name = self.scripts;
+        let newline = if script.ends_with('\n') { "" } else { "\n" };
+        self.agent.send(&format!("script {name}\n{script}{newline}end {name}\n"))
+    }
+
+    fn converse(&mut self, script: &str, limit: Duration, text: &mut String) -> Result<i32> {
+        let deadline = Instant::now() + limit;
+        self.send(script)?;
+        let end = format!("ringhaul-guest status {} ", self.scripts);
+        loop {
+            let line = self.agent.next_line(deadline)?;
+            if let Some(status) = line.strip_prefix(&end) {
+                // The guest starts a new line before the status, which is not the script's.
+                if text.ends_with("\n\n") || text == "\n" {
+                    text.pop();
+                }
+                return status
+                    .parse()
+                    .with_context(|| format!("the guest's exit status is not a number: {status}"));
+            }
+            if line == STARTED {
+                bail!("the guest crashed and booted again");
+            }
+            if self.options.echo {
+                println!("{line}");
+            }
+            text.push_str(&line);
+            text.push('\n');
+        }
+    }
+}
+
+fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
+    let path = folder.path().join(name);
+    let listener =
+        UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
+    // A connection that is gone when it is accepted must not block.
+    listener.set_nonblocking(true).with_context(|| format!("preparing {}", path.display()))?;
+    Ok(listener)
+}
+
+fn qemu_command(
+    image: &Image,
+    accelerator: Accelerator,
+    options: &VmOptions,
+    folder: &Path,
+) -> Result<Command> {
+    let qemu = find_program("qemu-system-x86_64", "qemu-system-x86")?;
+    let reconnect =
+        if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=1000" };
+    let memory = options.memory_mib;
+    // QEMU shall not outlive us, however we end.
+    let mut command = Command::new(find_program("setpriv", "util-linux")?);
+    command.args(["--pdeathsig", "KILL"]).arg(qemu);
+    command
+        .args(["-nodefaults", "-no-user-config", "-display", "none"])
+        .args(["-M", "q35,memory-backend=memory"])
+        .args(["-accel", accelerator.qemu_argument(), "-cpu", "max"])
+        .args(["-smp", &options.vcpus.to_string()])
+        .args(["-m", &format!("{memory}M")])
+        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
+        .arg("-kernel")
+        .arg(&image.kernel)
+        .arg("-initrd")
+        .arg(&image.initramfs)
+        // A guest that panics boots again at once, which is noticed; one that hangs is not.
+        .args(["-append", "console=ttyS0 loglevel=5 panic=-1 mitigations=off"])
+        .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
+        .args(socket_chardev("agent", &folder.join("agent"), ""))
+        .args(["-serial", "chardev:agent"])
+        .args(socket_chardev("monitor", &folder.join("monitor"), ""))
+        .args(["-mon", "chardev=monitor,mode=control"]);
+    for (index, disk) in options.disks.iter().enumerate() {
+        let id = format!("disk{index}");
+        command.args(socket_chardev(&id, &disk.socket, reconnect)).args([
+            "-device",
+            &format!(
+                "vhost-user-blk-pci,chardev={id},num-queues={},queue-size={}",
+                disk.num_queues, disk.queue_size
+            ),
+        ]);
+    }
+    Ok(command)
+}
+
+fn socket_chardev(id: &str, path: &Path, more: &str) -> [OsString; 2] {
+    let mut argument = OsString::from(format!("socket,id={id},path="));
+    argument.push(path);
+    if !more.is_empty() {
+        argument.push(",");
+        argument.push(more);
+    }
+    ["-chardev".into(), argument]
+}
+
+fn qemu_version(qemu: &Path) -> Result<(u32, u32)> {
+    let text = process::output(Command::new(qemu).arg("--version"))?;
+    parse_version(&text).with_context(|| format!("{} says no version: {text}", qemu.display()))
+}
+
+/// The (major, minor) in `QEMU emulator version 10.0.2 (Debian …)`.
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let (_, version) = text.split_once("version ")?;
+    let mut parts = version.split(|character: char| !character.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_qemu_are_read() {
+        let debian = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)\nCopyright";
+        assert_eq!(parse_version(debian), Some((10, 0)));
+        assert_eq!(parse_version("QEMU emulator version 8.2.2"), Some((8, 2)));
+        assert_eq!(parse_version("no such thing"), None);
+        assert!((8, 2) < RECONNECT_MS_SINCE && (10, 0) >= RECONNECT_MS_SINCE);
+    }
+
+    /// Boots with a QEMU that only writes `message` on stderr and dies of `signal`; says how often
+    /// it was started and what the error is.
+    fn boot_a_dying_qemu(message: &str, signal: &str) -> (usize, anyhow::Error) {
+        let folder = tempfile::tempdir().unwrap();
+        let starts = folder.path().join("starts");
+        let options = VmOptions { boot_attempts: 3, ..VmOptions::default() };
+        let command = |_: &Path| {
+            let mut command = Command::new("sh");
+            let script = r#"echo >>"$1"; echo "$2" >&2; kill -s "$3" $$"#;
+            command.args(["-c", script, "qemu"]).arg(&starts).args([message, signal]);
+            Ok(command)
+        };
+        let error = Vm::boot_with(&options, command).err().unwrap();
+        (std::fs::read(&starts).unwrap().len(), error)
+    }
+
+    #[test]
+    fn a_qemu_that_dies_of_tcg_is_started_again_and_no_other() {
+        let tcg = "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion \
+                   `section_index < d->map.sections_nb' failed.";
+        let (starts, error) = boot_a_dying_qemu(tcg, "ABRT");
+        assert_eq!(starts, 3);
+        assert!(error.is::<QemuCrashed>(), "{error}");
+        assert!(error.to_string().contains("sections_nb"), "{error}");
+
+        let vhost = "qemu-system-x86_64: ../hw/virtio/vhost-user.c:300: vhost_user_read: \
+                     Assertion `r == 0' failed.";
+        for (message, signal) in [(vhost, "ABRT"), (tcg, "KILL"), ("", "ABRT")] {
+            let (starts, error) = boot_a_dying_qemu(message, signal);
+            assert_eq!(starts, 1, "{message:?}, {signal}");
+            assert!(!error.is::<QemuCrashed>(), "{error}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! What end-to-end tests are made of: servers under test, and what attaches to them.
+//!
+//! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or another server for a guest,
+//! [`frontend`] is a front-end that can misbehave, [`guest`] boots real guests, and [`fuse`],
+//! [`system`] and [`kernel_trace`] change or watch the machine.
+
+pub mod cli;
+pub mod daemon;
+pub mod frontend;
+pub mod fuse;
+pub mod guest;
+pub mod kernel_trace;
+pub mod server;
+pub mod system;

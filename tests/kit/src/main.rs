@@ -1,0 +1,138 @@
+//! `cargo guest`: boots real guests by hand, as the end-to-end tests do.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+use ringhaul_kit::guest::{Accelerator, Disk, Image, Stop, Vm, VmOptions};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+#[derive(Parser)]
+#[command(name = "cargo guest", about = "Real guests with vhost-user disks")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build the kernel and initramfs of test guests, unless they are there already
+    Image {
+        /// Build them anew, with the newest kernel that apt knows
+        #[arg(long)]
+        rebuild: bool,
+    },
+    /// Boot a guest with vhost-user disks and run scripts in it; its exit status is the script's
+    Run(RunArgs),
+}
+
+#[derive(clap::Args)]
+struct RunArgs {
+    /// Socket of a vhost-user-blk back-end; again for a further disk
+    #[arg(long = "socket", value_name = "PATH")]
+    sockets: Vec<PathBuf>,
+
+    /// Shell script to run in the guest, again for a further one; without it, stdin is run
+    #[arg(long = "script", value_name = "FILE")]
+    scripts: Vec<PathBuf>,
+
+    /// Virtqueues of each disk
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    num_queues: u16,
+
+    /// Entries of each virtqueue
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    queue_size: u16,
+
+    /// Memory of the guest in MiB
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    memory_mib: u32,
+
+    /// Processors of the guest
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    vcpus: u32,
+
+    /// How to run its instructions; without it, KVM where that works
+    #[arg(long, value_name = "NAME")]
+    accelerator: Option<Accelerator>,
+
+    /// Seconds that each script may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    timeout: u64,
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(status) => status,
+        Err(error) => {
+            eprintln!("guest: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<ExitCode> {
+    match &args.command {
+        Command::Image { rebuild } => {
+            let image = if *rebuild { Image::rebuild()? } else { Image::prepare()? };
+            println!("{}", image.kernel_version);
+            println!("{}\n{}", image.kernel.display(), image.initramfs.display());
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Run(args) => run_scripts(args),
+    }
+}
+
+fn run_scripts(args: &RunArgs) -> Result<ExitCode> {
+    let scripts = read_scripts(&args.scripts)?;
+    let image = Image::prepare()?;
+    let accelerator = match args.accelerator {
+        Some(accelerator) => accelerator,
+        None => Accelerator::choose(&image)?,
+    };
+    let stop = Stop::default();
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register(signal, Stop::clone(&stop))
+            .with_context(|| format!("installing a handler for signal {signal}"))?;
+    }
+    let disks = args.sockets.iter().map(|socket| Disk {
+        socket: socket.clone(),
+        num_queues: args.num_queues,
+        queue_size: args.queue_size,
+    });
+    let options = VmOptions {
+        disks: disks.collect(),
+        memory_mib: args.memory_mib,
+        vcpus: args.vcpus,
+        echo: true,
+        stop,
+        ..VmOptions::default()
+    };
+    eprintln!("guest: {} with {accelerator}", image.kernel_version);
+    let mut vm = Vm::boot(&image, accelerator, &options)?;
+    for script in &scripts {
+        let output = vm.run(script, Duration::from_secs(args.timeout))?;
+        if output.status != 0 {
+            eprintln!("guest: the script ended with status {}", output.status);
+            return Ok(ExitCode::from(u8::try_from(output.status).unwrap_or(1)));
+        }
+    }
+    vm.power_off(Duration::from_secs(args.timeout))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn read_scripts(paths: &[PathBuf]) -> Result<Vec<String>> {
+    if paths.is_empty() {
+        let mut script = String::new();
+        std::io::stdin().read_to_string(&mut script).context("reading a script from stdin")?;
+        return Ok(vec![script]);
+    }
+    let read = |path: &Path| {
+        std::fs::read_to_string(path)
+            .with_context(|| format!("reading the script {}", path.display()))
+    };
+    paths.iter().map(|path| read(path)).collect()
+}

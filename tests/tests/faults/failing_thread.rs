@@ -1,0 +1,96 @@
+//! An IoThread that fails: the kernel answers what it waits with by an error.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::server::Engine;
+use ringhaul_kit::system::{is_installed, may_change, thread_id};
+
+use crate::ending::Hung;
+
+for_each_engine! { the_others_end_as_by_a_signal }
+
+/// An IoThread has failed.
+const EXIT_THREAD_FAILED: i32 = 4;
+
+/// Whether the kernel's answers to a process can be replaced. Prints a message if not.
+fn can_inject() -> bool {
+    may_change("what the kernel answers") && is_installed("strace")
+}
+
+/// From now on every wait of the daemon's thread `name` fails, the one that it is in included.
+fn fail_waits(daemon: &Running, name: &str) -> Result<Running> {
+    let thread = thread_id(daemon.pid(), name)?.as_raw_nonzero().to_string();
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "strace", "-q", "-o", "/dev/null", "-p", &thread]);
+    command.args(["-e", "inject=/^(epoll_p?wait2?|io_uring_enter)$:error=EBADF"]);
+    Running::start(&mut command)
+}
+
+fn the_others_end_as_by_a_signal(engine: Engine) -> Result<()> {
+    if !can_inject() {
+        return Ok(());
+    }
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let sockets = ["failing", "healthy"].map(|name| scene.socket(name));
+    let files = ["failing.img", "healthy.img"].map(|name| scene.disk(name, 16 << 20));
+    let mut command = ringhaul()?;
+    command.args(["serve", "--iothreads", "2", "--engine", &engine.to_string()]);
+    for (socket, file) in sockets.iter().zip(files) {
+        let export = format!("socket-path={},blk-file={}", socket.display(), file?.display());
+        // Queue 1 would be on the other IoThread.
+        let thread = usize::from(socket != &sockets[0]);
+        command.args(["--export", &format!("{export},iothread={thread}")]);
+    }
+    let mut daemon = Running::serve(&mut command)?;
+    let mut failing = Frontend::attach(&sockets[0], &Setup::default())?;
+    let mut healthy = Frontend::attach(&sockets[1], &Setup::default())?;
+    failing.write(0, 8, &[1; 4096])?;
+    healthy.write(0, 8, &[2; 4096])?;
+    let _strace = fail_waits(&daemon, "iothread-0")?;
+    let line = daemon.wait_for("iothread-0 has ended: ")?;
+    ensure!(line.contains("the queues that it served are lost"), "{line}");
+    daemon.wait_for("an IoThread has failed: finishing requests")?;
+    for mut frontend in [failing, healthy] {
+        frontend.channel.wait_closed().context("a connection is left")?;
+    }
+    daemon.finish()?.expect_code(EXIT_THREAD_FAILED)?;
+    for socket in sockets {
+        ensure!(!socket.exists(), "{} is left behind", socket.display());
+    }
+    let disk = std::fs::read(scene.path("healthy.img"))?;
+    ensure!(disk[4096..8192] == [2; 4096], "what was written is not on the disk");
+    Ok(())
+}
+
+/// What another IoThread has taken is finished, and its driver sees it. The second queue of that
+/// driver is on the IoThread that fails.
+fn requests_of_others_are_finished(engine: &str) -> Result<()> {
+    if !can_inject() {
+        return Ok(());
+    }
+    let Some(mut hung) = Hung::with(engine, &["--iothreads", "2"])? else {
+        return Ok(());
+    };
+    hung.wait_taken()?;
+    let _strace = fail_waits(&hung.daemon, "iothread-1")?;
+    hung.daemon.wait_for("an IoThread has failed: finishing requests")?;
+    hung.healthy.channel.wait_closed().context("the export of the IoThread that failed")?;
+    let (finished, mut frontend) = hung.thaw()?;
+    finished.expect_code(EXIT_THREAD_FAILED)?;
+    ensure!(frontend.rings[0].wait_used()?.head == 3, "the write was not answered");
+    Ok(())
+}
+
+#[test]
+fn requests_of_others_are_finished_with_io_uring() -> Result<()> {
+    requests_of_others_are_finished("io_uring")
+}
+
+#[test]
+fn requests_of_others_are_finished_with_threads() -> Result<()> {
+    requests_of_others_are_finished("threads")
+}

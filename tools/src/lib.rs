@@ -1,0 +1,4 @@
+//! What `xtask`, the lab and the end-to-end tests share, so that none of them depends on another.
+
+pub mod process;
+pub mod workspace;

@@ -1,0 +1,268 @@
+//! `cargo xtask lines`: how much of the tree is product, how much proves it, how much are tools.
+//!
+//! A line counts if there is code on it: blank lines, comments and documentation do not. Tests of
+//! units and what only the simulation or a model checker compiles are proof, wherever they stand.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use proc_macro2::{TokenStream, TokenTree};
+use ringhaul_tools::workspace;
+use syn::spanned::Spanned;
+use syn::{Attribute, Item, Meta};
+
+use crate::tidy::walk;
+
+/// Options of `cargo xtask lines`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Also count these revisions
+    revisions: Vec<String>,
+}
+
+/// What a line is there for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    Product,
+    Proof,
+    Tools,
+    /// Texts for people; all of their lines count.
+    Documents,
+    /// Results of measurements; all of their lines count.
+    Data,
+}
+
+const PARTS: [(Part, &str); 5] = [
+    (Part::Product, "product"),
+    (Part::Proof, "proof"),
+    (Part::Tools, "tools"),
+    (Part::Documents, "documents"),
+    (Part::Data, "data"),
+];
+
+/// Folders and what they are; the first that fits decides. `*` is any name.
+const FOLDERS: &[(&str, Part)] = &[
+    ("crates/sim/", Part::Proof),
+    ("crates/bench/src/", Part::Tools),
+    ("crates/*/src/", Part::Product),
+    ("crates/*/tests/", Part::Proof),
+    ("crates/*/examples/", Part::Tools),
+    ("tests/", Part::Proof),
+    ("fuzz/", Part::Proof),
+    ("lab/", Part::Tools),
+    ("tools/", Part::Tools),
+    ("xtask/", Part::Tools),
+];
+
+/// What stands in a `cfg` of code that the daemon does not have.
+const PROOF_CFGS: &[&str] = &["test", "sim", "ringhaul_sim", "loom", "shuttle", "driver"];
+
+/// Lines of each part.
+type Counts = BTreeMap<Part, usize>;
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let mut trees = Vec::new();
+    for revision in &args.revisions {
+        let folder = tempfile::tempdir().context("making a temporary folder")?;
+        extract(revision, folder.path())?;
+        trees.push((revision.as_str(), count(folder.path())?));
+    }
+    trees.push(("here", count(workspace::root())?));
+    print!("{:<12}", "lines");
+    PARTS.iter().for_each(|(_, name)| print!("{name:>11}"));
+    println!();
+    for (name, counts) in &trees {
+        print!("{name:<12}");
+        PARTS.iter().for_each(|(part, _)| print!("{:>11}", counts.get(part).unwrap_or(&0)));
+        println!();
+    }
+    Ok(())
+}
+
+fn extract(revision: &str, folder: &Path) -> Result<()> {
+    let mut archive = Command::new("git")
+        .current_dir(workspace::root())
+        .args(["archive", revision])
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("running git archive")?;
+    let content = archive.stdout.take().context("git archive has no output")?;
+    let status = Command::new("tar").arg("-x").current_dir(folder).stdin(content).status()?;
+    let archived = archive.wait().context("waiting for git archive")?.success();
+    ensure!(archived && status.success(), "git has no revision {revision}");
+    Ok(())
+}
+
+fn count(root: &Path) -> Result<Counts> {
+    let mut paths = Vec::new();
+    walk(root, &mut paths)?;
+    let mut counts = Counts::new();
+    let mut rust = BTreeMap::new();
+    for path in paths {
+        let Ok(text) = std::fs::read_to_string(&path) else { continue };
+        let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("rs") => {
+                rust.insert(name, text);
+            }
+            Some("md") => *counts.entry(Part::Documents).or_default() += text.lines().count(),
+            Some("json") if !name.starts_with("contrib/") => {
+                *counts.entry(Part::Data).or_default() += text.lines().count();
+            }
+            Some("sh") => {
+                let lines = text.lines().map(str::trim);
+                let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).count();
+                let part = part_of(&name).unwrap_or(Part::Tools);
+                *counts.entry(part).or_default() += lines;
+            }
+            _ => {}
+        }
+    }
+    let proof = modules_of_proof(&rust);
+    for (name, text) in &rust {
+        let Some(part) = part_of(name) else { continue };
+        let is_proof = |start: &String| name.starts_with(start.as_str());
+        let part = if proof.iter().any(is_proof) { Part::Proof } else { part };
+        let (own, tests) = split(text);
+        *counts.entry(part).or_default() += own;
+        // Tests of a tool prove the tool.
+        let part = if part == Part::Tools { Part::Tools } else { Part::Proof };
+        *counts.entry(part).or_default() += tests;
+    }
+    Ok(counts)
+}
+
+fn part_of(name: &str) -> Option<Part> {
+    FOLDERS.iter().find(|(folder, _)| is_below(folder, name)).map(|(_, part)| *part)
+}
+
+/// Whether `name` is below `folder`, whose `*` stands for one name.
+fn is_below(folder: &str, name: &str) -> bool {
+    let mut parts = name.split('/');
+    folder
+        .trim_end_matches('/')
+        .split('/')
+        .all(|wanted| parts.next().is_some_and(|part| wanted == "*" || wanted == part))
+}
+
+/// How the paths of modules begin that are declared behind a `cfg` of [`PROOF_CFGS`].
+fn modules_of_proof(rust: &BTreeMap<String, String>) -> Vec<String> {
+    let mut modules = Vec::new();
+    for (name, text) in rust {
+        let Ok(file) = syn::parse_file(text) else { continue };
+        let path = PathBuf::from(name);
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let mut folder = path.parent().unwrap_or(Path::new("")).to_path_buf();
+        if !["lib", "main", "mod"].contains(&stem.as_str()) {
+            folder.push(stem);
+        }
+        for item in &file.items {
+            if let Item::Mod(module) = item
+                && module.content.is_none()
+                && module.attrs.iter().any(is_proof)
+            {
+                let start = folder.join(module.ident.to_string()).to_string_lossy().into_owned();
+                modules.extend([format!("{start}.rs"), format!("{start}/")]);
+            }
+        }
+    }
+    modules
+}
+
+/// Whether an attribute is a `cfg` that the daemon does not meet.
+fn is_proof(attribute: &Attribute) -> bool {
+    let Meta::List(list) = &attribute.meta else { return false };
+    list.path.is_ident("cfg") && names_proof(list.tokens.clone())
+}
+
+/// Whether there is one of [`PROOF_CFGS`] in a condition, outside of what it denies.
+fn names_proof(condition: TokenStream) -> bool {
+    let mut denied = false;
+    condition.into_iter().any(|token| {
+        let is_denied = std::mem::take(&mut denied);
+        match token {
+            TokenTree::Ident(name) => {
+                denied = name == "not";
+                PROOF_CFGS.iter().any(|proof| name == proof)
+            }
+            TokenTree::Literal(value) => PROOF_CFGS.contains(&value.to_string().trim_matches('"')),
+            TokenTree::Group(group) => !is_denied && names_proof(group.stream()),
+            TokenTree::Punct(_) => false,
+        }
+    })
+}
+
+/// Lines of code of a file, and of them those behind a `cfg` of [`PROOF_CFGS`].
+fn split(text: &str) -> (usize, usize) {
+    let mut behind = Vec::new();
+    if let Ok(file) = syn::parse_file(text) {
+        let of_proof = file.items.iter().filter(|item| attributes(item).iter().any(is_proof));
+        behind.extend(of_proof.map(|item| {
+            let first = attributes(item).iter().map(|attribute| attribute.span().start().line);
+            let start = first.min().unwrap_or_else(|| item.span().start().line);
+            start..=item.span().end().line
+        }));
+    }
+    let code = text.lines().enumerate().filter(|(_, line)| {
+        let line = line.trim();
+        !line.is_empty() && !line.starts_with("//")
+    });
+    let (tests, own): (Vec<usize>, Vec<usize>) = code
+        .map(|(index, _)| index + 1)
+        .partition(|number| behind.iter().any(|lines| lines.contains(number)));
+    (own.len(), tests.len())
+}
+
+fn attributes(item: &Item) -> &[Attribute] {
+    match item {
+        Item::Mod(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        Item::Const(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_decide_what_a_file_is() {
+        assert_eq!(part_of("crates/blockio/src/op.rs"), Some(Part::Product));
+        assert_eq!(part_of("crates/bench/src/job.rs"), Some(Part::Tools));
+        assert_eq!(part_of("crates/virtqueue/tests/it/main.rs"), Some(Part::Proof));
+        assert_eq!(part_of("build.rs"), None);
+    }
+
+    #[test]
+    fn comments_and_tests_are_no_product() {
+        let text = "//! Doc.\n\n// Why.\nfn a() {}\n\n#[cfg(test)]\nmod tests {\n    // x\n}\n";
+        assert_eq!(split(text), (1, 3));
+        let text = "#[cfg(not(ringhaul_sim))]\nfn a() {}\n#[cfg(ringhaul_sim)]\nfn a() {}\n";
+        assert_eq!(split(text), (2, 2));
+    }
+
+    #[test]
+    fn modules_for_tests_are_proof() {
+        let text = "#[cfg(all(test, not(loom)))]\nmod kernel_tests;\n#[cfg(feature = \"sim\")]\n\
+                    pub mod sim;\nmod aio;\n";
+        let rust = BTreeMap::from([("crates/a/src/engine.rs".to_owned(), text.to_owned())]);
+        assert_eq!(
+            modules_of_proof(&rust),
+            [
+                "crates/a/src/engine/kernel_tests.rs",
+                "crates/a/src/engine/kernel_tests/",
+                "crates/a/src/engine/sim.rs",
+                "crates/a/src/engine/sim/",
+            ]
+        );
+    }
+}

@@ -1,0 +1,359 @@
+//! The floors of each crate: no import points upward, and none leads back to where it started.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proc_macro2::Span;
+use syn::visit::{self, Visit};
+use syn::{File, Item, ItemMod, ItemUse, UseTree};
+
+use super::rust::is_cfg_test;
+use super::tables::{self, Floors};
+use super::{Problem, Source};
+
+/// Where the rows of the table are.
+const TABLE: &str = "xtask/src/tidy/tables.rs";
+
+/// A module by its path within the crate; empty is the crate's root.
+type Path = Vec<String>;
+
+/// Checks each crate that has a table of floors. `sources` is the whole tree.
+pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
+    tables::FLOORS.iter().flat_map(|floors| check_crate(floors, sources)).collect()
+}
+
+fn check_crate(floors: &Floors, sources: &[Source]) -> Vec<Problem> {
+    let modules = modules_of(floors.folder, sources);
+    let mut problems = Vec::new();
+    let floor_of: BTreeMap<&str, u32> = floors
+        .modules
+        .iter()
+        .flat_map(|&(floor, names)| names.iter().map(move |&name| (name, floor)))
+        .collect();
+    for name in floor_of.keys().filter(|name| !modules.contains_key(&path_of(name))) {
+        problems.push(Problem {
+            file: TABLE.to_owned(),
+            line: 1,
+            what: format!("`{name}` of {} has a floor", floors.folder),
+            advice: "there is no such module: take the row out".to_owned(),
+        });
+    }
+    let mut drawing = BTreeMap::new();
+    for (path, module) in modules.iter().filter(|(path, _)| !path.is_empty()) {
+        let name = path.join("::");
+        let Some(&floor) = floor_of.get(name.as_str()) else {
+            let advice = format!("give it one in {TABLE}, above all that it imports");
+            problems.push(module.source.problem(1, format!("`{name}` has no floor"), advice));
+            continue;
+        };
+        let mut targets = BTreeSet::new();
+        for (line, target) in module.imports(path, &modules) {
+            let other = target.join("::");
+            match floor_of.get(other.as_str()) {
+                Some(&above) if above > floor => {
+                    let what = format!("`{name}` (floor {floor}) imports `{other}` ({above})");
+                    let advice = "import what is below, and move down what both need";
+                    problems.push(module.source.problem(line, what, advice));
+                }
+                None if target.is_empty() => {
+                    let what = format!("`{name}` imports from the crate's root");
+                    let advice = "import from the module that has it";
+                    problems.push(module.source.problem(line, what, advice));
+                }
+                _ => {}
+            }
+            targets.insert(target);
+        }
+        drawing.insert(path.clone(), targets);
+    }
+    problems.extend(circle(&drawing).map(|circle| {
+        let names: Vec<String> = circle.iter().map(|path| path.join("::")).collect();
+        let source = modules[&circle[0]].source;
+        let what = format!("modules import each other: {}", names.join(" > "));
+        source.problem(1, what, "move down what they both need")
+    }));
+    problems
+}
+
+fn path_of(name: &str) -> Path {
+    name.split("::").map(ToOwned::to_owned).collect()
+}
+
+/// A file, and what it imports.
+struct Module<'a> {
+    source: &'a Source,
+    /// Paths as they are written, `crate` and `super` resolved as far as can be: the module that
+    /// they start from, and the rest.
+    paths: Vec<(usize, Path, Path)>,
+}
+
+impl Module<'_> {
+    /// The modules that are imported from. The first part of a path may also be a crate's name,
+    /// which no module has.
+    fn imports(&self, own: &Path, modules: &BTreeMap<Path, Module<'_>>) -> Vec<(usize, Path)> {
+        let mut imports = Vec::new();
+        for (line, start, rest) in &self.paths {
+            let mut target = start.clone();
+            for part in rest {
+                target.push(part.clone());
+                if !modules.contains_key(&target) {
+                    target.pop();
+                    break;
+                }
+            }
+            // What starts here and finds no module of ours is an item of this file, or a crate.
+            if target != *own {
+                imports.push((*line, target));
+            }
+        }
+        imports
+    }
+}
+
+/// The modules of a crate that are no tests.
+fn modules_of<'a>(folder: &str, sources: &'a [Source]) -> BTreeMap<Path, Module<'a>> {
+    let mut modules = BTreeMap::new();
+    let mut tests = Vec::new();
+    for source in sources {
+        let Some(inner) = source.path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'))
+        else {
+            continue;
+        };
+        let Some(name) = inner.strip_suffix(".rs") else { continue };
+        let path: Path = match name {
+            "lib" | "main" => Path::new(),
+            name => name.trim_end_matches("/mod").split('/').map(ToOwned::to_owned).collect(),
+        };
+        // What is no Rust is another rule's concern.
+        let Ok(file) = syn::parse_file(&source.text) else { continue };
+        tests.extend(test_modules(&file).map(|name| {
+            let mut test = path.clone();
+            test.push(name);
+            test
+        }));
+        let mut paths = Paths { own: path.clone(), inner: 0, found: Vec::new() };
+        paths.visit_file(&file);
+        modules.insert(path, Module { source, paths: paths.found });
+    }
+    modules.retain(|path, _| !tests.iter().any(|test| path.starts_with(test)));
+    modules
+}
+
+/// Modules that are there for tests only.
+fn test_modules(file: &File) -> impl Iterator<Item = String> {
+    file.items.iter().filter_map(|item| match item {
+        Item::Mod(module) if module.attrs.iter().any(is_cfg_test) => Some(module.ident.to_string()),
+        _ => None,
+    })
+}
+
+/// Collects the paths of a file that may lead to other modules of its crate.
+struct Paths {
+    own: Path,
+    /// How many modules within the file the walk is in.
+    inner: usize,
+    found: Vec<(usize, Path, Path)>,
+}
+
+impl Paths {
+    fn add(&mut self, span: Span, parts: &[String], in_use: bool) {
+        let mut start = self.own.clone();
+        // What a module within the file calls `super` is the file.
+        let mut inner = self.inner;
+        let mut rest = parts;
+        let first = rest.first().map(String::as_str);
+        match first {
+            Some("crate") => {
+                start.clear();
+                rest = &rest[1..];
+            }
+            Some("super" | "self") => {
+                while let Some(first) = rest.first() {
+                    match first.as_str() {
+                        "super" if inner > 0 => inner -= 1,
+                        "super" => drop(start.pop()),
+                        "self" => {}
+                        _ => break,
+                    }
+                    rest = &rest[1..];
+                }
+            }
+            // A child, maybe.
+            _ if in_use && self.inner == 0 => {}
+            _ => return,
+        }
+        if inner == 0 || first == Some("crate") {
+            self.found.push((span.start().line, start, rest.to_vec()));
+        }
+    }
+
+    fn add_tree(&mut self, tree: &UseTree, parts: &mut Vec<String>) {
+        match tree {
+            UseTree::Path(path) => {
+                parts.push(path.ident.to_string());
+                self.add_tree(&path.tree, parts);
+                parts.pop();
+            }
+            UseTree::Group(group) => {
+                group.items.iter().for_each(|item| self.add_tree(item, parts));
+            }
+            UseTree::Name(name) => self.add_leaf(name.ident.span(), name.ident.to_string(), parts),
+            UseTree::Rename(name) => {
+                self.add_leaf(name.ident.span(), name.ident.to_string(), parts);
+            }
+            UseTree::Glob(glob) => self.add(glob.star_token.spans[0], parts, true),
+        }
+    }
+
+    fn add_leaf(&mut self, span: Span, name: String, parts: &mut Vec<String>) {
+        // `a::{self}` is `a`.
+        let is_self = name == "self" && !parts.is_empty();
+        if !is_self {
+            parts.push(name);
+        }
+        self.add(span, parts, true);
+        if !is_self {
+            parts.pop();
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Paths {
+    fn visit_item_mod(&mut self, module: &'ast ItemMod) {
+        if !module.attrs.iter().any(is_cfg_test) {
+            self.inner += 1;
+            visit::visit_item_mod(self, module);
+            self.inner -= 1;
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        self.add_tree(&item.tree, &mut Vec::new());
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let parts: Vec<String> =
+            path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+        if let Some(first) = path.segments.first() {
+            self.add(first.ident.span(), &parts, false);
+        }
+        visit::visit_path(self, path);
+    }
+
+    // `pub(in path)` is no import.
+    fn visit_visibility(&mut self, _: &'ast syn::Visibility) {}
+}
+
+/// Modules that lead from the first back to it, if there are any.
+fn circle(drawing: &BTreeMap<Path, BTreeSet<Path>>) -> Option<Vec<Path>> {
+    let mut done = BTreeSet::new();
+    drawing.keys().find_map(|start| walk(start, drawing, &mut Vec::new(), &mut done))
+}
+
+fn walk(
+    path: &Path,
+    drawing: &BTreeMap<Path, BTreeSet<Path>>,
+    way: &mut Vec<Path>,
+    done: &mut BTreeSet<Path>,
+) -> Option<Vec<Path>> {
+    if let Some(place) = way.iter().position(|other| other == path) {
+        let mut circle = way[place..].to_vec();
+        circle.push(path.clone());
+        return Some(circle);
+    }
+    if done.contains(path) {
+        return None;
+    }
+    way.push(path.clone());
+    let targets = drawing.get(path).into_iter().flatten();
+    let found = targets.into_iter().find_map(|target| walk(target, drawing, way, done));
+    way.pop();
+    done.insert(path.clone());
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::workspace;
+    use super::*;
+
+    const FLOORS: Floors =
+        Floors { folder: "a/src", modules: &[(0, &["ground"]), (1, &["op", "op::slot"])] };
+
+    /// What is found in a crate of these files.
+    fn found(files: &[(&str, &str)]) -> Vec<String> {
+        let source = |&(path, text): &(&str, &str)| Source {
+            path: format!("a/src/{path}"),
+            text: text.to_owned(),
+        };
+        let mut sources: Vec<Source> = files.iter().map(source).collect();
+        for path in ["ground.rs", "op.rs", "op/slot.rs"] {
+            if !files.iter().any(|(other, _)| *other == path) {
+                sources.push(source(&(path, "")));
+            }
+        }
+        let problems = check_crate(&FLOORS, &sources);
+        problems.iter().map(|problem| format!("{}: {}", problem.file, problem.what)).collect()
+    }
+
+    #[test]
+    fn an_import_from_below_or_beside_is_right() {
+        let op = "use crate::ground::{self, Thing};\nuse std::fmt;\nuse slot::Slot;\n";
+        assert_eq!(found(&[("op.rs", op), ("op/slot.rs", "use crate::ground;")]), [""; 0]);
+    }
+
+    #[test]
+    fn an_import_from_above_is_wrong_however_it_is_written() {
+        for text in [
+            "use crate::op::Op;",
+            "use crate::{op};",
+            "use super::op::{slot::Slot as _};",
+            "pub(crate) use crate::op::*;",
+            "fn a() { crate::op::run(); }",
+            "fn a(op: super::op::Op) {}",
+            "mod b { use super::super::op::Op; }",
+            "#[cfg(feature = \"sim\")]\nuse crate::op::Op;",
+        ] {
+            let problems = found(&[("ground.rs", text)]);
+            assert_eq!(problems.len(), 1, "{text}: {problems:?}");
+            assert!(problems[0].starts_with("a/src/ground.rs: `ground` (floor 0) imports `op"));
+        }
+    }
+
+    #[test]
+    fn what_tests_import_does_not_matter() {
+        let tests = "#[cfg(test)]\nmod tests { use crate::op::Op; use crate::Root; }";
+        assert_eq!(found(&[("ground.rs", tests)]), [""; 0]);
+        let ground = "#[cfg(all(test, unix))]\nmod more;\nmod own { struct A; }";
+        let files = [("ground.rs", ground), ("ground/more.rs", "use crate::op::Op;")];
+        assert_eq!(found(&files), [""; 0]);
+    }
+
+    #[test]
+    fn modules_of_one_floor_may_not_import_each_other() {
+        let files = [("op.rs", "use slot::Slot;"), ("op/slot.rs", "use super::Op;")];
+        let what = "a/src/op.rs: modules import each other: op > op::slot > op";
+        assert_eq!(found(&files), [what]);
+    }
+
+    #[test]
+    fn nothing_is_imported_from_the_root() {
+        let what = "a/src/ground.rs: `ground` imports from the crate's root";
+        assert_eq!(found(&[("ground.rs", "use crate::Io;")]), [what]);
+    }
+
+    #[test]
+    fn the_table_is_complete_and_has_no_dead_rows() {
+        let what = "a/src/new.rs: `new` has no floor";
+        assert_eq!(found(&[("new.rs", ""), ("lib.rs", "pub use crate::op::Op;")]), [what]);
+        let none = check_crate(&FLOORS, &[]);
+        assert_eq!(none.len(), 3);
+        assert!(none[0].what.contains("has a floor") && none[0].file == TABLE);
+    }
+
+    #[test]
+    fn every_crate_of_the_table_is_in_the_tree() {
+        for floors in tables::FLOORS {
+            assert!(workspace::root().join(floors.folder).is_dir(), "{}", floors.folder);
+        }
+    }
+}
