@@ -244,6 +244,12 @@ impl Slots {
         stats: &Stats,
     ) -> Option<TaskKey> {
         let slot = self.slots.0.get_mut(index as usize)?;
+        // Invariant 4. A second completion would be taken for that of the next op in this slot.
+        assert!(
+            matches!(slot.state, State::Pending | State::Abandoned),
+            "slot {index} completes with {result} and is {:?}: an op completes once",
+            slot.state
+        );
         let op = slot.op.as_ref()?;
         let times = Times { submitted: slot.submitted, now };
         op.file.answered(op.kind, slot.tracked, result, times);
@@ -266,7 +272,7 @@ impl Slots {
                 self.release(index);
                 None
             }
-            State::Free | State::Done(_) => None,
+            State::Free | State::Done(_) => unreachable!("asserted above"),
         }
     }
 

@@ -17,7 +17,7 @@ for_each_engine! { the_others_end_as_by_a_signal }
 const EXIT_THREAD_FAILED: i32 = 4;
 
 /// Whether the kernel's answers to a process can be replaced. Prints a message if not.
-fn can_inject() -> bool {
+pub(crate) fn can_inject() -> bool {
     may_change("what the kernel answers") && is_installed("strace")
 }
 

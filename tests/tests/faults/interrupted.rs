@@ -1,0 +1,30 @@
+//! System calls that a signal ends before they have done anything.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul_under};
+use ringhaul_kit::frontend::{Frontend, Setup};
+
+use crate::failing_thread::can_inject;
+
+/// The daemon finds out by an op whether Linux AIO has flushes. If a signal interrupts its wait for
+/// the event of that op, and it gave up, the event would be taken for that of the first request.
+#[test]
+fn an_event_of_the_set_up_is_not_taken_for_that_of_a_request() -> Result<()> {
+    if !can_inject() {
+        return Ok(());
+    }
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (socket, file) = (scene.socket("disk.sock"), scene.disk("disk.img", 1 << 20)?);
+    let strace = ["setpriv", "--pdeathsig", "KILL", "strace", "-f", "-q", "-o", "/dev/null"];
+    let interrupt = ["-e", "inject=io_getevents:error=EINTR:when=1"];
+    let mut command = ringhaul_under(&[&strace[..], &interrupt].concat())?;
+    command.arg("serve").arg("--socket-path").arg(&socket).arg("--blk-file").arg(&file);
+    let _daemon = Running::serve(command.args(["--engine", "aio"]))?;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    for (sector, byte) in [(0, 1), (8, 2), (16, 3)] {
+        let data = [byte; 4096];
+        frontend.write(0, sector, &data)?;
+        ensure!(frontend.read(0, sector, 4096)? == data, "sector {sector} has something else");
+    }
+    Ok(())
+}
