@@ -89,20 +89,27 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let interrupt = Interrupt::install()?;
     let copy = Copy::new()?;
     copy.check_suites(&mutants, &interrupt)?;
-    let mut survivors = Vec::new();
+    let mut left = Vec::new();
     for mutant in &mutants {
         let start = Instant::now();
         copy.restore()?;
         git_apply(&copy.tree, &mutant.path, &[])?;
-        let caught = copy.is_caught(mutant, args.seeds, &interrupt)?;
-        let (verdict, seconds) = (if caught { "caught " } else { "SURVIVED" }, start.elapsed());
+        // One that could not be decided says nothing of the others.
+        let verdict = copy.is_caught(mutant, args.seeds, &interrupt);
+        interrupt.check()?;
         let Mutant { name, breaks, suite, .. } = mutant;
-        println!("{verdict} {name:<28} {:>5.1} s  by {suite}: {breaks}", seconds.as_secs_f64());
-        if !caught {
-            survivors.push(name.as_str());
+        let seconds = start.elapsed().as_secs_f64();
+        let verdict = match verdict {
+            Ok(true) => "caught".to_owned(),
+            Ok(false) => "SURVIVED".to_owned(),
+            Err(error) => format!("UNDECIDED ({error:#})"),
+        };
+        println!("{verdict:<8} {name:<28} {seconds:>5.1} s  by {suite}: {breaks}");
+        if verdict != "caught" {
+            left.push(name.as_str());
         }
     }
-    ensure!(survivors.is_empty(), "nobody noticed: {}", survivors.join(", "));
+    ensure!(left.is_empty(), "not caught: {}", left.join(", "));
     println!("mutants: {} of {} caught", mutants.len(), mutants.len());
     Ok(())
 }
