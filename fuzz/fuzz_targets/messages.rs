@@ -25,6 +25,7 @@ use ringhaul::control::{Control, ExportSetup};
 use ringhaul::export::Endpoint;
 use ringhaul::io_threads::IoThreads;
 use ringhaul::memory_limits::MemoryLimits;
+use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_fuzz::{Input, has_thread, memfd, open_descriptors};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -83,7 +84,13 @@ fn run(threads: &IoThreads, mut input: Input) {
     let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
     let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
     let (sender, ended) = channel();
+    let spec = ExportSpec {
+        endpoint: EndpointSpec::Fd(3),
+        disk: DiskSpec::Null { size_bytes: 1 << 20 },
+        settings: ExportSettings::default(),
+    };
     let export = ExportSetup {
+        spec,
         log,
         device,
         endpoint: Endpoint::Connection(theirs),
@@ -91,7 +98,8 @@ fn run(threads: &IoThreads, mut input: Input) {
         limits: MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::Sealable),
     };
     let ended_of_thread = move || sender.send(()).expect("somebody waits");
-    let control = Control::start(vec![export], ended_of_thread).expect("a control thread");
+    let control = Control::start(ended_of_thread).expect("a control thread");
+    control.serve(vec![export]).expect("an export");
     let guest = FrontEnd::new();
     let stops_early = input.u8() & 1 != 0;
     for _ in 0..MESSAGES_MAX {

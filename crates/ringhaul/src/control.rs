@@ -1,36 +1,33 @@
 //! The control thread: one for all exports. It takes front-ends in and drives their sessions.
 //!
 //! It sleeps in `poll` and never waits for anything else, so that a slow disk behind one export
-//! delays the front-ends of no other.
+//! delays the front-ends of no other. Exports come and go by orders, each of which it answers.
 
 mod export;
+mod exports;
 
 use std::io::IoSlice;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Wake, Waker};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::Remote;
-use device::Device;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use device::{Answer, Device, Pending};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
-use rustix::io::Errno;
 
-use crate::descriptor_limit;
+use crate::command::{CommandError, ExportStatus};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
-use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
-use export::{ACCEPT_PAUSE, Export};
-
-/// How often the log says what keeps exports from ending.
-const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+use crate::spec::ExportSpec;
+use exports::Exports;
 
 /// One device and where its front-ends come from.
 pub struct ExportSetup {
+    /// What it was asked to be. Its name must be nobody else's.
+    pub spec: ExportSpec,
     /// Its place in the log.
     pub log: Arc<ExportLog>,
     /// The device.
@@ -43,54 +40,59 @@ pub struct ExportSetup {
     pub limits: MemoryLimits,
 }
 
-/// All exports and the thread that controls them.
-pub struct Control {
-    orders: Arc<Orders>,
-    thread: Option<JoinHandle<()>>,
+type Answered<T> = std::result::Result<T, CommandError>;
+
+/// What the control thread is asked to do.
+enum Order {
+    /// To keep the names of exports while these are opened.
+    Reserve(Vec<ExportSpec>, Answer<Answered<()>>),
+    /// To forget them: they will not be served.
+    Release(Vec<String>),
+    Serve(Vec<ExportSetup>, Answer<Answered<()>>),
+    Remove(String, Answer<Answered<ExportStatus>>),
+    Show(Answer<Vec<ExportStatus>>),
+    Stop,
+    Abandon,
 }
 
-/// The commands of the control thread.
-struct Orders {
-    wake: OwnedFd,
-    stop: AtomicBool,
-    abandon: AtomicBool,
-}
+/// The eventfd that wakes the control thread.
+struct Alarm(OwnedFd);
 
-impl Orders {
-    fn wake_thread(&self) {
+impl Alarm {
+    fn ring(&self) {
         // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
         // counter means that the thread is awake already.
-        let _ = rustix::io::writev(&self.wake, &[IoSlice::new(&1_u64.to_ne_bytes())]);
+        let _ = rustix::io::writev(&self.0, &[IoSlice::new(&1_u64.to_ne_bytes())]);
     }
 }
 
-impl Wake for Orders {
+impl Wake for Alarm {
     fn wake(self: Arc<Self>) {
-        self.wake_thread();
+        self.ring();
     }
+}
+
+/// The thread that controls all exports. When this is dropped, they stop.
+pub struct Control {
+    orders: mpsc::Sender<Order>,
+    alarm: Arc<Alarm>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Control {
-    /// Starts serving. `ended` is called when the last export has ended.
+    /// Starts the thread. It ends, and `ended` is called, when the last export has ended otherwise
+    /// than by [`remove`](Self::remove), or all have been stopped.
     ///
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
-    pub fn start(exports: Vec<ExportSetup>, ended: impl FnOnce() + Send + 'static) -> Result<Self> {
+    pub fn start(ended: impl FnOnce() + Send + 'static) -> Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .context("cannot create an eventfd")?;
-        let (stop, abandon) = (AtomicBool::new(false), AtomicBool::new(false));
-        let orders = Arc::new(Orders { wake, stop, abandon });
-        let waker = Waker::from(Arc::clone(&orders));
-        let share = descriptor_limit::share(exports.len());
-        let exports = exports.into_iter().map(|setup| Export::new(setup, &waker, share)).collect();
-        let mut exports = Exports {
-            list: exports,
-            orders: Arc::clone(&orders),
-            stopping: None,
-            reported: None,
-            poll_errors: LogLimit::default(),
-        };
+        let alarm = Arc::new(Alarm(wake));
+        let (orders, received) = mpsc::channel();
+        let waker = Waker::from(Arc::clone(&alarm));
+        let mut exports = Exports::new(received, Arc::clone(&alarm), waker);
         let ended = OnDrop(Some(ended));
         let thread = std::thread::Builder::new()
             .name("ringhaul-control".into())
@@ -101,27 +103,109 @@ impl Control {
                 drop(exports);
             })
             .context("cannot start the control thread")?;
-        Ok(Self { orders, thread: Some(thread) })
+        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Keeps the names of exports for whoever opens them now. They are free again when what this
+    /// returns is dropped.
+    ///
+    /// # Errors
+    ///
+    /// When a name is taken.
+    pub(crate) fn reserve(&self, specs: &[ExportSpec]) -> Answered<Reservation<'_>> {
+        self.ask(|answer| Order::Reserve(specs.to_vec(), answer))??;
+        Ok(Reservation { control: self, names: specs.iter().map(ExportSpec::name).collect() })
+    }
+
+    /// Begins to serve exports.
+    ///
+    /// # Errors
+    ///
+    /// When they are to stop already.
+    pub fn serve(&self, exports: Vec<ExportSetup>) -> Answered<()> {
+        self.ask(|answer| Order::Serve(exports, answer))?
+    }
+
+    /// Ends an export, as [`begin_stop`](Self::begin_stop) does with all, and waits for that.
+    ///
+    /// # Errors
+    ///
+    /// When there is none of this name, or it is stopping already.
+    pub(crate) fn remove(&self, name: String) -> Answered<ExportStatus> {
+        self.ask(|answer| Order::Remove(name, answer))?
+    }
+
+    /// Describes the exports.
+    ///
+    /// # Errors
+    ///
+    /// When all have ended.
+    pub(crate) fn show(&self) -> Answered<Vec<ExportStatus>> {
+        self.ask(Order::Show)
     }
 
     /// Begins to disconnect all front-ends, each of which sees the end when its requests are
     /// answered, and accepts no more.
     pub fn begin_stop(&self) {
-        self.orders.stop.store(true, Ordering::SeqCst);
-        self.orders.wake_thread();
+        self.order(Order::Stop);
     }
 
     /// Gives up what has not ended: logs what that is, removes the sockets and lets the thread end
     /// while queues run. The process must end then.
-    pub fn abandon(&self) {
-        self.orders.abandon.store(true, Ordering::SeqCst);
-        self.orders.wake_thread();
+    pub(crate) fn abandon(&self) {
+        self.order(Order::Abandon);
     }
 
     /// Waits until the last export has ended.
-    pub fn join(mut self) {
-        if let Some(thread) = self.thread.take() {
+    pub fn join(&self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
             let _ = thread.join();
+        }
+    }
+
+    fn order(&self, order: Order) {
+        // A thread that has ended has nothing left to do.
+        let _ = self.orders.send(order);
+        self.alarm.ring();
+    }
+
+    fn ask<T>(&self, order: impl FnOnce(Answer<T>) -> Order) -> Answered<T> {
+        let (answer, pending) = Pending::new();
+        self.order(order(answer));
+        pending.wait().ok_or(CommandError::Ending)
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.begin_stop();
+    }
+}
+
+/// Names that are kept for exports which are being opened.
+pub(crate) struct Reservation<'a> {
+    control: &'a Control,
+    names: Vec<String>,
+}
+
+impl Reservation<'_> {
+    /// Begins to serve the exports.
+    ///
+    /// # Errors
+    ///
+    /// When they are to stop already.
+    pub(crate) fn serve(mut self, exports: Vec<ExportSetup>) -> Answered<()> {
+        // The names go over to the exports.
+        self.names.clear();
+        self.control.serve(exports)
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        if !self.names.is_empty() {
+            self.control.order(Order::Release(std::mem::take(&mut self.names)));
         }
     }
 }
@@ -134,118 +218,5 @@ impl<F: FnOnce()> Drop for OnDrop<F> {
         if let Some(call) = self.0.take() {
             call();
         }
-    }
-}
-
-/// The exports, on the control thread.
-struct Exports {
-    list: Vec<Export>,
-    orders: Arc<Orders>,
-    /// Since when all of them have been stopping.
-    stopping: Option<Instant>,
-    reported: Option<Instant>,
-    poll_errors: LogLimit,
-}
-
-/// What a descriptor in a call of `poll` belongs to.
-#[derive(Clone, Copy)]
-enum Polled {
-    Orders,
-    Listener(usize),
-    Session(usize),
-}
-
-impl Exports {
-    fn run(&mut self) {
-        loop {
-            let now = Instant::now();
-            if self.orders.abandon.load(Ordering::SeqCst) {
-                self.leave();
-                return;
-            }
-            if self.orders.stop.load(Ordering::SeqCst) && self.stopping.is_none() {
-                (self.stopping, self.reported) = (Some(now), Some(now));
-                self.list.iter_mut().for_each(Export::begin_stop);
-            }
-            self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
-            if self.list.iter().all(Export::has_ended) {
-                return;
-            }
-            self.report(now);
-            self.wait(now);
-        }
-    }
-
-    /// Sleeps until something happens, and notes for whom.
-    fn wait(&mut self, now: Instant) {
-        let deadlines = self.list.iter().filter_map(Export::deadline);
-        let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
-        let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
-        let timeout = deadlines.chain(report).chain(at_once).min().map(|deadline| {
-            let left = deadline.saturating_duration_since(now);
-            Timespec::try_from(left).unwrap_or_default()
-        });
-        let mut whose = vec![Polled::Orders];
-        let mut fds = vec![PollFd::new(&self.orders.wake, PollFlags::IN)];
-        for (index, export) in self.list.iter().enumerate() {
-            export.add_polls(index, now, &mut fds, &mut whose);
-        }
-        let polled = poll(&mut fds, timeout.as_ref());
-        let ready: Vec<(Polled, bool)> =
-            whose.into_iter().zip(fds.iter().map(|fd| !fd.revents().is_empty())).collect();
-        match polled {
-            Ok(_) => {}
-            Err(Errno::INTR) => return,
-            Err(error) => {
-                if let Some(left_out) = self.poll_errors.permit() {
-                    tracing::error!(left_out, "cannot wait for front-ends: {error}");
-                }
-                std::thread::sleep(ACCEPT_PAUSE);
-                return;
-            }
-        }
-        for (whose, _) in ready.into_iter().filter(|(_, is_ready)| *is_ready) {
-            match whose {
-                Polled::Orders => {
-                    let _ = rustix::io::read(&self.orders.wake, &mut [0; 8]);
-                    self.list.iter_mut().for_each(Export::woken);
-                }
-                Polled::Listener(index) => self.list[index].listener_is_ready = true,
-                Polled::Session(index) => self.list[index].session_is_ready = true,
-            }
-        }
-    }
-
-    /// Logs every few seconds what keeps exports from ending.
-    fn report(&mut self, now: Instant) {
-        let (Some(since), Some(reported)) = (self.stopping, self.reported) else { return };
-        if now < reported + REPORT_INTERVAL {
-            return;
-        }
-        self.reported = Some(now);
-        let seconds = (now - since).as_secs();
-        for export in self.list.iter().filter(|export| !export.has_ended()) {
-            tracing::warn!(
-                export = export.name(),
-                "still stopping after {seconds} s: {}; a second signal ends the daemon at once",
-                export.what_is_left()
-            );
-        }
-    }
-
-    /// Gives up what has not ended, and logs what that is.
-    fn leave(&mut self) {
-        self.tell_what_is_left();
-        self.list.iter_mut().for_each(Export::leave);
-    }
-
-    fn tell_what_is_left(&self) {
-        let left: Vec<String> = self
-            .list
-            .iter()
-            .filter(|export| !export.has_ended())
-            .map(|export| format!("{}: {}", export.name(), export.what_is_left()))
-            .collect();
-        tracing::error!("ended without waiting any longer; unfinished: {}", left.join(", "));
     }
 }

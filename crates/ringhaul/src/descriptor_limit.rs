@@ -23,11 +23,13 @@ pub(crate) fn raise() {
 }
 
 /// How many descriptors the front-end of each export may have open here, so that none takes those
-/// of the others: equal parts of what is left now.
+/// of the others: equal parts of what all others leave. Front-ends have `of_front_ends` open now.
 #[must_use]
-pub(crate) fn share(exports: usize) -> usize {
+pub(crate) fn share(exports: usize, of_front_ends: usize) -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    // Other threads open and close some while they are counted.
+    let open = open.saturating_sub(of_front_ends);
     limit.map_or(usize::MAX, |limit| {
         part_of(usize::try_from(limit).unwrap_or(usize::MAX), open, exports)
     })

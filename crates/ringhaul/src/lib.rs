@@ -3,8 +3,12 @@
 //! The program is in `main.rs`. This library holds its parts, for tests and simulations to drive.
 //! A VMM that wants a device in its own process embeds the crate `device` alone.
 
+pub mod command;
 pub mod control;
+pub mod daemon;
 mod descriptor_limit;
+pub mod ending;
+mod engines;
 pub mod export;
 mod export_log;
 pub mod file_limit;

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use blockio::{EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
-use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
+use device::blk::config::QUEUES_MAX;
 use ringhaul_options::{EngineChoice, OnOff};
 use virtqueue::MemoryFiles;
 
 use switches::Switches;
 
-use crate::spec::CacheMode;
+use crate::spec::{CacheMode, check_queue_size, check_serial};
 
 /// Options of `ringhaul serve`.
 #[derive(Debug, Clone, Args)]
@@ -194,17 +194,15 @@ fn parse_memory_size(text: &str) -> Result<u64, String> {
 }
 
 fn parse_serial(text: &str) -> Result<String, String> {
-    if text.len() > SERIAL_BYTES || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
-        return Err(format!("it must be at most {SERIAL_BYTES} bytes of printable ASCII"));
-    }
+    check_serial(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
 }
 
 fn parse_queue_size(text: &str) -> Result<u16, String> {
-    match text.parse::<u16>() {
-        Ok(size) if size.is_power_of_two() && (4..=1024).contains(&size) => Ok(size),
-        _ => Err("it must be a power of two from 4 to 1024".to_owned()),
-    }
+    // What is not a number is out of range too.
+    let size = text.parse().unwrap_or(0);
+    check_queue_size(size).map_err(|error| error.to_string())?;
+    Ok(size)
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
-use device::blk::config::QUEUES_MAX;
+use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use serde::{Deserialize, Serialize};
 
 /// What one export is to be.
@@ -96,6 +97,46 @@ impl Default for ExportSettings {
     }
 }
 
+impl ExportSettings {
+    /// Checks what no type does, for a daemon with this many IoThreads.
+    ///
+    /// # Errors
+    ///
+    /// When a setting is out of its range.
+    pub(crate) fn check(&self, iothreads: u16) -> Result<()> {
+        if let Some(serial) = &self.serial {
+            check_serial(serial).context("the serial number")?;
+        }
+        if !(1..=QUEUES_MAX).contains(&self.num_queues) {
+            bail!("the number of queues must be 1 to {QUEUES_MAX}");
+        }
+        check_queue_size(self.queue_size).context("the queue size")?;
+        match self.iothread {
+            Some(iothread) if iothread >= iothreads => bail!(
+                "IoThread {iothread} does not exist; with --iothreads {iothreads} they are 0 to {}",
+                iothreads - 1
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Checks what the guest is to see as a serial number.
+pub(crate) fn check_serial(serial: &str) -> Result<()> {
+    if serial.len() > SERIAL_BYTES || !serial.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
+        bail!("it must be at most {SERIAL_BYTES} bytes of printable ASCII");
+    }
+    Ok(())
+}
+
+/// Checks the number of entries of a queue.
+pub(crate) fn check_queue_size(size: u16) -> Result<()> {
+    if !(size.is_power_of_two() && (4..=1024).contains(&size)) {
+        bail!("it must be a power of two from 4 to 1024");
+    }
+    Ok(())
+}
+
 /// What stands between the guest and the disk, in QEMU's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -123,6 +164,27 @@ impl CacheMode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_out_of_range_are_refused_whoever_made_them() {
+        type Change = fn(&mut ExportSettings);
+        let table: [(Change, &str); 7] = [
+            (|settings| settings.serial = Some("x".repeat(21)), "20 bytes"),
+            (|settings| settings.serial = Some("\u{e9}".into()), "ASCII"),
+            (|settings| settings.num_queues = 0, "1 to 256"),
+            (|settings| settings.num_queues = 257, "1 to 256"),
+            (|settings| settings.queue_size = 6, "a power of two"),
+            (|settings| settings.queue_size = 2048, "a power of two"),
+            (|settings| settings.iothread = Some(3), "they are 0 to 2"),
+        ];
+        assert!(ExportSettings::default().check(1).is_ok());
+        for (change, expected) in table {
+            let mut settings = ExportSettings::default();
+            change(&mut settings);
+            let error = settings.check(3).unwrap_err();
+            assert!(format!("{error:#}").contains(expected), "{error:#}");
+        }
+    }
 
     #[test]
     fn an_export_can_be_written_down_and_read_with_what_is_usual_left_out() {

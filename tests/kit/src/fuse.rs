@@ -26,7 +26,7 @@ pub mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
     pub const GETATTR: u32 = 3;
-    pub(crate) const OPEN: u32 = 14;
+    pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
     pub(crate) const RELEASE: u32 = 18;
     pub const FLUSH: u32 = 25;

@@ -6,15 +6,18 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use device::{RequestCounts, RequestKind, RequestTotals};
+use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
-use super::{ExportSetup, Polled};
+use super::exports::Polled;
+use super::{Answered, ExportSetup};
+use crate::command::{ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
+use crate::spec::ExportSpec;
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
@@ -22,12 +25,17 @@ pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {
+    pub(super) spec: ExportSpec,
     log: Arc<ExportLog>,
     setup: SessionSetup,
     limits: MemoryLimits,
     /// None: no more front-ends are accepted.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
+    /// How many there were.
+    sessions: u64,
+    /// Who waits for it to end.
+    pub(super) removed: Option<Answer<Answered<ExportStatus>>>,
     /// The log has a line on the connection, so it gets one on the disconnection.
     is_shown: bool,
     /// For lines on front-ends that wait for others.
@@ -41,12 +49,13 @@ pub(super) struct Export {
 }
 
 impl Export {
-    pub(super) fn new(setup: ExportSetup, waker: &Waker, descriptors: usize) -> Self {
-        let ExportSetup { log, device, endpoint, threads, limits } = setup;
-        let examiner = Arc::new(Examiner::new(descriptors));
+    pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
+        let ExportSetup { spec, log, device, endpoint, threads, limits } = setup;
+        let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.of_front_end(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
+            spec,
             log,
             setup,
             limits,
@@ -54,6 +63,8 @@ impl Export {
             listener_is_ready: endpoint.listener().is_none(),
             endpoint: Some(endpoint),
             session: None,
+            sessions: 0,
+            removed: None,
             is_shown: false,
             waiting: LogLimit::default(),
             waiting_is_told: false,
@@ -62,8 +73,45 @@ impl Export {
         }
     }
 
+    /// What the log calls it.
     pub(super) fn name(&self) -> &str {
         self.log.name()
+    }
+
+    pub(super) fn state(&self) -> ExportState {
+        // An inherited connection is taken out of its endpoint when it is served.
+        let is_served = self.session.as_ref().is_some_and(|session| !session.is_ending());
+        if self.endpoint.is_some() || is_served {
+            ExportState::Serving
+        } else {
+            ExportState::Stopping
+        }
+    }
+
+    pub(super) fn status(&self) -> ExportStatus {
+        ExportStatus {
+            name: self.spec.name(),
+            spec: self.spec.clone(),
+            state: self.state(),
+            connected: self.session.is_some(),
+            sessions: self.sessions,
+            unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
+            served: self.served(),
+        }
+    }
+
+    fn served(&self) -> Served {
+        Served::from(&self.setup.device.totals())
+    }
+
+    /// How many descriptors its front-ends have brought that are open.
+    pub(super) fn descriptors(&self) -> usize {
+        let of_rings = self.session.as_ref().map_or(0, Session::descriptors);
+        of_rings + self.setup.examiner.open()
+    }
+
+    pub(super) fn set_descriptors_max(&self, share: usize) {
+        self.setup.examiner.set_open_max(share);
     }
 
     pub(super) fn begin_stop(&mut self) {
@@ -84,7 +132,7 @@ impl Export {
     /// Removes the socket and gives up the session.
     pub(super) fn leave(&mut self) {
         self.endpoint = None;
-        tracing::info!(export = self.log.name(), "{}", served(&self.setup.device.totals()));
+        tracing::info!(export = self.log.name(), "{}", self.served());
         // Its queues run. The front-end must not see the end before its requests do, because then
         // it reads from the rings where to continue: the end of the process closes the connection,
         // when the kernel has finished with them.
@@ -220,6 +268,7 @@ impl Export {
         }
         (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
         self.session = Some(session);
+        self.sessions += 1;
     }
 
     fn accept_failed(&mut self, error: &io::Error, now: Instant) {
@@ -264,7 +313,7 @@ impl Export {
     }
 
     fn tell_totals(&self) {
-        tracing::info!(export = self.log.name(), "{}", served(&self.setup.device.totals()));
+        tracing::info!(export = self.log.name(), "{}", self.served());
         let (total, left_out) = self.log.errors().totals();
         if total > 0 {
             let export = self.log.name();
@@ -294,21 +343,6 @@ impl Export {
     }
 }
 
-/// What a device has served, in one line.
-fn served(totals: &RequestTotals) -> String {
-    let names = ["reads", "writes", "flushes", "discards", "write-zeroes", "others"];
-    let each = RequestKind::ALL.iter().zip(names).map(|(kind, name)| {
-        let RequestCounts { requests, bytes, .. } = totals[*kind];
-        match bytes {
-            0 => format!("{requests} {name}"),
-            _ => format!("{requests} {name} of {} KiB", bytes >> 10),
-        }
-    });
-    let failed: u64 = RequestKind::ALL.iter().map(|kind| totals[*kind].errors).sum();
-    let failed = if failed > 0 { format!("; {failed} failed") } else { String::new() };
-    format!("requests: {}{failed}", each.collect::<Vec<_>>().join(", "))
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Read;
@@ -320,6 +354,7 @@ mod tests {
     use virtqueue::MemoryFiles;
 
     use super::*;
+    use crate::spec::{DiskSpec, EndpointSpec, ExportSettings};
 
     #[test]
     fn a_connection_that_was_not_taken_is_shut_down() {
@@ -332,14 +367,20 @@ mod tests {
         let _also_ours = ours.try_clone().unwrap();
         let log = Arc::new(ExportLog::new("test"));
         let device = Device::blk(source, BlkOptions::default(), Arc::<ExportLog>::clone(&log));
+        let spec = ExportSpec {
+            endpoint: EndpointSpec::Fd(3),
+            disk: DiskSpec::Null { size_bytes: 1 << 20 },
+            settings: ExportSettings::default(),
+        };
         let setup = ExportSetup {
+            spec,
             log,
             device,
             endpoint: Endpoint::Connection(ours),
             threads: vec![io.remote()],
             limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
         };
-        let mut export = Export::new(setup, Waker::noop(), usize::MAX);
+        let mut export = Export::new(setup, Waker::noop());
         export.begin_stop();
         while !export.has_ended() {
             export.run(Instant::now());

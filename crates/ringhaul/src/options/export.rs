@@ -27,15 +27,7 @@ impl ServeArgs {
                 .with_context(|| format!("cannot understand --export {text}"))?;
             exports.push(export);
         }
-        for iothread in exports.iter().filter_map(|export| export.settings.iothread) {
-            if iothread >= self.iothreads {
-                bail!(
-                    "IoThread {iothread} does not exist; with --iothreads {} they are 0 to {}",
-                    self.iothreads,
-                    self.iothreads - 1
-                );
-            }
-        }
+        exports.iter().try_for_each(|export| export.settings.check(self.iothreads))?;
         Ok(exports)
     }
 

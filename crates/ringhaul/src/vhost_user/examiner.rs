@@ -29,42 +29,50 @@ pub struct Examiner {
     /// Descriptors that front-ends have brought and that are not closed, but for those of rings.
     open: AtomicUsize,
     /// The most that a front-end may have open, with those of its rings.
-    open_max: usize,
+    open_max: AtomicUsize,
 }
 
 impl Default for Examiner {
     fn default() -> Self {
-        Self::new(usize::MAX)
-    }
-}
-
-impl Examiner {
-    /// One for front-ends that may have this many descriptors open here. The eventfds of a ring
-    /// count twice, because its queue has them too.
-    #[must_use]
-    pub fn new(open_max: usize) -> Self {
         let lane = |name, threads_max| Arc::new(Lane { name, threads_max, jobs: Mutex::default() });
         Self {
             closes: lane("ringhaul-close", 1),
             maps: lane("ringhaul-map", MAP_THREADS),
             unmaps: lane("ringhaul-unmap", 1),
             open: AtomicUsize::new(0),
-            open_max,
+            open_max: AtomicUsize::new(usize::MAX),
         }
+    }
+}
+
+impl Examiner {
+    /// Lets a front-end have this many descriptors open here. The eventfds of a ring count twice,
+    /// because its queue has them too.
+    pub(crate) fn set_open_max(&self, open_max: usize) {
+        self.open_max.store(open_max, Ordering::Relaxed);
+    }
+
+    /// How many of them are open, but for those of rings.
+    pub(crate) fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    fn open_max(&self) -> usize {
+        self.open_max.load(Ordering::Relaxed)
     }
 
     /// Whether as many descriptors are left of earlier messages as may be. Asked between messages.
     pub(super) fn is_full(&self) -> bool {
-        self.open.load(Ordering::Relaxed) >= LEFT_MAX.min(self.open_max)
+        self.open() >= LEFT_MAX.min(self.open_max())
     }
 
     /// Why descriptors that have come cannot be kept beside `rings` others, if so.
     pub(super) fn lacks_room(&self, rings: usize) -> Option<String> {
-        (self.open.load(Ordering::Relaxed) + rings > self.open_max).then(|| {
+        (self.open() + rings > self.open_max()).then(|| {
             format!(
                 "the export's share of the limit on open files, {}, is used up: raise the limit \
                  (ulimit -n)",
-                self.open_max
+                self.open_max()
             )
         })
     }

@@ -184,6 +184,16 @@ impl Session {
         }
     }
 
+    /// Whether it has begun to end.
+    pub(crate) fn is_ending(&self) -> bool {
+        matches!(self.stage, Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended)
+    }
+
+    /// How many descriptors that the front-end has brought are open for its rings.
+    pub(crate) fn descriptors(&self) -> usize {
+        self.connection.descriptors()
+    }
+
     /// What the session has to finish.
     #[must_use]
     pub fn load(&self) -> Load {

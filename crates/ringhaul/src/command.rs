@@ -1,0 +1,222 @@
+//! What a daemon can be asked to do, and what it answers. All of it is data: signals and the
+//! command line send it, and anything else can.
+
+use device::{RequestCounts, RequestKind, RequestTotals};
+use serde::{Deserialize, Serialize};
+
+use crate::spec::ExportSpec;
+
+/// What a daemon is asked to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Command {
+    /// Open these disks and serve them: all of them or, where one fails, none.
+    Add(Vec<ExportSpec>),
+    /// End the export of this name. Its front-end sees the end when its requests are answered, and
+    /// that is when this is.
+    Remove(String),
+    /// Describe the exports.
+    Show,
+    /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
+    /// does not wait for requests any longer.
+    End(EndCause),
+}
+
+/// Why a daemon is to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EndCause {
+    /// A service manager asks for it.
+    Sigterm,
+    /// Somebody at a terminal does.
+    Sigint,
+    /// The terminal has gone. Never counts as the second time: service managers send it together
+    /// with SIGTERM.
+    Sighup,
+}
+
+impl EndCause {
+    /// What the log calls it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Sigterm => "SIGTERM",
+            Self::Sigint => "SIGINT",
+            Self::Sighup => "SIGHUP",
+        }
+    }
+}
+
+/// What a daemon has done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reply {
+    /// The disks are served.
+    Added,
+    /// The export has ended, as it was at its end.
+    Removed(Box<ExportStatus>),
+    /// The exports, in the order in which they were added.
+    Exports(Vec<ExportStatus>),
+    /// The daemon ends.
+    Ending,
+}
+
+/// Why a daemon has not done what it was asked to.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// There is an export of this name.
+    #[error("{0} serves another export; choose another --socket-path")]
+    Exists(String),
+    /// There is none.
+    #[error("there is no export {0}; the names of exports are the paths of their sockets")]
+    Unknown(String),
+    /// It is too early, or too late, to end this export.
+    #[error("the export {0} is {1}")]
+    Busy(String, ExportState),
+    /// Exports come and go no longer.
+    #[error("the daemon is ending")]
+    Ending,
+    /// What was asked for was tried, and failed.
+    #[error("{0:#}")]
+    Failed(anyhow::Error),
+}
+
+impl CommandError {
+    /// The error with its causes.
+    pub(crate) fn into_error(self) -> anyhow::Error {
+        match self {
+            Self::Failed(error) => error,
+            other => other.into(),
+        }
+    }
+}
+
+impl From<anyhow::Error> for CommandError {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// What an export is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExportState {
+    /// Its disk is being opened.
+    Opening,
+    /// Front-ends can connect, or one is connected.
+    Serving,
+    /// It accepts no front-end, and finishes the requests of the last.
+    Stopping,
+}
+
+impl std::fmt::Display for ExportState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Opening => "opening",
+            Self::Serving => "serving",
+            Self::Stopping => "stopping",
+        })
+    }
+}
+
+/// An export at some moment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ExportStatus {
+    /// Its name.
+    pub name: String,
+    /// What it was asked to be.
+    #[serde(flatten)]
+    pub spec: ExportSpec,
+    /// What it is at.
+    pub state: ExportState,
+    /// Whether a front-end is connected.
+    pub connected: bool,
+    /// How many front-ends have connected so far.
+    pub sessions: u64,
+    /// Requests that were taken and are not answered.
+    pub unfinished: u32,
+    /// Requests that were answered.
+    pub served: Served,
+}
+
+impl ExportStatus {
+    /// Of an export that is being opened.
+    pub(crate) fn opening(spec: ExportSpec) -> Self {
+        Self {
+            name: spec.name(),
+            spec,
+            state: ExportState::Opening,
+            connected: false,
+            sessions: 0,
+            unfinished: 0,
+            served: Served::default(),
+        }
+    }
+}
+
+/// What a device has served.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[expect(missing_docs, reason = "they are the kinds of requests")]
+pub struct Served {
+    pub reads: Counts,
+    pub writes: Counts,
+    pub flushes: Counts,
+    pub discards: Counts,
+    pub write_zeroes: Counts,
+    pub others: Counts,
+}
+
+/// What was served of one kind.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Requests that were answered, those that failed included.
+    pub requests: u64,
+    /// Bytes of those that succeeded.
+    pub bytes: u64,
+    /// How many failed.
+    pub errors: u64,
+}
+
+impl From<RequestCounts> for Counts {
+    fn from(RequestCounts { requests, bytes, errors }: RequestCounts) -> Self {
+        Self { requests, bytes, errors }
+    }
+}
+
+impl From<&RequestTotals> for Served {
+    fn from(totals: &RequestTotals) -> Self {
+        let of = |kind| Counts::from(totals[kind]);
+        Self {
+            reads: of(RequestKind::Read),
+            writes: of(RequestKind::Write),
+            flushes: of(RequestKind::Flush),
+            discards: of(RequestKind::Discard),
+            write_zeroes: of(RequestKind::WriteZeroes),
+            others: of(RequestKind::Other),
+        }
+    }
+}
+
+/// In one line.
+impl std::fmt::Display for Served {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let all = [
+            (self.reads, "reads"),
+            (self.writes, "writes"),
+            (self.flushes, "flushes"),
+            (self.discards, "discards"),
+            (self.write_zeroes, "write-zeroes"),
+            (self.others, "others"),
+        ];
+        let each = all.map(|(Counts { requests, bytes, .. }, name)| match bytes {
+            0 => format!("{requests} {name}"),
+            _ => format!("{requests} {name} of {} KiB", bytes >> 10),
+        });
+        write!(f, "requests: {}", each.join(", "))?;
+        match all.iter().map(|(counts, _)| counts.errors).sum::<u64>() {
+            0 => Ok(()),
+            failed => write!(f, "; {failed} failed"),
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! All exports, on the control thread.
+
+use std::sync::{Arc, mpsc};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use iomem::fits;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::export::{ACCEPT_PAUSE, Export};
+use super::{Alarm, ExportSetup, Order};
+use crate::command::{CommandError, ExportState, ExportStatus};
+use crate::descriptor_limit;
+use crate::log_limit::LogLimit;
+use crate::spec::ExportSpec;
+
+/// How often the log says what keeps exports from ending.
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+
+/// What the control thread has.
+pub(super) struct Exports {
+    /// In the order in which they were added.
+    list: Vec<Export>,
+    /// Those that are being opened. Their names are taken.
+    opening: Vec<ExportSpec>,
+    orders: mpsc::Receiver<Order>,
+    alarm: Arc<Alarm>,
+    /// Rings the alarm.
+    waker: Waker,
+    /// Since when all of them have been stopping.
+    stopping: Option<Instant>,
+    reported: Option<Instant>,
+    poll_errors: LogLimit,
+}
+
+/// What a descriptor in a call of `poll` belongs to.
+#[derive(Clone, Copy)]
+pub(super) enum Polled {
+    Alarm,
+    Listener(usize),
+    Session(usize),
+}
+
+/// Whether the control thread has anything left to do.
+#[derive(PartialEq, Eq)]
+enum Then {
+    GoOn,
+    Leave,
+}
+
+impl Exports {
+    pub(super) fn new(orders: mpsc::Receiver<Order>, alarm: Arc<Alarm>, waker: Waker) -> Self {
+        Self {
+            list: Vec::new(),
+            opening: Vec::new(),
+            orders,
+            alarm,
+            waker,
+            stopping: None,
+            reported: None,
+            poll_errors: LogLimit::default(),
+        }
+    }
+
+    /// Serves until the last export has ended.
+    pub(super) fn run(&mut self) {
+        loop {
+            let now = Instant::now();
+            while let Ok(order) = self.orders.try_recv() {
+                if self.carry_out(order, now) == Then::Leave {
+                    self.leave();
+                    return;
+                }
+            }
+            self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
+            if self.forget_ended() == Then::Leave {
+                return;
+            }
+            self.report(now);
+            self.wait(now);
+        }
+    }
+
+    fn carry_out(&mut self, order: Order, now: Instant) -> Then {
+        match order {
+            Order::Reserve(specs, answer) => answer.send(self.reserve(specs)),
+            Order::Release(names) => self.opening.retain(|spec| !names.contains(&spec.name())),
+            Order::Serve(setups, answer) => answer.send(self.serve(setups)),
+            Order::Remove(name, answer) => match self.find(&name) {
+                Ok(export) if export.state() == ExportState::Serving => {
+                    export.begin_stop();
+                    export.removed = Some(answer);
+                }
+                Ok(export) => {
+                    let state = export.state();
+                    answer.send(Err(CommandError::Busy(name, state)));
+                }
+                Err(error) => answer.send(Err(error)),
+            },
+            Order::Show(answer) => answer.send(self.show()),
+            Order::Stop if self.stopping.is_none() => {
+                (self.stopping, self.reported) = (Some(now), Some(now));
+                self.list.iter_mut().for_each(Export::begin_stop);
+            }
+            Order::Stop => {}
+            Order::Abandon => return Then::Leave,
+        }
+        Then::GoOn
+    }
+
+    fn reserve(&mut self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
+        if self.stopping.is_some() {
+            return Err(CommandError::Ending);
+        }
+        let before = self.opening.len();
+        for spec in specs {
+            let name = spec.name();
+            let is_open = self.list.iter().any(|export| export.spec.name() == name);
+            if is_open || self.opening.iter().any(|spec| spec.name() == name) {
+                self.opening.truncate(before);
+                return Err(CommandError::Exists(name));
+            }
+            self.opening.push(spec);
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
+        if self.stopping.is_some() {
+            return Err(CommandError::Ending);
+        }
+        for setup in setups {
+            self.opening.retain(|spec| *spec != setup.spec);
+            self.list.push(Export::new(setup, &self.waker));
+        }
+        self.share_descriptors();
+        Ok(())
+    }
+
+    /// Gives each export its part of the descriptors that this process may have open.
+    fn share_descriptors(&self) {
+        let of_front_ends = self.list.iter().map(Export::descriptors).sum();
+        let share = descriptor_limit::share(self.list.len(), of_front_ends);
+        self.list.iter().for_each(|export| export.set_descriptors_max(share));
+    }
+
+    fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
+        if self.opening.iter().any(|spec| spec.name() == name) {
+            return Err(CommandError::Busy(name.to_owned(), ExportState::Opening));
+        }
+        let found = self.list.iter_mut().find(|export| export.spec.name() == name);
+        found.ok_or_else(|| CommandError::Unknown(name.to_owned()))
+    }
+
+    fn show(&self) -> Vec<ExportStatus> {
+        let opening = self.opening.iter().cloned().map(ExportStatus::opening);
+        self.list.iter().map(Export::status).chain(opening).collect()
+    }
+
+    /// Forgets exports that have ended. Without any, the daemon goes on for as long as it may be
+    /// given others, which nobody does who has not removed the last.
+    fn forget_ended(&mut self) -> Then {
+        let (mut ended, mut removed) = (0, 0);
+        self.list.retain_mut(|export| {
+            if !export.has_ended() {
+                return true;
+            }
+            ended += 1;
+            if let Some(answer) = export.removed.take() {
+                removed += 1;
+                answer.send(Ok(export.status()));
+            }
+            false
+        });
+        if self.list.is_empty() && (self.stopping.is_some() || ended > removed) {
+            return Then::Leave;
+        }
+        if ended > 0 {
+            self.share_descriptors();
+        }
+        Then::GoOn
+    }
+
+    /// Sleeps until something happens, and notes for whom.
+    fn wait(&mut self, now: Instant) {
+        let deadlines = self.list.iter().filter_map(Export::deadline);
+        let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
+        let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
+        let timeout = deadlines.chain(report).chain(at_once).min().map(|deadline| {
+            let left = deadline.saturating_duration_since(now);
+            Timespec {
+                tv_sec: fits(left.as_secs(), "a time-out in seconds"),
+                tv_nsec: left.subsec_nanos().into(),
+            }
+        });
+        let mut whose = vec![Polled::Alarm];
+        let mut fds = vec![PollFd::new(&self.alarm.0, PollFlags::IN)];
+        for (index, export) in self.list.iter().enumerate() {
+            export.add_polls(index, now, &mut fds, &mut whose);
+        }
+        let polled = poll(&mut fds, timeout.as_ref());
+        let ready: Vec<(Polled, bool)> =
+            whose.into_iter().zip(fds.iter().map(|fd| !fd.revents().is_empty())).collect();
+        match polled {
+            Ok(_) => {}
+            Err(Errno::INTR) => return,
+            Err(error) => {
+                if let Some(left_out) = self.poll_errors.permit() {
+                    tracing::error!(left_out, "cannot wait for front-ends: {error}");
+                }
+                std::thread::sleep(ACCEPT_PAUSE);
+                return;
+            }
+        }
+        for (whose, _) in ready.into_iter().filter(|(_, is_ready)| *is_ready) {
+            match whose {
+                Polled::Alarm => {
+                    let _ = rustix::io::read(&self.alarm.0, &mut [0; 8]);
+                    self.list.iter_mut().for_each(Export::woken);
+                }
+                Polled::Listener(index) => self.list[index].listener_is_ready = true,
+                Polled::Session(index) => self.list[index].session_is_ready = true,
+            }
+        }
+    }
+
+    /// Logs every few seconds what keeps exports from ending.
+    fn report(&mut self, now: Instant) {
+        let (Some(since), Some(reported)) = (self.stopping, self.reported) else { return };
+        if now < reported + REPORT_INTERVAL {
+            return;
+        }
+        self.reported = Some(now);
+        let seconds = (now - since).as_secs();
+        for export in &self.list {
+            tracing::warn!(
+                export = export.name(),
+                "still stopping after {seconds} s: {}; a second signal ends the daemon at once",
+                export.what_is_left()
+            );
+        }
+    }
+
+    /// Gives up what has not ended, and logs what that is.
+    fn leave(&mut self) {
+        let left: Vec<String> = self
+            .list
+            .iter()
+            .filter(|export| !export.has_ended())
+            .map(|export| format!("{}: {}", export.name(), export.what_is_left()))
+            .collect();
+        tracing::error!("ended without waiting any longer; unfinished: {}", left.join(", "));
+        self.list.iter_mut().for_each(Export::leave);
+    }
+}

@@ -1,0 +1,203 @@
+//! The daemon: exports by name, and the commands that make them come and go.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+
+use anyhow::{Context, Result};
+use blockio::Remote;
+use device::{CallWatch, Device};
+
+use crate::command::{Command, CommandError, Reply};
+use crate::control::{Control, ExportSetup};
+use crate::ending::{Event, Outcome, wait_for_end};
+use crate::engines::{Engine, Engines, engine_for};
+use crate::export::Endpoint;
+use crate::export_log::ExportLog;
+use crate::memory_limits::MemoryLimits;
+use crate::open_disk::OpenDisk;
+use crate::options::ServeArgs;
+use crate::side_by_side::side_by_side;
+use crate::spec::{EndpointSpec, ExportSpec};
+use crate::thread_watch::ThreadWatch;
+
+/// Serves disks. It has any number of exports, each known by its name, that of its socket.
+///
+/// Whoever asks for something waits for the answer on its own thread: to open a disk may take long,
+/// and so may the end of an export. All others go on meanwhile.
+pub struct Daemon {
+    args: Arc<ServeArgs>,
+    control: Control,
+    limits: MemoryLimits,
+    /// What the parent of this program has left open.
+    inherited: Mutex<Option<Endpoint>>,
+    pool: Mutex<Pool>,
+    stuck: Arc<Mutex<ThreadWatch>>,
+    events: mpsc::Sender<Event>,
+}
+
+/// The threads that serve exports.
+struct Pool {
+    /// `None` when the daemon has ended.
+    engines: Option<Engines>,
+    /// How many exports were given threads.
+    exports: usize,
+}
+
+/// Where the end of a daemon shows.
+pub struct Ending(mpsc::Receiver<Event>);
+
+impl Daemon {
+    /// Starts a daemon without exports. `inherited` is the descriptor that exports may name.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread or descriptor left.
+    pub fn start(args: ServeArgs, inherited: Option<Endpoint>) -> Result<(Self, Ending)> {
+        let stuck = Arc::new(Mutex::new(ThreadWatch::new()));
+        let (events, received) = mpsc::channel();
+        let ended = events.clone();
+        // The receiver goes only when the daemon ends anyway.
+        let control = Control::start(move || drop(ended.send(Event::Ended)))?;
+        let args = Arc::new(args);
+        let engines = Some(Engines::new(Arc::clone(&args), events.clone(), Arc::clone(&stuck)));
+        let sizes = (args.max_guest_memory, args.max_mapped_memory);
+        let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
+        let daemon = Self {
+            args,
+            control,
+            limits,
+            inherited: Mutex::new(inherited),
+            pool: Mutex::new(Pool { engines, exports: 0 }),
+            stuck,
+            events,
+        };
+        Ok((daemon, Ending(received)))
+    }
+
+    /// Watches calls that hang, and beside them the IoThreads, until what this returns is dropped.
+    /// A process has one such watch. It must outlive the queues: a call that hangs keeps them from
+    /// stopping.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses a signal handler or a thread.
+    pub fn watch(&self) -> Result<CallWatch> {
+        let threads = Arc::clone(&self.stuck);
+        let look = move |now| threads.lock().unwrap_or_else(PoisonError::into_inner).look(now);
+        Ok(CallWatch::start(look)?)
+    }
+
+    /// Does what is asked for, and waits for that. Any thread may ask, at any time.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be done. Nothing has changed then.
+    pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
+        match command {
+            Command::Add(specs) => self.add(specs),
+            Command::Remove(name) => Ok(Reply::Removed(Box::new(self.control.remove(name)?))),
+            Command::Show => Ok(Reply::Exports(self.control.show()?)),
+            Command::End(cause) => {
+                // One that nobody waits for any more has ended.
+                let _ = self.events.send(Event::Asked(cause));
+                Ok(Reply::Ending)
+            }
+        }
+    }
+
+    fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
+        specs.iter().try_for_each(|spec| spec.settings.check(self.args.iothreads))?;
+        let names = self.control.reserve(&specs)?;
+        let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
+        // Before the threads, which say what they chose: what is refused is refused in one line.
+        let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
+        let choices = side_by_side(&disks, |disk| engine_for(&self.args, disk));
+        let (mut exports, mut ready) = (Vec::new(), Vec::new());
+        let opened = disks.into_iter().zip(choices).zip(endpoints);
+        for (spec, ((disk, choice), endpoint)) in specs.into_iter().zip(opened) {
+            let threads = self.threads_for(&spec, &disk, choice)?;
+            ready.push((disk.name.clone(), serving(&spec, &disk)));
+            exports.push(self.set_up(spec, disk, endpoint, threads));
+        }
+        names.serve(exports)?;
+        for (export, line) in ready {
+            tracing::info!(export, "{line}");
+        }
+        Ok(Reply::Added)
+    }
+
+    /// The socket of an export. Only one may be on that which was inherited.
+    fn endpoint(&self, spec: &ExportSpec) -> Result<Endpoint> {
+        match &spec.endpoint {
+            EndpointSpec::Path(path) => Endpoint::bind(path),
+            EndpointSpec::Fd(fd) => {
+                let inherited =
+                    self.inherited.lock().unwrap_or_else(PoisonError::into_inner).take();
+                inherited.with_context(|| format!("descriptor {fd} serves another export"))
+            }
+        }
+    }
+
+    /// The IoThreads of an export: first that of its first queue.
+    fn threads_for(
+        &self,
+        spec: &ExportSpec,
+        disk: &OpenDisk,
+        choice: Engine,
+    ) -> Result<Vec<Remote>, CommandError> {
+        let mut pool = self.pool();
+        let engines = pool.engines.as_mut().ok_or(CommandError::Ending)?;
+        let mut threads = engines.threads_for(disk, choice)?;
+        // The first queues of all exports would otherwise meet on the first thread.
+        let first = pool.exports % threads.len();
+        pool.exports += 1;
+        threads.rotate_left(spec.settings.iothread.map_or(first, usize::from));
+        if spec.settings.iothread.is_some() {
+            threads.truncate(1);
+        }
+        Ok(threads)
+    }
+
+    fn set_up(
+        &self,
+        spec: ExportSpec,
+        disk: OpenDisk,
+        endpoint: Endpoint,
+        threads: Vec<Remote>,
+    ) -> ExportSetup {
+        let OpenDisk { name, source, options, .. } = disk;
+        let log = Arc::new(ExportLog::new(name));
+        let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
+        ExportSetup { spec, log, device, endpoint, threads, limits: self.limits.clone() }
+    }
+
+    fn pool(&self) -> MutexGuard<'_, Pool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Ending {
+    /// Waits until `daemon` has ended: all exports have, or requests are left behind. What its
+    /// IoThreads have done is in the log then.
+    #[must_use]
+    pub fn wait(self, daemon: &Daemon) -> Outcome {
+        let outcome = wait_for_end(&self.0, &daemon.control);
+        if outcome == Outcome::Clean {
+            daemon.control.join();
+        }
+        let engines = daemon.pool().engines.take();
+        engines.iter().for_each(Engines::log_summaries);
+        if outcome != Outcome::Clean {
+            // To end IoThreads is to wait for their ops. The end of the process is not.
+            std::mem::forget(engines);
+        }
+        outcome
+    }
+}
+
+/// The line that says that an export is served.
+fn serving(spec: &ExportSpec, disk: &OpenDisk) -> String {
+    match &spec.endpoint {
+        EndpointSpec::Path(path) => format!("{}; serving on {}", disk.summary, path.display()),
+        EndpointSpec::Fd(_) => format!("{}; serving on an inherited socket", disk.summary),
+    }
+}

@@ -1,0 +1,162 @@
+//! The IoThreads of the daemon: a set of them for each engine that a disk needs.
+
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+
+use anyhow::Result;
+use blockio::choose::Choice;
+use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
+use blockio::{EngineKind, Remote};
+use ringhaul_options::without_effect;
+use rustix::thread::sched_getaffinity;
+
+use crate::ending::Event;
+use crate::io_threads::IoThreads;
+use crate::open_disk::OpenDisk;
+use crate::options::ServeArgs;
+use crate::thread_watch::ThreadWatch;
+
+/// With `--sqpoll` the kernel's threads and ours spin, and two that share a CPU wait out each
+/// other's time slices: a request then takes milliseconds.
+fn warn_of_few_cpus(iothreads: usize) {
+    let (wanted, allowed) = (2 * iothreads, sched_getaffinity(None).map_or(0, |cpus| cpus.count()));
+    if (1..wanted).contains(&(allowed as usize)) {
+        tracing::warn!(
+            "--sqpoll keeps {wanted} CPUs busy, one for each IoThread and one for its kernel \
+             thread, and the daemon may run on {allowed}: requests may take milliseconds; allow \
+             it more CPUs (taskset, cpuset) or leave --sqpoll out"
+        );
+    }
+}
+
+/// How an engine came to be chosen for a disk.
+pub(crate) enum Engine {
+    AsAsked(EngineKind),
+    Best(Choice),
+}
+
+/// The engine that was asked for, or the one that a trial finds best.
+pub(crate) fn engine_for(args: &ServeArgs, disk: &OpenDisk) -> Engine {
+    let best = || Engine::Best(blockio::choose::best_engine(&disk.source));
+    args.engine.kind().map_or_else(best, Engine::AsAsked)
+}
+
+/// The IoThreads: a set of them for each engine that a disk needs.
+pub(crate) struct Engines {
+    args: Arc<ServeArgs>,
+    running: Vec<(EngineKind, IoThreads)>,
+    events: mpsc::Sender<Event>,
+    stuck: Arc<Mutex<ThreadWatch>>,
+}
+
+impl Engines {
+    pub(crate) fn new(
+        args: Arc<ServeArgs>,
+        events: mpsc::Sender<Event>,
+        stuck: Arc<Mutex<ThreadWatch>>,
+    ) -> Self {
+        Self { args, running: Vec::new(), events, stuck }
+    }
+
+    /// The threads for a disk, with the engine that was asked for or the best that works.
+    pub(crate) fn threads_for(&mut self, disk: &OpenDisk, engine: Engine) -> Result<Vec<Remote>> {
+        let name = &disk.name;
+        let Choice { engine, why } = match engine {
+            Engine::Best(choice) => choice,
+            Engine::AsAsked(engine) => {
+                let threads = self.threads(engine)?;
+                let waits = engine == EngineKind::Aio && !disk.source.info().direct;
+                let but =
+                    if waits { "; with the page cache its submits wait for the disk" } else { "" };
+                tracing::info!(export = name, "engine {engine}: as requested{but}");
+                return Ok(threads);
+            }
+        };
+        let mut failed = match self.threads(engine) {
+            Ok(threads) => {
+                tracing::info!(export = name, "engine {engine}: {why}");
+                if let Some(what) = without_effect(engine, &self.args.io_uring_options()) {
+                    tracing::info!(export = name, "{what}");
+                }
+                return Ok(threads);
+            }
+            Err(error) => error,
+        };
+        // The trial had room for one small ring or context, and there are more and larger ones.
+        for engine in blockio::choose::fallbacks(engine, &disk.source) {
+            tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
+            match self.threads(engine) {
+                Ok(threads) => return Ok(threads),
+                Err(error) => failed = error,
+            }
+        }
+        Err(failed)
+    }
+
+    fn threads(&mut self, engine: EngineKind) -> Result<Vec<Remote>> {
+        if let Some((_, threads)) = self.running.iter().find(|(kind, _)| *kind == engine) {
+            return Ok(threads.remotes().to_vec());
+        }
+        let count = usize::from(self.args.iothreads);
+        if engine == EngineKind::IoUring && self.args.sqpoll {
+            warn_of_few_cpus(count);
+        }
+        let events = self.events.clone();
+        let failed = Arc::new(move || drop(events.send(Event::ThreadFailed)));
+        let threads = IoThreads::start(count, &self.args.io_thread_config(engine), &failed)?;
+        let remotes = threads.remotes().to_vec();
+        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        for (index, remote) in remotes.iter().enumerate() {
+            stuck.add(format!("iothread-{index}"), remote.clone());
+        }
+        self.running.push((engine, threads));
+        Ok(remotes)
+    }
+
+    pub(crate) fn log_summaries(&self) {
+        let threads = self.running.iter().flat_map(|(_, threads)| threads.remotes());
+        for (index, remote) in threads.enumerate() {
+            tracing::info!("iothread-{index}: operations: {}", summary_of(remote.stats()));
+            let [harvested, submitted] = sizes_of(remote.stats());
+            tracing::info!(
+                "iothread-{index}: at 1, 10, 20 ... 90, 99.99%: harvested at once {harvested}; \
+                 submitted at once {submitted}"
+            );
+        }
+    }
+}
+
+/// How many completions were harvested at once, and how many ops submitted.
+fn sizes_of(stats: &Stats) -> [String; 2] {
+    [&stats.harvested_at_once, &stats.submitted_at_once].map(|histogram| {
+        let values = histogram.values();
+        SIZE_PERCENTILES.map(|percent| values.percentile(percent).to_string()).join(" ")
+    })
+}
+
+/// What an IoThread did, in one line.
+fn summary_of(stats: &Stats) -> String {
+    let of = |name: &str, ops: &OpStats| match (ops.ops.get(), ops.errors.get()) {
+        (count, 0) => format!("{count} {name}"),
+        (count, errors) => format!("{count} {name} ({errors} failed)"),
+    };
+    format!(
+        "{}, {}, {}, {}; {} not answered for 5 s; {} polled for; {} bounced, with at most {} KiB, \
+         {} waits and {} failures of memory; long lists of buffers with at most {} KiB and {} \
+         waits; {} calls, {} submits, {} waits",
+        of("reads", &stats.read),
+        of("writes", &stats.write),
+        of("flushes", &stats.flush),
+        of("discards and zeroings", &stats.deallocate),
+        stats.late.get(),
+        stats.polled.get(),
+        stats.bounced.get(),
+        stats.bounce.bytes_most.get() >> 10,
+        stats.bounce.waits.get(),
+        stats.bounce.failed.get(),
+        stats.lists.bytes_most.get() >> 10,
+        stats.lists.waits.get(),
+        stats.syscalls.eventfd_write.get(),
+        stats.submitted_at_once.count(),
+        stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),
+    )
+}

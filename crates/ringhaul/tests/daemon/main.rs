@@ -1,0 +1,214 @@
+//! The daemon as a whole, in this process: exports come and go by commands while others serve.
+
+mod scene;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul::command::{Command, CommandError, EndCause, ExportState, Reply};
+use ringhaul::ending::Outcome;
+use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::fuse::{Fuse, opcode};
+
+use scene::Scene;
+
+const SECTORS: u64 = 2048;
+
+/// Writes and reads back until it is told to stop, and counts how often.
+fn load(frontend: &mut Frontend, rounds: &AtomicU64, stop: &AtomicBool) -> Result<()> {
+    for round in 0.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let (sector, data) = (round * 8 % SECTORS, pattern(round, 4096));
+        frontend.write(0, sector, &data)?;
+        ensure!(frontend.read(0, sector, 4096)? == data, "round {round} reads something else");
+        rounds.store(round + 1, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+#[test]
+fn exports_come_and_go_beside_one_under_load() -> Result<()> {
+    let mut scene = Scene::new(&["--iothreads", "2"])?;
+    let (busy, other) = (scene.export("busy", SECTORS)?, scene.export("other", SECTORS)?);
+    scene.add(&[&busy])?;
+    let mut loaded = Frontend::attach(&scene.socket("busy"), &Setup::default())?;
+    let (rounds, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let visit = |turn: u64| -> Result<()> {
+        let before = rounds.load(Ordering::Relaxed);
+        scene.add(&[&other])?;
+        let mut frontend = Frontend::attach(&scene.socket("other"), &Setup::default())?;
+        if let Some(before) = turn.checked_sub(1) {
+            let data = frontend.read(0, 8, 4096)?;
+            ensure!(data == pattern(before, 4096), "what was written has gone");
+        }
+        frontend.write(0, 8, &pattern(turn, 4096))?;
+        let Reply::Removed(status) = scene.handle(Command::Remove(other.name()))? else {
+            bail!("another answer");
+        };
+        let served = status.served;
+        ensure!(served.writes.requests == 1 && served.writes.bytes == 4096, "{served}");
+        ensure!((status.sessions, status.connected) == (1, false), "{status:?}");
+        frontend.channel.wait_closed()?;
+        ensure!(!scene.socket("other").exists(), "the socket is left behind");
+        scene.wait_until(|| rounds.load(Ordering::Relaxed) > before + 20)
+    };
+    std::thread::scope(|threads| -> Result<()> {
+        let load = threads.spawn(|| load(&mut loaded, &rounds, &stop));
+        let visited = (0..5).try_for_each(visit);
+        stop.store(true, Ordering::Relaxed);
+        load.join().expect("the load does not panic").and(visited)
+    })?;
+    let exports = scene.show()?;
+    let [status] = &exports[..] else { bail!("{exports:?}") };
+    let expected = (busy.name(), ExportState::Serving, true, 1, 0);
+    let seen = (&status.name, status.state, status.connected, status.sessions, status.unfinished);
+    ensure!(seen == (&expected.0, expected.1, expected.2, expected.3, expected.4), "{status:?}");
+    let count = rounds.load(Ordering::Relaxed);
+    let (reads, writes) = (status.served.reads, status.served.writes);
+    ensure!((reads.requests, writes.requests) == (count, count), "{status:?} after {count}");
+    ensure!(status.spec == busy, "{status:?}");
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    loaded.channel.wait_closed()
+}
+
+#[test]
+fn a_daemon_goes_on_without_exports() -> Result<()> {
+    let mut scene = Scene::new(&[])?;
+    let export = scene.export("disk", SECTORS)?;
+    for _ in 0..2 {
+        ensure!(scene.show()?.is_empty(), "something is left");
+        scene.add(&[&export])?;
+        scene.handle(Command::Remove(export.name()))?;
+    }
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    let late = scene.daemon.handle(Command::Add(vec![export]));
+    ensure!(matches!(late, Err(CommandError::Ending)), "{late:?}");
+    Ok(())
+}
+
+/// What fails leaves nothing behind: no socket, no name, no lock on a disk.
+#[test]
+fn exports_are_added_all_or_none() -> Result<()> {
+    let mut scene = Scene::new(&[])?;
+    let (good, other) = (scene.export("good", SECTORS)?, scene.export("other", SECTORS)?);
+    let disk = DiskSpec::File(scene.path("absent.img"));
+    let missing = ExportSpec { disk, ..scene.export("missing", SECTORS)? };
+    let endpoint = EndpointSpec::Path(scene.path("no folder/socket"));
+    let nowhere = ExportSpec { endpoint, ..scene.export("nowhere", SECTORS)? };
+    let settings = ExportSettings { iothread: Some(7), ..ExportSettings::default() };
+    let misplaced = ExportSpec { settings, ..scene.export("misplaced", SECTORS)? };
+    for (bad, words) in [
+        (&missing, "absent.img"),
+        (&nowhere, "no folder"),
+        (&misplaced, "IoThread 7"),
+        (&good, "serves another export"),
+    ] {
+        let added = scene.daemon.handle(Command::Add(vec![good.clone(), bad.clone()]));
+        let error = added.err().context("it was added")?.to_string();
+        ensure!(error.contains(words), "{error}");
+        ensure!(!scene.socket("good").exists(), "{words}: a socket is left behind");
+        ensure!(scene.show()?.is_empty(), "{words}: an export is left behind");
+    }
+    scene.add(&[&good])?;
+    let added = scene.daemon.handle(Command::Add(vec![other.clone(), good.clone()]));
+    ensure!(matches!(&added, Err(CommandError::Exists(name)) if *name == good.name()), "{added:?}");
+    let removed = scene.daemon.handle(Command::Remove(other.name()));
+    ensure!(matches!(removed, Err(CommandError::Unknown(_))), "{removed:?}");
+    scene.add(&[&other])?;
+    let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name).collect();
+    ensure!(names == [good.name(), other.name()], "{names:?}");
+    Frontend::attach(&scene.socket("good"), &Setup::default())?.write(0, 0, &[1; 512])?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    Ok(())
+}
+
+/// A disk whose file system does not answer holds up nobody but those who asked for it.
+#[test]
+fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let mut scene = Scene::new(&[])?;
+    let (hung, other) = (scene.on_fuse("hung", &fuse), scene.export("other", SECTORS)?);
+    fuse.withhold(rustix::process::getpid(), &[opcode::OPEN]);
+    std::thread::scope(|threads| -> Result<()> {
+        let added = threads.spawn(|| scene.daemon.handle(Command::Add(vec![hung.clone()])));
+        fuse.wait_for(opcode::OPEN)?;
+        let serves_other = || -> Result<()> {
+            scene.add(&[&other])?;
+            Frontend::attach(&scene.socket("other"), &Setup::default())?.write(0, 0, &[1; 512])?;
+            let exports = scene.show()?;
+            let states: Vec<_> = exports.iter().map(|export| export.state).collect();
+            ensure!(states == [ExportState::Serving, ExportState::Opening], "{exports:?}");
+            let removed = scene.daemon.handle(Command::Remove(hung.name()));
+            let error = removed.err().context("it was removed")?.to_string();
+            ensure!(error.ends_with("is opening"), "{error}");
+            let again = scene.daemon.handle(Command::Add(vec![hung.clone()]));
+            ensure!(matches!(again, Err(CommandError::Exists(_))), "{again:?}");
+            Ok(())
+        };
+        let served = serves_other();
+        fuse.release();
+        let added = added.join().expect("no panic");
+        served?;
+        ensure!(matches!(added, Ok(Reply::Added)), "{added:?}");
+        Ok(())
+    })?;
+    Frontend::attach(&scene.socket("hung"), &Setup::default())?.read(0, 0, 512)?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    Ok(())
+}
+
+/// All of them begin to end, whatever the first waits for.
+#[test]
+fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let mut scene = Scene::new(&["--engine", "threads"])?;
+    let exports = ["one", "two", "three"].map(|name| scene.on_fuse(name, &fuse));
+    scene.add(&exports.iter().collect::<Vec<_>>())?;
+    let mut frontends: Vec<Frontend> = Vec::new();
+    for name in ["one", "two", "three"] {
+        frontends.push(Frontend::attach(&scene.socket(name), &Setup::default())?);
+    }
+    fuse.withhold(rustix::process::getpid(), &[opcode::READ]);
+    for frontend in &mut frontends {
+        scene::begin_read(frontend)?;
+    }
+    scene.wait_until(|| {
+        scene.show().is_ok_and(|exports| exports.iter().all(|export| export.unfinished == 1))
+    })?;
+    let [first, ..] = &exports;
+    std::thread::scope(|threads| -> Result<()> {
+        let removed = threads.spawn(|| scene.daemon.handle(Command::Remove(first.name())));
+        let states = || -> Vec<ExportState> {
+            scene.show().unwrap_or_default().iter().map(|export| export.state).collect()
+        };
+        use ExportState::{Serving, Stopping};
+        let stop_all = || -> Result<()> {
+            scene.wait_until(|| states() == [Stopping, Serving, Serving])?;
+            let again = scene.daemon.handle(Command::Remove(first.name()));
+            let error = again.err().context("it was removed twice")?.to_string();
+            ensure!(error.ends_with("is stopping"), "{error}");
+            scene.begin_end(EndCause::Sigterm);
+            scene.wait_until(|| states() == [Stopping; 3])?;
+            for frontend in &frontends {
+                ensure!(!frontend.channel.is_closed()?, "a front-end saw the end too early");
+            }
+            Ok(())
+        };
+        let stopped = stop_all();
+        fuse.release();
+        let removed = removed.join().expect("no panic");
+        stopped?;
+        ensure!(matches!(removed, Ok(Reply::Removed(_))), "{removed:?}");
+        Ok(())
+    })?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    for frontend in &mut frontends {
+        frontend.channel.wait_closed()?;
+        frontend.rings[0].wait_used().context("a request was not answered")?;
+    }
+    Ok(())
+}
