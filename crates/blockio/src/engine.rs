@@ -22,14 +22,15 @@ mod threads;
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Instant;
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
 use crate::config::{EngineConfig, IoThreadConfig};
 use crate::error::Error;
+use crate::mailbox::Mailbox;
 use crate::op::{IoFile, Slots};
 use crate::stats::Stats;
 use aio::Aio;
@@ -46,12 +47,9 @@ pub(crate) enum Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(config: &IoThreadConfig) -> Result<Self, Error> {
-        // Never read: it is watched edge-triggered, so each write is a new event, and taking that
-        // event is what clears it, before the handler looks for completions.
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(Error::system("create an eventfd for completions"))?;
-        let threads = Threads::new(wake);
+    /// Waits for what is posted to `mailbox`, too.
+    pub(crate) fn new(config: &IoThreadConfig, mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
+        let threads = Threads::new(mailbox);
         let mut engine = match config.engine {
             EngineConfig::Aio { completion_ring } => {
                 let aio = Aio::new(config, completion_ring, threads)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::OwnedFd;
 
 use crate::bounce::BounceBudget;
 use crate::clock;
@@ -87,11 +87,12 @@ impl Drop for Ops {
 impl Io {
     /// Sets everything up. Returns also the descriptor that says that a turn has something to do.
     pub(crate) fn new(config: &IoThreadConfig) -> Result<(Self, OwnedFd), Error> {
-        let mut engine = Engine::new(config)?;
-        let foreign = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        // Never read: it is watched edge-triggered, so each write is a new event, and taking that
+        // event is what clears it, before the loop looks for what was posted.
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::system("create an eventfd for wakes"))?;
-        let mailbox = Arc::new(Mailbox::new(foreign));
-        let reactor = Reactor::new(&mut engine, mailbox.eventfd().as_fd())?;
+        let mailbox = Arc::new(Mailbox::new(wake));
+        let engine = Engine::new(config, &mailbox)?;
         let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
             .map_err(Error::system("duplicate a descriptor"))?;
         let mut slots = Slots::new(config.engine.kind(), config.depth);
@@ -103,7 +104,7 @@ impl Io {
         let io = Self {
             executor: RefCell::new(Executor::new(&running)),
             ops: RefCell::new(Ops { slots, engine, woken, happened }),
-            reactor: RefCell::new(reactor),
+            reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce_bytes, &running, &stats),
             _known: Known::new(&mailbox, &running),
             running,

@@ -1,30 +1,54 @@
-//! What other threads hand to an IoThread.
+//! What other threads hand to an IoThread: the one way in.
+//!
+//! A look into the mailbox takes no lock, and a post costs a system call only when the loop may
+//! sleep. For that the loop *arms* the mailbox before its last look. Whoever posts first after that
+//! disarms it and writes the eventfd; all who post until the loop is about to sleep again need not.
+//! Each side writes its flag, passes a full fence and reads the other's flag, so at least one of
+//! them sees the other: no wake is lost.
 
 use std::any::Any;
 use std::mem;
 use std::sync::PoisonError;
 
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Eventfd, Mutex, MutexGuard};
 use crate::task_key::TaskKey;
 
 /// Work that other threads (or wakers) hand to an IoThread.
 pub(crate) struct Mailbox {
     inbox: Mutex<Inbox>,
-    /// Whether the inbox holds anything, so that a turn can look without a lock.
-    posted: AtomicBool,
+    /// What is in the inbox: [`POSTED`], [`RESULTS`].
+    holds: AtomicU32,
+    /// The loop may sleep: the next to post wakes it.
+    armed: AtomicBool,
     eventfd: Eventfd,
 }
+
+/// Woken tasks or calls.
+const POSTED: u32 = 1;
+/// Results of ops.
+const RESULTS: u32 = 2;
 
 /// A closure that another thread wants run here. It is given what tasks get, an `Rc<Io>`, of which
 /// this floor does not know.
 pub(crate) type Call = Box<dyn FnOnce(&dyn Any) + Send>;
 
+/// The slot of an op that did not end in the kernel, and bytes or a negative errno.
+pub(crate) type OpResult = (u32, i64);
+
+/// What a turn takes out.
 #[derive(Default)]
-pub(crate) struct Inbox {
+pub(crate) struct Posted {
     /// Tasks that wakers have woken.
     pub(crate) woken: Vec<TaskKey>,
     pub(crate) calls: Vec<Call>,
+}
+
+#[derive(Default)]
+pub(crate) struct Inbox {
+    posted: Posted,
+    /// A harvest takes them out.
+    results: Vec<OpResult>,
     /// Set once the IoThread is gone: nobody will look any more.
     closed: bool,
 }
@@ -33,7 +57,8 @@ impl Mailbox {
     pub(crate) fn new(eventfd: rustix::fd::OwnedFd) -> Self {
         Self {
             inbox: Mutex::default(),
-            posted: AtomicBool::new(false),
+            holds: AtomicU32::new(0),
+            armed: AtomicBool::new(true),
             eventfd: Eventfd::new(eventfd),
         }
     }
@@ -42,44 +67,103 @@ impl Mailbox {
         &self.eventfd
     }
 
-    #[cfg(all(test, shuttle))]
-    pub(crate) fn watch_with(&mut self, other: &Eventfd) {
-        self.eventfd.watch_with(other);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
+    pub(crate) fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the inbox, then makes the IoThread look at it. False when that thread is gone.
-    pub(crate) fn post(&self, change: impl FnOnce(&mut Inbox)) -> bool {
-        let mut inbox = self.lock();
+    /// Adds to what is posted, and sees to it that the IoThread looks. False when that thread is
+    /// gone.
+    pub(crate) fn post(&self, add: impl FnOnce(&mut Posted)) -> bool {
+        let mut inbox = self.inbox();
         if inbox.closed {
             return false;
         }
-        change(&mut inbox);
-        self.posted.store(true, Ordering::Release);
+        add(&mut inbox.posted);
+        self.now_holds(&inbox, POSTED);
         drop(inbox);
-        self.eventfd.add_one();
+        if self.must_wake() {
+            self.wake();
+        }
         true
     }
 
+    /// Posts the result of an op. True: the loop may sleep, and the caller has to wake it.
+    #[must_use]
+    pub(crate) fn put_result(&self, slot: u32, result: i64) -> bool {
+        let mut inbox = self.inbox();
+        inbox.results.push((slot, result));
+        self.now_holds(&inbox, RESULTS);
+        drop(inbox);
+        self.must_wake()
+    }
+
+    /// Whoever has the lock is the only one to change this, so no read-modify-write is needed.
+    fn now_holds(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
+        self.holds.store(self.holds.load(Ordering::Relaxed) | what, Ordering::Release);
+    }
+
+    fn holds_no_more(&self, _: &MutexGuard<'_, Inbox>, what: u32) {
+        self.holds.store(self.holds.load(Ordering::Relaxed) & !what, Ordering::Release);
+    }
+
+    /// Whether the loop may sleep, and nobody else is about to wake it.
+    fn must_wake(&self) -> bool {
+        // Pairs with the fence in `arm`.
+        fence(Ordering::SeqCst);
+        self.armed.load(Ordering::Relaxed) && self.armed.swap(false, Ordering::Relaxed)
+    }
+
+    pub(crate) fn wake(&self) {
+        self.eventfd.add_one();
+    }
+
+    /// From now on the next post wakes the loop, which must look once more before it sleeps.
+    #[inline]
+    pub(crate) fn arm(&self) {
+        // Who has disarmed it and was not seen here yet has not written the eventfd either, or its
+        // event is still to come.
+        if !self.armed.load(Ordering::Relaxed) {
+            // A swap, as in `must_wake`: all changes of the flag have one order.
+            self.armed.swap(true, Ordering::Relaxed);
+            // Pairs with the fence in `must_wake`.
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Whether there is anything.
+    #[inline]
+    pub(crate) fn has_anything(&self) -> bool {
+        self.holds.load(Ordering::Acquire) != 0
+    }
+
+    #[inline]
     pub(crate) fn is_posted(&self) -> bool {
-        self.posted.load(Ordering::Acquire)
+        self.holds.load(Ordering::Acquire) & POSTED != 0
     }
 
-    /// Takes everything out.
-    pub(crate) fn take(&self) -> Inbox {
-        let mut inbox = self.lock();
-        self.posted.store(false, Ordering::Relaxed);
-        mem::take(&mut *inbox)
+    #[inline]
+    pub(crate) fn has_results(&self) -> bool {
+        self.holds.load(Ordering::Acquire) & RESULTS != 0
     }
 
-    /// Takes everything out and refuses all that comes later.
-    pub(crate) fn close(&self) -> Inbox {
-        let mut inbox = self.lock();
-        let rest = mem::take(&mut *inbox);
+    /// Takes everything out but results.
+    pub(crate) fn take(&self) -> Posted {
+        let mut inbox = self.inbox();
+        self.holds_no_more(&inbox, POSTED);
+        mem::take(&mut inbox.posted)
+    }
+
+    /// Swaps the results with `harvested`, which is empty.
+    pub(crate) fn take_results(&self, harvested: &mut Vec<OpResult>) {
+        let mut inbox = self.inbox();
+        mem::swap(&mut inbox.results, harvested);
+        self.holds_no_more(&inbox, RESULTS);
+    }
+
+    /// Takes everything out but results, and refuses all that comes later.
+    pub(crate) fn close(&self) -> Posted {
+        let mut inbox = self.inbox();
         inbox.closed = true;
-        rest
+        mem::take(&mut inbox.posted)
     }
 }

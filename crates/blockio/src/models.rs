@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use crate::engine::pool::{Job, Pool, pool_thread};
-use crate::mailbox::{Inbox, Mailbox};
+use crate::mailbox::{Mailbox, OpResult, Posted};
 use crate::op::{OpKind, OpView};
 use crate::stats::Counter;
 use crate::task_key::TaskKey;
@@ -39,32 +39,41 @@ fn new_eventfd() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
 }
 
-/// The tasks in what was taken from a mailbox.
-fn numbers(inbox: Inbox) -> Vec<u32> {
-    inbox.woken.into_iter().map(|key| key.home).collect()
+fn new_mailbox() -> Arc<Mailbox> {
+    Arc::new(Mailbox::new(new_eventfd()))
 }
 
-/// Sleeps as the loop does: only when nothing is posted.
-fn sleep_and_take(wakes: &Mailbox, taken: &mut Vec<u32>) {
-    if !wakes.is_posted() {
-        wakes.eventfd().wait();
+/// The tasks in what was taken from a mailbox.
+fn numbers(posted: Posted) -> Vec<u32> {
+    posted.woken.into_iter().map(|key| key.home).collect()
+}
+
+/// Sleeps as the loop does: only when there is nothing after the mailbox is armed.
+fn sleep(mailbox: &Mailbox) {
+    mailbox.arm();
+    if !mailbox.has_anything() {
+        mailbox.eventfd().wait();
     }
-    if wakes.is_posted() {
-        taken.extend(numbers(wakes.take()));
+}
+
+fn sleep_and_take(mailbox: &Mailbox, taken: &mut Vec<u32>) {
+    sleep(mailbox);
+    if mailbox.is_posted() {
+        taken.extend(numbers(mailbox.take()));
     }
 }
 
 #[test]
 fn every_foreign_wake_is_seen() {
     explore(|| {
-        let wakes = Arc::new(Mailbox::new(new_eventfd()));
+        let wakes = new_mailbox();
         let posters: Vec<_> = (0..2 * SCALE)
             .map(|poster| {
                 let wakes = Arc::clone(&wakes);
                 thread::spawn(move || {
                     for post in 0..SCALE {
-                        assert!(wakes.post(|inbox| {
-                            inbox.woken.push(TaskKey::task(poster * SCALE + post))
+                        assert!(wakes.post(|posted| {
+                            posted.woken.push(TaskKey::task(poster * SCALE + post))
                         }));
                     }
                 })
@@ -82,14 +91,52 @@ fn every_foreign_wake_is_seen() {
     });
 }
 
+/// However many post, and whatever they post, one of them wakes the loop for each time that it has
+/// armed the mailbox, which it is at first.
+#[test]
+fn those_who_post_share_a_wake() {
+    const POSTERS: u32 = 3 * SCALE;
+
+    explore(|| {
+        let mailbox = new_mailbox();
+        let posters: Vec<_> = (0..POSTERS)
+            .map(|poster| {
+                let mailbox = Arc::clone(&mailbox);
+                thread::spawn(move || {
+                    if poster % 2 == 0 {
+                        assert!(mailbox.post(|posted| posted.woken.push(TaskKey::task(poster))));
+                    } else if mailbox.put_result(poster, 0) {
+                        mailbox.wake();
+                    }
+                })
+            })
+            .collect();
+        let (mut taken, mut results, mut arms) = (Vec::new(), Vec::new(), 1);
+        while taken.len() + results.len() < POSTERS as usize {
+            sleep_and_take(&mailbox, &mut taken);
+            let mut harvested = Vec::new();
+            mailbox.take_results(&mut harvested);
+            results.append(&mut harvested);
+            arms += 1;
+        }
+        for poster in posters {
+            poster.join().unwrap();
+        }
+        assert!(mailbox.eventfd().writes() <= arms, "it was woken without need");
+        taken.extend(results.into_iter().map(|(slot, _)| slot));
+        taken.sort_unstable();
+        assert!(taken.into_iter().eq(0..POSTERS), "each comes once");
+    });
+}
+
 #[test]
 fn what_was_posted_before_the_close_is_not_lost() {
     explore(|| {
-        let wakes = Arc::new(Mailbox::new(new_eventfd()));
+        let wakes = new_mailbox();
         let posters: Vec<_> = (0..2 * SCALE)
             .map(|poster| {
                 let wakes = Arc::clone(&wakes);
-                thread::spawn(move || wakes.post(|inbox| inbox.woken.push(TaskKey::task(poster))))
+                thread::spawn(move || wakes.post(|posted| posted.woken.push(TaskKey::task(poster))))
             })
             .collect();
         let mut taken = Vec::new();
@@ -123,13 +170,17 @@ fn job(slot: u32) -> Job {
 struct PoolUser {
     pool: Arc<Pool>,
     threads: Vec<thread::JoinHandle<()>>,
-    done: Vec<(u32, i64)>,
+    done: Vec<OpResult>,
 }
 
 impl PoolUser {
     fn new() -> Self {
-        let pool = Arc::new(Pool::new(new_eventfd()));
+        let pool = Arc::new(Pool::new(new_mailbox()));
         Self { pool, threads: Vec::new(), done: Vec::new() }
+    }
+
+    fn mailbox(&self) -> &Arc<Mailbox> {
+        &self.pool.mailbox
     }
 
     fn submit(&mut self, slots: std::ops::Range<u32>) {
@@ -143,18 +194,16 @@ impl PoolUser {
     }
 
     fn harvest(&mut self) {
-        if self.pool.has_completions() {
+        if self.mailbox().has_results() {
             let mut harvested = Vec::new();
-            self.pool.take_done(&mut harvested);
+            self.mailbox().take_results(&mut harvested);
             self.done.append(&mut harvested);
         }
     }
 
     fn wait_for(&mut self, count: usize) {
         while self.done.len() < count {
-            if !self.pool.has_completions() {
-                self.pool.eventfd().wait();
-            }
+            sleep(self.mailbox());
             self.harvest();
         }
     }
@@ -213,8 +262,8 @@ fn a_counter_never_goes_back() {
     });
 }
 
-/// A front-end comes, has requests served, has them finished, and comes again; the loop sleeps on
-/// one wait for both the front-end's thread and the pool.
+/// A front-end comes, has requests served, has them finished, and comes again; its thread and the
+/// pool post to one mailbox.
 #[cfg(shuttle)]
 #[test]
 fn sessions_stop_finish_and_start_again() {
@@ -227,9 +276,7 @@ fn sessions_stop_finish_and_start_again() {
 
     explore(|| {
         let mut user = PoolUser::new();
-        let mut wakes = Mailbox::new(new_eventfd());
-        wakes.watch_with(user.pool.eventfd());
-        let wakes = Arc::new(wakes);
+        let wakes = Arc::clone(user.mailbox());
         let (answer, answers) = channel();
         let front_end = {
             let wakes = Arc::clone(&wakes);
@@ -237,20 +284,18 @@ fn sessions_stop_finish_and_start_again() {
                 for session in 1..=SESSIONS {
                     for request in 0..REQUESTS {
                         let slot = (session - 1) * REQUESTS + request;
-                        assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(slot))));
+                        assert!(wakes.post(|posted| posted.woken.push(TaskKey::task(slot))));
                     }
-                    assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(STOP))));
+                    assert!(wakes.post(|posted| posted.woken.push(TaskKey::task(STOP))));
                     let done = answers.recv().unwrap();
                     assert_eq!(done, (session * REQUESTS) as usize, "a request was left behind");
                 }
-                assert!(wakes.post(|inbox| inbox.woken.push(TaskKey::task(END))));
+                assert!(wakes.post(|posted| posted.woken.push(TaskKey::task(END))));
             })
         };
         let (mut submitted, mut stopping, mut ending) = (0, false, false);
         while !ending {
-            if !wakes.is_posted() && !user.pool.has_completions() {
-                wakes.eventfd().wait();
-            }
+            sleep(&wakes);
             user.harvest();
             let posted = if wakes.is_posted() { numbers(wakes.take()) } else { Vec::new() };
             for task in posted {

@@ -6,10 +6,10 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use iomem::fits;
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, OwnedFd};
 
 use crate::clock;
-use crate::engine::{Engine, TOKEN_ENGINE};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::task::Owner;
 use crate::task_key::TaskKey;
@@ -78,9 +78,6 @@ impl PartialEq for Timer {
 
 impl Eq for Timer {}
 
-/// The token of the wakes by other threads.
-const TOKEN_FOREIGN: u64 = TOKEN_ENGINE - 1;
-
 #[derive(Default)]
 pub(crate) struct Reactor {
     sources: Vec<Option<Entry>>,
@@ -92,11 +89,6 @@ pub(crate) struct Reactor {
 }
 
 impl Reactor {
-    pub(crate) fn new(engine: &mut Engine, foreign: BorrowedFd<'_>) -> Result<Self, Error> {
-        engine.watch(foreign, TOKEN_FOREIGN).map_err(Error::system("watch an eventfd"))?;
-        Ok(Self::default())
-    }
-
     /// Adds a source that starts disarmed. `kick` is never read: it is watched edge-triggered.
     pub(crate) fn add(
         &mut self,
@@ -198,8 +190,8 @@ impl Reactor {
     /// Takes in what has happened to the eventfds. Appends tasks to wake.
     pub(crate) fn dispatch(&mut self, happened: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
         for token in happened.drain(..) {
-            // The loop looks for completions and for what was posted in any case, so the other
-            // two tokens need nothing more.
+            // The loop looks for completions and for what was posted in any case, so its own
+            // token needs nothing more.
             let index: usize = fits(token, "a token");
             if let Some(Some(entry)) = self.sources.get_mut(index) {
                 woken.push(entry.task);

@@ -26,7 +26,7 @@ impl Remote {
             Some(io) => call(io),
             None => unreachable!("a turn gives its handle to calls"),
         };
-        self.mailbox.post(|inbox| inbox.calls.push(Box::new(call)))
+        self.mailbox.post(|posted| posted.calls.push(Box::new(call)))
     }
 
     /// As [`post`](Self::post), and waits for the result. `None` when that thread has ended.

@@ -19,7 +19,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 pub(crate) struct Eventfd {
     fd: OwnedFd,
     #[cfg(any(loom, shuttle))]
-    edge: std::sync::Arc<Edge>,
+    edge: Edge,
 }
 
 impl Eventfd {
@@ -27,7 +27,7 @@ impl Eventfd {
         Self {
             fd,
             #[cfg(any(loom, shuttle))]
-            edge: std::sync::Arc::default(),
+            edge: Edge::default(),
         }
     }
 
@@ -44,10 +44,10 @@ impl Eventfd {
         self.edge.raise();
     }
 
-    /// Has one wait watch both, as one epoll instance does.
-    #[cfg(all(test, shuttle))]
-    pub(crate) fn watch_with(&mut self, other: &Self) {
-        self.edge = std::sync::Arc::clone(&other.edge);
+    /// How often it was written.
+    #[cfg(all(test, any(loom, shuttle)))]
+    pub(crate) fn writes(&self) -> usize {
+        self.edge.written().1
     }
 
     /// Stands for the wait in the kernel.
@@ -67,27 +67,30 @@ impl AsFd for Eventfd {
 #[cfg(any(loom, shuttle))]
 #[derive(Default)]
 struct Edge {
-    written: Mutex<bool>,
+    /// Since the last wait; and how often in all.
+    written: Mutex<(bool, usize)>,
     changed: Condvar,
 }
 
 #[cfg(any(loom, shuttle))]
 impl Edge {
-    fn written(&self) -> MutexGuard<'_, bool> {
+    fn written(&self) -> MutexGuard<'_, (bool, usize)> {
         self.written.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn raise(&self) {
-        *self.written() = true;
+        let mut written = self.written();
+        *written = (true, written.1 + 1);
+        drop(written);
         self.changed.notify_one();
     }
 
     #[cfg(test)]
     fn wait(&self) {
         let mut written = self.written();
-        while !*written {
+        while !written.0 {
             written = self.changed.wait(written).unwrap_or_else(std::sync::PoisonError::into_inner);
         }
-        *written = false;
+        written.0 = false;
     }
 }

@@ -286,7 +286,7 @@ impl Wake for TaskWaker {
     fn wake_by_ref(self: &Arc<Self>) {
         match entered(&self.mailbox) {
             Some(running) => running.wake(Owner::Key(self.key)),
-            None => drop(self.mailbox.post(|inbox| inbox.woken.push(self.key))),
+            None => drop(self.mailbox.post(|posted| posted.woken.push(self.key))),
         }
     }
 }

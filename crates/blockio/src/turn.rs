@@ -227,7 +227,7 @@ impl Io {
         } else {
             clock::preempt();
             self.reactor.borrow_mut().arm(&mut woken);
-            busy = !woken.is_empty();
+            busy = self.arm_mailbox() || !woken.is_empty();
         }
         let look_is_due = self.look_is_due();
         let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
@@ -261,8 +261,21 @@ impl Io {
             self.look_for_late_ops();
         }
         let is_ready = self.run_foreign() || self.has_ready();
-        let is_busy = is_ready || self.ops.borrow_mut().engine.must_be_asked();
+        let is_busy =
+            is_ready || self.ops.borrow_mut().engine.must_be_asked() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
+    }
+
+    /// Has the next post wake the loop. True: there was one before, which does not.
+    #[inline]
+    fn arm_mailbox(&self) -> bool {
+        self.mailbox.arm();
+        let has_anything = self.mailbox.has_anything();
+        if has_anything {
+            // It may be results.
+            self.harvest_is_due.set(true);
+        }
+        has_anything
     }
 
     /// After a harvest: what has completed while this thread did not run is not late.
@@ -353,9 +366,9 @@ impl Io {
         if !self.mailbox.is_posted() {
             return false;
         }
-        let inbox = self.mailbox.take();
-        task::wake_all(&self.executor, &inbox.woken);
-        for call in inbox.calls {
+        let posted = self.mailbox.take();
+        task::wake_all(&self.executor, &posted.woken);
+        for call in posted.calls {
             call(self);
         }
         true
@@ -372,6 +385,10 @@ impl Io {
             let mut ops = self.ops.borrow_mut();
             if ops.engine.queued() + ops.engine.in_kernel() == 0 {
                 return;
+            }
+            self.mailbox.arm();
+            if self.mailbox.has_results() {
+                continue;
             }
             let retry = ops.engine.retry_at();
             if let Err(error) = self.wait_in_kernel(&mut ops, retry) {

@@ -307,6 +307,7 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mailbox::Mailbox;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
     use crate::task::Owner;
@@ -329,9 +330,10 @@ mod tests {
     impl Bench {
         fn new(depth: u32) -> Self {
             let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            let threads = Threads::new(&Arc::new(Mailbox::new(wake)));
             let config = IoThreadConfig { depth, ..IoThreadConfig::default() };
             Self {
-                engine: Aio::new(&config, CompletionRing::Userspace, Threads::new(wake)).unwrap(),
+                engine: Aio::new(&config, CompletionRing::Userspace, threads).unwrap(),
                 slots: Slots::new(EngineKind::Aio, depth),
                 stats: Stats::default(),
                 woken: Vec::new(),

@@ -24,5 +24,5 @@ impl Completer<'_> {
     }
 }
 
-/// The token of an engine's own eventfd, which says that there are completions.
+/// The token of the mailbox's eventfd, to which Linux AIO adds, too: there may be completions.
 pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;

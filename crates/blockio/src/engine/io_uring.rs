@@ -443,8 +443,10 @@ impl AsFd for IoUring {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mailbox::Mailbox;
     use crate::task_key::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
+    use std::sync::Arc;
 
     /// Numbers of descriptors that nothing else here uses.
     const HIGH: i32 = 900;
@@ -455,7 +457,8 @@ mod tests {
         let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
         let new = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let high = |fd: rustix::fd::OwnedFd| rustix::io::fcntl_dupfd_cloexec(fd, HIGH).unwrap();
-        let mut engine = IoUring::new(&config, false, false, Threads::new(new())).unwrap();
+        let threads = Threads::new(&Arc::new(Mailbox::new(new())));
+        let mut engine = IoUring::new(&config, false, false, threads).unwrap();
         let watched = high(new());
         engine.watch(watched.as_fd(), 7).unwrap();
         // The kernel finds nothing under the number, and then the eventfd.

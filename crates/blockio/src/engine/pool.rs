@@ -2,16 +2,14 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use iomem::fits;
-use rustix::fd::OwnedFd;
-
+use crate::mailbox::Mailbox;
 use crate::op::OpView;
 use crate::op_kind::OpKind;
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Eventfd, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard};
+use iomem::fits;
 
 /// As many as QEMU's thread pool has: enough to keep a disk array busy. More disks have more.
 pub(super) const THREADS_MAX: usize = 64;
@@ -40,16 +38,14 @@ pub(super) struct Jobs {
 pub(crate) struct Pool {
     jobs: Mutex<Jobs>,
     work: Condvar,
-    done: Mutex<Vec<(u32, i64)>>,
-    /// Length of `done`, so that a harvest that finds nothing takes no lock.
-    done_len: AtomicUsize,
-    pub(super) wake: Eventfd,
+    /// Where results go.
+    pub(crate) mailbox: Arc<Mailbox>,
     /// How long a thread stays without work.
     pub(super) idle_time: Duration,
 }
 
 impl Pool {
-    pub(crate) fn new(wake: OwnedFd) -> Self {
+    pub(crate) fn new(mailbox: Arc<Mailbox>) -> Self {
         Self {
             jobs: Mutex::new(Jobs {
                 waiting: VecDeque::new(),
@@ -59,36 +55,13 @@ impl Pool {
                 stop: false,
             }),
             work: Condvar::new(),
-            done: Mutex::default(),
-            done_len: AtomicUsize::new(0),
-            wake: Eventfd::new(wake),
+            mailbox,
             idle_time: IDLE,
         }
     }
 
     pub(super) fn jobs(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn done(&self) -> MutexGuard<'_, Vec<(u32, i64)>> {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Posts the result of a job. True: the engine must be woken, for nothing was posted before.
-    pub(super) fn post(&self, slot: u32, result: i64) -> bool {
-        let mut results = self.done();
-        results.push((slot, result));
-        self.done_len.store(results.len(), Ordering::Release);
-        results.len() == 1
-    }
-
-    pub(super) fn wake(&self) {
-        self.wake.add_one();
-    }
-
-    #[cfg(all(test, any(loom, shuttle)))]
-    pub(crate) fn eventfd(&self) -> &Eventfd {
-        &self.wake
     }
 
     /// Adds jobs; returns how many threads to start for them.
@@ -111,17 +84,6 @@ impl Pool {
         }
     }
 
-    pub(crate) fn has_completions(&self) -> bool {
-        self.done_len.load(Ordering::Acquire) > 0
-    }
-
-    /// Swaps what is done with `harvested`, which is empty.
-    pub(crate) fn take_done(&self, harvested: &mut Vec<(u32, i64)>) {
-        let mut results = self.done();
-        std::mem::swap(&mut *results, harvested);
-        self.done_len.store(0, Ordering::Relaxed);
-    }
-
     /// Ends the threads once nothing waits.
     pub(crate) fn stop(&self) {
         self.jobs().stop = true;
@@ -132,8 +94,8 @@ impl Pool {
 /// What a thread of the pool does. [`Pool::count_thread`] has counted it.
 pub(crate) fn pool_thread(pool: &Pool) {
     while let Some(job) = next_job(pool) {
-        if pool.post(job.slot, execute(&job.view)) {
-            pool.wake();
+        if pool.mailbox.put_result(job.slot, execute(&job.view)) {
+            pool.mailbox.wake();
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::op::{Op, OpKind};
 use crate::reactor::{Armed, Source};
 use crate::turn::{Activity, Wait};
 use iomem::Buffers;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 fn thread(engine: EngineKind) -> IoThread {
     IoThread::new(&IoThreadConfig { engine: engine.into(), depth: 64, ..IoThreadConfig::default() })
@@ -155,6 +155,58 @@ fn who_embeds_a_loop_is_woken_by_completions() {
     }
 }
 
+/// Other threads post while the program waits for the descriptor, or is about to.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn who_embeds_a_loop_is_woken_by_what_is_posted() {
+    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+        let config = IoThreadConfig {
+            engine: engine.into(),
+            depth: 64,
+            embedded: true,
+            ..IoThreadConfig::default()
+        };
+        let thread = IoThread::new(&config).unwrap();
+        let remote = thread.remote();
+        let other = std::thread::spawn(move || {
+            (0..1000).for_each(|i| assert_eq!(remote.call(move |_| i), Some(i)));
+            remote.post(|io| io.stop());
+        });
+        let has_ended = || thread.io().stopped.get();
+        while !has_ended() {
+            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+            if !has_ended() {
+                // Without a limit: what is not told hangs.
+                let mut descriptors = [PollFd::new(&thread, PollFlags::IN)];
+                rustix::io::retry_on_intr(|| poll(&mut descriptors, None)).unwrap();
+            }
+        }
+        other.join().unwrap();
+    }
+}
+
+/// However much is posted before the loop is about to sleep again, its eventfd is written once.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn all_posts_between_two_sleeps_share_a_wake() {
+    let thread = thread(EngineKind::Threads);
+    let io = thread.io();
+    // Nobody else reads it.
+    let writes = || {
+        let mut count = [0; 8];
+        let eventfd = io.mailbox.eventfd();
+        rustix::io::read(eventfd, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
+    };
+    for round in 1..=3 {
+        std::thread::scope(|scope| {
+            let remote = thread.remote();
+            scope.spawn(move || (0..100).for_each(|_| assert!(remote.post(|_| ()))));
+        });
+        assert_eq!(writes(), 1, "round {round}");
+        while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+    }
+}
+
 /// An op that nothing answers, on a loop that waits for nothing on its own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
@@ -242,8 +294,8 @@ fn serving() -> (IoThread, Rc<Ring>, rustix::fd::OwnedFd, Rc<Cell<u32>>) {
     let thread = thread(EngineKind::Threads);
     let ring = Rc::new(Ring::default());
     let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-    let watched = kick.try_clone().unwrap();
     let served = Rc::new(Cell::new(0));
+    let watched = kick.try_clone().unwrap();
     let (io, source, count) = (Rc::clone(thread.io()), Rc::clone(&ring), Rc::clone(&served));
     thread.io().spawn(async move {
         let id = io.add_source(Rc::<Ring>::clone(&source), Some(watched)).unwrap();

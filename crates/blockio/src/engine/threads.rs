@@ -9,13 +9,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use rustix::fd::OwnedFd;
-
 use super::completer::Completer;
 use super::kernel;
 use super::pool::{Job, Pool, THREADS_MAX, pool_thread};
 use crate::clock;
 use crate::lane::pool_threads;
+use crate::mailbox::{Mailbox, OpResult};
 use crate::rare::Rare;
 
 /// A thread makes system calls and nothing else.
@@ -26,16 +25,16 @@ pub(crate) struct Threads {
     pool: Arc<Pool>,
     queued: VecDeque<u32>,
     in_kernel: usize,
-    harvested: Vec<(u32, i64)>,
+    harvested: Vec<OpResult>,
     handles: Vec<JoinHandle<()>>,
     no_thread: Rare,
     stack_bytes: usize,
 }
 
 impl Threads {
-    pub(super) fn new(wake: OwnedFd) -> Self {
+    pub(super) fn new(mailbox: &Arc<Mailbox>) -> Self {
         Self {
-            pool: Arc::new(Pool::new(wake)),
+            pool: Arc::new(Pool::new(Arc::clone(mailbox))),
             queued: VecDeque::new(),
             in_kernel: 0,
             harvested: Vec::new(),
@@ -45,8 +44,9 @@ impl Threads {
         }
     }
 
+    /// Is written when there are completions and the loop may sleep.
     pub(super) fn eventfd(&self) -> BorrowedFd<'_> {
-        self.pool.wake.as_fd()
+        self.pool.mailbox.eventfd().as_fd()
     }
 
     /// So many disks are there now: the lanes let a share of the threads through for each.
@@ -128,14 +128,14 @@ impl Threads {
     }
 
     pub(super) fn has_completions(&self) -> bool {
-        self.pool.has_completions()
+        self.pool.mailbox.has_results()
     }
 
     pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
         if !self.has_completions() {
             return 0;
         }
-        self.pool.take_done(&mut self.harvested);
+        self.pool.mailbox.take_results(&mut self.harvested);
         let count = self.harvested.len();
         self.in_kernel -= count;
         for (slot, result) in self.harvested.drain(..) {
@@ -161,6 +161,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fd::OwnedFd;
 
     use super::*;
     use crate::config::EngineKind;
@@ -170,6 +171,10 @@ mod tests {
     use crate::task::Owner;
     use crate::task_key::TaskKey;
     use iomem::Buffers;
+
+    fn new_mailbox() -> Arc<Mailbox> {
+        Arc::new(Mailbox::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()))
+    }
 
     struct Bench {
         engine: Threads,
@@ -181,10 +186,9 @@ mod tests {
 
     impl Bench {
         fn new() -> Self {
-            let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
             let file = OwnedFd::from(tempfile::tempfile().unwrap());
             Self {
-                engine: Threads::new(wake),
+                engine: Threads::new(&new_mailbox()),
                 file: IoFile::alone(Arc::new(file.into())),
                 slots: Slots::new(EngineKind::Threads, 64),
                 stats: Stats::default(),
@@ -231,7 +235,7 @@ mod tests {
         let mut bench = Bench::new();
         for count in [1, 7, THREADS_MAX - 1] {
             let pool = Arc::clone(&bench.engine.pool);
-            let results = pool.done();
+            let results = pool.mailbox.inbox();
             // Those that are idle from the round before take jobs first.
             bench.submit(count);
             assert_eq!(bench.threads(), count);
@@ -243,7 +247,7 @@ mod tests {
         }
 
         let pool = Arc::clone(&bench.engine.pool);
-        let results = pool.done();
+        let results = pool.mailbox.inbox();
         bench.submit(3 * THREADS_MAX);
         bench.wait_for(|jobs| jobs.waiting.len() == 2 * THREADS_MAX && jobs.idle == 0);
         assert_eq!(bench.threads(), THREADS_MAX);
@@ -258,7 +262,7 @@ mod tests {
     fn ops_that_come_while_ops_block_have_threads_of_their_own() {
         let mut bench = Bench::new();
         let pool = Arc::clone(&bench.engine.pool);
-        let results = pool.done();
+        let results = pool.mailbox.inbox();
         for threads in 1..=5 {
             bench.submit(1);
             assert_eq!(bench.threads(), threads);
@@ -298,7 +302,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_thread_that_times_out_takes_the_job_that_came_meanwhile() {
-        let mut pool = Pool::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let mut pool = Pool::new(new_mailbox());
         pool.idle_time = Duration::from_millis(20);
         let pool = Arc::new(pool);
         let job = loop {

@@ -6,6 +6,7 @@ use libc::iovec;
 
 use super::world::{Home, KernelOp, Signal, world};
 use crate::engine::pool::{Job, Pool};
+use crate::mailbox::Mailbox;
 
 /// Hands jobs to the simulated kernel in place of pool threads. False when nothing is simulated.
 pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
@@ -18,7 +19,7 @@ pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
             // SAFETY: the slot owns the iovecs until its completion (see `op.rs`).
             len => unsafe { std::slice::from_raw_parts(view.iovecs, len) },
         };
-        let home = Box::new(PoolHome { pool: Arc::clone(pool), slot });
+        let home = Box::new(PoolHome { mailbox: Arc::clone(&pool.mailbox), slot });
         // SAFETY: the slot owns the memory until its completion (see `op.rs`).
         world.start(unsafe { KernelOp::new(view.kind, view.fd, view.offset, iovecs, home) });
     }
@@ -27,14 +28,14 @@ pub(in crate::engine) fn takes_jobs(pool: &Arc<Pool>) -> bool {
 
 /// Where the answer of a job goes.
 struct PoolHome {
-    pool: Arc<Pool>,
+    mailbox: Arc<Mailbox>,
     slot: u32,
 }
 
 impl Home for PoolHome {
     fn post(self: Box<Self>, result: i64) -> Signal {
-        if self.pool.post(self.slot, result) {
-            Signal::new(move || self.pool.wake())
+        if self.mailbox.put_result(self.slot, result) {
+            Signal::new(move || self.mailbox.wake())
         } else {
             Signal::none()
         }
