@@ -8,9 +8,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use iomem::Buffers;
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
-use iomem::Buffers;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue};
 
 /// Two regions that touch, and one apart whose end is not aligned.

@@ -81,7 +81,7 @@ fn run(threads: &IoThreads, mut input: Input) {
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).expect("a disk");
     let options = BlkOptions { num_queues: 2, ..BlkOptions::default() };
     let log = Arc::new(ExportLog::new("fuzz"));
-    let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
+    let device = Device::blk(source.clone(), options, Arc::<ExportLog>::clone(&log));
     let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
     let (sender, ended) = channel();
     let spec = ExportSpec {
@@ -92,6 +92,7 @@ fn run(threads: &IoThreads, mut input: Input) {
     let export = ExportSetup {
         spec,
         log,
+        disk: source,
         device,
         endpoint: Endpoint::Connection(theirs),
         threads: threads.remotes().to_vec(),

@@ -12,6 +12,7 @@ mod identity;
 mod info;
 mod lock;
 mod retries;
+mod shared;
 #[cfg(ringhaul_sim)]
 mod simulated;
 mod source;
@@ -20,20 +21,25 @@ mod sysfs;
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
 use info::check_logical_block;
-pub use info::{DiskInfo, DiskOptions, Unfinished};
+pub use info::{DiskInfo, DiskOptions, DiskState, Unfinished};
 use iomem::Buffers;
+use shared::Shared;
 use source::FileSource;
 
 /// A disk that is open, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
 pub struct DiskSource {
+    /// As it was opened.
     info: DiskInfo,
+    /// What has changed since.
+    shared: Arc<Shared>,
     kind: SourceKind,
 }
 
@@ -55,7 +61,11 @@ impl DiskSource {
     /// has a size or an alignment that does not fit the options.
     pub fn file(path: &Path, options: &DiskOptions) -> Result<Self, Error> {
         let (file, info) = FileSource::open(path, options)?;
-        Ok(Self { info, kind: SourceKind::File(file) })
+        Ok(Self::new(info, SourceKind::File(file)))
+    }
+
+    fn new(info: DiskInfo, kind: SourceKind) -> Self {
+        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind }
     }
 
     /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
@@ -66,12 +76,7 @@ impl DiskSource {
     /// When the size is zero or not a multiple of the logical block.
     pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
-        if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
-            return Err(Error::Options(format!(
-                "a disk of {size_bytes} bytes is not possible: the size must be a multiple of \
-                 its logical block of {logical_block_bytes} bytes, and not zero"
-            )));
-        }
+        check_size(size_bytes, logical_block_bytes)?;
         let info = DiskInfo {
             size_bytes,
             logical_block_bytes,
@@ -79,13 +84,53 @@ impl DiskSource {
             read_only: options.read_only,
             direct: options.direct,
         };
-        Ok(Self { info, kind: SourceKind::Null })
+        Ok(Self::new(info, SourceKind::Null))
     }
 
-    /// What the disk is like.
+    /// What the disk is like now.
     #[must_use]
-    pub fn info(&self) -> &DiskInfo {
-        &self.info
+    pub fn info(&self) -> DiskInfo {
+        self.shared.info(&self.info)
+    }
+
+    /// Takes over the size that the file or device has now, on all IoThreads. Requests that are in
+    /// progress finish as they began. Returns the size in bytes; that of a null disk never changes
+    /// by itself.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be determined, or is none that a disk can have, as when it is opened. The
+    /// disk is as it was then.
+    pub fn refresh(&self) -> Result<u64, Error> {
+        if let SourceKind::File(source) = &self.kind {
+            self.shared.set_size_bytes(source.size_bytes(&self.info)?);
+        }
+        Ok(self.shared.size_bytes())
+    }
+
+    /// Gives a null disk another size, on all IoThreads.
+    ///
+    /// # Errors
+    ///
+    /// When it is no null disk, or none of that size is possible.
+    pub fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        if let SourceKind::File(source) = &self.kind {
+            let path = source.file.path().to_owned();
+            let reason = "only its file or device has a size; change that, then refresh the disk";
+            return Err(Error::Unusable { path, reason: reason.into() });
+        }
+        check_size(size_bytes, self.info.logical_block_bytes)?;
+        self.shared.set_size_bytes(size_bytes);
+        Ok(())
+    }
+
+    /// How the disk is doing, as its IoThreads have found it lately.
+    #[must_use]
+    pub fn state(&self) -> DiskState {
+        match &self.kind {
+            SourceKind::File(source) if source.file.loss().check().is_err() => DiskState::Lost,
+            _ => self.late_since().map_or(DiskState::Ready, DiskState::Late),
+        }
     }
 
     /// A text that is the same whenever this disk is opened, and another one for another disk: the
@@ -128,13 +173,30 @@ impl DiskSource {
             SourceKind::File(source) => Kind::File(source.attach(Rc::clone(io))),
             SourceKind::Null => Kind::Null,
         };
-        Disk { info: self.info, kind }
+        let block_mask = u64::from(self.info.logical_block_bytes) - 1;
+        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind }
     }
+}
+
+/// Checks the size of a null disk.
+fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), Error> {
+    if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
+        return Err(Error::Options(format!(
+            "a disk of {size_bytes} bytes is not possible: the size must be a multiple of its \
+             logical block of {logical_block_bytes} bytes, and not zero"
+        )));
+    }
+    Ok(())
 }
 
 /// A disk on one IoThread.
 pub struct Disk {
+    /// As it was opened.
     info: DiskInfo,
+    /// What has changed since.
+    shared: Arc<Shared>,
+    /// The bits of an offset within a logical block.
+    block_mask: u64,
     kind: Kind,
 }
 
@@ -144,10 +206,10 @@ enum Kind {
 }
 
 impl Disk {
-    /// What the disk is like.
+    /// What the disk is like now.
     #[must_use]
-    pub fn info(&self) -> &DiskInfo {
-        &self.info
+    pub fn info(&self) -> DiskInfo {
+        self.shared.info(&self.info)
     }
 
     /// Fills all of `buffers` from byte `offset` on.
@@ -237,11 +299,10 @@ impl Disk {
         matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())
     }
 
-    #[inline]
+    #[inline(always)]
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
-        let align = u64::from(self.info.logical_block_bytes);
-        let in_range = offset.checked_add(len).is_some_and(|end| end <= self.info.size_bytes);
-        if in_range && (offset | len) & (align - 1) == 0 {
+        let in_range = offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes());
+        if in_range && (offset | len) & self.block_mask == 0 {
             Ok(())
         } else {
             Err(io::Error::from_raw_os_error(libc::EINVAL))
@@ -259,5 +320,7 @@ impl Disk {
 
 #[cfg(test)]
 mod flush_tests;
+#[cfg(test)]
+mod size_tests;
 #[cfg(test)]
 mod tests;

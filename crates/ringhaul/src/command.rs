@@ -129,6 +129,10 @@ pub struct ExportStatus {
     pub spec: ExportSpec,
     /// What it is at.
     pub state: ExportState,
+    /// How large its disk is now; 0 while it is being opened.
+    pub size_bytes: u64,
+    /// How its disk is doing.
+    pub disk_state: DiskState,
     /// Whether a front-end is connected.
     pub connected: bool,
     /// How many front-ends have connected so far.
@@ -146,10 +150,34 @@ impl ExportStatus {
             name: spec.name(),
             spec,
             state: ExportState::Opening,
+            size_bytes: 0,
+            disk_state: DiskState::Ready,
             connected: false,
             sessions: 0,
             unfinished: 0,
             served: Served::default(),
+        }
+    }
+}
+
+/// How a disk is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskState {
+    /// It answers.
+    Ready,
+    /// It has not answered an operation for 5 seconds or more.
+    Late,
+    /// Data that was written may be lost, so flushes fail until it is opened anew.
+    Lost,
+}
+
+impl From<blockio::disk::DiskState> for DiskState {
+    fn from(state: blockio::disk::DiskState) -> Self {
+        match state {
+            blockio::disk::DiskState::Ready => Self::Ready,
+            blockio::disk::DiskState::Late(_) => Self::Late,
+            blockio::disk::DiskState::Lost => Self::Lost,
         }
     }
 }

@@ -12,7 +12,7 @@ use std::task::{Wake, Waker};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
-use blockio::Remote;
+use blockio::{DiskSource, Remote};
 use device::{Answer, Device, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
@@ -30,6 +30,8 @@ pub struct ExportSetup {
     pub spec: ExportSpec,
     /// Its place in the log.
     pub log: Arc<ExportLog>,
+    /// The disk behind the device.
+    pub disk: DiskSource,
     /// The device.
     pub device: Device,
     /// Where front-ends come from.

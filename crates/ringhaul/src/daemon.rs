@@ -166,8 +166,9 @@ impl Daemon {
     ) -> ExportSetup {
         let OpenDisk { name, source, options, .. } = disk;
         let log = Arc::new(ExportLog::new(name));
-        let device = Device::blk(source, options, Arc::<ExportLog>::clone(&log));
-        ExportSetup { spec, log, device, endpoint, threads, limits: self.limits.clone() }
+        let device = Device::blk(source.clone(), options, Arc::<ExportLog>::clone(&log));
+        let limits = self.limits.clone();
+        ExportSetup { spec, log, disk: source, device, endpoint, threads, limits }
     }
 
     fn pool(&self) -> MutexGuard<'_, Pool> {

@@ -124,7 +124,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (22, &["io_thread"]),
             // Disks.
             (22, &["disk::alignment", "disk::blocks", "disk::holder", "disk::info", "disk::sysfs"]),
-            (23, &["disk::identity", "disk::lock", "disk::retries"]),
+            (23, &["disk::identity", "disk::lock", "disk::retries", "disk::shared"]),
             (24, &["disk::source"]),
             (25, &["disk::file"]),
             (26, &["disk"]),

@@ -1,6 +1,7 @@
 //! What a disk is asked to be, what it is, and how its transfers fail.
 
 use std::io;
+use std::time::Instant;
 
 use crate::error::Error;
 use iomem::Buffers;
@@ -33,6 +34,17 @@ pub struct DiskInfo {
     pub read_only: bool,
     /// Whether the page cache is bypassed.
     pub direct: bool,
+}
+
+/// How a disk is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskState {
+    /// It answers.
+    Ready,
+    /// It has not answered an operation since then, for 5 seconds or more.
+    Late(Instant),
+    /// Data that was written may be lost: flushes fail until it is opened anew.
+    Lost,
 }
 
 /// A transfer that has failed.

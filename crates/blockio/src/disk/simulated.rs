@@ -24,7 +24,7 @@ impl DiskSource {
         let blocks = has_parts.then(|| Arc::new(Blocks::new(request_align)));
         let file = Arc::new(file.into());
         let file = FileSource { file, is_block_device, align, identity: "".into(), blocks };
-        Self { info, kind: SourceKind::File(file) }
+        Self::new(info, SourceKind::File(file))
     }
 
     /// As if it were opened anew: a loss of data is forgotten. No op may be in the kernel.

@@ -6,6 +6,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
+use rustix::fd::AsFd;
 use rustix::fs::SeekFrom;
 
 use super::alignment::Alignment;
@@ -45,13 +46,7 @@ impl FileSource {
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
-        let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
-            .map_err(|errno| unusable(format!("its size cannot be determined: {errno}")))?;
-        if size_bytes == 0 {
-            return Err(unusable(
-                "its size is zero; give it one, for example with `truncate -s 10G`".into(),
-            ));
-        }
+        let size_bytes = size_of(&file).map_err(unusable)?;
         let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
             unusable("its file system does not support direct I/O; use the page cache".into())
         })?;
@@ -61,21 +56,8 @@ impl FileSource {
         let wanted = options.logical_block_bytes.unwrap_or(default);
         let logical_block_bytes = check_logical_block(wanted)?;
         let has_parts = logical_block_bytes < align.request && !options.read_only;
-        if has_parts && size_bytes % u64::from(align.request) != 0 {
-            // A part of the last block would be written as a whole, and the file would grow.
-            return Err(unusable(format!(
-                "it supports direct I/O only in units of {} bytes, and its size of {size_bytes} \
-                 bytes is not a multiple; extend it, or use the page cache",
-                align.request
-            )));
-        }
-        if size_bytes % u64::from(logical_block_bytes) != 0 {
-            let rounded = size_bytes.next_multiple_of(u64::from(logical_block_bytes));
-            return Err(unusable(format!(
-                "its size of {size_bytes} bytes is not a multiple of the logical block of \
-                 {logical_block_bytes}; extend it with `truncate -s {rounded}`"
-            )));
-        }
+        check_size(size_bytes, logical_block_bytes, has_parts.then_some(align.request))
+            .map_err(unusable)?;
         let physical =
             if is_block_device { rustix::fs::ioctl_blkpbszget(&file).ok() } else { None };
         let info = DiskInfo {
@@ -93,6 +75,15 @@ impl FileSource {
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         Ok((Self { file, is_block_device, align, identity: identity.into(), blocks }, info))
+    }
+
+    /// The size that it has now, if the disk can have it that was opened as `info` says.
+    pub(super) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
+        let unusable = |reason| Error::Unusable { path: self.file.path().to_owned(), reason };
+        let size_bytes = size_of(self.file.as_ref()).map_err(unusable)?;
+        let blocks = self.blocks.as_ref().map(|_| self.align.request);
+        check_size(size_bytes, info.logical_block_bytes, blocks).map_err(unusable)?;
+        Ok(size_bytes)
     }
 
     /// A character device, which `open` would refuse: some of them fail in useful ways.
@@ -115,6 +106,37 @@ impl FileSource {
     pub(super) fn may_be_polled(&self) -> bool {
         self.file.may_be_polled()
     }
+}
+
+/// How long a file is, or how large a device. Its position is nobody's.
+fn size_of(file: impl AsFd) -> Result<u64, String> {
+    let size_bytes = rustix::fs::seek(file, SeekFrom::End(0))
+        .map_err(|errno| format!("its size cannot be determined: {errno}"))?;
+    if size_bytes == 0 {
+        return Err("its size is zero; give it one, for example with `truncate -s 10G`".into());
+    }
+    Ok(size_bytes)
+}
+
+/// Checks the size of a disk, which may have parts of blocks of `request_bytes` written.
+fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Result<(), String> {
+    if let Some(request_bytes) = request_bytes
+        && !size_bytes.is_multiple_of(request_bytes.into())
+    {
+        // A part of the last block would be written as a whole, and the file would grow.
+        return Err(format!(
+            "it supports direct I/O only in units of {request_bytes} bytes, and its size of \
+             {size_bytes} bytes is not a multiple; extend it, or use the page cache"
+        ));
+    }
+    if !size_bytes.is_multiple_of(logical.into()) {
+        let rounded = size_bytes.next_multiple_of(logical.into());
+        return Err(format!(
+            "its size of {size_bytes} bytes is not a multiple of the logical block of {logical}; \
+             extend it with `truncate -s {rounded}`"
+        ));
+    }
+    Ok(())
 }
 
 /// Opens the file and locks it; a block device that is written to is claimed by the open itself.

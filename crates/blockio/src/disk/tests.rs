@@ -308,8 +308,8 @@ fn zeroes_are_written_where_the_file_system_has_no_call_for_it() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_full_file_system_is_reported_as_such() {
-    let info = *DiskSource::null(MIB, &options(false)).unwrap().info();
-    let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/full")) };
+    let info = DiskSource::null(MIB, &options(false)).unwrap().info();
+    let source = DiskSource::new(info, SourceKind::File(FileSource::of_device("/dev/full")));
     // Linux AIO does not take this device.
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
@@ -323,9 +323,9 @@ fn a_full_file_system_is_reported_as_such() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_is_an_fdatasync_with_every_engine() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
-        let info = *DiskSource::null(MIB, &options(false)).unwrap().info();
+        let info = DiskSource::null(MIB, &options(false)).unwrap().info();
         let file = FileSource::of_device("/dev/null");
-        let source = DiskSource { info, kind: SourceKind::File(file) };
+        let source = DiskSource::new(info, SourceKind::File(file));
         let thread = thread(engine);
         let disk = source.attach(thread.io());
         let error = thread.block_on(disk.flush()).unwrap().unwrap_err();
@@ -342,8 +342,8 @@ fn what_is_put_off_is_tried_again_and_fails_in_the_end() {
         return;
     }
     let info =
-        DiskInfo { size_bytes: 1 << 30, ..*DiskSource::null(MIB, &options(false)).unwrap().info() };
-    let source = DiskSource { info, kind: SourceKind::File(FileSource::of_device("/dev/kmsg")) };
+        DiskInfo { size_bytes: 1 << 30, ..DiskSource::null(MIB, &options(false)).unwrap().info() };
+    let source = DiskSource::new(info, SourceKind::File(FileSource::of_device("/dev/kmsg")));
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
     let result = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();

@@ -55,7 +55,7 @@ impl BlkDevice {
     }
 
     pub(crate) fn features(&self) -> u64 {
-        config::features(self.shared.source.info(), &self.shared.options)
+        config::features(&self.shared.source.info(), &self.shared.options)
     }
 
     /// The driver has negotiated `features`, after another or itself had negotiated `before`.
@@ -84,7 +84,7 @@ impl BlkDevice {
 
     pub(crate) fn config_space(&self) -> Vec<u8> {
         let writeback = self.shared.writeback.load(Ordering::Relaxed);
-        config::space(self.shared.source.info(), &self.shared.options, writeback).into()
+        config::space(&self.shared.source.info(), &self.shared.options, writeback).into()
     }
 
     /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0

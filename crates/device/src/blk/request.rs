@@ -415,6 +415,39 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_stop()), count);
     }
 
+    /// The IoThread and the driver see it at once, and nothing is stopped for it.
+    #[test]
+    fn a_disk_may_grow_and_shrink_while_it_is_served() {
+        let mut scene = Scene::new();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let resize = |sectors: u64| file.as_file().set_len(sectors * SECTOR_BYTES).unwrap();
+        resize(SECTORS);
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
+        device.set_features(1 << F_VERSION_1 | 1 << F_FLUSH).unwrap();
+        let _handle = scene.start_queue_of(&device, 0);
+        let mut status_of = |kind: u32, sector: u64, data: &[u8]| {
+            let sent = [&header(kind, sector)[..], data].concat();
+            scene.memory.write(DATA, &sent).unwrap();
+            let length = u32::try_from(sent.len()).unwrap();
+            scene.offer(&[Desc::readable(DATA, length), Desc::writable(DATA + 0x1000, 1)]);
+            scene.answer();
+            let mut status = [0];
+            scene.memory.read(DATA + 0x1000, &mut status).unwrap();
+            status[0]
+        };
+        let zeroes = segment_of(SECTORS, 8, 0);
+        for (sectors, status) in [(SECTORS, S_IOERR), (2 * SECTORS, S_OK), (SECTORS, S_IOERR)] {
+            resize(sectors);
+            assert_eq!(source.refresh().unwrap(), sectors * SECTOR_BYTES);
+            assert_eq!(device.read_config(0, 8), sectors.to_le_bytes());
+            assert_eq!(status_of(VIRTIO_BLK_T_OUT, SECTORS, &[7; 512]), status, "{sectors}");
+            assert_eq!(status_of(VIRTIO_BLK_T_OUT, sectors - 1, &[7; 512]), S_OK, "{sectors}");
+            assert_eq!(status_of(VIRTIO_BLK_T_WRITE_ZEROES, 0, &zeroes), status, "{sectors}");
+            assert_eq!(file.as_file().metadata().unwrap().len(), sectors * SECTOR_BYTES);
+        }
+    }
+
     proptest! {
         /// Whatever a driver sends as segments, what is carried out lies on the disk, is as long as
         /// announced, and has no flag that is not known.

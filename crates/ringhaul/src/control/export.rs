@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use blockio::DiskSource;
 use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
@@ -26,6 +27,7 @@ pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {
     pub(super) spec: ExportSpec,
+    disk: DiskSource,
     log: Arc<ExportLog>,
     setup: SessionSetup,
     limits: MemoryLimits,
@@ -50,12 +52,13 @@ pub(super) struct Export {
 
 impl Export {
     pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
-        let ExportSetup { spec, log, device, endpoint, threads, limits } = setup;
+        let ExportSetup { spec, log, disk, device, endpoint, threads, limits } = setup;
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.of_front_end(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
             spec,
+            disk,
             log,
             setup,
             limits,
@@ -93,6 +96,8 @@ impl Export {
             name: self.spec.name(),
             spec: self.spec.clone(),
             state: self.state(),
+            size_bytes: self.disk.info().size_bytes,
+            disk_state: self.disk.state().into(),
             connected: self.session.is_some(),
             sessions: self.sessions,
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
@@ -366,7 +371,8 @@ mod tests {
         // The parent of the daemon has it too.
         let _also_ours = ours.try_clone().unwrap();
         let log = Arc::new(ExportLog::new("test"));
-        let device = Device::blk(source, BlkOptions::default(), Arc::<ExportLog>::clone(&log));
+        let device =
+            Device::blk(source.clone(), BlkOptions::default(), Arc::<ExportLog>::clone(&log));
         let spec = ExportSpec {
             endpoint: EndpointSpec::Fd(3),
             disk: DiskSpec::Null { size_bytes: 1 << 20 },
@@ -375,6 +381,7 @@ mod tests {
         let setup = ExportSetup {
             spec,
             log,
+            disk: source,
             device,
             endpoint: Endpoint::Connection(ours),
             threads: vec![io.remote()],

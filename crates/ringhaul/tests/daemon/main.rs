@@ -5,7 +5,7 @@ mod scene;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul::command::{Command, CommandError, EndCause, ExportState, Reply};
+use ringhaul::command::{Command, CommandError, DiskState, EndCause, ExportState, Reply};
 use ringhaul::ending::Outcome;
 use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_kit::daemon::pattern;
@@ -70,7 +70,8 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
     let count = rounds.load(Ordering::Relaxed);
     let (reads, writes) = (status.served.reads, status.served.writes);
     ensure!((reads.requests, writes.requests) == (count, count), "{status:?} after {count}");
-    ensure!(status.spec == busy, "{status:?}");
+    ensure!(status.spec == busy && status.size_bytes == SECTORS * 512, "{status:?}");
+    ensure!(status.disk_state == DiskState::Ready, "{status:?}");
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     loaded.channel.wait_closed()
 }

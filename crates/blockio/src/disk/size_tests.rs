@@ -1,0 +1,38 @@
+//! Disks whose size changes while they are in use.
+
+use super::*;
+use crate::config::{EngineKind, IoThreadConfig};
+use crate::io_thread::IoThread;
+
+const MIB: u64 = 1 << 20;
+
+/// Disks that are attached already see it, and a size that no disk can have changes nothing.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_size_of_a_disk_may_change() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(MIB).unwrap();
+    let config = IoThreadConfig { engine: EngineKind::Threads.into(), ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).unwrap();
+    let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+    let (other, disk) = (source.clone(), source.attach(thread.io()));
+    let can_read = |offset: u64| {
+        thread.block_on(disk.read(offset, Buffers::aligned(512, 512))).unwrap().is_ok()
+    };
+    for (bytes, is_possible) in
+        [(2 * MIB, true), (2 * MIB + 100, false), (0, false), (MIB / 2, true), (512, true)]
+    {
+        let before = source.info().size_bytes;
+        file.as_file().set_len(bytes).unwrap();
+        let expected = if is_possible { bytes } else { before };
+        assert_eq!(other.refresh().is_ok(), is_possible, "{bytes}");
+        assert_eq!((source.info().size_bytes, disk.info().size_bytes), (expected, expected));
+        assert!(can_read(expected - 512) && !can_read(expected), "{bytes}");
+    }
+    assert!(source.set_size(MIB).unwrap_err().to_string().contains("then refresh"));
+    let null = DiskSource::null(MIB, &DiskOptions::default()).unwrap();
+    assert!(null.set_size(MIB + 1).is_err() && null.set_size(0).is_err());
+    null.set_size(MIB + 512).unwrap();
+    assert_eq!(null.refresh().unwrap(), MIB + 512);
+    assert_eq!(null.state(), DiskState::Ready);
+}
