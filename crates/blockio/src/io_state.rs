@@ -49,10 +49,8 @@ pub struct Io {
     pub(crate) look_is_late: Cell<bool>,
     /// The time at the last harvest, or at the end of the last sleep.
     pub(crate) recently: Cell<Instant>,
-    /// Tasks that are about to run. Empty between rounds; kept so that they allocate nothing.
-    pub(crate) ready: Cell<Vec<u32>>,
     /// Tasks of sources that have work. Empty between waits; kept so that they allocate nothing.
-    pub(crate) found: Cell<Vec<TaskKey>>,
+    pub(crate) found: RefCell<Vec<TaskKey>>,
     pub(crate) poll_window: PollWindow,
     pub(crate) late: RefCell<LateOps>,
     /// When late ops are to be looked for.
@@ -120,8 +118,7 @@ impl Io {
             look_at: Cell::new(None),
             look_is_late: Cell::new(false),
             recently: Cell::new(now),
-            ready: Cell::default(),
-            found: Cell::default(),
+            found: RefCell::default(),
             poll_window: PollWindow::new(config.poll_max, config.poll_budget_percent, now),
             late: RefCell::new(LateOps::new(now)),
             late_due: Cell::new(now),

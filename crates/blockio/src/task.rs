@@ -414,16 +414,30 @@ impl Executor {
         }
     }
 
-    /// Swaps the ready list with `list`, which is empty.
-    pub(crate) fn take_ready(&mut self, list: &mut Vec<u32>) {
-        mem::swap(&mut self.ready, list);
+    /// Begins a round with the tasks that are ready. Returns how many; those that become ready
+    /// meanwhile are for the next round.
+    #[inline]
+    pub(crate) fn begin_round(&self) -> usize {
+        self.ready.len()
     }
 
-    /// Takes a task out to be polled.
-    pub(crate) fn begin_poll(&mut self, task: u32) -> Option<TaskBody> {
+    /// Ends a round of `count` tasks.
+    #[inline]
+    pub(crate) fn end_round(&mut self, count: usize) {
+        if count == self.ready.len() {
+            self.ready.clear();
+        } else {
+            self.ready.drain(..count);
+        }
+    }
+
+    /// Takes a task of the round out to be polled, by its place.
+    #[inline]
+    pub(crate) fn begin_poll(&mut self, place: usize) -> Option<(u32, TaskBody)> {
+        let task = *self.ready.get(place)?;
         let entry = self.tasks.get_mut(task as usize)?;
         entry.queued = false;
-        entry.body.take()
+        Some((task, entry.body.take()?))
     }
 
     /// Puts a task back that is not finished, or frees its place.

@@ -1,7 +1,6 @@
 //! Sets of futures that one task runs: the requests of a queue, say.
 
 use std::future::{Future, poll_fn};
-use std::mem;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -76,12 +75,11 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     /// Polls the futures that were woken since the last call.
     pub fn run_woken(&mut self, cx: &mut Context<'_>) {
         self.adopt(cx);
-        let mut woken = mem::take(&mut self.woken);
-        self.io.executor.borrow_mut().take_woken_children(self.set, &mut woken);
-        for child in woken.drain(..) {
-            self.poll_child(child);
+        self.io.executor.borrow_mut().take_woken_children(self.set, &mut self.woken);
+        for place in 0..self.woken.len() {
+            self.poll_child(self.woken[place]);
         }
-        self.woken = woken;
+        self.woken.clear();
     }
 
     /// Waits until no future is left.

@@ -94,16 +94,15 @@ impl Io {
     }
 
     fn run_ready_tasks(&self) {
-        let mut ready = self.ready.take();
-        self.executor.borrow_mut().take_ready(&mut ready);
-        for task in ready.drain(..) {
-            self.poll_task(task);
+        let count = self.executor.borrow().begin_round();
+        for place in 0..count {
+            self.poll_task(place);
         }
-        self.ready.set(ready);
+        self.executor.borrow_mut().end_round(count);
     }
 
-    fn poll_task(&self, task: u32) {
-        let Some((mut future, waker)) = self.executor.borrow_mut().begin_poll(task) else {
+    fn poll_task(&self, place: usize) {
+        let Some((task, (mut future, waker))) = self.executor.borrow_mut().begin_poll(place) else {
             return;
         };
         let mut cx = Context::from_waker(&waker);
@@ -213,20 +212,21 @@ impl Io {
     /// Busy-polls for as long as that pays, arms the sources, looks once more, and sleeps if there
     /// is still nothing to do.
     fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
-        let mut woken = self.found.take();
+        let mut found = self.found.borrow_mut();
+        let woken = &mut *found;
         let mut busy = self.has_ready()
             || self.mailbox.is_posted()
             || self.running.take_root_woken()
             || self.stopped.get();
         let since = (!busy && wait == Wait::ForEvent).then(clock::now);
         if let Some(since) = since {
-            busy = self.busy_poll(since, &self.reactor.borrow(), &mut woken);
+            busy = self.busy_poll(since, &self.reactor.borrow(), woken);
         }
         if busy {
             self.look_at_sources();
         } else {
             clock::preempt();
-            self.reactor.borrow_mut().arm(&mut woken);
+            self.reactor.borrow_mut().arm(woken);
             busy = self.arm_mailbox() || !woken.is_empty();
         }
         let look_is_due = self.look_is_due();
@@ -249,7 +249,7 @@ impl Io {
         for key in woken.drain(..) {
             self.executor.borrow_mut().wake(key);
         }
-        self.found.set(woken);
+        drop(found);
         // Submits and harvests: completions and events of the sleep, which the kernel has only
         // announced; and what tasks have queued, if the sleep was to submit that and did not come.
         self.submit_and_harvest();

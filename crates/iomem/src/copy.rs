@@ -9,6 +9,16 @@
 /// the caller alone.
 #[inline]
 pub unsafe fn copy_out(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
+    if src.addr().is_multiple_of(8) {
+        while len >= 8 {
+            // SAFETY: eight bytes are left of both, and `src` is aligned to that.
+            unsafe {
+                dst.cast::<u64>().write_unaligned(src.cast::<u64>().read_volatile());
+                (src, dst) = (src.add(8), dst.add(8));
+            }
+            len -= 8;
+        }
+    }
     while len > 0 {
         let count = piece(src.addr(), len);
         // SAFETY: `count` bytes are left of both, and `src` is aligned to `count`. Both pointers
@@ -35,6 +45,16 @@ pub unsafe fn copy_out(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
 /// writing.
 #[inline]
 pub unsafe fn copy_in(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
+    if dst.addr().is_multiple_of(8) {
+        while len >= 8 {
+            // SAFETY: eight bytes are left of both, and `dst` is aligned to that.
+            unsafe {
+                dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned());
+                (src, dst) = (src.add(8), dst.add(8));
+            }
+            len -= 8;
+        }
+    }
     while len > 0 {
         let count = piece(dst.addr(), len);
         // SAFETY: as in `copy_out`, the other way round.

@@ -109,6 +109,37 @@ impl Buffers {
         }
     }
 
+    /// Takes a copy of the first `N` bytes off the front. `None`, and no change, when there are
+    /// fewer.
+    #[inline]
+    #[must_use]
+    pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let mut front = [0; N];
+        if let Some(range) = self.iovecs.get_mut(self.first)
+            && range.iov_len >= N
+        {
+            // SAFETY: the range has `N` bytes, which `from_raw_parts` vouches for, and `front` is
+            // ours.
+            unsafe { copy_out(range.iov_base.cast(), front.as_mut_ptr(), N) };
+            self.bytes -= N;
+            range.iov_base = range.iov_base.wrapping_byte_add(N);
+            range.iov_len -= N;
+            self.first += usize::from(range.iov_len == 0);
+            return Some(front);
+        }
+        self.take_front_in_pieces(&mut front).then_some(front)
+    }
+
+    #[cold]
+    fn take_front_in_pieces(&mut self, front: &mut [u8]) -> bool {
+        let is_there = self.bytes >= front.len();
+        if is_there {
+            self.copy_to(0, front);
+            self.advance(front.len());
+        }
+        is_there
+    }
+
     /// Takes the last byte off.
     #[inline]
     pub fn take_last_byte(&mut self) -> Option<SharedByte> {
@@ -297,6 +328,21 @@ mod tests {
         }
         // SAFETY: the ranges are parts of `whole`, whose memory is kept by the list or the caller.
         unsafe { Buffers::from_raw_parts(iovecs, lengths.iter().sum(), memory) }
+    }
+
+    #[test]
+    fn the_front_is_taken_off_however_it_is_cut() {
+        for lengths in [&[24][..], &[16, 8], &[1, 15, 8], &[7, 7, 7, 3], &[16]] {
+            let mut list = scattered(lengths);
+            let bytes: Vec<u8> = (0..=255).take(lengths.iter().sum()).collect();
+            list.copy_from(0, &bytes);
+            let front = list.take_front::<16>().expect("it is there");
+            assert_eq!(front[..], bytes[..16], "{lengths:?}");
+            assert_eq!(list.to_vec(), bytes[16..], "{lengths:?}");
+            assert_eq!(list.take_front::<16>(), None, "{lengths:?}");
+            assert_eq!(list.to_vec(), bytes[16..], "nothing is taken that is not whole");
+            assert!(list.iovecs().iter().all(|range| range.iov_len > 0));
+        }
     }
 
     proptest! {

@@ -145,13 +145,14 @@ fn settle_rest(room: usize, rest: &Buffers) -> usize {
 }
 
 async fn execute(blk: &Blk, mut readable: Buffers, writable: Buffers) -> Outcome {
-    let mut header = [0; HEADER_BYTES];
-    let copied = readable.copy_to(0, &mut header);
-    readable.advance(HEADER_BYTES);
+    let Some(header) = readable.take_front::<HEADER_BYTES>() else {
+        let result = Err(RequestError::Header(readable.bytes()));
+        let rest = (!writable.is_empty()).then_some(writable);
+        return Outcome { kind: RequestKind::Other, result, rest };
+    };
     let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
     let sector = u64::from_le_bytes(sector);
     let (kind, result) = match u32::from_le_bytes([t0, t1, t2, t3]) {
-        _ if copied < HEADER_BYTES => (RequestKind::Other, Err(RequestError::Header(copied))),
         VIRTIO_BLK_T_IN => return read(blk, sector, writable).await,
         VIRTIO_BLK_T_OUT => {
             let result = write(blk, sector, readable).await;
