@@ -21,6 +21,10 @@ use crate::io_thread::IoThread;
 use crate::task_set::TaskSet;
 use crate::turn::{Activity, Wait};
 
+mod outside;
+
+use outside::{Outside, foreign, other_thread};
+
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 const BYTES: usize = 64 << 10;
 const BLOCK: usize = 4096;
@@ -30,6 +34,7 @@ struct Scene {
     /// Before the thread.
     disk: Rc<Disk>,
     thread: IoThread,
+    outside: Outside,
     _file: tempfile::NamedTempFile,
     #[cfg(ringhaul_sim)]
     _installed: Option<crate::engine::kernel::sim::Installed>,
@@ -53,6 +58,7 @@ impl Scene {
         Self {
             disk: Rc::new(disk),
             thread,
+            outside: other_thread(),
             _file: file,
             #[cfg(ringhaul_sim)]
             _installed: None,
@@ -83,9 +89,9 @@ impl Scene {
 
     fn waits_for_something(&self) -> bool {
         let io = self.io();
-        let engine = &io.ops.borrow().engine;
+        let ops = io.ops.borrow();
         let soon = clock::now() + Duration::from_secs(60);
-        engine.queued() + engine.in_kernel() > 0
+        ops.engine.queued() + ops.engine.in_kernel() + ops.slots.foreign() > 0
             || io.reactor.borrow().next_timer().is_some_and(|when| when < soon)
             || io.mailbox.is_posted()
     }
@@ -181,12 +187,17 @@ async fn moved(io: Rc<Io>, futures: Vec<Pin<Box<dyn Future<Output = ()>>>>) {
     }
 }
 
-fn moved_futures(io: &Rc<Io>, disk: &Rc<Disk>) -> Vec<Pin<Box<dyn Future<Output = ()>>>> {
+fn moved_futures(
+    io: &Rc<Io>,
+    disk: &Rc<Disk>,
+    outside: &Outside,
+) -> Vec<Pin<Box<dyn Future<Output = ()>>>> {
     let own = Rc::clone(disk);
     let mut set = TaskSet::new(Rc::clone(io));
     let of_set = Rc::clone(disk);
     let sleeper = Rc::clone(io);
     vec![
+        Box::pin(foreign(Rc::clone(io), Rc::clone(outside))),
         Box::pin(async move { read(&own, 6, 0).await }),
         Box::pin(unordered(Rc::clone(disk))),
         Box::pin(async move {
@@ -247,15 +258,17 @@ async fn suspended(io: Rc<Io>) {
 }
 
 fn check(scene: &Scene) {
-    let (io, disk) = (scene.io(), &scene.disk);
+    let (io, disk, outside) = (scene.io(), &scene.disk, &scene.outside);
     scene.run(unordered(Rc::clone(disk)));
     scene.run(joined(Rc::clone(io), Rc::clone(disk)));
     scene.run(selected(Rc::clone(io), Rc::clone(disk)));
-    scene.run(moved(Rc::clone(io), moved_futures(io, disk)));
+    scene.run(moved(Rc::clone(io), moved_futures(io, disk, outside)));
+    scene.run(foreign(Rc::clone(io), Rc::clone(outside)));
     scene.run(nested(Rc::clone(io), Rc::clone(disk)));
     scene.run(suspended(Rc::clone(io)));
     scene.thread.block_on(unordered(Rc::clone(disk))).unwrap();
     scene.thread.block_on(joined(Rc::clone(io), Rc::clone(disk))).unwrap();
+    scene.thread.block_on(foreign(Rc::clone(io), Rc::clone(outside))).unwrap();
     scene.thread.block_on(nested(Rc::clone(io), Rc::clone(disk))).unwrap();
     scene.settle();
     assert_eq!((io.ops(), io.tasks()), (0, 0), "something is left");
@@ -345,12 +358,14 @@ mod simulated {
     use super::*;
     use crate::disk::DiskInfo;
     use crate::engine::kernel::sim::{KernelOp, RingSetup, SqThread, World, install};
+    use crate::foreign_op::ForeignCompleter;
     use crate::op::OpKind;
 
     /// A kernel that answers reads and flushes in any order, at any time.
     struct Kernel {
         now: Cell<Instant>,
         ops: RefCell<Vec<KernelOp>>,
+        foreign: RefCell<Vec<ForeignCompleter>>,
         seed: Cell<u64>,
     }
 
@@ -363,10 +378,15 @@ mod simulated {
         }
 
         fn answer_one(&self) -> bool {
-            if self.ops.borrow().is_empty() {
+            let (ops, foreign) = (self.ops.borrow().len(), self.foreign.borrow().len());
+            if ops + foreign == 0 {
                 return false;
             }
-            let place = self.below(self.ops.borrow().len());
+            let place = self.below(ops + foreign);
+            if place >= ops {
+                let completer = self.foreign.borrow_mut().swap_remove(place - ops);
+                return completer.complete(Ok(BLOCK));
+            }
             let op = self.ops.borrow_mut().swap_remove(place);
             let bytes = op.buffers().bytes();
             if op.kind() == OpKind::Read {
@@ -439,12 +459,13 @@ mod simulated {
     }
 
     fn scene(engine: EngineKind, seed: u64) -> Scene {
-        let kernel = Kernel {
+        let kernel = Rc::new(Kernel {
             now: Cell::new(Instant::now()),
             ops: RefCell::default(),
+            foreign: RefCell::default(),
             seed: Cell::new(seed),
-        };
-        let installed = install(Rc::new(kernel));
+        });
+        let installed = install(Rc::<Kernel>::clone(&kernel));
         let file = tempfile::NamedTempFile::new().unwrap();
         let config = IoThreadConfig {
             engine: engine.into(),
@@ -462,7 +483,10 @@ mod simulated {
         };
         let descriptor = OwnedFd::from(file.reopen().unwrap());
         let disk = DiskSource::simulated(descriptor, info, false, 512, 512).attach(thread.io());
-        Scene { disk: Rc::new(disk), thread, _file: file, _installed: Some(installed) }
+        let outside: Outside =
+            Rc::new(move |completer| kernel.foreign.borrow_mut().push(completer));
+        let disk = Rc::new(disk);
+        Scene { disk, thread, outside, _file: file, _installed: Some(installed) }
     }
 
     #[test]

@@ -65,16 +65,35 @@ pub(crate) struct Ops {
     pub(crate) woken: Vec<TaskKey>,
     /// Tokens of eventfds that were written; empty except on the way to the reactor.
     pub(crate) happened: Vec<u64>,
+    pub(crate) mailbox: Arc<Mailbox>,
+}
+
+impl Ops {
+    /// Takes in what was completed after the IoThread had ended.
+    #[cold]
+    pub(crate) fn take_late_results(&mut self) {
+        let mut results = Vec::new();
+        self.mailbox.take_results(&mut results);
+        for (slot, result) in results {
+            // Nobody is there to be woken, or to ask what was counted.
+            let _ = self.slots.complete(slot, result, clock::now(), &Stats::default());
+        }
+    }
 }
 
 impl Drop for Ops {
     fn drop(&mut self) {
         // An IoThread waits for its ops before it ends, unless it could not. What the kernel may
-        // still write to must stay then, for as long as the program runs.
-        if self.engine.in_kernel() > 0 {
+        // still write to must stay then, for as long as the program runs. So must the memory of
+        // ops that something else has not completed.
+        if self.slots.foreign() > 0 {
+            self.take_late_results();
+        }
+        let pending = self.engine.in_kernel() + self.slots.foreign();
+        if pending > 0 {
             tracing::error!(
-                "an IoThread has ended with {} operations in the kernel; their memory is kept",
-                self.engine.in_kernel()
+                "an IoThread has ended with {pending} operations that are not complete; their \
+                 memory is kept"
             );
             let none = Slots::new(EngineKind::Threads, 1);
             std::mem::forget(std::mem::replace(&mut self.slots, none));
@@ -101,7 +120,13 @@ impl Io {
         let running = Rc::<Running>::default();
         let io = Self {
             executor: RefCell::new(Executor::new(&running)),
-            ops: RefCell::new(Ops { slots, engine, woken, happened }),
+            ops: RefCell::new(Ops {
+                slots,
+                engine,
+                woken,
+                happened,
+                mailbox: Arc::clone(&mailbox),
+            }),
             reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce_bytes, &running, &stats),
             _known: Known::new(&mailbox, &running),

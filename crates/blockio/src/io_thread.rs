@@ -18,7 +18,8 @@ use crate::turn::{Activity, Wait, earlier};
 /// [`Wait::Never`] has something to do, for programs that embed the loop in their own: they set
 /// [`IoThreadConfig::embedded`], take a first turn, and then wait for it.
 ///
-/// Dropping it waits for the ops in the kernel, then drops the tasks.
+/// Dropping it waits for the ops in the kernel, drops the tasks, and waits for
+/// [foreign ops](Io::foreign_op).
 pub struct IoThread {
     io: Rc<Io>,
     descriptor: OwnedFd,
@@ -108,8 +109,8 @@ impl Drop for IoThread {
         // Tasks hold the `Io` that holds them; taking them out ends that circle.
         let tasks = self.io.executor.borrow_mut().clear();
         drop(tasks);
+        self.io.drain_all();
         drop(self.io.mailbox.close());
-        self.io.drain();
         // A disk may outlive its IoThread; nobody would submit its ops, or take their results.
         let slots = &mut self.io.ops.borrow_mut().slots;
         slots.lanes.close();

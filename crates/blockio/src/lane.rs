@@ -157,6 +157,11 @@ impl Lanes {
         !self.waiting.is_empty()
     }
 
+    /// Whether the IoThread has ended.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
     /// From now on no op is admitted.
     pub(crate) fn close(&mut self) {
         self.is_closed = true;

@@ -26,6 +26,7 @@ mod device;
 pub mod disk;
 pub mod engine;
 mod error;
+mod foreign_op;
 mod io;
 mod io_file;
 mod io_memory;
@@ -59,6 +60,7 @@ pub use config::{
 };
 pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
 pub use error::Error;
+pub use foreign_op::{ForeignCompleter, ForeignOp};
 pub use io::{Io, TaskRef};
 pub use io_memory::RegisteredMemory;
 pub use io_thread::IoThread;
@@ -68,3 +70,8 @@ pub use reactor::{Armed, Source, SourceId};
 pub use remote::Remote;
 pub use task_set::TaskSet;
 pub use turn::{Activity, Wait};
+
+/// Compiles what docs/embedding.md shows.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/embedding.md")]
+struct Embedding;

@@ -33,7 +33,7 @@ const RESULTS: u32 = 2;
 /// this floor does not know.
 pub(crate) type Call = Box<dyn FnOnce(&dyn Any) + Send>;
 
-/// The slot of an op that did not end in the kernel, and bytes or a negative errno.
+/// The slot of an op that a thread has completed, and bytes or a negative errno.
 pub(crate) type OpResult = (u32, i64);
 
 /// What a turn takes out.
@@ -87,14 +87,28 @@ impl Mailbox {
         true
     }
 
-    /// Posts the result of an op. True: the loop may sleep, and the caller has to wake it.
+    /// Adds the result of an op. True: the loop may sleep, and the caller has to wake it.
     #[must_use]
     pub(crate) fn put_result(&self, slot: u32, result: i64) -> bool {
+        self.add_result(slot, result);
+        self.must_wake()
+    }
+
+    /// Posts the result of an op, also for a loop that has ended: its memory may go then. False: it
+    /// has.
+    pub(crate) fn post_result(&self, slot: u32, result: i64) -> bool {
+        let is_open = self.add_result(slot, result);
+        if self.must_wake() {
+            self.wake();
+        }
+        is_open
+    }
+
+    fn add_result(&self, slot: u32, result: i64) -> bool {
         let mut inbox = self.inbox();
         inbox.results.push((slot, result));
         self.now_holds(&inbox, RESULTS);
-        drop(inbox);
-        self.must_wake()
+        !inbox.closed
     }
 
     /// Whoever has the lock is the only one to change this, so no read-modify-write is needed.
@@ -160,7 +174,7 @@ impl Mailbox {
         self.holds_no_more(&inbox, RESULTS);
     }
 
-    /// Takes everything out but results, and refuses all that comes later.
+    /// Takes everything out but results, and refuses all that comes later but results.
     pub(crate) fn close(&self) -> Posted {
         let mut inbox = self.inbox();
         inbox.closed = true;

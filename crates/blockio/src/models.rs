@@ -11,6 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use crate::engine::pool::{Job, Pool, pool_thread};
+use crate::foreign_op::ForeignCompleter;
 use crate::mailbox::{Mailbox, OpResult, Posted};
 use crate::op::{OpKind, OpView};
 use crate::stats::Counter;
@@ -148,6 +149,41 @@ fn what_was_posted_before_the_close_is_not_lost() {
             let accepted = handle.join().unwrap();
             assert_eq!(accepted, taken.contains(&poster), "the poster is told the truth");
         }
+    });
+}
+
+/// Whoever completes a foreign op, or gives up, wakes the loop; after its end the memory may go all
+/// the same, and the completer is told.
+#[test]
+fn each_foreign_op_completes_once() {
+    const OPS: u32 = 2 * SCALE;
+
+    explore(|| {
+        let mailbox = new_mailbox();
+        let complete = |slot: u32| {
+            let completer = ForeignCompleter::new(&mailbox, slot);
+            thread::spawn(move || slot % 2 == 1 || completer.complete(Ok(slot as usize)))
+        };
+        let threads: Vec<_> = (0..OPS).map(complete).collect();
+        let mut completed = Vec::new();
+        while completed.len() < OPS as usize {
+            sleep(&mailbox);
+            let mut harvested = Vec::new();
+            mailbox.take_results(&mut harvested);
+            completed.append(&mut harvested);
+        }
+        let late = complete(2 * OPS);
+        drop(mailbox.close());
+        for thread in threads {
+            assert!(thread.join().unwrap(), "the loop was there");
+        }
+        let was_there = late.join().unwrap();
+        let mut rest = Vec::new();
+        mailbox.take_results(&mut rest);
+        assert_eq!(rest, [(2 * OPS, i64::from(2 * OPS))], "its memory is lost; told {was_there}");
+        completed.sort_unstable();
+        let result = |slot| if slot % 2 == 1 { -i64::from(libc::EIO) } else { i64::from(slot) };
+        assert!(completed.into_iter().eq((0..OPS).map(|slot| (slot, result(slot)))));
     });
 }
 

@@ -15,8 +15,10 @@
 //!
 //! The iovec array itself lies on the heap and does not move when the slot table grows. So an
 //! address that the kernel was given stays good until that op's completion, whatever futures,
-//! tasks, queues or connections come and go. Engines and pool threads point here in their SAFETY
-//! comments; `tests::an_abandoned_op_keeps_its_memory_until_it_completes` is the test of it.
+//! tasks, queues or connections come and go. What completes elsewhere, in a library or on a thread,
+//! has a slot too, which owns the memory in the same way. Engines and pool threads point here in
+//! their SAFETY comments; `tests::an_abandoned_op_keeps_its_memory_until_it_completes` is the test
+//! of it.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -81,7 +83,7 @@ enum State {
 struct Slot {
     state: State,
     owner: Owner,
-    op: Option<Op>,
+    body: Body,
     submitted: Option<Instant>,
     /// What the op counts as in its lane; 0 while it is not with the engine.
     units: u32,
@@ -89,11 +91,35 @@ struct Slot {
     tracked: u64,
 }
 
+/// What a slot owns.
+enum Body {
+    Nothing,
+    Op(Op),
+    /// The memory of an op that something else than the kernel completes.
+    Foreign(Buffers),
+}
+
+impl Slot {
+    fn new(body: Body, owner: Owner) -> Self {
+        Self { state: State::Pending, owner, body, submitted: None, units: 0, tracked: NOT_TRACKED }
+    }
+
+    #[inline]
+    fn op(&self) -> Option<&Op> {
+        match &self.body {
+            Body::Op(op) => Some(op),
+            Body::Nothing | Body::Foreign(_) => None,
+        }
+    }
+}
+
 /// The homes of all ops of one IoThread that have not completed.
 pub(crate) struct Slots {
     slots: Table,
     free: Vec<u32>,
     pub(crate) lanes: Lanes,
+    /// Ops that something else than the kernel has yet to complete.
+    foreign: usize,
     /// Wakers of ops that have completed. They are woken when nothing is borrowed.
     pub(crate) wakers: Vec<Waker>,
 }
@@ -126,7 +152,7 @@ pub(crate) struct OpView {
 
 impl Units for Table {
     fn ranges(&self, slot: u32) -> &[libc::iovec] {
-        let op = self.0.get(slot as usize).and_then(|slot| slot.op.as_ref());
+        let op = self.0.get(slot as usize).and_then(Slot::op);
         op.map_or(&[], |op| op.buffers.iovecs())
     }
 
@@ -140,7 +166,7 @@ impl Units for Table {
 impl Slots {
     pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
         let (slots, lanes) = (Table::default(), Lanes::new(engine, depth));
-        Self { slots, free: Vec::new(), lanes, wakers: Vec::new() }
+        Self { slots, free: Vec::new(), lanes, foreign: 0, wakers: Vec::new() }
     }
 
     /// As [`insert`](Self::insert), and says what is to become of the op.
@@ -173,14 +199,24 @@ impl Slots {
 
     /// Moves `op` into a free slot; `owner` is woken when it completes.
     pub(crate) fn insert(&mut self, op: Op, owner: Owner) -> u32 {
-        let slot = Slot {
-            state: State::Pending,
-            owner,
-            op: Some(op),
-            submitted: None,
-            units: 0,
-            tracked: NOT_TRACKED,
-        };
+        self.put(Slot::new(Body::Op(op), owner))
+    }
+
+    /// A slot for an op that something else than the kernel completes. It owns `buffers` until
+    /// then.
+    pub(crate) fn insert_foreign(&mut self, buffers: Buffers) -> u32 {
+        self.foreign += 1;
+        self.put(Slot::new(Body::Foreign(buffers), Owner::default()))
+    }
+
+    /// Ops that something else than the kernel has yet to complete.
+    #[inline]
+    pub(crate) fn foreign(&self) -> usize {
+        self.foreign
+    }
+
+    #[inline]
+    fn put(&mut self, slot: Slot) -> u32 {
         if let Some(index) = self.free.pop() {
             self.slots.0[index as usize] = slot;
             return index;
@@ -192,17 +228,17 @@ impl Slots {
     /// The kind of the op in slot `index`.
     #[inline]
     pub(crate) fn kind(&self, index: u32) -> Option<OpKind> {
-        self.slots.0.get(index as usize)?.op.as_ref().map(|op| op.kind)
+        self.slots.0.get(index as usize)?.op().map(|op| op.kind)
     }
 
     /// The file of the op in slot `index`.
     pub(crate) fn file(&self, index: u32) -> Option<&OpenFile> {
-        self.slots.0.get(index as usize)?.op.as_ref().map(|op| op.file.file())
+        self.slots.0.get(index as usize)?.op().map(|op| op.file.file())
     }
 
     fn pending(&self) -> impl Iterator<Item = (&Slot, &Op)> {
         let pending = |slot: &&Slot| matches!(slot.state, State::Pending | State::Abandoned);
-        self.slots.0.iter().filter(pending).filter_map(|slot| Some((slot, slot.op.as_ref()?)))
+        self.slots.0.iter().filter(pending).filter_map(|slot| Some((slot, slot.op()?)))
     }
 
     /// Ops that were submitted and have not completed: file, kind, and when they were submitted.
@@ -219,7 +255,7 @@ impl Slots {
     pub(crate) fn view(&mut self, index: u32, now: Instant) -> Option<OpView> {
         let slot = self.slots.0.get_mut(index as usize)?;
         slot.submitted = Some(now);
-        let op = slot.op.as_ref()?;
+        let Body::Op(op) = &slot.body else { return None };
         if op.kind.is_for_stable_storage() && slot.tracked == NOT_TRACKED {
             slot.tracked = op.file.loss().begins(op.kind);
         }
@@ -250,13 +286,18 @@ impl Slots {
             "slot {index} completes with {result} and is {:?}: an op completes once",
             slot.state
         );
-        let op = slot.op.as_ref()?;
-        let times = Times { submitted: slot.submitted, now };
-        op.file.answered(op.kind, slot.tracked, result, times);
-        if slot.units > 0 {
-            self.lanes.leave(op.file.lane(), slot.units, op.kind);
+        match &slot.body {
+            Body::Op(op) => {
+                let times = Times { submitted: slot.submitted, now };
+                op.file.answered(op.kind, slot.tracked, result, times);
+                if slot.units > 0 {
+                    self.lanes.leave(op.file.lane(), slot.units, op.kind);
+                }
+                record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
+            }
+            Body::Foreign(_) => self.foreign -= 1,
+            Body::Nothing => unreachable!("a slot that is not free owns something"),
         }
-        record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
         match slot.state {
             State::Pending => {
                 slot.state = State::Done(result);
@@ -269,7 +310,7 @@ impl Slots {
                 None
             }
             State::Abandoned => {
-                self.release(index);
+                drop(self.release(index));
                 None
             }
             State::Free | State::Done(_) => unreachable!("asserted above"),
@@ -291,8 +332,12 @@ impl Slots {
         let State::Done(result) = slot.state else {
             return None;
         };
-        let op = self.release(index)?;
-        Some(Completion { result: result_of(result), buffers: op.buffers })
+        let buffers = match self.release(index) {
+            Body::Op(op) => op.buffers,
+            Body::Foreign(buffers) => buffers,
+            Body::Nothing => return None,
+        };
+        Some(Completion { result: result_of(result), buffers })
     }
 
     /// Says that nobody waits for slot `index` any more. Its op stays until it has completed.
@@ -320,11 +365,11 @@ impl Slots {
         self.slots.0.len() - self.free.len()
     }
 
-    fn release(&mut self, index: u32) -> Option<Op> {
+    fn release(&mut self, index: u32) -> Body {
         let slot = &mut self.slots.0[index as usize];
         slot.state = State::Free;
         self.free.push(index);
-        slot.op.take()
+        std::mem::replace(&mut slot.body, Body::Nothing)
     }
 }
 

@@ -150,8 +150,8 @@ impl Io {
     /// One system call for all queued ops, then completions that are visible without one.
     fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
-        let Ops { slots, engine, woken, happened } = &mut *ops;
-        if engine.is_quiet() {
+        let Ops { slots, engine, woken, happened, .. } = &mut *ops;
+        if engine.is_quiet() && slots.foreign() == 0 {
             return;
         }
         let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
@@ -316,7 +316,7 @@ impl Io {
     }
 
     fn wait_in_kernel(&self, ops: &mut Ops, deadline: Option<Instant>) -> Result<(), Error> {
-        let Ops { slots, engine, woken, happened } = &mut *ops;
+        let Ops { slots, engine, woken, happened, .. } = &mut *ops;
         let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
         engine.wait(deadline, usize::MAX, &mut done, happened)?;
         if engine.waits_with_submit() {
@@ -378,16 +378,29 @@ impl Io {
 
     /// Waits until the kernel has answered every op.
     pub(crate) fn drain(&self) {
+        self.drain_until(|ops| ops.engine.queued() + ops.engine.in_kernel() == 0);
+    }
+
+    /// As [`drain`](Self::drain), and waits for what something else completes.
+    pub(crate) fn drain_all(&self) {
+        self.drain_until(|ops| {
+            ops.engine.queued() + ops.engine.in_kernel() + ops.slots.foreign() == 0
+        });
+    }
+
+    fn drain_until(&self, is_drained: impl Fn(&Ops) -> bool) {
         loop {
+            // Calls that nobody will run may hold what an op waits for.
+            drop(self.mailbox.take());
             self.harvest_is_due.set(true);
             // Submits and harvests: no turn does it any more.
             self.submit_and_harvest();
             let mut ops = self.ops.borrow_mut();
-            if ops.engine.queued() + ops.engine.in_kernel() == 0 {
+            if is_drained(&ops) {
                 return;
             }
             self.mailbox.arm();
-            if self.mailbox.has_results() {
+            if self.mailbox.has_anything() {
                 continue;
             }
             let retry = ops.engine.retry_at();

@@ -136,11 +136,11 @@ impl Threads {
             return 0;
         }
         self.pool.mailbox.take_results(&mut self.harvested);
-        let count = self.harvested.len();
-        self.in_kernel -= count;
+        let (count, foreign) = (self.harvested.len(), done.slots.foreign());
         for (slot, result) in self.harvested.drain(..) {
             done.complete(slot, result);
         }
+        self.in_kernel -= count - (foreign - done.slots.foreign());
         count as u64
     }
 }
