@@ -2,7 +2,6 @@
 
 use std::future::Future;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Instant;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -49,7 +48,7 @@ impl IoThread {
     /// A way for other threads to reach this one.
     #[must_use]
     pub fn remote(&self) -> Remote {
-        Remote::new(Arc::clone(&self.io.mailbox), Arc::clone(&self.io.stats))
+        self.io.remote()
     }
 
     /// Runs until [`Io::stop`] is called.

@@ -2,10 +2,11 @@
 
 use std::any::Any;
 use std::rc::Rc;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 use crate::io::Io;
 use crate::mailbox::Mailbox;
+use crate::pending::Pending;
 use crate::stats::Stats;
 
 /// Reaches an IoThread from other threads.
@@ -15,11 +16,15 @@ pub struct Remote {
     stats: Arc<Stats>,
 }
 
-impl Remote {
-    pub(crate) fn new(mailbox: Arc<Mailbox>, stats: Arc<Stats>) -> Self {
-        Self { mailbox, stats }
+impl Io {
+    /// A way for other threads to reach this one.
+    #[must_use]
+    pub fn remote(&self) -> Remote {
+        Remote { mailbox: Arc::clone(&self.mailbox), stats: Arc::clone(&self.stats) }
     }
+}
 
+impl Remote {
     /// Has `call` run on the IoThread between two turns. False when that thread has ended.
     pub fn post(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
         let call = move |io: &dyn Any| match io.downcast_ref::<Rc<Io>>() {
@@ -34,12 +39,18 @@ impl Remote {
         &self,
         call: impl FnOnce(&Rc<Io>) -> T + Send + 'static,
     ) -> Option<T> {
-        let (sender, receiver) = mpsc::sync_channel(1);
-        self.post(move |io| {
-            // The receiver waits below; if its thread was killed, nobody wants the result.
-            let _ = sender.send(call(io));
-        });
-        receiver.recv().ok()
+        self.begin_call(call).wait()
+    }
+
+    /// As [`call`](Self::call), for callers that must not block.
+    #[must_use]
+    pub fn begin_call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&Rc<Io>) -> T + Send + 'static,
+    ) -> Pending<T> {
+        let (answer, pending) = Pending::new();
+        self.post(move |io| answer.send(call(io)));
+        pending
     }
 
     /// What the IoThread counts.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockio::{DiskSource, Io, RegisteredMemory, Remote};
+use blockio::{DiskSource, Io, Pending, RegisteredMemory, Remote};
 
 use crate::blk::config::BlkOptions;
 use crate::blk::device::BlkDevice;
@@ -14,7 +14,6 @@ use crate::common::Common;
 use crate::config_space;
 use crate::event_buffers::EventBuffers;
 use crate::events::Events;
-use crate::pending::Pending;
 use crate::queue::{Queue, QueueHandle, QueueSetup, StartError};
 use crate::queue_task::{self, Handler};
 use crate::stats::{QueueStats, RequestTotals};
@@ -186,7 +185,7 @@ impl Device {
         setup: QueueSetup,
     ) -> Pending<Result<QueueHandle, StartError>> {
         let device = self.clone();
-        Pending::call(thread, move |io| device.start_here(index, io, setup))
+        thread.begin_call(move |io| device.start_here(index, io, setup))
     }
 
     /// What queue `index` has served; `None`: it was never started.
@@ -228,9 +227,9 @@ impl Device {
         Ok(handle)
     }
 
-    fn spawn(&self, io: &Rc<Io>, queue: Queue, handler: impl Handler) {
+    fn spawn(&self, io: &Rc<Io>, queue: Rc<Queue>, handler: impl Handler) {
         let memory = self.register_memory(io, &queue);
-        let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(handler));
+        let task = queue_task::serve(Rc::clone(io), queue, Rc::new(handler));
         io.spawn(async move {
             let stopped = task.await;
             drop(memory);

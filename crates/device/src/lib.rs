@@ -19,16 +19,15 @@ mod event_buffers;
 mod eventfd;
 mod events;
 mod lists;
-mod pending;
 mod queue;
 mod queue_task;
 mod stats;
 #[cfg(test)]
 mod testing;
 
+pub use blockio::{Answer, Pending};
 pub use call_watch::{CallWatch, WatchError, prepare_calls};
 pub use device::{Device, Negotiated, QueueRole};
 pub use events::{Events, LogEvents, QueueFault};
-pub use pending::{Answer, Pending};
 pub use queue::{QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
 pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

@@ -3,19 +3,18 @@
 use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::io;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
-use blockio::{Armed, Io, RegisteredMemory, Source};
+use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source};
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue};
 
 use crate::call_watch::{CallTrust, Caller};
 use crate::events::{Events, QueueFault};
 use crate::lists::Lists;
-use crate::pending::{Answer, Pending};
 use crate::stats::{QueueStats, RequestKind};
 
 /// What a queue starts with.
@@ -74,88 +73,74 @@ pub enum StartError {
     ThreadEnded,
 }
 
-/// What a running queue can be told.
-enum Command {
-    SetCall(Option<OwnedFd>),
-    SetErr(Option<OwnedFd>),
-    /// Stop taking chains, finish those taken, then answer with the next avail entry.
-    Stop(Answer<u16>),
-}
-
+/// What other threads see of a queue.
 #[derive(Default)]
-struct Control {
-    /// Whether there are commands: looked at in each run, without a lock.
-    pending: AtomicBool,
+struct Shown {
+    /// Commands that the IoThread has not carried out yet.
+    unheard: AtomicU32,
     /// Requests that were taken and are not answered, as of the last run.
     requests: AtomicU32,
-    inner: Mutex<ControlInner>,
     /// The avail entry that is popped next, as of the last run.
     next_avail: AtomicU16,
     /// There was no room for another chain in the last run.
     is_full: AtomicBool,
 }
 
-#[derive(Default)]
-struct ControlInner {
-    commands: Vec<Command>,
-    waker: Option<Waker>,
-    /// The queue is gone, and with it who would carry out commands.
-    is_closed: bool,
+thread_local! {
+    /// The queues of this thread, for commands that come from others.
+    static QUEUES: RefCell<Vec<(*const Shown, Weak<Queue>)>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Control {
-    fn send(&self, command: Command) {
-        let waker = {
-            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-            if inner.is_closed {
-                return;
-            }
-            inner.commands.push(command);
-            self.pending.store(true, Ordering::Release);
-            inner.waker.clone()
-        };
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-
-    /// Drops commands, so that a waiting thread learns that there will be no answer.
-    fn close(&self) {
-        let commands = {
-            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-            inner.is_closed = true;
-            std::mem::take(&mut inner.commands)
-        };
-        drop(commands);
-    }
+/// The queue of this thread that shows `shown`, unless it is gone.
+fn find(shown: &Arc<Shown>) -> Option<Rc<Queue>> {
+    let this = Arc::as_ptr(shown);
+    QUEUES.with_borrow(|queues| queues.iter().find(|(shown, _)| *shown == this)?.1.upgrade())
 }
 
 /// A running queue, for the thread that controls it. Dropping it does not stop the queue.
 pub struct QueueHandle {
-    control: Arc<Control>,
+    thread: Remote,
+    shown: Arc<Shown>,
 }
 
 impl QueueHandle {
     /// Replaces the call eventfd.
     pub fn set_call(&self, call: Option<OwnedFd>) {
-        self.control.send(Command::SetCall(call));
+        self.tell(|queue| queue.set_call(call));
     }
 
     /// Replaces the eventfd for ring errors.
     pub fn set_err(&self, err: Option<OwnedFd>) {
-        self.control.send(Command::SetErr(err));
+        self.tell(|queue| queue.set_err(err));
+    }
+
+    /// Has the IoThread carry out `command`, after those that came before it, and look at the
+    /// queue. If the queue has gone, the command is dropped.
+    fn tell(&self, command: impl FnOnce(&Queue) + Send + 'static) {
+        let shown = Arc::clone(&self.shown);
+        self.shown.unheard.fetch_add(1, Ordering::Relaxed);
+        let is_posted = self.thread.post(move |_| {
+            shown.unheard.fetch_sub(1, Ordering::Relaxed);
+            if let Some(queue) = find(&shown) {
+                command(&queue);
+                queue.wake();
+            }
+        });
+        if !is_posted {
+            self.shown.unheard.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     /// The avail entry that is popped next, as of the queue's last run.
     #[must_use]
     pub fn next_avail(&self) -> u16 {
-        self.control.next_avail.load(Ordering::Relaxed)
+        self.shown.next_avail.load(Ordering::Relaxed)
     }
 
     /// Whether the queue leaves chains in the ring until it has room for their lists of buffers.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.control.is_full.load(Ordering::Relaxed)
+        self.shown.is_full.load(Ordering::Relaxed)
     }
 
     /// Stops the queue: no more chains are taken, and this returns when all that were taken have
@@ -170,35 +155,35 @@ impl QueueHandle {
     /// queue.
     #[must_use]
     pub fn begin_stop(self) -> Pending<u16> {
-        let (reply, next_avail) = Pending::new();
-        self.control.send(Command::Stop(reply));
+        let (answer, next_avail) = Pending::new();
+        self.tell(|queue| queue.stop_with(answer));
         next_avail
     }
 
     /// What can be seen of the queue from outside its IoThread, also while it stops.
     #[must_use]
     pub fn watch(&self) -> QueueWatch {
-        QueueWatch { control: Arc::clone(&self.control) }
+        QueueWatch { shown: Arc::clone(&self.shown) }
     }
 }
 
 /// A queue, seen without the help of its IoThread.
 #[derive(Clone)]
 pub struct QueueWatch {
-    control: Arc<Control>,
+    shown: Arc<Shown>,
 }
 
 impl QueueWatch {
     /// Requests that were taken and are not answered yet, as of the queue's last run.
     #[must_use]
     pub fn requests(&self) -> u32 {
-        self.control.requests.load(Ordering::Relaxed)
+        self.shown.requests.load(Ordering::Relaxed)
     }
 
     /// Whether the IoThread has seen all commands for the queue, such as to stop.
     #[must_use]
     pub fn has_heard(&self) -> bool {
-        !self.control.pending.load(Ordering::Relaxed)
+        self.shown.unheard.load(Ordering::Relaxed) == 0
     }
 }
 
@@ -223,7 +208,11 @@ pub(crate) struct Queue {
     call: RefCell<Option<OwnedFd>>,
     err: RefCell<Option<OwnedFd>>,
     caller: Caller,
-    control: Arc<Control>,
+    shown: Arc<Shown>,
+    /// Whom to wake when there is a command.
+    waker: RefCell<Option<Waker>>,
+    /// A thread waits for the queue to stop.
+    stop: RefCell<Option<Answer<u16>>>,
     /// Used elements were pushed that the driver does not see yet.
     unpublished: Cell<bool>,
     /// The ring is bad: it is left alone until it is stopped.
@@ -248,13 +237,13 @@ impl Queue {
         setup: QueueSetup,
         io: &Io,
         options: QueueOptions,
-    ) -> Result<(Self, QueueHandle), StartError> {
+    ) -> Result<(Rc<Self>, QueueHandle), StartError> {
         let memory = LocalMemory::new(setup.memory);
         let config = setup.ring.config(options.event_idx, options.indirect);
         let ring = SplitQueue::new(memory.clone(), config)?;
-        let control = Arc::new(Control::default());
-        control.next_avail.store(ring.next_avail(), Ordering::Relaxed);
-        let queue = Self {
+        let shown = Arc::new(Shown::default());
+        shown.next_avail.store(ring.next_avail(), Ordering::Relaxed);
+        let queue = Rc::new(Self {
             ring: RefCell::new(ring),
             memory,
             lists: Lists::new(options.long_lists_bytes, Arc::clone(io.stats())),
@@ -262,7 +251,9 @@ impl Queue {
             call: RefCell::new(setup.call),
             err: RefCell::new(setup.err),
             caller: Caller::new(options.trust),
-            control: Arc::clone(&control),
+            shown: Arc::clone(&shown),
+            waker: RefCell::default(),
+            stop: RefCell::default(),
             // A call is forced at the first notify.
             unpublished: Cell::new(true),
             broken: Cell::new(false),
@@ -274,8 +265,9 @@ impl Queue {
             events: options.events,
             requests: options.stats,
             stats: Arc::clone(io.stats()),
-        };
-        Ok((queue, QueueHandle { control }))
+        });
+        QUEUES.with_borrow_mut(|queues| queues.push((Arc::as_ptr(&shown), Rc::downgrade(&queue))));
+        Ok((queue, QueueHandle { thread: io.remote(), shown }))
     }
 
     /// The kick eventfd, once, for the reactor.
@@ -285,40 +277,43 @@ impl Queue {
 
     /// Lets commands wake the task that polls with this waker.
     pub(crate) fn set_waker(&self, waker: &Waker) {
-        let mut inner = self.control.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.waker = Some(waker.clone());
+        *self.waker.borrow_mut() = Some(waker.clone());
     }
 
-    /// Carries out commands. Returns whom to answer when the queue is to stop.
-    pub(crate) fn take_commands(&self) -> Option<Answer<u16>> {
-        if !self.control.pending.load(Ordering::Acquire) {
+    fn wake(&self) {
+        if let Some(waker) = &*self.waker.borrow() {
+            waker.wake_by_ref();
+        }
+    }
+
+    fn set_call(&self, call: Option<OwnedFd>) {
+        *self.call.borrow_mut() = call;
+        // What was published in between may have called the old eventfd.
+        self.ring.borrow_mut().force_call();
+        self.unpublished.set(true);
+    }
+
+    fn set_err(&self, err: Option<OwnedFd>) {
+        *self.err.borrow_mut() = err;
+        // It may have been on its way when the ring was found to be bad.
+        if self.broken.get() {
+            self.tell_broken();
+        }
+    }
+
+    /// No more chains are to be taken, those taken finished, then `answer` told the next avail
+    /// entry.
+    fn stop_with(&self, answer: Answer<u16>) {
+        *self.stop.borrow_mut() = Some(answer);
+    }
+
+    /// Whom to answer, when the queue is to stop.
+    #[inline]
+    pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
+        if self.stop.borrow().is_none() {
             return None;
         }
-        let commands = {
-            let mut inner = self.control.inner.lock().unwrap_or_else(PoisonError::into_inner);
-            self.control.pending.store(false, Ordering::Relaxed);
-            std::mem::take(&mut inner.commands)
-        };
-        let mut stop = None;
-        for command in commands {
-            match command {
-                Command::SetCall(call) => {
-                    *self.call.borrow_mut() = call;
-                    // What was published in between may have called the old eventfd.
-                    self.ring.borrow_mut().force_call();
-                    self.unpublished.set(true);
-                }
-                Command::SetErr(err) => {
-                    *self.err.borrow_mut() = err;
-                    // It may have been on its way when the ring was found to be bad.
-                    if self.broken.get() {
-                        self.tell_broken();
-                    }
-                }
-                Command::Stop(reply) => stop = Some(reply),
-            }
-        }
-        stop
+        self.stop.take()
     }
 
     /// Lets others see how many requests are not answered, and where the ring is. Once in a run,
@@ -326,8 +321,8 @@ impl Queue {
     #[inline]
     pub(crate) fn show(&self, requests: usize) {
         let Ok(requests) = u32::try_from(requests) else { unreachable!("a ring has 1024 chains") };
-        self.control.requests.store(requests, Ordering::Relaxed);
-        self.control.next_avail.store(self.next_avail(), Ordering::Relaxed);
+        self.shown.requests.store(requests, Ordering::Relaxed);
+        self.shown.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
     /// Counts the lists of a chain that was popped.
@@ -344,7 +339,7 @@ impl Queue {
     fn set_halted(&self) {
         let has_room = self.lists.has_room();
         self.halted.set(self.broken.get() || !has_room);
-        self.control.is_full.store(!has_room, Ordering::Relaxed);
+        self.shown.is_full.store(!has_room, Ordering::Relaxed);
     }
 
     /// The next chain; `None` when there is none, no room for one, or the ring is bad.
@@ -445,7 +440,9 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        self.control.close();
+        let this = Arc::as_ptr(&self.shown);
+        // A thread that ends has forgotten all of them.
+        let _ = QUEUES.try_with(|queues| queues.borrow_mut().retain(|(shown, _)| *shown != this));
     }
 }
 

@@ -6,11 +6,10 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use blockio::{Io, Source, TaskSet, clock};
+use blockio::{Answer, Io, Source, TaskSet, clock};
 use virtqueue::Chain;
 
 use crate::events::QueueFault;
-use crate::pending::Answer;
 use crate::queue::{Queue, Registration};
 
 /// Chains popped in one run. Between runs ops are submitted, completions harvested and the driver
@@ -68,8 +67,8 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             Poll::Ready(CHAINS_PER_RUN)
         })
         .await;
-        if let Some(reply) = queue.take_commands() {
-            break Stop(reply);
+        if let Some(answer) = queue.take_stop() {
+            break Stop(answer);
         }
         queue.show(requests.len());
         let answered = queue.has_unpublished();
@@ -137,8 +136,6 @@ async fn finish<F: Future<Output = ()>>(
             Poll::Ready(())
         })
         .await;
-        // Eventfds may be replaced while a slow disk keeps the queue from stopping.
-        let _ = queue.take_commands();
         if requests.is_empty() {
             break;
         }
@@ -152,8 +149,8 @@ async fn finish<F: Future<Output = ()>>(
 
 async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
     loop {
-        if let Some(reply) = queue.take_commands() {
-            return Stop(reply);
+        if let Some(answer) = queue.take_stop() {
+            return Stop(answer);
         }
         io.suspend().await;
     }
@@ -189,6 +186,7 @@ mod tests {
 
     use super::*;
     use crate::event_buffers::EventBuffers;
+    use crate::queue::QueueHandle;
     use crate::testing::{DATA, Scene, count_of, new_eventfd};
 
     /// Answers chains once it is open.
@@ -307,6 +305,33 @@ mod tests {
         scene.turn(10);
         assert_eq!((count_of(&scene.call), count_of(&call)), (0, 1));
         assert_eq!(scene.wait(&handle.begin_stop()), 0);
+    }
+
+    #[test]
+    fn a_stop_is_heard_once_it_is_carried_out() {
+        let scene = Scene::new();
+        let handle = scene.start(EventBuffers::default());
+        let watch = handle.watch();
+        handle.set_call(None);
+        let stopped = handle.begin_stop();
+        assert!(!watch.has_heard() && stopped.check() == Poll::Pending);
+        assert_eq!(scene.wait(&stopped), 0);
+        assert!(watch.has_heard());
+    }
+
+    /// Whether it was posted before the end, and never run, or comes after.
+    #[test]
+    fn a_stop_is_answered_with_nothing_when_the_io_thread_has_ended() {
+        for is_posted in [true, false] {
+            let scene = Scene::new();
+            let mut handle = Some(scene.start(EventBuffers::default()));
+            scene.turn(10);
+            let mut stop = || handle.take().map(QueueHandle::begin_stop);
+            let posted = is_posted.then(&mut stop).flatten();
+            drop(scene);
+            let stopped = posted.or_else(stop).unwrap();
+            assert_eq!(stopped.check(), Poll::Ready(None));
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blockio::{EngineKind, IoThread, IoThreadConfig, Wait};
+use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
 use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{GuestMemory, QueueConfig};
@@ -16,7 +16,6 @@ use crate::call_watch::CallTrust;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
 use crate::lists::LONG_LISTS_BYTES;
-use crate::pending::Pending;
 use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
 use crate::stats::QueueStats;
@@ -126,7 +125,7 @@ impl Scene {
         };
         let io = self.thread.io();
         let (queue, handle) = Queue::new(self.setup(0), io, options).unwrap();
-        let task = queue_task::serve(Rc::clone(io), Rc::new(queue), Rc::new(handler));
+        let task = queue_task::serve(Rc::clone(io), queue, Rc::new(handler));
         io.spawn(async move { task.await.tell() });
         handle
     }

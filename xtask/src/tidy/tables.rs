@@ -89,7 +89,7 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "op_kind", "rare", "sync", "task_key"]),
-            (1, &["clock"]),
+            (1, &["clock", "pending"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.
             (2, &["open_file", "task"]),
@@ -151,7 +151,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/device/src",
         modules: &[
-            (0, &["config_space", "eventfd", "events", "lists", "pending", "stats"]),
+            (0, &["config_space", "eventfd", "events", "lists", "stats"]),
             (1, &["blk::config", "call_watch"]),
             (2, &["queue"]),
             (3, &["common", "queue_task"]),

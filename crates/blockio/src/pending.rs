@@ -1,10 +1,7 @@
 //! Answers that an IoThread will give, for threads that wait for one, or for many at once.
 
-use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Poll, Waker};
-
-use blockio::{Io, Remote};
 
 /// The waker that the answer wakes. In one place for both sides.
 type WakerSlot = Arc<Mutex<Option<Waker>>>;
@@ -59,15 +56,6 @@ impl<T> Pending<T> {
     /// this: an answer that came before wakes nobody.
     pub fn wake(&self, waker: &Waker) {
         set(&self.waker, Some(waker.clone()));
-    }
-}
-
-impl<T: Send + 'static> Pending<T> {
-    /// What `call` returns, run on the IoThread behind `thread`.
-    pub(crate) fn call(thread: &Remote, call: impl FnOnce(&Rc<Io>) -> T + Send + 'static) -> Self {
-        let (answer, pending) = Self::new();
-        thread.post(move |io| answer.send(call(io)));
-        pending
     }
 }
 
