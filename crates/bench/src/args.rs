@@ -6,9 +6,11 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ringhaul_options::parse_size;
+
 use crate::engine_args::EngineArgs;
 use crate::pattern::{BlockSplit, Rw};
-use crate::units::{CpuList, parse_bytes, parse_duration};
+use crate::units::{CpuList, parse_duration};
 
 /// What `ringhaul bench` is asked to do.
 ///
@@ -83,15 +85,15 @@ pub struct BenchArgs {
     pub ramp_time: Duration,
 
     /// First byte of the region to use; a multiple of the logical block size
-    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_size)]
     pub offset: u64,
 
     /// Bytes in the region to use [default: up to the end of the disk]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub size: Option<u64>,
 
     /// End each job after this many bytes, ramp time included [default: no limit]
-    #[arg(long = "io_size", value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long = "io_size", value_name = "BYTES", value_parser = parse_size)]
     pub io_size: Option<u64>,
 
     /// End each job after this many reads and writes, ramp time included [default: no limit]
@@ -107,7 +109,7 @@ pub struct BenchArgs {
 
     /// Split the data of a request into segments (descriptors) of at most this many bytes
     /// [default: one segment]
-    #[arg(long, conflicts_with = "filename", value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, conflicts_with = "filename", value_name = "BYTES", value_parser = parse_size)]
     pub seg_size: Option<u64>,
 
     /// Check data: every block carries its sector, a generation and a checksum

@@ -5,7 +5,9 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::units::{parse_bytes, show_bytes};
+use ringhaul_options::parse_size;
+
+use crate::units::show_bytes;
 use crate::verify::BlockMap;
 
 /// A pattern of `--rw`.
@@ -276,7 +278,7 @@ impl fmt::Display for Mix {
 }
 
 fn parse_block_size(text: &str) -> Result<u32, String> {
-    match u32::try_from(parse_bytes(text)?) {
+    match u32::try_from(parse_size(text)?) {
         Ok(0) => Err(format!("'{text}': a block size cannot be 0")),
         Ok(size) => Ok(size),
         Err(_) => Err(format!("'{text}': a block size must be less than 4g")),

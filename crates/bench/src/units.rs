@@ -7,27 +7,6 @@ use std::time::Duration;
 
 use rustix::thread::CpuSet;
 
-/// Parses a number of bytes with fio's suffixes, for example `512`, `4k`, `1M`, `2gib`.
-///
-/// All suffixes are powers of 1024. Returns a message for the user when the text is not a size.
-pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
-    let (number, suffix) = split_number(text)?;
-    let exponent = match suffix.to_ascii_lowercase().as_str() {
-        "" | "b" => 0,
-        "k" | "kb" | "ki" | "kib" => 1,
-        "m" | "mb" | "mi" | "mib" => 2,
-        "g" | "gb" | "gi" | "gib" => 3,
-        "t" | "tb" | "ti" | "tib" => 4,
-        "p" | "pb" | "pi" | "pib" => 5,
-        _ => {
-            return Err(format!("'{text}' has an unknown suffix: use k, m, g, t or p"));
-        }
-    };
-    number
-        .checked_mul(1 << (10 * exponent))
-        .ok_or_else(|| format!("'{text}' is more than 64 bits can hold"))
-}
-
 /// Parses a duration with fio's suffixes; a bare number is in seconds: `10`, `0.5`, `500ms`, `2m`.
 pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let (number, suffix) = split_at(text, |c| c.is_ascii_digit() || c == '.')?;
@@ -77,12 +56,6 @@ fn split_at(text: &str, of_number: impl Fn(char) -> bool) -> Result<(&str, &str)
         return Err(format!("'{text}' does not begin with a number"));
     }
     Ok(text.split_at(end))
-}
-
-fn split_number(text: &str) -> Result<(u64, &str), String> {
-    let (number, suffix) = split_at(text, |c| c.is_ascii_digit())?;
-    let number = number.parse().map_err(|_| format!("'{text}' is more than 64 bits can hold"))?;
-    Ok((number, suffix))
 }
 
 /// A set of CPUs, written as `0,2-3`.
@@ -162,24 +135,9 @@ fn scale<'a>(mut value: f64, base: f64, units: &[&'a str]) -> (String, &'a str) 
 
 #[cfg(test)]
 mod tests {
+    use ringhaul_options::parse_size;
+
     use super::*;
-
-    #[test]
-    fn sizes_take_suffixes_of_1024() {
-        assert_eq!(parse_bytes("512"), Ok(512));
-        assert_eq!(parse_bytes("4k"), Ok(4096));
-        assert_eq!(parse_bytes("128K"), Ok(131_072));
-        assert_eq!(parse_bytes("2gib"), Ok(2 << 30));
-        assert_eq!(parse_bytes("16383p"), Ok(16383 << 50));
-    }
-
-    #[test]
-    fn bad_sizes_are_named() {
-        for text in ["", "k", "-1", "4q", "1.5k", "16384p", "99999999999999999999"] {
-            let message = parse_bytes(text).unwrap_err();
-            assert!(message.contains(&format!("'{text}'")), "{message}");
-        }
-    }
 
     #[test]
     fn durations_default_to_seconds() {
@@ -215,7 +173,7 @@ mod tests {
     #[test]
     fn sizes_are_shown_as_they_are_given() {
         for text in ["4k", "513", "1m", "12g", "0"] {
-            assert_eq!(parse_bytes(text).map(show_bytes), Ok(text.to_owned()));
+            assert_eq!(parse_size(text).map(show_bytes), Ok(text.to_owned()));
         }
         assert_eq!(show_amount(5_242_880.0), "5.00 MiB");
         assert_eq!(show_count(123_456.0), "123k");

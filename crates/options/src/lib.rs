@@ -2,7 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+mod size;
+
 use blockio::{CompletionRing, EngineKind};
+
+pub use size::parse_size;
 
 /// Values of `--completion-ring`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use blockio::{EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
 use device::blk::config::QUEUES_MAX;
-use ringhaul_options::{EngineChoice, OnOff};
+use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
 use switches::Switches;
@@ -31,7 +31,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
     /// Serve this disk: `null,size=SIZE` (answers at once, stores nothing: for measurement) or
-    /// `file,path=PATH`. SIZE takes the suffixes K, M, G and T (powers of 1024).
+    /// `file,path=PATH`. SIZE takes the suffixes K, M, G, T and P (powers of
+    /// 1024).
     #[arg(long, value_name = "KIND,KEY=VALUE")]
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH`, and
@@ -186,10 +187,9 @@ impl ServeArgs {
 }
 
 fn parse_memory_size(text: &str) -> Result<u64, String> {
-    match disk::parse_size(text) {
-        Ok(0) => Err("no front-end can be served without memory".to_owned()),
-        Ok(bytes) => Ok(bytes),
-        Err(error) => Err(error.to_string()),
+    match parse_size(text)? {
+        0 => Err("no front-end can be served without memory".to_owned()),
+        bytes => Ok(bytes),
     }
 }
 

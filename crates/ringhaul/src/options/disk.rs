@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Error, Result, bail};
+use ringhaul_options::parse_size;
 
 use crate::spec::DiskSpec;
 
@@ -18,7 +19,9 @@ pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
     for part in parts {
         keys.check(part)?;
         match (kind, part.split_once('=')) {
-            ("null", Some(("size", value))) => size = Some(parse_size(value)?),
+            ("null", Some(("size", value))) => {
+                size = Some(parse_size(value).map_err(Error::msg)?);
+            }
             ("file", Some(("path", value))) if !value.is_empty() => {
                 path = Some(PathBuf::from(value))
             }
@@ -51,23 +54,6 @@ impl Keys {
     }
 }
 
-pub(super) fn parse_size(text: &str) -> Result<u64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
-        "K" | "KIB" => 10,
-        "M" | "MIB" => 20,
-        "G" | "GIB" => 30,
-        "T" | "TIB" => 40,
-        suffix => bail!("unknown size suffix '{suffix}' (expected: K, M, G, T)"),
-    };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(1 << shift))
-        .with_context(|| format!("'{text}' is not a size, such as 64G"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,11 +64,18 @@ mod tests {
         assert_eq!(parse_disk("null,size=64G").ok(), null(64 << 30));
         assert_eq!(parse_disk("null,size=512").ok(), null(512));
         assert_eq!(parse_disk("file,path=a=b").ok(), Some(DiskSpec::File("a=b".into())));
-        for bad in ["null", "null,size=1X", "null,size=", "null,path=x", "file", "qcow2,path=x", ""]
-        {
+        for bad in [
+            "null",
+            "null,size=1X",
+            "null,size=99999999999T",
+            "null,size=",
+            "null,path=x",
+            "file",
+            "qcow2,path=x",
+            "",
+        ] {
             assert!(parse_disk(bad).is_err(), "{bad} was taken");
         }
-        assert!(parse_size("99999999999T").is_err());
         for twice in ["null,size=1M,size=2M", "null,size=1M,size=1M", "file,path=a,path=b"] {
             let error = parse_disk(twice).unwrap_err().to_string();
             assert!(error.contains("is given twice"), "{twice}: {error}");

@@ -3,8 +3,9 @@
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use device::blk::config::QUEUES_MAX;
+use ringhaul_options::parse_size;
 
-use super::disk::{Keys, parse_disk, parse_size};
+use super::disk::{Keys, parse_disk};
 use super::{ServeArgs, parse_queue_size, parse_serial};
 use crate::spec::{CacheMode, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
@@ -81,7 +82,10 @@ impl ServeArgs {
             match key {
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
                 "blk-file" => disk = Some(DiskSpec::File(value.into())),
-                "null" => disk = Some(DiskSpec::Null { size_bytes: parse_size(value)? }),
+                "null" => {
+                    let size_bytes = parse_size(value).map_err(anyhow::Error::msg)?;
+                    disk = Some(DiskSpec::Null { size_bytes });
+                }
                 _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
             }
         }
