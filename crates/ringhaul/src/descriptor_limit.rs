@@ -1,5 +1,6 @@
 //! The limit on open files (`RLIMIT_NOFILE`), and how exports share it.
 
+use iomem::fits;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// The most that one message brings, which is open before it is counted, and what the system's
@@ -30,9 +31,7 @@ pub(crate) fn share(exports: usize, of_front_ends: usize) -> usize {
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     // Other threads open and close some while they are counted.
     let open = open.saturating_sub(of_front_ends);
-    limit.map_or(usize::MAX, |limit| {
-        part_of(usize::try_from(limit).unwrap_or(usize::MAX), open, exports)
-    })
+    limit.map_or(usize::MAX, |limit| part_of(fits(limit, "the limit on open files"), open, exports))
 }
 
 fn part_of(limit: usize, open: usize, exports: usize) -> usize {

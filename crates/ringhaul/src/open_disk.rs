@@ -4,8 +4,8 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use blockio::{DiskOptions, DiskSource};
-use clap::ValueEnum;
 use device::blk::config::{BlkOptions, SERIAL_BYTES};
+use iomem::fits;
 
 use crate::spec::{CacheMode, DiskSpec, ExportSettings, ExportSpec};
 
@@ -44,7 +44,7 @@ impl OpenDisk {
             "{} MiB, logical block {} bytes, cache {}{}",
             info.size_bytes >> 20,
             info.logical_block_bytes,
-            name_of(cache),
+            cache.name(),
             if info.read_only { ", read-only" } else { "" },
         );
         let options = BlkOptions {
@@ -90,9 +90,8 @@ fn open_file(path: &Path, settings: &ExportSettings) -> Result<(DiskSource, Cach
     Err(error.into())
 }
 
-fn name_of(cache: CacheMode) -> String {
-    cache.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
-}
+/// Of numbers in base 32.
+const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHIJKLMNOPQRSTUV";
 
 /// A serial number that follows from what the disk is, and tells nothing of it.
 fn default_serial(identity: &str) -> String {
@@ -105,8 +104,8 @@ fn default_serial(identity: &str) -> String {
             (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
         });
     let digit = |place: usize| {
-        let value = u32::try_from(hash >> (128 - 5 * (place + 1)) & 31).unwrap_or(0);
-        char::from_digit(value, 32).unwrap_or('0').to_ascii_uppercase()
+        let value: usize = fits(hash >> (128 - 5 * (place + 1)) & 31, "five bits");
+        char::from(DIGITS[value])
     };
     (0..SERIAL_BYTES).map(digit).collect()
 }
@@ -125,7 +124,7 @@ mod tests {
             assert!(serial.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{serial}");
         }
         // What was told once is told again, whatever the version.
-        assert_eq!(of(7), default_serial("file system [1, 2], inode 7"));
+        assert_eq!(of(7), "55IN9JE2M4HQD2IQ9FGO");
         assert_eq!(default_serial(""), "null");
     }
 }

@@ -152,6 +152,16 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
+    /// Its name among the values of `--cache`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Directsync => "directsync",
+            Self::Writeback => "writeback",
+            Self::Writethrough => "writethrough",
+        }
+    }
+
     pub(crate) fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }

@@ -1,6 +1,7 @@
 //! Reads and writes of the configuration space ("Virtio device config space").
 
 use device::Device;
+use iomem::fits;
 
 use super::message::Config;
 use super::outcome::Refusal;
@@ -42,7 +43,7 @@ pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
 }
 
 fn check_range(config: &Config) -> Result<(), Refusal> {
-    let size = u32::try_from(config.data.len()).unwrap_or(u32::MAX);
+    let size: u32 = fits(config.data.len(), "bytes of a message");
     let end = config.offset.checked_add(size);
     if size == 0 || end.is_none_or(|end| end > SPACE_BYTES) {
         let text = format!("{size} bytes at {} of the configuration", config.offset);
