@@ -5,74 +5,21 @@
 
 mod export;
 mod exports;
+mod order;
 
-use std::io::IoSlice;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::task::{Wake, Waker};
+use std::task::Waker;
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
-use blockio::{DiskSource, Remote};
-use device::{Answer, Device, Pending};
+use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::OwnedFd;
 
 use crate::command::{CommandError, ExportStatus};
-use crate::export::Endpoint;
-use crate::export_log::ExportLog;
-use crate::memory_limits::MemoryLimits;
 use crate::spec::ExportSpec;
 use exports::Exports;
-
-/// One device and where its front-ends come from.
-pub struct ExportSetup {
-    /// What it was asked to be. Its name must be nobody else's.
-    pub spec: ExportSpec,
-    /// Its place in the log.
-    pub log: Arc<ExportLog>,
-    /// The disk behind the device.
-    pub disk: DiskSource,
-    /// The device.
-    pub device: Device,
-    /// Where front-ends come from.
-    pub endpoint: Endpoint,
-    /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
-    pub threads: Vec<Remote>,
-    /// What front-ends may have mapped.
-    pub limits: MemoryLimits,
-}
-
-type Answered<T> = std::result::Result<T, CommandError>;
-
-/// What the control thread is asked to do.
-enum Order {
-    /// To keep the names of exports while these are opened.
-    Reserve(Vec<ExportSpec>, Answer<Answered<()>>),
-    /// To forget them: they will not be served.
-    Release(Vec<String>),
-    Serve(Vec<ExportSetup>, Answer<Answered<()>>),
-    Remove(String, Answer<Answered<ExportStatus>>),
-    Show(Answer<Vec<ExportStatus>>),
-    Stop,
-    Abandon,
-}
-
-/// The eventfd that wakes the control thread.
-struct Alarm(OwnedFd);
-
-impl Alarm {
-    fn ring(&self) {
-        // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
-        // counter means that the thread is awake already.
-        let _ = rustix::io::writev(&self.0, &[IoSlice::new(&1_u64.to_ne_bytes())]);
-    }
-}
-
-impl Wake for Alarm {
-    fn wake(self: Arc<Self>) {
-        self.ring();
-    }
-}
+pub use order::ExportSetup;
+use order::{Alarm, Answered, Order};
 
 /// The thread that controls all exports. When this is dropped, they stop.
 pub struct Control {

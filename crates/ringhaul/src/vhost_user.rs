@@ -14,8 +14,10 @@ pub mod message;
 mod outcome;
 mod ring;
 mod session;
+mod setup;
 mod undo;
 
 pub use connection::PROTOCOL_FEATURES;
 pub use examiner::Examiner;
-pub use session::{End, Load, Progress, Session, SessionSetup};
+pub use session::{End, Load, Progress, Session};
+pub use setup::SessionSetup;

@@ -161,6 +161,37 @@ pub(super) const FLOORS: &[Floors] = &[
             (7, &["device"]),
         ],
     },
+    Floors {
+        folder: "crates/ringhaul/src",
+        modules: &[
+            // What the process has, and data.
+            (0, &["descriptor_limit", "file_limit", "heap", "inherit", "memory_limits"]),
+            (0, &["io_threads", "log_limit", "log::queue", "side_by_side", "thread_watch"]),
+            (0, &["options::switches", "spec"]),
+            (1, &["command", "export", "export_log", "log", "open_disk", "options::disk"]),
+            (2, &["options"]),
+            (3, &["options::export"]),
+            // Sessions.
+            (3, &["vhost_user::examiner", "vhost_user::message"]),
+            (4, &["vhost_user::foreign", "vhost_user::ring", "vhost_user::setup"]),
+            (5, &["vhost_user::channel", "vhost_user::undo"]),
+            (6, &["vhost_user::outcome"]),
+            (7, &["vhost_user::config"]),
+            (8, &["vhost_user::connection"]),
+            (9, &["vhost_user::session"]),
+            (10, &["vhost_user"]),
+            // Exports and the thread that controls them.
+            (11, &["control::order"]),
+            (12, &["control::export"]),
+            (13, &["control::exports"]),
+            (14, &["control"]),
+            // The daemon.
+            (15, &["ending"]),
+            (16, &["engines"]),
+            (17, &["daemon"]),
+            (18, &["serve"]),
+        ],
+    },
 ];
 
 /// Where a word is looked for.

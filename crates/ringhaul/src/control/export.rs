@@ -11,8 +11,7 @@ use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
-use super::exports::Polled;
-use super::{Answered, ExportSetup};
+use super::order::{Answered, ExportSetup};
 use crate::command::{ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
@@ -23,6 +22,14 @@ use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// What a descriptor in a call of `poll` belongs to.
+#[derive(Clone, Copy)]
+pub(super) enum Polled {
+    Alarm,
+    Listener(usize),
+    Session(usize),
+}
 
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {

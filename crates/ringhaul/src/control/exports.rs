@@ -8,8 +8,8 @@ use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::export::{ACCEPT_PAUSE, Export};
-use super::{Alarm, ExportSetup, Order};
+use super::export::{ACCEPT_PAUSE, Export, Polled};
+use super::order::{Alarm, ExportSetup, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
 use crate::log_limit::LogLimit;
@@ -32,14 +32,6 @@ pub(super) struct Exports {
     stopping: Option<Instant>,
     reported: Option<Instant>,
     poll_errors: LogLimit,
-}
-
-/// What a descriptor in a call of `poll` belongs to.
-#[derive(Clone, Copy)]
-pub(super) enum Polled {
-    Alarm,
-    Listener(usize),
-    Session(usize),
 }
 
 /// Whether the control thread has anything left to do.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use device::Pending;
+use iomem::fits;
 use rustix::net::{SendFlags, send};
 use virtqueue::{GuestMemory, MAX_REGIONS, MemoryFiles, RegionConfig};
 
@@ -18,7 +19,7 @@ use super::message::{
 };
 use super::outcome::{Change, Outcome, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
-use super::session::SessionSetup;
+use super::setup::SessionSetup;
 use super::undo::Undo;
 use crate::memory_limits;
 
@@ -70,9 +71,10 @@ impl Connection {
     /// Requests that were taken and are not answered, and whether all IoThreads have heard what
     /// they were told.
     pub(super) fn load(&self) -> (u32, bool) {
-        self.rings.iter().map(RingState::load).fold((0, true), |(sum, all), (requests, heard)| {
-            (sum.saturating_add(requests), all && heard)
-        })
+        self.rings
+            .iter()
+            .map(RingState::load)
+            .fold((0, true), |(sum, all), (requests, heard)| (sum + requests, all && heard))
     }
 
     /// How many descriptors that the front-end has brought are open for its rings.
@@ -365,7 +367,7 @@ impl Connection {
             Change::GetBase(index) => {
                 let ring = &mut self.rings[index];
                 ring.set_stopped();
-                let state = [u32::try_from(index).unwrap_or(u32::MAX), ring.next_avail.into()];
+                let state = [fits(index, "the number of a queue"), ring.next_avail.into()];
                 answer = Ok(Some(state.map(u32::to_ne_bytes).concat()));
             }
             Change::Disable(index) => self.rings[index].settings.enabled = false,

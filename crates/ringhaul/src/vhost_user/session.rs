@@ -3,19 +3,17 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use blockio::Remote;
-use device::{Device, Pending};
+use device::Pending;
 use rustix::event::PollFlags;
-use virtqueue::MappingRules;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
-use super::examiner::Examiner;
 use super::message::{Header, code};
 use super::outcome::{Change, Outcome, Refusal, Work};
+use super::setup::SessionSetup;
 
 /// How long a front-end may be connected without a message, while others wait for its place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
@@ -24,21 +22,6 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 const ACK: [u8; 8] = 0_u64.to_ne_bytes();
 /// It was not.
 const NACK: [u8; 8] = 1_u64.to_ne_bytes();
-
-/// What a session works with.
-#[derive(Clone)]
-pub struct SessionSetup {
-    /// The device that is served.
-    pub device: Device,
-    /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
-    pub threads: Vec<Remote>,
-    /// What the front-end may have mapped.
-    pub rules: MappingRules,
-    /// Where descriptors are examined that may make one wait. One for each export.
-    pub examiner: Arc<Examiner>,
-    /// Woken when [`Session::progress`] has something to do that its socket does not show.
-    pub waker: Waker,
-}
 
 /// What a call of [`Session::progress`] has found to do.
 #[derive(Debug, PartialEq, Eq)]
