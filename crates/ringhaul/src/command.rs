@@ -248,3 +248,39 @@ impl std::fmt::Display for Served {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_can_be_written_down() {
+        let add = r#"{"add": [{"endpoint": {"path": "/a"}, "disk": {"file": "/b"}}]}"#;
+        for (text, is_good) in [
+            (add, true),
+            (r#"{"remove": "/a"}"#, true),
+            (r#""show""#, true),
+            (r#"{"end": "sigterm"}"#, true),
+            (r#"{"end": "sigkill"}"#, false),
+            (r#""remove""#, false),
+        ] {
+            let command = serde_json::from_str::<Command>(text);
+            assert_eq!(command.is_ok(), is_good, "{text}");
+            let Ok(command) = command else { continue };
+            let again = serde_json::to_string(&command).unwrap();
+            assert_eq!(serde_json::from_str::<Command>(&again).unwrap(), command);
+        }
+    }
+
+    #[test]
+    fn what_was_served_is_one_line() {
+        let mut served = Served::default();
+        let nothing =
+            "requests: 0 reads, 0 writes, 0 flushes, 0 discards, 0 write-zeroes, 0 others";
+        assert_eq!(served.to_string(), nothing);
+        served.writes = Counts { requests: 3, bytes: 8 << 10, errors: 1 };
+        served.others.errors = 1;
+        let expected = nothing.replace("0 writes", "3 writes of 8 KiB") + "; 2 failed";
+        assert_eq!(served.to_string(), expected);
+    }
+}

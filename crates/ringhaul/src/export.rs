@@ -168,6 +168,70 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_place_is_taken_only_from_a_socket_that_nobody_listens_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        std::fs::create_dir(path("folder")).unwrap();
+        drop(UnixListener::bind(path("left over")).unwrap());
+        let _listener = UnixListener::bind(path("in use")).unwrap();
+        for (place, refused) in [
+            (path("new"), None),
+            (path("left over"), None),
+            (path("in use"), Some("another program listens on")),
+            (path("file"), Some("is not a socket")),
+            (path("folder"), Some("is not a socket")),
+            (path("no folder/socket"), Some("choose another --socket-path")),
+            (path(&"x".repeat(SOCKET_PATH_BYTES)), Some("the path is too long")),
+        ] {
+            let there = std::fs::symlink_metadata(&place).map(|metadata| metadata.ino()).ok();
+            let bound = Endpoint::bind(&place).map(|endpoint| {
+                assert!(UnixStream::connect(&place).is_ok(), "{}", place.display());
+                assert!(endpoint.accept().is_some_and(|accepted| accepted.is_ok()));
+                drop(endpoint);
+                assert!(!place.exists(), "{} is left behind", place.display());
+            });
+            let error = bound.err().map(|error| error.to_string());
+            let is_expected = match refused {
+                None => error.is_none(),
+                Some(words) => error.as_ref().is_some_and(|error| error.contains(words)),
+            };
+            assert!(is_expected, "{}: {error:?}", place.display());
+            if refused.is_some() {
+                let now = std::fs::symlink_metadata(&place).map(|metadata| metadata.ino()).ok();
+                assert_eq!(now, there, "{} has changed", place.display());
+            }
+        }
+    }
+
+    #[test]
+    fn what_others_have_put_in_the_place_of_a_socket_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let endpoint = Endpoint::bind(&path).unwrap();
+        std::fs::rename(&path, folder.path().join("moved")).unwrap();
+        let _other = UnixListener::bind(&path).unwrap();
+        drop(endpoint);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn an_inherited_listener_blocks_again_for_those_who_made_it_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        for was_blocking in [true, false] {
+            let theirs = listener.try_clone().unwrap();
+            theirs.set_nonblocking(!was_blocking).unwrap();
+            let ours = Endpoint::inherit_listener(listener.try_clone().unwrap().into()).unwrap();
+            let is_blocking = || !fcntl_getfl(&theirs).unwrap().contains(OFlags::NONBLOCK);
+            assert!(!is_blocking() && ours.listener().is_some());
+            drop(ours);
+            assert_eq!(is_blocking(), was_blocking);
+        }
+        assert!(folder.path().join("socket").exists(), "it is not ours to remove");
+    }
+
+    #[test]
     fn an_inherited_listener_that_others_make_blocking_does_not_block() {
         let folder = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(folder.path().join("socket")).unwrap();

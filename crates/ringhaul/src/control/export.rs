@@ -363,38 +363,140 @@ mod tests {
     use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
     use device::Device;
     use device::blk::config::BlkOptions;
+    use rustix::event::{Timespec, poll};
     use virtqueue::MemoryFiles;
 
     use super::*;
     use crate::spec::{DiskSpec, EndpointSpec, ExportSettings};
 
+    struct Scene {
+        _io: IoThread,
+        disk: DiskSource,
+        setup: Option<ExportSetup>,
+    }
+
+    impl Scene {
+        fn new(endpoint: Endpoint) -> Self {
+            let config =
+                IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+            let io = IoThread::new(&config).unwrap();
+            let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+            let log = Arc::new(ExportLog::new("test"));
+            let events = Arc::<ExportLog>::clone(&log);
+            let device = Device::blk(disk.clone(), BlkOptions::default(), events);
+            let spec = ExportSpec {
+                endpoint: EndpointSpec::Fd(3),
+                disk: DiskSpec::Null { size_bytes: 1 << 20 },
+                settings: ExportSettings::default(),
+            };
+            let setup = ExportSetup {
+                spec,
+                log,
+                disk: disk.clone(),
+                device,
+                endpoint,
+                threads: vec![io.remote()],
+                limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
+            };
+            Self { _io: io, disk, setup: Some(setup) }
+        }
+
+        fn export(&mut self) -> Export {
+            Export::new(self.setup.take().unwrap(), Waker::noop())
+        }
+    }
+
+    /// Runs it for as long as its descriptors are ready.
+    fn run(export: &mut Export) {
+        loop {
+            let now = Instant::now();
+            let (mut fds, mut whose) = (Vec::new(), Vec::new());
+            export.add_polls(0, now, &mut fds, &mut whose);
+            poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap();
+            let is_ready = fds.iter().map(|fd| !fd.revents().is_empty());
+            let ready: Vec<Polled> =
+                whose.into_iter().zip(is_ready).filter_map(|(w, is)| is.then_some(w)).collect();
+            for whose in ready {
+                match whose {
+                    Polled::Listener(_) => export.listener_is_ready = true,
+                    Polled::Session(_) => export.session_is_ready = true,
+                    Polled::Alarm => unreachable!("an export has none"),
+                }
+            }
+            if !export.is_due(now) {
+                return;
+            }
+            export.run(now);
+        }
+    }
+
+    #[test]
+    fn front_ends_are_served_one_after_the_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mut scene = Scene::new(Endpoint::bind(&path).unwrap());
+        let mut export = scene.export();
+        run(&mut export);
+        let seen = |export: &Export| {
+            let status = export.status();
+            (status.state, status.connected, status.sessions)
+        };
+        assert_eq!(seen(&export), (ExportState::Serving, false, 0));
+        let first = UnixStream::connect(&path).unwrap();
+        let mut second = UnixStream::connect(&path).unwrap();
+        run(&mut export);
+        assert_eq!(seen(&export), (ExportState::Serving, true, 1));
+        assert!(export.waiting_is_told, "another one waits");
+        drop(first);
+        run(&mut export);
+        assert_eq!(seen(&export), (ExportState::Serving, true, 2));
+        assert!(!export.waiting_is_told);
+        scene.disk.set_size(1 << 21).unwrap();
+        assert_eq!(export.status().size_bytes, 1 << 21);
+        export.begin_stop();
+        assert_eq!(seen(&export), (ExportState::Stopping, true, 2));
+        assert!(!path.exists(), "nobody can connect any more");
+        run(&mut export);
+        assert!(export.has_ended() && !seen(&export).1);
+        assert_eq!(second.read(&mut [0]).unwrap(), 0);
+    }
+
+    /// Without descriptors it would be asked again and again.
+    #[test]
+    fn an_export_pauses_when_no_front_end_can_be_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut scene = Scene::new(Endpoint::bind(&folder.path().join("socket")).unwrap());
+        let mut export = scene.export();
+        let now = Instant::now();
+        let polls = |export: &Export, now: Instant| {
+            let (mut fds, mut whose) = (Vec::new(), Vec::new());
+            export.add_polls(0, now, &mut fds, &mut whose);
+            fds.len()
+        };
+        for (errno, pauses) in [
+            (libc::EAGAIN, false),
+            (libc::ECONNABORTED, false),
+            (libc::EINTR, false),
+            (libc::EMFILE, true),
+        ] {
+            export.accept_failed(&io::Error::from_raw_os_error(errno), now);
+            assert_eq!(export.deadline(), pauses.then_some(now + ACCEPT_PAUSE), "{errno}");
+            assert_eq!(polls(&export, now), usize::from(!pauses), "{errno}");
+        }
+        assert!(!export.is_due(now));
+        let later = now + ACCEPT_PAUSE;
+        assert!(export.is_due(later));
+        export.run(later);
+        assert_eq!((export.deadline(), polls(&export, later)), (None, 1));
+    }
+
     #[test]
     fn a_connection_that_was_not_taken_is_shut_down() {
-        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
-        let io = IoThread::new(&config).unwrap();
-        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
         // The parent of the daemon has it too.
         let _also_ours = ours.try_clone().unwrap();
-        let log = Arc::new(ExportLog::new("test"));
-        let device =
-            Device::blk(source.clone(), BlkOptions::default(), Arc::<ExportLog>::clone(&log));
-        let spec = ExportSpec {
-            endpoint: EndpointSpec::Fd(3),
-            disk: DiskSpec::Null { size_bytes: 1 << 20 },
-            settings: ExportSettings::default(),
-        };
-        let setup = ExportSetup {
-            spec,
-            log,
-            disk: source,
-            device,
-            endpoint: Endpoint::Connection(ours),
-            threads: vec![io.remote()],
-            limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
-        };
-        let mut export = Export::new(setup, Waker::noop());
+        let mut export = Scene::new(Endpoint::Connection(ours)).export();
         export.begin_stop();
         while !export.has_ended() {
             export.run(Instant::now());

@@ -497,3 +497,6 @@ fn expected_fds(request: &Request) -> std::ops::RangeInclusive<usize> {
         _ => exactly(0),
     }
 }
+
+#[cfg(test)]
+mod tests;
