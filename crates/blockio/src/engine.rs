@@ -108,7 +108,7 @@ impl Engine {
     ) -> Result<(), Error> {
         match self {
             Self::Aio(_, epoll) | Self::Threads(_, epoll) => {
-                epoll.wait(deadline, happened, done.stats)
+                epoll.wait(deadline, done.now, happened, done.stats)
             }
             Self::IoUring(engine) => engine.wait(deadline, max, done),
         }

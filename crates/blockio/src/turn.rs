@@ -296,28 +296,32 @@ impl Io {
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
         assert_may_sleep(&ops);
-        let deadline = if sleeps {
-            // Whoever watches the thread wakes it now and then to look for late ops.
-            earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at())
-        } else {
-            // A time that has passed: it does not wait.
-            Some(self.recently.get())
-        };
-        let is_idle = sleeps
-            && ops.engine.in_kernel() + ops.engine.queued() == 0
-            && !self.late.borrow().any();
+        if !sleeps {
+            // A deadline that has passed: it does not wait, and the clock need not be asked.
+            let now = self.recently.get();
+            return self.wait_in_kernel(&mut ops, Some(now), now);
+        }
+        // Whoever watches the thread wakes it now and then to look for late ops.
+        let deadline = earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at());
+        let is_idle =
+            ops.engine.in_kernel() + ops.engine.queued() == 0 && !self.late.borrow().any();
         if !is_idle {
-            return self.wait_in_kernel(&mut ops, deadline);
+            return self.wait_in_kernel(&mut ops, deadline, clock::now());
         }
         self.stats.is_idle.set(1);
-        let result = self.wait_in_kernel(&mut ops, deadline);
+        let result = self.wait_in_kernel(&mut ops, deadline, clock::now());
         self.stats.is_idle.set(0);
         result
     }
 
-    fn wait_in_kernel(&self, ops: &mut Ops, deadline: Option<Instant>) -> Result<(), Error> {
+    fn wait_in_kernel(
+        &self,
+        ops: &mut Ops,
+        deadline: Option<Instant>,
+        now: Instant,
+    ) -> Result<(), Error> {
         let Ops { slots, engine, woken, happened, .. } = &mut *ops;
-        let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
+        let mut done = Completer { slots, stats: &self.stats, woken, now };
         engine.wait(deadline, usize::MAX, &mut done, happened)?;
         if engine.waits_with_submit() {
             self.harvest_is_due.set(true);
@@ -404,7 +408,7 @@ impl Io {
                 continue;
             }
             let retry = ops.engine.retry_at();
-            if let Err(error) = self.wait_in_kernel(&mut ops, retry) {
+            if let Err(error) = self.wait_in_kernel(&mut ops, retry, clock::now()) {
                 if !is_transient(&error) {
                     return;
                 }

@@ -39,14 +39,15 @@ impl Epoll {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits until `deadline` (`None`: for ever). Appends the tokens of what has happened.
+    /// Waits from `now` until `deadline` (`None`: for ever). Appends the tokens of what has happened.
     pub(super) fn wait(
         &mut self,
         deadline: Option<Instant>,
+        now: Instant,
         happened: &mut Vec<u64>,
         stats: &Stats,
     ) -> Result<(), Error> {
-        let timeout = deadline.map(timeout_until);
+        let timeout = deadline.map(|deadline| timeout(deadline, now));
         clock::preempt();
         let timeout = kernel::sleep(&self.epoll, deadline, timeout);
         stats.syscalls.epoll_wait.add(1);
@@ -65,7 +66,10 @@ impl AsFd for Epoll {
     }
 }
 
-fn timeout_until(deadline: Instant) -> Timespec {
-    let left = deadline.saturating_duration_since(clock::now());
+fn timeout(deadline: Instant, now: Instant) -> Timespec {
+    if deadline <= now {
+        return Timespec { tv_sec: 0, tv_nsec: 0 };
+    }
+    let left = deadline.saturating_duration_since(now);
     Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 })
 }
