@@ -39,7 +39,7 @@ impl Epoll {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits from `now` until `deadline` (`None`: for ever). Appends the tokens of what has happened.
+    /// Waits from `now` until `deadline` (`None`: for ever). Appends the tokens of what happened.
     pub(super) fn wait(
         &mut self,
         deadline: Option<Instant>,
