@@ -14,17 +14,12 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::task::Poll;
 
+use crate::config::BounceConfig;
 use crate::open_file::OpenFile;
 use crate::stats::Stats;
 use crate::task::{Owner, Running};
 use iomem::{Buffers, Zeroes};
 
-/// The simulation has small requests, and is to have pieces of them.
-const IS_SMALL: bool = cfg!(ringhaul_sim);
-/// What moves at once of one request, at most: copying it holds the loop for some 50 µs.
-const PIECE_BYTES: usize = if IS_SMALL { 4 << 10 } else { 256 << 10 };
-/// The least that a disk may have at once, however many there are: the largest logical block.
-const SHARE_MIN_BYTES: usize = if IS_SMALL { 4 << 10 } else { 64 << 10 };
 /// Bytes of the block that stands for any number of zeroes.
 const ZEROES_BYTES: usize = 64 << 10;
 
@@ -37,7 +32,7 @@ pub(crate) struct BounceBudget {
 }
 
 struct Budget {
-    limit: usize,
+    config: BounceConfig,
     disks: Cell<usize>,
     in_use: Cell<usize>,
     running: Rc<Running>,
@@ -65,9 +60,9 @@ pub(crate) struct Permit {
 }
 
 impl BounceBudget {
-    pub(crate) fn new(limit: usize, running: &Rc<Running>, stats: &Arc<Stats>) -> Self {
+    pub(crate) fn new(config: BounceConfig, running: &Rc<Running>, stats: &Arc<Stats>) -> Self {
         let state = Budget {
-            limit,
+            config,
             disks: Cell::new(0),
             in_use: Cell::new(0),
             running: Rc::clone(running),
@@ -115,13 +110,14 @@ impl BounceShare {
     /// The largest piece that may be asked for, a multiple of `align` (a power of two up to the
     /// largest logical block).
     pub(crate) fn piece_bytes(&self, align: usize) -> usize {
-        let piece = self.limit().min(PIECE_BYTES);
+        let piece = self.limit().min(self.budget.config.piece_bytes_max);
         (piece & !(align - 1)).max(align)
     }
 
     fn limit(&self) -> usize {
-        let equal = self.budget.limit / self.budget.disks.get().max(1);
-        equal.max(SHARE_MIN_BYTES) / SHARE_MIN_BYTES * SHARE_MIN_BYTES
+        let BounceConfig { budget_bytes, share_bytes_min, .. } = self.budget.config;
+        let equal = budget_bytes / self.budget.disks.get().max(1);
+        equal.max(share_bytes_min) / share_bytes_min * share_bytes_min
     }
 
     /// Alone, a piece of any size has room: the share may have shrunk since it was asked for.
@@ -225,8 +221,9 @@ mod tests {
 
     const KIB: usize = 1 << 10;
 
-    fn thread(bounce_bytes: usize) -> IoThread {
-        IoThread::new(&IoThreadConfig { bounce_bytes, ..IoThreadConfig::default() }).unwrap()
+    fn thread(budget_bytes: usize) -> IoThread {
+        let bounce = BounceConfig { budget_bytes, ..BounceConfig::default() };
+        IoThread::new(&IoThreadConfig { bounce, ..IoThreadConfig::default() }).unwrap()
     }
 
     fn file() -> Arc<OpenFile> {
@@ -297,11 +294,12 @@ mod tests {
         let io = thread.io();
         let files: Vec<_> = (0..100).map(|_| file()).collect();
         let shares: Vec<_> = files.iter().map(|file| io.bounce_budget.share(file)).collect();
-        assert_eq!(shares[0].piece_bytes(512), SHARE_MIN_BYTES);
+        let BounceConfig { share_bytes_min, piece_bytes_max, .. } = BounceConfig::default();
+        assert_eq!(shares[0].piece_bytes(512), share_bytes_min);
         assert_eq!(shares[99].piece_bytes(1 << 16), 1 << 16);
         drop(shares);
         let alone = io.bounce_budget.share(&files[7]);
-        assert_eq!((alone.piece_bytes(512), alone.limit()), (PIECE_BYTES, 1 << 20));
+        assert_eq!((alone.piece_bytes(512), alone.limit()), (piece_bytes_max, 1 << 20));
     }
 
     #[test]

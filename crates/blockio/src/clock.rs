@@ -4,7 +4,4 @@
 #[cfg_attr(not(ringhaul_sim), path = "clock/linux.rs")]
 mod chosen;
 
-pub use chosen::now;
-#[cfg(ringhaul_sim)]
-pub(crate) use chosen::{Hooks, simulate};
-pub(crate) use chosen::{preempt, spin};
+pub use chosen::*;

@@ -122,6 +122,27 @@ impl Default for PacingConfig {
     }
 }
 
+/// How much memory there is for what devices cannot take as it is: misaligned buffers, and zeroes
+/// that have to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BounceConfig {
+    /// The most bytes at once. All disks of the IoThread have equal shares, and requests wait for
+    /// theirs in order.
+    pub budget_bytes: usize,
+    /// The least that the share of a disk has, at least 1, even if all shares together exceed the
+    /// budget. The default is the largest logical block.
+    pub share_bytes_min: usize,
+    /// The most bytes that one request moves at once. By default it takes some 50 µs to copy them,
+    /// and the loop does nothing else meanwhile.
+    pub piece_bytes_max: usize,
+}
+
+impl Default for BounceConfig {
+    fn default() -> Self {
+        Self { budget_bytes: 32 << 20, share_bytes_min: 64 << 10, piece_bytes_max: 256 << 10 }
+    }
+}
+
 /// How an IoThread is set up.
 #[derive(Debug, Clone)]
 pub struct IoThreadConfig {
@@ -140,11 +161,8 @@ pub struct IoThreadConfig {
     /// makes a sleep in the ring cheaper: completions that are put off until somebody asks for
     /// them, of which the descriptor says nothing.
     pub embedded: bool,
-    /// The most bytes of memory at once for what devices cannot take as it is: misaligned buffers,
-    /// zeroes that have to be written. It is parted equally among the disks of the IoThread (at
-    /// least 64 KiB for each, so many disks may take more), and requests wait for their part in
-    /// order.
-    pub bounce_bytes: usize,
+    /// How much memory there is for what devices cannot take as it is.
+    pub bounce: BounceConfig,
     /// When ops of a disk are kept back. The defaults are for real disks; a simulation with short
     /// runs has smaller numbers.
     pub pacing: PacingConfig,
@@ -163,7 +181,7 @@ impl Default for IoThreadConfig {
             poll_max: Duration::from_micros(Self::POLL_MAX_US.into()),
             poll_budget_percent: Self::POLL_BUDGET_PERCENT.into(),
             embedded: false,
-            bounce_bytes: 32 << 20,
+            bounce: BounceConfig::default(),
             pacing: PacingConfig::default(),
             harvest_on_submit: true,
             submit_max: u32::MAX,

@@ -14,7 +14,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use iomem::Buffers;
 
 use crate::clock;
-use crate::config::{EngineKind, IoThreadConfig};
+use crate::config::{BounceConfig, EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io::Io;
 use crate::io_thread::IoThread;
@@ -28,6 +28,15 @@ use outside::{Outside, foreign, other_thread};
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 const BYTES: usize = 64 << 10;
 const BLOCK: usize = 4096;
+
+fn thread(engine: EngineKind) -> IoThread {
+    // Two pieces of bounced memory at a time.
+    let bounce =
+        BounceConfig { budget_bytes: 2 * BLOCK, share_bytes_min: BLOCK, piece_bytes_max: BLOCK };
+    let engine = engine.into();
+    IoThread::new(&IoThreadConfig { engine, depth: 64, bounce, ..IoThreadConfig::default() })
+        .unwrap()
+}
 
 /// An IoThread and a disk on it, whose blocks are full of their numbers.
 struct Scene {
@@ -45,14 +54,7 @@ impl Scene {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let content: Vec<u8> = (0..BYTES).map(|at| content_of(at / BLOCK)).collect();
         std::fs::write(file.path(), content).unwrap();
-        // Two pieces of bounced memory at a time.
-        let config = IoThreadConfig {
-            engine: engine.into(),
-            depth: 64,
-            bounce_bytes: 0,
-            ..IoThreadConfig::default()
-        };
-        let thread = IoThread::new(&config).unwrap();
+        let thread = thread(engine);
         let options = DiskOptions { direct: true, ..DiskOptions::default() };
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
         Self {
@@ -467,13 +469,7 @@ mod simulated {
         });
         let installed = install(Rc::<Kernel>::clone(&kernel));
         let file = tempfile::NamedTempFile::new().unwrap();
-        let config = IoThreadConfig {
-            engine: engine.into(),
-            depth: 64,
-            bounce_bytes: 0,
-            ..IoThreadConfig::default()
-        };
-        let thread = IoThread::new(&config).unwrap();
+        let thread = thread(engine);
         let info = DiskInfo {
             size_bytes: BYTES as u64,
             logical_block_bytes: 512,

@@ -128,7 +128,7 @@ impl Io {
                 mailbox: Arc::clone(&mailbox),
             }),
             reactor: RefCell::default(),
-            bounce_budget: BounceBudget::new(config.bounce_bytes, &running, &stats),
+            bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
             _known: Known::new(&mailbox, &running),
             running,
             mailbox,

@@ -35,6 +35,9 @@ impl IoThread {
             let depth = config.depth;
             return Err(Error::Options(format!("an IoThread's depth is 1 to 65535, not {depth}")));
         }
+        if config.bounce.share_bytes_min == 0 {
+            return Err(Error::Options("a disk's share of bounced memory is at least 1".into()));
+        }
         let (io, descriptor) = Io::new(config)?;
         Ok(Self { io: Rc::new(io), descriptor })
     }

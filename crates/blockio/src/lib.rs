@@ -57,7 +57,8 @@ mod task_set;
 mod turn;
 
 pub use config::{
-    CompletionRing, EngineConfig, EngineKind, EngineOptions, IoThreadConfig, PacingConfig,
+    BounceConfig, CompletionRing, EngineConfig, EngineKind, EngineOptions, IoThreadConfig,
+    PacingConfig,
 };
 pub use disk::{Disk, DiskOptions, DiskSource, Unfinished};
 pub use error::Error;

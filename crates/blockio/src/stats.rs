@@ -246,7 +246,7 @@ pub struct OpStats {
 }
 
 /// What became of memory for what devices cannot take as it is (see
-/// [`IoThreadConfig::bounce_bytes`](crate::IoThreadConfig::bounce_bytes)).
+/// [`BounceConfig`](crate::BounceConfig)).
 #[derive(Debug, Default)]
 pub struct BounceStats {
     /// Bytes of the budget that are in use.

@@ -8,7 +8,8 @@ use std::time::Duration;
 use anyhow::Result;
 use blockio::stats::{OpStats, Stats};
 use blockio::{
-    Activity, CompletionRing, EngineConfig, IoThread, IoThreadConfig, PacingConfig, Wait,
+    Activity, BounceConfig, CompletionRing, EngineConfig, IoThread, IoThreadConfig, PacingConfig,
+    Wait,
 };
 
 use crate::control::Control;
@@ -19,6 +20,10 @@ use crate::world::{Counts, TurnEnd, World};
 /// In a run of a few hundred ops a disk is paced, and the outcome of a trial is forgotten again.
 const SHORT_PACING: PacingConfig =
     PacingConfig { convoy_min: 2, convoys: 2, span_ops: 8, period_ops: 32, limit_min: 1 };
+
+/// The requests of a run are small, and are to be bounced in pieces.
+const SMALL_BOUNCE: BounceConfig =
+    BounceConfig { budget_bytes: 0, share_bytes_min: 4 << 10, piece_bytes_max: 4 << 10 };
 
 pub(crate) struct Thread {
     pub(crate) io_thread: IoThread,
@@ -119,8 +124,11 @@ impl Stack {
                 .ok()
                 .filter(|m| *m > 0)
                 .unwrap_or(u32::MAX),
-            // At least two pieces of the simulation's size.
-            bounce_bytes: usize::try_from(self.plan.bounce_kib.max(8)).unwrap_or(8) << 10,
+            bounce: BounceConfig {
+                // At least two pieces.
+                budget_bytes: usize::try_from(self.plan.bounce_kib.max(8)).unwrap_or(8) << 10,
+                ..SMALL_BOUNCE
+            },
             pacing: match self.plan.real_pacing {
                 0 => SHORT_PACING,
                 _ => PacingConfig::default(),

@@ -2,7 +2,7 @@
 
 use super::blocks::Blocks;
 use super::*;
-use crate::config::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
+use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use crate::io_thread::IoThread;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
@@ -113,7 +113,7 @@ fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
         let file = temp_file(4 * MIB);
         let config = IoThreadConfig {
             engine: engine.into(),
-            bounce_bytes: 1 << 20,
+            bounce: BounceConfig { budget_bytes: 1 << 20, ..BounceConfig::default() },
             ..IoThreadConfig::default()
         };
         let thread = IoThread::new(&config).unwrap();

@@ -1,4 +1,4 @@
-//! Linux AIO of a simulated kernel (see `engine/sim.rs`).
+//! Linux AIO of a simulated kernel (see `kernel/sim.rs`).
 
 use std::cell::{Cell, RefCell};
 use std::io;

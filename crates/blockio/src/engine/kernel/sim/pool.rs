@@ -1,4 +1,4 @@
-//! The pool threads of a simulated kernel (see `engine/sim.rs`).
+//! The pool threads of a simulated kernel (see `kernel/sim.rs`).
 
 use std::sync::Arc;
 

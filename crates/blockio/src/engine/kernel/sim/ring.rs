@@ -1,4 +1,4 @@
-//! A ring of a simulated kernel (see `engine/sim.rs`).
+//! A ring of a simulated kernel (see `kernel/sim.rs`).
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
