@@ -1,7 +1,9 @@
 //! The pictures, as SVG whose colours follow the page.
 
 use anyhow::{Result, anyhow};
+use plotters::chart::MeshStyle;
 use plotters::coord::Shift;
+use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
@@ -37,26 +39,14 @@ pub(super) struct Row<T> {
 pub(super) fn batches(off: &[f64], on: &[f64], most: f64) -> Result<String> {
     picture(300, |root| {
         let last = (SIZE_PERCENTILES.len() - 1) as f64;
-        let mut chart = ChartBuilder::on(root)
-            .margin(10)
-            .margin_top(26)
-            .margin_right(26)
-            .x_label_area_size(40)
-            .y_label_area_size(48)
-            .build_cartesian_2d(0.0..last, 0.0..most * 1.05)
-            .map_err(failed)?;
+        let mut chart =
+            frame(root, 26, 48).build_cartesian_2d(0.0..last, 0.0..most * 1.05).map_err(failed)?;
         let percent = |x: &f64| {
             let place = SIZE_PERCENTILES.iter().enumerate().find(|(i, _)| *i as f64 == x.round());
             place.map_or_else(String::new, |(_, name)| name.replace('_', "."))
         };
-        chart
-            .configure_mesh()
+        coloured(&mut chart.configure_mesh())
             .disable_x_mesh()
-            .bold_line_style(LINE)
-            .light_line_style(TRANSPARENT)
-            .axis_style(SOFT)
-            .label_style(font(SOFT))
-            .axis_desc_style(font(SOFT))
             .x_labels(SIZE_PERCENTILES.len())
             .x_label_formatter(&percent)
             .y_label_formatter(&|y| format!("{y:.0}"))
@@ -81,21 +71,10 @@ pub(super) fn latencies(off: &[f64], on: &[f64]) -> Result<String> {
     let least = all().fold(f64::INFINITY, f64::min).min(1e9);
     let most = all().fold(least, f64::max);
     picture(300, |root| {
-        let mut chart = ChartBuilder::on(root)
-            .margin(10)
-            .margin_top(26)
-            .margin_right(20)
-            .x_label_area_size(40)
-            .y_label_area_size(48)
+        let mut chart = frame(root, 20, 48)
             .build_cartesian_2d((least * 0.8..most * 1.2).log_scale(), 0.0..100.0)
             .map_err(failed)?;
-        chart
-            .configure_mesh()
-            .bold_line_style(LINE)
-            .light_line_style(TRANSPARENT)
-            .axis_style(SOFT)
-            .label_style(font(SOFT))
-            .axis_desc_style(font(SOFT))
+        coloured(&mut chart.configure_mesh())
             .x_labels(6)
             .x_label_formatter(&|us| plain(*us))
             .y_label_formatter(&|y| format!("{y:.0}%"))
@@ -120,22 +99,11 @@ pub(super) fn spreads(rows: &[Row<Spread>], axis: &str) -> Result<String> {
     let most = all().map(|spread| spread.max).fold(least, f64::max);
     let end = rows.len() as f64;
     picture(height(rows.len()), |root| {
-        let mut chart = ChartBuilder::on(root)
-            .margin(10)
-            .margin_top(26)
-            .margin_right(20)
-            .x_label_area_size(40)
-            .y_label_area_size(NAME_WIDTH)
+        let mut chart = frame(root, 20, NAME_WIDTH)
             .build_cartesian_2d((least * 0.8..most * 1.25).log_scale(), end..0.0)
             .map_err(failed)?;
-        chart
-            .configure_mesh()
+        coloured(&mut chart.configure_mesh())
             .disable_y_mesh()
-            .bold_line_style(LINE)
-            .light_line_style(TRANSPARENT)
-            .axis_style(SOFT)
-            .label_style(font(SOFT))
-            .axis_desc_style(font(SOFT))
             .x_labels(5)
             .y_labels(0)
             .x_label_formatter(&|value| plain(*value))
@@ -164,22 +132,10 @@ pub(super) fn bars(rows: &[Row<f64>], axis: &str) -> Result<String> {
     let most = rows.iter().flat_map(|row| [row.off, row.on]).fold(f64::MIN_POSITIVE, f64::max);
     let end = rows.len() as f64;
     picture(height(rows.len()), |root| {
-        let mut chart = ChartBuilder::on(root)
-            .margin(10)
-            .margin_top(26)
-            .margin_right(56)
-            .x_label_area_size(40)
-            .y_label_area_size(NAME_WIDTH)
-            .build_cartesian_2d(0.0..most, end..0.0)
-            .map_err(failed)?;
-        chart
-            .configure_mesh()
+        let mut chart =
+            frame(root, 56, NAME_WIDTH).build_cartesian_2d(0.0..most, end..0.0).map_err(failed)?;
+        coloured(&mut chart.configure_mesh())
             .disable_y_mesh()
-            .bold_line_style(LINE)
-            .light_line_style(TRANSPARENT)
-            .axis_style(SOFT)
-            .label_style(font(SOFT))
-            .axis_desc_style(font(SOFT))
             .x_labels(5)
             .y_labels(0)
             .x_label_formatter(&|value| plain(*value))
@@ -200,6 +156,29 @@ pub(super) fn bars(rows: &[Row<f64>], axis: &str) -> Result<String> {
         }
         legend(root, ["off", "on"])
     })
+}
+
+/// A chart with room for what is around it: `names` for the labels on its left.
+fn frame<'a, 'b>(
+    root: &'a Area<'b>,
+    right: u32,
+    names: u32,
+) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
+    let mut frame = ChartBuilder::on(root);
+    frame.margin(10).margin_top(26).margin_right(right);
+    frame.x_label_area_size(40).y_label_area_size(names);
+    frame
+}
+
+/// A mesh in the colours of the page.
+fn coloured<'m, 'a, 'b, X: Ranged, Y: Ranged, D: DrawingBackend>(
+    mesh: &'m mut MeshStyle<'a, 'b, X, Y, D>,
+) -> &'m mut MeshStyle<'a, 'b, X, Y, D> {
+    mesh.bold_line_style(LINE)
+        .light_line_style(TRANSPARENT)
+        .axis_style(SOFT)
+        .label_style(font(SOFT))
+        .axis_desc_style(font(SOFT))
 }
 
 fn picture(height: u32, draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
