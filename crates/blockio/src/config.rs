@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-/// Which engine an IoThread has.
+/// How ops reach the kernel. Each file has one of these, and an IoThread may have all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
     /// io_uring: one ring for submissions, completions and everything that the loop waits for.
@@ -146,10 +146,12 @@ impl Default for BounceConfig {
 /// How an IoThread is set up.
 #[derive(Debug, Clone)]
 pub struct IoThreadConfig {
-    /// How ops reach the kernel. An [`EngineKind`] is turned into an engine with its defaults.
+    /// The engine of disks that have no [preference](crate::DiskSource::prefer_engine). An
+    /// [`EngineKind`] is turned into an engine with its defaults. Besides, an IoThread always has
+    /// engine `threads`, and [`Io::add_engine`](crate::Io::add_engine) adds others.
     pub engine: EngineConfig,
-    /// The most ops in the kernel at once, 1 to 65,535; more than that wait. Linux AIO counts it
-    /// against `fs.aio-max-nr`.
+    /// The most ops in the kernel at once by each engine, 1 to 65,535; more than that wait. Linux
+    /// AIO counts it against `fs.aio-max-nr`.
     pub depth: u32,
     /// The longest that the loop busy-polls before it sleeps. It polls only as long as that has
     /// paid lately; zero is never.

@@ -24,6 +24,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
@@ -41,6 +42,7 @@ pub struct DiskSource {
     /// What has changed since.
     shared: Arc<Shared>,
     kind: SourceKind,
+    engine: Option<EngineKind>,
 }
 
 #[derive(Debug, Clone)]
@@ -65,7 +67,7 @@ impl DiskSource {
     }
 
     fn new(info: DiskInfo, kind: SourceKind) -> Self {
-        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind }
+        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
     }
 
     /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
@@ -166,11 +168,26 @@ impl DiskSource {
         }
     }
 
+    /// Has the disk use this engine on IoThreads that [have](Io::add_engine) it. On others it has
+    /// that of [`IoThreadConfig::engine`](crate::IoThreadConfig::engine).
+    #[must_use]
+    pub fn prefer_engine(self, engine: EngineKind) -> Self {
+        Self { engine: Some(engine), ..self }
+    }
+
+    /// The engine that the disk has on `io`. A null disk has none.
+    #[must_use]
+    pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
+        (!self.is_null()).then(|| io.engine_for(self.engine))
+    }
+
     /// The disk for tasks on `io`.
     #[must_use]
     pub fn attach(&self, io: &Rc<Io>) -> Disk {
         let kind = match &self.kind {
-            SourceKind::File(source) => Kind::File(source.attach(Rc::clone(io))),
+            SourceKind::File(source) => {
+                Kind::File(source.attach(Rc::clone(io), io.engine_for(self.engine)))
+            }
             SourceKind::Null => Kind::Null,
         };
         let block_mask = u64::from(self.info.logical_block_bytes) - 1;

@@ -1,4 +1,8 @@
-//! How an op reaches the kernel: `enum Engine` and its verbs.
+//! How ops reach the kernel: the engines of an IoThread, and what it waits with.
+//!
+//! Each file has one engine. Which of them an IoThread has is up to whoever sets it up; the pool of
+//! threads is always there, also for what the kernel cannot do asynchronously. The verbs are those
+//! of all engines together:
 //!
 //! * `queue` takes the index of a filled slot. It makes no system call and never fails.
 //! * `submit` hands queued ops to the kernel, as many as it takes, in order.
@@ -8,6 +12,9 @@
 //!
 //! Every outcome arrives as a completion, from `harvest`, `submit` or `wait`, even that of an op
 //! that the kernel refused. An op that the kernel has no room for stays queued.
+//!
+//! There is one waiter. A ring waits for eventfds as well as epoll does, that of the other engines
+//! among them, so it is the ring where there is one.
 
 mod aio;
 mod aio_ring;
@@ -28,7 +35,7 @@ use std::time::Instant;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
-use crate::config::{EngineConfig, IoThreadConfig};
+use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::op::{IoFile, Slots};
@@ -39,66 +46,119 @@ use epoll::Epoll;
 use io_uring::IoUring;
 use threads::Threads;
 
-/// One IoThread's way to the kernel, and what it waits with.
-pub(crate) enum Engine {
-    Aio(Box<Aio>, Epoll),
-    Threads(Threads, Epoll),
-    IoUring(Box<IoUring>),
+/// An IoThread's ways to the kernel, and what it waits with.
+pub(crate) struct Engine {
+    waiter: Waiter,
+    aio: Option<Box<Aio>>,
+    threads: Threads,
+    config: IoThreadConfig,
+}
+
+/// What an IoThread waits with.
+enum Waiter {
+    /// The ring of engine io_uring.
+    Ring(Box<IoUring>),
+    Epoll(Epoll),
+}
+
+impl Waiter {
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
+        match self {
+            Self::Ring(ring) => ring.watch(fd, token),
+            Self::Epoll(epoll) => epoll.watch(fd, token),
+        }
+    }
+
+    fn ring(&self) -> Option<&IoUring> {
+        match self {
+            Self::Ring(ring) => Some(ring),
+            Self::Epoll(_) => None,
+        }
+    }
 }
 
 impl Engine {
-    /// Waits for what is posted to `mailbox`, too.
+    /// Sets up `config.engine`, and the pool. It waits for what is posted to `mailbox`, too.
     pub(crate) fn new(config: &IoThreadConfig, mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
-        let threads = Threads::new(mailbox);
-        let mut engine = match config.engine {
-            EngineConfig::Aio { completion_ring } => {
-                let aio = Aio::new(config, completion_ring, threads)?;
-                Self::Aio(Box::new(aio), Epoll::new()?)
-            }
-            EngineConfig::Threads => Self::Threads(threads, Epoll::new()?),
-            EngineConfig::IoUring { sqpoll, iopoll } => {
-                Self::IoUring(Box::new(IoUring::new(config, sqpoll, iopoll, threads)?))
-            }
+        let waiter = match config.engine {
+            EngineConfig::IoUring { sqpoll, iopoll } => ring(config, sqpoll, iopoll)?,
+            _ => Waiter::Epoll(Epoll::new()?),
         };
-        engine.watch_own_eventfd().map_err(Error::system("watch an eventfd"))?;
+        let threads = Threads::new(mailbox);
+        let mut engine = Self { waiter, aio: None, threads, config: config.clone() };
+        engine.watch_mailbox()?;
+        engine.add(config.engine, |_| Ok(()))?;
         Ok(engine)
     }
 
-    fn watch_own_eventfd(&mut self) -> Result<(), Errno> {
-        match self {
-            Self::Aio(engine, epoll) => epoll.watch(engine.threads().eventfd(), TOKEN_ENGINE),
-            Self::Threads(engine, epoll) => epoll.watch(engine.eventfd(), TOKEN_ENGINE),
-            Self::IoUring(engine) => engine.watch_own_eventfd(),
+    /// Sets up one more engine; one that is there stays as it is. If the waiter becomes another
+    /// one, `watch_others` has it watch all that was watched from outside.
+    pub(crate) fn add(
+        &mut self,
+        engine: EngineConfig,
+        watch_others: impl FnOnce(&mut Self) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        match engine {
+            _ if self.has(engine.kind()) => Ok(()),
+            EngineConfig::Threads => Ok(()),
+            EngineConfig::Aio { completion_ring } => {
+                self.aio = Some(Box::new(Aio::new(&self.config, completion_ring)?));
+                Ok(())
+            }
+            EngineConfig::IoUring { .. } if self.config.embedded => Err(Error::Options(
+                "an embedded IoThread has engine io_uring from the start, or never: the \
+                 descriptor that a program waits for would become another one"
+                    .into(),
+            )),
+            EngineConfig::IoUring { sqpoll, iopoll } => {
+                let ring = ring(&self.config, sqpoll, iopoll)?;
+                let epoll = std::mem::replace(&mut self.waiter, ring);
+                // A watch begins with a look, so what has happened so far is seen.
+                let watched = self.watch_mailbox().and_then(|()| watch_others(self));
+                watched.inspect_err(|_| self.waiter = epoll)
+            }
         }
+    }
+
+    /// Whether files may have this engine.
+    pub(crate) fn has(&self, engine: EngineKind) -> bool {
+        match engine {
+            EngineKind::IoUring => self.waiter.ring().is_some(),
+            EngineKind::Aio => self.aio.is_some(),
+            EngineKind::Threads => true,
+        }
+    }
+
+    /// The one eventfd for results of the pool, completions of Linux AIO and all that is posted.
+    fn watch_mailbox(&mut self) -> Result<(), Error> {
+        let watched = self.waiter.watch(self.threads.eventfd(), TOKEN_ENGINE);
+        watched.map_err(Error::system("watch an eventfd"))
     }
 
     /// A descriptor that is readable when something has happened.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.as_fd(),
-            Self::IoUring(engine) => engine.as_fd(),
+        match &self.waiter {
+            Waiter::Ring(ring) => ring.as_fd(),
+            Waiter::Epoll(epoll) => epoll.as_fd(),
         }
     }
 
     /// Watches an eventfd, edge-triggered: it is never read.
     pub(crate) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-        match self {
-            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.watch(fd, token),
-            Self::IoUring(engine) => engine.watch(fd, token),
-        }
+        self.waiter.watch(fd, token)
     }
 
     /// Ends the watch of `fd` that has this token.
     pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: u64) {
-        match self {
-            Self::Aio(_, epoll) | Self::Threads(_, epoll) => epoll.unwatch(fd),
-            Self::IoUring(engine) => engine.unwatch(token),
+        match &mut self.waiter {
+            Waiter::Ring(ring) => ring.unwatch(token),
+            Waiter::Epoll(epoll) => epoll.unwatch(fd),
         }
     }
 
-    /// Waits until something happens or `deadline` comes (`None`: for ever). An engine that can
-    /// submits up to `max` of its queued ops in the same system call. Appends to `happened` the
-    /// tokens of eventfds that were written; some engines find them at the next harvest only.
+    /// Waits until something happens or `deadline` comes (`None`: for ever). A ring submits up to
+    /// `max` of its queued ops in the same system call. Appends to `happened` the tokens of
+    /// eventfds that were written; a ring finds them at the next harvest only.
     pub(crate) fn wait(
         &mut self,
         deadline: Option<Instant>,
@@ -106,96 +166,114 @@ impl Engine {
         done: &mut Completer<'_>,
         happened: &mut Vec<u64>,
     ) -> Result<(), Error> {
-        match self {
-            Self::Aio(_, epoll) | Self::Threads(_, epoll) => {
-                epoll.wait(deadline, done.now, happened, done.stats)
-            }
-            Self::IoUring(engine) => engine.wait(deadline, max, done),
+        match &mut self.waiter {
+            Waiter::Ring(ring) => ring.wait(deadline, max, done),
+            Waiter::Epoll(epoll) => epoll.wait(deadline, done.now, happened, done.stats),
         }
     }
 
-    /// Whether a wait submits what is queued.
-    pub(crate) fn waits_with_submit(&self) -> bool {
-        matches!(self, Self::IoUring(_))
+    /// Whether a wait submits what is queued for io_uring, and finds nothing that has happened.
+    pub(crate) fn waits_in_ring(&self) -> bool {
+        matches!(self.waiter, Waiter::Ring(_))
     }
 
-    /// Whether the next wait may submit what is queued. Ops of the pool may fail in their submit,
-    /// and a wait would not see that they are complete.
+    /// Whether the next wait may submit all that is queued. It does nothing for other engines than
+    /// the ring's own, and ops of the pool may even fail in their submit.
     #[inline]
     pub(crate) fn may_submit_in_wait(&self) -> bool {
-        matches!(self, Self::IoUring(engine) if !engine.has_jobs())
+        self.waits_in_ring()
+            && self.threads.queued() == 0
+            && self.aio.as_ref().is_none_or(|aio| aio.queued() == 0)
+    }
+
+    /// Whether each queued op has something that a wait ends for, or is submitted by it.
+    pub(crate) fn may_sleep(&self) -> bool {
+        let threads = self.threads.queued() == 0 || self.threads.in_kernel() > 0;
+        threads && self.aio.as_ref().is_none_or(|aio| aio.may_sleep())
     }
 
     /// So many disks are there now.
     pub(crate) fn set_disks(&mut self, disks: usize) {
-        match self {
-            Self::Aio(engine, _) => engine.threads().set_disks(disks),
-            Self::Threads(engine, _) => engine.set_disks(disks),
-            Self::IoUring(engine) => engine.set_disks(disks),
-        }
+        self.threads.set_disks(disks);
     }
 
-    /// Has the kernel look `file` up once instead of for each op, where the engine can.
+    /// Has the kernel look `file` up once instead of for each op, where its engine can.
     pub(crate) fn register_file(&mut self, file: &IoFile) {
-        if let Self::IoUring(engine) = self {
-            engine.register_file(file);
+        if let Waiter::Ring(ring) = &mut self.waiter
+            && file.engine() == EngineKind::IoUring
+        {
+            ring.register_file(file);
         }
     }
 
     /// Ends what `register_file` began. No op of the file may be on its way: entries that the
     /// kernel has not taken name an index, which may be that of another file from now on.
     pub(crate) fn unregister_file(&mut self, registered: i32) {
-        if let Self::IoUring(engine) = self {
-            engine.unregister_file(registered);
+        if let Waiter::Ring(ring) = &mut self.waiter {
+            ring.unregister_file(registered);
         }
     }
 
     /// Has the kernel keep the pages of `memory` at hand, where the engine can. Returns whether
     /// it does.
     pub(crate) fn register_memory(&mut self, memory: &[libc::iovec]) -> io::Result<bool> {
-        match self {
-            Self::IoUring(engine) => engine.register_memory(memory).map(|()| true),
-            _ => Ok(false),
+        match &mut self.waiter {
+            Waiter::Ring(ring) => ring.register_memory(memory).map(|()| true),
+            Waiter::Epoll(_) => Ok(false),
         }
     }
 
     /// Ends what `register_memory` began. Ops that are on their way finish.
     pub(crate) fn unregister_memory(&mut self, memory: &[libc::iovec]) {
-        if let Self::IoUring(engine) = self {
-            engine.unregister_memory(memory);
+        if let Waiter::Ring(ring) = &mut self.waiter {
+            ring.unregister_memory(memory);
         }
     }
 
     /// Takes the op in `slot` for the next submit.
     #[inline(always)]
     pub(crate) fn queue(&mut self, slot: u32, slots: &Slots) {
-        match self {
-            Self::Aio(engine, _) => engine.queue(slot, slots),
-            Self::Threads(engine, _) => engine.queue(slot),
-            Self::IoUring(engine) => engine.queue(slot, slots),
+        let Some(op) = slots.op(slot) else { unreachable!("an op that is queued is in its slot") };
+        let is_taken = match (op.file.engine(), &mut self.waiter, &mut self.aio) {
+            (EngineKind::IoUring, Waiter::Ring(ring), _) => ring.queue(slot, op),
+            (EngineKind::Aio, _, Some(aio)) => aio.queue(slot, op),
+            // The pool can do everything.
+            _ => false,
+        };
+        if !is_taken {
+            self.threads.queue(slot);
         }
     }
 
-    /// Gives queued ops to the kernel, at most `max` of them: one system call if all goes well,
-    /// none if there are none. True: the kernel would take more.
+    /// Gives queued ops to the kernel, at most `max` of those of each engine: one system call for
+    /// each if all goes well, none if there are none. True: the kernel would take more.
     #[inline]
     pub(crate) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
-        match self {
-            Self::Aio(engine, _) => engine.submit(max, done),
-            Self::Threads(engine, _) => engine.submit(max, done),
-            Self::IoUring(engine) => engine.submit(max, done),
+        let mut more = self.threads.submit(max, done);
+        if let Waiter::Ring(ring) = &mut self.waiter {
+            more |= ring.submit(max, done);
         }
+        // Last, for a submit of Linux AIO may wait for its disk.
+        if let Some(aio) = &mut self.aio {
+            more |= aio.submit(max, &mut self.threads, done);
+        }
+        more
     }
 
     /// Finds completions that are visible now; returns how many. Appends to `happened` the tokens
     /// of eventfds that were written, as far as they are seen here.
     #[inline]
     pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
-        let found = match self {
-            Self::Aio(engine, _) => engine.harvest(done),
-            Self::Threads(engine, _) => engine.harvest(done),
-            Self::IoUring(engine) => engine.harvest(done, happened),
-        };
+        let mut found = 0;
+        // First, for it takes the events that announce what the others have: those announce only
+        // what is visible by then.
+        if let Waiter::Ring(ring) = &mut self.waiter {
+            found += ring.harvest(&mut self.threads, done, happened);
+        }
+        found += self.threads.harvest(done);
+        if let Some(aio) = &mut self.aio {
+            found += aio.harvest(done);
+        }
         if found > 0 {
             done.stats.harvested_at_once.record(found);
         }
@@ -205,57 +283,56 @@ impl Engine {
     /// Whether a harvest would find something: a cheap look, for busy-polling.
     #[inline]
     pub(crate) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
-        match self {
-            Self::Aio(engine, _) => engine.has_completions(),
-            Self::Threads(engine, _) => engine.has_completions(),
-            Self::IoUring(engine) => engine.has_completions(now, stats),
-        }
+        let in_ring = match &mut self.waiter {
+            Waiter::Ring(ring) => ring.has_completions(now, stats),
+            Waiter::Epoll(_) => false,
+        };
+        in_ring
+            || self.threads.has_completions()
+            || self.aio.as_ref().is_some_and(|aio| aio.has_completions())
     }
 
     /// Whether there is nothing to submit and nothing to harvest.
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
-        match self {
-            Self::IoUring(engine) => engine.is_quiet(),
-            _ => self.queued() == 0 && self.in_kernel() == 0,
-        }
+        self.queued() + self.in_kernel() == 0 && self.waiter.ring().is_none_or(IoUring::is_quiet)
     }
 
     /// Whether the descriptor says nothing of some work: entries, of watches say, that the next
     /// wait submits, or ops whose completions are polled for.
     pub(crate) fn must_be_asked(&mut self) -> bool {
-        match self {
-            Self::IoUring(engine) => engine.must_be_asked(),
-            _ => false,
+        match &mut self.waiter {
+            Waiter::Ring(ring) => ring.must_be_asked(),
+            Waiter::Epoll(_) => false,
         }
     }
 
     /// Ops that wait for a submit.
+    #[inline]
     pub(crate) fn queued(&self) -> usize {
-        match self {
-            Self::Aio(engine, _) => engine.queued(),
-            Self::Threads(engine, _) => engine.queued(),
-            Self::IoUring(engine) => engine.queued(),
-        }
+        self.waiter.ring().map_or(0, IoUring::queued)
+            + self.threads.queued()
+            + self.aio.as_ref().map_or(0, |aio| aio.queued())
     }
 
     /// Ops that were submitted and have not completed.
+    #[inline]
     pub(crate) fn in_kernel(&self) -> usize {
-        match self {
-            Self::Aio(engine, _) => engine.in_kernel(),
-            Self::Threads(engine, _) => engine.in_kernel(),
-            Self::IoUring(engine) => engine.in_kernel(),
-        }
+        self.waiter.ring().map_or(0, IoUring::in_kernel)
+            + self.threads.in_kernel()
+            + self.aio.as_ref().map_or(0, |aio| aio.in_kernel())
     }
 
     /// When a submit that the kernel refused is to be tried again.
     pub(crate) fn retry_at(&self) -> Option<Instant> {
-        match self {
-            Self::Aio(engine, _) => engine.retry_at(),
-            Self::Threads(..) => None,
-            Self::IoUring(engine) => engine.retry_at(),
-        }
+        let of_ring = self.waiter.ring().and_then(IoUring::retry_at);
+        let of_aio = self.aio.as_ref().and_then(|aio| aio.retry_at());
+        [of_ring, of_aio].into_iter().flatten().min()
     }
+}
+
+fn ring(config: &IoThreadConfig, sqpoll: bool, iopoll: bool) -> Result<Waiter, Error> {
+    Ok(Waiter::Ring(Box::new(IoUring::new(config, sqpoll, iopoll)?)))
 }
 
 #[cfg(test)]
@@ -266,3 +343,5 @@ mod lifetimes;
 mod neighbours;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod together;

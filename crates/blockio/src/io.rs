@@ -9,7 +9,7 @@ use std::time::Instant;
 use rustix::fd::OwnedFd;
 
 use crate::clock;
-use crate::config::EngineKind;
+use crate::config::{EngineConfig, EngineKind};
 use crate::error::Error;
 pub use crate::io_state::Io;
 use crate::io_state::Ops;
@@ -155,10 +155,25 @@ impl Io {
         &self.stats
     }
 
-    /// The engine of this IoThread.
-    #[must_use]
-    pub fn engine(&self) -> EngineKind {
-        self.engine_kind
+    /// Sets up one more engine, which disks that are attached from now on may
+    /// [prefer](crate::DiskSource::prefer_engine). One that is there stays as it is. Returns
+    /// whether it is new.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel offers no such engine, or a limit on descriptors or AIO is reached. An
+    /// [embedded](crate::IoThreadConfig::embedded) IoThread has io_uring only from the start.
+    pub fn add_engine(&self, engine: EngineConfig) -> Result<bool, Error> {
+        let engines = &mut self.ops.borrow_mut().engine;
+        let is_new = !engines.has(engine.kind());
+        engines.add(engine, |engines| self.reactor.borrow().watch_all(engines))?;
+        Ok(is_new)
+    }
+
+    /// The engine of a disk on this IoThread that prefers one, if it does.
+    pub(crate) fn engine_for(&self, preferred: Option<EngineKind>) -> EngineKind {
+        let engines = &self.ops.borrow().engine;
+        preferred.filter(|&engine| engines.has(engine)).unwrap_or(self.engine_kind)
     }
 
     /// Ops that have not completed, and results that nobody has taken.

@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::config::EngineKind;
 use crate::open_file::OpenFile;
 
 /// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation.
@@ -17,6 +18,7 @@ pub type FileRef = Rc<IoFile>;
 #[derive(Debug)]
 pub struct IoFile {
     file: Arc<OpenFile>,
+    engine: EngineKind,
     lane: u32,
     /// The index under which the kernel has it registered, or [`NOT_REGISTERED`].
     registered: Cell<i32>,
@@ -26,14 +28,19 @@ pub struct IoFile {
 pub(crate) const NOT_REGISTERED: i32 = -1;
 
 impl IoFile {
-    pub(crate) fn new(file: Arc<OpenFile>, lane: u32, retired: Rc<Retired>) -> Rc<Self> {
-        Rc::new(Self { file, lane, registered: Cell::new(NOT_REGISTERED), retired })
+    pub(crate) fn new(
+        file: Arc<OpenFile>,
+        engine: EngineKind,
+        lane: u32,
+        retired: Rc<Retired>,
+    ) -> Rc<Self> {
+        Rc::new(Self { file, engine, lane, registered: Cell::new(NOT_REGISTERED), retired })
     }
 
     /// One that belongs to no IoThread.
     #[cfg(test)]
     pub(crate) fn alone(file: Arc<OpenFile>) -> Rc<Self> {
-        Self::new(file, u32::MAX, Rc::default())
+        Self::new(file, EngineKind::Threads, u32::MAX, Rc::default())
     }
 
     #[inline]
@@ -44,6 +51,12 @@ impl IoFile {
     /// The file as all IoThreads share it.
     pub(crate) fn shared(&self) -> &Arc<OpenFile> {
         &self.file
+    }
+
+    /// How its ops reach the kernel.
+    #[inline]
+    pub(crate) fn engine(&self) -> EngineKind {
+        self.engine
     }
 
     #[inline]

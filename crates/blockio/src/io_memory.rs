@@ -4,6 +4,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::config::EngineKind;
 use crate::io_state::{Io, Ops};
 use crate::op::{FileRef, OpenFile};
 use iomem::Buffers;
@@ -28,12 +29,14 @@ impl Ops {
 }
 
 impl Io {
-    /// A handle of `file` for ops. While one is there, the kernel has the file at hand, where the
-    /// engine can do that, and does not look it up for each op.
-    pub(crate) fn attach_file(&self, file: &Arc<OpenFile>) -> FileRef {
+    /// A handle of `file` for ops by `engine`, which this IoThread has. While one is there, the
+    /// kernel has the file at hand, where the engine can do that, and does not look it up for each
+    /// op.
+    pub(crate) fn attach_file(&self, file: &Arc<OpenFile>, engine: EngineKind) -> FileRef {
         let ops = &mut *self.ops.borrow_mut();
+        assert!(ops.engine.has(engine), "a file for engine {engine}, which is not there");
         ops.detach_files();
-        let (handle, is_new) = ops.slots.lanes.attach(file);
+        let (handle, is_new) = ops.slots.lanes.attach(file, engine);
         if is_new {
             ops.engine.set_disks(ops.slots.lanes.len());
             ops.engine.register_file(&handle);
@@ -49,8 +52,8 @@ impl Io {
         }
     }
 
-    /// Has the kernel pin the pages of `memory` and keep them at hand, where the engine can do
-    /// that, until the result is dropped. Pages that someone takes out of the mapping afterwards
+    /// Has the kernel pin the pages of `memory` and keep them at hand, where engine io_uring is
+    /// there, until the result is dropped. Pages that someone takes out of the mapping afterwards
     /// (a memory balloon, say) stay what the kernel reads and writes: only for memory to which
     /// nobody does that.
     ///

@@ -35,6 +35,7 @@ pub struct Io {
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
+    /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
     pub(crate) harvest_on_submit: bool,
@@ -95,7 +96,7 @@ impl Drop for Ops {
                 "an IoThread has ended with {pending} operations that are not complete; their \
                  memory is kept"
             );
-            let none = Slots::new(EngineKind::Threads, 1);
+            let none = Slots::new(1);
             std::mem::forget(std::mem::replace(&mut self.slots, none));
         }
     }
@@ -112,7 +113,7 @@ impl Io {
         let engine = Engine::new(config, &mailbox)?;
         let descriptor = rustix::io::fcntl_dupfd_cloexec(engine.descriptor(), 0)
             .map_err(Error::system("duplicate a descriptor"))?;
-        let mut slots = Slots::new(config.engine.kind(), config.depth);
+        let mut slots = Slots::new(config.depth);
         slots.lanes.set_pacing(config.pacing);
         let (woken, happened) = (Vec::new(), Vec::new());
         let now = clock::now();

@@ -1,8 +1,8 @@
 //! Lanes: the ops of each disk on an IoThread, and how many of them the engine may have.
 //!
-//! All disks of an IoThread share what an engine has room for, and a disk that hangs gives nothing
-//! back. So each has a lane. An op goes to the engine at once if its lane has room, and else waits
-//! in the lane's backlog until one of its own disk has completed. The room of a lane is
+//! All disks of an engine share what it has room for, and a disk that hangs gives nothing back. So
+//! each has a lane. An op goes to the engine at once if its lane has room, and else waits in the
+//! lane's backlog until one of its own disk has completed. The room of a lane is
 //!
 //! * a number of ops that is its own, whatever the others hold;
 //! * beyond that a part of what is left for all: four times as much as stays free, so that a
@@ -31,7 +31,7 @@ use crate::op_kind::OpKind;
 use crate::open_file::OpenFile;
 use crate::pacing::Pacing;
 use iomem::fits;
-use shares::Shares;
+use shares::{ByEngine, Shares};
 
 /// The most ops of a lane in the engine that are neither reads nor writes.
 const SLOW_MAX: u32 = 16;
@@ -56,10 +56,13 @@ struct Lane {
     handle: Weak<IoFile>,
     /// Its place among the devices.
     device: u32,
+    engine: EngineKind,
     /// What an op counts as, by the requests that its device makes of it; as one without.
     limits: Option<RequestLimits>,
     /// What the engine may have of it at most, whatever is free.
     most: u32,
+    /// What the engine may have of it, whatever it has of others.
+    own: u32,
     /// What the engine may have of it without a further look; 0 where there is more to look at.
     quick: u32,
     /// What the engine has of it.
@@ -95,10 +98,10 @@ struct DeviceUse {
 pub(crate) struct Lanes {
     lanes: Vec<Option<Lane>>,
     devices: Vec<Option<DeviceUse>>,
-    engine: EngineKind,
+    /// The ops that each engine takes; the pool has a thread for each instead.
     depth: u32,
     pacing: PacingConfig,
-    shares: Shares,
+    shares: ByEngine<Shares>,
     /// Lanes with a backlog, in the order of their turns.
     waiting: VecDeque<u32>,
     touched: Vec<u32>,
@@ -126,14 +129,13 @@ pub(crate) trait Units {
 }
 
 impl Lanes {
-    pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
+    pub(crate) fn new(depth: u32) -> Self {
         Self {
             lanes: Vec::new(),
             devices: Vec::new(),
-            engine,
             depth,
             pacing: PacingConfig::default(),
-            shares: Shares::default(),
+            shares: ByEngine::default(),
             waiting: VecDeque::new(),
             touched: Vec::new(),
             retired: Rc::default(),
@@ -168,8 +170,9 @@ impl Lanes {
         self.lanes.iter_mut().flatten().for_each(|lane| lane.quick = 0);
     }
 
-    /// The handle of `file`: the one that there is, or a new one with a lane. True: it is new.
-    pub(crate) fn attach(&mut self, file: &Arc<OpenFile>) -> (FileRef, bool) {
+    /// The handle of `file`: the one that there is, or a new one for `engine` with a lane. True: it
+    /// is new.
+    pub(crate) fn attach(&mut self, file: &Arc<OpenFile>, engine: EngineKind) -> (FileRef, bool) {
         let known = self.lanes.iter().flatten().find(|lane| Arc::ptr_eq(&lane.file, file));
         if let Some(handle) = known.and_then(|lane| lane.handle.upgrade()) {
             return (handle, false);
@@ -179,15 +182,17 @@ impl Lanes {
             self.lanes.len() - 1
         });
         let number = fits(index, "a count of disks");
-        let handle = IoFile::new(Arc::clone(file), number, Rc::clone(&self.retired));
-        let device = file.device().filter(|_| self.engine != EngineKind::Threads);
-        let is_regular = self.engine == EngineKind::IoUring && !file.is_block_device();
+        let handle = IoFile::new(Arc::clone(file), engine, number, Rc::clone(&self.retired));
+        let device = file.device().filter(|_| engine != EngineKind::Threads);
+        let is_regular = engine == EngineKind::IoUring && !file.is_block_device();
         self.lanes[index] = Some(Lane {
+            engine,
             file: Arc::clone(file),
             handle: Rc::downgrade(&handle),
             limits: device.map(|device| device.limits()),
             device: device.map_or(NO_DEVICE, |device| self.use_device(device)),
             most: if is_regular { FILE_MAX } else { u32::MAX },
+            own: 0,
             quick: 0,
             units: 0,
             surplus: 0,
@@ -258,15 +263,19 @@ impl Lanes {
 
     /// Reckons anew what each lane may have.
     fn share_out(&mut self) {
-        let capacity = match self.engine {
-            EngineKind::Threads => fits(pool_threads(self.len()), "a count of threads"),
-            _ => self.depth,
-        };
-        self.shares = Shares::of(capacity, self.len());
-        let shares = self.shares;
+        for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
+            let count = self.lanes.iter().flatten().filter(|lane| lane.engine == engine).count();
+            let capacity = match engine {
+                EngineKind::Threads => fits(pool_threads(count), "a count of threads"),
+                _ => self.depth,
+            };
+            self.shares[engine] = Shares::of(capacity, count);
+        }
         for lane in self.lanes.iter_mut().flatten() {
-            self.shares.taken += shares.beyond(lane.units);
-            lane.set_quick(shares.own, self.is_closed);
+            let shares = &mut self.shares[lane.engine];
+            shares.taken += shares.beyond(lane.units);
+            lane.own = shares.own;
+            lane.set_quick(self.is_closed);
         }
     }
 
@@ -332,7 +341,7 @@ impl Lanes {
         let fits = lane.units == 0
             || (after <= lane.most.min(blocks)
                 && lane.ops() < lane.paced
-                && self.shares.allow(lane.units, after));
+                && self.shares[lane.engine].allow(lane.units, after));
         fits && self.device_has_room(lane, number, units)
     }
 
@@ -360,7 +369,6 @@ impl Lanes {
 
     /// Returns the units of the op, perhaps with a mark.
     fn enter(&mut self, lane: u32, units: u32, is_transfer: bool) -> u32 {
-        let shares = self.shares;
         let Some(Some(place)) = self.lanes.get_mut(lane as usize) else { return units };
         let before = place.units;
         place.units += units;
@@ -371,7 +379,7 @@ impl Lanes {
             place.is_touched = true;
             self.touched.push(lane);
         }
-        self.shares.taken += shares.beyond(place.units) - shares.beyond(before);
+        self.shares[place.engine].takes(before, place.units);
         let Some(Some(used)) = self.devices.get_mut(place.device as usize) else { return units };
         used.next = used.next.filter(|&next| next != lane);
         if place.file.blocks() {
@@ -399,9 +407,8 @@ impl Lanes {
             place.is_touched = true;
             self.touched.push(lane);
         }
-        if before > self.shares.own {
-            let shares = self.shares;
-            self.shares.taken -= shares.beyond(before) - shares.beyond(place.units);
+        if before > place.own {
+            self.shares[place.engine].gets_back(before, place.units);
         }
         if !kind.is_transfer() {
             place.slow -= 1;
@@ -411,7 +418,6 @@ impl Lanes {
     /// After a harvest: paces the lanes that had completions. `submitted`: a submit came right
     /// before it.
     pub(crate) fn harvested(&mut self, submitted: bool, now: Instant) {
-        let own = self.shares.own;
         for number in self.touched.drain(..) {
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
             lane.is_touched = false;
@@ -421,7 +427,7 @@ impl Lanes {
             let demand = in_kernel as usize + lane.transfers.len() + lane.others.len();
             lane.pacing.harvested(u64::from(found), in_kernel as usize, is_given, now);
             lane.paced = u32::try_from(lane.pacing.limit(demand)).unwrap_or(u32::MAX);
-            lane.set_quick(own, self.is_closed);
+            lane.set_quick(self.is_closed);
         }
     }
 
@@ -441,7 +447,6 @@ impl Lanes {
             } else {
                 self.stand_in_line(number, units);
             }
-            let own = self.shares.own;
             let Some(Some(lane)) = self.lanes.get_mut(number as usize) else { continue };
             if enters {
                 lane.other_went = !is_transfer;
@@ -449,7 +454,7 @@ impl Lanes {
                 backlog.pop_front();
             }
             lane.is_waiting = !lane.transfers.is_empty() || !lane.others.is_empty();
-            lane.set_quick(own, self.is_closed);
+            lane.set_quick(self.is_closed);
             if lane.is_waiting {
                 self.waiting.push_back(number);
             }
@@ -484,12 +489,12 @@ impl Lane {
         self.units - self.surplus
     }
 
-    fn set_quick(&mut self, own: u32, is_closed: bool) {
+    fn set_quick(&mut self, is_closed: bool) {
         let is_simple = !is_closed
             && self.device == NO_DEVICE
             && self.transfers.is_empty()
             && !self.file.blocks();
-        self.quick = if is_simple { own.min(self.most).min(self.paced) } else { 0 };
+        self.quick = if is_simple { self.own.min(self.most).min(self.paced) } else { 0 };
     }
 }
 
@@ -513,6 +518,7 @@ mod tests {
     }
 
     struct Bench {
+        default: EngineKind,
         lanes: Lanes,
         ops: Ops,
         files: Vec<FileRef>,
@@ -524,16 +530,20 @@ mod tests {
 
     impl Bench {
         fn new(engine: EngineKind, depth: u32) -> Self {
-            let lanes = Lanes::new(engine, depth);
+            let lanes = Lanes::new(depth);
             let (files, disks) = (Vec::new(), Vec::new());
-            Self { lanes, ops: Ops::default(), files, disks, engine: Vec::new() }
+            Self { default: engine, lanes, ops: Ops::default(), files, disks, engine: Vec::new() }
         }
 
         fn attach(&mut self, device: Option<&Arc<Device>>) -> usize {
+            self.attach_with(self.default, device)
+        }
+
+        fn attach_with(&mut self, engine: EngineKind, device: Option<&Arc<Device>>) -> usize {
             let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
             let file = Arc::new(OpenFile::on_device(file, device.cloned()));
-            let (handle, is_new) = self.lanes.attach(&file);
-            assert!(is_new && Rc::ptr_eq(&handle, &self.lanes.attach(&file).0));
+            let (handle, is_new) = self.lanes.attach(&file, engine);
+            assert!(is_new && Rc::ptr_eq(&handle, &self.lanes.attach(&file, engine).0));
             self.files.push(handle);
             self.files.len() - 1
         }
@@ -592,6 +602,23 @@ mod tests {
                 let next = bench.attach(None);
                 let had = bench.fill(next);
                 assert!(had >= 8, "{engine}: {had} of {all} for a new disk");
+            }
+        }
+    }
+
+    #[test]
+    fn a_disk_takes_no_room_of_another_engine() {
+        let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+        let alone = all.map(|engine| {
+            let mut bench = Bench::new(engine, 1024);
+            let disk = bench.attach(None);
+            bench.fill(disk)
+        });
+        for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
+            let mut bench = Bench::new(EngineKind::Threads, 1024);
+            let disks = order.map(|index| bench.attach_with(all[index], None));
+            for (index, disk) in order.into_iter().zip(disks) {
+                assert_eq!(bench.fill(disk), alone[index], "{} in {order:?}", all[index]);
             }
         }
     }
@@ -813,7 +840,7 @@ mod tests {
             bench.complete(disk);
             bench.files.clear();
             assert!(bench.lanes.take_retired().is_some() && bench.lanes.take_retired().is_none());
-            assert_eq!((bench.lanes.len(), bench.lanes.shares.taken), (0, 0));
+            assert_eq!((bench.lanes.len(), bench.lanes.shares[EngineKind::Aio].taken), (0, 0));
             assert!(bench.lanes.devices.iter().all(Option::is_none));
         }
     }

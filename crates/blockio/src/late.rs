@@ -136,7 +136,6 @@ impl fmt::Display for News {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EngineKind;
     use crate::op::{FileRef, IoFile, Op};
     use crate::task::Owner;
     use iomem::Buffers;
@@ -160,7 +159,7 @@ mod tests {
     impl Bench {
         fn new() -> Self {
             let start = Instant::now();
-            let slots = Slots::new(EngineKind::Threads, 64);
+            let slots = Slots::new(64);
             Self { slots, stats: Stats::default(), late: LateOps::new(start), start }
         }
 

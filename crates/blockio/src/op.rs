@@ -26,7 +26,6 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use crate::config::EngineKind;
 pub use crate::io_file::{FileRef, IoFile};
 use crate::lane::{Admission, Lanes, Units};
 use crate::loss::NOT_TRACKED;
@@ -164,8 +163,9 @@ impl Units for Table {
 }
 
 impl Slots {
-    pub(crate) fn new(engine: EngineKind, depth: u32) -> Self {
-        let (slots, lanes) = (Table::default(), Lanes::new(engine, depth));
+    /// For engines that each take `depth` ops.
+    pub(crate) fn new(depth: u32) -> Self {
+        let (slots, lanes) = (Table::default(), Lanes::new(depth));
         Self { slots, free: Vec::new(), lanes, foreign: 0, wakers: Vec::new() }
     }
 
@@ -225,15 +225,15 @@ impl Slots {
         u32::try_from(self.slots.0.len() - 1).unwrap_or_else(|_| unreachable!("2^32 ops at once"))
     }
 
-    /// The kind of the op in slot `index`.
+    /// The op in slot `index`.
     #[inline]
-    pub(crate) fn kind(&self, index: u32) -> Option<OpKind> {
-        self.slots.0.get(index as usize)?.op().map(|op| op.kind)
+    pub(crate) fn op(&self, index: u32) -> Option<&Op> {
+        self.slots.0.get(index as usize)?.op()
     }
 
     /// The file of the op in slot `index`.
     pub(crate) fn file(&self, index: u32) -> Option<&OpenFile> {
-        self.slots.0.get(index as usize)?.op().map(|op| op.file.file())
+        self.op(index).map(|op| op.file.file())
     }
 
     fn pending(&self) -> impl Iterator<Item = (&Slot, &Op)> {
@@ -422,7 +422,7 @@ mod tests {
     fn an_abandoned_op_keeps_its_memory_until_it_completes() {
         let gone = Rc::new(std::cell::Cell::new(false));
         let buffers = Buffers::uninitialized(512, 512, Canary(Rc::clone(&gone))).unwrap();
-        let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
+        let (mut slots, stats) = (Slots::new(64), Stats::default());
         let index = slots.insert(op(buffers), Owner::default());
         slots.abandon(index);
         assert!(!gone.get(), "the memory went while the op was pending");
@@ -434,7 +434,7 @@ mod tests {
 
     #[test]
     fn a_completion_is_taken_once_and_its_slot_is_used_again() {
-        let (mut slots, stats) = (Slots::new(EngineKind::Threads, 64), Stats::default());
+        let (mut slots, stats) = (Slots::new(64), Stats::default());
         let index = slots.insert(op(Buffers::empty()), Owner::default());
         let owner = TaskKey { home: 3, child: 4 };
         assert!(slots.take(index).is_none());

@@ -89,6 +89,16 @@ pub(crate) struct Reactor {
 }
 
 impl Reactor {
+    /// Has an engine watch everything that was watched by another one.
+    pub(crate) fn watch_all(&self, engine: &mut Engine) -> Result<(), Error> {
+        for (token, entry) in (0..).zip(&self.sources) {
+            if let Some(kick) = entry.as_ref().and_then(|entry| entry.kick.as_ref()) {
+                engine.watch(kick.as_fd(), token).map_err(Error::system("watch a kick eventfd"))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Adds a source that starts disarmed. `kick` is never read: it is watched edge-triggered.
     pub(crate) fn add(
         &mut self,

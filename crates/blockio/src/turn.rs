@@ -323,7 +323,7 @@ impl Io {
         let Ops { slots, engine, woken, happened, .. } = &mut *ops;
         let mut done = Completer { slots, stats: &self.stats, woken, now };
         engine.wait(deadline, usize::MAX, &mut done, happened)?;
-        if engine.waits_with_submit() {
+        if engine.waits_in_ring() {
             self.harvest_is_due.set(true);
         }
         self.take_in(ops);
@@ -448,11 +448,8 @@ fn assert_may_sleep(ops: &Ops) {
         "going to sleep with ops in lanes that nothing will take out"
     );
     assert!(
-        engine.queued() == 0
-            || engine.in_kernel() > 0
-            || engine.retry_at().is_some()
-            || engine.waits_with_submit(),
-        "going to sleep with {} ops queued and none in the kernel",
+        engine.may_sleep(),
+        "going to sleep with {} ops queued, some of them for an engine that has none in the kernel",
         engine.queued()
     );
 }

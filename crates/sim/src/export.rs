@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::DiskInfo;
-use blockio::{DiskSource, ROUNDS_UNTIL_SERVED, Remote};
+use blockio::{DiskSource, EngineKind, ROUNDS_UNTIL_SERVED, Remote};
 use device::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
 };
@@ -20,6 +20,15 @@ use crate::plan::Plan;
 use crate::request::serial;
 use crate::rng::Rng;
 use crate::world::World;
+
+/// An engine by its number in a plan.
+fn engine(number: u64) -> EngineKind {
+    match number {
+        0 => EngineKind::Aio,
+        1 => EngineKind::Threads,
+        _ => EngineKind::IoUring,
+    }
+}
 
 /// A chain that is available, and was not popped yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +81,8 @@ impl Export {
         let (memory_align, request_align) =
             if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
         let is_block = plan.block_device > 0;
-        let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align);
+        let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align)
+            .prefer_engine(engine(plan.engine_of(index)));
         let guest = Rc::new(Guest::new(plan, world, index));
         let mut export = Self {
             plan: plan.clone(),

@@ -55,8 +55,10 @@ knobs! {
     io_threads: 1,
     /// Ops in the kernel at most, for each IoThread.
     depth: 1,
-    /// The engine: 0 is `aio`, 1 `threads`, 2 `io_uring`.
+    /// The engine of the first device: 0 is `aio`, 1 `threads`, 2 `io_uring`.
     engine: 0,
+    /// Each device has the next engine; else all have the same.
+    mix_engines: 0,
     /// io_uring shows completions only when the kernel is entered.
     defers: 0,
     /// io_uring has a submission thread.
@@ -235,6 +237,7 @@ impl Plan {
         plan.draw_trouble(&mut rng);
         plan.session = some(&mut Rng::new(seed, 6), 250, &[1, 1, 2, 3]);
         plan.draw_scale(&mut Rng::new(seed, 7));
+        plan.draw_mix(&mut Rng::new(seed, 8));
         plan.tidied()
     }
 
@@ -393,6 +396,14 @@ impl Plan {
         }
     }
 
+    /// Several engines on each IoThread.
+    fn draw_mix(&mut self, rng: &mut Rng) {
+        self.mix_engines = flag(rng, 300);
+        if self.mix_engines > 0 {
+            self.devices = self.devices.max(rng.pick(&[2, 2, 3]));
+        }
+    }
+
     /// A hung, a slow and a full disk beside healthy ones.
     fn draw_trouble(&mut self, rng: &mut Rng) {
         self.troubled = flag(rng, 60);
@@ -419,7 +430,7 @@ impl Plan {
                 (self.submit_reject, self.entry_reject) = (0, 0);
             }
         }
-        if self.engine == 2 {
+        if self.engine == 2 && self.mix_engines == 0 {
             // A bad entry is answered with a completion.
             self.submit_reject = 0;
         }
@@ -435,8 +446,20 @@ impl Plan {
         // entry in the kernel, which may take none for a while.
         let refuses = self.submit_eagain + self.submit_eagain_burst + self.submit_eintr > 0;
         let puts_off = self.sqpoll > 0 || self.poll_ends > 0 || refuses;
-        let is_late = self.no_kick > 0 || (self.engine == 2 && puts_off);
+        let is_late = self.no_kick > 0 || (self.has_engine(2) && puts_off);
         if is_late { 20_000_000 } else { 0 }
+    }
+
+    /// The engine of a device.
+    pub(crate) fn engine_of(&self, device: usize) -> u64 {
+        let later = if self.mix_engines > 0 { device as u64 } else { 0 };
+        (self.engine + later) % 3
+    }
+
+    /// Whether a device has this engine, and so each IoThread.
+    pub(crate) fn has_engine(&self, engine: u64) -> bool {
+        (0..self.devices)
+            .any(|device| self.engine_of(usize::try_from(device).unwrap_or(0)) == engine)
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {

@@ -343,10 +343,12 @@ mod tests {
 
     #[test]
     fn a_disk_that_fails_harms_no_other_device_of_its_io_thread() {
-        for engine in 0..3 {
+        for (engine, mix) in (0..3).flat_map(|engine| [(engine, 0), (engine, 1)]) {
             let mut plan = Plan::new(2);
-            let engine = format!("engine={engine}");
-            for setting in ["devices=3", "sound_disks=2", "io_threads=1", "eio=1000", &engine] {
+            for setting in [format!("engine={engine}"), format!("mix_engines={mix}")] {
+                plan.set(&setting).unwrap();
+            }
+            for setting in ["devices=3", "sound_disks=2", "io_threads=1", "eio=1000"] {
                 plan.set(setting).unwrap();
             }
             for setting in ["crashes=0", "kills=0", "odd_shorts=0", "writes=5", "no_overlap=0"] {

@@ -99,16 +99,17 @@ impl Stack {
     }
 
     fn start_threads(&mut self) -> Result<()> {
-        let engine = match self.plan.engine {
-            0 => EngineConfig::Aio {
-                completion_ring: if self.plan.getevents > 0 {
-                    CompletionRing::Getevents
-                } else {
-                    CompletionRing::Userspace
-                },
-            },
-            1 => EngineConfig::Threads,
-            _ => EngineConfig::IoUring { sqpoll: self.plan.sqpoll > 0, iopoll: false },
+        let completion_ring = match self.plan.getevents {
+            0 => CompletionRing::Userspace,
+            _ => CompletionRing::Getevents,
+        };
+        let aio = EngineConfig::Aio { completion_ring };
+        // The descriptor that says that a turn has something to do must be that of a ring from the
+        // start, if there is one.
+        let engine = if self.plan.has_engine(2) {
+            EngineConfig::IoUring { sqpoll: self.plan.sqpoll > 0, iopoll: false }
+        } else {
+            EngineConfig::Threads
         };
         let depth = u32::try_from(self.plan.depth).unwrap_or(1);
         let config = IoThreadConfig {
@@ -137,6 +138,9 @@ impl Stack {
         };
         for _ in 0..self.plan.io_threads {
             let io_thread = IoThread::new(&config)?;
+            if self.plan.has_engine(0) {
+                io_thread.io().add_engine(aio)?;
+            }
             // Engine io_uring hands its watches to the kernel in the first turn.
             self.threads.push(Thread { io_thread, ready: true, done: 0, empty_turns: 0 });
         }

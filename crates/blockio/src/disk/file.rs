@@ -12,16 +12,17 @@ use super::info::Unfinished;
 use super::retries::Retries;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
+use crate::config::EngineKind;
 use crate::io::Io;
 use crate::op::{Completion, FileRef, Op, OpKind};
 use crate::op_future::OpFuture;
 use iomem::Buffers;
 
 impl FileSource {
-    pub(super) fn attach(&self, io: Rc<Io>) -> FileDisk {
+    pub(super) fn attach(&self, io: Rc<Io>, engine: EngineKind) -> FileDisk {
         let share = io.bounce_budget.share(&self.file);
         FileDisk {
-            file: io.attach_file(&self.file),
+            file: io.attach_file(&self.file, engine),
             io: Attached(io),
             share,
             is_block_device: self.is_block_device,

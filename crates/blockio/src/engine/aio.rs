@@ -1,8 +1,8 @@
 //! Engine `aio`: Linux AIO over raw system calls.
 //!
-//! All disks of an IoThread share one context. A submit is one `io_submit` for everything queued,
-//! and completions are read from the ring in userspace (see `aio_ring.rs`), for the first time
-//! right after the submit: a fast device has finished by then.
+//! All disks of this engine share one context. A submit is one `io_submit` for all that is queued
+//! for one of them. Completions are read from the ring in userspace (see `aio_ring.rs`), for the
+//! first time right after the submit: a fast device has finished by then.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
@@ -20,7 +20,7 @@ use super::threads::Threads;
 use crate::clock;
 use crate::config::{CompletionRing, EngineKind, IoThreadConfig};
 use crate::error::Error;
-use crate::op::{OpKind, OpenFile, Slots};
+use crate::op::{Op, OpKind, OpenFile, Slots};
 
 /// Where completions are read.
 enum Completions {
@@ -43,7 +43,6 @@ pub(crate) struct Aio {
     announcements: Announcements,
     iocbs: Vec<Iocb>,
     iocb_addresses: Vec<*mut Iocb>,
-    threads: Threads,
 }
 
 impl Aio {
@@ -51,7 +50,6 @@ impl Aio {
     pub(super) fn new(
         config: &IoThreadConfig,
         completion_ring: CompletionRing,
-        threads: Threads,
     ) -> Result<Self, Error> {
         let depth = config.depth;
         let context = AioContext::setup(depth)?;
@@ -81,29 +79,34 @@ impl Aio {
             announcements: Announcements::new(config.harvest_on_submit),
             iocbs: Vec::new(),
             iocb_addresses: Vec::new(),
-            threads,
         })
     }
 
-    pub(super) fn threads(&self) -> &Threads {
-        &self.threads
-    }
-
-    pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
-        match slots.kind(slot) {
-            _ if slots.file(slot).is_some_and(has_pool_threads) => self.threads.queue(slot),
-            Some(OpKind::Read | OpKind::Write { .. }) => self.queued.push_back(slot),
-            Some(OpKind::Flush) if self.has_fdsync => self.queued.push_back(slot),
-            _ => self.threads.queue(slot),
+    /// Takes an op for the next submit. False: it is one for the pool.
+    pub(super) fn queue(&mut self, slot: u32, op: &Op) -> bool {
+        let is_taken = match op.kind {
+            _ if has_pool_threads(&op.file) => false,
+            OpKind::Read | OpKind::Write { .. } => true,
+            OpKind::Flush => self.has_fdsync,
+            _ => false,
+        };
+        if is_taken {
+            self.queued.push_back(slot);
         }
+        is_taken
     }
 
     pub(super) fn queued(&self) -> usize {
-        self.queued.len() + self.threads.queued()
+        self.queued.len()
     }
 
     pub(super) fn in_kernel(&self) -> usize {
-        self.in_kernel + self.threads.in_kernel()
+        self.in_kernel
+    }
+
+    /// Whether queued ops have something to wait for.
+    pub(super) fn may_sleep(&self) -> bool {
+        self.queued.is_empty() || self.in_kernel > 0 || self.retry.retry_at().is_some()
     }
 
     pub(super) fn retry_at(&self) -> Option<Instant> {
@@ -111,27 +114,38 @@ impl Aio {
         times.into_iter().flatten().min()
     }
 
-    pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
-        let more_jobs = self.threads.submit(max, done);
+    /// Ops that the kernel cannot take go to `threads`.
+    pub(super) fn submit(
+        &mut self,
+        max: usize,
+        threads: &mut Threads,
+        done: &mut Completer<'_>,
+    ) -> bool {
         if self.queued.is_empty() || self.retry.is_blocked(done.now) {
-            return more_jobs;
+            return false;
         }
         let room = self.depth - self.in_kernel;
         if room == 0 {
             self.retry.full();
-            return more_jobs;
+            return false;
         }
-        let goes_on = self.submit_batch(self.queued.len().min(room).min(max), done);
-        more_jobs || (goes_on && self.queued() > 0)
+        let goes_on = self.submit_batch(self.queued.len().min(room).min(max), threads, done);
+        goes_on && (!self.queued.is_empty() || threads.queued() > 0)
     }
 
     /// Submits those of the first `count` queued ops that are for the disk of the first one. False
     /// when the kernel takes no more for now.
-    fn submit_batch(&mut self, count: usize, done: &mut Completer<'_>) -> bool {
-        if self.divert(done.slots) {
+    fn submit_batch(
+        &mut self,
+        count: usize,
+        threads: &mut Threads,
+        done: &mut Completer<'_>,
+    ) -> bool {
+        if self.divert(threads, done.slots) {
             return true;
         }
-        let fd = self.prepare(count, done);
+        // The loop waits for that of the pool anyway.
+        let fd = self.prepare(count, threads.eventfd().as_raw_fd(), done);
         let (count, began) = (self.iocbs.len(), done.now);
         let blocks_at = began + SUBMIT_BLOCKS;
         done.stats.syscalls.io_submit.add(1);
@@ -155,16 +169,15 @@ impl Aio {
                 done.stats.submitted_at_once.record(accepted as u64);
                 accepted > 0
             }
-            Err(error) => self.refused(error, done),
+            Err(error) => self.refused(error, threads, done),
         }
     }
 
     /// Gives the ops of the first one's disk to the pool if a submit has waited for it since they
     /// were queued, here or on another IoThread. True: it did.
-    fn divert(&mut self, slots: &Slots) -> bool {
+    fn divert(&mut self, threads: &mut Threads, slots: &Slots) -> bool {
         let first = self.queued.front().and_then(|&slot| slots.file(slot));
         let Some(file) = first.filter(|file| file.blocks()) else { return false };
-        let threads = &mut self.threads;
         self.queued.retain(|&slot| {
             let is_other = !slots.file(slot).is_some_and(|other| std::ptr::eq(other, file));
             if !is_other {
@@ -177,10 +190,9 @@ impl Aio {
 
     /// Fills one iocb for each of the first `count` queued ops, up to the first for another disk:
     /// so it is known which disk a submit waited for. Returns its descriptor.
-    fn prepare(&mut self, count: usize, done: &mut Completer<'_>) -> RawFd {
+    fn prepare(&mut self, count: usize, wake: RawFd, done: &mut Completer<'_>) -> RawFd {
         self.iocbs.clear();
         self.iocb_addresses.clear();
-        let wake = self.threads.eventfd().as_raw_fd();
         let announced = !self.announcements.are_left_out();
         let mut file = None;
         for &slot in self.queued.iter().take(count) {
@@ -204,7 +216,12 @@ impl Aio {
 
     /// Deals with an `io_submit` that took nothing: its error concerns the first op alone, or says
     /// that the kernel has no room. True: go on with the rest.
-    fn refused(&mut self, error: libc::c_int, done: &mut Completer<'_>) -> bool {
+    fn refused(
+        &mut self,
+        error: libc::c_int,
+        threads: &mut Threads,
+        done: &mut Completer<'_>,
+    ) -> bool {
         if error == libc::EINTR {
             return true;
         }
@@ -218,25 +235,23 @@ impl Aio {
         done.stats.submit_again.add(1);
         if self.retry.refused(self.in_kernel, done.now) {
             tracing::warn!("Linux AIO has had no room for a while; pool threads take over");
-            self.queued.drain(..).for_each(|slot| self.threads.queue(slot));
+            self.queued.drain(..).for_each(|slot| threads.queue(slot));
             return true;
         }
         false
     }
 
-    /// A look without a system call: where the ring cannot be read, only the pool is seen.
+    /// A look without a system call: where the ring cannot be read, it sees nothing.
     pub(super) fn has_completions(&self) -> bool {
-        let in_ring = match &self.completions {
+        match &self.completions {
             Completions::Ring(ring) => self.in_kernel > 0 && ring.has_events(),
             Completions::Getevents(_) => false,
-        };
-        in_ring || self.threads.has_completions()
+        }
     }
 
     pub(super) fn harvest(&mut self, done: &mut Completer<'_>) -> u64 {
-        let from_pool = self.threads.harvest(done);
         if self.in_kernel == 0 {
-            return from_pool;
+            return 0;
         }
         let announcements = &mut self.announcements;
         let count = match &mut self.completions {
@@ -246,7 +261,7 @@ impl Aio {
                     Err(_) => {
                         let depth = fits(self.depth, "the depth of a context");
                         self.completions = getevents_from_now_on(depth);
-                        return from_pool + self.harvest(done);
+                        return self.harvest(done);
                     }
                 }
             }
@@ -265,7 +280,7 @@ impl Aio {
             self.retry.completed();
         }
         self.announcements.harvested(self.in_kernel, done.now);
-        from_pool + count
+        count
     }
 }
 
@@ -322,6 +337,7 @@ mod tests {
 
     struct Bench {
         engine: Aio,
+        threads: Threads,
         slots: Slots,
         stats: Stats,
         woken: Vec<TaskKey>,
@@ -330,11 +346,11 @@ mod tests {
     impl Bench {
         fn new(depth: u32) -> Self {
             let wake = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-            let threads = Threads::new(&Arc::new(Mailbox::new(wake)));
             let config = IoThreadConfig { depth, ..IoThreadConfig::default() };
             Self {
-                engine: Aio::new(&config, CompletionRing::Userspace, threads).unwrap(),
-                slots: Slots::new(EngineKind::Aio, depth),
+                engine: Aio::new(&config, CompletionRing::Userspace).unwrap(),
+                threads: Threads::new(&Arc::new(Mailbox::new(wake))),
+                slots: Slots::new(depth),
                 stats: Stats::default(),
                 woken: Vec::new(),
             }
@@ -347,19 +363,29 @@ mod tests {
             };
             let op = Op { kind, file: Rc::clone(file), offset, buffers };
             let slot = self.slots.insert(op, Owner::default());
-            self.engine.queue(slot, &self.slots);
+            if !self.engine.queue(slot, self.slots.op(slot).unwrap()) {
+                self.threads.queue(slot);
+            }
             slot
         }
 
         fn round(&mut self) {
-            let Self { engine, slots, stats, woken } = self;
+            let Self { engine, threads, slots, stats, woken } = self;
             let mut done = Completer { slots, stats, woken, now: Instant::now() };
-            while engine.submit(usize::MAX, &mut done) {}
+            while threads.submit(usize::MAX, &mut done)
+                || engine.submit(usize::MAX, threads, &mut done)
+            {}
+            threads.harvest(&mut done);
             engine.harvest(&mut done);
         }
 
+        fn ops(&self) -> usize {
+            let Self { engine, threads, .. } = self;
+            engine.queued() + engine.in_kernel() + threads.queued() + threads.in_kernel()
+        }
+
         fn finish(&mut self) {
-            while self.engine.queued() + self.engine.in_kernel() > 0 {
+            while self.ops() > 0 {
                 self.round();
                 std::thread::yield_now();
             }
@@ -469,10 +495,10 @@ mod tests {
         let (_path, file) = file(true);
         let mut bench = Bench::new(16);
         let slot = bench.queue(&file, OpKind::Read, 0);
-        let Bench { engine, slots, stats, woken } = &mut bench;
+        let Bench { engine, threads, slots, stats, woken } = &mut bench;
         let mut done = Completer { slots, stats, woken, now: Instant::now() };
-        assert!(!engine.refused(libc::EAGAIN, &mut done) && engine.retry_at().is_some());
-        assert!(engine.refused(libc::EBADF, &mut done));
+        assert!(!engine.refused(libc::EAGAIN, threads, &mut done) && engine.retry_at().is_some());
+        assert!(engine.refused(libc::EBADF, threads, &mut done));
         assert_eq!(engine.retry_at(), None, "an idle loop would not sleep");
         assert_eq!(bench.result(slot).unwrap_err().raw_os_error(), Some(libc::EBADF));
     }
@@ -485,11 +511,11 @@ mod tests {
         let slot = bench.queue(&file, OpKind::Read, 0);
         let mut now = Instant::now();
         let mut waits = Vec::new();
-        while bench.engine.threads.in_kernel() == 0 {
-            let Bench { engine, slots, stats, woken } = &mut bench;
+        while bench.threads.in_kernel() == 0 {
+            let Bench { engine, threads, slots, stats, woken } = &mut bench;
             let mut done = Completer { slots, stats, woken, now };
-            if engine.refused(libc::EAGAIN, &mut done) {
-                engine.submit(usize::MAX, &mut done);
+            if engine.refused(libc::EAGAIN, threads, &mut done) {
+                threads.submit(usize::MAX, &mut done);
             }
             if let Some(when) = engine.retry_at() {
                 assert!(when > now, "a retry must not spin");

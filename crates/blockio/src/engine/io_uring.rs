@@ -1,8 +1,8 @@
 //! Engine `io_uring`: one ring for submissions, completions and everything the loop waits for.
 //!
 //! A turn that has to sleep costs one system call, which submits, lets the kernel post what it
-//! has finished, and waits. Eventfds of others are watched by multishot polls in the same ring
-//! and are never read.
+//! has finished, and waits. Eventfds of others, those of the other engines among them, are watched
+//! by multishot polls in the same ring and are never read.
 
 mod fixed;
 mod op_ring;
@@ -16,7 +16,7 @@ use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
-use super::completer::{Completer, TOKEN_ENGINE};
+use super::completer::Completer;
 use super::kernel::Ring;
 use super::kernel::ring_abi::Setup;
 use super::retry::Retry;
@@ -25,7 +25,7 @@ use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::error::Error;
 use crate::io_file::NOT_REGISTERED;
-use crate::op::{IoFile, OpKind, OpenFile, Slots};
+use crate::op::{IoFile, Op, OpKind};
 use crate::stats::Stats;
 use fixed::FixedFiles;
 use op_ring::OpRing;
@@ -62,17 +62,11 @@ pub(crate) struct IoUring {
     deferred_since: Option<Instant>,
     /// Device discards through the ring work since Linux 6.12.
     has_discard: bool,
-    threads: Threads,
 }
 
 impl IoUring {
     /// Sets up a ring for `config.depth` ops in the kernel, for the calling thread.
-    pub(super) fn new(
-        config: &IoThreadConfig,
-        sqpoll: bool,
-        iopoll: bool,
-        threads: Threads,
-    ) -> Result<Self, Error> {
+    pub(super) fn new(config: &IoThreadConfig, sqpoll: bool, iopoll: bool) -> Result<Self, Error> {
         let unavailable = |error| Error::IoUringUnavailable { error };
         let &IoThreadConfig { depth, embedded, .. } = config;
         let setup = Setup { depth, sqpoll, embedded, polled_beside: None };
@@ -92,17 +86,11 @@ impl IoUring {
             watches: Watches::default(),
             files: FixedFiles::default(),
             deferred_since: None,
-            threads,
         })
     }
 
     fn rings(&mut self) -> impl Iterator<Item = &mut OpRing> {
         [Some(&mut self.main), self.polled.as_mut()].into_iter().flatten()
-    }
-
-    pub(super) fn watch_own_eventfd(&mut self) -> Result<(), Errno> {
-        let fd = self.threads.eventfd();
-        self.watches.add(&mut self.main.ring, fd, TOKEN_ENGINE)
     }
 
     pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
@@ -111,10 +99,6 @@ impl IoUring {
 
     pub(super) fn unwatch(&mut self, token: u64) {
         self.watches.remove(&mut self.main.ring, token);
-    }
-
-    pub(super) fn set_disks(&mut self, disks: usize) {
-        self.threads.set_disks(disks);
     }
 
     pub(super) fn register_file(&mut self, file: &IoFile) {
@@ -151,31 +135,26 @@ impl IoUring {
         self.rings().for_each(|ring| ring.unregister_memory(memory));
     }
 
-    pub(super) fn queue(&mut self, slot: u32, slots: &Slots) {
-        match slots.kind(slot) {
-            Some(OpKind::ZeroBlocks { .. }) => self.threads.queue(slot),
-            Some(OpKind::DiscardBlocks { .. }) if !self.has_discard => self.threads.queue(slot),
-            Some(OpKind::Read | OpKind::Write { .. }) => match &mut self.polled {
-                Some(polled) if slots.file(slot).is_some_and(OpenFile::may_be_polled) => {
-                    polled.queue(slot);
-                }
+    /// Takes an op for the next submit. False: it is one for the pool.
+    pub(super) fn queue(&mut self, slot: u32, op: &Op) -> bool {
+        match op.kind {
+            OpKind::ZeroBlocks { .. } => return false,
+            OpKind::DiscardBlocks { .. } if !self.has_discard => return false,
+            OpKind::Read | OpKind::Write { .. } => match &mut self.polled {
+                Some(polled) if op.file.may_be_polled() => polled.queue(slot),
                 _ => self.main.queue(slot),
             },
             _ => self.main.queue(slot),
         }
-    }
-
-    /// Whether ops are queued for the pool.
-    pub(super) fn has_jobs(&self) -> bool {
-        self.threads.queued() > 0
+        true
     }
 
     pub(super) fn queued(&self) -> usize {
-        self.sum(OpRing::queued) + self.threads.queued()
+        self.sum(OpRing::queued)
     }
 
     pub(super) fn in_kernel(&self) -> usize {
-        self.sum(OpRing::in_kernel) + self.threads.in_kernel()
+        self.sum(OpRing::in_kernel)
     }
 
     /// Of both rings.
@@ -209,37 +188,32 @@ impl IoUring {
     }
 
     pub(super) fn submit(&mut self, max: usize, done: &mut Completer<'_>) -> bool {
-        let more_jobs = self.threads.submit(max, done);
         self.watches.arm_lost(&mut self.main.ring, done.now);
         if self.retry.is_blocked(done.now) {
-            return more_jobs;
+            return false;
         }
         let pushed = self.push_queued(max, done);
         if pushed == 0 && self.unsubmitted() == 0 {
-            return more_jobs;
+            return false;
         }
         let result = self.rings().try_for_each(|ring| ring.submit(done.stats));
         done.now = clock::now();
         match result {
             Ok(()) => {
                 self.retry.accepted();
-                more_jobs || (pushed > 0 && self.sum(OpRing::queued) > 0)
+                pushed > 0 && self.queued() > 0
             }
-            Err(error) => self.refused(&error, done) || more_jobs,
+            Err(error) => self.refused(&error, done),
         }
     }
 
     /// Fills submission entries for queued ops, as many as `max`, the depth and the rings allow.
     fn push_queued(&mut self, max: usize, done: &mut Completer<'_>) -> usize {
-        let in_kernel = self.sum(OpRing::in_kernel);
+        let in_kernel = self.in_kernel();
         let room = self.depth.saturating_sub(in_kernel).min(max);
         let pushed = self.rings().fold(0, |sum, ring| sum + ring.push(room - sum, done));
         // Entries that an interrupted submit has left behind complete only when they are submitted.
-        if pushed == 0
-            && in_kernel >= self.depth
-            && self.sum(OpRing::queued) > 0
-            && self.unsubmitted() == 0
-        {
+        if pushed == 0 && in_kernel >= self.depth && self.queued() > 0 && self.unsubmitted() == 0 {
             self.retry.full();
         }
         pushed
@@ -252,7 +226,7 @@ impl IoUring {
         let mut left = max;
         loop {
             left -= self.push_queued(left, done);
-            let has_room = left > 0 && self.sum(OpRing::in_kernel) < self.depth;
+            let has_room = left > 0 && self.in_kernel() < self.depth;
             let stats = done.stats;
             if !has_room || !self.rings().any(|ring| ring.makes_room(stats)) {
                 return;
@@ -269,7 +243,7 @@ impl IoUring {
         done.stats.submit_again.add(1);
         // EBUSY: completions that the ring had no room for wait to be harvested. What is in the
         // submission ring cannot be taken back, so the pool never takes over: it is tried again.
-        let others = self.sum(OpRing::in_kernel).saturating_sub(self.unsubmitted());
+        let others = self.in_kernel().saturating_sub(self.unsubmitted());
         if self.retry.refused(others, done.now) {
             tracing::warn!("io_uring does not accept operations: {error}; trying again");
         }
@@ -279,7 +253,7 @@ impl IoUring {
     /// For busy-polling. What the kernel has put off until it is asked costs a system call, so
     /// more is waited for: the longer, the more ops may still join.
     pub(super) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
-        if self.main.ring.has_entries() || self.threads.has_completions() {
+        if self.main.ring.has_entries() {
             return true;
         }
         if let Some(polled) = &mut self.polled
@@ -311,8 +285,13 @@ impl IoUring {
         }
     }
 
-    pub(super) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
-        let from_pool = self.threads.harvest(done);
+    /// Ops that the kernel will not do here go to `threads`.
+    pub(super) fn harvest(
+        &mut self,
+        threads: &mut Threads,
+        done: &mut Completer<'_>,
+        happened: &mut Vec<u64>,
+    ) -> u64 {
         self.run_deferred(done);
         let mut found = 0;
         let mut entries = self.main.begin_harvest();
@@ -320,7 +299,7 @@ impl IoUring {
             match self.watches.take_in(&mut self.main.ring, &entry, done.now) {
                 Seen::Op(slot) => {
                     found += 1;
-                    self.complete(slot, entry.result(), done);
+                    self.complete(slot, entry.result(), threads, done);
                 }
                 Seen::Event(token) => happened.push(token),
                 Seen::Nothing => {}
@@ -331,18 +310,23 @@ impl IoUring {
         if found > 0 {
             self.retry.completed();
         }
-        from_pool + found as u64
+        found as u64
     }
 
-    fn complete(&mut self, slot: u32, result: i32, done: &mut Completer<'_>) {
-        if matches!(result, BUSY | UNSUPPORTED)
-            && matches!(done.slots.kind(slot), Some(OpKind::DiscardBlocks { .. }))
-        {
+    fn complete(
+        &mut self,
+        slot: u32,
+        result: i32,
+        threads: &mut Threads,
+        done: &mut Completer<'_>,
+    ) {
+        let is_discard = |op: &Op| matches!(op.kind, OpKind::DiscardBlocks { .. });
+        if matches!(result, BUSY | UNSUPPORTED) && done.slots.op(slot).is_some_and(is_discard) {
             // Kernels before 6.12 discard by ioctl only, and the pool does that. Later ones refuse
             // it in the ring while somebody writes to the same page of the page cache; the ioctl
             // waits for that.
             self.has_discard &= result == BUSY;
-            self.threads.queue(slot);
+            threads.queue(slot);
             return;
         }
         done.complete(slot, i64::from(result));
@@ -381,7 +365,6 @@ impl IoUring {
         max: usize,
         done: &mut Completer<'_>,
     ) -> Result<(), Error> {
-        debug_assert!(!self.has_jobs(), "a sleep with operations queued for the pool");
         if !self.retry.is_blocked(done.now) {
             self.push_before_sleep(max, done);
         }
@@ -444,6 +427,7 @@ impl AsFd for IoUring {
 mod tests {
     use super::*;
     use crate::mailbox::Mailbox;
+    use crate::op::Slots;
     use crate::task_key::TaskKey;
     use rustix::event::{EventfdFlags, eventfd};
     use std::sync::Arc;
@@ -457,19 +441,19 @@ mod tests {
         let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
         let new = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let high = |fd: rustix::fd::OwnedFd| rustix::io::fcntl_dupfd_cloexec(fd, HIGH).unwrap();
-        let threads = Threads::new(&Arc::new(Mailbox::new(new())));
-        let mut engine = IoUring::new(&config, false, false, threads).unwrap();
+        let mut engine = IoUring::new(&config, false, false).unwrap();
+        let mut threads = Threads::new(&Arc::new(Mailbox::new(new())));
         let watched = high(new());
         engine.watch(watched.as_fd(), 7).unwrap();
         // The kernel finds nothing under the number, and then the eventfd.
         drop(watched);
-        let mut slots = Slots::new(crate::config::EngineKind::IoUring, 16);
+        let mut slots = Slots::new(16);
         let stats = Stats::default();
         let (mut woken, mut happened) = (Vec::<TaskKey>::new(), Vec::new());
         let mut round = |engine: &mut IoUring, now| {
             let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
             engine.submit(usize::MAX, &mut done);
-            engine.harvest(&mut done, &mut happened);
+            engine.harvest(&mut threads, &mut done, &mut happened);
             happened.contains(&7)
         };
         let mut now = Instant::now();

@@ -164,6 +164,36 @@ fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
     }
 }
 
+/// As above, but the two have different engines.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_hung_disk_holds_nothing_that_a_disk_of_another_engine_needs() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let Some(volume) = Volume::new() else { return };
+    let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+    // A submit of Linux AIO waits for a file system that is frozen.
+    for of_hung in [EngineKind::IoUring, EngineKind::Threads] {
+        for of_well in all.into_iter().filter(|&engine| engine != of_hung) {
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            for engine in all {
+                thread.io().add_engine(engine.into()).unwrap();
+            }
+            let hung = open(&volume.place().join("disk"), true).prefer_engine(of_hung);
+            let hung = hung.attach(thread.io());
+            let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            well.as_file().set_len(1 << 20).unwrap();
+            let frozen = volume.freeze();
+            let done = write_at_once(&thread, hung, 600);
+            let well = open(well.path(), true).prefer_engine(of_well).attach(thread.io());
+            thread.block_on(use_disk(&well)).unwrap();
+            assert_eq!(done.get(), 0, "{of_well} beside {of_hung}: nothing has hung");
+            drop(frozen);
+            thread.run().unwrap();
+            assert_eq!(done.get(), 600);
+        }
+    }
+}
+
 /// Whether a thread of this process waits in the kernel and cannot be interrupted.
 fn is_stuck(thread: rustix::thread::Pid) -> bool {
     let path = format!("/proc/self/task/{}/status", thread.as_raw_pid());

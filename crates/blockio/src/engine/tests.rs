@@ -125,7 +125,7 @@ fn who_embeds_a_loop_is_woken_by_completions() {
         let config = IoThreadConfig { engine, depth: 64, embedded: true, ..Default::default() };
         let thread = IoThread::new(&config).unwrap();
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let file = thread.io().attach_file(&Arc::new(reader.into()));
+        let file = thread.io().attach_file(&Arc::new(reader.into()), EngineKind::IoUring);
         let io = Rc::clone(thread.io());
         let reads = Rc::new(Cell::new(0));
         let count = Rc::clone(&reads);
@@ -214,7 +214,7 @@ fn who_embeds_a_loop_is_told_when_to_look_for_late_ops() {
     let thread = thread(EngineKind::IoUring);
     assert_eq!(thread.deadline(), None, "there is nothing to look for");
     let (reader, writer) = rustix::pipe::pipe().unwrap();
-    let file = thread.io().attach_file(&Arc::new(reader.into()));
+    let file = thread.io().attach_file(&Arc::new(reader.into()), EngineKind::IoUring);
     let io = Rc::clone(thread.io());
     let is_read = Rc::new(Cell::new(false));
     let done = Rc::clone(&is_read);
@@ -329,6 +329,40 @@ fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
         assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
         assert_eq!((served.get(), ring.notified.get()), (5 + 2 * round, 1 + round));
     }
+}
+
+/// A loop that gets a ring waits for everything in that, and for nothing with epoll any more.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn kicks_and_wakes_are_heard_when_the_waiter_becomes_another() {
+    let (thread, ring, kick, served) = serving();
+    thread.turn(Wait::Never).unwrap();
+    thread.io().add_engine(EngineKind::IoUring.into()).unwrap();
+    let slept = thread.io().stats().syscalls.epoll_wait.get();
+    // Were one unheard, this would end the sleep, and say so.
+    let (io, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
+    let late = Rc::clone(&is_late);
+    thread.io().spawn(async move {
+        io.sleep_until(Instant::now() + Duration::from_secs(30)).await;
+        late.set(true);
+    });
+    for round in 1..=3 {
+        ring.work.set(2);
+        rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+        while served.get() < 2 * round {
+            assert!(!is_late.get(), "a kick was not heard");
+            thread.turn(Wait::ForEvent).unwrap();
+            thread.turn(Wait::Never).unwrap();
+        }
+    }
+    let (remote, this) = (thread.remote(), rustix::thread::gettid());
+    let other = std::thread::spawn(move || {
+        wait_for_sleep(this);
+        remote.post(|io| io.stop())
+    });
+    thread.run().unwrap();
+    assert!(other.join().unwrap() && !is_late.get(), "a wake was not heard");
+    assert_eq!(thread.io().stats().syscalls.epoll_wait.get(), slept);
 }
 
 #[test]

@@ -164,7 +164,6 @@ mod tests {
     use rustix::fd::OwnedFd;
 
     use super::*;
-    use crate::config::EngineKind;
     use crate::engine::pool::{Jobs, next_job};
     use crate::op::{FileRef, IoFile, Op, OpKind, OpView, Slots};
     use crate::stats::Stats;
@@ -190,7 +189,7 @@ mod tests {
             Self {
                 engine: Threads::new(&new_mailbox()),
                 file: IoFile::alone(Arc::new(file.into())),
-                slots: Slots::new(EngineKind::Threads, 64),
+                slots: Slots::new(64),
                 stats: Stats::default(),
                 woken: Vec::new(),
             }

@@ -1,5 +1,8 @@
 //! How much of an engine's room each lane may have.
 
+use std::ops::{Index, IndexMut};
+
+use crate::config::EngineKind;
 use iomem::fits;
 
 /// The most ops of a lane that are its own.
@@ -34,5 +37,35 @@ impl Shares {
         let (mine, more) = (self.beyond(after), self.beyond(after) - self.beyond(before));
         let free = self.common.saturating_sub(self.taken);
         mine == 0 || (more <= free && mine <= free.saturating_mul(PART))
+    }
+
+    /// A lane has `after` in place of `before`, which is less.
+    pub(super) fn takes(&mut self, before: u32, after: u32) {
+        self.taken += self.beyond(after) - self.beyond(before);
+    }
+
+    /// A lane has `after` in place of `before`, which was more.
+    pub(super) fn gets_back(&mut self, before: u32, after: u32) {
+        self.taken -= self.beyond(before) - self.beyond(after);
+    }
+}
+
+/// One for each engine.
+#[derive(Debug, Default)]
+pub(super) struct ByEngine<T>([T; 3]);
+
+impl<T> Index<EngineKind> for ByEngine<T> {
+    type Output = T;
+
+    #[inline]
+    fn index(&self, engine: EngineKind) -> &T {
+        &self.0[engine as usize]
+    }
+}
+
+impl<T> IndexMut<EngineKind> for ByEngine<T> {
+    #[inline]
+    fn index_mut(&mut self, engine: EngineKind) -> &mut T {
+        &mut self.0[engine as usize]
     }
 }
