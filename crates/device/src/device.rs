@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockio::{DiskSource, Io, Pending, RegisteredMemory, Remote};
+use blockio::{DiskSource, EngineKind, Io, Pending, RegisteredMemory, Remote};
 
 use crate::blk::config::BlkOptions;
 use crate::blk::device::BlkDevice;
@@ -239,11 +239,19 @@ impl Device {
 
     fn register_memory(&self, io: &Rc<Io>, queue: &Queue) -> Option<RegisteredMemory> {
         let common = self.common();
-        if !common.working.fixed_buffers {
+        if !common.working.fixed_buffers || !self.has_io_uring(io) {
             return None;
         }
         let registered = queue.register_memory(io);
         registered.inspect_err(|error| common.events.memory_not_registered(error)).ok()
+    }
+
+    /// Whether its ops on this IoThread are those of io_uring.
+    fn has_io_uring(&self, io: &Io) -> bool {
+        let engine = match self {
+            Self::Blk(blk) => blk.source().engine_on(io),
+        };
+        engine == Some(EngineKind::IoUring)
     }
 
     fn common(&self) -> &Common {

@@ -9,7 +9,7 @@ use device::{CallWatch, Device};
 use crate::command::{Command, CommandError, Reply};
 use crate::control::{Control, ExportSetup};
 use crate::ending::{Event, Outcome, wait_for_end};
-use crate::engines::{Engine, Engines, engine_for};
+use crate::engines::{Threads, choose, set_up};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::memory_limits::MemoryLimits;
@@ -37,7 +37,7 @@ pub struct Daemon {
 /// The threads that serve exports.
 struct Pool {
     /// `None` when the daemon has ended.
-    engines: Option<Engines>,
+    threads: Option<Threads>,
     /// How many exports were given threads.
     exports: usize,
 }
@@ -58,7 +58,7 @@ impl Daemon {
         // The receiver goes only when the daemon ends anyway.
         let control = Control::start(move || drop(ended.send(Event::Ended)))?;
         let args = Arc::new(args);
-        let engines = Some(Engines::new(Arc::clone(&args), events.clone(), Arc::clone(&stuck)));
+        let threads = Some(Threads::new(Arc::clone(&args), events.clone(), Arc::clone(&stuck)));
         let sizes = (args.max_guest_memory, args.max_mapped_memory);
         let limits = MemoryLimits::new(sizes.0, sizes.1, args.memory_files.into());
         let daemon = Self {
@@ -66,7 +66,7 @@ impl Daemon {
             control,
             limits,
             inherited: Mutex::new(inherited),
-            pool: Mutex::new(Pool { engines, exports: 0 }),
+            pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
         };
@@ -110,14 +110,18 @@ impl Daemon {
         let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
         // Before the threads, which say what they chose: what is refused is refused in one line.
         let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
-        let choices = side_by_side(&disks, |disk| engine_for(&self.args, disk));
+        let choices = side_by_side(&disks, |disk| choose(&self.args, disk));
         let (mut exports, mut ready) = (Vec::new(), Vec::new());
         let opened = disks.into_iter().zip(choices).zip(endpoints);
-        for (spec, ((disk, choice), endpoint)) in specs.into_iter().zip(opened) {
-            let threads = self.threads_for(&spec, &disk, choice)?;
+        for (spec, ((mut disk, choice), endpoint)) in specs.into_iter().zip(opened) {
+            let threads = self.threads_for(&spec)?;
+            // Without the pool, for one of the threads may be stuck.
+            let engine = set_up(&self.args, &threads, &disk, choice)?;
+            disk.source = disk.source.prefer_engine(engine);
             ready.push((disk.name.clone(), serving(&spec, &disk)));
             exports.push(self.set_up(spec, disk, endpoint, threads));
         }
+        self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
         names.serve(exports)?;
         for (export, line) in ready {
             tracing::info!(export, "{line}");
@@ -138,15 +142,9 @@ impl Daemon {
     }
 
     /// The IoThreads of an export: first that of its first queue.
-    fn threads_for(
-        &self,
-        spec: &ExportSpec,
-        disk: &OpenDisk,
-        choice: Engine,
-    ) -> Result<Vec<Remote>, CommandError> {
+    fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Remote>, CommandError> {
         let mut pool = self.pool();
-        let engines = pool.engines.as_mut().ok_or(CommandError::Ending)?;
-        let mut threads = engines.threads_for(disk, choice)?;
+        let mut threads = pool.threads.as_mut().ok_or(CommandError::Ending)?.remotes()?;
         // The first queues of all exports would otherwise meet on the first thread.
         let first = pool.exports % threads.len();
         pool.exports += 1;
@@ -185,11 +183,11 @@ impl Ending {
         if outcome == Outcome::Clean {
             daemon.control.join();
         }
-        let engines = daemon.pool().engines.take();
-        engines.iter().for_each(Engines::log_summaries);
+        let threads = daemon.pool().threads.take();
+        threads.iter().for_each(Threads::log_summaries);
         if outcome != Outcome::Clean {
             // To end IoThreads is to wait for their ops. The end of the process is not.
-            std::mem::forget(engines);
+            std::mem::forget(threads);
         }
         outcome
     }

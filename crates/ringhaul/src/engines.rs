@@ -1,8 +1,8 @@
-//! The IoThreads of the daemon: a set of them for each engine that a disk needs.
+//! Which engine each disk gets, and the IoThreads, which have all that their disks need.
 
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, Once, PoisonError, mpsc};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blockio::choose::Choice;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
@@ -14,6 +14,9 @@ use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::thread_watch::ThreadWatch;
+
+/// There is one warning, however many threads get a ring.
+static WARNING: Once = Once::new();
 
 /// With `--sqpoll` the kernel's threads and ours spin, and two that share a CPU wait out each
 /// other's time slices: a request then takes milliseconds.
@@ -29,91 +32,123 @@ fn warn_of_few_cpus(iothreads: usize) {
 }
 
 /// How an engine came to be chosen for a disk.
-pub(crate) enum Engine {
+pub(crate) enum Chosen {
     AsAsked(EngineKind),
     Best(Choice),
 }
 
 /// The engine that was asked for, or the one that a trial finds best.
-pub(crate) fn engine_for(args: &ServeArgs, disk: &OpenDisk) -> Engine {
-    let best = || Engine::Best(blockio::choose::best_engine(&disk.source));
-    args.engine.kind().map_or_else(best, Engine::AsAsked)
+pub(crate) fn choose(args: &ServeArgs, disk: &OpenDisk) -> Chosen {
+    let best = || Chosen::Best(blockio::choose::best_engine(&disk.source));
+    args.engine.kind().map_or_else(best, Chosen::AsAsked)
 }
 
-/// The IoThreads: a set of them for each engine that a disk needs.
-pub(crate) struct Engines {
+/// Sets an engine for a disk up on its IoThreads: the one that was asked for, or the best that
+/// works. Returns which one that is. It waits for those threads.
+pub(crate) fn set_up(
+    args: &ServeArgs,
+    threads: &[Remote],
+    disk: &OpenDisk,
+    chosen: Chosen,
+) -> Result<EngineKind> {
+    let name = &disk.name;
+    let Choice { engine, why } = match chosen {
+        Chosen::Best(choice) => choice,
+        Chosen::AsAsked(engine) => {
+            add(args, threads, engine)?;
+            let waits = engine == EngineKind::Aio && !disk.source.info().direct;
+            let but =
+                if waits { "; with the page cache its submits wait for the disk" } else { "" };
+            tracing::info!(export = name, "engine {engine}: as requested{but}");
+            return Ok(engine);
+        }
+    };
+    let mut failed = match add(args, threads, engine) {
+        Ok(()) => {
+            tracing::info!(export = name, "engine {engine}: {why}");
+            if let Some(what) = without_effect(engine, &args.io_uring_options()) {
+                tracing::info!(export = name, "{what}");
+            }
+            return Ok(engine);
+        }
+        Err(error) => error,
+    };
+    // The trial had room for one small ring or context, and there are more and larger ones.
+    for engine in blockio::choose::fallbacks(engine, &disk.source) {
+        tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
+        match add(args, threads, engine) {
+            Ok(()) => return Ok(engine),
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed)
+}
+
+/// Adds an engine to IoThreads that do not have it.
+fn add(args: &ServeArgs, threads: &[Remote], engine: EngineKind) -> Result<()> {
+    let config = args.engine_config(engine);
+    if engine == EngineKind::Threads {
+        // It is always there.
+        return Ok(());
+    }
+    let mut is_new = false;
+    for thread in threads {
+        let added = thread.call(move |io| io.add_engine(config));
+        is_new |= added.context("an IoThread has ended")??;
+    }
+    if is_new && engine == EngineKind::IoUring && args.sqpoll {
+        WARNING.call_once(|| warn_of_few_cpus(args.iothreads.into()));
+    }
+    Ok(())
+}
+
+/// The IoThreads, started for the first export. They serve all exports.
+pub(crate) struct Threads {
     args: Arc<ServeArgs>,
-    running: Vec<(EngineKind, IoThreads)>,
+    running: Option<IoThreads>,
+    serves: bool,
     events: mpsc::Sender<Event>,
     stuck: Arc<Mutex<ThreadWatch>>,
 }
 
-impl Engines {
+impl Threads {
     pub(crate) fn new(
         args: Arc<ServeArgs>,
         events: mpsc::Sender<Event>,
         stuck: Arc<Mutex<ThreadWatch>>,
     ) -> Self {
-        Self { args, running: Vec::new(), events, stuck }
+        Self { args, running: None, serves: false, events, stuck }
     }
 
-    /// The threads for a disk, with the engine that was asked for or the best that works.
-    pub(crate) fn threads_for(&mut self, disk: &OpenDisk, engine: Engine) -> Result<Vec<Remote>> {
-        let name = &disk.name;
-        let Choice { engine, why } = match engine {
-            Engine::Best(choice) => choice,
-            Engine::AsAsked(engine) => {
-                let threads = self.threads(engine)?;
-                let waits = engine == EngineKind::Aio && !disk.source.info().direct;
-                let but =
-                    if waits { "; with the page cache its submits wait for the disk" } else { "" };
-                tracing::info!(export = name, "engine {engine}: as requested{but}");
-                return Ok(threads);
-            }
-        };
-        let mut failed = match self.threads(engine) {
-            Ok(threads) => {
-                tracing::info!(export = name, "engine {engine}: {why}");
-                if let Some(what) = without_effect(engine, &self.args.io_uring_options()) {
-                    tracing::info!(export = name, "{what}");
-                }
-                return Ok(threads);
-            }
-            Err(error) => error,
-        };
-        // The trial had room for one small ring or context, and there are more and larger ones.
-        for engine in blockio::choose::fallbacks(engine, &disk.source) {
-            tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
-            match self.threads(engine) {
-                Ok(threads) => return Ok(threads),
-                Err(error) => failed = error,
-            }
-        }
-        Err(failed)
-    }
-
-    fn threads(&mut self, engine: EngineKind) -> Result<Vec<Remote>> {
-        if let Some((_, threads)) = self.running.iter().find(|(kind, _)| *kind == engine) {
+    /// Ways to reach them, in the order of their numbers.
+    pub(crate) fn remotes(&mut self) -> Result<Vec<Remote>> {
+        if let Some(threads) = &self.running {
             return Ok(threads.remotes().to_vec());
-        }
-        let count = usize::from(self.args.iothreads);
-        if engine == EngineKind::IoUring && self.args.sqpoll {
-            warn_of_few_cpus(count);
         }
         let events = self.events.clone();
         let failed = Arc::new(move || drop(events.send(Event::ThreadFailed)));
-        let threads = IoThreads::start(count, &self.args.io_thread_config(engine), &failed)?;
+        let (count, config) = (self.args.iothreads.into(), self.args.io_thread_config());
+        let threads = IoThreads::start(count, &config, &failed)?;
         let remotes = threads.remotes().to_vec();
         let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
         for (index, remote) in remotes.iter().enumerate() {
             stuck.add(format!("iothread-{index}"), remote.clone());
         }
-        self.running.push((engine, threads));
+        self.running = Some(threads);
         Ok(remotes)
     }
 
+    /// The first export is about to be served. What is refused before has one line in the log.
+    pub(crate) fn begin_to_serve(&mut self) {
+        if !std::mem::replace(&mut self.serves, true)
+            && let Some(threads) = &self.running
+        {
+            threads.prepare_calls();
+        }
+    }
+
     pub(crate) fn log_summaries(&self) {
-        let threads = self.running.iter().flat_map(|(_, threads)| threads.remotes());
+        let threads = self.running.iter().flat_map(|threads| threads.remotes());
         for (index, remote) in threads.enumerate() {
             tracing::info!("iothread-{index}: operations: {}", summary_of(remote.stats()));
             let [harvested, submitted] = sizes_of(remote.stats());

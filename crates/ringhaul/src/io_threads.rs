@@ -39,6 +39,18 @@ impl IoThreads {
         Ok(threads)
     }
 
+    /// Has each thread make what its queues share for calls, or warns that it cannot.
+    pub fn prepare_calls(&self) {
+        for (index, remote) in self.remotes.iter().enumerate() {
+            if let Some(Err(error)) = remote.call(|_| device::prepare_calls()) {
+                tracing::warn!(
+                    "iothread-{index} cannot set up Linux AIO for calls: {error}; a front-end may \
+                     make it wait for a full eventfd"
+                );
+            }
+        }
+    }
+
     /// Ways to reach the threads.
     #[must_use]
     pub fn remotes(&self) -> &[Remote] {
@@ -59,12 +71,6 @@ fn run(
             return;
         }
     };
-    if let Err(error) = device::prepare_calls() {
-        tracing::warn!(
-            "iothread-{index} cannot set up Linux AIO for calls: {error}; a front-end may make it \
-             wait for a full eventfd"
-        );
-    }
     let _ = started.send(Ok(thread.remote()));
     if let Err(error) = thread.run() {
         tracing::error!("iothread-{index} has ended: {error}; the queues that it served are lost");

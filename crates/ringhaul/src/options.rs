@@ -7,7 +7,7 @@ pub mod switches;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use blockio::{EngineKind, EngineOptions, IoThreadConfig};
+use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
 use device::blk::config::QUEUES_MAX;
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
@@ -62,7 +62,8 @@ pub struct ServeArgs {
     /// The front-end may use any size up to 1024.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
     pub queue_size: u16,
-    /// Threads that serve queues; thread E + I modulo N serves queue I of export E.
+    /// Threads that serve queues, whatever the engines of their disks; thread E + I modulo N serves
+    /// queue I of export E.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
@@ -167,16 +168,22 @@ impl ServeArgs {
         ]
     }
 
-    /// How each IoThread is set up, with `engine`.
+    /// How an engine is set up.
     #[must_use]
-    pub(crate) fn io_thread_config(&self, engine: EngineKind) -> IoThreadConfig {
+    pub(crate) fn engine_config(&self, engine: EngineKind) -> EngineConfig {
         let options = EngineOptions {
             sqpoll: self.sqpoll,
             iopoll: self.iopoll,
             completion_ring: self.switches.completion_ring.into(),
         };
+        options.engine(engine)
+    }
+
+    /// How each IoThread starts; engines for the disks are added then.
+    #[must_use]
+    pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
         IoThreadConfig {
-            engine: options.engine(engine),
+            engine: EngineConfig::Threads,
             poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
             poll_budget_percent: u32::from(self.poll_budget),
             harvest_on_submit: self.switches.harvest_on_submit.is_on(),

@@ -279,14 +279,20 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
         command.args(["--export", &export]);
         sockets.push(socket);
     }
+    // One of another engine shares the threads of the others.
+    let null = scene.socket("null.sock");
+    command.args(["--export", &format!("socket-path={},null=1M", null.display())]);
+    sockets.push(null);
     let mut daemon = Running::start(&mut command)?;
-    for _ in 0..DISKS {
+    for _ in 0..sockets.len() {
         daemon.wait_for(READY)?;
     }
     for socket in [&sockets[0], &sockets[1], &sockets[DISKS - 1]] {
         let options = "--rw randrw --number_ios 200 --iodepth 8 --verify";
         run(&mut bench(socket, options)?)?.expect_code(0)?;
     }
+    let options = "--rw randrw --number_ios 200 --iodepth 8";
+    run(&mut bench(&sockets[DISKS], options)?)?.expect_code(0)?;
     // Front-ends are attached and ask for nothing: the queues are armed, and no thread runs.
     let clients = sockets.iter().map(|socket| Frontend::attach(socket, &Setup::default()));
     let clients = clients.collect::<Result<Vec<_>>>()?;
@@ -305,7 +311,11 @@ fn one_daemon_serves_many_disks_and_rests_when_they_do() -> Result<()> {
     ensure!(times_run(&daemon)? == before, "an IoThread runs though nobody asks for anything");
     drop(clients);
     daemon.signal(Signal::TERM)?;
-    daemon.finish()?.expect_code(0)?;
+    let said = daemon.finish()?.expect_code(0)?.stderr;
+    for (name, lines) in [("iothread-0", 1), ("iothread-1", 1), ("iothread-2", 0)] {
+        let summaries = said.lines().filter(|line| line.contains(&format!("{name}: operations")));
+        ensure!(summaries.count() == lines, "not {lines} of {name}: {said}");
+    }
     for socket in &sockets {
         ensure!(!socket.exists(), "{} is still there", socket.display());
     }

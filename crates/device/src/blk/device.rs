@@ -111,7 +111,7 @@ impl BlkDevice {
     }
 
     /// The disk behind it.
-    pub(super) fn source(&self) -> &DiskSource {
+    pub(crate) fn source(&self) -> &DiskSource {
         &self.shared.source
     }
 
