@@ -4,10 +4,12 @@
 //! crates, the words of the project, links that lead nowhere, public items that nobody uses, how
 //! commits look. The limits are in `tables.rs`.
 
+mod architecture;
 mod commits;
 mod dead;
 mod floors;
 mod links;
+mod names;
 mod rust;
 mod tables;
 mod text;
@@ -92,6 +94,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.files.is_empty() {
         problems.extend(floors::check(&sources));
         problems.extend(dead::check(&sources));
+        problems.extend(names::check(&sources));
+        problems.extend(architecture::check(&sources));
         problems.extend(commits::check(root));
         problems.extend(unused::check(&sources));
     }

@@ -82,7 +82,7 @@ impl Scene {
         });
         while !ended.get() {
             if self.thread.turn(Wait::Never).unwrap() == Activity::Idle && !ended.get() {
-                assert!(self.waits_for_something(), "a wake was lost");
+                assert!(self.waits_for_something(), "invariant 12: a wake was lost");
                 self.thread.turn(Wait::ForEvent).unwrap();
             }
         }

@@ -280,10 +280,10 @@ impl Slots {
         stats: &Stats,
     ) -> Option<TaskKey> {
         let slot = self.slots.0.get_mut(index as usize)?;
-        // Invariant 4. A second completion would be taken for that of the next op in this slot.
+        // A second completion would be taken for that of the next op in this slot.
         assert!(
             matches!(slot.state, State::Pending | State::Abandoned),
-            "slot {index} completes with {result} and is {:?}: an op completes once",
+            "invariant 4: slot {index} completes with {result} and is {:?}: an op completes once",
             slot.state
         );
         match &slot.body {
@@ -425,7 +425,7 @@ mod tests {
         let (mut slots, stats) = (Slots::new(64), Stats::default());
         let index = slots.insert(op(buffers), Owner::default());
         slots.abandon(index);
-        assert!(!gone.get(), "the memory went while the op was pending");
+        assert!(!gone.get(), "invariant 3: the memory went while the op was pending");
         assert_eq!(slots.occupied(), 1);
         assert_eq!(slots.complete(index, 0, Instant::now(), &stats), None);
         assert!(gone.get(), "the memory stayed after the completion");

@@ -102,6 +102,10 @@ impl Io {
     }
 
     fn poll_task(&self, place: usize) {
+        debug_assert!(
+            self.ops.try_borrow_mut().is_ok(),
+            "invariant 2: a task is polled inside of a submit or a harvest"
+        );
         let Some((task, (mut future, waker))) = self.executor.borrow_mut().begin_poll(place) else {
             return;
         };
@@ -445,11 +449,11 @@ fn assert_may_sleep(ops: &Ops) {
     let engine = &ops.engine;
     assert!(
         !ops.slots.lanes.has_backlog() || engine.queued() + engine.in_kernel() > 0,
-        "going to sleep with ops in lanes that nothing will take out"
+        "invariant 5: the loop sleeps with ops in lanes that nothing will take out"
     );
     assert!(
         engine.may_sleep(),
-        "going to sleep with {} ops queued, some of them for an engine that has none in the kernel",
+        "invariant 5: {} ops are queued, some for an engine that has none in the kernel",
         engine.queued()
     );
 }

@@ -90,6 +90,7 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     queue.set_stopping();
     handler.stop(&queue);
     finish(&io, &queue, &source, &mut requests).await;
+    assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
     drop(source);
     stop.of(&queue)
 }
@@ -283,7 +284,10 @@ mod tests {
         scene.offer_nothing();
         scene.turn(10);
         let heard = scene.events.take();
-        assert!(heard.len() == 1 && heard[0].starts_with("queue 3: a queue"), "{heard:?}");
+        assert!(
+            heard.len() == 1 && heard[0].starts_with("queue 3: a queue"),
+            "invariant 9: {heard:?}"
+        );
         assert_eq!(count_of(&scene.err), 1);
         // One that comes later is told, too.
         let err = new_eventfd();
@@ -299,7 +303,7 @@ mod tests {
         let scene = Scene::new();
         let handle = scene.start(EventBuffers::default());
         scene.turn(10);
-        assert_eq!(count_of(&scene.call), 1);
+        assert_eq!(count_of(&scene.call), 1, "invariant 8: no call at the start");
         let call = new_eventfd();
         handle.set_call(Some(call.try_clone().unwrap()));
         scene.turn(10);

@@ -418,8 +418,8 @@ impl Export {
             let (waited, time) = (rounds - since.0, now - since.1);
             if waited > u64::from(ROUNDS_UNTIL_SERVED) && time >= self.plan.look_delay_ns() {
                 let text = format!(
-                    "device {}, queue {queue}: avail entry {next_avail} was left for {waited} \
-                     rounds of IoThread {thread}, {time} ns",
+                    "invariant 14: device {}, queue {queue}: avail entry {next_avail} was left for \
+                     {waited} rounds of IoThread {thread}, {time} ns",
                     self.index
                 );
                 return Err(Failure::new("starved", text));

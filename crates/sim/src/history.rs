@@ -109,7 +109,8 @@ impl History {
             return Ok(());
         }
         let kept: Vec<_> = writes.iter().filter(|write| durable(write)).collect();
-        let text = format!("{value:?} is left, but kept must be {kept:?}");
+        let promise = if power_lost { "invariant 11: " } else { "" };
+        let text = format!("{promise}{value:?} is left, but kept must be {kept:?}");
         Err(fail("lost data", sector, &text))
     }
 }

@@ -8,9 +8,17 @@ use super::{Problem, Source, rust};
 pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
     let starts = |start: &&str| sources.iter().any(|source| source.path.starts_with(*start));
     let mut rows: Vec<(&str, &str)> = Vec::new();
+    let has = |file: &str, word: &str| {
+        sources.iter().any(|source| source.path == file && rust::has_word(source, word))
+    };
     for (file, _) in tables::UNSAFE_FILES {
-        if !sources.iter().any(|source| source.path == *file && rust::has_unsafe(source)) {
+        if !has(file, "unsafe") {
             rows.push((file, "there is no such file with `unsafe` in it"));
+        }
+    }
+    for (file, _) in tables::SIMULATED_FILES {
+        if !has(file, tables::SIMULATION) {
+            rows.push((file, "there is no such file with a branch for the simulation"));
         }
     }
     let nothing = "no file's path begins like that";

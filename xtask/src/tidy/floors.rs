@@ -139,7 +139,7 @@ fn modules_of<'a>(folder: &str, sources: &'a [Source]) -> BTreeMap<Path, Module<
 }
 
 /// Modules that are there for tests only.
-fn test_modules(file: &File) -> impl Iterator<Item = String> {
+pub(super) fn test_modules(file: &File) -> impl Iterator<Item = String> {
     file.items.iter().filter_map(|item| match item {
         Item::Mod(module) if module.attrs.iter().any(is_cfg_test) => Some(module.ident.to_string()),
         _ => None,

@@ -29,16 +29,16 @@ pub(super) fn check(source: &Source) -> Vec<Problem> {
     problems
 }
 
-/// Whether a file says `unsafe`, outside of texts.
-pub(super) fn has_unsafe(source: &Source) -> bool {
-    fn is_in(stream: TokenStream) -> bool {
+/// Whether a file has `word` outside of texts.
+pub(super) fn has_word(source: &Source, word: &str) -> bool {
+    fn is_in(stream: TokenStream, word: &str) -> bool {
         stream.into_iter().any(|token| match token {
-            TokenTree::Group(group) => is_in(group.stream()),
-            TokenTree::Ident(name) => name == "unsafe",
+            TokenTree::Group(group) => is_in(group.stream(), word),
+            TokenTree::Ident(name) => name == word,
             TokenTree::Punct(_) | TokenTree::Literal(_) => false,
         })
     }
-    source.text.parse().is_ok_and(is_in)
+    source.text.parse().is_ok_and(|tokens| is_in(tokens, word))
 }
 
 fn module_doc(source: &Source, file: &File) -> Option<Problem> {
@@ -159,6 +159,9 @@ impl Tokens<'_> {
         if text == "unsafe" {
             self.check_unsafe(name.span());
         }
+        if text == tables::SIMULATION {
+            self.check_simulation(name.span());
+        }
         if is_macro {
             self.check_macro(&text, name.span());
         }
@@ -170,6 +173,15 @@ impl Tokens<'_> {
         if !tables::UNSAFE_FILES.iter().any(|(file, _)| file == path) {
             let advice = "use what the files in UNSAFE_FILES (xtask/src/tidy/tables.rs) offer";
             self.push(span, "`unsafe` in this file".to_owned(), advice);
+        }
+    }
+
+    fn check_simulation(&mut self, span: Span) {
+        let path = &self.source.path;
+        let is_free = !path.starts_with("crates/") || path.starts_with("crates/sim/");
+        if !is_free && !tables::SIMULATED_FILES.iter().any(|(file, _)| file == path) {
+            let advice = "make it configuration: the simulation runs the code of the product";
+            self.push(span, format!("`cfg({})` in this file", tables::SIMULATION), advice);
         }
     }
 
@@ -267,6 +279,16 @@ mod tests {
         let in_words =
             "//! Not unsafe.\n#![forbid(unsafe_code)]\n// unsafe\nconst A: &str = \"unsafe\";\n";
         assert!(found("a.rs", in_words).is_empty());
+    }
+
+    #[test]
+    fn a_simulation_of_other_code() {
+        let code = "//! Doc.\nconst A: bool = cfg!(ringhaul_sim);\n";
+        let what = ["2 `cfg(ringhaul_sim)` in this file"];
+        assert_eq!(found("crates/blockio/src/bounce.rs", code), what);
+        for free in ["crates/blockio/src/clock.rs", "crates/sim/src/a.rs", "xtask/src/a.rs"] {
+            assert!(found(free, code).is_empty(), "{free}");
+        }
     }
 
     #[test]

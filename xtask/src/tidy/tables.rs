@@ -59,6 +59,20 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/bench/src/driver.rs", "the driver side of the rings, in memory it shares"),
 ];
 
+/// The `cfg` that simulated kernels are built with.
+pub(super) const SIMULATION: &str = "ringhaul_sim";
+
+/// Files of the product that may say it, and why. None of them has a constant or a branch within
+/// a function that depends on it.
+pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
+    ("crates/blockio/src/clock.rs", "chooses the clock"),
+    ("crates/blockio/src/engine/kernel.rs", "chooses the kernel"),
+    ("crates/blockio/src/disk.rs", "disks of a simulated kernel"),
+    ("crates/blockio/src/loss.rs", "a disk is opened anew, which the simulation only plays"),
+    ("crates/blockio/src/task.rs", "other threads, which the simulation only plays"),
+    ("crates/blockio/src/contract.rs", "tests: futures on a simulated kernel"),
+];
+
 /// Public items that no other crate, test, example or fuzz target names: the crate, the item, and
 /// who needs it.
 pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[

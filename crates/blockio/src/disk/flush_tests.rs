@@ -36,7 +36,8 @@ fn a_flush_waits_for_what_another_one_was_told() {
                     match errno {
                         0 => Ok(()),
                         errno => Err(Some(errno)),
-                    }
+                    },
+                    "invariant 11: {engine}"
                 );
             });
         }

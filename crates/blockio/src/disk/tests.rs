@@ -256,7 +256,7 @@ fn a_file_cut_while_in_use_reads_as_zeroes_and_can_be_written_again() {
         thread.block_on(disk.read(0, target)).unwrap().unwrap();
         let mut expected = pattern(2, 5000);
         expected.resize(8192, 0);
-        assert!(view.to_vec() == expected, "direct {}", disk.info().direct);
+        assert!(view.to_vec() == expected, "invariant 10: direct {}", disk.info().direct);
         let far = Buffers::aligned(4096, 4096);
         far.copy_from(0, &[7; 4096]);
         thread.block_on(disk.write(512 << 10, far, false)).unwrap().unwrap();

@@ -95,6 +95,8 @@ impl AioRing {
         if tail == self.head {
             return Ok(0);
         }
+        let head = header.head.load(Ordering::Relaxed);
+        assert!(head == self.head, "invariant 7: somebody else reads the completion ring, too");
         let events = self.header.wrapping_add(1).cast::<IoEvent>();
         let mut count = 0;
         while self.head != tail {

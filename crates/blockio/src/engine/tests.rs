@@ -329,6 +329,9 @@ fn kicks_are_armed_for_sleep_and_notify_comes_once_a_run() {
         assert_eq!(thread.turn(Wait::Never).unwrap(), Activity::Idle);
         assert_eq!((served.get(), ring.notified.get()), (5 + 2 * round, 1 + round));
     }
+    let mut kicks = [0; 8];
+    rustix::io::read(&kick, &mut kicks).unwrap();
+    assert_eq!(u64::from_ne_bytes(kicks), 3, "invariant 6: somebody has read a kick");
 }
 
 /// A loop that gets a ring waits for everything in that, and for nothing with epoll any more.
@@ -442,7 +445,7 @@ fn a_busy_task_does_not_keep_a_source_waiting() {
                 }
                 while count.get() == was {
                     let waited = rounds.rounds.get() - before;
-                    assert!(waited <= most, "{waited} rounds");
+                    assert!(waited <= most, "invariant 14: {waited} rounds");
                     io.wake_me();
                     io.suspend().await;
                 }

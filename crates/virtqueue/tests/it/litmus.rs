@@ -76,7 +76,7 @@ fn race(
             let _leave = Leave(shared);
             let mut queue =
                 SplitQueue::new(LocalMemory::new(memory), config).expect("the ring is good");
-            assert!(queue.publish(), "forced");
+            assert!(queue.publish(), "invariant 8: the first call is forced");
             for round in 1.. {
                 settle(&mut queue);
                 shared.settled.meet(round);
@@ -109,7 +109,7 @@ fn race(
             }
         }
     });
-    assert_eq!(missed, None, "in this round each missed what the other wrote");
+    assert_eq!(missed, None, "invariant 8: in this round each missed what the other wrote");
 }
 
 fn low(round: u64) -> u16 {

@@ -54,7 +54,7 @@ fn what_is_gone_reads_as_zeroes_and_is_known_to_be_gone() {
     let mut bytes = *b"full";
     memory.read(ISLAND, &mut bytes).unwrap();
     assert_eq!(bytes, [0; 4]);
-    assert!(!memory.is_intact() && !memory.is_intact());
+    assert!(!memory.is_intact() && !memory.is_intact(), "invariant 13: zeroes are believed");
     assert!(lost_regions() > before);
     assert!(other.is_intact() && other.is_intact(), "the loss of another");
 
