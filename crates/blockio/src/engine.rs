@@ -336,6 +336,8 @@ fn ring(config: &IoThreadConfig, sqpoll: bool, iopoll: bool) -> Result<Waiter, E
 }
 
 #[cfg(test)]
+mod embedded;
+#[cfg(test)]
 mod kernel_tests;
 #[cfg(test)]
 mod lifetimes;

@@ -162,6 +162,12 @@ impl Running {
         self.is_root_woken.take()
     }
 
+    /// Whether somebody may be ready, or was woken.
+    #[inline]
+    pub(crate) fn is_due(&self) -> bool {
+        self.is_due.get()
+    }
+
     /// Wakes `owner` before the loop looks for ready tasks the next time.
     pub(crate) fn wake(&self, owner: Owner) {
         self.has_woken.set(true);

@@ -67,6 +67,7 @@ impl Io {
 
     #[inline]
     fn turn_inside(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
+        assert!(!self.in_turn.get(), "invariant 2: a task takes no turn of its own IoThread");
         self.in_turn.set(true);
         while self.has_ready() && !self.look_is_due() {
             if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
@@ -133,6 +134,7 @@ impl Io {
             // Submits and harvests: as in a turn, all ops of one poll share a submit.
             self.submit_and_harvest();
             if let Poll::Ready(value) = poll {
+                self.leave_announced();
                 return Ok(value);
             }
             self.turn(Wait::ForEvent)?;
@@ -148,6 +150,15 @@ impl Io {
             // Submits and harvests: nobody else would. The op may be complete then, and its future
             // ready at the first poll.
             self.submit_and_harvest();
+            self.leave_announced();
+        }
+    }
+
+    /// A harvest outside of a turn may have taken the event that makes the descriptor readable, for
+    /// something that only a turn does. So there is another one.
+    fn leave_announced(&self) {
+        if self.running.is_due() || self.mailbox.has_anything() {
+            self.mailbox.wake();
         }
     }
 
@@ -218,10 +229,9 @@ impl Io {
     fn wait(self: &Rc<Self>, wait: Wait) -> Result<Activity, Error> {
         let mut found = self.found.borrow_mut();
         let woken = &mut *found;
-        let mut busy = self.has_ready()
-            || self.mailbox.is_posted()
-            || self.running.take_root_woken()
-            || self.stopped.get();
+        let was_root_woken = self.running.take_root_woken();
+        let mut busy =
+            self.has_ready() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
         let since = (!busy && wait == Wait::ForEvent).then(clock::now);
         if let Some(since) = since {
             busy = self.busy_poll(since, &self.reactor.borrow(), woken);
@@ -234,6 +244,10 @@ impl Io {
             busy = self.arm_mailbox() || !woken.is_empty();
         }
         let look_is_due = self.look_is_due();
+        if look_is_due && !self.harvest_on_submit {
+            // A loop that is never idle arms no mailbox, and results announce themselves once.
+            self.harvest_is_due.set(true);
+        }
         let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
         let sleeps = !busy && wait == Wait::ForEvent;
         if !busy || looks {
@@ -264,7 +278,8 @@ impl Io {
         if self.recently.get() >= self.late_due.get() {
             self.look_for_late_ops();
         }
-        let is_ready = self.run_foreign() || self.has_ready();
+        // Who wakes something outside of tasks has kept the sources from being armed, too.
+        let is_ready = self.run_foreign() || self.has_ready() || was_root_woken;
         let is_busy =
             is_ready || self.ops.borrow_mut().engine.must_be_asked() || self.arm_mailbox();
         Ok(if is_busy { Activity::Ready } else { Activity::Idle })
@@ -384,31 +399,35 @@ impl Io {
 
     // The end.
 
-    /// Waits until the kernel has answered every op.
+    /// Waits until the kernel has answered every op. Calls stay where they are: who waits for one
+    /// takes its end to mean that nothing of this IoThread is left in the kernel.
     pub(crate) fn drain(&self) {
-        self.drain_until(|ops| ops.engine.queued() + ops.engine.in_kernel() == 0);
+        self.drain_until(false);
     }
 
-    /// As [`drain`](Self::drain), and waits for what something else completes.
+    /// As [`drain`](Self::drain), and waits for what something else completes. Calls that nobody
+    /// will run are dropped: they may hold what such an op waits for.
     pub(crate) fn drain_all(&self) {
-        self.drain_until(|ops| {
-            ops.engine.queued() + ops.engine.in_kernel() + ops.slots.foreign() == 0
-        });
+        self.drain_until(true);
+        // Nothing else calls the wakers of those who poll ops from outside.
+        self.has_ready();
     }
 
-    fn drain_until(&self, is_drained: impl Fn(&Ops) -> bool) {
+    fn drain_until(&self, foreign_too: bool) {
         loop {
-            // Calls that nobody will run may hold what an op waits for.
-            drop(self.mailbox.take());
+            if foreign_too {
+                drop(self.mailbox.take());
+            }
             self.harvest_is_due.set(true);
             // Submits and harvests: no turn does it any more.
             self.submit_and_harvest();
             let mut ops = self.ops.borrow_mut();
-            if is_drained(&ops) {
+            let foreign = if foreign_too { ops.slots.foreign() } else { 0 };
+            if ops.engine.queued() + ops.engine.in_kernel() + foreign == 0 {
                 return;
             }
             self.mailbox.arm();
-            if self.mailbox.has_anything() {
+            if self.mailbox.has_results() || (foreign_too && self.mailbox.has_anything()) {
                 continue;
             }
             let retry = ops.engine.retry_at();
