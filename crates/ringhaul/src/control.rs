@@ -3,6 +3,7 @@
 //! It sleeps in `poll` and never waits for anything else, so that a slow disk behind one export
 //! delays the front-ends of no other. Exports come and go by orders, each of which it answers.
 
+mod closing;
 mod export;
 mod exports;
 mod order;

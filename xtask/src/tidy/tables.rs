@@ -196,14 +196,15 @@ pub(super) const FLOORS: &[Floors] = &[
             (10, &["vhost_user"]),
             // Exports and the thread that controls them.
             (11, &["control::order"]),
-            (12, &["control::export"]),
-            (13, &["control::exports"]),
-            (14, &["control"]),
+            (12, &["control::closing"]),
+            (13, &["control::export"]),
+            (14, &["control::exports"]),
+            (15, &["control"]),
             // The daemon.
-            (15, &["ending"]),
-            (16, &["engines"]),
-            (17, &["daemon"]),
-            (18, &["serve"]),
+            (16, &["ending"]),
+            (17, &["engines"]),
+            (18, &["daemon"]),
+            (19, &["serve"]),
         ],
     },
 ];

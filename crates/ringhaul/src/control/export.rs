@@ -11,6 +11,7 @@ use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
+use super::closing::Closing;
 use super::order::{Answered, ExportSetup};
 use crate::command::{ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
@@ -127,6 +128,10 @@ impl Export {
     }
 
     pub(super) fn begin_stop(&mut self) {
+        if self.has_ended() {
+            // Its totals are told.
+            return;
+        }
         if let Some(Endpoint::Connection(_)) = self.endpoint {
             // It sees its end as one that is served does.
             self.take_front_end(Instant::now());
@@ -153,6 +158,13 @@ impl Export {
 
     pub(super) fn has_ended(&self) -> bool {
         self.endpoint.is_none() && self.session.is_none()
+    }
+
+    /// Begins to close the disk of an export that has ended.
+    pub(super) fn close(self, waker: &Waker) -> Closing {
+        let status = self.status();
+        let Self { disk, log, setup, removed, .. } = self;
+        Closing::new(status, log.name().to_owned(), removed, (disk, setup.device), waker)
     }
 
     /// The answer that a session waits for may have come.

@@ -8,6 +8,7 @@ use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use super::closing::{Closing, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::order::{Alarm, ExportSetup, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
@@ -18,10 +19,15 @@ use crate::spec::ExportSpec;
 /// How often the log says what keeps exports from ending.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
+/// How long a disk takes to close that does not hang.
+const CLOSE_MAX: Duration = Duration::from_millis(100);
+
 /// What the control thread has.
 pub(super) struct Exports {
     /// In the order in which they were added.
     list: Vec<Export>,
+    /// Those that have ended and whose disks are being closed. Their names are taken.
+    closing: Vec<Closing>,
     /// Those that are being opened. Their names are taken.
     opening: Vec<ExportSpec>,
     orders: mpsc::Receiver<Order>,
@@ -45,6 +51,7 @@ impl Exports {
     pub(super) fn new(orders: mpsc::Receiver<Order>, alarm: Arc<Alarm>, waker: Waker) -> Self {
         Self {
             list: Vec::new(),
+            closing: Vec::new(),
             opening: Vec::new(),
             orders,
             alarm,
@@ -109,7 +116,8 @@ impl Exports {
         for spec in specs {
             let name = spec.name();
             let is_open = self.list.iter().any(|export| export.spec.name() == name);
-            if is_open || self.opening.iter().any(|spec| spec.name() == name) {
+            let is_closing = self.closing.iter().any(|closing| closing.status.name == name);
+            if is_open || is_closing || self.opening.iter().any(|spec| spec.name() == name) {
                 self.opening.truncate(before);
                 return Err(CommandError::Exists(name));
             }
@@ -120,6 +128,7 @@ impl Exports {
 
     fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
         if self.stopping.is_some() {
+            setups.into_iter().for_each(refuse);
             return Err(CommandError::Ending);
         }
         for setup in setups {
@@ -141,35 +150,43 @@ impl Exports {
         if self.opening.iter().any(|spec| spec.name() == name) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Opening));
         }
+        if self.closing.iter().any(|closing| closing.status.name == name) {
+            return Err(CommandError::Busy(name.to_owned(), ExportState::Stopping));
+        }
         let found = self.list.iter_mut().find(|export| export.spec.name() == name);
         found.ok_or_else(|| CommandError::Unknown(name.to_owned()))
     }
 
     fn show(&self) -> Vec<ExportStatus> {
         let opening = self.opening.iter().cloned().map(ExportStatus::opening);
-        self.list.iter().map(Export::status).chain(opening).collect()
+        let closing = self.closing.iter().map(|closing| closing.status.clone());
+        self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
 
-    /// Forgets exports that have ended. Without any, the daemon goes on for as long as it may be
-    /// given others, which nobody does who has not removed the last.
+    /// Has the disks of exports that have ended closed, and forgets those whose disks are. Without
+    /// any, the daemon goes on for as long as it may be given others, which nobody does who has
+    /// not removed the last.
     fn forget_ended(&mut self) -> Then {
+        if self.list.iter().any(Export::has_ended) {
+            let (ended, others) =
+                std::mem::take(&mut self.list).into_iter().partition(Export::has_ended);
+            self.list = others;
+            let ended: Vec<Export> = ended;
+            self.closing.extend(ended.into_iter().map(|export| export.close(&self.waker)));
+            self.share_descriptors();
+        }
         let (mut ended, mut removed) = (0, 0);
-        self.list.retain_mut(|export| {
-            if !export.has_ended() {
+        self.closing.retain_mut(|closing| {
+            if !closing.is_closed() {
                 return true;
             }
             ended += 1;
-            if let Some(answer) = export.removed.take() {
-                removed += 1;
-                answer.send(Ok(export.status()));
-            }
+            removed += usize::from(closing.answer());
             false
         });
-        if self.list.is_empty() && (self.stopping.is_some() || ended > removed) {
+        let is_empty = self.list.is_empty() && self.closing.is_empty();
+        if is_empty && (self.stopping.is_some() || ended > removed) {
             return Then::Leave;
-        }
-        if ended > 0 {
-            self.share_descriptors();
         }
         Then::GoOn
     }
@@ -225,24 +242,34 @@ impl Exports {
         }
         self.reported = Some(now);
         let seconds = (now - since).as_secs();
-        for export in &self.list {
+        for (export, left) in self.unfinished() {
             tracing::warn!(
-                export = export.name(),
-                "still stopping after {seconds} s: {}; a second signal ends the daemon at once",
-                export.what_is_left()
+                export,
+                "still stopping after {seconds} s: {left}; a second signal ends the daemon at once"
             );
         }
     }
 
+    /// The exports that have not ended, as the log calls them, and why.
+    fn unfinished(&self) -> impl Iterator<Item = (&str, String)> {
+        let serving = self.list.iter().filter(|export| !export.has_ended());
+        let closing = self.closing.iter().filter(|closing| !closing.is_closed());
+        let serving = serving.map(|export| (export.name(), export.what_is_left()));
+        serving.chain(closing.map(|closing| (&*closing.log_name, "its disk is not closed".into())))
+    }
+
     /// Gives up what has not ended, and logs what that is.
     fn leave(&mut self) {
-        let left: Vec<String> = self
-            .list
-            .iter()
-            .filter(|export| !export.has_ended())
-            .map(|export| format!("{}: {}", export.name(), export.what_is_left()))
-            .collect();
+        // The signal may have come between the last request and the close.
+        let until = Instant::now() + CLOSE_MAX;
+        while !self.closing.iter().all(Closing::is_closed) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let left = self.unfinished().map(|(export, left)| format!("{export}: {left}"));
+        let left: Vec<String> = left.collect();
         tracing::error!("ended without waiting any longer; unfinished: {}", left.join(", "));
         self.list.iter_mut().for_each(Export::leave);
+        // The end of the process closes their disks, whatever that waits for.
+        std::mem::forget(std::mem::take(&mut self.list));
     }
 }

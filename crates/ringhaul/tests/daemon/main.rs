@@ -162,6 +162,55 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
     Ok(())
 }
 
+/// To close a disk may take as long as its file system likes.
+#[test]
+fn a_disk_that_hangs_while_it_is_closed_holds_up_no_other() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let mut scene = Scene::new(&["--engine", "threads"])?;
+    let (hung, other) = (scene.on_fuse("hung", &fuse), scene.export("other", SECTORS)?);
+    scene.add(&[&hung, &other])?;
+    fuse.withhold(rustix::process::getpid(), &[opcode::FLUSH]);
+    std::thread::scope(|threads| -> Result<()> {
+        let removed = threads.spawn(|| scene.daemon.handle(Command::Remove(hung.name())));
+        let serves_other = || -> Result<()> {
+            fuse.wait_for(opcode::FLUSH)?;
+            Frontend::attach(&scene.socket("other"), &Setup::default())?.write(0, 0, &[1; 512])?;
+            let exports = scene.show()?;
+            let states: Vec<_> = exports.iter().map(|export| export.state).collect();
+            ensure!(states == [ExportState::Serving, ExportState::Stopping], "{exports:?}");
+            ensure!(!removed.is_finished(), "it was removed before its disk was closed");
+            let again = scene.daemon.handle(Command::Add(vec![hung.clone()]));
+            ensure!(matches!(again, Err(CommandError::Exists(_))), "{again:?}");
+            Ok(())
+        };
+        let served = serves_other();
+        fuse.release();
+        let removed = removed.join().expect("no panic");
+        served?;
+        ensure!(matches!(removed, Ok(Reply::Removed(_))), "{removed:?}");
+        Ok(())
+    })?;
+    scene.add(&[&hung])?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    Ok(())
+}
+
+#[test]
+fn a_second_signal_does_not_wait_for_a_disk_to_close() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let mut scene = Scene::new(&["--engine", "threads"])?;
+    scene.add(&[&scene.on_fuse("hung", &fuse)])?;
+    fuse.withhold(rustix::process::getpid(), &[opcode::FLUSH]);
+    scene.begin_end(EndCause::Sigterm);
+    let closes = fuse.wait_for(opcode::FLUSH);
+    scene.begin_end(EndCause::Sigint);
+    let outcome = scene.end();
+    fuse.release();
+    closes?;
+    ensure!(outcome == Outcome::Abandoned, "{outcome:?}");
+    Ok(())
+}
+
 /// All of them begin to end, whatever the first waits for.
 #[test]
 fn exports_on_hung_disks_end_side_by_side() -> Result<()> {

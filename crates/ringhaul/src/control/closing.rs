@@ -1,0 +1,64 @@
+//! Exports that have ended, until their disks are closed.
+
+use std::task::Waker;
+
+use blockio::DiskSource;
+use device::{Answer, Device, Pending};
+
+use super::order::{Answered, ExportSetup};
+use crate::command::ExportStatus;
+
+/// An export that has ended. `close` waits for as long as a file system does (FUSE, NFS) or a
+/// block device, so it has a thread.
+pub(super) struct Closing {
+    /// As the export was at its end.
+    pub(super) status: ExportStatus,
+    /// What the log calls it.
+    pub(super) log_name: String,
+    removed: Option<Answer<Answered<ExportStatus>>>,
+    closed: Pending<()>,
+}
+
+impl Closing {
+    pub(super) fn new(
+        status: ExportStatus,
+        log_name: String,
+        removed: Option<Answer<Answered<ExportStatus>>>,
+        disk: (DiskSource, Device),
+        waker: &Waker,
+    ) -> Self {
+        let (answer, closed) = Pending::new();
+        closed.wake(waker);
+        close(disk, answer);
+        Self { status, log_name, removed, closed }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.check().is_ready()
+    }
+
+    /// Answers whoever waits for the end. False when nobody does.
+    pub(super) fn answer(&mut self) -> bool {
+        let Some(answer) = self.removed.take() else { return false };
+        answer.send(Ok(self.status.clone()));
+        true
+    }
+}
+
+/// Removes the socket of an export that is not served, and closes its disk eventually.
+pub(super) fn refuse(setup: ExportSetup) {
+    let ExportSetup { disk, device, endpoint, .. } = setup;
+    drop(endpoint);
+    let (answer, _) = Pending::new();
+    close((disk, device), answer);
+}
+
+/// Closes a disk on a thread of its own, which no other disk can make wait.
+fn close(disk: (DiskSource, Device), closed: Answer<()>) {
+    let close = move || {
+        drop(disk);
+        closed.send(());
+    };
+    // Where there can be no thread, that which could not start closes it: this one.
+    let _ = std::thread::Builder::new().name("ringhaul-close".into()).spawn(close);
+}
