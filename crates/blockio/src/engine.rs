@@ -295,7 +295,10 @@ impl Engine {
     /// Whether there is nothing to submit and nothing to harvest.
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
-        self.queued() + self.in_kernel() == 0 && self.waiter.ring().is_none_or(IoUring::is_quiet)
+        let (threads, aio) = (&self.threads, self.aio.as_ref());
+        threads.queued() + threads.in_kernel() == 0
+            && aio.is_none_or(|aio| aio.queued() + aio.in_kernel() == 0)
+            && self.waiter.ring().is_none_or(IoUring::is_quiet)
     }
 
     /// Whether the descriptor says nothing of some work: entries, of watches say, that the next
