@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 /// What one export is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportSpec {
     /// Where front-ends come from.
     pub endpoint: EndpointSpec,
@@ -43,7 +43,7 @@ pub enum EndpointSpec {
 
 /// A disk by its kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum DiskSpec {
     /// A regular file or a block device.
     File(PathBuf),
@@ -194,6 +194,20 @@ mod tests {
             let error = settings.check(3).unwrap_err();
             assert!(format!("{error:#}").contains(expected), "{error:#}");
         }
+    }
+
+    /// `read_only` in place of `read-only` must not make a disk writable.
+    #[test]
+    fn a_misspelt_key_is_refused() {
+        let with = |disk: &str, more: &str| {
+            let text = format!(r#"{{"endpoint": {{"path": "/a"}}, "disk": {disk}{more}}}"#);
+            serde_json::from_str::<ExportSpec>(&text).map_err(|error| error.to_string())
+        };
+        let file = r#"{"file": "/b"}"#;
+        assert!(with(file, r#", "read-only": true"#).unwrap().settings.read_only);
+        let error = with(file, r#", "read_only": true"#).unwrap_err();
+        assert!(error.contains("unknown field `read_only`"), "{error}");
+        assert!(with(r#"{"null": {"size_bytes": 512, "size": 1}}"#, "").is_err());
     }
 
     #[test]
