@@ -24,6 +24,9 @@ use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 /// How long an export waits for free descriptors before it accepts a front-end again.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
+/// The most descriptors that a message brings that are kept: one for each region of memory.
+const MESSAGE_FDS_MAX: usize = 8;
+
 /// What a descriptor in a call of `poll` belongs to.
 #[derive(Clone, Copy)]
 pub(super) enum Polled {
@@ -123,8 +126,9 @@ impl Export {
         of_rings + self.setup.examiner.open()
     }
 
+    /// Never below what its front-end has and one message may add: it had room for that.
     pub(super) fn set_descriptors_max(&self, share: usize) {
-        self.setup.examiner.set_open_max(share);
+        self.setup.examiner.set_open_max(share.max(self.descriptors() + MESSAGE_FDS_MAX));
     }
 
     pub(super) fn begin_stop(&mut self) {
@@ -471,6 +475,18 @@ mod tests {
         run(&mut export);
         assert!(export.has_ended() && !seen(&export).1);
         assert_eq!(second.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn an_export_is_left_what_its_front_end_has() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let export = Scene::new(Endpoint::Connection(ours)).export();
+        let held: Vec<_> = (0..100).map(|_| export.setup.examiner.hold()).collect();
+        export.set_descriptors_max(32);
+        assert_eq!(export.setup.examiner.open_max(), held.len() + MESSAGE_FDS_MAX);
+        drop(held);
+        export.set_descriptors_max(32);
+        assert_eq!(export.setup.examiner.open_max(), 32);
     }
 
     /// Without descriptors it would be asked again and again.

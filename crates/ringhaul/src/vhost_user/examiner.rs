@@ -57,7 +57,7 @@ impl Examiner {
         self.open.load(Ordering::Relaxed)
     }
 
-    fn open_max(&self) -> usize {
+    pub(crate) fn open_max(&self) -> usize {
         self.open_max.load(Ordering::Relaxed)
     }
 
@@ -221,6 +221,11 @@ pub(super) mod tests {
     }
 
     impl Examiner {
+        /// One open descriptor more.
+        pub(crate) fn hold(self: &Arc<Self>) -> impl Sized + use<> {
+            Counted::new(Arc::clone(self))
+        }
+
         /// How much waits to be closed.
         pub(in super::super) fn closes(&self) -> usize {
             self.closes.jobs().waiting.len()
