@@ -64,10 +64,10 @@ pub enum Reply {
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     /// There is an export of this name.
-    #[error("{0} serves another export; choose another --socket-path")]
+    #[error("{0} serves another export, or one that is ending; choose another socket")]
     Exists(String),
     /// There is none.
-    #[error("there is no export {0}; the names of exports are the paths of their sockets")]
+    #[error("there is no export {0}; exports are named by their sockets: PATH or `descriptor FD`")]
     Unknown(String),
     /// It is too early, or too late, to end this export.
     #[error("the export {0} is {1}")]

@@ -70,7 +70,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 "an IoThread has failed"
             }
             Err(RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed),
-            // Whoever sends has an end: it is the control thread's last word.
+            // The control thread's last word, or the daemon itself has gone.
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
                 return if leaves_at.is_some() { Outcome::ThreadFailed } else { Outcome::Clean };
             }
