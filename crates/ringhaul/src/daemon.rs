@@ -2,14 +2,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
-use anyhow::{Context, Result};
-use blockio::Remote;
+use anyhow::{Context, Result, bail};
 use device::{CallWatch, Device};
 
 use crate::command::{Command, CommandError, Reply};
 use crate::control::{Control, ExportSetup};
 use crate::ending::{Event, Outcome, wait_for_end};
-use crate::engines::{Threads, choose, set_up};
+use crate::engines::{Thread, Threads, choose, set_up};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::memory_limits::MemoryLimits;
@@ -27,8 +26,8 @@ pub struct Daemon {
     args: Arc<ServeArgs>,
     control: Control,
     limits: MemoryLimits,
-    /// What the parent of this program has left open.
-    inherited: Mutex<Option<Endpoint>>,
+    /// What the parent of this program has left open, by its number, until it is served.
+    inherited: Mutex<Option<(i32, Endpoint)>>,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
@@ -46,12 +45,13 @@ struct Pool {
 pub struct Ending(mpsc::Receiver<Event>);
 
 impl Daemon {
-    /// Starts a daemon without exports. `inherited` is the descriptor that exports may name.
+    /// Starts a daemon without exports. `inherited` is the descriptor that an export may name, with
+    /// its number.
     ///
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
-    pub fn start(args: ServeArgs, inherited: Option<Endpoint>) -> Result<(Self, Ending)> {
+    pub fn start(args: ServeArgs, inherited: Option<(i32, Endpoint)>) -> Result<(Self, Ending)> {
         let stuck = Arc::new(Mutex::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
@@ -111,7 +111,7 @@ impl Daemon {
         // Before the threads, which say what they chose: what is refused is refused in one line.
         let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
         let choices = side_by_side(&disks, |disk| choose(&self.args, disk));
-        let (mut exports, mut ready) = (Vec::new(), Vec::new());
+        let (mut opened_all, mut ready) = (Vec::new(), Vec::new());
         let opened = disks.into_iter().zip(choices).zip(endpoints);
         for (spec, ((mut disk, choice), endpoint)) in specs.into_iter().zip(opened) {
             let threads = self.threads_for(&spec)?;
@@ -119,9 +119,16 @@ impl Daemon {
             let engine = set_up(&self.args, &threads, &disk, choice)?;
             disk.source = disk.source.prefer_engine(engine);
             ready.push((disk.name.clone(), serving(&spec, &disk)));
-            exports.push(self.set_up(spec, disk, endpoint, threads));
+            opened_all.push((spec, disk, endpoint, threads));
         }
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
+        let set_up = opened_all.into_iter().map(|(spec, disk, endpoint, threads)| {
+            let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
+            // Its name is reserved, so nobody else has taken it.
+            let endpoint = endpoint.context("the inherited descriptor serves another export")?;
+            Ok(self.set_up(spec, disk, endpoint, threads))
+        });
+        let exports = set_up.collect::<Result<Vec<_>>>()?;
         names.serve(exports)?;
         for (export, line) in ready {
             tracing::info!(export, "{line}");
@@ -129,22 +136,26 @@ impl Daemon {
         Ok(Reply::Added)
     }
 
-    /// The socket of an export. Only one may be on that which was inherited.
-    fn endpoint(&self, spec: &ExportSpec) -> Result<Endpoint> {
+    /// The socket of an export. `None`: the inherited one, which is taken when nothing else can
+    /// fail.
+    fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
         match &spec.endpoint {
-            EndpointSpec::Path(path) => Endpoint::bind(path),
-            EndpointSpec::Fd(fd) => {
-                let inherited =
-                    self.inherited.lock().unwrap_or_else(PoisonError::into_inner).take();
-                inherited.with_context(|| format!("descriptor {fd} serves another export"))
-            }
+            EndpointSpec::Path(path) => Endpoint::bind(path).map(Some),
+            EndpointSpec::Fd(fd) => match &*self.inherited() {
+                Some((number, _)) if number == fd => Ok(None),
+                _ => bail!("descriptor {fd} was not inherited, or an export has taken it"),
+            },
         }
     }
 
+    fn inherited(&self) -> MutexGuard<'_, Option<(i32, Endpoint)>> {
+        self.inherited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The IoThreads of an export: first that of its first queue.
-    fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Remote>, CommandError> {
+    fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Thread>, CommandError> {
         let mut pool = self.pool();
-        let mut threads = pool.threads.as_mut().ok_or(CommandError::Ending)?.remotes()?;
+        let mut threads = pool.threads.as_mut().ok_or(CommandError::Ending)?.all()?;
         // The first queues of all exports would otherwise meet on the first thread.
         let first = pool.exports % threads.len();
         pool.exports += 1;
@@ -160,11 +171,12 @@ impl Daemon {
         spec: ExportSpec,
         disk: OpenDisk,
         endpoint: Endpoint,
-        threads: Vec<Remote>,
+        threads: Vec<Thread>,
     ) -> ExportSetup {
         let OpenDisk { name, source, options, .. } = disk;
         let log = Arc::new(ExportLog::new(name));
         let device = Device::blk(source.clone(), options, Arc::<ExportLog>::clone(&log));
+        let threads = threads.into_iter().map(|thread| thread.remote).collect();
         let limits = self.limits.clone();
         ExportSetup { spec, log, disk: source, device, endpoint, threads, limits }
     }

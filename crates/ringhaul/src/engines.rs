@@ -1,14 +1,15 @@
 //! Which engine each disk gets, and the IoThreads, which have all that their disks need.
 
-use std::sync::{Arc, Mutex, Once, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use blockio::choose::Choice;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
 use ringhaul_options::without_effect;
 use rustix::thread::sched_getaffinity;
 
+use crate::command::CommandError;
 use crate::ending::Event;
 use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
@@ -47,10 +48,10 @@ pub(crate) fn choose(args: &ServeArgs, disk: &OpenDisk) -> Chosen {
 /// works. Returns which one that is. It waits for those threads.
 pub(crate) fn set_up(
     args: &ServeArgs,
-    threads: &[Remote],
+    threads: &[Thread],
     disk: &OpenDisk,
     chosen: Chosen,
-) -> Result<EngineKind> {
+) -> Result<EngineKind, CommandError> {
     let name = &disk.name;
     let Choice { engine, why } = match chosen {
         Chosen::Best(choice) => choice,
@@ -71,21 +72,23 @@ pub(crate) fn set_up(
             }
             return Ok(engine);
         }
-        Err(error) => error,
+        Err(CommandError::Failed(error)) => error,
+        Err(other) => return Err(other),
     };
     // The trial had room for one small ring or context, and there are more and larger ones.
     for engine in blockio::choose::fallbacks(engine, &disk.source) {
         tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
         match add(args, threads, engine) {
             Ok(()) => return Ok(engine),
-            Err(error) => failed = error,
+            Err(CommandError::Failed(error)) => failed = error,
+            Err(other) => return Err(other),
         }
     }
-    Err(failed)
+    Err(failed.into())
 }
 
 /// Adds an engine to IoThreads that do not have it.
-fn add(args: &ServeArgs, threads: &[Remote], engine: EngineKind) -> Result<()> {
+fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), CommandError> {
     let config = args.engine_config(engine);
     if engine == EngineKind::Threads {
         // It is always there.
@@ -93,8 +96,14 @@ fn add(args: &ServeArgs, threads: &[Remote], engine: EngineKind) -> Result<()> {
     }
     let mut is_new = false;
     for thread in threads {
-        let added = thread.call(move |io| io.add_engine(config));
-        is_new |= added.context("an IoThread has ended")??;
+        // One that is stuck must not hold up those who need nothing of it.
+        if thread.has(engine) {
+            continue;
+        }
+        let added = thread.remote.call(move |io| io.add_engine(config));
+        // IoThreads end before the daemon does only when it is about to.
+        is_new |= added.ok_or(CommandError::Ending)?.map_err(anyhow::Error::from)?;
+        thread.engines().push(engine);
     }
     if is_new && engine == EngineKind::IoUring && args.sqpoll {
         WARNING.call_once(|| warn_of_few_cpus(args.iothreads.into()));
@@ -102,10 +111,29 @@ fn add(args: &ServeArgs, threads: &[Remote], engine: EngineKind) -> Result<()> {
     Ok(())
 }
 
+/// An IoThread, and the engines that were added to it.
+#[derive(Clone)]
+pub(crate) struct Thread {
+    pub(crate) remote: Remote,
+    engines: Arc<Mutex<Vec<EngineKind>>>,
+}
+
+impl Thread {
+    fn has(&self, engine: EngineKind) -> bool {
+        self.engines().contains(&engine)
+    }
+
+    fn engines(&self) -> MutexGuard<'_, Vec<EngineKind>> {
+        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The IoThreads, started for the first export. They serve all exports.
 pub(crate) struct Threads {
     args: Arc<ServeArgs>,
     running: Option<IoThreads>,
+    /// In the order of their numbers.
+    all: Vec<Thread>,
     serves: bool,
     events: mpsc::Sender<Event>,
     stuck: Arc<Mutex<ThreadWatch>>,
@@ -117,25 +145,25 @@ impl Threads {
         events: mpsc::Sender<Event>,
         stuck: Arc<Mutex<ThreadWatch>>,
     ) -> Self {
-        Self { args, running: None, serves: false, events, stuck }
+        Self { args, running: None, all: Vec::new(), serves: false, events, stuck }
     }
 
-    /// Ways to reach them, in the order of their numbers.
-    pub(crate) fn remotes(&mut self) -> Result<Vec<Remote>> {
-        if let Some(threads) = &self.running {
-            return Ok(threads.remotes().to_vec());
+    /// In the order of their numbers.
+    pub(crate) fn all(&mut self) -> Result<Vec<Thread>> {
+        if self.running.is_some() {
+            return Ok(self.all.clone());
         }
         let events = self.events.clone();
         let failed = Arc::new(move || drop(events.send(Event::ThreadFailed)));
         let (count, config) = (self.args.iothreads.into(), self.args.io_thread_config());
         let threads = IoThreads::start(count, &config, &failed)?;
-        let remotes = threads.remotes().to_vec();
         let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
-        for (index, remote) in remotes.iter().enumerate() {
+        for (index, remote) in threads.remotes().iter().enumerate() {
+            self.all.push(Thread { remote: remote.clone(), engines: Arc::default() });
             stuck.add(format!("iothread-{index}"), remote.clone());
         }
         self.running = Some(threads);
-        Ok(remotes)
+        Ok(self.all.clone())
     }
 
     /// The first export is about to be served. What is refused before has one line in the log.

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::{Handle, Signals};
 
 use crate::command::{Command, CommandError, EndCause};
 use crate::daemon::Daemon;
@@ -28,7 +28,8 @@ const EXIT_THREAD_FAILED: u8 = 4;
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     // Before this process has opened anything that could be taken for it.
-    let inherited = args.fd.map(Endpoint::inherit).transpose()?;
+    let inherited = args.fd.map(|fd| Endpoint::inherit(fd).map(|socket| (fd, socket)));
+    let inherited = inherited.transpose()?;
     // Early, so that no signal is lost.
     let signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
     // Before any front-end shares memory, which it may take away again.
@@ -40,16 +41,13 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let (daemon, ending) = Daemon::start(args.clone(), inherited)?;
     let _watch = daemon.watch()?;
     let daemon = Arc::new(daemon);
-    let signal_handle = signals.handle();
-    let signal_thread = pass_on(signals, Arc::downgrade(&daemon))?;
+    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon))?;
     daemon.handle(Command::Add(exports)).map_err(CommandError::into_error)?;
     let outcome = ending.wait(&daemon);
     let lost = virtqueue::lost_regions();
     if lost > 0 {
         tracing::warn!("front-ends truncated the files of {lost} memory regions in use");
     }
-    signal_handle.close();
-    let _ = signal_thread.join();
     Ok(match outcome {
         Outcome::Clean => ExitCode::SUCCESS,
         Outcome::Abandoned => ExitCode::from(EXIT_ABANDONED),
@@ -57,11 +55,16 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     })
 }
 
-/// Starts the thread that has the daemon end at a signal.
-fn pass_on(mut signals: Signals, daemon: Weak<Daemon>) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new()
-        .name("ringhaul-signal".into())
-        .spawn(move || {
+/// The thread that has the daemon end at a signal. It ends when this is dropped.
+struct SignalThread {
+    handle: Handle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl SignalThread {
+    fn start(mut signals: Signals, daemon: Weak<Daemon>) -> Result<Self> {
+        let handle = signals.handle();
+        let pass_on = move || {
             for signal in &mut signals {
                 let cause = match signal {
                     SIGHUP => EndCause::Sighup,
@@ -72,8 +75,19 @@ fn pass_on(mut signals: Signals, daemon: Weak<Daemon>) -> Result<JoinHandle<()>>
                     let _ = daemon.handle(Command::End(cause));
                 }
             }
-        })
-        .context("cannot start the thread for signals")
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-signal".into()).spawn(pass_on);
+        Ok(Self { handle, thread: Some(thread.context("cannot start the thread for signals")?) })
+    }
+}
+
+impl Drop for SignalThread {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Signals that end the daemon. One that was ignored from the start, as by `nohup`, stays so.

@@ -2,11 +2,13 @@
 
 mod scene;
 
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul::command::{Command, CommandError, DiskState, EndCause, ExportState, Reply};
 use ringhaul::ending::Outcome;
+use ringhaul::export::Endpoint;
 use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
@@ -123,6 +125,27 @@ fn exports_are_added_all_or_none() -> Result<()> {
     let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name).collect();
     ensure!(names == [good.name(), other.name()], "{names:?}");
     Frontend::attach(&scene.socket("good"), &Setup::default())?.write(0, 0, &[1; 512])?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    Ok(())
+}
+
+#[test]
+fn an_inherited_descriptor_is_there_until_it_is_served() -> Result<()> {
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut scene = Scene::with(&[], Some((7, Endpoint::Connection(ours))))?;
+    let on = |fd| -> Result<ExportSpec> {
+        Ok(ExportSpec { endpoint: EndpointSpec::Fd(fd), ..scene.export("disk", SECTORS)? })
+    };
+    let endpoint = EndpointSpec::Path(scene.path("no folder/socket"));
+    let nowhere = ExportSpec { endpoint, ..scene.export("nowhere", SECTORS)? };
+    for (specs, words) in
+        [(vec![on(8)?], "descriptor 8 was not inherited"), (vec![on(7)?, nowhere], "no folder")]
+    {
+        let error = scene.daemon.handle(Command::Add(specs)).err().context("it was added")?;
+        ensure!(error.to_string().contains(words), "{error}");
+    }
+    scene.add(&[&on(7)?])?;
+    drop(theirs);
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     Ok(())
 }

@@ -10,6 +10,7 @@ use clap::Parser;
 use ringhaul::command::{Command, EndCause, ExportStatus, Reply};
 use ringhaul::daemon::Daemon;
 use ringhaul::ending::Outcome;
+use ringhaul::export::Endpoint;
 use ringhaul::options::ServeArgs;
 use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_kit::frontend::ring::Desc;
@@ -34,8 +35,13 @@ pub(crate) struct Scene {
 
 impl Scene {
     pub(crate) fn new(options: &[&str]) -> Result<Self> {
+        Self::with(options, None)
+    }
+
+    /// With an inherited descriptor of this number.
+    pub(crate) fn with(options: &[&str], inherited: Option<(i32, Endpoint)>) -> Result<Self> {
         let args = Program::try_parse_from([&["serve"], options].concat())?.args;
-        let (daemon, ending) = Daemon::start(args, None)?;
+        let (daemon, ending) = Daemon::start(args, inherited)?;
         let daemon = Arc::new(daemon);
         let waiter = std::thread::spawn({
             let daemon = Arc::clone(&daemon);
