@@ -305,7 +305,8 @@ impl FrontEnd {
     }
 
     fn can_send(&self, link: &Link) -> bool {
-        link.has_rest() || (!self.to_send.is_empty() && self.expected.len() < AHEAD_MAX)
+        let has_more = !self.to_send.is_empty() && self.expected.len() < AHEAD_MAX;
+        (link.has_rest() || has_more) && link.has_room()
     }
 
     fn can_go(&self, link: &Link) -> bool {

@@ -15,7 +15,7 @@ use blockio::engine::kernel::sim::is_readable;
 use device::Device;
 use ringhaul::vhost_user::message::{HEADER_BYTES, Header, Request};
 use ringhaul::vhost_user::{Examiner, Progress, Session, SessionSetup};
-use rustix::event::{PollFd, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtqueue::{MappingBudget, MappingRules};
 
@@ -115,6 +115,13 @@ impl Link {
         self.socket.is_none()
     }
 
+    /// Whether the socket takes another message. While the daemon waits for queues it reads none.
+    pub(super) fn has_room(&self) -> bool {
+        let Some(socket) = &self.socket else { return false };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(socket, PollFlags::OUT)], Some(&now)) == Ok(1)
+    }
+
     /// A message has begun, and its end is not sent.
     pub(super) fn has_rest(&self) -> bool {
         !self.rest.is_empty()
@@ -137,7 +144,7 @@ impl Link {
         }
         let rest = self.rest.split_off(count.min(self.rest.len()));
         let sent = sendmsg(socket, &[IoSlice::new(&self.rest)], &mut control, SendFlags::NOSIGNAL);
-        assert_eq!(sent, Ok(self.rest.len()), "a few messages have room in a socket");
+        assert_eq!(sent, Ok(self.rest.len()), "it has room for a message");
         self.rest = rest;
     }
 
