@@ -10,6 +10,7 @@ mod dead;
 mod floors;
 mod links;
 mod names;
+mod one_read;
 mod rust;
 mod tables;
 mod text;
@@ -96,6 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         problems.extend(dead::check(&sources));
         problems.extend(names::check(&sources));
         problems.extend(architecture::check(&sources));
+        problems.extend(one_read::check(&sources));
         problems.extend(commits::check(root));
         problems.extend(unused::check(&sources));
     }

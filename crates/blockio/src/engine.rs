@@ -19,7 +19,6 @@
 mod aio;
 mod aio_ring;
 mod announce;
-mod completer;
 mod epoll;
 mod io_uring;
 pub mod kernel;
@@ -38,13 +37,15 @@ use rustix::io::Errno;
 use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
-use crate::op::{IoFile, Slots};
+use crate::op::{Completer, IoFile, Slots};
 use crate::stats::Stats;
 use aio::Aio;
-pub(crate) use completer::{Completer, TOKEN_ENGINE};
 use epoll::Epoll;
 use io_uring::IoUring;
 use threads::Threads;
+
+/// The token of the mailbox's eventfd, to which Linux AIO adds, too: there may be completions.
+pub(crate) const TOKEN_ENGINE: u64 = u64::MAX;
 
 /// An IoThread's ways to the kernel, and what it waits with.
 pub(crate) struct Engine {

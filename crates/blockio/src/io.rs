@@ -1,11 +1,13 @@
-//! The handle that tasks and disks of an IoThread get: [`Io`].
+//! The handle that tasks and disks of an IoThread get: [`Io`], and the future of an op.
 
 use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use iomem::Buffers;
 use rustix::fd::OwnedFd;
 
 use crate::clock;
@@ -13,7 +15,7 @@ use crate::config::{EngineConfig, EngineKind};
 use crate::error::Error;
 pub use crate::io_state::Io;
 use crate::io_state::Ops;
-use crate::op::{Completion, Op, Start};
+use crate::op::{Completion, FileRef, Op, OpKind, Start};
 use crate::reactor::{Source, SourceId};
 use crate::stats::Stats;
 use crate::task::Owner;
@@ -29,27 +31,19 @@ impl Io {
         self.executor.borrow_mut().insert(Box::pin(future), &self.mailbox);
     }
 
-    /// Moves `op` into a slot and queues it; outside of a turn it is also submitted.
+    /// An op to its completion; `ECANCELED` once the IoThread has ended. In a turn it is submitted
+    /// at the end of the run, with all others; outside of one at once, and then it may be complete
+    /// without waiting.
     #[inline]
-    pub(crate) fn start_op(&self, op: Op, owner: Owner) -> u32 {
-        let slot = {
-            let Ops { slots, engine, .. } = &mut *self.ops.borrow_mut();
-            let (slot, start) = slots.start(op, owner);
-            match start {
-                Start::Queue => engine.queue(slot, slots),
-                Start::Wait => {}
-                Start::Cancel => slots.cancel(slot),
-            }
-            slot
-        };
-        self.op_was_queued();
-        slot
-    }
-
-    /// The completion of an op that was just started, if it is there.
-    #[inline]
-    pub(crate) fn completion_at_once(&self, slot: u32) -> Option<Completion> {
-        self.ops.borrow_mut().slots.take(slot)
+    pub(crate) fn op(
+        &self,
+        kind: OpKind,
+        file: &FileRef,
+        offset: u64,
+        buffers: Buffers,
+    ) -> OpFuture<'_> {
+        let op = Op { kind, file: Rc::clone(file), offset, buffers };
+        OpFuture { io: self, state: OpState::New(op) }
     }
 
     /// The completion in `slot`, if it is there; else the waker of `cx` is woken by it later.
@@ -67,7 +61,7 @@ impl Io {
         self.ops.borrow_mut().slots.abandon(slot);
     }
 
-    /// Gives way once: the task goes on when something wakes it.
+    /// Suspends the task once: it continues when something wakes it.
     pub async fn suspend(&self) {
         let mut suspended = false;
         poll_fn(|cx| {
@@ -83,13 +77,13 @@ impl Io {
         .await;
     }
 
-    /// Wakes the task that calls it, for the next round. In a [`TaskSet`](crate::TaskSet) that is
-    /// the future of the set.
+    /// Wakes the calling task for the next round. In a [`TaskSet`](crate::TaskSet) that is the
+    /// future of the set.
     pub fn wake_me(&self) {
         self.executor.borrow_mut().wake(self.running.current());
     }
 
-    /// A key with which [`wake`](Self::wake) finds the task that calls it.
+    /// A key with which [`wake`](Self::wake) finds the calling task.
     #[must_use]
     pub(crate) fn this_task(&self) -> TaskRef {
         TaskRef(self.running.current())
@@ -118,13 +112,13 @@ impl Io {
         .await;
     }
 
-    /// Wakes the task that calls it at `when`, besides all else that wakes it.
+    /// Wakes the calling task at `when`, in addition to whatever else wakes it.
     pub fn wake_me_at(&self, when: Instant) {
         self.reactor.borrow_mut().add_timer(when, Owner::Key(self.running.current()));
     }
 
-    /// Serves `source` on behalf of the task that calls it: `kick`, if there is one, wakes that
-    /// task, and so does work found while arming. The source starts disarmed.
+    /// Serves `source` on behalf of the calling task: `kick`, if there is one, wakes that task, and
+    /// so does work that is found while the source is armed. The source starts disarmed.
     ///
     /// # Errors
     ///
@@ -191,5 +185,58 @@ impl Io {
     /// Makes [`IoThread::run`](crate::IoThread::run) return after this turn.
     pub fn stop(&self) {
         self.stopped.set(true);
+    }
+}
+
+/// An op on its way. Dropping it does not take the op back: its slot keeps everything that the
+/// kernel uses until the completion.
+pub(crate) struct OpFuture<'a> {
+    io: &'a Io,
+    state: OpState,
+}
+
+enum OpState {
+    New(Op),
+    Waiting(u32),
+    Taken,
+}
+
+impl Future for OpFuture<'_> {
+    type Output = Completion;
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Completion> {
+        let io = self.io;
+        let (slot, completion) = match std::mem::replace(&mut self.state, OpState::Taken) {
+            OpState::New(op) => {
+                let slot = {
+                    let Ops { slots, engine, .. } = &mut *io.ops.borrow_mut();
+                    let (slot, start) = slots.start(op, io.running.owner(cx));
+                    match start {
+                        Start::Queue => engine.queue(slot, slots),
+                        Start::Wait => {}
+                        Start::Cancel => slots.cancel(slot),
+                    }
+                    slot
+                };
+                io.op_was_queued();
+                (slot, io.ops.borrow_mut().slots.take(slot))
+            }
+            OpState::Waiting(slot) => (slot, io.take_completion(slot, cx)),
+            OpState::Taken => return Poll::Pending,
+        };
+        if let Some(completion) = completion {
+            return Poll::Ready(completion);
+        }
+        self.state = OpState::Waiting(slot);
+        Poll::Pending
+    }
+}
+
+impl Drop for OpFuture<'_> {
+    fn drop(&mut self) {
+        if let OpState::Waiting(slot) = self.state {
+            self.io.abandon_op(slot);
+        }
     }
 }

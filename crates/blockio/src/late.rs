@@ -170,7 +170,7 @@ mod tests {
 
         fn submit(&mut self, file: &FileRef, kind: OpKind, second: u32) -> u32 {
             let slot = self.start(file, kind);
-            self.slots.view(slot, self.start + second * SECOND);
+            self.slots.submit(slot, self.start + second * SECOND);
             slot
         }
 

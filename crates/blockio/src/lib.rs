@@ -40,7 +40,6 @@ mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
 mod models;
 pub mod op;
-mod op_future;
 mod op_kind;
 mod open_file;
 mod pacing;

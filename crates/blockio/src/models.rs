@@ -10,10 +10,10 @@ use std::sync::Arc;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
-use crate::engine::pool::{Job, Pool, pool_thread};
+use crate::engine::pool::{Job, OpView, Pool, pool_thread};
 use crate::foreign_op::ForeignCompleter;
 use crate::mailbox::{Mailbox, OpResult, Posted};
-use crate::op::{OpKind, OpView};
+use crate::op::OpKind;
 use crate::stats::Counter;
 use crate::task_key::TaskKey;
 
@@ -191,14 +191,7 @@ fn each_foreign_op_completes_once() {
 fn job(slot: u32) -> Job {
     const NO_FILE: RawFd = -1;
     let iovecs = std::ptr::null();
-    let view = OpView {
-        kind: OpKind::Flush,
-        fd: NO_FILE,
-        registered: NO_FILE,
-        offset: 0,
-        iovecs,
-        iovecs_len: 0,
-    };
+    let view = OpView { kind: OpKind::Flush, fd: NO_FILE, offset: 0, iovecs, iovecs_len: 0 };
     Job { slot, view }
 }
 

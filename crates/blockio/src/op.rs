@@ -14,14 +14,13 @@
 //!    does ([`Slots::abandon`] came first).
 //!
 //! The iovec array itself lies on the heap and does not move when the slot table grows. So an
-//! address that the kernel was given stays good until that op's completion, whatever futures,
+//! address that the kernel was given stays valid until that op's completion, whatever futures,
 //! tasks, queues or connections come and go. What completes elsewhere, in a library or on a thread,
 //! has a slot too, which owns the memory in the same way. Engines and pool threads point here in
 //! their SAFETY comments; `tests::an_abandoned_op_keeps_its_memory_until_it_completes` is the test
 //! of it.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
@@ -49,6 +48,15 @@ pub struct Op {
     pub offset: u64,
     /// The data, for reads and writes.
     pub buffers: Buffers,
+}
+
+impl Op {
+    /// The ranges of memory for one system call: as many as it takes.
+    #[inline]
+    pub(crate) fn iovecs(&self) -> &[libc::iovec] {
+        let iovecs = self.buffers.iovecs();
+        iovecs.get(..iomem::IOVECS_MAX).unwrap_or(iovecs)
+    }
 }
 
 /// An op's result and its buffers.
@@ -137,16 +145,22 @@ pub(crate) enum Start {
     Cancel,
 }
 
-/// A system call's view of an op: everything that the kernel wants to know.
-#[derive(Clone, Copy)]
-pub(crate) struct OpView {
-    pub(crate) kind: OpKind,
-    pub(crate) fd: RawFd,
-    /// The index under which a ring has the file registered; negative if it has not.
-    pub(crate) registered: i32,
-    pub(crate) offset: u64,
-    pub(crate) iovecs: *const libc::iovec,
-    pub(crate) iovecs_len: usize,
+/// Where an engine stores results and whom it wakes.
+pub(crate) struct Completer<'a> {
+    pub(crate) slots: &'a mut Slots,
+    pub(crate) stats: &'a Stats,
+    pub(crate) woken: &'a mut Vec<TaskKey>,
+    pub(crate) now: Instant,
+}
+
+impl Completer<'_> {
+    /// Stores one result: bytes, or a negative errno.
+    #[inline]
+    pub(crate) fn complete(&mut self, slot: u32, result: i64) {
+        if let Some(owner) = self.slots.complete(slot, result, self.now, self.stats) {
+            self.woken.push(owner);
+        }
+    }
 }
 
 impl Units for Table {
@@ -185,7 +199,7 @@ impl Slots {
         (index, start)
     }
 
-    /// Answers an op that never went anywhere.
+    /// Completes an op that was never queued, with `ECANCELED`.
     pub(crate) fn cancel(&mut self, index: u32) {
         if let Some(slot) = self.slots.0.get_mut(index as usize) {
             slot.state = State::Done(-i64::from(libc::ECANCELED));
@@ -251,23 +265,15 @@ impl Slots {
         self.pending().filter(|(_, op)| Arc::ptr_eq(op.file.shared(), file)).count()
     }
 
-    /// What to tell the kernel about the op in slot `index`; notes the time of its submit.
-    pub(crate) fn view(&mut self, index: u32, now: Instant) -> Option<OpView> {
+    /// The op in slot `index`, which is submitted now.
+    pub(crate) fn submit(&mut self, index: u32, now: Instant) -> Option<&Op> {
         let slot = self.slots.0.get_mut(index as usize)?;
         slot.submitted = Some(now);
         let Body::Op(op) = &slot.body else { return None };
         if op.kind.is_for_stable_storage() && slot.tracked == NOT_TRACKED {
             slot.tracked = op.file.loss().begins(op.kind);
         }
-        let iovecs = op.buffers.iovecs();
-        Some(OpView {
-            kind: op.kind,
-            fd: op.file.as_raw_fd(),
-            registered: op.file.registered(),
-            offset: op.offset,
-            iovecs: iovecs.as_ptr(),
-            iovecs_len: iovecs.len().min(iomem::IOVECS_MAX),
-        })
+        Some(op)
     }
 
     /// Stores the result of slot `index` and counts it. Returns the task to wake, if one waits; a
@@ -340,7 +346,7 @@ impl Slots {
         Some(Completion { result: result_of(result), buffers })
     }
 
-    /// Says that nobody waits for slot `index` any more. Its op stays until it has completed.
+    /// Notes that nobody waits for slot `index` any more. Its op stays until it has completed.
     pub(crate) fn abandon(&mut self, index: u32) {
         self.set_owner(index, Owner::default());
         match self.slots.0.get_mut(index as usize).map(|slot| &mut slot.state) {
@@ -350,8 +356,8 @@ impl Slots {
         }
     }
 
-    /// Nobody will learn what becomes of the ops in the kernel. Who waits for flushes is told that
-    /// they have failed.
+    /// The results of the ops in the kernel will never be known. Whoever waits for one of the
+    /// flushes among them is told that it has failed.
     pub(crate) fn give_up(&self, now: Instant) {
         let tracked = self.pending().filter(|(slot, _)| slot.tracked != NOT_TRACKED);
         for (slot, op) in tracked {

@@ -27,12 +27,12 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::engine::{Completer, Engine, TOKEN_ENGINE};
+use crate::engine::{Engine, TOKEN_ENGINE};
 use crate::error::Error;
 use crate::io_state::{Io, Ops};
 use crate::late::News;
 use crate::looks::ROUNDS_BETWEEN_SOURCES;
-use crate::op::Slots;
+use crate::op::{Completer, Slots};
 use crate::reactor::Reactor;
 use crate::task::{self, Owner};
 use crate::task_key::{NO_TASK, TaskKey};
@@ -96,24 +96,20 @@ impl Io {
 
     fn run_ready_tasks(&self) {
         let count = self.executor.borrow().begin_round();
-        for place in 0..count {
-            self.poll_task(place);
-        }
-        self.executor.borrow_mut().end_round(count);
-    }
-
-    fn poll_task(&self, place: usize) {
         debug_assert!(
             self.ops.try_borrow_mut().is_ok(),
-            "invariant 2: a task is polled inside of a submit or a harvest"
+            "invariant 2: tasks are polled inside of a submit or a harvest"
         );
-        let Some((task, (mut future, waker))) = self.executor.borrow_mut().begin_poll(place) else {
-            return;
-        };
-        let mut cx = Context::from_waker(&waker);
-        let poll = self.running.run(TaskKey::task(task), &waker, || future.as_mut().poll(&mut cx));
-        let rest = poll.is_pending().then_some((future, waker));
-        self.executor.borrow_mut().end_poll(task, rest);
+        for place in 0..count {
+            let begun = self.executor.borrow_mut().begin_poll(place);
+            let Some((task, (mut future, waker))) = begun else { continue };
+            let mut cx = Context::from_waker(&waker);
+            let poll = || future.as_mut().poll(&mut cx);
+            let poll = self.running.run(TaskKey::task(task), &waker, poll);
+            let rest = poll.is_pending().then_some((future, waker));
+            self.executor.borrow_mut().end_poll(task, rest);
+        }
+        self.executor.borrow_mut().end_round(count);
     }
 
     /// Polls `future` in a loop of turns. It runs outside of any task: it is asked before each

@@ -14,8 +14,7 @@ use super::source::FileSource;
 use crate::bounce::BounceShare;
 use crate::config::EngineKind;
 use crate::io::Io;
-use crate::op::{Completion, FileRef, Op, OpKind};
-use crate::op_future::OpFuture;
+use crate::op::{Completion, FileRef, OpKind};
 use iomem::Buffers;
 
 impl FileSource {
@@ -84,7 +83,7 @@ impl FileDisk {
         if wanted == 0 || !self.is_aligned(offset, &buffers) {
             return Box::pin(self.bounce(OpKind::Read, offset, buffers, None)).await;
         }
-        let completion = self.op(OpKind::Read, offset, buffers).await;
+        let completion = self.io.op(OpKind::Read, &self.file, offset, buffers).await;
         if completion.is_whole(wanted) {
             completion.buffers.wrote(wanted);
             return Ok(());
@@ -114,7 +113,7 @@ impl FileDisk {
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
         if wanted > 0 && self.blocks.is_none() && self.is_aligned(offset, &buffers) {
-            let completion = self.op(kind, offset, buffers).await;
+            let completion = self.io.op(kind, &self.file, offset, buffers).await;
             if !completion.is_whole(wanted) {
                 Box::pin(self.finish(kind, offset, wanted, completion)).await?;
             }
@@ -257,17 +256,12 @@ impl FileDisk {
     async fn simple(&self, kind: OpKind, offset: u64) -> io::Result<()> {
         let mut retries = Retries::default();
         loop {
-            match self.op(kind, offset, Buffers::empty()).await.result {
+            match self.io.op(kind, &self.file, offset, Buffers::empty()).await.result {
                 Err(error)
                     if Retries::are_for(&error) && Box::pin(retries.wait(&self.io)).await => {}
                 other => return other.map(|_| ()),
             }
         }
-    }
-
-    #[inline]
-    fn op(&self, kind: OpKind, offset: u64, buffers: Buffers) -> OpFuture<'_> {
-        self.io.op(Op { kind, file: Rc::clone(&self.file), offset, buffers })
     }
 
     /// Moves all bytes of `buffers`, whose memory is aligned.
@@ -281,7 +275,7 @@ impl FileDisk {
         if wanted == 0 {
             return Ok(());
         }
-        let completion = self.op(kind, offset, buffers).await;
+        let completion = self.io.op(kind, &self.file, offset, buffers).await;
         self.finish(kind, offset, wanted, completion).await
     }
 
@@ -331,7 +325,7 @@ impl FileDisk {
             if wanted == 0 {
                 return Ok(());
             }
-            completion = self.op(kind, offset, buffers).await;
+            completion = self.io.op(kind, &self.file, offset, buffers).await;
         }
     }
 

@@ -12,15 +12,17 @@ use iomem::fits;
 
 use super::aio_ring::AioRing;
 use super::announce::{Announcements, UNANNOUNCED};
-use super::completer::Completer;
 use super::kernel::AioContext;
-use super::kernel::aio_abi::{IOCB_FLAG_RESFD, IoEvent, Iocb, iocb};
+use super::kernel::aio_abi::{
+    IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV,
+    IOCB_FLAG_RESFD, IoEvent, Iocb,
+};
 use super::retry::Retry;
 use super::threads::Threads;
 use crate::clock;
 use crate::config::{CompletionRing, EngineKind, IoThreadConfig};
 use crate::error::Error;
-use crate::op::{Op, OpKind, OpenFile, Slots};
+use crate::op::{Completer, Op, OpKind, OpenFile, Slots};
 
 /// Where completions are read.
 enum Completions {
@@ -197,11 +199,12 @@ impl Aio {
         let mut file = None;
         for &slot in self.queued.iter().take(count) {
             // Queued slots hold ops: only a completion empties them.
-            if let Some(view) = done.slots.view(slot, done.now) {
-                if *file.get_or_insert(view.fd) != view.fd {
+            if let Some(op) = done.slots.submit(slot, done.now) {
+                let fd = op.file.as_raw_fd();
+                if *file.get_or_insert(fd) != fd {
                     break;
                 }
-                let mut iocb = iocb(slot, &view, wake);
+                let mut iocb = iocb(slot, op, fd, wake);
                 if !announced {
                     iocb.flags &= !IOCB_FLAG_RESFD;
                     iocb.data |= UNANNOUNCED;
@@ -253,22 +256,26 @@ impl Aio {
         if self.in_kernel == 0 {
             return 0;
         }
-        let announcements = &mut self.announcements;
-        let count = match &mut self.completions {
-            Completions::Ring(ring) => {
-                match ring.consume(|event| deliver(event, announcements, done)) {
-                    Ok(count) => count,
-                    Err(_) => {
-                        let depth = fits(self.depth, "the depth of a context");
-                        self.completions = getevents_from_now_on(depth);
-                        return self.harvest(done);
-                    }
-                }
+        let (announcements, stats) = (&mut self.announcements, done.stats);
+        let mut deliver = |event: IoEvent| {
+            // `prepare` has put the slot into the iocb, perhaps with a mark.
+            if let Ok(slot) = u32::try_from(announcements.completed(event.data)) {
+                done.complete(slot, event.res);
             }
+        };
+        let count = match &mut self.completions {
+            Completions::Ring(ring) => match ring.consume(&mut deliver) {
+                Ok(count) => count,
+                Err(_) => {
+                    let depth = fits(self.depth, "the depth of a context");
+                    self.completions = getevents_from_now_on(depth);
+                    return self.harvest(done);
+                }
+            },
             Completions::Getevents(events) => {
-                done.stats.syscalls.io_getevents.add(1);
+                stats.syscalls.io_getevents.add(1);
                 let events = self.context.getevents(events);
-                events.iter().for_each(|event| deliver(*event, announcements, done));
+                events.iter().for_each(|event| deliver(*event));
                 events.len() as u64
             }
         };
@@ -303,11 +310,26 @@ fn tell_of_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
     }
 }
 
-/// Stores the result of an op. `prepare` has put its slot into the iocb, perhaps with a mark.
-fn deliver(event: IoEvent, announcements: &mut Announcements, done: &mut Completer<'_>) {
-    if let Ok(slot) = u32::try_from(announcements.completed(event.data)) {
-        done.complete(slot, event.res);
-    }
+/// The iocb for the op in `slot`, whose completion writes the eventfd `wake`.
+fn iocb(slot: u32, op: &Op, fd: RawFd, wake: RawFd) -> Iocb {
+    let (buf, nbytes, single) = match op.iovecs() {
+        [range] => (range.iov_base as u64, range.iov_len as u64, true),
+        ranges => (ranges.as_ptr() as u64, ranges.len() as u64, false),
+    };
+    let (opcode, rw_flags) = match op.kind {
+        OpKind::Read => (if single { IOCB_CMD_PREAD } else { IOCB_CMD_PREADV }, 0),
+        OpKind::Write { fua } => (
+            if single { IOCB_CMD_PWRITE } else { IOCB_CMD_PWRITEV },
+            if fua { libc::RWF_DSYNC } else { 0 },
+        ),
+        _ => {
+            let opcode = IOCB_CMD_FDSYNC;
+            return Iocb { data: slot.into(), opcode, fd, ..Iocb::announced(wake) };
+        }
+    };
+    let offset = fits(op.offset, "the offset of an op");
+    let data = slot.into();
+    Iocb { data, rw_flags, opcode, fd, buf, nbytes, offset, ..Iocb::announced(wake) }
 }
 
 fn getevents_from_now_on(depth: u32) -> Completions {

@@ -16,7 +16,6 @@ use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
-use super::completer::Completer;
 use super::kernel::Ring;
 use super::kernel::ring_abi::Setup;
 use super::retry::Retry;
@@ -25,7 +24,7 @@ use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::error::Error;
 use crate::io_file::NOT_REGISTERED;
-use crate::op::{IoFile, Op, OpKind};
+use crate::op::{Completer, IoFile, Op, OpKind};
 use crate::stats::Stats;
 use fixed::FixedFiles;
 use op_ring::OpRing;

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::mailbox::Mailbox;
-use crate::op::OpView;
-use crate::op_kind::OpKind;
+use crate::op::{Op, OpKind};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use iomem::fits;
 
@@ -15,6 +15,24 @@ use iomem::fits;
 pub(super) const THREADS_MAX: usize = 64;
 /// A thread without work for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
+
+/// What a pool thread knows of an op.
+#[derive(Clone, Copy)]
+pub(crate) struct OpView {
+    pub(crate) kind: OpKind,
+    pub(crate) fd: RawFd,
+    pub(crate) offset: u64,
+    pub(crate) iovecs: *const libc::iovec,
+    pub(crate) iovecs_len: usize,
+}
+
+impl OpView {
+    pub(super) fn of(op: &Op) -> Self {
+        let (fd, iovecs) = (op.file.as_raw_fd(), op.iovecs());
+        let (iovecs, iovecs_len) = (iovecs.as_ptr(), iovecs.len());
+        Self { kind: op.kind, fd, offset: op.offset, iovecs, iovecs_len }
+    }
+}
 
 /// One op on its way to a pool thread.
 pub(crate) struct Job {

@@ -12,7 +12,7 @@ use crate::config::EngineKind;
 use crate::disk::{DiskOptions, DiskSource};
 use crate::io_thread::IoThread;
 use crate::looks::{ROUNDS_BETWEEN_SOURCES, ROUNDS_UNTIL_SERVED};
-use crate::op::{Op, OpKind};
+use crate::op::OpKind;
 use crate::reactor::{Armed, Source};
 use crate::turn::{Activity, Wait};
 use iomem::Buffers;
@@ -132,7 +132,7 @@ fn who_embeds_a_loop_is_woken_by_completions() {
         thread.io().spawn(async move {
             for _ in 0..10 {
                 let (file, buffers) = (Rc::clone(&file), Buffers::aligned(512, 512));
-                let op = io.op(Op { kind: OpKind::Read, file, offset: 0, buffers });
+                let op = io.op(OpKind::Read, &file, 0, buffers);
                 assert_eq!(op.await.result.unwrap(), 1);
                 count.set(count.get() + 1);
             }
@@ -220,7 +220,7 @@ fn who_embeds_a_loop_is_told_when_to_look_for_late_ops() {
     let done = Rc::clone(&is_read);
     thread.io().spawn(async move {
         let buffers = Buffers::aligned(512, 512);
-        let op = io.op(Op { kind: OpKind::Read, file, offset: 0, buffers });
+        let op = io.op(OpKind::Read, &file, 0, buffers);
         assert_eq!(op.await.result.unwrap(), 1);
         done.set(true);
     });

@@ -9,12 +9,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use super::completer::Completer;
 use super::kernel;
-use super::pool::{Job, Pool, THREADS_MAX, pool_thread};
+use super::pool::{Job, OpView, Pool, THREADS_MAX, pool_thread};
 use crate::clock;
 use crate::lane::pool_threads;
 use crate::mailbox::{Mailbox, OpResult};
+use crate::op::Completer;
 use crate::rare::Rare;
 
 /// A thread makes system calls and nothing else.
@@ -74,7 +74,7 @@ impl Threads {
         let (slots, in_kernel) = (&mut *done.slots, &mut self.in_kernel);
         let now = done.now;
         let wanted = self.pool.put(self.queued.drain(..count).filter_map(|slot| {
-            let view = slots.view(slot, now)?;
+            let view = OpView::of(slots.submit(slot, now)?);
             *in_kernel += 1;
             Some(Job { slot, view })
         }));
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
     use crate::engine::pool::{Jobs, next_job};
-    use crate::op::{FileRef, IoFile, Op, OpKind, OpView, Slots};
+    use crate::op::{FileRef, IoFile, Op, OpKind, Slots};
     use crate::stats::Stats;
     use crate::task::Owner;
     use crate::task_key::TaskKey;
@@ -286,8 +286,7 @@ mod tests {
             let mut jobs = pool.jobs();
             if jobs.idle == 1 {
                 let (kind, iovecs) = (OpKind::Flush, std::ptr::null());
-                let view =
-                    OpView { kind, fd: -1, registered: -1, offset: 0, iovecs, iovecs_len: 0 };
+                let view = OpView { kind, fd: -1, offset: 0, iovecs, iovecs_len: 0 };
                 jobs.waiting.push_back(Job { slot: 7, view });
                 is_given = true;
             }

@@ -89,45 +89,41 @@ impl Blk {
 }
 
 impl Handler for Blk {
-    fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static {
-        serve(self, queue, chain)
+    /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
+    async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
+        let head = chain.head;
+        let Some(status) = chain.writable.take_last_byte() else {
+            // The chain has no room for a status.
+            queue.push_unanswered(head);
+            return;
+        };
+        let room = chain.writable.bytes();
+        let (kind, result, written) = match chain.fault {
+            None => {
+                let Outcome { kind, result, rest } =
+                    execute(&self, chain.readable, chain.writable).await;
+                (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
+            }
+            Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
+        };
+        // What was read from memory that is gone were zeroes, and what was written there is lost.
+        match result {
+            Ok(_) if !chain.memory.is_intact() => {
+                queue.fail(kind, &RequestError::MemoryGone);
+                status.write(RequestError::MemoryGone.status());
+            }
+            Ok(bytes) => {
+                queue.count(kind, bytes);
+                status.write(S_OK);
+            }
+            Err(error) => {
+                queue.fail(kind, &error);
+                status.write(error.status());
+            }
+        }
+        let Ok(written) = u32::try_from(written) else { unreachable!("chains are below 4 GiB") };
+        queue.push(head, written);
     }
-}
-
-/// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
-async fn serve(blk: Rc<Blk>, queue: Rc<Queue>, mut chain: Chain) {
-    let head = chain.head;
-    let Some(status) = chain.writable.take_last_byte() else {
-        // The chain has no room for a status.
-        queue.push_unanswered(head);
-        return;
-    };
-    let room = chain.writable.bytes();
-    let (kind, result, written) = match chain.fault {
-        None => {
-            let Outcome { kind, result, rest } =
-                execute(&blk, chain.readable, chain.writable).await;
-            (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
-        }
-        Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
-    };
-    // What was read from memory that is gone were zeroes, and what was written there is lost.
-    match result {
-        Ok(_) if !chain.memory.is_intact() => {
-            queue.fail(kind, &RequestError::MemoryGone);
-            status.write(RequestError::MemoryGone.status());
-        }
-        Ok(bytes) => {
-            queue.count(kind, bytes);
-            status.write(S_OK);
-        }
-        Err(error) => {
-            queue.fail(kind, &error);
-            status.write(error.status());
-        }
-    }
-    let Ok(written) = u32::try_from(written) else { unreachable!("chains are below 4 GiB") };
-    queue.push(head, written);
 }
 
 /// Zeroes the `rest` of the `room` for data, unless it is long, and returns the used length: how

@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::AsRawFd;
 
 use io_uring::{cqueue, opcode, squeue, types};
 
 use super::fixed::FixedBuffers;
-use crate::engine::completer::Completer;
 use crate::engine::kernel::Ring;
-use crate::op::{OpKind, OpView};
+use crate::op::{Completer, Op, OpKind};
 use crate::stats::Stats;
 use iomem::fits;
 
@@ -70,8 +70,8 @@ impl OpRing {
         }
         for slot in self.queued.drain(..count) {
             // Queued slots hold ops: only a completion empties them.
-            if let Some(view) = done.slots.view(slot, done.now) {
-                let entry = entry(&view, &mut self.buffers).user_data(u64::from(slot));
+            if let Some(op) = done.slots.submit(slot, done.now) {
+                let entry = entry(op, &mut self.buffers).user_data(u64::from(slot));
                 // SAFETY: the entry's addresses are those of the slot's iovecs and of the memory
                 // behind them, and its file is the slot's. The slot keeps all three until the
                 // completion that carries its number (see `op.rs`).
@@ -136,49 +136,49 @@ impl OpRing {
 }
 
 /// The submission entry of an op, without its slot number.
-fn entry(view: &OpView, buffers: &mut FixedBuffers) -> squeue::Entry {
-    let (fd, flags) = if view.registered >= 0 {
-        (view.registered, squeue::Flags::FIXED_FILE)
+fn entry(op: &Op, buffers: &mut FixedBuffers) -> squeue::Entry {
+    let registered = op.file.registered();
+    let (fd, flags) = if registered >= 0 {
+        (registered, squeue::Flags::FIXED_FILE)
     } else {
-        (view.fd, squeue::Flags::empty())
+        (op.file.as_raw_fd(), squeue::Flags::empty())
     };
-    let (fd, offset) = (types::Fd(fd), view.offset);
-    let entry = match view.kind {
-        OpKind::Read if view.iovecs_len == 1 => {
-            let (start, len) = single(view);
+    let (fd, offset) = (types::Fd(fd), op.offset);
+    let entry = match (op.kind, op.iovecs()) {
+        (OpKind::Read, [range]) => {
+            let (start, len) = single(range);
             match buffers.index_of(start, len) {
                 Some(index) => opcode::ReadFixed::new(fd, start, len, index).offset(offset).build(),
                 None => opcode::Read::new(fd, start, len).offset(offset).build(),
             }
         }
-        OpKind::Read => opcode::Readv::new(fd, view.iovecs, count(view)).offset(offset).build(),
-        OpKind::Write { fua } => {
-            let rw_flags = if fua { libc::RWF_DSYNC } else { 0 };
-            if view.iovecs_len == 1 {
-                let (start, len) = single(view);
-                match buffers.index_of(start, len) {
-                    Some(index) => opcode::WriteFixed::new(fd, start, len, index)
-                        .offset(offset)
-                        .rw_flags(rw_flags)
-                        .build(),
-                    None => {
-                        opcode::Write::new(fd, start, len).offset(offset).rw_flags(rw_flags).build()
-                    }
-                }
-            } else {
-                opcode::Writev::new(fd, view.iovecs, count(view))
+        (OpKind::Read, ranges) => {
+            opcode::Readv::new(fd, ranges.as_ptr(), count(ranges)).offset(offset).build()
+        }
+        (OpKind::Write { fua }, [range]) => {
+            let (start, len) = single(range);
+            let rw_flags = rw_flags(fua);
+            match buffers.index_of(start, len) {
+                Some(index) => opcode::WriteFixed::new(fd, start, len, index)
                     .offset(offset)
                     .rw_flags(rw_flags)
-                    .build()
+                    .build(),
+                None => {
+                    opcode::Write::new(fd, start, len).offset(offset).rw_flags(rw_flags).build()
+                }
             }
         }
-        OpKind::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
-        OpKind::Fallocate { mode, len } => {
+        (OpKind::Write { fua }, ranges) => opcode::Writev::new(fd, ranges.as_ptr(), count(ranges))
+            .offset(offset)
+            .rw_flags(rw_flags(fua))
+            .build(),
+        (OpKind::Flush, _) => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+        (OpKind::Fallocate { mode, len }, _) => {
             opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
         }
         // As a discard it would destroy data: the ring has no such operation, the pool has.
-        OpKind::ZeroBlocks { .. } => unreachable!("an op of the pool in a ring"),
-        OpKind::DiscardBlocks { len } => {
+        (OpKind::ZeroBlocks { .. }, _) => unreachable!("an op of the pool in a ring"),
+        (OpKind::DiscardBlocks { len }, _) => {
             // The kernel reads the start from `addr` and the length from the command's bytes.
             let mut command = [0; 16];
             command[..8].copy_from_slice(&len.to_ne_bytes());
@@ -193,12 +193,14 @@ fn entry(view: &OpView, buffers: &mut FixedBuffers) -> squeue::Entry {
 
 /// The one range of a list of one. A transfer of more than the kernel takes at once is cut, and
 /// comes back short.
-fn single(view: &OpView) -> (*mut u8, u32) {
-    // SAFETY: a list of one iovec has a first.
-    let range = unsafe { *view.iovecs };
+fn single(range: &libc::iovec) -> (*mut u8, u32) {
     (range.iov_base.cast(), u32::try_from(range.iov_len).unwrap_or(TRANSFER_MAX))
 }
 
-fn count(view: &OpView) -> u32 {
-    fits(view.iovecs_len, "a count of iovecs")
+fn count(ranges: &[libc::iovec]) -> u32 {
+    fits(ranges.len(), "a count of iovecs")
+}
+
+fn rw_flags(fua: bool) -> i32 {
+    if fua { libc::RWF_DSYNC } else { 0 }
 }

@@ -3,9 +3,8 @@
 use std::io;
 use std::os::fd::AsRawFd;
 
-use super::super::aio_abi::{IoEvent, Iocb, iocb};
+use super::super::aio_abi::{IOCB_CMD_FDSYNC, IoEvent, Iocb};
 use crate::error::Error;
-use crate::op::{OpKind, OpView};
 
 /// `aio_context_t`: the address of the mapped completion ring.
 type KernelContext = libc::c_ulong;
@@ -72,15 +71,8 @@ impl AioContext {
         else {
             return false;
         };
-        let view = OpView {
-            registered: -1,
-            kind: OpKind::Flush,
-            fd: file.as_raw_fd(),
-            offset: 0,
-            iovecs: std::ptr::null(),
-            iovecs_len: 0,
-        };
-        let mut iocb = Iocb { flags: 0, ..iocb(0, &view, 0) };
+        let (opcode, fd) = (IOCB_CMD_FDSYNC, file.as_raw_fd());
+        let mut iocb = Iocb { opcode, fd, ..Iocb::default() };
         let mut address = &raw mut iocb;
         let mut event = IoEvent::default();
         // SAFETY: the context is live; the kernel reads one iocb, which has no data.
