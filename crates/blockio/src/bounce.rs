@@ -2,8 +2,8 @@
 //!
 //! A request whose buffers are misaligned goes piece by piece through memory of ours, and zeroes
 //! that have to be written go in pieces too. Each piece takes a [`Permit`] first. The budget is
-//! parted equally among the disks of the IoThread, so that a disk that hangs with all of its share
-//! keeps nothing from its neighbours; within a disk, pieces wait in order.
+//! shared equally among the disks of the IoThread, so that a disk that hangs with all of its share
+//! takes nothing from its neighbours. The pieces of one disk wait in order.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -26,7 +26,7 @@ const ZEROES_BYTES: usize = 64 << 10;
 /// The budget of one IoThread.
 pub(crate) struct BounceBudget {
     state: Rc<Budget>,
-    /// Those of disks that are attached, or have pieces in the kernel.
+    /// The shares of disks that are attached, or have pieces in the kernel.
     shares: RefCell<Vec<(*const OpenFile, Weak<BounceShare>)>>,
     zeroes: RefCell<Option<Zeroes>>,
 }
@@ -52,8 +52,8 @@ struct Waiter {
     granted: Cell<bool>,
 }
 
-/// Bytes of a share, in use until it is dropped. It goes where the memory goes, so that what the
-/// kernel has is counted when nobody waits for it any more.
+/// Bytes of a share, in use until this is dropped. It is kept with the memory, so that what the
+/// kernel has counts even when nobody waits for it any more.
 pub(crate) struct Permit {
     share: Rc<BounceShare>,
     bytes: usize,
@@ -71,7 +71,7 @@ impl BounceBudget {
         Self { state: Rc::new(state), shares: RefCell::default(), zeroes: RefCell::default() }
     }
 
-    /// The share of the disk that `file` is. All who name the file have one together.
+    /// The share of the disk that `file` is. There is one for each file, whoever names it.
     pub(crate) fn share(&self, file: &Arc<OpenFile>) -> Rc<BounceShare> {
         let budget = &self.state;
         let mut shares = self.shares.borrow_mut();
@@ -91,7 +91,7 @@ impl BounceBudget {
         share
     }
 
-    /// A list of zeroes, to be read by the kernel only. `kept` goes when the list has gone.
+    /// A list of zeroes, to be read by the kernel only. `kept` is dropped with the list.
     ///
     /// # Errors
     ///
@@ -120,13 +120,13 @@ impl BounceShare {
         equal.max(share_bytes_min) / share_bytes_min * share_bytes_min
     }
 
-    /// Alone, a piece of any size has room: the share may have shrunk since it was asked for.
+    /// A piece that is alone has room, whatever its size: the share may have shrunk meanwhile.
     fn has_room(&self, bytes: usize) -> bool {
         let in_use = self.in_use.get();
         in_use == 0 || in_use + bytes <= self.limit()
     }
 
-    /// Waits until `bytes` more may be in use, behind all who came before.
+    /// Waits until `bytes` more may be in use, behind all that came earlier.
     pub(crate) async fn take(self: &Rc<Self>, bytes: usize) -> Permit {
         if self.waiting.borrow().is_empty() && self.has_room(bytes) {
             self.count(bytes);
@@ -156,7 +156,7 @@ impl BounceShare {
         self.grant();
     }
 
-    /// Lets those in who have room now, in order.
+    /// Grants the pieces that wait and have room now, in order.
     fn grant(&self) {
         loop {
             let next = {
@@ -187,7 +187,7 @@ impl Drop for BounceShare {
     }
 }
 
-/// The place of one who waits. Who goes away leaves it to the next.
+/// The place of a piece that waits. If its future is dropped, the next piece moves up.
 struct Place<'a> {
     share: &'a BounceShare,
     waiter: Rc<Waiter>,

@@ -1,7 +1,7 @@
 //! What an IoThread is made of, for the files that turn it and for the handle that tasks get.
 //!
-//! Whoever borrows more than one of the parts takes `ops` before `reactor`, and `reactor` before
-//! `executor`. No borrow lasts while code of a task or a waker runs.
+//! Code that borrows more than one of the parts borrows `ops` before `reactor`, and `reactor`
+//! before `executor`. No borrow lasts while code of a task or a waker runs.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -103,7 +103,8 @@ impl Drop for Ops {
 }
 
 impl Io {
-    /// Sets everything up. Returns also the descriptor that says that a turn has something to do.
+    /// Sets everything up. Also returns the descriptor that is readable when a turn has something
+    /// to do.
     pub(crate) fn new(config: &IoThreadConfig) -> Result<(Self, OwnedFd), Error> {
         // Never read: it is watched edge-triggered, so each write is a new event, and taking that
         // event is what clears it, before the loop looks for what was posted.

@@ -23,21 +23,21 @@ pub trait Source {
     fn notify(&self);
     /// Before sleep: asks the other side to write the eventfd from now on.
     fn arm(&self) -> Armed;
-    /// Says that writes to the eventfd are not needed for now.
+    /// Tells the other side that it need not write the eventfd for now.
     fn disarm(&self);
     /// A cheap look for work, for busy-polling while the source is not armed.
     fn has_work(&self) -> bool;
 }
 
-/// What came of arming a source.
+/// The result of arming a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Armed {
     /// The eventfd announces what comes.
     Yes,
     /// Work is there already, which the eventfd might not announce.
     HasWork,
-    /// The source takes no work for now, and nothing was asked of the other side. Before it takes
-    /// some again, something else wakes its task.
+    /// The source takes no work for now, and nothing was asked of the other side. Something else
+    /// wakes its task before it takes work again.
     Full,
 }
 

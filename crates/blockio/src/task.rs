@@ -1,4 +1,4 @@
-//! The executor of one IoThread: slots for tasks, a ready list, and who is woken how.
+//! The executor of one IoThread: slots for tasks, a ready list, and how each future is woken.
 //!
 //! A task is one future. A task that serves many requests keeps their futures in a `TaskSet`:
 //! these have one concrete type, live in storage that is used again, and are polled without a
@@ -6,8 +6,8 @@
 //!
 //! Whatever a future waits for remembers an [`Owner`]. As a rule that is a [`TaskKey`], two small
 //! numbers, and no `Waker` is cloned on the way of a request. But a future must wake the waker that
-//! it was polled with last, and whoever combines futures polls them with wakers of its own. So a
-//! future compares the waker with that of the task that runs, and keeps a clone if it is another.
+//! it was polled with last, and combinators poll futures with wakers of their own. So a future
+//! compares its waker with that of the running task, and keeps a clone if the two differ.
 //!
 //! Wakers of tasks may be used anywhere. On other threads they post to the mailbox; within a turn
 //! of their own loop they need neither its lock nor its eventfd.
@@ -62,12 +62,12 @@ struct Task {
     queued: bool,
 }
 
-/// What the executor knows of a set of futures.
+/// What the executor knows about a set of futures.
 #[derive(Default)]
 struct Set {
     /// Who polled the set last.
     owner: Owner,
-    /// Children that were woken since it took them out. By the first the owner is woken.
+    /// Children that were woken since the owner last took this list. The first wakes the owner.
     woken: Vec<u32>,
 }
 
@@ -99,7 +99,7 @@ pub(crate) struct Running {
     is_entered: Cell<bool>,
 }
 
-/// What no waker has as its data.
+/// An address that no waker has as its data.
 static NOBODY: u8 = 0;
 
 impl Default for Running {
@@ -117,7 +117,7 @@ impl Default for Running {
 }
 
 impl Running {
-    /// Whoever runs now.
+    /// The task, or the future of a set, that runs now.
     #[inline]
     pub(crate) fn current(&self) -> TaskKey {
         self.current.get()
@@ -264,7 +264,7 @@ fn entered(mailbox: &Arc<Mailbox>) -> Option<Rc<Running>> {
     LOOPS.try_with(find).ok().flatten()
 }
 
-/// Lets somebody act who only stands on this thread for another one.
+/// Runs `act` as another thread would: a simulation plays several threads on this one.
 #[cfg(ringhaul_sim)]
 pub(crate) fn as_other<T>(act: impl FnOnce() -> T) -> T {
     let loops = LOOPS.take();
@@ -354,7 +354,7 @@ impl Executor {
         }
     }
 
-    /// Has `waker` woken when `key` is, which may have been already since it began to run.
+    /// Wakes `waker` when `key` is woken, or soon if that has happened since it began to run.
     #[cold]
     pub(crate) fn suspend(&mut self, key: TaskKey, waker: Waker) {
         let is_woken = match key {

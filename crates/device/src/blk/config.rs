@@ -24,12 +24,12 @@ const CONFIG_BYTES: usize = 60;
 
 /// The most sectors of one discard segment: 2 GiB. A hole of any size is one system call.
 pub(crate) const DISCARD_SECTORS_MAX: u32 = 1 << 22;
-/// The most sectors of one write-zeroes segment: 32 MiB. Where the disk has no call for it, zeroes
-/// are written, and one request should not take seconds.
+/// The most sectors of one write-zeroes segment: 32 MiB. Where the disk has no operation for it,
+/// zeroes are written, and one request should not take seconds.
 pub const WRITE_ZEROES_SECTORS_MAX: u32 = 1 << 16;
 /// The most segments of one discard or write-zeroes request.
 pub const SEGMENTS_MAX: u32 = 16;
-/// The most queues of a device: transports name a queue in 8 bits when they bring its eventfds.
+/// The most queues of a device: transports have 8 bits for the queue that an eventfd is for.
 pub const QUEUES_MAX: u16 = 256;
 /// Bytes of a serial number at most.
 pub const SERIAL_BYTES: usize = 20;
@@ -41,7 +41,7 @@ pub struct BlkOptions {
     pub serial: String,
     /// Queues, 1 to [`QUEUES_MAX`].
     pub num_queues: u16,
-    /// Entries of a queue, for the limit on segments: 2 to 1024.
+    /// Entries of a queue, from which the limit on segments follows: 2 to 1024.
     pub queue_size: u16,
     /// Whether the driver sees a write cache, which it has to flush.
     pub write_cache: bool,
@@ -51,8 +51,8 @@ pub struct BlkOptions {
     /// Whether the memory of the driver is registered with engines that can keep its pages at
     /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
     pub fixed_buffers: bool,
-    /// What long lists of drivers' buffers may take in bytes on one IoThread before this device
-    /// leaves chains in its rings.
+    /// How many bytes long lists of buffers may take on one IoThread before this device leaves
+    /// chains in its rings.
     pub long_lists_bytes: u64,
 }
 
@@ -107,7 +107,7 @@ pub(super) fn space(disk: &DiskInfo, options: &BlkOptions, writeback: bool) -> C
     put(20, &block.to_le_bytes());
     // It is 31 at most, in its lowest byte.
     put(24, &blocks_per_physical.ilog2().to_le_bytes()[..1]);
-    // What has no room in 16 bits is no size that anybody should write at once.
+    // A size that does not fit in 16 bits is more than a driver should write at once.
     put(26, &u16::try_from(blocks_per_physical).unwrap_or(1).to_le_bytes());
     put(WRITEBACK_OFFSET, &[u8::from(writeback)]);
     put(34, &options.num_queues.to_le_bytes());

@@ -5,8 +5,8 @@
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 12;
 
-/// The longest body of any message that there is: a front-end that announces more sends no
-/// messages.
+/// The longest body that any message has: what a front-end announces beyond it is no message of
+/// this protocol.
 pub(crate) const MAX_BODY_BYTES: usize = 4096;
 
 /// Numbers of messages ("Front-end message types").
@@ -72,14 +72,14 @@ const NO_FD: u64 = 1 << 8;
 pub struct Header {
     /// The number of the message.
     pub code: u32,
-    /// Version 1, whether it is an answer, whether it wants one.
+    /// The version, and whether the message is an answer or asks for one.
     pub flags: u32,
     /// Bytes of the body.
     pub size: u32,
 }
 
 impl Header {
-    /// The header of a message to which there is no answer unless it has one of its own.
+    /// The header of a message that asks for no answer; some messages have one anyway.
     #[must_use]
     pub fn new(code: u32, body_bytes: usize) -> Self {
         Self { code, flags: VERSION, size: size_of_body(body_bytes) }
@@ -92,7 +92,7 @@ impl Header {
         Self { code: self.code, flags, size: size_of_body(body_bytes) }
     }
 
-    /// The same with the wish to know whether it was carried out.
+    /// The same header, with the flag that asks whether the message was carried out.
     #[must_use]
     pub fn with_need_reply(self) -> Self {
         Self { flags: self.flags | NEED_REPLY, ..self }
@@ -136,7 +136,8 @@ impl Header {
         bytes
     }
 
-    /// Why these bytes are no header of a request; what follows them cannot be understood either.
+    /// Why these bytes are not the header of a request; what follows them cannot be understood
+    /// either.
     pub(super) fn fault(self) -> Option<String> {
         let Self { code, flags, size } = self;
         if flags & VERSION_MASK != VERSION {
@@ -187,7 +188,7 @@ pub struct Config {
     pub offset: u32,
     /// Who writes: 0 the driver, 1 a migration.
     pub flags: u32,
-    /// The bytes; in a read, what is there says no more than how many are wanted.
+    /// The bytes. In a read only their number matters: so many are wanted.
     pub data: Vec<u8>,
 }
 
@@ -246,7 +247,7 @@ pub enum Request {
     GetMaxMemSlots,
     /// With a descriptor.
     AddMemReg(Region),
-    /// A descriptor may come with it, and is not used.
+    /// A descriptor may come with it, but is not used.
     RemMemReg(Region),
     SetStatus(u64),
     GetStatus,
@@ -257,7 +258,7 @@ pub enum Request {
 pub enum DecodeError {
     /// There is no such message, or it belongs to a feature that is not offered.
     UnknownCode,
-    /// The body is not as the specification has it for this message.
+    /// The body does not have the form that the specification gives it.
     BadBody,
 }
 
@@ -434,7 +435,7 @@ impl Config {
     }
 }
 
-/// The table of regions: how many, and as many as that. There is none of no regions.
+/// The table of regions: their number, and the regions. It has at least one.
 fn regions(body: &[u8]) -> Option<Vec<Region>> {
     let (head, table) = body.split_first_chunk::<8>()?;
     let [count, _padding] = words(head);
@@ -451,7 +452,7 @@ fn single_region(body: &[u8]) -> Option<Region> {
 
 fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
     let (head, rest) = body.split_first_chunk::<8>()?;
-    // Flags ask for a log of writes, which belongs to a feature that is not offered.
+    // Its flags ask for a log of writes, which belongs to a feature that is not offered.
     let [index, _flags] = words(head);
     let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
     Some((index, RingAddresses { desc_table, avail_ring, used_ring }))
@@ -467,7 +468,7 @@ fn number(body: &[u8]) -> Option<u64> {
     body.try_into().ok().map(u64::from_ne_bytes)
 }
 
-/// As many numbers as there are bytes for, if it is that many.
+/// `N` numbers of 8 bytes each; `None` if there are more or fewer bytes.
 fn numbers<const N: usize>(bytes: &[u8]) -> Option<[u64; N]> {
     let numbers: Vec<u64> = bytes.chunks(8).map(number).collect::<Option<_>>()?;
     numbers.try_into().ok()
