@@ -40,10 +40,13 @@ impl Io {
     /// What a future gets when nobody harvests any more: memory stays where it is.
     #[cold]
     fn end_of_foreign_op(&self, slot: u32) -> Completion {
-        let mut ops = self.ops.borrow_mut();
-        ops.take_late_results();
-        ops.slots.take(slot).unwrap_or_else(|| {
-            ops.slots.abandon(slot);
+        let (unwanted, completion) = {
+            let mut ops = self.ops.borrow_mut();
+            (ops.take_late_results(), ops.slots.take(slot))
+        };
+        drop(unwanted);
+        completion.unwrap_or_else(|| {
+            self.abandon_op(slot);
             let result = Err(io::Error::from_raw_os_error(libc::ECANCELED));
             Completion { result, buffers: Buffers::empty() }
         })

@@ -49,16 +49,19 @@ impl Io {
     /// The completion in `slot`, if it is there; else the waker of `cx` is woken by it later.
     #[inline]
     pub(crate) fn take_completion(&self, slot: u32, cx: &Context<'_>) -> Option<Completion> {
-        let slots = &mut self.ops.borrow_mut().slots;
-        let completion = slots.take(slot);
+        let completion = self.ops.borrow_mut().slots.take(slot);
         if completion.is_none() {
-            slots.set_owner(slot, self.running.owner(cx));
+            // Wakers of others run whatever they like when they are cloned or dropped.
+            let owner = self.running.owner(cx);
+            let before = self.ops.borrow_mut().slots.set_owner(slot, owner);
+            drop(before);
         }
         completion
     }
 
     pub(crate) fn abandon_op(&self, slot: u32) {
-        self.ops.borrow_mut().slots.abandon(slot);
+        let unwanted = self.ops.borrow_mut().slots.abandon(slot);
+        drop(unwanted);
     }
 
     /// Suspends the task once: it continues when something wakes it.
@@ -209,9 +212,10 @@ impl Future for OpFuture<'_> {
         let io = self.io;
         let (slot, completion) = match std::mem::replace(&mut self.state, OpState::Taken) {
             OpState::New(op) => {
+                let owner = io.running.owner(cx);
                 let slot = {
                     let Ops { slots, engine, .. } = &mut *io.ops.borrow_mut();
-                    let (slot, start) = slots.start(op, io.running.owner(cx));
+                    let (slot, start) = slots.start(op, owner);
                     match start {
                         Start::Queue => engine.queue(slot, slots),
                         Start::Wait => {}

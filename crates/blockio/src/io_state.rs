@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use iomem::Buffers;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
@@ -70,15 +71,18 @@ pub(crate) struct Ops {
 }
 
 impl Ops {
-    /// Takes in what was completed after the IoThread had ended.
+    /// Takes in what was completed after the IoThread had ended. Returns the memory that nobody
+    /// waits for, to be dropped when nothing is borrowed.
     #[cold]
-    pub(crate) fn take_late_results(&mut self) {
+    #[must_use]
+    pub(crate) fn take_late_results(&mut self) -> Vec<Buffers> {
         let mut results = Vec::new();
         self.mailbox.take_results(&mut results);
         for (slot, result) in results {
             // Nobody is there to be woken, or to ask what was counted.
             let _ = self.slots.complete(slot, result, clock::now(), &Stats::default());
         }
+        std::mem::take(&mut self.slots.unwanted)
     }
 }
 
@@ -88,7 +92,7 @@ impl Drop for Ops {
         // still write to must stay then, for as long as the program runs. So must the memory of
         // ops that something else has not completed.
         if self.slots.foreign() > 0 {
-            self.take_late_results();
+            drop(self.take_late_results());
         }
         let pending = self.engine.in_kernel() + self.slots.foreign();
         if pending > 0 {

@@ -106,6 +106,17 @@ enum Body {
     Foreign(Buffers),
 }
 
+impl Body {
+    #[inline]
+    fn into_buffers(self) -> Option<Buffers> {
+        match self {
+            Self::Op(op) => Some(op.buffers),
+            Self::Foreign(buffers) => Some(buffers),
+            Self::Nothing => None,
+        }
+    }
+}
+
 impl Slot {
     fn new(body: Body, owner: Owner) -> Self {
         Self { state: State::Pending, owner, body, submitted: None, units: 0, tracked: NOT_TRACKED }
@@ -129,6 +140,9 @@ pub(crate) struct Slots {
     foreign: usize,
     /// Wakers of ops that have completed. They are woken when nothing is borrowed.
     pub(crate) wakers: Vec<Waker>,
+    /// Memory that nobody waits for. Its owners run whatever they like when it is dropped, so that
+    /// is when nothing is borrowed, too.
+    pub(crate) unwanted: Vec<Buffers>,
 }
 
 #[derive(Default)]
@@ -180,7 +194,8 @@ impl Slots {
     /// For engines that each take `depth` ops.
     pub(crate) fn new(depth: u32) -> Self {
         let (slots, lanes) = (Table::default(), Lanes::new(depth));
-        Self { slots, free: Vec::new(), lanes, foreign: 0, wakers: Vec::new() }
+        let (wakers, unwanted) = (Vec::new(), Vec::new());
+        Self { slots, free: Vec::new(), lanes, foreign: 0, wakers, unwanted }
     }
 
     /// As [`insert`](Self::insert), and says what is to become of the op.
@@ -316,19 +331,20 @@ impl Slots {
                 None
             }
             State::Abandoned => {
-                drop(self.release(index));
+                let buffers = self.release(index).into_buffers();
+                self.unwanted.extend(buffers);
                 None
             }
             State::Free | State::Done(_) => unreachable!("asserted above"),
         }
     }
 
-    /// Has `owner` woken by the completion of slot `index`, and nobody else.
+    /// Has `owner` woken by the completion of slot `index`, and nobody else. Returns who was to be
+    /// woken before.
     #[inline]
-    pub(crate) fn set_owner(&mut self, index: u32, owner: Owner) {
-        if let Some(slot) = self.slots.0.get_mut(index as usize) {
-            slot.owner = owner;
-        }
+    pub(crate) fn set_owner(&mut self, index: u32, owner: Owner) -> Owner {
+        let slot = self.slots.0.get_mut(index as usize);
+        slot.map_or_else(Owner::default, |slot| std::mem::replace(&mut slot.owner, owner))
     }
 
     /// Takes the completion of slot `index` out, if it is there.
@@ -338,22 +354,24 @@ impl Slots {
         let State::Done(result) = slot.state else {
             return None;
         };
-        let buffers = match self.release(index) {
-            Body::Op(op) => op.buffers,
-            Body::Foreign(buffers) => buffers,
-            Body::Nothing => return None,
-        };
+        let buffers = self.release(index).into_buffers()?;
         Some(Completion { result: result_of(result), buffers })
     }
 
     /// Notes that nobody waits for slot `index` any more. Its op stays until it has completed.
-    pub(crate) fn abandon(&mut self, index: u32) {
-        self.set_owner(index, Owner::default());
-        match self.slots.0.get_mut(index as usize).map(|slot| &mut slot.state) {
-            Some(state @ State::Pending) => *state = State::Abandoned,
-            Some(State::Done(_)) => drop(self.release(index)),
-            _ => {}
-        }
+    /// Returns what the caller is to drop when nothing is borrowed.
+    #[must_use]
+    pub(crate) fn abandon(&mut self, index: u32) -> (Owner, Option<Buffers>) {
+        let owner = self.set_owner(index, Owner::default());
+        let buffers = match self.slots.0.get_mut(index as usize).map(|slot| &mut slot.state) {
+            Some(state @ State::Pending) => {
+                *state = State::Abandoned;
+                None
+            }
+            Some(State::Done(_)) => self.release(index).into_buffers(),
+            _ => None,
+        };
+        (owner, buffers)
     }
 
     /// The results of the ops in the kernel will never be known. Whoever waits for one of the
@@ -430,10 +448,12 @@ mod tests {
         let buffers = Buffers::uninitialized(512, 512, Canary(Rc::clone(&gone))).unwrap();
         let (mut slots, stats) = (Slots::new(64), Stats::default());
         let index = slots.insert(op(buffers), Owner::default());
-        slots.abandon(index);
+        drop(slots.abandon(index));
         assert!(!gone.get(), "invariant 3: the memory went while the op was pending");
         assert_eq!(slots.occupied(), 1);
         assert_eq!(slots.complete(index, 0, Instant::now(), &stats), None);
+        assert!(!gone.get(), "its owner runs while the slots are borrowed");
+        slots.unwanted.clear();
         assert!(gone.get(), "the memory stayed after the completion");
         assert_eq!(slots.occupied(), 0);
     }
@@ -444,7 +464,7 @@ mod tests {
         let index = slots.insert(op(Buffers::empty()), Owner::default());
         let owner = TaskKey { home: 3, child: 4 };
         assert!(slots.take(index).is_none());
-        slots.set_owner(index, Owner::Key(owner));
+        assert!(slots.set_owner(index, Owner::Key(owner)).is(&Owner::default()));
         let woken = slots.complete(index, -i64::from(libc::ENOSPC), Instant::now(), &stats);
         assert_eq!(woken, Some(owner));
         let completion = slots.take(index).unwrap();

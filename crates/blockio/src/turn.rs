@@ -185,6 +185,11 @@ impl Io {
         self.recently.set(done.now);
         self.round_ends(done.now);
         self.take_in(&mut ops);
+        if !ops.slots.unwanted.is_empty() {
+            let unwanted = std::mem::take(&mut ops.slots.unwanted);
+            drop(ops);
+            drop(unwanted);
+        }
     }
 
     /// Wakes the tasks of completed ops, and those of sources whose eventfds were written.

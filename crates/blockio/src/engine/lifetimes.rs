@@ -1,12 +1,15 @@
 //! What outlives what, with real engines and safe code alone.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
+use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use super::*;
 use crate::config::EngineKind;
 use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::io::Io;
 use crate::io_thread::IoThread;
 use iomem::Buffers;
 
@@ -61,6 +64,35 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
         let thread = thread.unwrap();
         let disk = source.attach(thread.io());
         thread.block_on(disk.flush()).unwrap().unwrap();
+    }
+}
+
+/// The owner of memory is the caller's, and may do anything when it goes.
+struct UsesIo(Rc<Io>, Rc<Cell<bool>>);
+
+impl Drop for UsesIo {
+    fn drop(&mut self) {
+        self.1.set(self.0.ops.try_borrow_mut().is_ok());
+        self.0.stop();
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn memory_that_nobody_waits_for_may_use_the_io_thread_when_it_goes() {
+    let file = temp_file(0x5a);
+    for engine in ENGINES {
+        let config = IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let disk = open(&file).attach(thread.io());
+        let gone = Rc::new(Cell::new(false));
+        let owner = UsesIo(Rc::clone(thread.io()), Rc::clone(&gone));
+        let memory = Buffers::uninitialized(4096, 4096, owner).unwrap();
+        let read = async { poll_once(disk.read(0, memory)).is_pending() };
+        assert!(thread.block_on(read).unwrap());
+        // It ends when the memory goes.
+        thread.run().unwrap();
+        assert!(gone.get(), "{engine}: its owner cannot use the IoThread");
     }
 }
 
