@@ -86,6 +86,15 @@ struct Shown {
     is_full: AtomicBool,
 }
 
+/// A command on its way, until it is carried out or dropped.
+struct Unheard(Arc<Shown>);
+
+impl Drop for Unheard {
+    fn drop(&mut self) {
+        self.0.unheard.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 thread_local! {
     /// The queues of this thread, for commands that come from others.
     static QUEUES: RefCell<Vec<(*const Shown, Weak<Queue>)>> = const { RefCell::new(Vec::new()) };
@@ -117,18 +126,17 @@ impl QueueHandle {
     /// Has the IoThread carry out `command`, after those that came before it, and look at the
     /// queue. If the queue has gone, the command is dropped.
     fn tell(&self, command: impl FnOnce(&Queue) + Send + 'static) {
-        let shown = Arc::clone(&self.shown);
         self.shown.unheard.fetch_add(1, Ordering::Relaxed);
-        let is_posted = self.thread.post(move |_| {
-            shown.unheard.fetch_sub(1, Ordering::Relaxed);
+        let unheard = Unheard(Arc::clone(&self.shown));
+        // An IoThread that has ended drops the call.
+        self.thread.post(move |_| {
+            let shown = Arc::clone(&unheard.0);
+            drop(unheard);
             if let Some(queue) = find(&shown) {
                 command(&queue);
                 queue.wake();
             }
         });
-        if !is_posted {
-            self.shown.unheard.fetch_sub(1, Ordering::Relaxed);
-        }
     }
 
     /// The avail entry that is popped next, as of the queue's last run.

@@ -330,11 +330,13 @@ mod tests {
             let scene = Scene::new();
             let mut handle = Some(scene.start(EventBuffers::default()));
             scene.turn(10);
+            let watch = handle.as_ref().map(QueueHandle::watch);
             let mut stop = || handle.take().map(QueueHandle::begin_stop);
             let posted = is_posted.then(&mut stop).flatten();
             drop(scene);
             let stopped = posted.or_else(stop).unwrap();
             assert_eq!(stopped.check(), Poll::Ready(None));
+            assert!(watch.is_some_and(|watch| watch.has_heard()), "it waits for nothing");
         }
     }
 
