@@ -50,13 +50,16 @@ async fn use_disk(disk: &Disk, number: u8) {
     }
 }
 
-/// Says whether a loop that is never woken would be: it ends such a sleep.
+/// Says whether a wake was lost: it ends such a sleep, and those after it.
 fn guard(thread: &IoThread) -> Rc<Cell<bool>> {
     let (io, is_late) = (Rc::clone(thread.io()), Rc::new(Cell::new(false)));
     let late = Rc::clone(&is_late);
     thread.io().spawn(async move {
         io.sleep_until(Instant::now() + Duration::from_secs(30)).await;
         late.set(true);
+        loop {
+            io.sleep_until(Instant::now() + Duration::from_millis(1)).await;
+        }
     });
     is_late
 }
@@ -82,6 +85,29 @@ fn completions_of_each_engine_wake_a_loop_that_has_all_of_them() {
             assert_eq!(stats.syscalls.epoll_wait.get(), before.1, "the ring is what waits");
         }
     }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_loop_that_polls_asks_its_ring_for_no_completion_of_another_engine() {
+    let config = IoThreadConfig { poll_max: Duration::from_secs(1), ..Default::default() };
+    let thread = thread(EngineKind::IoUring.into(), &config);
+    let (_file, source) = file();
+    let disk = source.prefer_engine(EngineKind::Aio).attach(thread.io());
+    // A hole would be read within the submit.
+    thread.block_on(use_disk(&disk, 1)).unwrap();
+    thread.block_on(disk.write(0, Buffers::aligned(4096, 4096), true)).unwrap().unwrap();
+    let read = || {
+        let read = disk.read(0, Buffers::aligned(4096, 4096));
+        thread.block_on(read).unwrap().unwrap();
+    };
+    // It sleeps for the first, and learns from that.
+    (0..64).for_each(|_| read());
+    let stats = thread.io().stats();
+    let before = stats.syscalls.io_uring_enter.get();
+    (0..100).for_each(|_| read());
+    let asked = stats.syscalls.io_uring_enter.get() - before;
+    assert!(asked <= 25, "it asked {asked} times for 100 completions");
 }
 
 #[test]

@@ -290,6 +290,7 @@ impl Ring {
     }
 
     pub(in crate::engine) fn take(&mut self, entries: &mut Vec<cqueue::Entry>) {
+        crate::clock::preempt();
         self.post_events();
         let mut inner = self.state.inner.borrow_mut();
         entries.extend(inner.visible.drain(..).map(|words| {
