@@ -1,6 +1,7 @@
 //! The daemon: exports by name, and the commands that make them come and go.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use device::{CallWatch, Device};
@@ -43,6 +44,19 @@ struct Pool {
 
 /// Where the end of a daemon shows.
 pub struct Ending(mpsc::Receiver<Event>);
+
+/// Exports that are being opened.
+pub(crate) struct Opening(mpsc::Receiver<()>);
+
+/// How long a thread takes, unless its disk hangs, that has opened exports for a daemon which ends.
+const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
+
+impl Opening {
+    /// Waits until sockets are removed that will not be served, unless a disk hangs.
+    pub(crate) fn settle(self) {
+        let _ = self.0.recv_timeout(CLEAN_UP_MAX);
+    }
+}
 
 impl Daemon {
     /// Starts a daemon without exports. `inherited` is the descriptor that an export may name, with
@@ -102,6 +116,25 @@ impl Daemon {
                 Ok(Reply::Ending)
             }
         }
+    }
+
+    /// As [`Command::Add`], on a thread of its own: a disk may take long to open, and the daemon
+    /// can be asked to end meanwhile. If the exports cannot be served, it ends with that error.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<Opening> {
+        let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
+        let open = move || {
+            let _done: mpsc::Sender<()> = done;
+            if let Err(error) = daemon.add(specs) {
+                let _ = daemon.events.send(Event::NotStarted(error.into_error()));
+            }
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
+        thread.context("cannot start the thread that opens the disks")?;
+        Ok(Opening(opening))
     }
 
     fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
@@ -189,9 +222,12 @@ impl Daemon {
 impl Ending {
     /// Waits until `daemon` has ended: all exports have, or requests are left behind. What its
     /// IoThreads have done is in the log then.
-    #[must_use]
-    pub fn wait(self, daemon: &Daemon) -> Outcome {
-        let outcome = wait_for_end(&self.0, &daemon.control);
+    ///
+    /// # Errors
+    ///
+    /// What keeps the exports that the daemon was started for from being served.
+    pub fn wait(self, daemon: &Daemon) -> Result<Outcome> {
+        let outcome = wait_for_end(&self.0, &daemon.control)?;
         if outcome == Outcome::Clean {
             daemon.control.join();
         }
@@ -201,7 +237,7 @@ impl Ending {
             // To end IoThreads is to wait for their ops. The end of the process is not.
             std::mem::forget(threads);
         }
-        outcome
+        Ok(outcome)
     }
 }
 

@@ -3,6 +3,8 @@
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use anyhow::Result;
+
 use crate::command::EndCause;
 use crate::control::Control;
 
@@ -20,6 +22,8 @@ pub(crate) enum Event {
     Ended,
     /// An IoThread has ended by an error.
     ThreadFailed,
+    /// The exports that the daemon was started for cannot be served.
+    NotStarted(anyhow::Error),
 }
 
 /// How a daemon has ended.
@@ -36,7 +40,11 @@ pub enum Outcome {
 /// Waits until all exports have ended, which a signal makes them do. A second one does not let them
 /// finish. SIGHUP is never the second: service managers send it together with SIGTERM. If an
 /// IoThread ends by an error, the other exports have a while to finish.
-pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) -> Outcome {
+///
+/// # Errors
+///
+/// What keeps the daemon from starting, if nobody has asked it to end.
+pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) -> Result<Outcome> {
     let mut is_stopping = false;
     let mut is_asked = false;
     let mut leaves_at: Option<Instant> = None;
@@ -45,10 +53,11 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
         // However many signals come meanwhile.
         let until = Instant::now() + LAST_WORDS;
         let left = || until.saturating_duration_since(Instant::now());
-        while let Ok(Event::Asked(_) | Event::ThreadFailed) = events.recv_timeout(left())
+        while let Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_)) =
+            events.recv_timeout(left())
             && !left().is_zero()
         {}
-        outcome
+        Ok(outcome)
     };
     loop {
         let event = match leaves_at {
@@ -72,8 +81,11 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
             Err(RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed),
             // The control thread's last word, or the daemon itself has gone.
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
-                return if leaves_at.is_some() { Outcome::ThreadFailed } else { Outcome::Clean };
+                let failed = leaves_at.is_some();
+                return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
             }
+            Ok(Event::NotStarted(_)) if is_stopping => continue,
+            Ok(Event::NotStarted(error)) => return Err(error),
         };
         if !is_stopping {
             tracing::info!("{why}: finishing requests, then ending");

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
-use crate::command::{Command, CommandError, EndCause};
+use crate::command::{Command, EndCause};
 use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
@@ -42,8 +42,9 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let _watch = daemon.watch()?;
     let daemon = Arc::new(daemon);
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon))?;
-    daemon.handle(Command::Add(exports)).map_err(CommandError::into_error)?;
-    let outcome = ending.wait(&daemon);
+    let opening = daemon.begin_add(exports)?;
+    let outcome = ending.wait(&daemon)?;
+    opening.settle();
     let lost = virtqueue::lost_regions();
     if lost > 0 {
         tracing::warn!("front-ends truncated the files of {lost} memory regions in use");

@@ -4,10 +4,12 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, ringhaul, serve};
+use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, ringhaul, ringhaul_under, serve};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::{FileSystem, Frozen, LoopDevice, is_installed, may_change};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -82,27 +84,23 @@ impl Hung {
         Ok(())
     }
 
-    /// Waits until the main thread has ended, whatever others there are.
-    fn wait_main_ended(&self) -> Result<()> {
-        let path = format!("/proc/{}/stat", self.daemon.pid().as_raw_pid());
-        let start = Instant::now();
-        // The name, which may be anything, is in parentheses.
-        while !std::fs::read_to_string(&path)?
-            .rsplit(')')
-            .next()
-            .is_some_and(|s| s.starts_with(" Z"))
-        {
-            ensure!(start.elapsed() < LIMIT, "it does not end");
-            std::thread::yield_now();
-        }
-        Ok(())
-    }
-
     /// Lets the disk go on, and waits for the end of the daemon.
     pub(crate) fn thaw(self) -> Result<(Finished, Frontend)> {
         drop(self.frozen);
         Ok((self.daemon.finish()?, self.hung))
     }
+}
+
+/// Waits until the main thread has ended, whatever others there are.
+fn wait_main_ended(daemon: &Running) -> Result<()> {
+    let path = format!("/proc/{}/stat", daemon.pid().as_raw_pid());
+    let start = Instant::now();
+    // The name, which may be anything, is in parentheses.
+    while !std::fs::read_to_string(&path)?.rsplit(')').next().is_some_and(|s| s.starts_with(" Z")) {
+        ensure!(start.elapsed() < LIMIT, "it does not end");
+        std::thread::yield_now();
+    }
+    Ok(())
 }
 
 fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
@@ -126,6 +124,37 @@ fn a_hung_disk_holds_up_its_own_export_alone(engine: &str) -> Result<()> {
     Ok(())
 }
 
+/// It has taken nothing that would have to be finished.
+#[test]
+fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let gate = scene.path("gate");
+    mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+    // The process is known before it is the daemon.
+    let script = "read go < \"$0\"; exec \"$@\"";
+    let mut command =
+        ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
+    command.args(["serve", "--export"]);
+    let (hung_disk, file) = (hung.display(), fuse.file());
+    command
+        .arg(format!("socket-path={hung_disk},blk-file={},read-only=on,lock=off", file.display()));
+    command.args(["--export", &format!("socket-path={},null=16M", healthy.display())]);
+    let mut daemon = Running::start(&mut command)?;
+    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+    std::fs::write(&gate, "go\n")?;
+    fuse.wait_for(opcode::OPEN)?;
+    daemon.signal(Signal::TERM)?;
+    // The kernel keeps the process itself until the file system answers.
+    let ended = wait_main_ended(&daemon);
+    fuse.release();
+    ended?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!hung.exists() && !healthy.exists(), "a socket is left behind");
+    Ok(())
+}
+
 fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
     hung.wait_taken()?;
@@ -138,7 +167,7 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
     // All that does not wait for the disk has ended. The front-end sees the end no earlier than its
     // requests do: then it reads from the rings where to go on.
-    hung.wait_main_ended()?;
+    wait_main_ended(&hung.daemon)?;
     ensure!(!hung.hung.channel.is_closed()?, "the front-end saw the end before its request had");
     // The kernel releases a process when none of its calls is stuck.
     let (finished, _frontend) = hung.thaw()?;

@@ -45,7 +45,7 @@ impl Scene {
         let daemon = Arc::new(daemon);
         let waiter = std::thread::spawn({
             let daemon = Arc::clone(&daemon);
-            move || ending.wait(&daemon)
+            move || ending.wait(&daemon).expect("nothing was begun")
         });
         Ok(Self { daemon, waiter: Some(waiter), folder: tempfile::tempdir()? })
     }
