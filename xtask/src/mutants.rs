@@ -191,8 +191,22 @@ impl Copy {
                 false => self.cargo(&words, interrupt)?,
             };
             ensure!(passes, "the suite `{suite}` fails as it is");
+            ensure!(self.has_tests(&words)?, "the suite `{suite}` names no test");
         }
         Ok(())
+    }
+
+    /// Whether a suite has a test: a name that has changed would let every mutant survive.
+    fn has_tests(&self, words: &[&str]) -> Result<bool> {
+        let suite = words.join(" ");
+        let all = match is_end_to_end(&suite) {
+            true => [&end_to_end(words)[..], &["--list"]].concat(),
+            false => [words, &["--", "--list"]].concat(),
+        };
+        let output = self.command(&all).stderr(Stdio::null()).output();
+        let output = output.with_context(|| format!("listing the tests of `{suite}`"))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        Ok(text.lines().any(|line| line.ends_with(": test")))
     }
 
     /// Whether the mutant's suite fails. It must compile.
@@ -220,12 +234,18 @@ impl Copy {
         Ok(false)
     }
 
-    /// Whether a cargo command in the copy is successful.
-    fn cargo(&self, arguments: &[&str], interrupt: &Interrupt) -> Result<bool> {
+    /// Cargo, in the copy.
+    fn command(&self, arguments: &[&str]) -> Command {
         let mut command = workspace::cargo();
         command.current_dir(&self.tree).args(arguments);
         command.env("CARGO_TARGET_DIR", &self.target).env("RUST_BACKTRACE", "0");
         command.env("RINGHAUL_BIN", self.target.join("debug/ringhaul"));
+        command
+    }
+
+    /// Whether a cargo command in the copy is successful.
+    fn cargo(&self, arguments: &[&str], interrupt: &Interrupt) -> Result<bool> {
+        let mut command = self.command(arguments);
         command.stdout(Stdio::null()).stderr(Stdio::null());
         let mut running = Running::start("cargo", &mut command, interrupt)?;
         Ok(running.wait(LIMIT)?.success())

@@ -401,6 +401,10 @@ mod tests {
             let expected = ranges.iter().all(|(at, len)| at % 2 == 0 && len % 2 == 0);
             prop_assert_eq!(list.is_aligned(512, 512), expected);
             prop_assert!(list.is_aligned(256, 256));
+            let addresses = ranges.iter().all(|(at, _)| at % 2 == 0);
+            prop_assert_eq!(list.is_aligned(512, 256), addresses);
+            let lengths = ranges.iter().all(|(_, len)| len % 2 == 0);
+            prop_assert_eq!(list.is_aligned(256, 512), lengths);
         }
     }
 
