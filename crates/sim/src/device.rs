@@ -1,5 +1,7 @@
 //! The simulated disk: what reads see, and what a loss of power would leave.
 
+use iomem::fits;
+
 use crate::content::{SECTOR, Value, bytes_of};
 use crate::rng::Rng;
 
@@ -165,5 +167,5 @@ fn each_sector(offset: u64, len: usize, mut visit: impl FnMut(u64, usize, usize,
 }
 
 fn index(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
+    fits(value, "a size")
 }

@@ -10,6 +10,7 @@ use device::blk::config::{
     BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
 };
 use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, StartError};
+use iomem::fits;
 use virtqueue::GuestMemory;
 
 use crate::control::Change;
@@ -70,7 +71,7 @@ pub(crate) struct Export {
 impl Export {
     /// Export number `index`, whose plan this is.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disk: OwnedFd) -> Self {
-        let block = u32::try_from(plan.block_bytes()).unwrap_or(512);
+        let block = fits(plan.block_bytes(), "the size of a block");
         let info = DiskInfo {
             size_bytes: plan.sectors() * 512,
             logical_block_bytes: block,
@@ -473,7 +474,7 @@ fn places(plan: &Plan) -> Vec<(usize, Option<Waiting>)> {
 fn device(plan: &Plan, index: usize, source: &DiskSource) -> Device {
     let options = BlkOptions {
         serial: serial(index),
-        num_queues: u16::try_from(plan.queues).unwrap_or(1),
+        num_queues: fits(plan.queues, "a number of queues"),
         queue_size: plan.queue_size(),
         write_cache: plan.no_write_cache == 0,
         notify_batch: plan.no_notify_batch == 0,

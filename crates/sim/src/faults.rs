@@ -2,6 +2,7 @@
 
 use blockio::engine::kernel::sim::KernelOp;
 use blockio::op::OpKind;
+use iomem::fits;
 
 use crate::content::SECTOR;
 use crate::failure::Failure;
@@ -71,7 +72,7 @@ pub(crate) fn outcome(
     let (moved, short) = match class {
         Class::Read => {
             let end = end_sector * SECTOR as u64;
-            let left = usize::try_from(end.saturating_sub(op.offset())).unwrap_or(0);
+            let left = fits(end.saturating_sub(op.offset()), "a length");
             (len.min(left), plan.short_reads)
         }
         Class::Write => (len, plan.short_writes),
@@ -84,10 +85,10 @@ pub(crate) fn outcome(
     let unit = match (plan.odd_shorts, plan.direct) {
         (0, 0) => SECTOR,
         (_, 0) => 1,
-        _ => usize::try_from(plan.block_bytes()).unwrap_or(SECTOR),
+        _ => fits(plan.block_bytes(), "the size of a block"),
     };
     let units = rng.between(1, (moved / unit).max(1) as u64);
-    let moved = moved.min(usize::try_from(units).unwrap_or(1) * unit);
+    let moved = moved.min(fits::<_, usize>(units, "a number of units") * unit);
     (i64::try_from(moved).unwrap_or(0), moved, None)
 }
 
@@ -114,8 +115,8 @@ pub(crate) fn check_op(plan: &Plan, found: bool, op: &KernelOp) -> Result<(), Fa
     let (len, block) = (op_len(op), plan.block_bytes());
     let end = op.offset().checked_add(len as u64);
     let is_data = matches!(op.kind(), OpKind::Read | OpKind::Write { .. });
-    let block_bytes = usize::try_from(block).unwrap_or(SECTOR);
-    let memory_align = usize::try_from(plan.memory_align()).unwrap_or(SECTOR);
+    let block_bytes = fits(block, "the size of a block");
+    let memory_align = fits(plan.memory_align(), "an alignment");
     let aligned = plan.direct == 0
         || !is_data
         || ((op.offset() | len as u64) & (block - 1) == 0
@@ -146,5 +147,5 @@ pub(crate) fn op_len(op: &KernelOp) -> usize {
         | OpKind::ZeroBlocks { len } => len,
         _ => op.buffers().bytes() as u64,
     };
-    usize::try_from(len).unwrap_or(usize::MAX)
+    fits(len, "a length")
 }

@@ -8,6 +8,7 @@ use std::rc::Rc;
 
 use blockio::engine::kernel::sim::is_readable;
 use device::Ring;
+use iomem::fits;
 use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::driver::{Driver, Used};
 use virtqueue::{GuestMemory, QueueConfig};
@@ -118,7 +119,7 @@ impl Guest {
 
     /// The guest starts anew: nothing is out, and the rings are empty.
     pub(crate) fn reboot(&self) {
-        let queues = usize::try_from(self.plan.queues).unwrap_or(1);
+        let queues = fits(self.plan.queues, "a number of queues");
         let queue = |index| {
             let ring = self.layout.ring(index, self.plan.first_index());
             let memory = Rc::clone(&self.memory);
@@ -336,7 +337,7 @@ impl Guest {
         let request = Request::draw(&self.plan, rng, self.next_id.get(), &is_free);
         self.next_id.set(self.next_id.get() + 1);
         let area = self.layout.area(index, head);
-        let mut image = vec![0; usize::try_from(AREA_BYTES).unwrap_or(0)];
+        let mut image = vec![0; fits(AREA_BYTES, "the size of an area")];
         let fill = rng.next().to_le_bytes()[0] | 1;
         image.fill(fill);
         let indirect = self.plan.indirect > 0 && rng.chance(600);

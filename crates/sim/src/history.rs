@@ -6,6 +6,8 @@
 //! lives from the first answer to the last begin of the requests that have to do with it, and
 //! values that live for a while must not do so at the same time.
 
+use iomem::fits;
+
 use crate::content::Value;
 use crate::failure::Failure;
 
@@ -57,7 +59,7 @@ impl History {
     }
 
     fn sector(&mut self, sector: u64) -> &mut Sector {
-        &mut self.sectors[usize::try_from(sector).unwrap_or(usize::MAX)]
+        &mut self.sectors[fits::<_, usize>(sector, "the number of a sector")]
     }
 
     pub(crate) fn begin_write(&mut self, sector: u64, value: Value, begin: u64) -> WriteRef {

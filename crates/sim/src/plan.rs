@@ -2,6 +2,8 @@
 
 mod text;
 
+use iomem::fits;
+
 use crate::rng::Rng;
 
 macro_rules! knobs {
@@ -458,8 +460,7 @@ impl Plan {
 
     /// Whether a device has this engine, and so each IoThread.
     pub(crate) fn has_engine(&self, engine: u64) -> bool {
-        (0..self.devices)
-            .any(|device| self.engine_of(usize::try_from(device).unwrap_or(0)) == engine)
+        (0..self.devices).any(|device| self.engine_of(fits(device, "a disk's number")) == engine)
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {
@@ -480,7 +481,7 @@ impl Plan {
     }
 
     pub(crate) fn first_index(&self) -> u16 {
-        u16::try_from(self.first_index & 0xffff).unwrap_or(0)
+        fits(self.first_index & 0xffff, "a number that was drawn")
     }
 
     pub(crate) fn queue_size(&self) -> u16 {

@@ -1,6 +1,7 @@
 //! The guest's requests: what they ask, how their chains look, and what must come back.
 
 use device::blk::config::{SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX};
+use iomem::fits;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
     VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
@@ -107,7 +108,7 @@ impl Request {
         if !is_free(sector, sectors) {
             return Self::new(Kind::Flush, id, header(VIRTIO_BLK_T_FLUSH, 0), 0);
         }
-        let bytes = usize::try_from(sectors).unwrap_or(0) * SECTOR;
+        let bytes = fits::<_, usize>(sectors, "a number that was drawn") * SECTOR;
         let mut request = match kind {
             Kind::Read => Self::new(kind, id, header(VIRTIO_BLK_T_IN, sector), bytes),
             Kind::Write => {
@@ -209,7 +210,7 @@ impl Request {
         image: &mut [u8],
         room: usize,
     ) -> Option<Vec<Desc>> {
-        let most = usize::try_from(plan.pieces).unwrap_or(1).min(room / 2);
+        let most = fits::<_, usize>(plan.pieces, "a number that was drawn").min(room / 2);
         if most == 0 || (self.unmapped && room < 3) {
             return None;
         }
@@ -254,7 +255,7 @@ impl Request {
 
 fn segment(sector: u64, sectors: u64, flags: u32) -> Vec<u8> {
     let mut segment = sector.to_le_bytes().to_vec();
-    segment.extend(u32::try_from(sectors).unwrap_or(u32::MAX).to_le_bytes());
+    segment.extend(fits::<_, u32>(sectors, "a number that was drawn").to_le_bytes());
     segment.extend(flags.to_le_bytes());
     segment
 }
@@ -282,19 +283,19 @@ fn cut(rng: &mut Rng, total: usize, most: usize, keep: bool, border: usize) -> V
 /// Cuts data into at least three ranges and at most `most`, with whether each is to be aligned: all
 /// are, and are whole blocks long, but for one place, which may be any. `None`: it is too small.
 fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(usize, bool)>> {
-    let block = usize::try_from(plan.block_bytes()).unwrap_or(SECTOR);
+    let block = fits(plan.block_bytes(), "the size of a block");
     let blocks = data / block;
     if !data.is_multiple_of(block) || blocks < 3 || most < 3 {
         return None;
     }
-    let count = usize::try_from(rng.between(3, blocks.min(most) as u64)).unwrap_or(3);
+    let count = fits(rng.between(3, blocks.min(most) as u64), "a number that was drawn");
     // Each has a block; what is left goes to the last.
     let mut parts = vec![(block, true); count];
     parts[count - 1].0 += (blocks - count) * block;
     let odd = rng.index(count);
     if odd + 1 < count && rng.chance(500) {
         // The address may be aligned; the length, and that of the next, is not.
-        let moved = usize::try_from(rng.between(1, block as u64 - 1)).unwrap_or(1);
+        let moved = fits::<_, usize>(rng.between(1, block as u64 - 1), "a number that was drawn");
         parts[odd].0 -= moved;
         parts[odd + 1].0 += moved;
     } else {
@@ -319,7 +320,7 @@ impl Lay<'_> {
         if aligned {
             self.at = self.at.next_multiple_of(self.align);
         }
-        let piece_len = u32::try_from(len).unwrap_or(u32::MAX);
+        let piece_len = fits(len, "a number that was drawn");
         let desc = if writable { Desc::writable } else { Desc::readable };
         self.pieces.push(desc(self.area + self.at, piece_len));
         self.at += len as u64;
@@ -328,7 +329,7 @@ impl Lay<'_> {
 
     /// Writes the piece placed last into the image.
     fn fill(&mut self, bytes: &[u8]) {
-        let end = usize::try_from(self.at).unwrap_or(usize::MAX);
+        let end = fits(self.at, "a number that was drawn");
         self.image[end - bytes.len()..end].copy_from_slice(bytes);
     }
 }

@@ -1,5 +1,7 @@
 //! Numbers that follow from a seed.
 
+use iomem::fits;
+
 /// A generator (splitmix64): small, fast, and the same on every machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Rng(u64);
@@ -17,7 +19,7 @@ impl Rng {
 
     /// A number below `end`; 0 if that is 0.
     pub(crate) fn below(&mut self, end: u64) -> u64 {
-        u64::try_from((u128::from(self.next()) * u128::from(end)) >> 64).unwrap_or(0)
+        fits((u128::from(self.next()) * u128::from(end)) >> 64, "a number below its end")
     }
 
     /// A number from `first` to `last`.
@@ -27,7 +29,7 @@ impl Rng {
 
     /// An index into a list of `len` things.
     pub(crate) fn index(&mut self, len: usize) -> usize {
-        usize::try_from(self.below(len as u64)).unwrap_or(0)
+        fits(self.below(len as u64), "an index")
     }
 
     /// True `per_mille` times of a thousand.

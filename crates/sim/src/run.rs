@@ -14,6 +14,7 @@ use std::rc::Rc;
 use anyhow::{Context, Result};
 use blockio::IoThread;
 use blockio::engine::kernel::sim::{self, is_readable};
+use iomem::fits;
 
 use crate::control::{Change, Control};
 use crate::export::Export;
@@ -80,7 +81,7 @@ impl fmt::Display for Report {
 /// Runs a plan. The inner result is that of the run, the outer one whether there could be one.
 pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> {
     let mut disks = Vec::new();
-    for device in 0..usize::try_from(plan.devices).unwrap_or(1) {
+    for device in 0..fits(plan.devices, "a number of disks") {
         let disk = File::options().read(true).write(true).open("/dev/null");
         let disk = OwnedFd::from(disk.context("opening /dev/null, which stands for a disk")?);
         disks.push((plan.of_device(device), disk));

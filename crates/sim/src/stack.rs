@@ -11,6 +11,7 @@ use blockio::{
     Activity, BounceConfig, CompletionRing, EngineConfig, IoThread, IoThreadConfig, PacingConfig,
     Wait,
 };
+use iomem::fits;
 
 use crate::control::Control;
 use crate::failure::Failure;
@@ -111,14 +112,14 @@ impl Stack {
         } else {
             EngineConfig::Threads
         };
-        let depth = u32::try_from(self.plan.depth).unwrap_or(1);
+        let depth = fits(self.plan.depth, "a depth");
         let config = IoThreadConfig {
             engine,
             depth,
             poll_max: Duration::from_micros(self.plan.poll_us),
             poll_budget_percent: match self.plan.poll_percent {
                 0 => 100,
-                percent => u32::try_from(percent).unwrap_or(100),
+                percent => fits(percent, "a percentage"),
             },
             harvest_on_submit: self.plan.no_harvest_on_submit == 0,
             submit_max: u32::try_from(self.plan.submit_max)
@@ -127,7 +128,8 @@ impl Stack {
                 .unwrap_or(u32::MAX),
             bounce: BounceConfig {
                 // At least two pieces.
-                budget_bytes: usize::try_from(self.plan.bounce_kib.max(8)).unwrap_or(8) << 10,
+                budget_bytes: fits::<_, usize>(self.plan.bounce_kib.max(8), "a budget in KiB")
+                    << 10,
                 ..SMALL_BOUNCE
             },
             pacing: match self.plan.real_pacing {

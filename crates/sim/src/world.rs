@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use blockio::engine::kernel::sim::{KernelOp, Signal, SqThread};
 use blockio::op::OpKind;
+use iomem::fits;
 
 use crate::content::{SECTOR, initial};
 use crate::device::{Answer, Device};
@@ -245,7 +246,7 @@ impl World {
 
     pub(crate) fn nanoseconds(&self, when: Instant) -> u64 {
         let since = when.saturating_duration_since(self.start);
-        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+        fits(since.as_nanos(), "a time in nanoseconds")
     }
 
     pub(crate) fn advance_to(&self, time: u64) {
@@ -471,8 +472,8 @@ impl World {
         let parts = if inner.rng.chance(self.plan.tear) { inner.rng.between(1, 4) } else { 1 };
         let mut from = 0;
         for part in 1..=parts {
-            let share =
-                len * usize::try_from(part).unwrap_or(1) / usize::try_from(parts).unwrap_or(1);
+            let share = len * fits::<_, usize>(part, "a part")
+                / fits::<_, usize>(parts, "a number of parts");
             let to = if part == parts { len } else { share / SECTOR * SECTOR };
             if to > from {
                 let when = inner.rng.below(delay);

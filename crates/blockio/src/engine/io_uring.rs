@@ -277,7 +277,7 @@ impl IoUring {
     }
 
     fn grace(&self) -> Duration {
-        let ops = u32::try_from(self.main.in_kernel().min(GRACE_OPS)).unwrap_or(0);
+        let ops = fits(self.main.in_kernel().min(GRACE_OPS), "a number of ops");
         GRACE_FOR_EACH * ops
     }
 

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use device::blk::config::WRITEBACK_OFFSET;
+use iomem::fits;
 use ringhaul::vhost_user::PROTOCOL_FEATURES;
 use ringhaul::vhost_user::message::{
     Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
@@ -168,7 +169,7 @@ impl FrontEnd {
         }
         let ring = self.guest.ring(queue, next_avail);
         let (kick, call) = self.guest.eventfds(queue);
-        let ring_fds = u8::try_from(queue).unwrap_or(u8::MAX);
+        let ring_fds = fits(queue, "the number of a queue");
         let mut messages: Vec<(Request, Option<OwnedFd>)> = vec![
             (Request::SetVringNum { index, size: ring.size.into() }, None),
             (Request::SetVringCall { index: ring_fds, has_fd: call.is_some() }, call),
@@ -211,7 +212,7 @@ impl FrontEnd {
 
     fn new_err(&mut self, queue: usize) -> (Request, Option<OwnedFd>) {
         let err = new_eventfd();
-        let index = u8::try_from(queue).unwrap_or(u8::MAX);
+        let index = fits(queue, "the number of a queue");
         let message =
             (Request::SetVringErr { index, has_fd: true }, crate::guest::duplicate(Some(&err)));
         self.vrings[queue].errs.push(err);
@@ -232,7 +233,7 @@ impl FrontEnd {
 
     /// Exchanges an eventfd of a queue that runs.
     pub(crate) fn replace_eventfd(&mut self, queue: usize) {
-        let index = u8::try_from(queue).unwrap_or(u8::MAX);
+        let index = fits(queue, "the number of a queue");
         let (request, fd) = match self.rng.below(3) {
             0 => {
                 let kick = self.guest.replace_kick(queue);
@@ -311,5 +312,5 @@ impl FrontEnd {
 }
 
 fn number(index: usize) -> u32 {
-    u32::try_from(index).unwrap_or(u32::MAX)
+    fits(index, "the number of a queue")
 }

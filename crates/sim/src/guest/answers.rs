@@ -1,5 +1,6 @@
 //! What comes back: whether each answer is right, and whether all of them together are.
 
+use iomem::fits;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
 use virtqueue::driver::WRITE;
 
@@ -23,7 +24,7 @@ impl Guest {
         self.memory.read(*area, &mut memory).map_err(|error| error.to_string())?;
         let mut answer = Vec::new();
         for piece in pieces.iter().filter(|piece| piece.flags & WRITE != 0) {
-            let from = usize::try_from(piece.addr.wrapping_sub(*area)).unwrap_or(usize::MAX);
+            let from = fits::<_, usize>(piece.addr.wrapping_sub(*area), "an offset in an area");
             let Some(bytes) = memory.get_mut(from..from.wrapping_add(piece.len as usize)) else {
                 continue;
             };

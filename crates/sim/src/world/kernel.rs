@@ -4,6 +4,7 @@ use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
 use blockio::engine::kernel::sim::{self, KernelOp, RingSetup, SqThread};
+use iomem::fits;
 
 use super::{Event, Other, Running, World};
 use crate::content::SECTOR;
@@ -43,7 +44,7 @@ impl sim::World for World {
     }
 
     fn ring(&self, depth: u32) -> RingSetup {
-        let slack = u32::try_from(self.plan.ring_slack).unwrap_or(0);
+        let slack = fits::<_, u32>(self.plan.ring_slack, "a slack of entries");
         RingSetup {
             events: depth + 1 + slack,
             is_known: self.plan.ring_unknown == 0,

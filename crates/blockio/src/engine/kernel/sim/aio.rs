@@ -6,6 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use iomem::fits;
 use libc::iovec;
 
 use super::super::aio_abi::{
@@ -127,7 +128,7 @@ impl AioContext {
         };
         let wake = (iocb.flags & IOCB_FLAG_RESFD != 0).then(|| self.wake(iocb.resfd));
         let home = RingHome { context: self.clone(), data: iocb.data, wake };
-        let offset = u64::try_from(iocb.offset).unwrap_or(u64::MAX);
+        let offset = fits(iocb.offset, "the offset of an op");
         // SAFETY: the caller says that the memory stays until the completion.
         unsafe { KernelOp::new(kind, iocb.fd, offset, iovecs, Box::new(home)) }
     }
@@ -185,7 +186,7 @@ impl AioContext {
 
 /// Addresses and lengths fit: engine `aio` is for 64-bit machines.
 fn to_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
+    fits(value, "an address or a length")
 }
 
 /// Where the answer of an op goes.

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use io_uring::{cqueue, opcode, squeue};
+use iomem::fits;
 use libc::iovec;
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -335,7 +336,7 @@ struct EntryHome {
 
 impl Home for EntryHome {
     fn post(self: Box<Self>, result: i64) -> Signal {
-        self.ring.post(self.user_data, i32::try_from(result).unwrap_or(i32::MAX), 0);
+        self.ring.post(self.user_data, fits(result, "the result of an op"), 0);
         // The ring's own descriptor is readable now.
         Signal::none()
     }
@@ -377,7 +378,7 @@ impl RingState {
     }
 
     fn file(&self, index: RawFd) -> RawFd {
-        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        let index = fits::<_, usize>(index, "the index of a file");
         self.inner.borrow().files.get(index).copied().unwrap_or(-1)
     }
 
@@ -403,7 +404,7 @@ impl RingState {
         let (offset, address, user_data) = (entry[1], entry[2], entry[4]);
         let (len, flags) = (entry[3] & u64::from(u32::MAX), entry[3] >> 32);
         let fua = flags & u64::from(libc::RWF_DSYNC.unsigned_abs()) != 0;
-        let address_bytes = usize::try_from(address).unwrap_or(0);
+        let address_bytes = fits(address, "an address");
         let base = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address_bytes);
         let (kind, offset) = match code {
             opcode::Read::CODE | opcode::Readv::CODE | opcode::ReadFixed::CODE => {
@@ -414,15 +415,15 @@ impl RingState {
             }
             opcode::Fsync::CODE => (OpKind::Flush, 0),
             opcode::Fallocate::CODE => {
-                let mode = libc::c_int::try_from(len).unwrap_or(0);
+                let mode = fits(len, "a length");
                 (OpKind::Fallocate { mode, len: address }, offset)
             }
             opcode::UringCmd16::CODE => (OpKind::DiscardBlocks { len: entry[6] }, address),
             other => panic!("the engine submits an entry with opcode {other}"),
         };
-        let len = usize::try_from(len).unwrap_or(0);
+        let len = fits(len, "a length");
         if matches!(code, opcode::ReadFixed::CODE | opcode::WriteFixed::CODE) {
-            let index = usize::try_from(entry[5] & 0xffff).unwrap_or(0);
+            let index = fits(entry[5] & 0xffff, "the index of a buffer");
             self.check_registered(index, address_bytes, len);
         }
         let single = [iovec { iov_base: base, iov_len: len }];
