@@ -36,6 +36,35 @@ impl Choice {
     }
 }
 
+/// What engines do better or worse for: disks that agree in it have the same best engine, so that
+/// one trial is enough for all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Alike {
+    /// The block device, or that of the file system.
+    device: u64,
+    is_block_device: bool,
+    direct: bool,
+    /// What a read of the trial is made of.
+    block_bytes: u32,
+}
+
+impl Alike {
+    /// Of a disk. `None`: it is like no other, or the kernel does not tell.
+    #[must_use]
+    pub fn of(source: &DiskSource) -> Option<Self> {
+        let status = rustix::fs::fstat(source.open_file()?).ok()?;
+        let is_block_device = source.is_block_device();
+        let device = if is_block_device { status.st_rdev } else { status.st_dev };
+        let info = source.info();
+        Some(Self {
+            device,
+            is_block_device,
+            direct: info.direct,
+            block_bytes: info.logical_block_bytes.max(4096),
+        })
+    }
+}
+
 /// Tries the engines that the kernel offers on `source`, with some thousand reads of 4 KiB, and
 /// names the best. It takes a tenth of a second at most, unless a single read takes longer.
 ///
@@ -218,6 +247,27 @@ mod tests {
         let choice = best_engine(&source);
         assert!(choice.why.contains("a trial of"), "{choice:?}");
         assert_ne!(choice.engine, EngineKind::Threads, "{choice:?}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn files_of_one_file_system_are_alike_if_they_are_used_alike() {
+        let of = |file: &tempfile::NamedTempFile, direct, block| {
+            let logical_block_bytes = Some(block);
+            let options = DiskOptions { direct, logical_block_bytes, ..DiskOptions::default() };
+            Alike::of(&DiskSource::file(file.path(), &options).unwrap())
+        };
+        let new = || {
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            file.as_file().set_len(1 << 20).unwrap();
+            file
+        };
+        let (one, other) = (new(), new());
+        assert!(of(&one, true, 512).is_some() && of(&one, true, 512) == of(&other, true, 512));
+        assert_ne!(of(&one, true, 512), of(&other, false, 512));
+        assert_ne!(of(&one, false, 4096), of(&other, false, 8192));
+        let null = DiskSource::null(4096, &DiskOptions::default()).unwrap();
+        assert_eq!(Alike::of(&null), None);
     }
 
     #[test]

@@ -153,6 +153,13 @@ impl DiskSource {
         matches!(self.kind, SourceKind::Null)
     }
 
+    pub(crate) fn open_file(&self) -> Option<&crate::op::OpenFile> {
+        match &self.kind {
+            SourceKind::File(source) => Some(&source.file),
+            SourceKind::Null => None,
+        }
+    }
+
     /// Whether it is a device, and no file on a file system.
     pub(crate) fn is_block_device(&self) -> bool {
         matches!(&self.kind, SourceKind::File(source) if source.is_block_device)

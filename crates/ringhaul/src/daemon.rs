@@ -143,7 +143,7 @@ impl Daemon {
         let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
         // Before the threads, which say what they chose: what is refused is refused in one line.
         let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
-        let choices = side_by_side(&disks, |disk| choose(&self.args, disk));
+        let choices = choose(&self.args, &disks);
         let (mut opened_all, mut ready) = (Vec::new(), Vec::new());
         let opened = disks.into_iter().zip(choices).zip(endpoints);
         for (spec, ((mut disk, choice), endpoint)) in specs.into_iter().zip(opened) {

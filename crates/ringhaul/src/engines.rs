@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 
 use anyhow::Result;
-use blockio::choose::Choice;
+use blockio::choose::{Alike, Choice, best_engine};
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
 use ringhaul_options::without_effect;
@@ -14,6 +14,7 @@ use crate::ending::Event;
 use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
+use crate::side_by_side::side_by_side;
 use crate::thread_watch::ThreadWatch;
 
 /// There is one warning, however many threads get a ring.
@@ -38,10 +39,33 @@ pub(crate) enum Chosen {
     Best(Choice),
 }
 
-/// The engine that was asked for, or the one that a trial finds best.
-pub(crate) fn choose(args: &ServeArgs, disk: &OpenDisk) -> Chosen {
-    let best = || Chosen::Best(blockio::choose::best_engine(&disk.source));
-    args.engine.kind().map_or_else(best, Chosen::AsAsked)
+/// For each disk the engine that was asked for, or the one that a trial finds best: one trial for
+/// all disks that are alike, and all trials side by side.
+pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk]) -> Vec<Chosen> {
+    if let Some(engine) = args.engine.kind() {
+        return disks.iter().map(|_| Chosen::AsAsked(engine)).collect();
+    }
+    let alike: Vec<Option<Alike>> = disks.iter().map(|disk| Alike::of(&disk.source)).collect();
+    let first_like = |index: usize| {
+        let this = alike[index].as_ref();
+        let found =
+            alike[..index].iter().position(|other| this.is_some() && other.as_ref() == this);
+        found.unwrap_or(index)
+    };
+    let firsts: Vec<usize> = (0..disks.len()).map(first_like).collect();
+    let mut tried = firsts.clone();
+    tried.sort_unstable();
+    tried.dedup();
+    let choices = side_by_side(&tried, |&index| best_engine(&disks[index].source));
+    let choose = |(index, first): (usize, usize)| {
+        let Ok(place) = tried.binary_search(&first) else { unreachable!("all firsts are tried") };
+        let mut choice = choices[place].clone();
+        if first != index {
+            choice.why = format!("as for {}, which is on the same device", disks[first].name);
+        }
+        Chosen::Best(choice)
+    };
+    firsts.into_iter().enumerate().map(choose).collect()
 }
 
 /// Sets an engine for a disk up on its IoThreads: the one that was asked for, or the best that
