@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use ringhaul_options::parse_size;
 
+use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
 use crate::pattern::{BlockSplit, Rw};
 use crate::units::{CpuList, parse_duration};
@@ -67,9 +68,22 @@ pub struct BenchArgs {
     #[arg(long, value_name = "MIX", value_parser = BlockSplit::parse_mix)]
     pub bssplit: Option<BlockSplit>,
 
-    /// Requests kept in flight by each job [default: 1]
+    /// Requests kept in flight by each job; with --rate_iops: the most [default: 1]
     #[arg(long, value_name = "N")]
     pub iodepth: Option<NonZeroU32>,
+
+    /// Reads and writes that each job makes in a second, whatever the server does (an open loop)
+    /// [default: as many as complete]
+    ///
+    /// Latency is counted from when a request was to be made, so what waits for room among
+    /// --iodepth requests is not left out.
+    #[arg(long = "rate_iops", alias = "rate", conflicts_with = "filename", value_name = "N")]
+    pub rate_iops: Option<NonZeroU32>,
+
+    /// How the requests of --rate_iops are spread over time
+    #[arg(long = "rate_process", requires = "rate_iops", value_name = "PROCESS", value_enum,
+          default_value_t = RateProcess::Linear)]
+    pub rate_process: RateProcess,
 
     /// Number of jobs; each drives one virtqueue of its own (with --filename: has an IoThread)
     #[arg(long, value_name = "N", default_value = "1")]
@@ -138,8 +152,14 @@ pub struct BenchArgs {
     pub threads: bool,
 
     /// Spin on the used rings instead of sleeping on the call eventfds
-    #[arg(long, conflicts_with = "filename")]
+    #[arg(long, visible_alias = "poll", conflicts_with = "filename")]
     pub busy_poll: bool,
+
+    /// Spin for this many microseconds between being called and looking at the used rings, as long
+    /// as it takes a guest that slept to get the interrupt, to emulate slower machines
+    #[arg(long, conflicts_with_all = ["filename", "busy_poll"], value_name = "US",
+          default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    pub wake_delay: u64,
 
     /// Process whose CPU time is counted [default: the peer of the socket]
     #[arg(long, conflicts_with = "filename", value_name = "PID")]
@@ -303,6 +323,11 @@ pub(crate) mod tests {
             "--filename f --timeout 1",
             "--filename f --threads",
             "--filename f --server-pid 1",
+            "--filename f --rate_iops 1",
+            "--filename f --wake-delay 1",
+            "--socket-path s --poll --wake-delay 1",
+            "--socket-path s --rate_process poisson",
+            "--socket-path s --rate_iops 0",
         ] {
             assert!(parse_only(bad).is_err(), "'{bad}' was taken");
         }
@@ -313,9 +338,12 @@ pub(crate) mod tests {
         let args = parse(
             "--rw=randrw --rwmixread=70 --bs=8k --iodepth=32 --numjobs=2 --runtime=500ms \
              --ramp_time=1 --size=1g --offset=1m --io_size=4m --number_ios=7 --fsync=8 \
-             --randseed=5 --cpus_allowed=1 --eta=never --output-format=json",
+             --randseed=5 --cpus_allowed=1 --eta=never --output-format=json --rate_iops=900 \
+             --rate_process=poisson",
         )
         .unwrap();
+        assert_eq!(args.rate_iops.map(NonZeroU32::get), Some(900));
+        assert_eq!(args.rate_process, RateProcess::Poisson);
         assert_eq!(args.pattern(), Rw::RandRw);
         assert_eq!(args.effective_runtime(), Some(Duration::from_millis(500)));
         assert_eq!((args.size, args.offset), (Some(1 << 30), 1 << 20));

@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
+use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtio_driver::{
@@ -230,7 +231,7 @@ impl Virtqueue {
 
     /// Returns the first `len` bytes of the slot's memory.
     fn data(&self, slot: u32, len: usize) -> io::Result<VolatileSlice<'_, impl BitmapSlice>> {
-        let index = usize::try_from(slot).unwrap_or(usize::MAX);
+        let index = fits::<_, usize>(slot, "the number of a slot");
         if index >= self.slots || len > self.slot_bytes {
             return Err(io::ErrorKind::InvalidInput.into());
         }

@@ -13,6 +13,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use blockio::{BufferMemory, Disk, DiskSource, Io as IoHandle, IoThread, IoThreadConfig, TaskSet};
+use iomem::fits;
 
 use crate::engine_stats::{Figures, Sample};
 use crate::error::BenchError;
@@ -158,7 +159,7 @@ impl Driver {
             self.enter(stage);
         }
         let pass = Pass {
-            now_ns: u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            now_ns: fits(self.clock.elapsed().as_nanos(), "a time in nanoseconds"),
             recording: self.stage == Stage::Measuring,
             stopping: self.stage == Stage::Stopping,
             notices: &self.notices,
@@ -179,7 +180,9 @@ impl Driver {
             self.job.unblock();
             std::thread::yield_now();
         }
-        !self.queue.shared.done.borrow().is_empty() || (!stopping && self.job.can_refill())
+        // An open loop is for queues alone.
+        let can_refill = self.job.can_refill(|| 0);
+        !self.queue.shared.done.borrow().is_empty() || (!stopping && can_refill)
     }
 
     fn is_finished(&self) -> bool {

@@ -5,6 +5,9 @@
 use std::io;
 use std::sync::Arc;
 
+use iomem::fits;
+
+use crate::arrivals::Arrivals;
 use crate::pattern::{Io, Op, Source};
 use crate::stats::{Counters, Live, Notices, describe_failure};
 use crate::verify::{BlockMap, UNTOUCHED};
@@ -62,6 +65,8 @@ pub(crate) struct Job {
     batch: Batch,
     flush_every: u64,
     writes_since_flush: u64,
+    /// When requests are made; as soon as there is room if this is not there.
+    arrivals: Option<Arrivals>,
     /// The blocks that could come next are taken; a completion may free them.
     blocked: bool,
     done: (u64, u64),
@@ -73,7 +78,8 @@ pub(crate) struct Job {
 #[derive(Clone, Copy)]
 struct Request {
     io: Io,
-    queued_at_ns: u64,
+    /// When it was queued, or was to be.
+    start_ns: u64,
 }
 
 /// What a job must know for one pass.
@@ -94,7 +100,7 @@ impl Job {
         batch: Batch,
         map: Option<Arc<BlockMap>>,
     ) -> Self {
-        let idle = Request { io: Io { op: Op::Flush, offset: 0, len: 0 }, queued_at_ns: 0 };
+        let idle = Request { io: Io { op: Op::Flush, offset: 0, len: 0 }, start_ns: 0 };
         Self {
             source: None,
             requests: (0..depth).map(|_| idle).collect(),
@@ -104,6 +110,7 @@ impl Job {
             batch,
             flush_every: 0,
             writes_since_flush: 0,
+            arrivals: None,
             blocked: false,
             done: (0, 0),
             live: Arc::new(Live::default()),
@@ -122,10 +129,11 @@ impl Job {
         Ok(())
     }
 
-    /// Starts a phase. `flush_every` is in writes, 0 for never.
-    pub(crate) fn begin(&mut self, source: Source, flush_every: u64) {
+    /// Starts a phase. `flush_every` is in writes, 0 for never; `arrivals` of an open loop.
+    pub(crate) fn begin(&mut self, source: Source, flush_every: u64, arrivals: Option<Arrivals>) {
         self.source = Some(source);
         self.flush_every = flush_every;
+        self.arrivals = arrivals;
         self.writes_since_flush = 0;
         self.blocked = false;
         self.done = (0, 0);
@@ -145,9 +153,27 @@ impl Job {
         self.source.is_none()
     }
 
-    /// Returns whether there is room for I/O and there may be some to make.
-    pub(crate) fn can_refill(&self) -> bool {
+    /// The time of an open loop begins now.
+    pub(crate) fn begin_arrivals(&mut self, now_ns: u64) {
+        if let Some(arrivals) = &mut self.arrivals {
+            arrivals.begin(now_ns);
+        }
+    }
+
+    /// Returns whether there is room for I/O and there may be some to make, now or at a later time.
+    fn may_refill(&self) -> bool {
         self.has_room() && !self.is_exhausted() && !self.blocked
+    }
+
+    /// Returns when the next I/O of an open loop is to be made, if there is room for it.
+    pub(crate) fn refill_at_ns(&self) -> Option<u64> {
+        self.arrivals.as_ref().filter(|_| self.may_refill()).map(Arrivals::next_ns)
+    }
+
+    /// Returns whether there is I/O to make. Only an open loop needs to know the time.
+    pub(crate) fn can_refill(&self, now_ns: impl Fn() -> u64) -> bool {
+        let is_due = |arrivals: &Arrivals| arrivals.next_ns() <= now_ns();
+        self.may_refill() && self.arrivals.as_ref().is_none_or(is_due)
     }
 
     fn has_room(&self) -> bool {
@@ -183,7 +209,7 @@ impl Job {
 
     fn finish(&mut self, queue: &impl Queue, done: &Completed, pass: &Pass<'_>) -> io::Result<()> {
         let Completed { slot, result } = *done;
-        let Request { io, queued_at_ns } = self.requests[index(slot)];
+        let Request { io, start_ns } = self.requests[index(slot)];
         self.free.push(slot);
         if self.map.is_some() {
             self.finish_verified(queue, slot, &io, (result == 0, pass.notices))?;
@@ -198,7 +224,7 @@ impl Job {
             self.done.1 += u64::from(io.len);
         }
         if pass.recording {
-            let latency_ns = pass.now_ns.saturating_sub(queued_at_ns);
+            let latency_ns = pass.now_ns.saturating_sub(start_ns);
             self.counters.ops[io.op.index()].record(io.len, latency_ns);
         }
         Ok(())
@@ -237,20 +263,35 @@ impl Job {
     fn refill(&mut self, queue: &mut impl Queue, now_ns: u64) -> io::Result<()> {
         for _ in 0..self.batch.most {
             let Some(slot) = self.free.last().copied() else { break };
+            let mut start_ns = now_ns;
             let flush_due = self.flush_every > 0 && self.writes_since_flush >= self.flush_every;
             let io = if flush_due {
                 self.writes_since_flush = 0;
                 Io { op: Op::Flush, offset: 0, len: 0 }
-            } else if let Some(io) = self.next_io() {
+            } else if let Some((io, was_due_ns)) = self.next_due(now_ns) {
+                start_ns = was_due_ns;
                 io
             } else {
                 break;
             };
             self.free.pop();
-            self.requests[index(slot)] = Request { io, queued_at_ns: now_ns };
+            self.requests[index(slot)] = Request { io, start_ns };
             self.queue_request(queue, slot, &io)?;
         }
         Ok(())
+    }
+
+    /// Takes the next I/O that is to be made by now, and since when it is.
+    fn next_due(&mut self, now_ns: u64) -> Option<(Io, u64)> {
+        let due_ns = self.arrivals.as_ref().map_or(now_ns, Arrivals::next_ns);
+        if due_ns > now_ns {
+            return None;
+        }
+        let io = self.next_io()?;
+        if let Some(arrivals) = &mut self.arrivals {
+            arrivals.advance();
+        }
+        Some((io, due_ns))
     }
 
     /// Takes the next I/O from the source, and its blocks when they are verified.
@@ -298,5 +339,5 @@ impl Job {
 
 /// Slots and lengths are made from memory that is in this process, so they fit.
 fn index(value: u32) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
+    fits(value, "the number of a slot")
 }

@@ -12,13 +12,16 @@
 //! device) → `phases` (fill, measured run, read-back) → `worker` (the loop of a driver thread) →
 //! `job` (one queue kept full) → `driver` (virtqueues; the only file with `unsafe`). With
 //! `--filename`, `engine` is in place of `worker` and `driver`. `pattern` says which I/O comes
-//! next, `verify` what the blocks contain, `server` what the server spent, `report` what is shown.
+//! next, `arrivals` when if the loop is open, `verify` what the blocks contain, `server` what the
+//! server spent, `report` what is shown.
 //!
 //! # How the numbers are taken
 //!
 //! * Latency is per request, from the refill that queued it to the pass that found it completed.
 //!   The clock is read once for each pass over the virtqueues, so all requests of one batch
 //!   share that reading.
+//! * With `--rate_iops` the latency begins when the request was to be made, whether or not there
+//!   was room for it then: what a server that lags behind keeps waiting is not left out.
 //! * The measured window opens after `--ramp_time` and closes when the run time is over; what is
 //!   in flight then is waited for and checked, but not counted. A run bounded by `--io_size` or
 //!   `--number_ios` ends with its last completion and counts everything.
@@ -30,6 +33,7 @@
 #![deny(unsafe_code)]
 
 mod args;
+mod arrivals;
 #[allow(unsafe_code)]
 mod driver;
 mod engine;
@@ -63,6 +67,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, Eta, OutputFormat, Profile};
+pub use arrivals::RateProcess;
 pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use iomem::fits;
 use ringhaul_options::parse_size;
 
 use crate::units::show_bytes;
@@ -222,7 +223,7 @@ impl Mix {
 
     /// Turns percentages into running sums, spreading `left` over the `open` entries.
     fn accumulate(entries: &[(u32, Option<u8>)], left: u32, open: usize) -> Self {
-        let open = u32::try_from(open).unwrap_or(u32::MAX);
+        let open = fits::<_, u32>(open, "a count of sizes");
         let (mut sum, mut opened) = (0, 0);
         let sums = entries.iter().map(|(size, percent)| {
             sum += match percent {
@@ -232,7 +233,7 @@ impl Mix {
                     left * opened / open - left * (opened - 1) / open
                 }
             };
-            (*size, u8::try_from(sum).unwrap_or(100))
+            (*size, fits(sum, "a sum of percentages"))
         });
         Self(sums.collect())
     }

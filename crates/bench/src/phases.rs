@@ -145,12 +145,12 @@ impl Run<'_> {
         let plan = self.plan;
         let jobs = self.runners.iter_mut().flat_map(Runner::jobs_mut);
         for (index, job) in jobs.enumerate() {
-            let (source, flush_every) = match phase {
-                Phase::Fill => (plan.fill(index), 0),
-                Phase::Measured => (plan.workload(index), plan.args.fsync),
-                Phase::ReadBack => (plan.read_back(index), 0),
+            let (source, flush_every, arrivals) = match phase {
+                Phase::Fill => (plan.fill(index), 0, None),
+                Phase::Measured => (plan.workload(index), plan.args.fsync, plan.arrivals(index)),
+                Phase::ReadBack => (plan.read_back(index), 0, None),
             };
-            job.begin(source, flush_every);
+            job.begin(source, flush_every, arrivals);
         }
         let control = &Arc::new(Control::new(Stage::Warming));
         let supervisor = Supervisor {

@@ -4,7 +4,10 @@
 
 use std::ops::Range;
 
+use iomem::fits;
+
 use crate::args::BenchArgs;
+use crate::arrivals::Arrivals;
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Source, Sweep, Workload};
 use crate::units::show_bytes;
@@ -90,6 +93,13 @@ impl<'a> Plan<'a> {
         ))
     }
 
+    /// Returns when a job is to make its requests, if the loop is open.
+    pub(crate) fn arrivals(&self, job: usize) -> Option<Arrivals> {
+        let rate = self.args.rate_iops?;
+        // Other numbers than those of the offsets.
+        Some(Arrivals::new(rate, self.args.rate_process, !self.seed(job)))
+    }
+
     /// Returns a pass that writes a job's share of the region.
     pub(crate) fn fill(&self, job: usize) -> Source {
         Source::Sweep(Sweep::fill(self.share(job), self.sizes.largest()))
@@ -102,18 +112,20 @@ impl<'a> Plan<'a> {
 
     /// Returns the seed of a job, different for each.
     pub(crate) fn seed(&self, job: usize) -> u64 {
-        fastrand::Rng::with_seed(self.args.randseed ^ (u64::try_from(job).unwrap_or(0) << 32))
-            .u64(..)
+        fastrand::Rng::with_seed(
+            self.args.randseed ^ (fits::<_, u64>(job, "the number of a job") << 32),
+        )
+        .u64(..)
     }
 }
 
 fn share(region: &Range<u64>, block_bytes: u32, jobs: usize, job: usize) -> Range<u64> {
-    let to_u64 = |value: usize| u64::try_from(value).unwrap_or(u64::MAX);
+    let to_u64 = |value: usize| fits::<_, u64>(value, "a number of jobs");
     let block = u64::from(block_bytes);
     let blocks = u128::from((region.end - region.start) / block);
     let border = |index: usize| {
         let before = blocks * u128::from(to_u64(index)) / u128::from(to_u64(jobs.max(1)));
-        region.start + u64::try_from(before).unwrap_or(u64::MAX) * block
+        region.start + fits::<_, u64>(before, "a number of blocks") * block
     };
     border(job)..border(job + 1)
 }
@@ -155,7 +167,7 @@ fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
 /// Checks what the device must be able to do.
 fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
     let jobs = args.numjobs.get();
-    if usize::try_from(jobs).unwrap_or(usize::MAX) > facts.max_queues {
+    if fits::<_, usize>(jobs, "a number of jobs") > facts.max_queues {
         return refuse(format!(
             "--numjobs={jobs} needs {jobs} {}, but {} {}",
             if facts.has_virtqueues { "virtqueues" } else { "IoThreads" },
@@ -218,7 +230,7 @@ fn find_region(
     };
     let end = end - (end - start) % u64::from(block_bytes);
     let region = start..end;
-    let jobs = usize::try_from(args.numjobs.get()).unwrap_or(usize::MAX);
+    let jobs = fits(args.numjobs.get(), "a number of jobs");
     let parts = if args.pattern().is_random() { 1 } else { jobs };
     let smallest = (0..parts).map(|job| share(&region, block_bytes, parts, job));
     let smallest = smallest.map(|part| part.end - part.start).min().unwrap_or(0);
@@ -282,7 +294,7 @@ fn find_shape(
         ));
     }
     let page = rustix::param::page_size();
-    let to_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+    let to_usize = |value: u64| fits(value, "a number of jobs");
     let shape = QueueShape {
         queues: to_usize(args.numjobs.get().into()),
         size: 0,

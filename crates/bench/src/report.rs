@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use blockio::stats::Distribution;
 use hdrhistogram::Histogram;
+use iomem::fits;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -58,8 +60,14 @@ pub struct Report {
     pub segment_size_bytes: u64,
     /// Whether each job had a thread of its own.
     pub threads: bool,
+    /// Reads and writes that each job was to make in a second; `null` for as many as completed.
+    pub rate_iops: Option<u32>,
+    /// How they were spread, as given to `--rate_process`; `null` without a rate.
+    pub rate_process: Option<&'static str>,
     /// Whether the driver spun instead of sleeping.
     pub busy_poll: bool,
+    /// Microseconds between a call and the look at the used rings that were added.
+    pub wake_delay_us: u64,
     /// Writes between two flushes; 0 when there were no flushes.
     pub fsync_every_writes: u64,
     /// Seed of the random numbers.
@@ -193,8 +201,7 @@ pub(crate) struct Measured<'a> {
 impl Report {
     pub(crate) fn new(measured: &Measured<'_>) -> Self {
         let Measured { plan, facts, counters, usage, .. } = *measured;
-        let args = plan.args;
-        let seconds = measured.elapsed.as_secs_f64();
+        let (args, seconds) = (plan.args, measured.elapsed.as_secs_f64());
         let [total, read, write, flush] = [
             ("", &[Op::Read, Op::Write] as &[Op]),
             ("read_", &[Op::Read]),
@@ -203,7 +210,6 @@ impl Report {
         ]
         .map(|(prefix, ops)| DirectionReport::new(prefix, ops, measured, seconds));
         let ios = total.ios + flush.ios;
-        let server = |pick: fn(&ServerUsage) -> f64| usage.map(pick);
         let server_per_io = |pick: fn(&ServerUsage) -> f64| ratio(usage.map(pick)?, ios as f64);
         let by_mode = |share: fn(f64) -> f64| {
             let user_share = usage?.user_share?;
@@ -220,9 +226,12 @@ impl Report {
             iodepth: plan.depth,
             numjobs: args.numjobs.get(),
             queue_size: Some(plan.shape.size).filter(|size| *size > 0),
-            segment_size_bytes: u64::try_from(plan.shape.segment_bytes).unwrap_or(u64::MAX),
+            segment_size_bytes: fits(plan.shape.segment_bytes, "the size of a segment"),
             threads: args.threads,
+            rate_iops: args.rate_iops.map(NonZeroU32::get),
+            rate_process: args.rate_iops.map(|_| args.rate_process.name()),
             busy_poll: args.busy_poll,
+            wake_delay_us: args.wake_delay,
             fsync_every_writes: args.fsync,
             randseed: args.randseed,
             region_offset_bytes: plan.region.start,
@@ -248,8 +257,9 @@ impl Report {
             kicks_per_io: ratio(counters.kicks as f64, ios as f64),
             server_pid: measured.server_pid,
             server_threads: usage.map(|usage| usage.threads),
-            server_cpu_us: server(|usage| usage.cpu_us),
-            server_cpu_percent: server(|usage| usage.cpu_us)
+            server_cpu_us: usage.map(|usage| usage.cpu_us),
+            server_cpu_percent: usage
+                .map(|usage| usage.cpu_us)
                 .and_then(|us| ratio(us / 10_000.0, seconds)),
             server_cpu_us_per_io: server_per_io(|usage| usage.cpu_us),
             server_cpu_user_us_per_io: by_mode(|user| user),

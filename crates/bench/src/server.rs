@@ -7,6 +7,8 @@ use std::fs;
 use std::io;
 use std::time::Duration;
 
+use iomem::fits;
+
 use crate::args::BenchArgs;
 use crate::error::BenchError;
 
@@ -144,7 +146,7 @@ impl Server {
 /// Returns the CPU time of this process.
 fn own_cpu_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::try_from(time).map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+    Duration::try_from(time).map_or(0, |time| fits(time.as_nanos(), "a CPU time in nanoseconds"))
 }
 
 /// Returns user and system ticks from `/proc/PID/stat`, see proc_pid_stat(5).

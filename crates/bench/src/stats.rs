@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use iomem::fits;
 
 use crate::pattern::{Io, Op};
 
@@ -26,7 +27,7 @@ impl OpStats {
     const DIGITS: u8 = 3;
 
     pub(crate) fn new() -> Self {
-        let longest = u64::try_from(Self::LONGEST.as_nanos()).unwrap_or(u64::MAX);
+        let longest = fits(Self::LONGEST.as_nanos(), "the longest latency in nanoseconds");
         let latency = Histogram::new_with_bounds(1, longest, Self::DIGITS)
             .expect("the bounds are constants that the histogram takes");
         Self { ios: 0, bytes: 0, latency }

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread};
+use iomem::fits;
 use ringhaul_options::{EngineChoice, without_effect};
 
 use crate::args::BenchArgs;
@@ -155,7 +156,7 @@ fn batch_of(args: &BenchArgs) -> Batch {
     match args.engine.iodepth_batch {
         None => Batch { least: 1, most: EngineArgs::DEFAULT_BATCH },
         Some(batch) => {
-            let batch = usize::try_from(batch.get()).unwrap_or(usize::MAX);
+            let batch = fits(batch.get(), "a batch");
             Batch { least: batch, most: batch }
         }
     }
@@ -239,7 +240,7 @@ fn make_workers(
 ) -> io::Result<Vec<Worker>> {
     let groups: Vec<Vec<_>> =
         if args.threads { jobs.into_iter().map(|job| vec![job]).collect() } else { vec![jobs] };
-    let make = |jobs| Worker::new(jobs, socket.cloned(), args.busy_poll, args.timeout);
+    let make = |jobs| Worker::new(jobs, socket.cloned(), args);
     groups.into_iter().map(make).collect()
 }
 

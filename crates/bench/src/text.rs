@@ -40,9 +40,11 @@ fn write_all(out: &mut String, report: &Report) -> std::fmt::Result {
 
 fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
     let mix = report.rwmixread_percent.map(|percent| format!(" ({percent}% reads)"));
+    let process = report.rate_process.unwrap_or_default();
+    let open_loop = report.rate_iops.map(|rate| format!(", {rate} IOPS for each job ({process})"));
     writeln!(
         out,
-        "{}{}: bs={}, iodepth={}, numjobs={}{}{}{}, {:.3} s{}",
+        "{}{}: bs={}, iodepth={}, numjobs={}{}{}{}{}{}, {:.3} s{}",
         report.rw,
         mix.unwrap_or_default(),
         report.block_size,
@@ -50,7 +52,12 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
         report.numjobs,
         report.queue_size.map(|size| format!(", queue size {size}")).unwrap_or_default(),
         if report.threads { ", a thread for each job" } else { "" },
+        open_loop.unwrap_or_default(),
         if report.busy_poll { ", busy-polling" } else { "" },
+        match report.wake_delay_us {
+            0 => String::new(),
+            delay => format!(", {delay} µs late when called"),
+        },
         report.runtime_s,
         if report.interrupted { " (interrupted)" } else { "" },
     )?;

@@ -23,6 +23,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use iomem::fits;
+
 const SECTOR_BYTES: u64 = 512;
 const MAGIC: &[u8; 8] = b"RHaulBlk";
 const HEADER_BYTES: usize = 36;
@@ -62,10 +64,10 @@ impl BlockMap {
 
     fn blocks(&self, offset: u64, len: usize) -> impl Iterator<Item = (u64, &AtomicU32)> {
         let size = u64::from(self.block_bytes);
-        let first = usize::try_from((offset - self.start) / size).unwrap_or(usize::MAX);
-        let count = len / usize::try_from(self.block_bytes).unwrap_or(usize::MAX);
+        let first = fits::<_, usize>((offset - self.start) / size, "the number of a block");
+        let count = len / fits::<_, usize>(self.block_bytes, "the size of a block");
         let blocks = self.blocks.get(first..first + count).unwrap_or_default();
-        (offset..).step_by(usize::try_from(size).unwrap_or(usize::MAX)).zip(blocks)
+        (offset..).step_by(fits(size, "the size of a block")).zip(blocks)
     }
 
     /// Takes the blocks of a request, or returns `false` and takes none if one is taken already.
@@ -99,7 +101,7 @@ impl BlockMap {
 
     /// Fills `data` with the next generation of the blocks from `offset`, which must be claimed.
     pub(crate) fn stamp(&self, offset: u64, data: &mut [u8]) {
-        let size = usize::try_from(self.block_bytes).unwrap_or(usize::MAX);
+        let size = fits(self.block_bytes, "the size of a block");
         let blocks = self.blocks(offset, data.len());
         for ((offset, block), data) in blocks.zip(data.chunks_exact_mut(size)) {
             let generation = next_generation(block.load(Ordering::Relaxed));
@@ -110,7 +112,7 @@ impl BlockMap {
     /// Compares `data`, read from `offset` under a claim, with what was written last. Blocks that
     /// this run has not written are passed over. Returns how many blocks were compared.
     pub(crate) fn check(&self, offset: u64, data: &[u8]) -> Result<u64, Mismatch> {
-        let size = usize::try_from(self.block_bytes).unwrap_or(usize::MAX);
+        let size = fits(self.block_bytes, "the size of a block");
         let mut checked = 0;
         let blocks = self.blocks(offset, data.len());
         for ((offset, block), data) in blocks.zip(data.chunks_exact(size)) {
@@ -139,7 +141,7 @@ fn next_generation(state: u32) -> u32 {
 
 /// Fills `data` with the block that belongs at `sector`.
 fn make_block(run: u64, sector: u64, generation: u32, data: &mut [u8]) {
-    let size = u32::try_from(data.len()).unwrap_or(u32::MAX);
+    let size = fits::<_, u32>(data.len(), "the size of a block");
     // Distinct odd steps make every word of every block different, and a sum is all that the
     // filler costs; it need not look random, only never repeat where data could be misplaced.
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -174,7 +176,7 @@ fn field_u64(data: &[u8], at: usize) -> u64 {
 
 fn check_block(run: u64, offset: u64, generation: u32, data: &[u8]) -> Result<(), Mismatch> {
     let sector = offset / SECTOR_BYTES;
-    let size = u32::try_from(data.len()).unwrap_or(u32::MAX);
+    let size = fits::<_, u32>(data.len(), "the size of a block");
     let header_matches = data[0..8] == MAGIC[..]
         && field_u64(data, 8) == sector
         && field_u64(data, 16) == run

@@ -4,17 +4,20 @@
 
 use std::io;
 use std::mem::MaybeUninit;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
+use crate::args::BenchArgs;
 use crate::driver::Virtqueue;
 use crate::error::BenchError;
 use crate::job::{Job, Pass};
@@ -50,7 +53,7 @@ impl Control {
 
     pub(crate) fn set(&self, stage: Stage) {
         let index = Self::STAGES.iter().position(|other| *other == stage).unwrap_or(0);
-        self.0.store(u8::try_from(index).unwrap_or(0), Ordering::Relaxed);
+        self.0.store(fits(index, "the number of a stage"), Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> Stage {
@@ -68,6 +71,8 @@ pub(crate) struct Worker {
     timer: OwnedFd,
     socket: Option<Arc<OwnedFd>>,
     busy_poll: bool,
+    /// Between being called and a look at the rings.
+    wake_delay: Duration,
     timeout: Duration,
     clock: Instant,
     /// When requests were last seen to complete, or were made with none in flight.
@@ -90,13 +95,11 @@ const TIMER: u64 = 1;
 const SOCKET: u64 = 2;
 
 impl Worker {
-    /// Takes jobs. `socket` is the vhost-user connection, to see the server go away;
-    /// `timeout` is how long requests may be in flight without any completing.
+    /// Takes jobs. `socket` is the vhost-user connection, to see the server go away.
     pub(crate) fn new(
         jobs: Vec<(Job, Virtqueue)>,
         socket: Option<Arc<OwnedFd>>,
-        busy_poll: bool,
-        timeout: Duration,
+        args: &BenchArgs,
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
@@ -124,8 +127,9 @@ impl Worker {
             epoll,
             timer,
             socket,
-            busy_poll,
-            timeout,
+            busy_poll: args.busy_poll,
+            wake_delay: Duration::from_micros(args.wake_delay),
+            timeout: args.timeout,
             clock,
             progress_at_ns: 0,
             looked_at_ns: 0,
@@ -151,7 +155,12 @@ impl Worker {
 
     fn drive(&mut self, control: &Control, notices: &Notices) -> io::Result<Window> {
         self.stage = Stage::Warming;
-        self.progress_at_ns = self.now_ns();
+        // The kernel wakes sleepers up to 50 µs late otherwise, which an open loop would show as
+        // latency.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
+        let now_ns = self.now_ns();
+        self.progress_at_ns = now_ns;
+        self.jobs.iter_mut().for_each(|job| job.begin_arrivals(now_ns));
         for queue in &mut self.queues {
             queue.disarm();
         }
@@ -205,7 +214,7 @@ impl Worker {
     fn has_work(&mut self) -> bool {
         let stopping = self.stage == Stage::Stopping;
         self.queues.iter_mut().any(Virtqueue::has_completions)
-            || (!stopping && self.jobs.iter().any(Job::can_refill))
+            || (!stopping && self.jobs.iter().any(|job| job.can_refill(|| self.now_ns())))
     }
 
     fn is_finished(&self) -> bool {
@@ -247,13 +256,31 @@ impl Worker {
         if outcome? { self.look() } else { Ok(()) }
     }
 
-    /// Sleeps until something happens; returns whether it was anything but a call.
+    /// Sleeps until something happens or a request is to be made; returns whether it was anything
+    /// but a call.
     fn wait(&self) -> io::Result<bool> {
         /// Events taken at once; what does not fit comes with the next wait.
         const EVENTS: usize = 16;
         let mut events = [const { MaybeUninit::uninit() }; EVENTS];
-        match epoll::wait(&self.epoll, &mut events, None) {
+        let timeout = match self.until_refill() {
+            // epoll counts in milliseconds.
+            Some(left) => {
+                let left = Timespec::try_from(left).map_err(io::Error::other)?;
+                let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
+                if let Err(error) = poll(&mut fds, Some(&left))
+                    && error != Errno::INTR
+                {
+                    return Err(error.into());
+                }
+                Some(Timespec { tv_sec: 0, tv_nsec: 0 })
+            }
+            None => None,
+        };
+        match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
             Ok((ready, _)) => {
+                if ready.iter().any(|event| event.data.u64() == CALL) {
+                    self.delay();
+                }
                 if ready.iter().any(|event| event.data.u64() == TIMER) {
                     // The kernel arms a periodic timer again only when it is read. How often
                     // it has fired does not matter, nor if it has not.
@@ -263,6 +290,23 @@ impl Worker {
             }
             Err(Errno::INTR) => Ok(false),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// How long until a job of an open loop makes a request; none if none will before something
+    /// else happens.
+    fn until_refill(&self) -> Option<Duration> {
+        let stopping = self.stage == Stage::Stopping;
+        let next_ns = self.jobs.iter().filter_map(Job::refill_at_ns).min();
+        let next_ns = next_ns.filter(|_| !stopping)?;
+        Some(Duration::from_nanos(next_ns.saturating_sub(self.now_ns())))
+    }
+
+    /// Stands in for the time that a slower machine needs to wake a driver.
+    fn delay(&self) {
+        let until = Instant::now() + self.wake_delay;
+        while Instant::now() < until {
+            std::hint::spin_loop();
         }
     }
 
@@ -285,8 +329,8 @@ impl Worker {
     /// Lets jobs try again that found all blocks taken by other threads' requests. Nothing would
     /// wake this thread when those complete. Returns whether there was any.
     fn retry_blocked(&mut self) -> bool {
-        let waiting = self.jobs.iter().any(|job| job.in_flight() > 0);
-        if waiting || self.stage == Stage::Stopping {
+        let waits = |job: &Job| job.in_flight() > 0 || job.refill_at_ns().is_some();
+        if self.jobs.iter().any(waits) || self.stage == Stage::Stopping {
             return false;
         }
         self.unblock();
@@ -320,6 +364,6 @@ impl Worker {
     }
 
     fn now_ns(&self) -> u64 {
-        u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        fits(self.clock.elapsed().as_nanos(), "a time in nanoseconds")
     }
 }

@@ -2,11 +2,11 @@
 
 use std::fs;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul_kit::cli::{
-    EXIT_RUN, EXIT_USAGE, Finished, Refusals, Running, bench, ringhaul, run, serve,
+    EXIT_RUN, EXIT_USAGE, Finished, Refusals, Running, Scene, bench, ringhaul, run, serve,
 };
 use ringhaul_kit::daemon::{Daemon, DaemonOptions};
 use ringhaul_kit::server::{Cache, Engine};
@@ -24,7 +24,7 @@ const PERCENTILES: [&str; 17] = [
 ];
 
 /// The documented keys that are not about one direction.
-const KEYS: [&str; 44] = [
+const KEYS: [&str; 47] = [
     "format_version",
     "tool_version",
     "socket_path",
@@ -37,7 +37,10 @@ const KEYS: [&str; 44] = [
     "queue_size",
     "segment_size_bytes",
     "threads",
+    "rate_iops",
+    "rate_process",
     "busy_poll",
+    "wake_delay_us",
     "fsync_every_writes",
     "randseed",
     "region_offset_bytes",
@@ -164,6 +167,48 @@ fn json_has_the_documented_keys_and_figures_that_fit() -> Result<()> {
     for prefix in ["", "read_", "write_", "flush_"] {
         check_latencies(&report, prefix)?;
     }
+    Ok(())
+}
+
+/// A null disk, and where it is served.
+fn serve_null(scene: &Scene) -> Result<(Running, PathBuf)> {
+    let socket = scene.socket("null.sock");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--disk", "null,size=64M", "--socket-path"]).arg(&socket);
+    Ok((Running::serve(&mut command)?, socket))
+}
+
+#[test]
+fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<()> {
+    let scene = scene()?;
+    let (_daemon, socket) = serve_null(&scene)?;
+    let measure = |options: &str| -> Result<Value> {
+        let options = format!("--rw randread --output-format json {options}");
+        json(&run(&mut bench(&socket, &options)?)?.expect_code(0)?)
+    };
+    let report = measure("--iodepth 4 --number_ios 200 --rate_iops 400")?;
+    ensure!(report["rate_iops"] == 400 && report["rate_process"] == "linear", "{report}");
+    let seconds = number(&report, "runtime_s")?;
+    ensure!(seconds > 199.0 / 400.0, "200 requests were made in {seconds} s");
+    // Far more than the server can do: what comes last has waited for all others.
+    let options = "--iodepth 1 --number_ios 3000 --rate_iops 100000000 --rate_process poisson";
+    let report = measure(options)?;
+    let (seconds, longest) =
+        (number(&report, "runtime_s")?, number(&report, "latency_max_us")? / 1e6);
+    ensure!(longest > seconds / 2.0, "none waited for more than {longest} s of {seconds}");
+    Ok(())
+}
+
+#[test]
+fn a_delay_follows_each_call() -> Result<()> {
+    let scene = scene()?;
+    let (_daemon, socket) = serve_null(&scene)?;
+    let options = "--rw randread --number_ios 30 --wake-delay 10000 --output-format json";
+    let report = json(&run(&mut bench(&socket, options)?)?.expect_code(0)?)?;
+    ensure!(report["wake_delay_us"] == 10_000, "{report}");
+    let (calls, seconds) = (number(&report, "calls")?, number(&report, "runtime_s")?);
+    // One may come at the start, and the last may be for nothing.
+    ensure!(calls > 2.0 && seconds > (calls - 2.0) * 0.01, "{calls} calls in {seconds} s");
     Ok(())
 }
 
@@ -302,6 +347,9 @@ fn what_cannot_be_run_is_refused() -> Result<()> {
         ("--runtime 0", ["--runtime", "more than 0"]),
         ("--runtime soon", ["--runtime", "soon"]),
         ("--timeout 0", ["--timeout", "more than 0"]),
+        ("--rate_iops 0", ["--rate_iops", "0"]),
+        ("--rate_process poisson", ["--rate_iops", "required"]),
+        ("--poll --wake-delay 1", ["--busy-poll", "--wake-delay"]),
         ("--size 1t", ["--size=1t", "not inside the disk"]),
         ("--size 100", ["--size 100", "512 bytes"]),
         ("--offset 100", ["--offset 100", "512 bytes"]),
