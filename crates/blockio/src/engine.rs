@@ -266,11 +266,10 @@ impl Engine {
     #[inline]
     pub(crate) fn harvest(&mut self, done: &mut Completer<'_>, happened: &mut Vec<u64>) -> u64 {
         let mut found = 0;
-        let announces = self.announces();
         // First, for it takes the events that announce what the others have: those announce only
         // what is visible by then.
         if let Waiter::Ring(ring) = &mut self.waiter {
-            found += ring.harvest(announces, &mut self.threads, done, happened);
+            found += ring.harvest(&mut self.threads, done, happened);
         }
         found += self.threads.harvest(done);
         if let Some(aio) = &mut self.aio {
@@ -282,18 +281,11 @@ impl Engine {
         found
     }
 
-    /// Whether the kernel writes an eventfd for completions that are visible without the waiter.
-    #[inline]
-    fn announces(&self) -> bool {
-        self.aio.is_some()
-    }
-
     /// Whether a harvest would find something: a cheap look, for busy-polling.
     #[inline]
     pub(crate) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
-        let announces = self.announces();
         let in_ring = match &mut self.waiter {
-            Waiter::Ring(ring) => ring.has_completions(announces, now, stats),
+            Waiter::Ring(ring) => ring.has_completions(now, stats),
             Waiter::Epoll(_) => false,
         };
         in_ring

@@ -250,9 +250,8 @@ impl IoUring {
     }
 
     /// For busy-polling. What the kernel has put off until it is asked costs a system call, so
-    /// more is waited for: the longer, the more ops may still join. For `announces`, see
-    /// [`asks`](Self::asks).
-    pub(super) fn has_completions(&mut self, announces: bool, now: Instant, stats: &Stats) -> bool {
+    /// more is waited for: the longer, the more ops may still join.
+    pub(super) fn has_completions(&mut self, now: Instant, stats: &Stats) -> bool {
         if self.main.ring.has_entries() {
             return true;
         }
@@ -261,19 +260,12 @@ impl IoUring {
         {
             return true;
         }
-        if !self.asks(announces) || !self.main.ring.has_completions() {
+        if !self.main.ring.has_completions() {
             self.deferred_since = None;
             return false;
         }
         let since = *self.deferred_since.get_or_insert(now);
         now.saturating_duration_since(since) >= self.grace()
-    }
-
-    /// Whether what the kernel has put off is worth a system call. Where Linux AIO has it announce
-    /// each completion here, events alone are not: the next look or sleep takes them.
-    #[inline]
-    fn asks(&self, announces: bool) -> bool {
-        !announces || self.main.in_kernel() > 0
     }
 
     fn grace(&self) -> Duration {
@@ -282,9 +274,8 @@ impl IoUring {
     }
 
     /// Asks for what the kernel has put off, unless busy-polling has just found it.
-    fn run_deferred(&mut self, announces: bool, done: &Completer<'_>) {
+    fn run_deferred(&mut self, done: &Completer<'_>) {
         match self.deferred_since {
-            _ if !self.asks(announces) => {}
             Some(since) if done.now.saturating_duration_since(since) < self.grace() => {}
             _ => {
                 self.deferred_since = None;
@@ -293,16 +284,14 @@ impl IoUring {
         }
     }
 
-    /// Ops that the kernel will not do here go to `threads`. For `announces`, see
-    /// [`asks`](Self::asks).
+    /// Ops that the kernel will not do here go to `threads`.
     pub(super) fn harvest(
         &mut self,
-        announces: bool,
         threads: &mut Threads,
         done: &mut Completer<'_>,
         happened: &mut Vec<u64>,
     ) -> u64 {
-        self.run_deferred(announces, done);
+        self.run_deferred(done);
         let mut found = 0;
         let mut entries = self.main.begin_harvest();
         for entry in entries.drain(..) {
@@ -463,7 +452,7 @@ mod tests {
         let mut round = |engine: &mut IoUring, now| {
             let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
             engine.submit(usize::MAX, &mut done);
-            engine.harvest(false, &mut threads, &mut done, &mut happened);
+            engine.harvest(&mut threads, &mut done, &mut happened);
             happened.contains(&7)
         };
         let mut now = Instant::now();

@@ -89,29 +89,6 @@ fn completions_of_each_engine_wake_a_loop_that_has_all_of_them() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_loop_that_polls_asks_its_ring_for_no_completion_of_another_engine() {
-    let config = IoThreadConfig { poll_max: Duration::from_secs(1), ..Default::default() };
-    let thread = thread(EngineKind::IoUring.into(), &config);
-    let (_file, source) = file();
-    let disk = source.prefer_engine(EngineKind::Aio).attach(thread.io());
-    // A hole would be read within the submit.
-    thread.block_on(use_disk(&disk, 1)).unwrap();
-    thread.block_on(disk.write(0, Buffers::aligned(4096, 4096), true)).unwrap().unwrap();
-    let read = || {
-        let read = disk.read(0, Buffers::aligned(4096, 4096));
-        thread.block_on(read).unwrap().unwrap();
-    };
-    // It sleeps for the first, and learns from that.
-    (0..64).for_each(|_| read());
-    let stats = thread.io().stats();
-    let before = stats.syscalls.io_uring_enter.get();
-    (0..100).for_each(|_| read());
-    let asked = stats.syscalls.io_uring_enter.get() - before;
-    assert!(asked <= 25, "it asked {asked} times for 100 completions");
-}
-
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
 fn disks_with_different_engines_are_busy_at_the_same_time() {
     for submit_max in [u32::MAX, 1] {
         let config = IoThreadConfig { submit_max, depth: 16, ..Default::default() };
