@@ -53,8 +53,13 @@ impl Io {
         if completion.is_none() {
             // Wakers of others run whatever they like when they are cloned or dropped.
             let owner = self.running.owner(cx);
-            let before = self.ops.borrow_mut().slots.set_owner(slot, owner);
+            let (before, completion) = {
+                let slots = &mut self.ops.borrow_mut().slots;
+                // To clone one may even have harvested.
+                (slots.set_owner(slot, owner), slots.take(slot))
+            };
             drop(before);
+            return completion;
         }
         completion
     }

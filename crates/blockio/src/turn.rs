@@ -189,6 +189,10 @@ impl Io {
             let unwanted = std::mem::take(&mut ops.slots.unwanted);
             drop(ops);
             drop(unwanted);
+            if self.ops.borrow().engine.queued() > 0 {
+                // Whoever owned it has begun something.
+                self.submit_and_harvest();
+            }
         }
     }
 
