@@ -28,17 +28,20 @@ pub struct Choice {
     pub engine: EngineKind,
     /// One line without a full stop, for a log.
     pub why: String,
+    /// A trial has failed, which may be for what this disk alone has.
+    pub has_failed: bool,
 }
 
 impl Choice {
     fn new(engine: EngineKind, why: impl Into<String>) -> Self {
-        Self { engine, why: why.into() }
+        Self { engine, why: why.into(), has_failed: false }
     }
 }
 
 /// What engines do better or worse for: disks that agree in it have the same best engine, so that
-/// one trial is enough for all of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// one trial is enough for all of them. It should be that of the one with the most data, for the
+/// file system alone answers reads of what was never written.
+#[derive(Debug, Clone)]
 pub struct Alike {
     /// The block device, or that of the file system.
     device: u64,
@@ -46,6 +49,8 @@ pub struct Alike {
     direct: bool,
     /// What a read of the trial is made of.
     block_bytes: u32,
+    /// How much of it was written, in units of 512 bytes.
+    allocated: i64,
 }
 
 impl Alike {
@@ -61,7 +66,21 @@ impl Alike {
             is_block_device,
             direct: info.direct,
             block_bytes: info.logical_block_bytes.max(4096),
+            allocated: status.st_blocks,
         })
+    }
+
+    /// Whether a trial of one disk is enough for both.
+    #[must_use]
+    pub fn is_like(&self, other: &Self) -> bool {
+        let of = |this: &Self| (this.device, this.is_block_device, this.direct, this.block_bytes);
+        of(self) == of(other)
+    }
+
+    /// How much of the disk was written, in units of 512 bytes; 0 for a block device.
+    #[must_use]
+    pub fn allocated(&self) -> i64 {
+        self.allocated
     }
 }
 
@@ -150,11 +169,12 @@ fn is_aio_worth_it(of_io_uring: Duration, of_aio: Duration, is_block_device: boo
 /// A trial that failed says something about its engine, or, when both failed, about the disk.
 fn of_failed_trials(io_uring: Option<Error>, aio: Option<Error>) -> Choice {
     let why = |engine, error| format!("the trial with {engine} failed: {error}");
-    match (io_uring, aio) {
+    let choice = match (io_uring, aio) {
         (Some(error), None) => Choice::new(EngineKind::Aio, why(EngineKind::IoUring, error)),
         (_, Some(error)) => Choice::new(EngineKind::IoUring, why(EngineKind::Aio, error)),
-        (None, None) => Choice::new(EngineKind::IoUring, "no trial failed"),
-    }
+        (None, None) => unreachable!("one of the trials has failed"),
+    };
+    Choice { has_failed: true, ..choice }
 }
 
 /// Whether io_uring has started kernel threads for what this thread has submitted. They bear the
@@ -263,11 +283,16 @@ mod tests {
             file
         };
         let (one, other) = (new(), new());
-        assert!(of(&one, true, 512).is_some() && of(&one, true, 512) == of(&other, true, 512));
-        assert_ne!(of(&one, true, 512), of(&other, false, 512));
-        assert_ne!(of(&one, false, 4096), of(&other, false, 8192));
+        let is_like = |a: Option<Alike>, b: Option<Alike>| a.unwrap().is_like(&b.unwrap());
+        assert!(is_like(of(&one, true, 512), of(&other, true, 512)));
+        assert!(!is_like(of(&one, true, 512), of(&other, false, 512)));
+        assert!(!is_like(of(&one, false, 4096), of(&other, false, 8192)));
+        std::fs::write(other.path(), vec![7; 1 << 20]).unwrap();
+        other.as_file().sync_all().unwrap();
+        let allocated = |file| of(file, false, 512).unwrap().allocated();
+        assert!(allocated(&other) > allocated(&one));
         let null = DiskSource::null(4096, &DiskOptions::default()).unwrap();
-        assert_eq!(Alike::of(&null), None);
+        assert!(Alike::of(&null).is_none());
     }
 
     #[test]

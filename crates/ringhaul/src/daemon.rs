@@ -128,8 +128,11 @@ impl Daemon {
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
-            if let Err(error) = daemon.add(specs) {
-                let _ = daemon.events.send(Event::NotStarted(error.into_error()));
+            // It is dropped first, with all that it holds.
+            let daemon = daemon;
+            match daemon.add(specs) {
+                Ok(_) | Err(CommandError::Ending) => {}
+                Err(error) => drop(daemon.events.send(Event::NotStarted(error.into_error()))),
             }
         };
         let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
@@ -141,9 +144,10 @@ impl Daemon {
         specs.iter().try_for_each(|spec| spec.settings.check(self.args.iothreads))?;
         let names = self.control.reserve(&specs)?;
         let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
-        // Before the threads, which say what they chose: what is refused is refused in one line.
-        let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
         let choices = choose(&self.args, &disks);
+        // Behind what disks may hang in, so that no socket is left behind then, and before the
+        // threads, which say what they chose: what is refused is refused in one line.
+        let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
         let (mut opened_all, mut ready) = (Vec::new(), Vec::new());
         let opened = disks.into_iter().zip(choices).zip(endpoints);
         for (spec, ((mut disk, choice), endpoint)) in specs.into_iter().zip(opened) {
@@ -231,6 +235,8 @@ impl Ending {
         if outcome == Outcome::Clean {
             daemon.control.join();
         }
+        // The opener of a disk that hangs keeps the daemon; nobody else may keep this.
+        drop(daemon.inherited().take());
         let threads = daemon.pool().threads.take();
         threads.iter().for_each(Threads::log_summaries);
         if outcome != Outcome::Clean {

@@ -84,7 +84,10 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 let failed = leaves_at.is_some();
                 return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
             }
-            Ok(Event::NotStarted(_)) if is_stopping => continue,
+            Ok(Event::NotStarted(error)) if is_stopping => {
+                tracing::warn!("not served: {error:#}");
+                continue;
+            }
             Ok(Event::NotStarted(error)) => return Err(error),
         };
         if !is_stopping {

@@ -46,26 +46,35 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk]) -> Vec<Chosen> {
         return disks.iter().map(|_| Chosen::AsAsked(engine)).collect();
     }
     let alike: Vec<Option<Alike>> = disks.iter().map(|disk| Alike::of(&disk.source)).collect();
-    let first_like = |index: usize| {
-        let this = alike[index].as_ref();
-        let found =
-            alike[..index].iter().position(|other| this.is_some() && other.as_ref() == this);
-        found.unwrap_or(index)
-    };
-    let firsts: Vec<usize> = (0..disks.len()).map(first_like).collect();
-    let mut tried = firsts.clone();
+    let of_index: Vec<usize> = (0..disks.len()).map(|index| tried_for(&alike, index)).collect();
+    let mut tried = of_index.clone();
     tried.sort_unstable();
     tried.dedup();
-    let choices = side_by_side(&tried, |&index| best_engine(&disks[index].source));
-    let choose = |(index, first): (usize, usize)| {
-        let Ok(place) = tried.binary_search(&first) else { unreachable!("all firsts are tried") };
-        let mut choice = choices[place].clone();
-        if first != index {
-            choice.why = format!("as for {}, which is on the same device", disks[first].name);
-        }
-        Chosen::Best(choice)
+    let best = |&index: &usize| best_engine(&disks[index].source);
+    let choices = side_by_side(&tried, best);
+    let choice_of = |index: usize| {
+        let Ok(place) = tried.binary_search(&index) else { unreachable!("it was tried") };
+        choices[place].clone()
     };
-    firsts.into_iter().enumerate().map(choose).collect()
+    let choose = |(index, of): (usize, usize)| match choice_of(of) {
+        choice if of == index => choice,
+        // It may have failed for what that disk alone has.
+        choice if choice.has_failed => best(&index),
+        choice => {
+            let why = format!("as for {}, which is on the same device", disks[of].name);
+            Choice { why, ..choice }
+        }
+    };
+    of_index.into_iter().enumerate().map(choose).map(Chosen::Best).collect()
+}
+
+/// The disk whose trial is that of disk `index`: the one with the most data of all that are alike.
+fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
+    let Some(this) = &alike[index] else { return index };
+    let others = alike.iter().enumerate();
+    let others = others.filter_map(|(index, other)| Some((index, other.as_ref()?)));
+    let like_this = others.filter(|(_, other)| other.is_like(this));
+    like_this.max_by_key(|(_, other)| other.allocated()).map_or(index, |(index, _)| index)
 }
 
 /// Sets an engine for a disk up on its IoThreads: the one that was asked for, or the best that
@@ -77,7 +86,7 @@ pub(crate) fn set_up(
     chosen: Chosen,
 ) -> Result<EngineKind, CommandError> {
     let name = &disk.name;
-    let Choice { engine, why } = match chosen {
+    let Choice { engine, why, .. } = match chosen {
         Chosen::Best(choice) => choice,
         Chosen::AsAsked(engine) => {
             add(args, threads, engine)?;
