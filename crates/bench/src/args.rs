@@ -77,8 +77,9 @@ pub struct BenchArgs {
     ///
     /// Latency is counted from when a request was to be made, so what waits for room among
     /// --iodepth requests is not left out.
-    #[arg(long = "rate_iops", alias = "rate", conflicts_with = "filename", value_name = "N")]
-    pub rate_iops: Option<NonZeroU32>,
+    #[arg(long = "rate_iops", alias = "rate", conflicts_with = "filename", value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    pub rate_iops: Option<u32>,
 
     /// How the requests of --rate_iops are spread over time
     #[arg(long = "rate_process", requires = "rate_iops", value_name = "PROCESS", value_enum,
@@ -342,7 +343,7 @@ pub(crate) mod tests {
              --rate_process=poisson",
         )
         .unwrap();
-        assert_eq!(args.rate_iops.map(NonZeroU32::get), Some(900));
+        assert_eq!(args.rate_iops, Some(900));
         assert_eq!(args.rate_process, RateProcess::Poisson);
         assert_eq!(args.pattern(), Rw::RandRw);
         assert_eq!(args.effective_runtime(), Some(Duration::from_millis(500)));

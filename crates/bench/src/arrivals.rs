@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use iomem::fits;
@@ -37,8 +36,8 @@ pub(crate) struct Arrivals {
 
 impl Arrivals {
     /// `per_second` requests, with starts drawn from `seed`.
-    pub(crate) fn new(per_second: NonZeroU32, process: RateProcess, seed: u64) -> Self {
-        let interval = Duration::from_secs(1) / per_second.get();
+    pub(crate) fn new(per_second: u32, process: RateProcess, seed: u64) -> Self {
+        let interval = Duration::from_secs(1) / per_second;
         let rng = fastrand::Rng::with_seed(seed);
         Self { interval, process, rng, next: Duration::ZERO }
     }
@@ -68,7 +67,7 @@ impl Arrivals {
 mod tests {
     use super::*;
 
-    const PER_SECOND: NonZeroU32 = NonZeroU32::new(50_000).expect("it is not zero");
+    const PER_SECOND: u32 = 50_000;
     const MANY: u32 = 200_000;
 
     fn distances(process: RateProcess) -> Vec<f64> {

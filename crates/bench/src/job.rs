@@ -305,6 +305,9 @@ impl Job {
             };
             if map.is_none_or(|map| map.claim(io.offset, index(io.len))) {
                 source.accept(&io);
+                if source.is_done() {
+                    self.source = None;
+                }
                 return Some(io);
             }
         }

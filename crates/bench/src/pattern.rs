@@ -311,6 +311,11 @@ impl Source {
         }
     }
 
+    /// Returns whether a bound is reached, as far as that is known without a proposal.
+    pub(crate) fn is_done(&self) -> bool {
+        matches!(self, Self::Workload(workload) if workload.is_done())
+    }
+
     /// Returns how many different proposals are worth a try when the blocks are taken.
     pub(crate) fn attempts(&self) -> u32 {
         const RANDOM_ATTEMPTS: u32 = 8;
@@ -358,7 +363,7 @@ impl Workload {
     }
 
     fn propose(&mut self) -> Option<Io> {
-        if self.ios_left == 0 || self.bytes_left == 0 {
+        if self.is_done() {
             return None;
         }
         let op = match self.rw {
@@ -378,6 +383,10 @@ impl Workload {
             if next <= last { next } else { self.area.start }
         };
         Some(Io { op, offset, len })
+    }
+
+    fn is_done(&self) -> bool {
+        self.ios_left == 0 || self.bytes_left == 0
     }
 
     fn accept(&mut self, io: &Io) {

@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use blockio::stats::Distribution;
@@ -228,7 +227,7 @@ impl Report {
             queue_size: Some(plan.shape.size).filter(|size| *size > 0),
             segment_size_bytes: fits(plan.shape.segment_bytes, "the size of a segment"),
             threads: args.threads,
-            rate_iops: args.rate_iops.map(NonZeroU32::get),
+            rate_iops: args.rate_iops,
             rate_process: args.rate_iops.map(|_| args.rate_process.name()),
             busy_poll: args.busy_poll,
             wake_delay_us: args.wake_delay,
