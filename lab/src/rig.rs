@@ -7,5 +7,6 @@ mod runner;
 pub(crate) mod spread;
 pub(crate) mod targets;
 pub(crate) mod trace;
+mod wakeup;
 
 pub(crate) use runner::{Lab, Program, Times, pinning};

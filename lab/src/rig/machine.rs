@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use ringhaul_tools::process;
 use ringhaul_tools::workspace;
 
-use super::Lab;
+use super::{Lab, wakeup};
 
 /// Load of the last minute above which something else must be running.
 const QUIET_LOAD: f64 = 0.5;
@@ -48,6 +48,7 @@ pub(crate) fn facts(binary: &Path) -> Result<Vec<(&'static str, String)>> {
         ("memory", memory()),
         ("kernel", kernel),
         ("load average at the start", load_average()),
+        ("wake-up", wakeup::describe()?),
         ("Ringhaul", ringhaul_version(binary)?),
     ])
 }
