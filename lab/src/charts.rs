@@ -161,7 +161,7 @@ fn lines() -> impl Iterator<Item = f64> {
 }
 
 fn count(rows: usize) -> f64 {
-    f64::from(u32::try_from(rows).unwrap_or(u32::MAX))
+    f64::from(u32::try_from(rows).expect("a count of rows fits"))
 }
 
 fn same(one: f64, other: f64) -> bool {

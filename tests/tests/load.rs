@@ -71,7 +71,7 @@ struct Random(u64);
 impl Random {
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        usize::try_from((self.0 >> 33) % end as u64).unwrap_or(0)
+        usize::try_from((self.0 >> 33) % end as u64).expect("an index fits")
     }
 }
 

@@ -195,7 +195,7 @@ fn picture(height: u32, draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<St
 }
 
 fn height(rows: usize) -> u32 {
-    u32::try_from(rows).unwrap_or(u32::MAX).saturating_mul(ROW).saturating_add(86)
+    u32::try_from(rows).expect("a count of rows fits") * ROW + 86
 }
 
 fn font(colour: RGBColor) -> TextStyle<'static> {
@@ -205,7 +205,7 @@ fn font(colour: RGBColor) -> TextStyle<'static> {
 /// The name of a row, left of it.
 fn name(root: &Area<'_>, text: &str, y: i32) -> Result<()> {
     let style = font(INK).pos(Pos::new(HPos::Right, VPos::Center));
-    let x = i32::try_from(NAME_WIDTH).unwrap_or(0) + 2;
+    let x = i32::try_from(NAME_WIDTH).expect("a constant fits") + 2;
     root.draw(&Text::new(text.to_owned(), (x, y), style)).map_err(failed)
 }
 

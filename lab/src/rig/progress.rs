@@ -58,12 +58,13 @@ impl Progress {
     }
 
     fn left(&self) -> String {
-        let measured = u32::try_from(self.done - self.skipped).unwrap_or(u32::MAX);
+        let measured =
+            u32::try_from(self.done - self.skipped).expect("a count of measurements fits");
         let each = match measured {
             0 => self.guess,
             count => self.start.elapsed() / count,
         };
-        let count = u32::try_from(self.total - self.done).unwrap_or(u32::MAX);
+        let count = u32::try_from(self.total - self.done).expect("a count of measurements fits");
         let seconds = each.saturating_mul(count).as_secs();
         match seconds {
             0..60 => format!("{seconds} s"),

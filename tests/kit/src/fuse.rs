@@ -228,7 +228,7 @@ impl Shared {
             Reply::Body(body) => (0, body),
             Reply::Error(errno) => (-errno, Vec::new()),
         };
-        let len = u32::try_from(16 + body.len()).unwrap_or(u32::MAX);
+        let len = u32::try_from(16 + body.len()).expect("an answer is short");
         let mut bytes = len.to_ne_bytes().to_vec();
         bytes.extend(error.to_ne_bytes());
         bytes.extend(request.unique.to_ne_bytes());

@@ -319,7 +319,7 @@ impl Random {
 
     fn of<T: Copy>(&mut self, choice: &[T]) -> T {
         let count = choice.len() as u64;
-        choice[usize::try_from(self.next() % count).unwrap_or(0)]
+        choice[usize::try_from(self.next() % count).expect("an index fits")]
     }
 
     fn descriptor(&mut self, places: &[u64]) -> Desc {
