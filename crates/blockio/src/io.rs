@@ -55,7 +55,7 @@ impl Io {
             let owner = self.running.owner(cx);
             let (before, completion) = {
                 let slots = &mut self.ops.borrow_mut().slots;
-                // To clone one may even have harvested.
+                // Cloning the waker may have run a harvest.
                 (slots.set_owner(slot, owner), slots.take(slot))
             };
             drop(before);

@@ -14,8 +14,7 @@
 //! A lane without ops in the engine has room for one, always. So a backlog waits for completions of
 //! its own disk or, where files share a device, of that device, and for nothing else. However busy
 //! others are, an op goes to the engine at the latest when those of its lane that came before it
-//! have completed, with as many flushes and the like in between. Of the lanes that wait for a
-//! device one is the next until its op has gone there, and they take turns.
+//! have completed, with as many flushes and the like in between. Lanes of one device take turns.
 
 mod shares;
 

@@ -190,7 +190,7 @@ impl Io {
             drop(ops);
             drop(unwanted);
             if self.ops.borrow().engine.queued() > 0 {
-                // Whoever owned it has begun something.
+                // An owner has begun an op, which nobody else would submit.
                 self.submit_and_harvest();
             }
         }

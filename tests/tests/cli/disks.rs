@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Refusals, Running, Scene, bench, ringhaul_under, run, serve};
+use ringhaul_kit::cli::{Refusals, Running, Scene, bench, ringhaul, ringhaul_under, run, serve};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
@@ -27,6 +27,32 @@ fn not_a_disk(scene: &Scene) -> Result<PathBuf> {
     let path = scene.path("pipe");
     mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).context("making a pipe")?;
     Ok(path)
+}
+
+/// Reads of holes say nothing about a device.
+#[test]
+fn the_fullest_disk_of_a_device_is_tried_for_all() -> Result<()> {
+    let scene = scene()?;
+    let [hole, full, other] = ["hole", "full", "other"].map(|name| scene.disk(name, DISK_BYTES));
+    let (hole, full, other) = (hole?, full?, other?);
+    std::fs::write(&full, vec![7; usize::try_from(DISK_BYTES)?])?;
+    File::open(&full)?.sync_all()?;
+    let mut command = ringhaul()?;
+    command.arg("serve");
+    for (name, file) in [("a", &hole), ("b", &full), ("c", &other)] {
+        let socket = scene.socket(name);
+        let export = format!("socket-path={},blk-file={}", socket.display(), file.display());
+        command.args(["--export", &export]);
+    }
+    let mut daemon = Running::start(&mut command)?;
+    let serving = |file: &Path| format!("{}: {} MiB", file.display(), DISK_BYTES >> 20);
+    let last = daemon.wait_for(&serving(&other));
+    let log = daemon.stderr();
+    last?;
+    let count = |words: &str| log.matches(words).count();
+    ensure!(count("a trial of") == 1, "not one trial:\n{log}");
+    ensure!(count(&format!("as for {}, which is", full.display())) == 2, "not both:\n{log}");
+    Ok(())
 }
 
 #[test]

@@ -483,13 +483,12 @@ fn needed_features(request: &Request) -> u64 {
     }
 }
 
-/// How many descriptors come with a message.
+/// How many descriptors come with a message. Some front-ends send one to remove a region.
 fn expected_fds(request: &Request) -> std::ops::RangeInclusive<usize> {
     let exactly = |count: usize| count..=count;
     match request {
         Request::SetMemTable(regions) => exactly(regions.len()),
         Request::AddMemReg(_) | Request::SetBackendReqFd => exactly(1),
-        // Some front-ends send one, which is not used.
         Request::RemMemReg(_) => 0..=1,
         Request::SetVringKick { has_fd, .. }
         | Request::SetVringCall { has_fd, .. }
