@@ -145,12 +145,19 @@ impl Reactor {
         }
     }
 
-    /// The notify phase.
-    pub(crate) fn notify(&mut self) {
+    /// The notify phase. `polls`: the loop is going to look at sources that are not armed. It does
+    /// not at those that are, so the ones whose other side is about to react are disarmed.
+    #[inline]
+    pub(crate) fn notify(&mut self, polls: bool) {
         for id in self.to_notify.drain(..) {
             if let Some(Some(entry)) = self.sources.get_mut(id as usize) {
                 entry.to_notify = false;
                 entry.source.notify();
+                if polls && entry.armed {
+                    entry.armed = false;
+                    entry.source.disarm();
+                    self.disarmed.push(id);
+                }
             }
         }
     }

@@ -33,6 +33,7 @@ use crate::io_state::{Io, Ops};
 use crate::late::News;
 use crate::looks::ROUNDS_BETWEEN_SOURCES;
 use crate::op::{Completer, Slots};
+use crate::poll_window::Awaited;
 use crate::reactor::Reactor;
 use crate::task::{self, Owner};
 use crate::task_key::{NO_TASK, TaskKey};
@@ -75,13 +76,12 @@ impl Io {
             }
             self.run_ready_tasks();
             // Submits and harvests: one system call for all that the tasks of this round have
-            // queued. It comes before the notify, so that what is complete at once has used
-            // elements to publish, and is left out where the sleep will do it.
+            // queued. It is left out where the sleep will do it.
             if !self.may_submit_in_wait(wait) {
                 self.submit_and_harvest();
             }
-            self.reactor.borrow_mut().notify();
         }
+        self.reactor.borrow_mut().notify(!self.poll_window.is_closed(Awaited::Source));
         self.in_turn.set(false);
         self.stats.turns.add(1);
         self.wait(wait)
@@ -221,7 +221,7 @@ impl Io {
     #[inline]
     fn may_submit_in_wait(&self, wait: Wait) -> bool {
         wait == Wait::ForEvent
-            && self.poll_window.is_closed()
+            && self.poll_window.is_closed(self.awaited())
             && self.ops.borrow().engine.may_submit_in_wait()
             && self.submit_max >= u32::MAX as usize
             && !self.has_ready()
@@ -238,6 +238,7 @@ impl Io {
         let mut busy =
             self.has_ready() || self.mailbox.is_posted() || was_root_woken || self.stopped.get();
         let since = (!busy && wait == Wait::ForEvent).then(clock::now);
+        let awaited = self.awaited();
         if let Some(since) = since {
             busy = self.busy_poll(since, &self.reactor.borrow(), woken);
         }
@@ -265,7 +266,7 @@ impl Io {
             && sleeps
         {
             let now = clock::now();
-            self.poll_window.slept(now.saturating_duration_since(since));
+            self.poll_window.slept(awaited, now.saturating_duration_since(since));
             self.recently.set(now);
         }
         self.reactor.borrow_mut().expire_timers(|owner| self.running.wake(owner));
@@ -354,9 +355,15 @@ impl Io {
         Ok(())
     }
 
+    /// What the loop waits for when no task is ready.
+    fn awaited(&self) -> Awaited {
+        let engine = &self.ops.borrow().engine;
+        if engine.in_kernel() + engine.queued() > 0 { Awaited::Op } else { Awaited::Source }
+    }
+
     /// Spins on the rings. True when there is something to do.
     fn busy_poll(&self, since: Instant, reactor: &Reactor, woken: &mut Vec<TaskKey>) -> bool {
-        let window = self.poll_window.at(since);
+        let window = self.poll_window.at(self.awaited(), since);
         if window.is_zero() {
             return false;
         }
