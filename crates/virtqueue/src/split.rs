@@ -66,8 +66,10 @@ pub struct SplitQueue {
     avail_shadow: u16,
     /// The used entry to write next.
     next_used: u16,
-    /// The used idx in the ring. The event-idx check was made for all before it.
+    /// The used idx in the ring.
     published_used: u16,
+    /// The driver's wish for a call was looked at for all used elements before this one.
+    checked_used: u16,
     in_device: u16,
     /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
@@ -97,6 +99,7 @@ impl SplitQueue {
             avail_shadow: config.next_avail,
             next_used,
             published_used: next_used,
+            checked_used: next_used,
             in_device: 0,
             call_forced: true,
         };
@@ -171,19 +174,56 @@ impl SplitQueue {
         self.in_device -= 1;
     }
 
-    /// Makes all pushed elements visible to the driver, and returns whether it wants a call for
-    /// them. Also true when a call is forced, with or without new elements.
+    /// Makes all pushed elements visible, and returns how many are new. A driver that sleeps sees
+    /// them when [`publish`](Self::publish) has asked for a call, as it must in the end.
+    #[inline]
+    pub fn publish_quietly(&mut self) -> u16 {
+        let count = self.next_used.wrapping_sub(self.published_used);
+        if count > 0 {
+            self.rings.store_used_idx(self.next_used);
+            self.published_used = self.next_used;
+        }
+        let unchecked = self.next_used.wrapping_sub(self.checked_used);
+        assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
+        count
+    }
+
+    /// Whether the driver seems to sleep until it is called for what was pushed since the last
+    /// [`publish`](Self::publish), or for the next element: a cheap look, which may miss a driver
+    /// that has just asked.
+    #[inline]
+    pub fn is_awaited(&self) -> bool {
+        if self.config.event_idx {
+            let asked = self.rings.load_used_event().wrapping_sub(self.checked_used);
+            asked <= self.next_used.wrapping_sub(self.checked_used)
+        } else {
+            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
+        }
+    }
+
+    /// How many chains there are to pop: by a look now, or the last one if that has left some and
+    /// `fresh` is false.
     ///
-    /// A batch must not exceed the size of the queue, and cannot: at most that many
-    /// chains are in the device.
+    /// # Errors
+    ///
+    /// As [`pop`](Self::pop).
+    #[inline]
+    pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+        if fresh || self.next_avail == self.avail_shadow {
+            self.look_for_more()?;
+        }
+        Ok(self.avail_shadow.wrapping_sub(self.next_avail))
+    }
+
+    /// Makes all pushed elements visible to the driver, and returns whether it wants a call for
+    /// any element since this was last asked. Also true when a call is forced, with or without new
+    /// elements.
     #[inline]
     #[must_use = "the driver may sleep until it is called"]
     pub fn publish(&mut self) -> bool {
-        let (old, new) = (self.published_used, self.next_used);
-        if old != new {
-            self.rings.store_used_idx(new);
-            self.published_used = new;
-        }
+        self.publish_quietly();
+        let (old, new) = (self.checked_used, self.next_used);
+        self.checked_used = new;
         if self.call_forced {
             self.call_forced = false;
             return true;
@@ -283,6 +323,10 @@ impl SplitQueue {
         Ok(available > 0)
     }
 }
+
+/// Used elements that may be published before the driver's wish for a call is looked at, for the
+/// comparison in `need_event` wraps.
+const UNCHECKED_MAX: u16 = 1 << 15;
 
 /// Whether publishing the entries from `old` up to `new` passes the entry that the other side waits
 /// for (virtio 1.3, section 2.7.7.1). All of it wraps.
