@@ -1,6 +1,7 @@
 //! What devices of all kinds have.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,6 +16,7 @@ use crate::stats::{QueueStats, RequestTotals};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Working {
     pub(crate) notify_batch: bool,
+    pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) fixed_buffers: bool,
     pub(crate) long_lists_bytes: u64,
 }
@@ -59,6 +61,7 @@ impl Common {
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
             notify_batch: self.working.notify_batch,
+            run_max: self.working.run_max,
             long_lists_bytes: self.working.long_lists_bytes,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),

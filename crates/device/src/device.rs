@@ -14,7 +14,8 @@ use crate::common::Common;
 use crate::config_space;
 use crate::event_buffers::EventBuffers;
 use crate::events::Events;
-use crate::queue::{Queue, QueueHandle, QueueSetup, StartError};
+use crate::queue::{Queue, QueueHandle};
+use crate::queue_setup::{QueueSetup, StartError};
 use crate::queue_task::{self, Handler};
 use crate::stats::{QueueStats, RequestTotals};
 

@@ -20,7 +20,9 @@ mod eventfd;
 mod events;
 mod lists;
 mod queue;
+mod queue_setup;
 mod queue_task;
+mod runs;
 mod stats;
 #[cfg(test)]
 mod testing;
@@ -29,5 +31,6 @@ pub use blockio::{Answer, Pending};
 pub use call_watch::{CallWatch, WatchError, prepare_calls};
 pub use device::{Device, Negotiated, QueueRole};
 pub use events::{Events, LogEvents, QueueFault};
-pub use queue::{QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
+pub use queue::{QueueHandle, QueueWatch};
+pub use queue_setup::{QueueSetup, Ring, StartError};
 pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

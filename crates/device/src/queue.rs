@@ -3,75 +3,22 @@
 use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::io;
+use std::num::NonZeroU16;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::task::Waker;
 
-use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source};
+use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue};
+use virtqueue::{Chain, LocalMemory, QueueError, SplitQueue};
 
 use crate::call_watch::{CallTrust, Caller};
 use crate::events::{Events, QueueFault};
 use crate::lists::Lists;
+use crate::queue_setup::{QueueSetup, StartError};
+use crate::runs::{Run, Runs, View};
 use crate::stats::{QueueStats, RequestKind};
-
-/// What a queue starts with.
-pub struct QueueSetup {
-    /// The memory that the ring's addresses and the driver's buffers are in.
-    pub memory: Arc<GuestMemory>,
-    /// Where the ring is.
-    pub ring: Ring,
-    /// Written by the driver when it has made chains available. `None`: the driver never kicks.
-    pub kick: Option<OwnedFd>,
-    /// An eventfd, added to when the driver should look at the used ring. `None`: the driver polls.
-    pub call: Option<OwnedFd>,
-    /// An eventfd, added to when the ring is bad.
-    pub err: Option<OwnedFd>,
-}
-
-/// A split virtqueue's place in guest memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ring {
-    /// Entries: a power of two, at most 1024.
-    pub size: u16,
-    /// Guest address of the descriptor table.
-    pub desc_table: u64,
-    /// Guest address of the avail ring.
-    pub avail_ring: u64,
-    /// Guest address of the used ring.
-    pub used_ring: u64,
-    /// The avail entry to begin with.
-    pub next_avail: u16,
-}
-
-impl Ring {
-    /// What either side of the ring needs, with or without these two features.
-    pub const fn config(self, event_idx: bool, indirect: bool) -> QueueConfig {
-        let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
-        QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
-    }
-}
-
-/// Why a queue does not start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The device has no queue of this number.
-    #[error("queue {index} is started, but there are {count}")]
-    NoSuchQueue {
-        /// The number.
-        index: u16,
-        /// How many there are.
-        count: u16,
-    },
-    /// The ring is not as the specification demands.
-    #[error(transparent)]
-    Ring(#[from] QueueError),
-    /// The queue's IoThread has ended.
-    #[error("the IoThread of the queue has ended")]
-    ThreadEnded,
-}
 
 /// What other threads see of a queue.
 #[derive(Default)]
@@ -201,6 +148,7 @@ pub(crate) struct QueueOptions {
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
     pub(crate) notify_batch: bool,
+    pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) long_lists_bytes: u64,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,
@@ -233,6 +181,7 @@ pub(crate) struct Queue {
     stopping: Cell<bool>,
     /// Off: each pushed element has its own notify.
     notify_batch: bool,
+    runs: RefCell<Runs>,
     index: u16,
     events: Arc<dyn Events>,
     requests: Arc<QueueStats>,
@@ -269,6 +218,7 @@ impl Queue {
             answers_slowly: Cell::new(!options.notify_batch),
             stopping: Cell::new(false),
             notify_batch: options.notify_batch,
+            runs: RefCell::new(Runs::new(options.run_max)),
             index: options.index,
             events: options.events,
             requests: options.stats,
@@ -379,6 +329,73 @@ impl Queue {
         }
     }
 
+    /// Plans the next run.
+    #[inline]
+    pub(crate) fn begin_run(&self) -> Run {
+        let ring = &mut *self.ring.borrow_mut();
+        let runs = &mut *self.runs.borrow_mut();
+        runs.wakes(clock::now);
+        // The first chain after a call is to be seen when it comes.
+        let fresh = runs.awaits_driver();
+        let available = if self.halted.get() { Ok(0) } else { ring.available(fresh) };
+        // A bad ring is found out when something is popped.
+        let view = View {
+            available: available.unwrap_or(1),
+            in_device: ring.in_device(),
+            next_avail: ring.next_avail(),
+        };
+        runs.begin(view, || ring.is_awaited())
+    }
+
+    /// Chains that were popped and not pushed.
+    #[inline]
+    pub(crate) fn in_device(&self) -> u16 {
+        self.ring.borrow().in_device()
+    }
+
+    /// The requests that were in the device have run. If the next submit may take long, what they
+    /// have answered is published before it.
+    #[inline]
+    pub(crate) fn publish_before_run(&self) {
+        if self.runs.borrow().are_at_once() {
+            self.publish();
+        }
+    }
+
+    /// Makes answers visible. Calls the driver if it sleeps and the moment has come; if not, the
+    /// end of the turn does.
+    #[inline]
+    pub(crate) fn publish(&self) {
+        if !self.unpublished.get() {
+            return;
+        }
+        let ring = &mut *self.ring.borrow_mut();
+        let runs = &mut *self.runs.borrow_mut();
+        let count = ring.publish_quietly();
+        if count == 0 {
+            return;
+        }
+        runs.answered(count);
+        let unanswered =
+            |ring: &mut SplitQueue| ring.available(true).unwrap_or(0) + ring.in_device();
+        if !runs.adapt() || (ring.is_awaited() && runs.is_call_due(unanswered(ring))) {
+            self.call_if_wanted(ring, runs);
+        }
+    }
+
+    /// Publishes what is not yet, and calls the driver if it wants that.
+    fn call_if_wanted(&self, ring: &mut SplitQueue, runs: &mut Runs) {
+        runs.answered(ring.publish_quietly());
+        if ring.publish()
+            && let Some(call) = &*self.call.borrow()
+        {
+            self.stats.syscalls.eventfd_write.add(1);
+            self.caller.add_one(call);
+            let available = ring.available(true).unwrap_or(0);
+            runs.called(ring.next_avail().wrapping_add(available));
+        }
+    }
+
     /// Takes no more chains from now on.
     pub(crate) fn set_stopping(&self) {
         self.stopping.set(true);
@@ -457,12 +474,7 @@ impl Drop for Queue {
 impl Source for Queue {
     fn notify(&self) {
         self.unpublished.set(false);
-        if self.ring.borrow_mut().publish()
-            && let Some(call) = &*self.call.borrow()
-        {
-            self.stats.syscalls.eventfd_write.add(1);
-            self.caller.add_one(call);
-        }
+        self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.runs.borrow_mut());
     }
 
     fn arm(&self) -> Armed {
@@ -471,6 +483,7 @@ impl Source for Queue {
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
         } else {
+            self.runs.borrow_mut().sleeps(clock::now());
             Armed::Yes
         }
     }
@@ -481,17 +494,5 @@ impl Source for Queue {
 
     fn has_work(&self) -> bool {
         !self.halted.get() && !self.stopping.get() && self.ring.borrow().has_available()
-    }
-}
-
-/// Keeps a source for as long as it is in scope.
-pub(crate) struct Registration {
-    pub(crate) io: Rc<Io>,
-    pub(crate) id: blockio::SourceId,
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.io.remove_source(self.id);
     }
 }

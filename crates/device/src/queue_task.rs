@@ -3,18 +3,14 @@
 
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use blockio::{Answer, Io, Source, TaskSet, clock};
+use blockio::{Answer, Io, Source, SourceId, TaskSet, clock};
 use virtqueue::Chain;
 
 use crate::events::QueueFault;
-use crate::queue::{Queue, Registration};
-
-/// Chains popped in one run. Between runs ops are submitted, completions harvested and the driver
-/// called. So a smaller number lets the driver continue earlier, and a larger one saves calls.
-const CHAINS_PER_RUN: usize = 16;
+use crate::queue::Queue;
 
 /// How soon a queue without a kick is looked at again, after it had work and when it had none for
 /// long.
@@ -49,24 +45,9 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     };
     let mut requests = TaskSet::new(Rc::clone(&io));
     let stop = loop {
-        let popped = poll_fn(|cx| {
-            requests.run_woken(cx);
-            for popped in 0..CHAINS_PER_RUN {
-                match queue.pop() {
-                    Ok(Some(chain)) => {
-                        queue.count_lists(&chain);
-                        requests.spawn(cx, Rc::clone(&handler).serve(Rc::clone(&queue), chain));
-                    }
-                    Ok(None) => return Poll::Ready(popped),
-                    Err(error) => {
-                        queue.ring_is_bad(error);
-                        return Poll::Ready(popped);
-                    }
-                }
-            }
-            Poll::Ready(CHAINS_PER_RUN)
-        })
-        .await;
+        let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
+        let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
+        let (popped, more) = poll_fn(run).await;
         if let Some(answer) = queue.take_stop() {
             break Stop(answer);
         }
@@ -75,7 +56,7 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         if answered {
             io.notify_at_end(source.id);
         }
-        if popped == CHAINS_PER_RUN {
+        if more {
             // There may be more: after this run's submit, harvest and notify.
             io.wake_me();
         }
@@ -93,6 +74,43 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
     drop(source);
     stop.of(&queue)
+}
+
+/// Continues requests, and pops and starts others. Returns how many it popped, and whether there
+/// are more.
+fn run<F: Future<Output = ()>>(
+    queue: &Rc<Queue>,
+    serve: impl Fn(Chain) -> F,
+    requests: &mut TaskSet<F>,
+    cx: &mut Context<'_>,
+) -> (u16, bool) {
+    requests.run_woken(cx);
+    queue.publish_before_run();
+    let run = queue.begin_run();
+    let most = queue.in_device().saturating_add(run.ops);
+    let mut popped = 0;
+    let more = loop {
+        if popped == run.chains || queue.in_device() >= most {
+            break queue.has_work();
+        }
+        match queue.pop() {
+            Ok(Some(chain)) => {
+                popped += 1;
+                queue.count_lists(&chain);
+                requests.spawn(cx, serve(chain));
+                if run.publishes_each {
+                    queue.publish();
+                }
+            }
+            Ok(None) => break false,
+            Err(error) => {
+                queue.ring_is_bad(error);
+                break false;
+            }
+        }
+    };
+    queue.publish();
+    (popped, more)
 }
 
 /// When a queue without a kick is looked at: soon while it has work, ever later while it has none.
@@ -154,6 +172,18 @@ async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
             return Stop(answer);
         }
         io.suspend().await;
+    }
+}
+
+/// Keeps a source for as long as it is in scope.
+struct Registration {
+    io: Rc<Io>,
+    id: SourceId,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.io.remove_source(self.id);
     }
 }
 
@@ -248,8 +278,8 @@ mod tests {
         let mut scene = Scene::new();
         let gate = Rc::new(Gate::default());
         let handle = scene.start(Gated(Rc::clone(&gate)));
-        // More than one run takes.
-        for _ in 0..CHAINS_PER_RUN + 4 {
+        // More than the first run takes.
+        for _ in 0..20 {
             scene.offer(&buffer());
         }
         scene.turn(10);

@@ -16,7 +16,8 @@ use crate::call_watch::CallTrust;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
 use crate::lists::LONG_LISTS_BYTES;
-use crate::queue::{Queue, QueueHandle, QueueOptions, QueueSetup, Ring, StartError};
+use crate::queue::{Queue, QueueHandle, QueueOptions};
+use crate::queue_setup::{QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
 use crate::stats::QueueStats;
 
@@ -118,6 +119,7 @@ impl Scene {
             event_idx: false,
             indirect: false,
             notify_batch: true,
+            run_max: None,
             long_lists_bytes: LONG_LISTS_BYTES,
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),

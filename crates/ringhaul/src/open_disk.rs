@@ -53,6 +53,7 @@ impl OpenDisk {
             queue_size: settings.queue_size,
             write_cache: cache.has_write_cache(),
             notify_batch: settings.notify_batch,
+            run_max: settings.run_max,
             fixed_buffers: settings.fixed_buffers,
             ..BlkOptions::default()
         };

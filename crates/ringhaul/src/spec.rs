@@ -1,5 +1,6 @@
 //! What an export is to be. It is data: the command line makes it, and anything else can.
 
+use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
@@ -76,6 +77,8 @@ pub struct ExportSettings {
     pub iothread: Option<u16>,
     /// Off is for measurement: then each completed request has its own notify.
     pub notify_batch: bool,
+    /// For measurement: see [`device::BlkOptions::run_max`].
+    pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
     pub fixed_buffers: bool,
 }
@@ -92,6 +95,7 @@ impl Default for ExportSettings {
             queue_size: 128,
             iothread: None,
             notify_batch: true,
+            run_max: None,
             fixed_buffers: false,
         }
     }

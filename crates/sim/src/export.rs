@@ -1,5 +1,6 @@
 //! A device, its queues and its guest, and what is done to them while they run: what a VMM does.
 
+use std::num::NonZeroU16;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -478,6 +479,7 @@ fn device(plan: &Plan, index: usize, source: &DiskSource) -> Device {
         queue_size: plan.queue_size(),
         write_cache: plan.no_write_cache == 0,
         notify_batch: plan.no_notify_batch == 0,
+        run_max: NonZeroU16::new(fits(plan.run_max, "chains of a run")),
         fixed_buffers: plan.fixed_buffers > 0,
         // A few long chains reach it.
         long_lists_bytes: 1024,

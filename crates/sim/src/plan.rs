@@ -4,7 +4,7 @@ mod text;
 
 use iomem::fits;
 
-use crate::rng::Rng;
+use crate::rng::{Rng, flag, some};
 
 macro_rules! knobs {
     ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {
@@ -91,6 +91,8 @@ knobs! {
     getevents: 0,
     /// Each answer has a notify of its own.
     no_notify_batch: 0,
+    /// Chains of each run; zero: they adapt.
+    run_max: 0,
     /// Linux AIO's ring has an unknown header.
     ring_unknown: 0,
     /// Places of the ring beyond what the depth asks for.
@@ -295,6 +297,7 @@ impl Plan {
         self.submit_max = some(rng, 150, &[1, 2, 5]);
         self.getevents = flag(rng, 70);
         self.no_notify_batch = flag(rng, 100);
+        self.run_max = some(rng, 200, &[1, 2, 16]);
         self.ring_unknown = flag(rng, 100);
         self.ring_slack = rng.pick(&[0, 0, 1, 2, 7, 61]);
         self.no_fdsync = flag(rng, 200);
@@ -487,14 +490,4 @@ impl Plan {
     pub(crate) fn queue_size(&self) -> u16 {
         1 << self.queue_log2.min(5)
     }
-}
-
-/// 1, `per_mille` times of a thousand.
-fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
-    u64::from(rng.chance(per_mille))
-}
-
-/// One of `values`, `per_mille` times of a thousand, else off.
-fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
-    if rng.chance(per_mille) { rng.pick(values) } else { 0 }
 }

@@ -48,3 +48,13 @@ pub(crate) fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
+
+/// 1, `per_mille` times of a thousand.
+pub(crate) fn flag(rng: &mut Rng, per_mille: u64) -> u64 {
+    some(rng, per_mille, &[1])
+}
+
+/// One of `values`, `per_mille` times of a thousand, else off.
+pub(crate) fn some(rng: &mut Rng, per_mille: u64, values: &[u64]) -> u64 {
+    if rng.chance(per_mille) { rng.pick(values) } else { 0 }
+}

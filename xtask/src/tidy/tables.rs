@@ -164,7 +164,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/device/src",
         modules: &[
-            (0, &["config_space", "eventfd", "events", "lists", "stats"]),
+            (0, &["config_space", "eventfd", "events", "lists", "queue_setup", "runs", "stats"]),
             (1, &["blk::config", "call_watch"]),
             (2, &["queue"]),
             (3, &["common", "queue_task"]),

@@ -1,5 +1,7 @@
 //! Features and the configuration space of virtio-blk (virtio 1.3, sections 5.2.3 and 5.2.4).
 
+use std::num::NonZeroU16;
+
 use blockio::disk::DiskInfo;
 
 use crate::lists::LONG_LISTS_BYTES;
@@ -48,6 +50,9 @@ pub struct BlkOptions {
     /// Whether completed requests share one notify at the end of a run. Off is for measurement:
     /// then each has its own.
     pub notify_batch: bool,
+    /// For measurement: the chains that one run takes, with a look after each run whether the
+    /// driver wants a call. `None`: both adapt to what is measured.
+    pub run_max: Option<NonZeroU16>,
     /// Whether the memory of the driver is registered with engines that can keep its pages at
     /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
     pub fixed_buffers: bool,
@@ -64,6 +69,7 @@ impl Default for BlkOptions {
             queue_size: 128,
             write_cache: true,
             notify_batch: true,
+            run_max: None,
             fixed_buffers: false,
             long_lists_bytes: LONG_LISTS_BYTES,
         }

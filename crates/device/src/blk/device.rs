@@ -34,6 +34,7 @@ impl BlkDevice {
     pub(crate) fn new(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
         let working = Working {
             notify_batch: options.notify_batch,
+            run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,
             long_lists_bytes: options.long_lists_bytes,
         };
@@ -142,7 +143,7 @@ mod tests {
     use super::*;
     use crate::device::{Device, QueueRole};
     use crate::events::LogEvents;
-    use crate::queue::StartError;
+    use crate::queue_setup::StartError;
     use crate::testing::Scene;
 
     fn device() -> Device {

@@ -60,6 +60,7 @@ impl ServeArgs {
             queue_size: self.queue_size,
             iothread: self.iothread,
             notify_batch: self.switches.notify_batch.is_on(),
+            run_max: self.switches.run_max,
             fixed_buffers: self.fixed_buffers,
         }
     }

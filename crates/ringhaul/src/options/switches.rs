@@ -1,5 +1,7 @@
 //! Options that each disable one optimisation, for measurement.
 
+use std::num::NonZeroU16;
+
 use clap::Args;
 use ringhaul_options::{CompletionRingChoice, OnOff};
 
@@ -20,4 +22,16 @@ pub struct Switches {
     /// Call the driver once for the requests completed in a run; off: once for each.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub notify_batch: OnOff,
+    /// Take this many requests from a queue in one run, 1 to 1024, and look whether to call the
+    /// driver after each run. Default: both follow from what is measured while the queue runs.
+    #[arg(long, value_name = "N", value_parser = parse_run_max)]
+    pub run_max: Option<NonZeroU16>,
+}
+
+fn parse_run_max(text: &str) -> Result<NonZeroU16, String> {
+    // What is not a number is out of range too.
+    let size = text.parse().unwrap_or(0);
+    NonZeroU16::new(size)
+        .filter(|size| size.get() <= 1024)
+        .ok_or_else(|| "it must be a number from 1 to 1024".to_owned())
 }

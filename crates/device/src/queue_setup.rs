@@ -1,0 +1,62 @@
+//! What a queue starts with, and why one does not.
+
+use std::sync::Arc;
+
+use rustix::fd::OwnedFd;
+use virtqueue::{GuestMemory, QueueConfig, QueueError};
+
+/// What a queue starts with.
+pub struct QueueSetup {
+    /// The memory that the ring's addresses and the driver's buffers are in.
+    pub memory: Arc<GuestMemory>,
+    /// Where the ring is.
+    pub ring: Ring,
+    /// Written by the driver when it has made chains available. `None`: the driver never kicks.
+    pub kick: Option<OwnedFd>,
+    /// An eventfd, added to when the driver should look at the used ring. `None`: the driver polls.
+    pub call: Option<OwnedFd>,
+    /// An eventfd, added to when the ring is bad.
+    pub err: Option<OwnedFd>,
+}
+
+/// A split virtqueue's place in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ring {
+    /// Entries: a power of two, at most 1024.
+    pub size: u16,
+    /// Guest address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest address of the avail ring.
+    pub avail_ring: u64,
+    /// Guest address of the used ring.
+    pub used_ring: u64,
+    /// The avail entry to begin with.
+    pub next_avail: u16,
+}
+
+impl Ring {
+    /// What either side of the ring needs, with or without these two features.
+    pub const fn config(self, event_idx: bool, indirect: bool) -> QueueConfig {
+        let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
+        QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
+    }
+}
+
+/// Why a queue does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The device has no queue of this number.
+    #[error("queue {index} is started, but there are {count}")]
+    NoSuchQueue {
+        /// The number.
+        index: u16,
+        /// How many there are.
+        count: u16,
+    },
+    /// The ring is not as the specification demands.
+    #[error(transparent)]
+    Ring(#[from] QueueError),
+    /// The queue's IoThread has ended.
+    #[error("the IoThread of the queue has ended")]
+    ThreadEnded,
+}
