@@ -126,6 +126,24 @@ mod tests {
     }
 
     #[test]
+    fn waits_for_ops_have_a_shorter_window_of_their_own() {
+        let now = Instant::now();
+        let window = PollWindow::new(MAX, 100, now);
+        for micros in [4, 8, 8] {
+            window.slept(Awaited::Op, MAX / PART_FOR_OPS);
+            assert_eq!(window.at(Awaited::Op, now), Duration::from_micros(micros));
+            assert!(window.is_closed(Awaited::Source));
+        }
+        // A disk that takes longer than a sleep costs.
+        window.slept(Awaited::Source, MAX);
+        for micros in [4, 0] {
+            window.slept(Awaited::Op, MAX);
+            assert_eq!(window.at(Awaited::Op, now), Duration::from_micros(micros));
+            assert!(!window.is_closed(Awaited::Source));
+        }
+    }
+
+    #[test]
     fn a_bound_of_zero_is_no_polling() {
         let window = PollWindow::new(Duration::ZERO, 100, Instant::now());
         window.slept(Awaited::Source, Duration::ZERO);

@@ -389,10 +389,12 @@ impl Queue {
         if ring.publish()
             && let Some(call) = &*self.call.borrow()
         {
+            let available = |ring: &mut SplitQueue| ring.available(true).unwrap_or(0);
+            let before = available(ring);
+            runs.calls(before + ring.in_device(), ring.next_avail().wrapping_add(before));
             self.stats.syscalls.eventfd_write.add(1);
             self.caller.add_one(call);
-            let available = ring.available(true).unwrap_or(0);
-            runs.called(ring.next_avail().wrapping_add(available));
+            runs.called(ring.next_avail().wrapping_add(available(ring)));
         }
     }
 

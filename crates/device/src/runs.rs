@@ -89,6 +89,8 @@ pub(crate) struct Runs {
 #[derive(Debug, Clone, Copy)]
 struct Call {
     avail_idx: u16,
+    /// The driver was back before the call had returned.
+    was_quick: bool,
 }
 
 impl Runs {
@@ -143,7 +145,7 @@ impl Runs {
         let depth = self.follow_depth(unanswered);
         if self.answered >= self.patience {
             // Whole cache lines of the ring: each of them changes hands once.
-            let whole = 1 << (depth / 2).max(PART_MIN).ilog2();
+            let whole = 1 << (depth / 2).clamp(PART_MIN, CHAINS_MAX).ilog2();
             run.chains = whole - view.next_avail % whole;
             run.ops = run.chains;
             run.publishes_each = false;
@@ -174,25 +176,23 @@ impl Runs {
     /// Learns from the first chain after a call.
     #[inline]
     fn see(&mut self, view: View) {
-        let new = match self.call {
-            Some(call) => view.avail_idx().wrapping_sub(call.avail_idx),
-            None => 0,
-        };
+        let Some(call) = self.call else { return };
+        let new = view.avail_idx().wrapping_sub(call.avail_idx);
         if new > 0 {
             self.call = None;
-            self.learn(view.unanswered().saturating_sub(new));
+            self.learn(view.unanswered() <= new && !call.was_quick);
         }
     }
 
-    /// The driver is back, and `left` of the requests before are not answered.
-    fn learn(&mut self, left: u16) {
+    /// The driver is back. `late`: everything had been answered before that.
+    fn learn(&mut self, late: bool) {
         let lead = u32::from(self.lead);
-        let next = if left == 0 {
-            // It came too late, by an unknown time.
+        let next = if late {
+            // By an unknown time.
             lead + lead / 8 + 1
         } else {
             // With a little more, as too early costs less than too late.
-            let wanted = (self.answered + self.answered / 8 + 1).min(LEAD_MAX.into());
+            let wanted = (self.answered + self.answered / 8).min(LEAD_MAX.into());
             if wanted < lead {
                 lead - (lead - wanted).div_ceil(8)
             } else {
@@ -214,17 +214,28 @@ impl Runs {
         unanswered <= self.lead
     }
 
-    /// The driver was called, when it had made chains available up to this index.
+    /// The driver is called. `unanswered` requests are left, and it has made chains available up to
+    /// `avail_idx`.
     #[inline]
-    pub(crate) fn called(&mut self, avail_idx: u16) {
+    pub(crate) fn calls(&mut self, unanswered: u16, avail_idx: u16) {
         if self.answered >= self.patience {
             let was_wrong = self.answered / 8 < self.patience;
             self.patience =
                 if was_wrong { (2 * self.patience).min(PATIENCE_MAX) } else { PATIENCE_MIN };
         }
         // With one request at a time there is nothing to decide.
-        self.call = (self.answered > 1 && self.adapt()).then_some(Call { avail_idx });
+        let decides = self.adapt() && (self.answered > 1 || unanswered > 0);
+        self.call = decides.then_some(Call { avail_idx, was_quick: false });
         self.answered = 0;
+    }
+
+    /// The call has been made, and meanwhile the driver has made chains available up to
+    /// `avail_idx`.
+    #[inline]
+    pub(crate) fn called(&mut self, avail_idx: u16) {
+        if let Some(call) = &mut self.call {
+            call.was_quick = avail_idx != call.avail_idx;
+        }
     }
 
     /// The thread may sleep until the driver kicks.
@@ -239,6 +250,258 @@ impl Runs {
             && now().saturating_duration_since(since) >= PAUSE
         {
             *self = Self::new(self.fixed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A driver, a device, and a disk that completes ops within the submit. Times in ns.
+    struct Scene {
+        runs: Runs,
+        /// Requests that the driver has at once.
+        depth: u16,
+        /// From a call to the driver's next look.
+        wake: u64,
+        /// What one op takes, a submit, and a call.
+        costs: [u64; 3],
+        now: u64,
+        next_avail: u16,
+        available: u16,
+        /// Answers that the driver has not seen.
+        unseen: u16,
+        /// When the driver wakes, if it was called.
+        wakes_at: Option<u64>,
+        answered: u64,
+        calls: u64,
+    }
+
+    impl Scene {
+        fn new(depth: u16, wake: u64, fixed: u16) -> Self {
+            Self {
+                runs: Runs::new(NonZeroU16::new(fixed)),
+                depth,
+                wake,
+                costs: [2_500, 1_000, 8_000],
+                now: 0,
+                next_avail: 0xfff0,
+                available: depth,
+                unseen: 0,
+                wakes_at: None,
+                answered: 0,
+                calls: 0,
+            }
+        }
+
+        fn view(&self) -> View {
+            View { available: self.available, in_device: 0, next_avail: self.next_avail }
+        }
+
+        /// What the driver does in the meantime: it takes answers and makes as many requests.
+        fn drive(&mut self) {
+            if self.wakes_at.is_some_and(|at| at <= self.now) {
+                self.wakes_at = None;
+                self.unseen = 0;
+                self.available = self.available.max(self.depth);
+            }
+        }
+
+        fn call(&mut self) {
+            self.calls += 1;
+            self.runs.calls(self.available, self.view().avail_idx());
+            self.wakes_at = Some(self.now + self.wake);
+            self.now += self.costs[2];
+            self.drive();
+            self.runs.called(self.view().avail_idx());
+        }
+
+        /// Answers `count` requests and makes that visible.
+        fn answer(&mut self, count: u16) {
+            (self.unseen, self.answered) = (self.unseen + count, self.answered + u64::from(count));
+            self.drive();
+            self.runs.answered(count);
+            let is_due = !self.runs.adapt() || self.runs.is_call_due(self.available);
+            if is_due && self.unseen > 0 && self.wakes_at.is_none() {
+                self.call();
+            }
+        }
+
+        /// One run, with the submit behind it.
+        fn run(&mut self) {
+            self.drive();
+            let sleeps = self.wakes_at.is_none();
+            let run = self.runs.begin(self.view(), || sleeps);
+            let count = run.ops.min(run.chains).min(self.available);
+            if count > 0 {
+                self.available -= count;
+                self.next_avail = self.next_avail.wrapping_add(count);
+                let [op, submit, _] = self.costs;
+                self.now += submit + u64::from(count) * op;
+                self.answer(count);
+                return;
+            }
+            // The turn ends, and the loop polls until the driver is back.
+            if self.unseen > 0 && self.wakes_at.is_none() {
+                self.call();
+            }
+            let wakes_at = self.wakes_at.expect("nobody ever wakes the driver");
+            self.now = self.now.max(wakes_at);
+        }
+
+        /// Requests answered in each second of the next `micros`.
+        fn rate(&mut self, micros: u64) -> f64 {
+            let (since, before) = (self.now, self.answered);
+            while self.now < since + micros * 1000 {
+                self.run();
+            }
+            (self.answered - before) as f64 * 1e9 / (self.now - since) as f64
+        }
+    }
+
+    /// The rate of the best fixed setting.
+    fn best(depth: u16, wake: u64, costs: [u64; 3]) -> f64 {
+        let rate = |fixed| Scene { costs, ..Scene::new(depth, wake, fixed) }.rate(200_000);
+        [1, 4, 16, 64].into_iter().map(rate).fold(0.0, f64::max)
+    }
+
+    /// Whatever a wake-up costs, and after 10 ms.
+    #[test]
+    fn calls_and_runs_are_as_good_as_the_best_fixed_setting() {
+        for costs in [[2_500, 1_000, 8_000], [2_500, 1_000, 1_000], [10_000, 1_000, 8_000]] {
+            for wake in [1_000, 10_000, 30_000, 80_000, 200_000] {
+                for depth in [1, 2, 4, 8, 16, 32, 64, 128, 256] {
+                    let mut scene = Scene { costs, ..Scene::new(depth, wake, 0) };
+                    scene.rate(10_000);
+                    let ratio = scene.rate(50_000) / best(depth, wake, costs);
+                    let lead = scene.runs.lead;
+                    assert!(ratio > 0.9, "{costs:?} {wake} {depth}: {ratio}, lead {lead}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_load_that_changes_is_followed_within_10_ms() {
+        let mut scene = Scene::new(64, 30_000, 0);
+        for (depth, wake, op) in [
+            (64, 200_000, 2_500),
+            (64, 1_000, 2_500),
+            (8, 30_000, 2_500),
+            (128, 80_000, 2_500),
+            (128, 80_000, 20_000),
+            (16, 80_000, 1_000),
+        ] {
+            (scene.depth, scene.wake, scene.costs[0]) = (depth, wake, op);
+            scene.rate(10_000);
+            let ratio = scene.rate(50_000) / best(depth, wake, scene.costs);
+            assert!(ratio > 0.9, "{depth} {wake} {op}: {ratio}, lead {}", scene.runs.lead);
+        }
+    }
+
+    #[test]
+    fn many_answers_share_a_call() {
+        for (depth, wake) in [(64, 30_000), (128, 80_000)] {
+            let mut scene = Scene::new(depth, wake, 0);
+            scene.rate(100_000);
+            let per_call = scene.answered / scene.calls;
+            assert!(per_call > u64::from(depth) / 2, "{per_call} answers for each call");
+        }
+    }
+
+    fn view(available: u16, in_device: u16, next_avail: u16) -> View {
+        View { available, in_device, next_avail }
+    }
+
+    #[test]
+    fn a_driver_that_polls_gets_whole_lines_at_once() {
+        let mut runs = Runs::new(None);
+        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
+        runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
+        let run = runs.begin(view(32, 0, 0), || false);
+        assert_eq!(run, Run { chains: 16, ops: 16, publishes_each: false });
+        // A run that begins inside of a line ends with it.
+        assert_eq!(runs.begin(view(32, 0, 0xfff5), || false).chains, 11);
+        // It slept after all: more patience next time.
+        runs.calls(0, 0);
+        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
+        runs.answered(u16::try_from(2 * PATIENCE_MIN - 1).unwrap());
+        assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
+        runs.answered(1);
+        assert!(!runs.begin(view(32, 0, 0), || false).publishes_each);
+        // It polled for long: that was right.
+        (0..16).for_each(|_| runs.answered(u16::try_from(PATIENCE_MIN).unwrap()));
+        runs.calls(0, 0);
+        runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
+        assert!(!runs.begin(view(32, 0, 0), || false).publishes_each);
+    }
+
+    #[test]
+    fn a_disk_that_works_on_many_ops_gets_a_quarter_at_once() {
+        let mut runs = Runs::new(None);
+        for (available, in_device, ops) in [(64, 0, 16), (10, 54, 16), (48, 16, 16), (3, 1, 15)] {
+            assert_eq!(runs.begin(view(available, in_device, 0), || true).ops, ops);
+            // What was given to it is still there.
+            runs.begin(view(0, in_device + 1, 0), || true);
+        }
+        let mut runs = Runs::new(None);
+        runs.begin(view(1, 3, 0), || true);
+        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, PART_MIN);
+        assert!(!runs.are_at_once());
+        runs.begin(view(1, 0, 0), || true);
+        runs.begin(view(1, 0, 0), || true);
+        assert!(runs.are_at_once());
+    }
+
+    #[test]
+    fn a_pause_ends_what_was_learnt() {
+        let mut scene = Scene::new(64, 30_000, 0);
+        scene.rate(10_000);
+        let learnt = scene.runs.lead;
+        assert!(learnt < 32, "the lead is {learnt}");
+        let start = Instant::now();
+        scene.runs.sleeps(start);
+        scene.runs.wakes(|| start + PAUSE / 2);
+        assert_eq!(scene.runs.lead, learnt);
+        // That sleep is over.
+        scene.runs.wakes(|| start + 2 * PAUSE);
+        assert_eq!(scene.runs.lead, learnt);
+        scene.runs.sleeps(start);
+        scene.runs.wakes(|| start + PAUSE);
+        assert_eq!((scene.runs.lead, scene.runs.depth_64), (LEAD_MAX, 0));
+    }
+
+    #[test]
+    fn a_fixed_run_learns_nothing() {
+        let mut scene = Scene::new(64, 30_000, 16);
+        scene.rate(10_000);
+        assert_eq!(scene.runs.lead, LEAD_MAX);
+        let run = scene.runs.begin(view(64, 0, 0), || true);
+        assert_eq!(run, Run { chains: 16, ops: u16::MAX, publishes_each: false });
+    }
+
+    #[test]
+    fn whatever_comes_every_run_takes_something_and_nothing_grows_for_ever() {
+        let mut random = 1_u64;
+        let mut below = |bound: u16| -> u16 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            iomem::fits((random >> 33) % u64::from(bound), "less than a bound")
+        };
+        let mut runs = Runs::new(None);
+        for _ in 0..200_000 {
+            let in_device = below(1024);
+            let view = view(below(1025 - in_device), in_device, below(u16::MAX));
+            let sleeps = below(2) == 0;
+            let run = runs.begin(view, || sleeps);
+            assert!((1..=CHAINS_MAX).contains(&run.chains) && run.ops >= 1, "{run:?}");
+            runs.answered(below(1024));
+            if below(3) == 0 {
+                runs.calls(below(1024), below(u16::MAX));
+                runs.called(below(u16::MAX));
+            }
+            assert!(runs.lead <= LEAD_MAX && runs.depth_64 <= 64 * 1024, "{}", runs.lead);
+            assert!((PATIENCE_MIN..=PATIENCE_MAX).contains(&runs.patience));
         }
     }
 }

@@ -16,6 +16,8 @@ enum Step {
     Pop(u64),
     /// The device pushes so many, if it has them.
     Push(u64),
+    /// The device makes what it has pushed visible.
+    PublishQuietly,
     /// The device publishes; the event lies so far from what was published last.
     Publish(i64),
     EnableKicks,
@@ -29,6 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         few.clone().prop_map(Step::Add),
         few.clone().prop_map(Step::Pop),
         few.prop_map(Step::Push),
+        Just(Step::PublishQuietly),
         distance.prop_map(Step::Publish),
         Just(Step::EnableKicks),
     ];
@@ -65,7 +68,8 @@ proptest! {
         let mut added = (1 << 32) + u64::from(first_avail);
         let mut popped = added;
         let mut pushed = (1 << 32) + u64::from(first_used);
-        let mut published = pushed;
+        // Since the last look for the driver's wish, and of those that it sees.
+        let (mut published, mut visible) = (pushed, pushed);
         let mut heads = std::collections::VecDeque::new();
         for step in steps {
             let in_device = heads.len() as u64;
@@ -85,12 +89,18 @@ proptest! {
                     queue.push(heads.pop_front().expect("it was counted"), 0);
                     pushed += 1;
                 },
+                Step::PublishQuietly => {
+                    prop_assert_eq!(u64::from(queue.publish_quietly()), pushed - visible);
+                    visible = pushed;
+                    prop_assert_eq!(ring.used_idx(), low(visible));
+                }
                 Step::Publish(distance) => {
                     let event = published.checked_add_signed(distance).expect("far from zero");
                     ring.put_used_event(low(event));
                     let wanted = (published..pushed).contains(&event);
+                    prop_assert_eq!(queue.is_awaited(), wanted || event == pushed);
                     prop_assert_eq!(queue.publish(), wanted, "event {}", event);
-                    published = pushed;
+                    (published, visible) = (pushed, pushed);
                     prop_assert_eq!(ring.used_idx(), low(published));
                 }
                 Step::EnableKicks => {
