@@ -25,8 +25,9 @@ check: rust ## The quick checks: format, tidy, clippy, tests of units and rings
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
 	@$(LAB) compare
 
-experiments: rust ## Measure what each step of the loop is worth; root for zram and loop devices
+experiments: rust ## Measure what steps and settings are worth; root for zram and loop devices
 	@$(LAB) experiments
+	@$(LAB) runs
 
 clean: ## Remove what was built
 	@$(CARGO) clean

@@ -81,6 +81,7 @@ const WIDTH: f64 = 760.0;
 const TOP: f64 = 62.0;
 const STEP: f64 = 20.0;
 
+/// Colours for light and for dark pages.
 const STYLE: &str = "\
 .ground{fill:#ffffff;stroke:#c8d0d8}.text{fill:#202830}.note{fill:#556070;font-size:11px}\
 .grid{stroke:#dde3e9}.one{stroke:#556070;stroke-width:1.4}\
@@ -89,6 +90,20 @@ const STYLE: &str = "\
 .ground{fill:#12181f;stroke:#3a4652}.text{fill:#e6edf3}.note{fill:#a8b4c0}\
 .grid{stroke:#2a343e}.one{stroke:#a8b4c0}\
 .good{fill:#6ea3dc;stroke:#6ea3dc}.bad{fill:#e5884a;stroke:#e5884a}.other{fill:#12181f}}";
+
+/// How a picture begins: its size, colours, ground and heading. `style` is added to the colours.
+pub(crate) fn head(title: &str, note: &str, (width, height): (f64, f64), style: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
+         font-family=\"sans-serif\" font-size=\"12\" role=\"img\" aria-label=\"{title}. \
+         {note}\">\n<style>\n{STYLE}{style}\n</style>\n\
+         <rect class=\"ground\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"8\"/>\n\
+         <text class=\"text\" x=\"16\" y=\"22\" font-size=\"14\">{title}</text>\n\
+         <text class=\"note\" x=\"16\" y=\"38\">{note}</text>\n",
+        width - 1.0,
+        height - 1.0,
+    )
+}
 
 /// A picture with a logarithmic scale.
 struct Picture {
@@ -100,17 +115,7 @@ impl Picture {
     fn new(title: &str, note: &str, rows: &[Row], scale: (f64, f64), ticks: &[f64]) -> Self {
         let bottom = TOP + STEP * count(rows.len());
         let height = bottom + 12.0;
-        let mut picture = Self { text: String::new(), scale };
-        picture.line(&format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-             font-family=\"sans-serif\" font-size=\"12\" role=\"img\" aria-label=\"{title}. \
-             {note}\">\n<style>\n{STYLE}\n</style>\n\
-             <rect class=\"ground\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"8\"/>\n\
-             <text class=\"text\" x=\"16\" y=\"22\" font-size=\"14\">{title}</text>\n\
-             <text class=\"note\" x=\"16\" y=\"38\">{note}</text>",
-            WIDTH - 1.0,
-            height - 1.0,
-        ));
+        let mut picture = Self { text: head(title, note, (WIDTH, height), ""), scale };
         for tick in ticks {
             let (x, class) = (picture.x(*tick), if same(*tick, 1.0) { "one" } else { "grid" });
             picture.line(&format!(

@@ -9,6 +9,7 @@ mod experiments;
 mod instructions;
 mod neighbours;
 mod rig;
+mod runs;
 
 use std::process::ExitCode;
 
@@ -33,6 +34,8 @@ enum Command {
     Instructions(instructions::Args),
     /// Measure how fast an export is while another one misbehaves
     Neighbours(neighbours::Args),
+    /// Measure the setting that adapts itself to the load against fixed ones
+    Runs(runs::Args),
 }
 
 fn main() -> ExitCode {
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
         Command::Experiments(args) => experiments::run(&args),
         Command::Instructions(args) => instructions::run(&args),
         Command::Neighbours(args) => neighbours::run(&args),
+        Command::Runs(args) => runs::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

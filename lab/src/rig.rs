@@ -4,9 +4,11 @@
 pub(crate) mod machine;
 pub(crate) mod progress;
 mod runner;
+mod side_by_side;
 pub(crate) mod spread;
 pub(crate) mod targets;
 pub(crate) mod trace;
 mod wakeup;
 
 pub(crate) use runner::{Lab, Program, Times, pinning};
+pub(crate) use side_by_side::Servers;

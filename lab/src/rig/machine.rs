@@ -21,10 +21,7 @@ pub(crate) struct Machine {
 pub(crate) fn describe(lab: &Lab) -> Result<Machine> {
     let mut facts = facts(&lab.binary)?;
     facts.extend([
-        (
-            "pinned",
-            format!("server to CPU {}, load generator to CPU {}", lab.server_cpu, lab.client_cpu),
-        ),
+        pinned(lab),
         (
             "system calls",
             match &lab.tracer {
@@ -34,6 +31,12 @@ pub(crate) fn describe(lab: &Lab) -> Result<Machine> {
         ),
     ]);
     Ok(Machine { facts })
+}
+
+/// Who runs on which CPU.
+pub(crate) fn pinned(lab: &Lab) -> (&'static str, String) {
+    let Lab { server_cpu, client_cpu, .. } = lab;
+    ("pinned", format!("server to CPU {server_cpu}, load generator to CPU {client_cpu}"))
 }
 
 /// This machine, and the Ringhaul that is measured; each is a name and a value.

@@ -20,7 +20,12 @@ pub(crate) struct Progress {
 impl Progress {
     /// `runtime` is in seconds for each of the `total` measurements.
     pub(crate) fn new(total: usize, runtime: f64) -> Self {
-        let guess = Duration::try_from_secs_f64(runtime + OVERHEAD_S).unwrap_or(Duration::MAX);
+        Self::expecting(total, runtime + OVERHEAD_S)
+    }
+
+    /// `each` is how many seconds one of the `total` measurements should take with everything.
+    pub(crate) fn expecting(total: usize, each: f64) -> Self {
+        let guess = Duration::try_from_secs_f64(each).unwrap_or(Duration::MAX);
         let live = std::io::stderr().is_terminal();
         let progress = Self { total, done: 0, skipped: 0, start: Instant::now(), guess, live };
         progress.say(&format!("{total} measurements, about {}", progress.left()));

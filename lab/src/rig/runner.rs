@@ -22,6 +22,9 @@ const BENCH_MARGIN: Duration = Duration::from_secs(60);
 /// Seconds that a run with system calls counted should take without the tracer.
 const TRACED_S: f64 = 0.5;
 
+/// The place of a server that runs alone.
+const ALONE: usize = 0;
+
 /// Everything that stays the same over all measurements.
 pub(crate) struct Lab {
     pub(crate) binary: PathBuf,
@@ -29,7 +32,7 @@ pub(crate) struct Lab {
     pub(crate) server_cpu: usize,
     pub(crate) client_cpu: usize,
     interrupt: Interrupt,
-    /// For the socket, the servers' messages and counts.
+    /// For sockets, the servers' messages and counts.
     folder: TempDir,
 }
 
@@ -112,9 +115,14 @@ impl Lab {
         }
     }
 
-    /// Where servers are to listen.
+    /// Where a server that runs alone is to listen.
     pub(crate) fn socket(&self) -> String {
-        self.folder.path().join("socket").to_string_lossy().into_owned()
+        self.socket_of(ALONE)
+    }
+
+    /// Where the server is to listen that has this place among those that run at the same time.
+    pub(crate) fn socket_of(&self, place: usize) -> String {
+        self.folder.path().join(format!("socket-{place}")).to_string_lossy().into_owned()
     }
 
     /// Starts `server` on its CPU, does `action` with its process id, and stops it.
@@ -134,36 +142,47 @@ impl Lab {
     ) -> Result<Served<T>> {
         let counts = self.folder.path().join("system-calls");
         let prefix = tracer.map_or(Vec::new(), |tracer| tracer.prefix(&counts));
-        let result = self.start(server, &prefix).and_then(|mut running| {
+        let result = self.start(server, &prefix, ALONE).and_then(|mut running| {
             let value = action(running.id())?;
-            let status = running.stop()?;
-            ensure!(status.success(), "{} ended with {}", server.name, describe(status));
+            self.stop(&mut running, &server.name, ALONE)?;
             Ok(value)
         });
-        let value = self.explain(result, &server.name)?;
-        match std::fs::remove_file(self.socket()) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(error).context("removing the socket");
-            }
-            _ => {}
-        }
-        let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
+        let value = self.explain(result, &server.name, ALONE)?;
+        let messages = std::fs::read_to_string(self.messages(ALONE)).unwrap_or_default();
         let system_calls = tracer.map(|tracer| tracer.read(&counts)).transpose()?;
         Ok(Served { value, messages, system_calls })
     }
 
-    fn start(&self, server: &Program, prefix: &[String]) -> Result<Running> {
+    /// Starts `server`, behind the words of a tracer if there are any, and waits until it listens.
+    pub(super) fn start(
+        &self,
+        server: &Program,
+        prefix: &[String],
+        place: usize,
+    ) -> Result<Running> {
         let pinned = pinning(self.server_cpu);
         let words: Vec<&String> = prefix.iter().chain(&pinned).chain(&server.words).collect();
-        let messages = File::create(self.messages()).context("making a file for messages")?;
+        let messages = File::create(self.messages(place)).context("making a file for messages")?;
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(messages);
         let mut running = match prefix.is_empty() {
             true => Running::start(&server.name, &mut command, &self.interrupt)?,
             false => Running::start_traced(&server.name, &mut command, &self.interrupt)?,
         };
-        running.wait_for_socket(Path::new(&self.socket()), START_LIMIT)?;
+        running.wait_for_socket(Path::new(&self.socket_of(place)), START_LIMIT)?;
         Ok(running)
+    }
+
+    /// Ends a server, which must say that it was successful, and removes its socket.
+    pub(super) fn stop(&self, running: &mut Running, name: &str, place: usize) -> Result<()> {
+        let status = running.stop()?;
+        ensure!(status.success(), "{name} ended with {}", describe(status));
+        match std::fs::remove_file(self.socket_of(place)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).context("removing the socket")
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Runs the load generator and returns its report. `options` do not say where that goes.
@@ -223,13 +242,13 @@ impl Lab {
     }
 
     /// Adds what the server said on stderr to an error.
-    fn explain<T>(&self, result: Result<T>, name: &str) -> Result<T> {
+    pub(super) fn explain<T>(&self, result: Result<T>, name: &str, place: usize) -> Result<T> {
         if result.is_err() {
             // After Ctrl-C nobody is interested in what the server said.
             self.interrupt.check()?;
         }
         result.with_context(|| {
-            let messages = std::fs::read_to_string(self.messages()).unwrap_or_default();
+            let messages = std::fs::read_to_string(self.messages(place)).unwrap_or_default();
             match messages.trim() {
                 "" => format!("measuring {name}, which said nothing"),
                 said => format!("measuring {name}, which said: {said}"),
@@ -237,8 +256,23 @@ impl Lab {
         })
     }
 
-    fn messages(&self) -> PathBuf {
-        self.folder.path().join("messages")
+    fn messages(&self, place: usize) -> PathBuf {
+        self.folder.path().join(format!("messages-{place}"))
+    }
+
+    /// For tests: `binary` is what is called as Ringhaul.
+    #[cfg(test)]
+    pub(super) fn for_tests(binary: &str) -> Self {
+        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+        let cpu = (0..).find(|&cpu| allowed.is_set(cpu)).unwrap();
+        Self {
+            binary: PathBuf::from(binary),
+            tracer: None,
+            server_cpu: cpu,
+            client_cpu: cpu,
+            interrupt: Interrupt::never(),
+            folder: tempfile::tempdir().unwrap(),
+        }
     }
 }
 

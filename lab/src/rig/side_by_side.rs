@@ -1,0 +1,138 @@
+//! Servers that run at the same time, each with a socket of its own.
+//!
+//! Starting a server takes longer than a short measurement. Servers that sleep while another one is
+//! measured need to be started once only.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use ringhaul_tools::process::Running;
+use serde_json::Value;
+
+use super::{Lab, Program};
+
+/// Servers that run; dropping them ends them.
+pub(crate) struct Servers<'a> {
+    lab: &'a Lab,
+    /// In the order of their places, with their names.
+    running: Vec<(String, Running)>,
+}
+
+impl Lab {
+    /// Starts `servers` on the server CPU. The place of each is its index, and it must listen on
+    /// [`Lab::socket_of`] that place.
+    pub(crate) fn serve_all(&self, servers: &[Program]) -> Result<Servers<'_>> {
+        let start = |(place, server): (usize, &Program)| {
+            let running = self.explain(self.start(server, &[], place), &server.name, place)?;
+            Ok((server.name.clone(), running))
+        };
+        let running = servers.iter().enumerate().map(start).collect::<Result<_>>()?;
+        Ok(Servers { lab: self, running })
+    }
+}
+
+impl Servers<'_> {
+    /// Drives the server at `place` with the load generator and returns what that reports.
+    /// `options` name neither the socket nor where the report goes.
+    pub(crate) fn bench(&self, place: usize, options: &[String], limit: Duration) -> Result<Value> {
+        let socket = ["--socket-path".to_owned(), self.lab.socket_of(place)];
+        let options: Vec<_> = socket.iter().chain(options).cloned().collect();
+        self.lab.explain(self.lab.bench(&options, limit), &self.running[place].0, place)
+    }
+
+    /// Ends all of them.
+    ///
+    /// # Errors
+    /// When one of them does not end, or says that it was not successful.
+    pub(crate) fn stop(self) -> Result<()> {
+        for (place, (name, mut running)) in self.running.into_iter().enumerate() {
+            self.lab.explain(self.lab.stop(&mut running, &name, place), &name, place)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+    use std::process::Command;
+
+    use ringhaul_tools::process::{self, Interrupt, is_listening};
+
+    const SOCKET: &str = "RINGHAUL_LAB_TEST_SOCKET";
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    #[ignore = "plays a server for the other tests here"]
+    fn plays_a_server() {
+        let Some(socket) = std::env::var_os(SOCKET) else { return };
+        let interrupt = Interrupt::install().unwrap();
+        // Not by a macro, whose text the test harness would keep.
+        write!(std::io::stderr(), "I am {}", Path::new(&socket).display()).unwrap();
+        assert_ne!(socket, "nowhere");
+        let _listener = UnixListener::bind(socket).unwrap();
+        interrupt.wait_until(LIMIT, "the end of the test", || Ok(false)).unwrap_err();
+    }
+
+    /// This test program, as the server above.
+    fn server(name: &str, socket: &str) -> Program {
+        let program = std::env::current_exe().unwrap().to_string_lossy().into_owned();
+        let test = "rig::side_by_side::tests::plays_a_server";
+        let socket = format!("{SOCKET}={socket}");
+        let words = ["env", &socket, &program, "--ignored", "--exact", test];
+        Program { name: name.to_owned(), words: words.map(str::to_owned).to_vec() }
+    }
+
+    #[test]
+    fn servers_listen_side_by_side_and_end_together() {
+        let lab = Lab::for_tests("true");
+        let sockets = [0, 1].map(|place| lab.socket_of(place));
+        let listening = || sockets.clone().map(|socket| is_listening(Path::new(&socket)).unwrap());
+        let programs = [server("first", &sockets[0]), server("second", &sockets[1])];
+        let servers = lab.serve_all(&programs).unwrap();
+        assert_eq!(listening(), [true, true]);
+        servers.stop().unwrap();
+        assert_eq!(listening(), [false, false]);
+        assert!(sockets.iter().all(|socket| !Path::new(socket).exists()));
+        drop(lab.serve_all(&programs[..1]).unwrap());
+        assert_eq!(listening(), [false, false], "dropping them does not end them");
+    }
+
+    #[test]
+    fn the_load_goes_to_one_server_and_errors_name_it() {
+        // A load generator that fails unless it is sent to the first socket.
+        let folder = tempfile::tempdir().unwrap();
+        let script = folder.path().join("bench");
+        let text = "#!/bin/sh\ncase $3 in *socket-0) ;; *) exit 9;; esac\n\
+                    for last; do :; done; echo \"{\\\"options\\\": \\\"$*\\\"}\" > \"$last\"\n";
+        let script = script.to_str().unwrap();
+        // By a shell: children of other tests must not inherit a program that is being written.
+        let write = "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\"";
+        process::output(Command::new("sh").args(["-c", write, script, text])).unwrap();
+        let lab = Lab::for_tests(script);
+        let sockets = [0, 1].map(|place| lab.socket_of(place));
+        let programs = [server("first", &sockets[0]), server("second", &sockets[1])];
+        let servers = lab.serve_all(&programs).unwrap();
+        let load = ["--iodepth".to_owned(), "7".to_owned()];
+        let report = servers.bench(0, &load, LIMIT).unwrap();
+        assert!(report["options"].as_str().unwrap().contains("--iodepth 7"), "{report}");
+        let error = format!("{:#}", servers.bench(1, &load, LIMIT).unwrap_err());
+        assert!(error.contains("measuring second"), "{error}");
+        assert!(error.contains(&format!("I am {}", sockets[1])), "{error}");
+        servers.stop().unwrap();
+    }
+
+    #[test]
+    fn a_server_that_ends_early_takes_the_others_with_it() {
+        let lab = Lab::for_tests("true");
+        let first = lab.socket_of(0);
+        let result = lab.serve_all(&[server("first", &first), server("second", "nowhere")]);
+        let error = format!("{:#}", result.err().unwrap());
+        assert!(error.contains("second ended with"), "{error}");
+        assert!(error.contains("I am nowhere"), "{error}");
+        assert!(!is_listening(Path::new(&first)).unwrap());
+    }
+}

@@ -1,0 +1,332 @@
+//! What the samples show: the best fixed setting of a cell, ratios to it, and whether what is
+//! required is reached.
+
+use serde::Serialize;
+
+use super::measure::Sample;
+use super::plan::{ADAPTIVE, Cell, OpenCell, SETTINGS};
+use crate::rig::spread::{Spread, number, show};
+
+/// Settings whose IOPS are this close to the highest are as fast as that one.
+const AS_FAST: f64 = 0.97;
+
+/// Required of the adaptive setting: IOPS, times the best fixed setting's, in nine of ten cells.
+pub(super) const USUALLY: f64 = 0.95;
+/// In every cell.
+pub(super) const NEVER_UNDER: f64 = 0.85;
+/// CPU time for each I/O, times the best fixed setting's.
+pub(super) const CPU_MOST: f64 = 1.1;
+/// Latency in the open loop, times that of requests that are served on their own.
+pub(super) const LATENCY_MOST: f64 = 1.03;
+
+/// All rounds of a cell.
+pub(super) struct Outcome {
+    pub(super) cell: Cell,
+    /// In the order of the settings.
+    pub(super) series: Vec<Vec<Sample>>,
+}
+
+/// All rounds of two settings in the open loop.
+pub(super) struct OpenOutcome {
+    pub(super) cell: OpenCell,
+    /// The requests in a second that were asked for.
+    pub(super) rate: f64,
+    pub(super) adaptive: Vec<Sample>,
+    pub(super) alone: Vec<Sample>,
+}
+
+/// One of the figures of a sample.
+pub(super) type Figure = fn(&Sample) -> Option<f64>;
+
+pub(super) const IOPS: Figure = |sample| Some(sample.iops);
+pub(super) const CPU: Figure = |sample| sample.server_cpu_us_per_io;
+pub(super) const PER_CALL: Figure = |sample| sample.completions_per_call;
+pub(super) const MEAN: Figure = |sample| sample.latency_mean_us;
+pub(super) const P99: Figure = |sample| sample.latency_p99_us;
+
+/// The median of a figure over the rounds.
+pub(super) fn median(samples: &[Sample], figure: Figure) -> Option<f64> {
+    Spread::of(samples.iter().filter_map(figure)).map(|spread| spread.median)
+}
+
+/// A figure as times the other side's in the same round.
+pub(super) fn ratio(samples: &[Sample], others: &[Sample], figure: Figure) -> Option<Spread> {
+    let rounds = samples.iter().zip(others);
+    Spread::of(rounds.filter_map(|(sample, other)| {
+        let other = figure(other).filter(|other| *other > 0.0)?;
+        Some(figure(sample)? / other)
+    }))
+}
+
+impl Outcome {
+    /// The place of the best fixed setting: of those that are about as fast as the fastest, the
+    /// one that takes the least CPU time. None if nothing was completed.
+    pub(super) fn best(&self) -> Option<usize> {
+        let iops = |place: usize| median(&self.series[place], IOPS).unwrap_or(0.0);
+        let fixed = || (0..self.series.len()).filter(|place| *place != ADAPTIVE);
+        let highest = fixed().map(iops).max_by(f64::total_cmp).filter(|iops| *iops > 0.0)?;
+        let cpu = |place: &usize| median(&self.series[*place], CPU).unwrap_or(f64::INFINITY);
+        let as_fast = fixed().filter(|place| iops(*place) >= AS_FAST * highest);
+        as_fast.min_by(|one, other| cpu(one).total_cmp(&cpu(other)))
+    }
+
+    /// A figure of a setting as times the best fixed one's.
+    pub(super) fn to_best(&self, place: usize, figure: Figure) -> Option<Spread> {
+        ratio(&self.series[place], &self.series[self.best()?], figure)
+    }
+
+    /// The median of the adaptive setting's IOPS as times the best fixed one's.
+    pub(super) fn iops_ratio(&self) -> Option<f64> {
+        self.to_best(ADAPTIVE, IOPS).map(|spread| spread.median)
+    }
+
+    /// The same of CPU time for each I/O.
+    pub(super) fn cpu_ratio(&self) -> Option<f64> {
+        self.to_best(ADAPTIVE, CPU).map(|spread| spread.median)
+    }
+
+    /// A line for the terminal.
+    pub(super) fn line(&self) -> String {
+        let iops = median(&self.series[ADAPTIVE], IOPS).unwrap_or(0.0);
+        let Some(best) = self.best() else { return format!("{}: nothing was done", self.cell) };
+        format!(
+            "{}: {}, {} times {}",
+            self.cell,
+            number(iops),
+            show(self.to_best(ADAPTIVE, IOPS)),
+            SETTINGS[best]
+        )
+    }
+}
+
+impl OpenOutcome {
+    /// A latency of the adaptive setting as times the other's.
+    pub(super) fn ratio(&self, figure: Figure) -> Option<Spread> {
+        ratio(&self.adaptive, &self.alone, figure)
+    }
+
+    /// A line for the terminal.
+    pub(super) fn line(&self) -> String {
+        let [mean, p99] = [MEAN, P99].map(|figure| show(self.ratio(figure)));
+        format!("{}: mean latency {mean} times, p99 {p99} times", self.cell)
+    }
+}
+
+/// Something that is required.
+#[derive(Debug, PartialEq, Serialize)]
+pub(super) struct Requirement {
+    pub(super) text: String,
+    /// None if nothing was measured that it is about.
+    pub(super) reached: Option<bool>,
+    pub(super) found: String,
+}
+
+/// A ratio and where it was found; where there is none nothing was completed.
+type Named = (String, Option<f64>);
+
+/// What is required of the adaptive setting, and whether it is reached.
+pub(super) fn requirements(outcomes: &[Outcome], open: &[OpenOutcome]) -> Vec<Requirement> {
+    let named = |ratio: fn(&Outcome) -> Option<f64>| -> Vec<Named> {
+        outcomes.iter().map(|one| (one.cell.to_string(), ratio(one))).collect()
+    };
+    let (iops, cpu) = (named(Outcome::iops_ratio), named(Outcome::cpu_ratio));
+    let latencies = [("mean", MEAN), ("p99", P99)].map(|(name, figure)| {
+        let median = |one: &OpenOutcome| one.ratio(figure).map(|spread| spread.median);
+        let named = |one: &OpenOutcome| (format!("{} {name}", one.cell), median(one));
+        open.iter().map(named).collect::<Vec<Named>>()
+    });
+    vec![
+        usually(&iops),
+        always(
+            format!("IOPS never under {NEVER_UNDER} times the best fixed setting's"),
+            &iops,
+            |ratio| ratio >= NEVER_UNDER,
+            |ratio| -ratio,
+        ),
+        always(
+            format!("CPU time for each I/O at most {CPU_MOST} times the best fixed setting's"),
+            &cpu,
+            |ratio| ratio <= CPU_MOST,
+            |ratio| ratio,
+        ),
+        always(
+            format!("Latency in the open loop at most {LATENCY_MOST} times"),
+            &latencies.concat(),
+            |ratio| ratio <= LATENCY_MOST,
+            |ratio| ratio,
+        ),
+    ]
+}
+
+fn usually(all: &[Named]) -> Requirement {
+    let good = all.iter().filter(|(_, ratio)| ratio.is_some_and(|ratio| ratio >= USUALLY)).count();
+    Requirement {
+        text: format!(
+            "IOPS at least {USUALLY} times the best fixed setting's in nine of ten cells"
+        ),
+        reached: (!all.is_empty()).then_some(good * 10 >= all.len() * 9),
+        found: format!("in {good} of {}", all.len()),
+    }
+}
+
+/// What holds everywhere; the worst is where `badness` is highest. What was not completed anywhere
+/// does not hold there.
+fn always(
+    text: String,
+    all: &[Named],
+    holds: impl Fn(f64) -> bool,
+    badness: impl Fn(f64) -> f64,
+) -> Requirement {
+    let good = all.iter().filter(|(_, ratio)| ratio.is_some_and(&holds)).count();
+    let known = all.iter().filter_map(|(name, ratio)| Some((name, (*ratio)?)));
+    let worst = known.max_by(|(_, one), (_, other)| badness(*one).total_cmp(&badness(*other)));
+    let worst = worst.map(|(name, ratio)| format!(", at worst {ratio:.3} in {name}"));
+    Requirement {
+        text,
+        reached: (!all.is_empty()).then_some(good == all.len()),
+        found: format!("in {good} of {}{}", all.len(), worst.unwrap_or_default()),
+    }
+}
+
+/// The cells with the lowest ratios, the lowest first.
+pub(super) fn worst(outcomes: &[Outcome], count: usize) -> Vec<&Outcome> {
+    // Where nothing was completed is worse than everything else.
+    let ratio = |one: &Outcome| one.iops_ratio().unwrap_or(0.0);
+    let mut sorted: Vec<_> = outcomes.iter().collect();
+    sorted.sort_by(|one, other| ratio(one).total_cmp(&ratio(other)));
+    sorted.truncate(count);
+    sorted
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::rig::targets::Target;
+    use crate::runs::plan::{ALONE, Driver, Load};
+
+    pub(in crate::runs) fn sample(iops: f64, cpu: f64) -> Sample {
+        Sample {
+            iops,
+            server_cpu_us_per_io: Some(cpu),
+            completions_per_call: Some(4.0),
+            latency_mean_us: Some(1e6 / iops),
+            latency_p99_us: Some(2e6 / iops),
+        }
+    }
+
+    /// A cell in which every fixed setting has 100 IOPS at 2 µs, but those of `others`, and the
+    /// adaptive one what is given, in three rounds.
+    pub(in crate::runs) fn outcome(
+        depth: u32,
+        adaptive: (f64, f64),
+        others: &[(usize, f64, f64)],
+    ) -> Outcome {
+        let (load, driver) = (Load::Reads, Driver::Sleeping);
+        let cell = Cell { target: Target::Zram, load, driver, depth };
+        let mut series = vec![vec![sample(100.0, 2.0); 3]; SETTINGS.len()];
+        series[ADAPTIVE] = vec![sample(adaptive.0, adaptive.1); 3];
+        for (place, iops, cpu) in others {
+            series[*place] = vec![sample(*iops, *cpu); 3];
+        }
+        Outcome { cell, series }
+    }
+
+    pub(in crate::runs) fn open(adaptive: &[f64], alone: &[f64]) -> OpenOutcome {
+        let samples = |all: &[f64]| all.iter().map(|us| sample(1e6 / us, 1.0)).collect();
+        let cell = OpenCell { target: Target::Zram, share: 30 };
+        OpenOutcome { cell, rate: 300.0, adaptive: samples(adaptive), alone: samples(alone) }
+    }
+
+    #[test]
+    fn the_best_takes_the_least_cpu_of_those_that_are_as_fast() {
+        // 5 is the fastest, 3 nearly so and cheaper, 7 is cheaper still and slower.
+        let others = [(5, 200.0, 1.5), (3, 195.0, 1.0), (7, 193.0, 0.5)];
+        let outcome = outcome(8, (190.0, 1.2), &others);
+        assert_eq!(outcome.best(), Some(3));
+        assert!((outcome.iops_ratio().unwrap() - 190.0 / 195.0).abs() < 1e-12);
+        assert!((outcome.cpu_ratio().unwrap() - 1.2).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_adaptive_setting_is_not_its_own_best() {
+        let mut outcome = outcome(8, (500.0, 0.1), &[(ALONE, 120.0, 2.0)]);
+        assert_eq!(outcome.best(), Some(ALONE));
+        assert!(outcome.iops_ratio().unwrap() > 4.0);
+        outcome.series.iter_mut().flatten().for_each(|sample| sample.iops = 0.0);
+        assert_eq!((outcome.best(), outcome.iops_ratio()), (None, None));
+        assert!(outcome.line().ends_with("nothing was done"));
+    }
+
+    #[test]
+    fn the_best_has_the_highest_median_not_the_highest_round() {
+        let mut outcome = outcome(8, (100.0, 1.0), &[(5, 150.0, 1.0)]);
+        outcome.series[3][0].iops = 900.0;
+        assert_eq!(outcome.best(), Some(5));
+    }
+
+    #[test]
+    fn ratios_are_taken_within_a_round() {
+        let ours = [100.0, 400.0, 900.0].map(|iops| sample(iops, 1.0));
+        let theirs = [100.0, 200.0, 300.0].map(|iops| sample(iops, 2.0));
+        let expected = Spread { median: 2.0, min: 1.0, max: 3.0 };
+        assert_eq!(ratio(&ours, &theirs, IOPS), Some(expected));
+        assert_eq!(ratio(&ours, &theirs, CPU).unwrap().median, 0.5);
+        assert_eq!(ratio(&ours, &[sample(0.0, 1.0)], IOPS), None);
+    }
+
+    fn reached(outcomes: &[Outcome], open: &[OpenOutcome]) -> [Option<bool>; 4] {
+        let all = requirements(outcomes, open);
+        let reached: Vec<_> = all.iter().map(|requirement| requirement.reached).collect();
+        reached.try_into().unwrap()
+    }
+
+    fn with_ratios(ratios: &[f64]) -> Vec<Outcome> {
+        ratios.iter().map(|ratio| outcome(8, (100.0 * ratio, 2.0), &[])).collect()
+    }
+
+    #[test]
+    fn nine_of_ten_cells_must_be_fast_and_none_slow() {
+        let mut ratios = [1.0; 10];
+        ratios[3] = 0.86;
+        assert_eq!(reached(&with_ratios(&ratios), &[])[..2], [Some(true), Some(true)]);
+        ratios[4] = 0.94;
+        assert_eq!(reached(&with_ratios(&ratios), &[])[..2], [Some(false), Some(true)]);
+        ratios[4] = 0.96;
+        ratios[3] = 0.84;
+        assert_eq!(reached(&with_ratios(&ratios), &[])[..2], [Some(true), Some(false)]);
+        let found = &requirements(&with_ratios(&ratios), &[])[1].found;
+        assert_eq!(found, "in 9 of 10, at worst 0.840 in zram/randread-depth-8-sleeping");
+    }
+
+    #[test]
+    fn cpu_time_and_latencies_have_limits() {
+        let good = [outcome(8, (100.0, 2.19), &[])];
+        let bad = [outcome(8, (100.0, 2.21), &[])];
+        let quick = [open(&[102.0, 102.0, 500.0], &[100.0; 3])];
+        let slow = [open(&[104.0, 104.0, 1.0], &[100.0; 3])];
+        assert_eq!(reached(&good, &quick)[2..], [Some(true), Some(true)]);
+        assert_eq!(reached(&bad, &slow)[2..], [Some(false), Some(false)]);
+        // The mean alone is within the limit.
+        let mut tail = open(&[100.0; 3], &[100.0; 3]);
+        tail.adaptive.iter_mut().for_each(|sample| sample.latency_p99_us = Some(300.0));
+        let requirement = &requirements(&good, &[tail])[3];
+        assert_eq!(requirement.reached, Some(false));
+        assert!(requirement.found.ends_with("1.500 in zram/open-loop-30-percent p99"));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_reached_and_what_stood_still_is_missed() {
+        assert_eq!(reached(&[], &[]), [None; 4]);
+        let mut still = outcome(8, (0.0, 1.0), &[]);
+        still.series.iter_mut().for_each(Vec::clear);
+        assert_eq!(reached(&[still], &[])[..3], [Some(false); 3]);
+    }
+
+    #[test]
+    fn the_worst_come_first() {
+        let outcomes = with_ratios(&[1.0, 0.9, 1.1, 0.8]);
+        let ratios = worst(&outcomes, 2).into_iter().map(|one| one.iops_ratio().unwrap());
+        assert_eq!(ratios.collect::<Vec<_>>(), [0.8, 0.9]);
+        assert_eq!(worst(&outcomes, 10).len(), 4);
+    }
+}
