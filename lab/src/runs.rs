@@ -27,7 +27,8 @@ use report::Runs;
 /// Rounds, seconds and MiB that --quick uses in place of the defaults.
 const QUICK: (usize, f64, u64) = (1, 0.02, 64);
 
-/// Seconds before measuring. A queue has settled by then: it adapts within some hundred requests.
+/// Seconds before measuring, in which caches and the adaptive setting begin to settle. It begins
+/// anew with each measurement, so what it takes to settle for longer counts against it.
 const RAMP_S: f64 = 0.03;
 
 /// Seconds that a measurement takes on top of its time; the servers run already.

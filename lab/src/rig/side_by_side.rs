@@ -103,10 +103,10 @@ mod tests {
 
     #[test]
     fn the_load_goes_to_one_server_and_errors_name_it() {
-        // A load generator that fails unless it is sent to the first socket.
+        // A load generator that says what it was asked for, or fails if that is what it is to do.
         let folder = tempfile::tempdir().unwrap();
         let script = folder.path().join("bench");
-        let text = "#!/bin/sh\ncase $3 in *socket-0) ;; *) exit 9;; esac\n\
+        let text = "#!/bin/sh\n[ $4 = --fail ] && exit 9\n\
                     for last; do :; done; echo \"{\\\"options\\\": \\\"$*\\\"}\" > \"$last\"\n";
         let script = script.to_str().unwrap();
         // By a shell: children of other tests must not inherit a program that is being written.
@@ -116,12 +116,15 @@ mod tests {
         let sockets = [0, 1].map(|place| lab.socket_of(place));
         let programs = [server("first", &sockets[0]), server("second", &sockets[1])];
         let servers = lab.serve_all(&programs).unwrap();
-        let load = ["--iodepth".to_owned(), "7".to_owned()];
-        let report = servers.bench(0, &load, LIMIT).unwrap();
-        assert!(report["options"].as_str().unwrap().contains("--iodepth 7"), "{report}");
-        let error = format!("{:#}", servers.bench(1, &load, LIMIT).unwrap_err());
-        assert!(error.contains("measuring second"), "{error}");
-        assert!(error.contains(&format!("I am {}", sockets[1])), "{error}");
+        for (place, name) in ["first", "second"].into_iter().enumerate() {
+            let report = servers.bench(place, &["--quick".to_owned()], LIMIT).unwrap();
+            let expected = format!("bench --socket-path {} --quick", sockets[place]);
+            assert!(report["options"].as_str().unwrap().starts_with(&expected), "{report}");
+            let error = servers.bench(place, &["--fail".to_owned()], LIMIT).unwrap_err();
+            let error = format!("{error:#}");
+            assert!(error.contains(&format!("measuring {name}")), "{error}");
+            assert!(error.contains(&format!("I am {}", sockets[place])), "{error}");
+        }
         servers.stop().unwrap();
     }
 
