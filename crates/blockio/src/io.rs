@@ -145,7 +145,7 @@ impl Io {
         self.reactor.borrow_mut().remove(&mut self.ops.borrow_mut().engine, id);
     }
 
-    /// Has [`Source::notify`] called at the end of this round.
+    /// Has [`Source::notify`] called at the end of this turn.
     #[inline]
     pub fn notify_at_end(&self, id: SourceId) {
         self.reactor.borrow_mut().notify_at_end(id);

@@ -15,11 +15,11 @@ use crate::task::Owner;
 use crate::task_key::TaskKey;
 
 /// Something that makes work appear in shared memory and announces it with an eventfd: a ring with
-/// a kick, say. The IoThread asks it once a run, not for each request.
+/// a kick, say. The IoThread asks it once a turn, not for each request.
 ///
 /// No method may wait, or call back into the IoThread except to read.
 pub trait Source {
-    /// End of a run: makes results visible to the other side, and tells it at most once.
+    /// End of a turn, or of a round of several tasks: makes results visible to the other side, and tells it at most once.
     fn notify(&self);
     /// Before sleep: asks the other side to write the eventfd from now on.
     fn arm(&self) -> Armed;

@@ -1,11 +1,13 @@
 //! One turn of the loop: every phase of it, in order. **Read this first.**
 //!
 //! The order is the performance feature: the requests of a run share one submit, are complete at
-//! the harvest right behind it where the device is fast, and cost one call to the other side.
+//! the harvest right behind it where the device is fast, and cost one call to the other side. A
+//! source may show results, and tell the other side, before the notify; it must not forget to.
 //!
 //! ```text
-//! repeat   run ready tasks · submit and harvest · notify
+//! repeat   run ready tasks · submit and harvest
 //! until    nothing is ready, or the eventfds have to be looked at
+//! notify   each source that has asked for it, once (and in each round of several tasks)
 //! wait     busy-poll · arm the sources and look once more · sleep · submit and harvest · calls
 //! ```
 //!
@@ -74,14 +76,17 @@ impl Io {
             if self.count_round().is_multiple_of(ROUNDS_BETWEEN_SOURCES) {
                 self.look_at_sources();
             }
-            self.run_ready_tasks();
+            if self.run_ready_tasks() > 1 {
+                // What one task has put off would wait for the submits of others.
+                self.notify();
+            }
             // Submits and harvests: one system call for all that the tasks of this round have
             // queued. It is left out where the sleep will do it.
             if !self.may_submit_in_wait(wait) {
                 self.submit_and_harvest();
             }
         }
-        self.reactor.borrow_mut().notify(!self.poll_window.is_closed(Awaited::Source));
+        self.notify();
         self.in_turn.set(false);
         self.stats.turns.add(1);
         self.wait(wait)
@@ -94,7 +99,8 @@ impl Io {
         task::has_ready(&self.executor, &self.running)
     }
 
-    fn run_ready_tasks(&self) {
+    /// Returns how many tasks there were.
+    fn run_ready_tasks(&self) -> usize {
         let count = self.executor.borrow().begin_round();
         debug_assert!(
             self.ops.try_borrow_mut().is_ok(),
@@ -110,6 +116,15 @@ impl Io {
             self.executor.borrow_mut().end_poll(task, rest);
         }
         self.executor.borrow_mut().end_round(count);
+        count
+    }
+
+    // Phase: notify.
+
+    #[inline]
+    fn notify(&self) {
+        let polls = !self.poll_window.is_closed(self.awaited());
+        self.reactor.borrow_mut().notify(polls);
     }
 
     /// Polls `future` in a loop of turns. It runs outside of any task: it is asked before each
@@ -240,7 +255,7 @@ impl Io {
         let since = (!busy && wait == Wait::ForEvent).then(clock::now);
         let awaited = self.awaited();
         if let Some(since) = since {
-            busy = self.busy_poll(since, &self.reactor.borrow(), woken);
+            busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
         }
         if busy {
             self.look_at_sources();
@@ -362,8 +377,14 @@ impl Io {
     }
 
     /// Spins on the rings. True when there is something to do.
-    fn busy_poll(&self, since: Instant, reactor: &Reactor, woken: &mut Vec<TaskKey>) -> bool {
-        let window = self.poll_window.at(self.awaited(), since);
+    fn busy_poll(
+        &self,
+        since: Instant,
+        awaited: Awaited,
+        reactor: &Reactor,
+        woken: &mut Vec<TaskKey>,
+    ) -> bool {
+        let window = self.poll_window.at(awaited, since);
         if window.is_zero() {
             return false;
         }

@@ -169,8 +169,9 @@ pub(crate) struct Queue {
     waker: RefCell<Option<Waker>>,
     /// A thread waits for the queue to stop.
     stop: RefCell<Option<Answer<u16>>>,
-    /// Used elements were pushed that the driver does not see yet.
-    unpublished: Cell<bool>,
+    /// Elements were pushed since the last notify, which looks whether the driver wants a call for
+    /// those that were published before it.
+    to_notify: Cell<bool>,
     /// The ring is bad: it is left alone until it is stopped.
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or the lists of another chain have no room.
@@ -212,7 +213,7 @@ impl Queue {
             waker: RefCell::default(),
             stop: RefCell::default(),
             // A call is forced at the first notify.
-            unpublished: Cell::new(true),
+            to_notify: Cell::new(true),
             broken: Cell::new(false),
             halted: Cell::new(false),
             answers_slowly: Cell::new(!options.notify_batch),
@@ -248,7 +249,7 @@ impl Queue {
         *self.call.borrow_mut() = call;
         // What was published in between may have called the old eventfd.
         self.ring.borrow_mut().force_call();
-        self.unpublished.set(true);
+        self.to_notify.set(true);
     }
 
     fn set_err(&self, err: Option<OwnedFd>) {
@@ -309,11 +310,11 @@ impl Queue {
         self.ring.borrow_mut().pop()
     }
 
-    /// Answers a chain. The driver sees it after the next notify.
+    /// Answers a chain. The driver sees it after the next publish.
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
         self.ring.borrow_mut().push(head, written_bytes);
-        self.unpublished.set(true);
+        self.to_notify.set(true);
         if self.answers_slowly.get() {
             self.after_push(head);
         }
@@ -334,16 +335,16 @@ impl Queue {
     pub(crate) fn begin_run(&self) -> Run {
         let ring = &mut *self.ring.borrow_mut();
         let runs = &mut *self.runs.borrow_mut();
-        runs.wakes(clock::now);
         // The first chain after a call is to be seen when it comes.
         let fresh = runs.awaits_driver();
         let available = if self.halted.get() { Ok(0) } else { ring.available(fresh) };
         // A bad ring is found out when something is popped.
-        let view = View {
-            available: available.unwrap_or(1),
-            in_device: ring.in_device(),
-            next_avail: ring.next_avail(),
-        };
+        let available = available.unwrap_or(1);
+        if available > 0 {
+            // What completes meanwhile is no work of the driver.
+            runs.wakes(clock::now);
+        }
+        let view = View { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
         runs.begin(view, || ring.is_awaited())
     }
 
@@ -366,7 +367,7 @@ impl Queue {
     /// end of the turn does.
     #[inline]
     pub(crate) fn publish(&self) {
-        if !self.unpublished.get() {
+        if !self.to_notify.get() {
             return;
         }
         let ring = &mut *self.ring.borrow_mut();
@@ -378,7 +379,9 @@ impl Queue {
         runs.answered(count);
         let unanswered =
             |ring: &mut SplitQueue| ring.available(true).unwrap_or(0) + ring.in_device();
-        if !runs.adapt() || (ring.is_awaited() && runs.is_call_due(unanswered(ring))) {
+        // A driver that was called is on its way. Without event idx it seems to sleep until then.
+        let sleeps = !runs.awaits_driver() && ring.is_awaited();
+        if !runs.adapt() || (sleeps && runs.is_call_due(unanswered(ring))) {
             self.call_if_wanted(ring, runs);
         }
     }
@@ -450,8 +453,8 @@ impl Queue {
     }
 
     #[inline]
-    pub(crate) fn has_unpublished(&self) -> bool {
-        self.unpublished.get()
+    pub(crate) fn has_to_notify(&self) -> bool {
+        self.to_notify.get()
     }
 
     pub(crate) fn next_avail(&self) -> u16 {
@@ -475,7 +478,7 @@ impl Drop for Queue {
 
 impl Source for Queue {
     fn notify(&self) {
-        self.unpublished.set(false);
+        self.to_notify.set(false);
         self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.runs.borrow_mut());
     }
 

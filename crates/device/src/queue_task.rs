@@ -52,12 +52,12 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             break Stop(answer);
         }
         queue.show(requests.len());
-        let answered = queue.has_unpublished();
+        let answered = queue.has_to_notify();
         if answered {
             io.notify_at_end(source.id);
         }
         if more {
-            // There may be more: after this run's submit, harvest and notify.
+            // There may be more: after this run's submit and harvest.
             io.wake_me();
         }
         if let Some(looks) = &mut looks
@@ -158,7 +158,7 @@ async fn finish<F: Future<Output = ()>>(
         if requests.is_empty() {
             break;
         }
-        if queue.has_unpublished() {
+        if queue.has_to_notify() {
             io.notify_at_end(source.id);
         }
         io.suspend().await;

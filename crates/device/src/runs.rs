@@ -15,8 +15,8 @@
 use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
 
-/// A part of the queue's requests is at least this. With fewer in a submit the system call is more
-/// than a fifth of what the fastest disks need for their work.
+/// A run of a driver that is awake may always grow to this. With fewer in a submit the system call
+/// is more than a fifth of what the fastest disks need for their work.
 const PART_MIN: u16 = 4;
 /// The first run of a driver that has just begun takes one chain, and each after it this many times
 /// as many: a driver that posts requests one by one finds an answer before it falls asleep.
@@ -80,8 +80,8 @@ pub(crate) struct Runs {
     depth_64: u32,
     /// Ops of the next run, where the driver is awake.
     growing: u16,
-    /// In so many runs, up to two, nothing was left of the one before: the disk completes its ops
-    /// within the submit.
+    /// Before so many runs, up to two, nothing was in the device: as where the disk completes its
+    /// ops within the submit, and where there is one request at a time.
     at_once: u8,
     asleep_since: Option<Instant>,
 }
@@ -95,6 +95,7 @@ struct Call {
 
 impl Runs {
     pub(crate) fn new(fixed: Option<NonZeroU16>) -> Self {
+        assert!(fixed.is_none_or(|run| run.get() <= LEAD_MAX), "a run of more than a queue has");
         Self {
             fixed,
             // Until more is known, calls come early.
@@ -144,14 +145,15 @@ impl Runs {
         let unanswered = view.unanswered();
         let depth = self.follow_depth(unanswered);
         if self.answered >= self.patience {
-            // Whole cache lines of the ring: each of them changes hands once.
-            let whole = 1 << (depth / 2).clamp(PART_MIN, CHAINS_MAX).ilog2();
+            // Aligned parts of the ring: their cache lines change hands once.
+            let whole = 1 << (depth / 2).clamp(1, CHAINS_MAX).ilog2();
             run.chains = whole - view.next_avail % whole;
             run.ops = run.chains;
             run.publishes_each = false;
         } else if !self.are_at_once() {
             // More than this at once keeps a disk from answering, fewer starve it.
-            run.ops = (depth / 4).max(PART_MIN);
+            run.ops = (depth / 4).max(1);
+            run.publishes_each = false;
         } else if depth <= self.lead {
             // Whatever is done, the driver is back when all is answered.
             run.ops = 1;
@@ -417,6 +419,7 @@ mod tests {
     #[test]
     fn a_driver_that_polls_gets_whole_lines_at_once() {
         let mut runs = Runs::new(None);
+        runs.begin(view(32, 0, 0), || false);
         assert!(runs.begin(view(32, 0, 0), || false).publishes_each);
         runs.answered(u16::try_from(PATIENCE_MIN).unwrap());
         let run = runs.begin(view(32, 0, 0), || false);
@@ -441,13 +444,14 @@ mod tests {
     fn a_disk_that_works_on_many_ops_gets_a_quarter_at_once() {
         let mut runs = Runs::new(None);
         for (available, in_device, ops) in [(64, 0, 16), (10, 54, 16), (48, 16, 16), (3, 1, 15)] {
-            assert_eq!(runs.begin(view(available, in_device, 0), || true).ops, ops);
+            let run = runs.begin(view(available, in_device, 0), || true);
+            assert_eq!((run.ops, run.publishes_each), (ops, false));
             // What was given to it is still there.
             runs.begin(view(0, in_device + 1, 0), || true);
         }
         let mut runs = Runs::new(None);
         runs.begin(view(1, 3, 0), || true);
-        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, PART_MIN);
+        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, 1);
         assert!(!runs.are_at_once());
         runs.begin(view(1, 0, 0), || true);
         runs.begin(view(1, 0, 0), || true);

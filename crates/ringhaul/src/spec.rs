@@ -75,7 +75,7 @@ pub struct ExportSettings {
     pub queue_size: u16,
     /// The one IoThread that serves all its queues; `None`: they are spread.
     pub iothread: Option<u16>,
-    /// Off is for measurement: then each completed request has its own notify.
+    /// Off is for measurement: then the driver's wish for a call is looked at for each request.
     pub notify_batch: bool,
     /// For measurement: see [`device::BlkOptions::run_max`].
     pub run_max: Option<NonZeroU16>,

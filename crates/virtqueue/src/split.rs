@@ -1,8 +1,8 @@
 //! The device side of a split virtqueue (virtio 1.3, section 2.7).
 //!
 //! The rings are checked once, when the queue is set up, and then accessed through host pointers.
-//! The avail idx is read only when all chains that it announced have been popped; the used idx is
-//! written once for each batch.
+//! The avail idx is read when all chains that it announced have been popped, or somebody asks; the
+//! used idx is written once for each batch.
 
 use std::ptr;
 use std::sync::Arc;

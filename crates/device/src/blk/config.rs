@@ -47,10 +47,10 @@ pub struct BlkOptions {
     pub queue_size: u16,
     /// Whether the driver sees a write cache, which it has to flush.
     pub write_cache: bool,
-    /// Whether completed requests share one notify at the end of a run. Off is for measurement:
-    /// then each has its own.
+    /// Whether completed requests share a call. Off is for measurement: then the driver's wish is
+    /// looked at for each.
     pub notify_batch: bool,
-    /// For measurement: the chains that one run takes, with a look after each run whether the
+    /// For measurement: the chains that one run takes, at most 1024, with a look after each run whether the
     /// driver wants a call. `None`: both adapt to what is measured.
     pub run_max: Option<NonZeroU16>,
     /// Whether the memory of the driver is registered with engines that can keep its pages at

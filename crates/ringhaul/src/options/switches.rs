@@ -19,7 +19,7 @@ pub struct Switches {
     /// Submit operations together; off: one by one.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub submit_batch: OnOff,
-    /// Call the driver once for the requests completed in a run; off: once for each.
+    /// Call the driver once for many requests; off: look for each whether it wants a call.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub notify_batch: OnOff,
     /// Take this many requests from a queue in one run, 1 to 1024, and look whether to call the
@@ -30,8 +30,8 @@ pub struct Switches {
 
 fn parse_run_max(text: &str) -> Result<NonZeroU16, String> {
     // What is not a number is out of range too.
-    let size = text.parse().unwrap_or(0);
-    NonZeroU16::new(size)
-        .filter(|size| size.get() <= 1024)
+    let number = text.parse().unwrap_or(0);
+    NonZeroU16::new(number)
+        .filter(|number| number.get() <= 1024)
         .ok_or_else(|| "it must be a number from 1 to 1024".to_owned())
 }
