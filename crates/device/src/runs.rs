@@ -15,8 +15,8 @@
 use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
 
-/// A run of a driver that is awake may always grow to this. With fewer in a submit the system call
-/// is more than a fifth of what the fastest disks need for their work.
+/// A part of the queue's requests is at least this. With fewer in a submit the system call is more
+/// than a fifth of what the fastest disks need for their work.
 const PART_MIN: u16 = 4;
 /// The first run of a driver that has just begun takes one chain, and each after it this many times
 /// as many: a driver that posts requests one by one finds an answer before it falls asleep.
@@ -123,7 +123,8 @@ impl Runs {
     }
 
     /// Whether the disk seems to complete ops within the submit. Then answers are published before
-    /// the next submit, which would hold them back; else after it was made as large as it gets.
+    /// the next submit, which would hold them back; else behind the first request that is popped,
+    /// as the disk has others to work on.
     #[inline]
     pub(crate) fn are_at_once(&self) -> bool {
         self.at_once == 2
@@ -145,15 +146,17 @@ impl Runs {
         let unanswered = view.unanswered();
         let depth = self.follow_depth(unanswered);
         if self.answered >= self.patience {
-            // Aligned parts of the ring: their cache lines change hands once.
-            let whole = 1 << (depth / 2).clamp(1, CHAINS_MAX).ilog2();
-            run.chains = whole - view.next_avail % whole;
-            run.ops = run.chains;
-            run.publishes_each = false;
+            run.ops = PART_MIN;
+            if depth / 2 >= PART_MIN {
+                // Aligned parts of the ring: their cache lines change hands once.
+                let whole = 1 << (depth / 2).min(CHAINS_MAX).ilog2();
+                run.chains = whole - view.next_avail % whole;
+                run.ops = run.chains;
+                run.publishes_each = false;
+            }
         } else if !self.are_at_once() {
             // More than this at once keeps a disk from answering, fewer starve it.
-            run.ops = (depth / 4).max(1);
-            run.publishes_each = false;
+            run.ops = (depth / 4).max(PART_MIN);
         } else if depth <= self.lead {
             // Whatever is done, the driver is back when all is answered.
             run.ops = 1;
@@ -445,13 +448,13 @@ mod tests {
         let mut runs = Runs::new(None);
         for (available, in_device, ops) in [(64, 0, 16), (10, 54, 16), (48, 16, 16), (3, 1, 15)] {
             let run = runs.begin(view(available, in_device, 0), || true);
-            assert_eq!((run.ops, run.publishes_each), (ops, false));
+            assert_eq!(run.ops, ops);
             // What was given to it is still there.
             runs.begin(view(0, in_device + 1, 0), || true);
         }
         let mut runs = Runs::new(None);
         runs.begin(view(1, 3, 0), || true);
-        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, 1);
+        assert_eq!(runs.begin(view(1, 3, 0), || true).ops, PART_MIN);
         assert!(!runs.are_at_once());
         runs.begin(view(1, 0, 0), || true);
         runs.begin(view(1, 0, 0), || true);
