@@ -71,6 +71,20 @@ pub(crate) struct Ops {
 }
 
 impl Ops {
+    /// The loop must not sleep on ops that nothing will ever submit.
+    pub(crate) fn assert_may_sleep(&self) {
+        let Self { engine, slots, .. } = self;
+        assert!(
+            !slots.lanes.has_backlog() || engine.queued() + engine.in_kernel() > 0,
+            "invariant 5: the loop sleeps with ops in lanes that nothing will take out"
+        );
+        assert!(
+            engine.may_sleep(),
+            "invariant 5: {} ops are queued, some for an engine that has none in the kernel",
+            engine.queued()
+        );
+    }
+
     /// Takes in what was completed after the IoThread had ended. Returns the memory that nobody
     /// waits for, to be dropped when nothing is borrowed.
     #[cold]

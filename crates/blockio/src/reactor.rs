@@ -19,7 +19,8 @@ use crate::task_key::TaskKey;
 ///
 /// No method may wait, or call back into the IoThread except to read.
 pub trait Source {
-    /// End of a turn, or of a round of several tasks: makes results visible to the other side, and tells it at most once.
+    /// End of a turn, or of a round of several tasks: makes results visible to the other side, and
+    /// tells it at most once.
     fn notify(&self);
     /// Before sleep: asks the other side to write the eventfd from now on.
     fn arm(&self) -> Armed;

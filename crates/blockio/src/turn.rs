@@ -335,7 +335,7 @@ impl Io {
     /// Looks at the eventfds; `sleeps`: until something happens or a timer is due.
     fn sleep(&self, sleeps: bool) -> Result<(), Error> {
         let mut ops = self.ops.borrow_mut();
-        assert_may_sleep(&ops);
+        ops.assert_may_sleep();
         if !sleeps {
             // A deadline that has passed: it does not wait, and the clock need not be asked.
             let now = self.recently.get();
@@ -494,18 +494,4 @@ fn queue_from_lanes(engine: &mut Engine, slots: &mut Slots) -> bool {
 /// The earlier of two times that may be.
 pub(crate) fn earlier(a: Option<Instant>, b: Option<Instant>) -> Option<Instant> {
     [a, b].into_iter().flatten().min()
-}
-
-/// The loop must not sleep on ops that nothing will ever submit.
-fn assert_may_sleep(ops: &Ops) {
-    let engine = &ops.engine;
-    assert!(
-        !ops.slots.lanes.has_backlog() || engine.queued() + engine.in_kernel() > 0,
-        "invariant 5: the loop sleeps with ops in lanes that nothing will take out"
-    );
-    assert!(
-        engine.may_sleep(),
-        "invariant 5: {} ops are queued, some for an engine that has none in the kernel",
-        engine.queued()
-    );
 }

@@ -367,9 +367,6 @@ impl Queue {
     /// end of the turn does.
     #[inline]
     pub(crate) fn publish(&self) {
-        if !self.to_notify.get() {
-            return;
-        }
         let ring = &mut *self.ring.borrow_mut();
         let runs = &mut *self.runs.borrow_mut();
         let count = ring.publish_quietly();

@@ -50,8 +50,8 @@ pub struct BlkOptions {
     /// Whether completed requests share a call. Off is for measurement: then the driver's wish is
     /// looked at for each.
     pub notify_batch: bool,
-    /// For measurement: the chains that one run takes, at most 1024, with a look after each run whether the
-    /// driver wants a call. `None`: both adapt to what is measured.
+    /// For measurement: the chains that one run takes, at most 1024, with a look after each run
+    /// whether the driver wants a call. `None`: both adapt to what is measured.
     pub run_max: Option<NonZeroU16>,
     /// Whether the memory of the driver is registered with engines that can keep its pages at
     /// hand. Only for memory from which nobody takes pages out (see `Io::register_memory`).
