@@ -77,7 +77,7 @@ pub struct ExportSettings {
     pub iothread: Option<u16>,
     /// Off is for measurement: then the driver's wish for a call is looked at for each request.
     pub notify_batch: bool,
-    /// For measurement: see [`device::BlkOptions::run_max`].
+    /// For measurement: see [`run_max`](device::blk::config::BlkOptions::run_max).
     pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
     pub fixed_buffers: bool,

@@ -427,13 +427,13 @@ impl FrontEnd {
             Then::Mapped if self.is_idle() => self.check_memory()?,
             // The next map may be in place already, or be made.
             Then::Mapped => {}
-            Then::Negotiated => self.events.push(Event::Cached(self.is_cached)),
+            Then::Negotiated => self.tell_cache(),
             Then::Writeback(value) => {
                 if body.last() != Some(&value) {
                     return wrong(self);
                 }
                 self.is_cached = value != 0;
-                self.events.push(Event::Cached(self.is_cached));
+                self.tell_cache();
             }
             Then::Reset { keeps_cache } => {
                 self.vrings
@@ -444,6 +444,19 @@ impl FrontEnd {
             }
         }
         Ok(())
+    }
+
+    /// Says whether writes are cached, unless a message that waits may change that: the guest may
+    /// not count on an answer that the device has overtaken.
+    fn tell_cache(&mut self) {
+        let changes = |then: &Then| {
+            matches!(then, Then::Writeback(_) | Then::Negotiated | Then::Reset { .. })
+        };
+        let mut waiting =
+            self.expected.iter().map(|(_, then)| then).chain(self.to_send.iter().map(|i| &i.then));
+        if !waiting.any(changes) {
+            self.events.push(Event::Cached(self.is_cached));
+        }
     }
 
     fn stopped(&mut self, queue: usize, next_avail: Option<u16>) -> Result<(), Failure> {
