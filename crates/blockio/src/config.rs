@@ -153,8 +153,8 @@ pub struct IoThreadConfig {
     /// The most ops in the kernel at once by each engine, 1 to 65,535; more than that wait. Linux
     /// AIO counts it against `fs.aio-max-nr`.
     pub depth: u32,
-    /// The longest that the loop busy-polls before it sleeps, a quarter of that while ops are
-    /// in the kernel. It polls only as long as that has paid lately; zero is never.
+    /// The longest that the loop busy-polls before it sleeps. It polls only while that pays: for
+    /// ops, while the CPU time is worth the latency that it saves. Zero is never.
     pub poll_max: Duration,
     /// The share of the time in percent, 0 to 100, that may go into busy-polling.
     pub poll_budget_percent: u32,

@@ -3,13 +3,22 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// The first window, when polling might pay.
+use crate::clock;
+
+/// The first window, when polling for sources might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
 
-/// A wait for ops is polled for this part of the longest window. A sleep costs the loop some 10 µs
-/// of CPU time, and a disk that takes longer than that would cost more CPU time polled than it
-/// gives; a driver that was called is on its way, and what polling costs is at most its wake-up.
-const PART_FOR_OPS: u32 = 4;
+/// A disk that was not worth polling is tried again after so many waits; each time that it still is
+/// not, the number doubles. A try takes about half of a wait.
+const WAITS_MIN: u32 = 32;
+const WAITS_MAX: u32 = 256;
+
+/// What a microsecond of CPU time is worth: microseconds of latency, as a fraction. At 1 the server
+/// took 1.2 times the CPU time for a file, at 2 it lost a third of the IOPS of a loop device.
+const PRICE: [u32; 2] = [3, 2];
+
+/// What a sleep costs is measured in one sleep of so many: that takes two system calls.
+const SLEEPS_BETWEEN: u32 = 32;
 
 /// How much unused budget is kept: that of this time.
 const BUDGET_SPAN: Duration = Duration::from_millis(10);
@@ -23,19 +32,45 @@ pub(crate) enum Awaited {
     Op,
 }
 
-/// Times that grow while events come soon after the loop has run out of work, and shrink when
-/// they do not: a loop that waits for long sleeps at once. A budget bounds the sum.
-///
-/// There is one for each kind of wait, as they differ by much: a driver answers a call after
-/// the time that its wake-up takes, and a disk when it likes.
+/// The end of a wait that the loop sleeps through.
+pub(crate) struct Sleep {
+    awaited: Awaited,
+    /// When the wait began, polling included.
+    since: Instant,
+    /// The thread's CPU time when the sleep began, if the sleep is measured.
+    cpu: Option<Duration>,
+}
+
+/// How long busy-polling lasts, for each kind of wait, and a budget that bounds the sum. The other
+/// side of a source that was called comes after its wake-up; a disk answers when it likes.
 pub(crate) struct PollWindow {
-    windows: [Window; 2],
+    sources: Sources,
+    disk: Disk,
     budget: Option<Budget>,
 }
 
-struct Window {
-    time: Cell<Duration>,
+/// A time that grows while events come soon after the loop has run out of work, and shrinks when
+/// they do not: a loop that waits for long sleeps at once.
+struct Sources {
+    window: Cell<Duration>,
     max: Duration,
+}
+
+/// An account of latency. It is paid what polling saves: the latency that a sleep adds to the wait,
+/// and the price of the CPU time that the sleep would have cost. It pays the price of the CPU time
+/// that polling takes. The loop polls while there is something in the account.
+struct Disk {
+    max: Duration,
+    /// How long the loop waits if it sleeps, with its wake-up: a mean of late.
+    asleep: Cell<Duration>,
+    /// The CPU time of this thread that a sleep takes: a mean of late.
+    sleep_cost: Cell<Duration>,
+    balance: Cell<Duration>,
+    /// Waits until the next try, if the account is empty.
+    waits: Cell<u32>,
+    /// Waits from a try that fails to the next.
+    between: Cell<u32>,
+    sleeps: Cell<u32>,
 }
 
 /// A share of the time that may go into busy-polling.
@@ -54,45 +89,142 @@ impl PollWindow {
             left: Cell::new(Duration::ZERO),
             since: Cell::new(now),
         });
-        let window = |max| Window { time: Cell::new(Duration::ZERO), max };
-        Self { windows: [window(max), window(max / PART_FOR_OPS)], budget }
-    }
-
-    fn of(&self, awaited: Awaited) -> &Window {
-        match awaited {
-            Awaited::Source => &self.windows[0],
-            Awaited::Op => &self.windows[1],
-        }
+        Self { sources: Sources { window: Cell::default(), max }, disk: Disk::new(max), budget }
     }
 
     /// Whether the loop sleeps without a look.
     pub(crate) fn is_closed(&self, awaited: Awaited) -> bool {
-        self.of(awaited).time.get().is_zero()
+        match awaited {
+            Awaited::Source => self.sources.window.get().is_zero(),
+            Awaited::Op => self.disk.is_closed(),
+        }
     }
 
     /// How long to poll from `now` on.
     pub(crate) fn at(&self, awaited: Awaited, now: Instant) -> Duration {
-        let window = self.of(awaited).time.get();
+        let window = match awaited {
+            Awaited::Source => self.sources.window.get(),
+            Awaited::Op => self.disk.window(),
+        };
         match &self.budget {
             Some(budget) if !window.is_zero() => window.min(budget.at(now)),
             _ => window,
         }
     }
 
-    /// Says for how long the loop has polled.
-    pub(crate) fn spent(&self, time: Duration) {
+    /// Says for how long the loop has polled, and whether anything has come meanwhile.
+    pub(crate) fn polled(&self, awaited: Awaited, time: Duration, found: bool) {
         if let Some(budget) = &self.budget {
             budget.left.set(budget.left.get().saturating_sub(time));
         }
+        if awaited == Awaited::Op {
+            self.disk.polled(time, found);
+        }
     }
 
-    /// Learns from a wait in which polling found nothing: how long the event took to come.
-    pub(crate) fn slept(&self, awaited: Awaited, waited: Duration) {
-        let Window { time, max } = self.of(awaited);
-        let window = time.get();
-        let next = if waited > *max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(*max) };
-        time.set(if next < WINDOW_MIN { Duration::ZERO } else { next });
+    /// Polling has found nothing since `since`, and the loop sleeps.
+    pub(crate) fn falls_asleep(&self, awaited: Awaited, since: Instant) -> Sleep {
+        let is_measured = awaited == Awaited::Op && self.disk.measures_sleep();
+        Sleep { awaited, since, cpu: is_measured.then(clock::thread_cpu) }
     }
+
+    /// Learns from a sleep that ends at `now`.
+    pub(crate) fn slept(&self, sleep: &Sleep, now: Instant) {
+        let waited = now.saturating_duration_since(sleep.since);
+        match sleep.awaited {
+            Awaited::Source => self.sources.slept(waited),
+            Awaited::Op => {
+                let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
+                self.disk.slept(waited, cost);
+            }
+        }
+    }
+}
+
+impl Sources {
+    fn slept(&self, waited: Duration) {
+        let window = self.window.get();
+        let next =
+            if waited > self.max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(self.max) };
+        self.window.set(if next < WINDOW_MIN { Duration::ZERO } else { next });
+    }
+}
+
+impl Disk {
+    fn new(max: Duration) -> Self {
+        Self {
+            max,
+            asleep: Cell::default(),
+            sleep_cost: Cell::default(),
+            balance: Cell::default(),
+            waits: Cell::new(WAITS_MIN),
+            between: Cell::new(WAITS_MIN),
+            sleeps: Cell::default(),
+        }
+    }
+
+    fn is_closed(&self) -> bool {
+        let has_try = self.waits.get() == 0 && !self.max.is_zero();
+        self.balance.get().is_zero() && !has_try
+    }
+
+    /// Polling t instead of sleeping w, with c of CPU time, saves w - t + pc and takes pt: it pays
+    /// up to the (p + 1)th part of w + pc.
+    fn window(&self) -> Duration {
+        if self.is_closed() {
+            return Duration::ZERO;
+        }
+        let [price, of] = PRICE;
+        self.max.min((self.asleep.get() + price_of(self.sleep_cost.get())) * of / (price + of))
+    }
+
+    fn polled(&self, time: Duration, found: bool) {
+        let saved = if found {
+            self.asleep.get().saturating_sub(time) + price_of(self.sleep_cost.get())
+        } else {
+            Duration::ZERO
+        };
+        let taken = price_of(time);
+        if saved > taken {
+            self.between.set(WAITS_MIN);
+        }
+        let balance = (self.balance.get() + saved).saturating_sub(taken);
+        // A disk that becomes slow costs no more than this until it is noticed.
+        self.balance.set(balance.min(4 * self.max));
+        if balance.is_zero() {
+            let between = self.between.get();
+            self.waits.set(between);
+            self.between.set((2 * between).min(WAITS_MAX));
+        }
+    }
+
+    /// Whether the sleep that begins is to be measured.
+    fn measures_sleep(&self) -> bool {
+        let sleeps = self.sleeps.get();
+        self.sleeps.set((sleeps + 1) % SLEEPS_BETWEEN);
+        sleeps == 0 && !self.max.is_zero()
+    }
+
+    fn slept(&self, waited: Duration, cost: Option<Duration>) {
+        // Longer waits are all alike: polling does not pay.
+        follow(&self.asleep, waited.min(4 * self.max));
+        if let Some(cost) = cost {
+            follow(&self.sleep_cost, cost.min(self.max));
+        }
+        self.waits.set(self.waits.get().saturating_sub(1));
+    }
+}
+
+/// What CPU time is worth as latency.
+fn price_of(cpu: Duration) -> Duration {
+    let [price, of] = PRICE;
+    cpu * price / of
+}
+
+/// Moves a mean towards a new value.
+fn follow(mean: &Cell<Duration>, value: Duration) {
+    let old = mean.get();
+    mean.set(if old.is_zero() { value } else { (7 * old + value) / 8 });
 }
 
 impl Budget {
@@ -110,44 +242,131 @@ mod tests {
 
     const MAX: Duration = Duration::from_micros(32);
 
+    const fn us(micros: u64) -> Duration {
+        Duration::from_micros(micros)
+    }
+
     #[test]
     fn it_grows_to_its_bound_and_shrinks_to_nothing() {
         let now = Instant::now();
         let window = PollWindow::new(MAX, 100, now);
         for micros in [4, 8, 16, 32, 32] {
-            window.slept(Awaited::Source, Duration::from_micros(20));
-            assert_eq!(window.at(Awaited::Source, now), Duration::from_micros(micros));
+            window.sources.slept(us(20));
+            assert_eq!(window.at(Awaited::Source, now), us(micros));
         }
         for micros in [16, 8, 4, 0, 0] {
-            window.slept(Awaited::Source, Duration::from_millis(5));
-            assert_eq!(window.at(Awaited::Source, now), Duration::from_micros(micros));
+            window.sources.slept(Duration::from_millis(5));
+            assert_eq!(window.at(Awaited::Source, now), us(micros));
         }
         assert!(window.is_closed(Awaited::Source));
     }
 
+    /// Waits for a disk, in microseconds: what it takes, what a wake-up adds, and what a sleep
+    /// costs. Returns the time spent polling and the number of waits polled for.
+    fn wait(window: &PollWindow, disk: [u64; 3], waits: u32) -> (Duration, u32) {
+        let [takes, wake, cost] = disk.map(us);
+        let (mut spent, mut polled) = (Duration::ZERO, 0);
+        for _ in 0..waits {
+            let time = window.at(Awaited::Op, Instant::now());
+            assert_eq!(time.is_zero(), window.is_closed(Awaited::Op));
+            let found = time >= takes;
+            if !time.is_zero() {
+                polled += 1;
+                let time = time.min(takes);
+                window.polled(Awaited::Op, time, found);
+                spent += time;
+            }
+            if !found {
+                window.disk.slept(takes + wake, window.disk.measures_sleep().then_some(cost));
+            }
+        }
+        (spent, polled)
+    }
+
     #[test]
-    fn waits_for_ops_have_a_shorter_window_of_their_own() {
+    fn a_disk_is_polled_while_that_saves_more_than_it_takes() {
+        for (disk, pays) in [
+            ([8, 29, 9], true),
+            ([20, 29, 9], true),
+            ([25, 20, 12], true),
+            ([25, 20, 5], false),
+            // Longer than the bound.
+            ([33, 100, 9], false),
+            ([8, 2, 1], false),
+            ([1, 2, 1], true),
+            ([2, 1, 2], true),
+        ] {
+            let window = PollWindow::new(MAX, 100, Instant::now());
+            wait(&window, disk, 2 * WAITS_MIN);
+            let (spent, polled) = wait(&window, disk, 1000);
+            if pays {
+                assert_eq!(polled, 1000, "{disk:?}");
+            } else {
+                let tries = us(disk.iter().sum()) * 1000 / WAITS_MIN;
+                assert!(spent <= tries / 2, "{disk:?}: {spent:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_disk_that_becomes_slow_or_fast_is_noticed() {
+        let window = PollWindow::new(MAX, 100, Instant::now());
+        let (fast, slow) = ([8, 29, 9], [500, 29, 9]);
+        assert_eq!(wait(&window, fast, 1000).1, 1000 - WAITS_MIN);
+        let (spent, polled) = wait(&window, slow, 16);
+        assert!(spent <= 5 * MAX && polled < 16, "{spent:?} in {polled} waits");
+        assert!(wait(&window, slow, 10_000).1 <= 10_000 / WAITS_MAX + 5);
+        let (_, polled) = wait(&window, fast, 2 * WAITS_MAX);
+        assert!(polled >= WAITS_MAX, "{polled}");
+    }
+
+    #[test]
+    fn waits_for_sources_and_for_ops_are_apart() {
         let now = Instant::now();
         let window = PollWindow::new(MAX, 100, now);
-        for micros in [4, 8, 8] {
-            window.slept(Awaited::Op, MAX / PART_FOR_OPS);
-            assert_eq!(window.at(Awaited::Op, now), Duration::from_micros(micros));
-            assert!(window.is_closed(Awaited::Source));
-        }
-        // A disk that takes longer than a sleep costs.
-        window.slept(Awaited::Source, MAX);
-        for micros in [4, 0] {
-            window.slept(Awaited::Op, MAX);
-            assert_eq!(window.at(Awaited::Op, now), Duration::from_micros(micros));
-            assert!(!window.is_closed(Awaited::Source));
-        }
+        wait(&window, [8, 29, 9], 2 * WAITS_MIN);
+        assert!(window.is_closed(Awaited::Source) && !window.is_closed(Awaited::Op));
+        let window = PollWindow::new(MAX, 100, now);
+        window.sources.slept(MAX);
+        assert!(!window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
     }
 
     #[test]
     fn a_bound_of_zero_is_no_polling() {
         let window = PollWindow::new(Duration::ZERO, 100, Instant::now());
-        window.slept(Awaited::Source, Duration::ZERO);
+        window.sources.slept(Duration::ZERO);
         assert!(window.is_closed(Awaited::Source));
+        assert_eq!(wait(&window, [8, 29, 9], 10 * WAITS_MIN).1, 0);
+    }
+
+    #[test]
+    fn waits_that_pay_make_up_for_those_that_do_not() {
+        for (good, pays) in [(3, false), (15, true)] {
+            let window = PollWindow::new(MAX, 100, Instant::now());
+            let mut polled = 0;
+            for _ in 0..100 {
+                polled += wait(&window, [15, 25, 0], good).1;
+                polled += wait(&window, [30, 10, 0], 1).1;
+            }
+            let share = 100 * polled / (100 * (good + 1));
+            assert_eq!(share > 50, pays, "{share}% were polled for, {good} good ones in a row");
+        }
+    }
+
+    #[test]
+    fn a_sleep_costs_cpu_time() {
+        let window = PollWindow::new(Duration::from_secs(10), 100, Instant::now());
+        let before = Duration::from_millis(5);
+        while clock::thread_cpu() < before {
+            std::hint::spin_loop();
+        }
+        let since = clock::now();
+        let sleep = window.falls_asleep(Awaited::Op, since);
+        std::thread::sleep(us(100));
+        window.slept(&sleep, clock::now());
+        let Disk { asleep, sleep_cost, .. } = &window.disk;
+        assert!(asleep.get() >= us(100));
+        assert!(!sleep_cost.get().is_zero() && sleep_cost.get() < before);
     }
 
     #[test]
@@ -157,9 +376,9 @@ mod tests {
         let (mut now, mut polled) = (start, Duration::ZERO);
         // Events come 20 us after each poll, so polling would always pay.
         for _ in 0..10_000 {
-            window.slept(Awaited::Source, Duration::from_micros(20));
+            window.sources.slept(Duration::from_micros(20));
             let time = window.at(Awaited::Source, now);
-            window.spent(time);
+            window.polled(Awaited::Source, time, false);
             polled += time;
             now += time + Duration::from_micros(20);
         }
@@ -168,7 +387,7 @@ mod tests {
         // What was not used for a long time is not kept.
         now += Duration::from_secs(60);
         assert!(window.at(Awaited::Source, now) <= MAX);
-        window.spent(Duration::from_secs(1));
+        window.polled(Awaited::Source, Duration::from_secs(1), false);
         assert_eq!(window.at(Awaited::Source, now), Duration::ZERO);
     }
 }

@@ -271,17 +271,16 @@ impl Io {
         }
         let looks = look_is_due && (self.reactor.borrow().has_armed() || !self.harvest_on_submit);
         let sleeps = !busy && wait == Wait::ForEvent;
+        let sleep = since.filter(|_| sleeps).map(|s| self.poll_window.falls_asleep(awaited, s));
         if !busy || looks {
             self.sleep(sleeps)?;
         }
         if !busy || look_is_due {
             self.looked();
         }
-        if let Some(since) = since
-            && sleeps
-        {
+        if let Some(sleep) = sleep {
             let now = clock::now();
-            self.poll_window.slept(awaited, now.saturating_duration_since(since));
+            self.poll_window.slept(&sleep, now);
             self.recently.set(now);
         }
         self.reactor.borrow_mut().expire_timers(|owner| self.running.wake(owner));
@@ -397,7 +396,7 @@ impl Io {
                 || self.mailbox.is_posted();
             let polled = now.saturating_duration_since(since);
             if found || polled >= window {
-                self.poll_window.spent(polled);
+                self.poll_window.polled(awaited, polled, found);
                 return found;
             }
             clock::spin();

@@ -71,9 +71,9 @@ pub struct ServeArgs {
     /// submits wait for it, then does not affect exports on other threads.
     #[arg(long, value_name = "K")]
     pub iothread: Option<u16>,
-    /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps,
-    /// or a quarter of it while the disk has operations. It does so only while that has paid
-    /// lately; 0 disables it.
+    /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
+    /// It does so only while that pays: for a disk, while the CPU time that it takes is worth the
+    /// latency that it saves. 0 disables it.
     #[arg(long, value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
           value_parser = clap::value_parser!(u16).range(0..=10_000))]
     pub poll_max_us: u16,

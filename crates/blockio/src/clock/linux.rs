@@ -1,12 +1,19 @@
 //! The kernel's monotonic clock.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 /// The time now.
 #[inline]
 #[must_use]
 pub fn now() -> Instant {
     Instant::now()
+}
+
+/// The CPU time that the calling thread has taken.
+pub(crate) fn thread_cpu() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().expect("a thread does not run for ages")
 }
 
 /// Busy-polling lets a moment pass.

@@ -1,7 +1,9 @@
 //! The time that the loop goes by where kernels are simulated: that of the simulation, which stands
 //! still unless it is moved. On a thread without a simulated kernel it is the real one.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 /// What stands in for time, and for all that happens meanwhile.
 #[derive(Clone, Copy)]
@@ -28,6 +30,14 @@ pub fn now() -> Instant {
         return now;
     }
     Instant::now()
+}
+
+/// The CPU time that the calling thread has taken: none, where kernels are simulated.
+pub(crate) fn thread_cpu() -> Duration {
+    if HOOKS.get().is_some() {
+        return Duration::ZERO;
+    }
+    clock_gettime(ClockId::ThreadCPUTime).try_into().expect("a thread does not run for ages")
 }
 
 /// Busy-polling lets a moment pass.
