@@ -279,8 +279,7 @@ impl Queue {
     /// whatever it served.
     #[inline]
     pub(crate) fn show(&self, requests: usize) {
-        let Ok(requests) = u32::try_from(requests) else { unreachable!("a ring has 1024 chains") };
-        self.shown.requests.store(requests, Ordering::Relaxed);
+        self.shown.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
         self.shown.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
@@ -338,8 +337,7 @@ impl Queue {
         // The first chain after a call is to be seen when it comes.
         let fresh = runs.awaits_driver();
         let available = if self.halted.get() { Ok(0) } else { ring.available(fresh) };
-        // A bad ring is found out when something is popped.
-        let available = available.unwrap_or(1);
+        let available = available.unwrap_or(1); // A bad ring is found out by the pop.
         if available > 0 {
             // What completes meanwhile is no work of the driver.
             runs.wakes(clock::now);
@@ -359,14 +357,14 @@ impl Queue {
     #[inline]
     pub(crate) fn publish_before_run(&self) {
         if self.runs.borrow().are_at_once() {
-            self.publish();
+            self.publish_early();
         }
     }
 
     /// Makes answers visible. Calls the driver if it sleeps and the moment has come; if not, the
     /// end of the turn does.
     #[inline]
-    pub(crate) fn publish(&self) {
+    pub(crate) fn publish_early(&self) {
         let ring = &mut *self.ring.borrow_mut();
         let runs = &mut *self.runs.borrow_mut();
         let count = ring.publish_quietly();
@@ -374,11 +372,9 @@ impl Queue {
             return;
         }
         runs.answered(count);
-        let unanswered =
-            |ring: &mut SplitQueue| ring.available(true).unwrap_or(0) + ring.in_device();
         // A driver that was called is on its way. Without event idx it seems to sleep until then.
         let sleeps = !runs.awaits_driver() && ring.is_awaited();
-        if !runs.adapt() || (sleeps && runs.is_call_due(unanswered(ring))) {
+        if !runs.adapt() || (sleeps && runs.is_call_due(available_now(ring) + ring.in_device())) {
             self.call_if_wanted(ring, runs);
         }
     }
@@ -389,12 +385,11 @@ impl Queue {
         if ring.publish()
             && let Some(call) = &*self.call.borrow()
         {
-            let available = |ring: &mut SplitQueue| ring.available(true).unwrap_or(0);
-            let before = available(ring);
+            let before = available_now(ring);
             runs.calls(before + ring.in_device(), ring.next_avail().wrapping_add(before));
             self.stats.syscalls.eventfd_write.add(1);
             self.caller.add_one(call);
-            runs.called(ring.next_avail().wrapping_add(available(ring)));
+            runs.called(ring.next_avail().wrapping_add(available_now(ring)));
         }
     }
 
@@ -463,6 +458,11 @@ impl Queue {
     pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
         io.register_memory(self.memory.whole())
     }
+}
+
+/// Chains that may be popped. The next pop finds out that a ring is bad.
+fn available_now(ring: &mut SplitQueue) -> u16 {
+    ring.available(true).unwrap_or(0)
 }
 
 impl Drop for Queue {

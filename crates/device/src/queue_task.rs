@@ -99,7 +99,7 @@ fn run<F: Future<Output = ()>>(
                 queue.count_lists(&chain);
                 requests.spawn(cx, serve(chain));
                 if run.publishes_each {
-                    queue.publish();
+                    queue.publish_early();
                 }
             }
             Ok(None) => break false,
@@ -109,7 +109,7 @@ fn run<F: Future<Output = ()>>(
             }
         }
     };
-    queue.publish();
+    queue.publish_early();
     (popped, more)
 }
 
