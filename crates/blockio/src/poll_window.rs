@@ -11,7 +11,7 @@ const WINDOW_MIN: Duration = Duration::from_micros(4);
 /// A disk that was not worth polling is tried again after so many waits; each time that it still is
 /// not, the number doubles. A try takes about half of a wait.
 const WAITS_MIN: u32 = 32;
-const WAITS_MAX: u32 = 256;
+const WAITS_MAX: u32 = 64;
 
 /// What a microsecond of CPU time is worth: microseconds of latency, as a fraction. At 1 the server
 /// took 1.2 times the CPU time for a file, at 2 it lost a third of the IOPS of a loop device.
