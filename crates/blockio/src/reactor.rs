@@ -235,3 +235,64 @@ impl Reactor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::task_key::NO_TASK;
+
+    /// Counts what it is told.
+    #[derive(Default)]
+    struct Told {
+        notified: Cell<u32>,
+        disarmed: Cell<u32>,
+        has_work: Cell<bool>,
+    }
+
+    impl Source for Told {
+        fn notify(&self) {
+            self.notified.set(self.notified.get() + 1);
+        }
+
+        fn arm(&self) -> Armed {
+            Armed::Yes
+        }
+
+        fn disarm(&self) {
+            self.disarmed.set(self.disarmed.get() + 1);
+        }
+
+        fn has_work(&self) -> bool {
+            self.has_work.get()
+        }
+    }
+
+    /// The other side of a source that was notified reacts soon. A loop that polls must see that,
+    /// or it spins to the end of its window and then finds the eventfd.
+    #[test]
+    fn a_notified_source_is_looked_at_by_a_loop_that_polls() {
+        for polls in [false, true] {
+            let (told, quiet) = (Rc::new(Told::default()), Rc::new(Told::default()));
+            let mut reactor = Reactor::default();
+            for source in [&told, &quiet] {
+                let source: Rc<dyn Source> = Rc::<Told>::clone(source);
+                let entry =
+                    Entry { source, kick: None, task: NO_TASK, armed: false, to_notify: false };
+                reactor.sources.push(Some(entry));
+            }
+            reactor.disarmed.extend([0, 1]);
+            reactor.arm(&mut Vec::new());
+            reactor.notify_at_end(SourceId(0));
+            reactor.notify(polls);
+            assert_eq!((told.notified.get(), quiet.notified.get()), (1, 0));
+            assert_eq!((told.disarmed.get(), quiet.disarmed.get()), (u32::from(polls), 0));
+            told.has_work.set(true);
+            quiet.has_work.set(true);
+            let mut found = 0;
+            reactor.look(|_| found += 1);
+            assert_eq!(found, u32::from(polls));
+        }
+    }
+}
