@@ -25,7 +25,7 @@ use ringhaul::control::{Control, ExportSetup};
 use ringhaul::export::Endpoint;
 use ringhaul::io_threads::IoThreads;
 use ringhaul::memory_limits::MemoryLimits;
-use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_fuzz::{Input, has_thread, memfd, open_descriptors};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -86,13 +86,13 @@ fn run(threads: &IoThreads, mut input: Input) {
     let (sender, ended) = channel();
     let spec = ExportSpec {
         endpoint: EndpointSpec::Fd(3),
-        disk: DiskSpec::Null { size_bytes: 1 << 20 },
+        device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
         settings: ExportSettings::default(),
     };
     let export = ExportSetup {
         spec,
         log,
-        disk: source,
+        disks: vec![source],
         device,
         endpoint: Endpoint::Connection(theirs),
         threads: threads.remotes().to_vec(),

@@ -147,6 +147,16 @@ impl DiskSource {
         }
     }
 
+    /// Whether the kernel says that its medium rotates, so that requests cost the less the nearer
+    /// they are.
+    #[must_use]
+    pub fn is_rotational(&self) -> bool {
+        match &self.kind {
+            SourceKind::File(source) => source.is_rotational,
+            SourceKind::Null => false,
+        }
+    }
+
     /// Whether it is a null disk, which never needs an engine.
     #[must_use]
     pub fn is_null(&self) -> bool {

@@ -12,11 +12,15 @@ use crate::blk::device::BlkDevice;
 use crate::blk::request::Blk;
 use crate::common::Common;
 use crate::config_space;
-use crate::event_buffers::EventBuffers;
 use crate::events::Events;
 use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueSetup, StartError};
 use crate::queue_task::{self, Handler};
+use crate::scsi::ScsiDevice;
+use crate::scsi::config::{FIRST_REQUEST_QUEUE, ScsiOptions};
+use crate::scsi::control_queue::Control;
+use crate::scsi::event_queue::EventQueue;
+use crate::scsi::request::Scsi;
 use crate::stats::{QueueStats, RequestTotals};
 
 /// A virtio device, shared by its queues and its controller. Clones are handles of the same
@@ -25,6 +29,8 @@ use crate::stats::{QueueStats, RequestTotals};
 pub enum Device {
     /// virtio-blk (virtio 1.3, section 5.2).
     Blk(BlkDevice),
+    /// virtio-scsi (virtio 1.3, section 5.6).
+    Scsi(ScsiDevice),
 }
 
 /// What a queue is for, which follows from its number.
@@ -52,11 +58,18 @@ impl Device {
         Self::Blk(BlkDevice::new(source, options, events))
     }
 
+    /// A virtio-scsi device without logical units. `events` receives what goes wrong.
+    #[must_use]
+    pub fn scsi(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
+        Self::Scsi(ScsiDevice::new(options, events))
+    }
+
     /// The most queues that a driver may use.
     #[must_use]
     pub fn num_queues(&self) -> u16 {
         match self {
             Self::Blk(blk) => blk.num_queues(),
+            Self::Scsi(scsi) => scsi.num_queues(),
         }
     }
 
@@ -65,6 +78,11 @@ impl Device {
     pub fn queue_role(&self, index: u16) -> Option<QueueRole> {
         match self {
             Self::Blk(blk) => (index < blk.num_queues()).then_some(QueueRole::Request),
+            Self::Scsi(scsi) => (index < scsi.num_queues()).then_some(match index {
+                0 => QueueRole::Control,
+                1 => QueueRole::Event,
+                FIRST_REQUEST_QUEUE.. => QueueRole::Request,
+            }),
         }
     }
 
@@ -73,6 +91,7 @@ impl Device {
     pub fn features(&self) -> u64 {
         match self {
             Self::Blk(blk) => blk.features(),
+            Self::Scsi(scsi) => scsi.features(),
         }
     }
 
@@ -94,6 +113,7 @@ impl Device {
         let before = self.common().set_features(features);
         match self {
             Self::Blk(blk) => blk.negotiated(before, features),
+            Self::Scsi(scsi) => scsi.negotiated(before, features),
         }
         Ok(())
     }
@@ -109,6 +129,7 @@ impl Device {
         self.common().set_features(negotiated.features);
         match self {
             Self::Blk(blk) => blk.restore(&negotiated.space),
+            Self::Scsi(scsi) => scsi.restore(&negotiated.space),
         }
     }
 
@@ -117,6 +138,7 @@ impl Device {
         self.common().set_features(0);
         match self {
             Self::Blk(blk) => blk.reset(),
+            Self::Scsi(scsi) => scsi.reset(),
         }
     }
 
@@ -125,6 +147,7 @@ impl Device {
     pub fn config_space(&self) -> Vec<u8> {
         match self {
             Self::Blk(blk) => blk.config_space(),
+            Self::Scsi(scsi) => scsi.config_space(),
         }
     }
 
@@ -142,6 +165,7 @@ impl Device {
     pub fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         match self {
             Self::Blk(blk) => blk.write_config(offset, data),
+            Self::Scsi(scsi) => scsi.write_config(offset, data),
         }
     }
 
@@ -153,7 +177,8 @@ impl Device {
     /// When another field differs. Nothing is written then.
     pub fn restore_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         let fields = match self {
-            Self::Blk(_) => &BlkDevice::WRITABLE_FIELDS,
+            Self::Blk(_) => &BlkDevice::WRITABLE_FIELDS[..],
+            Self::Scsi(_) => &ScsiDevice::WRITABLE_FIELDS,
         };
         let space = self.config_space();
         let parts = config_space::writable_parts(&space, fields, offset, data)?;
@@ -206,6 +231,7 @@ impl Device {
     pub fn late_since(&self) -> Option<Instant> {
         match self {
             Self::Blk(blk) => blk.late_since(),
+            Self::Scsi(scsi) => scsi.late_since(),
         }
     }
 
@@ -221,16 +247,28 @@ impl Device {
         };
         let (queue, handle) = Queue::new(setup, io, self.common().queue_options(index))?;
         match (self, role) {
-            (_, QueueRole::Event) => self.spawn(io, queue, EventBuffers::default()),
-            (Self::Blk(blk), QueueRole::Request) => self.spawn(io, queue, Blk::new(blk, io)),
-            (Self::Blk(_), QueueRole::Control) => unreachable!("virtio-blk has no such queue"),
+            (Self::Blk(blk), QueueRole::Request) => {
+                self.spawn(io, queue, Rc::new(Blk::new(blk, io)));
+            }
+            (Self::Blk(_), _) => unreachable!("virtio-blk has no such queue"),
+            (Self::Scsi(scsi), QueueRole::Request) => {
+                let handler = Scsi::new(scsi, index, io, &queue);
+                self.spawn(io, queue, Rc::new(handler));
+            }
+            (Self::Scsi(scsi), QueueRole::Control) => {
+                self.spawn(io, queue, Rc::new(Control::new(scsi)));
+            }
+            (Self::Scsi(scsi), QueueRole::Event) => {
+                let handler = EventQueue::start(scsi.events(), io, &queue);
+                self.spawn(io, queue, handler);
+            }
         }
         Ok(handle)
     }
 
-    fn spawn(&self, io: &Rc<Io>, queue: Rc<Queue>, handler: impl Handler) {
+    fn spawn(&self, io: &Rc<Io>, queue: Rc<Queue>, handler: Rc<impl Handler>) {
         let memory = self.register_memory(io, &queue);
-        let task = queue_task::serve(Rc::clone(io), queue, Rc::new(handler));
+        let task = queue_task::serve(Rc::clone(io), queue, handler);
         io.spawn(async move {
             let stopped = task.await;
             drop(memory);
@@ -249,15 +287,17 @@ impl Device {
 
     /// Whether its ops on this IoThread are those of io_uring.
     fn has_io_uring(&self, io: &Io) -> bool {
-        let engine = match self {
-            Self::Blk(blk) => blk.source().engine_on(io),
-        };
-        engine == Some(EngineKind::IoUring)
+        let is_one = |source: &DiskSource| source.engine_on(io) == Some(EngineKind::IoUring);
+        match self {
+            Self::Blk(blk) => is_one(blk.source()),
+            Self::Scsi(scsi) => scsi.sources().iter().any(is_one),
+        }
     }
 
     fn common(&self) -> &Common {
         match self {
             Self::Blk(blk) => blk.common(),
+            Self::Scsi(scsi) => scsi.common(),
         }
     }
 }

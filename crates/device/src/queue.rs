@@ -6,7 +6,7 @@ use std::io;
 use std::num::NonZeroU16;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::task::Waker;
 
 use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, clock};
@@ -17,30 +17,9 @@ use crate::call_watch::{CallTrust, Caller};
 use crate::events::{Events, QueueFault};
 use crate::lists::Lists;
 use crate::queue_setup::{QueueSetup, StartError};
+use crate::queue_watch::{QueueWatch, Shown, Unheard};
 use crate::runs::{Run, Runs, View};
 use crate::stats::{QueueStats, RequestKind};
-
-/// What other threads see of a queue.
-#[derive(Default)]
-struct Shown {
-    /// Commands that the IoThread has not carried out yet.
-    unheard: AtomicU32,
-    /// Requests that were taken and are not answered, as of the last run.
-    requests: AtomicU32,
-    /// The avail entry that is popped next, as of the last run.
-    next_avail: AtomicU16,
-    /// There was no room for another chain in the last run.
-    is_full: AtomicBool,
-}
-
-/// A command on its way, until it is carried out or dropped.
-struct Unheard(Arc<Shown>);
-
-impl Drop for Unheard {
-    fn drop(&mut self) {
-        self.0.unheard.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 thread_local! {
     /// The queues of this thread, for commands that come from others.
@@ -119,26 +98,6 @@ impl QueueHandle {
     #[must_use]
     pub fn watch(&self) -> QueueWatch {
         QueueWatch { shown: Arc::clone(&self.shown) }
-    }
-}
-
-/// A queue, seen without the help of its IoThread.
-#[derive(Clone)]
-pub struct QueueWatch {
-    shown: Arc<Shown>,
-}
-
-impl QueueWatch {
-    /// Requests that were taken and are not answered yet, as of the queue's last run.
-    #[must_use]
-    pub fn requests(&self) -> u32 {
-        self.shown.requests.load(Ordering::Relaxed)
-    }
-
-    /// Whether the IoThread has seen all commands for the queue, such as to stop.
-    #[must_use]
-    pub fn has_heard(&self) -> bool {
-        self.shown.unheard.load(Ordering::Relaxed) == 0
     }
 }
 
@@ -239,7 +198,8 @@ impl Queue {
         *self.waker.borrow_mut() = Some(waker.clone());
     }
 
-    fn wake(&self) {
+    /// Has the queue's task look at it.
+    pub(crate) fn wake(&self) {
         if let Some(waker) = &*self.waker.borrow() {
             waker.wake_by_ref();
         }
@@ -406,6 +366,21 @@ impl Queue {
     #[inline]
     pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
         self.requests.count(kind, bytes);
+    }
+
+    /// Counts a request that is about to be pushed with an error status of which there is nothing
+    /// to report, since the driver asks for what the device may not have.
+    #[cold]
+    pub(crate) fn refuse(&self, kind: RequestKind) {
+        self.requests.count_error(kind);
+    }
+
+    /// Avail entries that were not popped: the first, and the one behind the last.
+    pub(crate) fn chains(&self) -> [u16; 2] {
+        let ring = &mut *self.ring.borrow_mut();
+        let first = ring.next_avail();
+        let count = if self.broken.get() { 0 } else { available_now(ring) };
+        [first, first.wrapping_add(count)]
     }
 
     /// Counts a request that is about to be pushed with an error status, and reports it.

@@ -216,7 +216,6 @@ mod tests {
     use virtqueue::driver::{Desc, Used};
 
     use super::*;
-    use crate::event_buffers::EventBuffers;
     use crate::queue::QueueHandle;
     use crate::testing::{DATA, Scene, count_of, new_eventfd};
 
@@ -232,6 +231,22 @@ mod tests {
         fn open(&self) {
             self.is_open.set(true);
             self.wakers.take().into_iter().for_each(Waker::wake);
+        }
+    }
+
+    /// Keeps chains until its queue stops, as one for events does.
+    #[derive(Default)]
+    struct Holder(RefCell<Vec<Chain>>);
+
+    impl Handler for Holder {
+        async fn serve(self: Rc<Self>, _: Rc<Queue>, chain: Chain) {
+            self.0.borrow_mut().push(chain);
+        }
+
+        fn stop(&self, queue: &Queue) {
+            for chain in self.0.take() {
+                queue.push(chain.head, 0);
+            }
         }
     }
 
@@ -259,7 +274,7 @@ mod tests {
     #[test]
     fn event_buffers_are_held_and_given_back_at_a_stop() {
         let mut scene = Scene::new();
-        let handle = scene.start(EventBuffers::default());
+        let handle = scene.start(Holder::default());
         let heads: Vec<u32> = (0..40).map(|_| scene.offer(&buffer()).into()).collect();
         scene.turn(50);
         assert_eq!(handle.next_avail(), 40, "all are taken");
@@ -331,7 +346,7 @@ mod tests {
     #[test]
     fn a_call_is_forced_at_the_start_and_when_the_eventfd_is_replaced() {
         let scene = Scene::new();
-        let handle = scene.start(EventBuffers::default());
+        let handle = scene.start(Holder::default());
         scene.turn(10);
         assert_eq!(count_of(&scene.call), 1, "invariant 8: no call at the start");
         let call = new_eventfd();
@@ -344,7 +359,7 @@ mod tests {
     #[test]
     fn a_stop_is_heard_once_it_is_carried_out() {
         let scene = Scene::new();
-        let handle = scene.start(EventBuffers::default());
+        let handle = scene.start(Holder::default());
         let watch = handle.watch();
         handle.set_call(None);
         let stopped = handle.begin_stop();
@@ -358,7 +373,7 @@ mod tests {
     fn a_stop_is_answered_with_nothing_when_the_io_thread_has_ended() {
         for is_posted in [true, false] {
             let scene = Scene::new();
-            let mut handle = Some(scene.start(EventBuffers::default()));
+            let mut handle = Some(scene.start(Holder::default()));
             scene.turn(10);
             let watch = handle.as_ref().map(QueueHandle::watch);
             let mut stop = || handle.take().map(QueueHandle::begin_stop);

@@ -109,6 +109,36 @@ impl Buffers {
         }
     }
 
+    /// Leaves the first `bytes` bytes; no change when there are fewer.
+    #[inline]
+    pub fn truncate(&mut self, bytes: usize) {
+        let mut excess = self.bytes.saturating_sub(bytes);
+        self.bytes -= excess;
+        while excess > 0 {
+            let last = self.iovecs.last_mut().expect("the ranges have the bytes that are counted");
+            if excess < last.iov_len {
+                last.iov_len -= excess;
+                return;
+            }
+            excess -= last.iov_len;
+            self.iovecs.pop();
+        }
+    }
+
+    /// Takes the first `bytes` bytes off, as a list of their own. `None`, and no change, when there
+    /// are fewer.
+    #[inline]
+    #[must_use]
+    pub fn split_front(&mut self, bytes: usize) -> Option<Self> {
+        if self.bytes < bytes {
+            return None;
+        }
+        let mut front = self.again();
+        front.truncate(bytes);
+        self.advance(bytes);
+        Some(front)
+    }
+
     /// Takes a copy of the first `N` bytes off the front. `None`, and no change, when there are
     /// fewer.
     #[inline]

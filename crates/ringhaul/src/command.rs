@@ -129,9 +129,9 @@ pub struct ExportStatus {
     pub spec: ExportSpec,
     /// What it is at.
     pub state: ExportState,
-    /// How large its disk is now; 0 while it is being opened.
+    /// How large its disks are now, all together; 0 while they are being opened.
     pub size_bytes: u64,
-    /// How its disk is doing.
+    /// How its disks are doing: the worst of them.
     pub disk_state: DiskState,
     /// Whether a front-end is connected.
     pub connected: bool,
@@ -160,8 +160,8 @@ impl ExportStatus {
     }
 }
 
-/// How a disk is doing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// How a disk is doing, the worst last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskState {
     /// It answers.
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn commands_can_be_written_down() {
-        let add = r#"{"add": [{"endpoint": {"path": "/a"}, "disk": {"file": "/b"}}]}"#;
+        let add = r#"{"add": [{"endpoint": {"path": "/a"}, "device": {"blk": {"file": "/b"}}}]}"#;
         for (text, is_good) in [
             (add, true),
             (r#"{"remove": "/a"}"#, true),

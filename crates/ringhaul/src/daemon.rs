@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use device::{CallWatch, Device};
+use device::CallWatch;
 
 use crate::command::{Command, CommandError, Reply};
 use crate::control::{Control, ExportSetup};
@@ -16,7 +16,7 @@ use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::side_by_side::side_by_side;
-use crate::spec::{EndpointSpec, ExportSpec};
+use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec};
 use crate::thread_watch::ThreadWatch;
 
 /// Serves disks. It has any number of exports, each known by its name, that of its socket.
@@ -143,27 +143,38 @@ impl Daemon {
     fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
         specs.iter().try_for_each(|spec| spec.settings.check(self.args.iothreads))?;
         let names = self.control.reserve(&specs)?;
-        let disks = side_by_side(&specs, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
+        let wanted: Vec<_> = specs.iter().flat_map(ExportSpec::disks).collect();
+        let disks =
+            side_by_side(&wanted, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
         let choices = choose(&self.args, &disks);
         // Behind what disks may hang in, so that no socket is left behind then, and before the
         // threads, which say what they chose: what is refused is refused in one line.
         let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
         let (mut opened_all, mut ready) = (Vec::new(), Vec::new());
-        let opened = disks.into_iter().zip(choices).zip(endpoints);
-        for (spec, ((mut disk, choice), endpoint)) in specs.into_iter().zip(opened) {
+        let mut opened = disks.into_iter().zip(choices);
+        for (spec, endpoint) in specs.into_iter().zip(endpoints) {
             let threads = self.threads_for(&spec)?;
-            // Without the pool, for one of the threads may be stuck.
-            let engine = set_up(&self.args, &threads, &disk, choice)?;
-            disk.source = disk.source.prefer_engine(engine);
-            ready.push((disk.name.clone(), serving(&spec, &disk)));
-            opened_all.push((spec, disk, endpoint, threads));
+            let mut disks = Vec::new();
+            for (mut disk, choice) in opened.by_ref().take(spec.disks().len()) {
+                // Without the pool, for one of the threads may be stuck.
+                let engine = set_up(&self.args, &threads, &disk, choice)?;
+                disk.source = disk.source.prefer_engine(engine);
+                disks.push(disk);
+            }
+            let log = Arc::new(ExportLog::new(spec.log_name(disks.first())));
+            let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log))?;
+            ready.push((log.name().to_owned(), serving(&spec, &disks)));
+            opened_all.push((spec, disks, log, device, endpoint, threads));
         }
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
-        let set_up = opened_all.into_iter().map(|(spec, disk, endpoint, threads)| {
+        let set_up = opened_all.into_iter().map(|(spec, disks, log, device, endpoint, threads)| {
             let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
             // Its name is reserved, so nobody else has taken it.
             let endpoint = endpoint.context("the inherited descriptor serves another export")?;
-            Ok(self.set_up(spec, disk, endpoint, threads))
+            let disks = disks.into_iter().map(|disk: OpenDisk| disk.source).collect();
+            let threads = threads.into_iter().map(|thread: Thread| thread.remote).collect();
+            let limits = self.limits.clone();
+            Ok(ExportSetup { spec, log, disks, device, endpoint, threads, limits })
         });
         let exports = set_up.collect::<Result<Vec<_>>>()?;
         names.serve(exports)?;
@@ -203,21 +214,6 @@ impl Daemon {
         Ok(threads)
     }
 
-    fn set_up(
-        &self,
-        spec: ExportSpec,
-        disk: OpenDisk,
-        endpoint: Endpoint,
-        threads: Vec<Thread>,
-    ) -> ExportSetup {
-        let OpenDisk { name, source, options, .. } = disk;
-        let log = Arc::new(ExportLog::new(name));
-        let device = Device::blk(source.clone(), options, Arc::<ExportLog>::clone(&log));
-        let threads = threads.into_iter().map(|thread| thread.remote).collect();
-        let limits = self.limits.clone();
-        ExportSetup { spec, log, disk: source, device, endpoint, threads, limits }
-    }
-
     fn pool(&self) -> MutexGuard<'_, Pool> {
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -248,9 +244,13 @@ impl Ending {
 }
 
 /// The line that says that an export is served.
-fn serving(spec: &ExportSpec, disk: &OpenDisk) -> String {
+fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
+    let what = match (&spec.device, disks) {
+        (DeviceSpec::Blk(_), [disk]) => disk.summary.clone(),
+        (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
+    };
     match &spec.endpoint {
-        EndpointSpec::Path(path) => format!("{}; serving on {}", disk.summary, path.display()),
-        EndpointSpec::Fd(_) => format!("{}; serving on an inherited socket", disk.summary),
+        EndpointSpec::Path(path) => format!("{what}; serving on {}", path.display()),
+        EndpointSpec::Fd(_) => format!("{what}; serving on an inherited socket"),
     }
 }

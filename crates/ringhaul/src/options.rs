@@ -3,10 +3,12 @@
 mod disk;
 mod export;
 pub mod switches;
+mod unit;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use anyhow::Context;
 use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
 use device::blk::config::QUEUES_MAX;
@@ -27,6 +29,18 @@ pub struct ServeArgs {
     /// to.
     #[arg(long, value_name = "FD", allow_negative_numbers = true)]
     pub fd: Option<i32>,
+    /// What the guest sees: a virtio-blk device with one disk, or a virtio-scsi device with those
+    /// that `--lun` names.
+    #[arg(long, value_name = "DEVICE", default_value = "blk")]
+    pub device: DeviceKind,
+    /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
+    /// repeated. It needs `blk-file=PATH` or `null=SIZE`. `read-only`, `lock`, `cache` and
+    /// `logical-block-size` are as the options of these names, which hold for units that leave them
+    /// out; `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`,
+    /// `discard=on|off`, `vendor`, `product` and `revision` are what the guest sees. Write a comma
+    /// in a value twice.
+    #[arg(long, value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"])]
+    pub lun: Vec<String>,
     /// Serve this regular file or block device.
     #[arg(long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
@@ -36,7 +50,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "KIND,KEY=VALUE")]
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH`, and
-    /// `blk-file=PATH` or `null=SIZE`. `read-only=on|off`, `lock`, `cache`, `serial`,
+    /// `blk-file=PATH` or `null=SIZE`; or `device=scsi` and units, each of which begins with
+    /// `lun=[T:]LUN`, followed by its keys. `read-only=on|off`, `lock`, `cache`, `serial`,
     /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
     /// names, which hold for exports that leave them out (except `serial` and `iothread`). Write a
     /// comma in a value twice.
@@ -130,6 +145,15 @@ pub struct ServeArgs {
     pub logical_block_size: Option<u32>,
 }
 
+/// Values of `--device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceKind {
+    /// virtio-blk.
+    Blk,
+    /// virtio-scsi.
+    Scsi,
+}
+
 /// Values of `--memory-files`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MemoryFilesChoice {
@@ -204,6 +228,11 @@ fn parse_memory_size(text: &str) -> Result<u64, String> {
 fn parse_serial(text: &str) -> Result<String, String> {
     check_serial(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
+}
+
+fn parse_on_off(text: &str) -> anyhow::Result<bool> {
+    let value = OnOff::from_str(text, false).map_err(anyhow::Error::msg);
+    Ok(value.context("it must be on or off")?.is_on())
 }
 
 fn parse_queue_size(text: &str) -> Result<u16, String> {

@@ -15,7 +15,7 @@ pub struct ExportSpec {
     /// Where front-ends come from.
     pub endpoint: EndpointSpec,
     /// What is exported.
-    pub disk: DiskSpec,
+    pub device: DeviceSpec,
     /// How.
     #[serde(flatten)]
     pub settings: ExportSettings,
@@ -40,6 +40,85 @@ pub enum EndpointSpec {
     Path(PathBuf),
     /// A descriptor that was inherited.
     Fd(i32),
+}
+
+/// A device by its kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceSpec {
+    /// virtio-blk on one disk.
+    Blk(DiskSpec),
+    /// virtio-scsi with these logical units.
+    Scsi(Vec<UnitSpec>),
+}
+
+/// A logical unit of a virtio-scsi device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct UnitSpec {
+    /// 0 to 255.
+    #[serde(default)]
+    pub target: u8,
+    /// 0 to 16,383.
+    pub lun: u16,
+    /// What is behind it.
+    pub disk: DiskSpec,
+    /// How it is shown; what is left out is as for the whole export.
+    #[serde(default)]
+    pub settings: UnitSettings,
+}
+
+/// How a logical unit is shown, where it differs from what is usual.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
+pub struct UnitSettings {
+    /// As that of [`ExportSettings`], like the next four.
+    pub read_only: Option<bool>,
+    #[expect(missing_docs, reason = "see above")]
+    pub no_lock: Option<bool>,
+    #[expect(missing_docs, reason = "see above")]
+    pub cache: Option<CacheMode>,
+    #[expect(missing_docs, reason = "see above")]
+    pub logical_block_bytes: Option<u32>,
+    /// Up to 36 bytes. `None`: what follows from what the disk is.
+    pub serial: Option<String>,
+    /// An NAA identifier of 16 hexadecimal digits. `None`: what follows from what the disk is.
+    pub wwn: Option<Wwn>,
+    /// `None`: not, or as the block device says.
+    pub rotational: Option<bool>,
+    /// Whether the guest may give blocks back. `None`: it may.
+    pub discard: Option<bool>,
+    /// Up to 8 bytes.
+    pub vendor: Option<String>,
+    /// Up to 16 bytes.
+    pub product: Option<String>,
+    /// Up to 4 bytes.
+    pub revision: Option<String>,
+}
+
+/// An NAA identifier of 8 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Wwn(pub [u8; 8]);
+
+impl TryFrom<String> for Wwn {
+    type Error = anyhow::Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        let digits = text.strip_prefix("0x").unwrap_or(&text);
+        let number = (digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok()).flatten();
+        match number {
+            // IEEE Extended, locally assigned, IEEE Registered (SPC-5, section 7.7.6.6).
+            Some(number) if matches!(number >> 60, 2 | 3 | 5) => Ok(Self(number.to_be_bytes())),
+            _ => bail!("'{text}' is no WWN: it needs 16 hexadecimal digits, the first 2, 3 or 5"),
+        }
+    }
+}
+
+impl From<Wwn> for String {
+    fn from(wwn: Wwn) -> Self {
+        format!("{:016x}", u64::from_be_bytes(wwn.0))
+    }
 }
 
 /// A disk by its kind.
@@ -204,7 +283,8 @@ mod tests {
     #[test]
     fn a_misspelt_key_is_refused() {
         let with = |disk: &str, more: &str| {
-            let text = format!(r#"{{"endpoint": {{"path": "/a"}}, "disk": {disk}{more}}}"#);
+            let text =
+                format!(r#"{{"endpoint": {{"path": "/a"}}, "device": {{"blk": {disk}}}{more}}}"#);
             serde_json::from_str::<ExportSpec>(&text).map_err(|error| error.to_string())
         };
         let file = r#"{"file": "/b"}"#;
@@ -216,8 +296,8 @@ mod tests {
 
     #[test]
     fn an_export_can_be_written_down_and_read_with_what_is_usual_left_out() {
-        let text = r#"{"endpoint": {"path": "/a.sock"}, "disk": {"null": {"size_bytes": 512}},
-                       "cache": "directsync"}"#;
+        let text = r#"{"endpoint": {"path": "/a.sock"}, "cache": "directsync",
+                       "device": {"blk": {"null": {"size_bytes": 512}}}}"#;
         let spec: ExportSpec = serde_json::from_str(text).unwrap();
         let settings =
             ExportSettings { cache: Some(CacheMode::Directsync), ..ExportSettings::default() };

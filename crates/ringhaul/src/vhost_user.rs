@@ -17,7 +17,7 @@ mod session;
 mod setup;
 mod undo;
 
-pub use connection::PROTOCOL_FEATURES;
+pub use config::PROTOCOL_FEATURES;
 pub use examiner::Examiner;
 pub use session::{End, Load, Progress, Session};
 pub use setup::SessionSetup;

@@ -15,4 +15,4 @@ pub use accelerator::Accelerator;
 pub use channel::Stop;
 pub use image::{Image, shared_libraries};
 pub use qemu::QemuCrashed;
-pub use vm::{Disk, ScriptOutput, Vm, VmOptions};
+pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use ringhaul_kit::guest::{Accelerator, Disk, Image, Stop, Vm, VmOptions};
+use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Stop, Vm, VmOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 #[derive(Parser)]
@@ -31,9 +31,13 @@ enum Command {
 
 #[derive(clap::Args)]
 struct RunArgs {
-    /// Socket of a vhost-user-blk back-end; again for a further disk
+    /// Socket of a vhost-user back-end; again for a further device
     #[arg(long = "socket", value_name = "PATH")]
     sockets: Vec<PathBuf>,
+
+    /// The devices are virtio-scsi, not virtio-blk
+    #[arg(long)]
+    scsi: bool,
 
     /// Shell script to run in the guest, again for a further one; without it, stdin is run
     #[arg(long = "script", value_name = "FILE")]
@@ -99,6 +103,7 @@ fn run_scripts(args: &RunArgs) -> Result<ExitCode> {
             .with_context(|| format!("installing a handler for signal {signal}"))?;
     }
     let disks = args.sockets.iter().map(|socket| Disk {
+        bus: if args.scsi { Bus::Scsi } else { Bus::Blk },
         socket: socket.clone(),
         num_queues: args.num_queues,
         queue_size: args.queue_size,

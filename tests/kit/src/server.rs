@@ -134,6 +134,8 @@ pub struct Export {
     pub logical_block_bytes: u32,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// For virtio-scsi, where the file is LUN 0: further units, as values of `--lun`.
+    pub units: Option<Vec<String>>,
 }
 
 /// A running server. Dropping it kills it and removes its socket; its messages are shown if the
@@ -276,15 +278,22 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .arg("serve")
         .arg("--socket-path")
         .arg(&export.socket)
-        .arg("--blk-file")
-        .arg(&export.file)
         .args(["--engine", &export.engine.to_string()])
         .args(["--cache", &export.cache.to_string()])
         .args(["--queue-size", &export.queue_size.to_string()])
-        .args(["--serial", &export.serial])
         .args(["--logical-block-size", &export.logical_block_bytes.to_string()]);
     if export.read_only {
         command.arg("--read-only");
+    }
+    if let Some(units) = &export.units {
+        let (file, serial) = (export.file.display(), &export.serial);
+        let first = format!("0,blk-file={file},serial={serial},rotational=off");
+        command.args(["--device", "scsi", "--lun", &first]);
+        for unit in units {
+            command.args(["--lun", unit]);
+        }
+    } else {
+        command.arg("--blk-file").arg(&export.file).args(["--serial", &export.serial]);
     }
     Ok(command)
 }

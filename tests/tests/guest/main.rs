@@ -4,6 +4,7 @@
 //! guests run under TCG, and all of this takes a few minutes.
 
 mod polling;
+mod scsi;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,7 +13,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::guest::{Accelerator, Disk, Image, QemuCrashed, Vm, VmOptions};
+use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, QemuCrashed, Vm, VmOptions};
 use ringhaul_kit::server::{Cache, Engine, Export, Program, Server, allocated_bytes};
 use tempfile::TempDir;
 
@@ -86,6 +87,7 @@ impl Scene {
             serial: format!("{name:.20}"),
             logical_block_bytes: 512,
             read_only: false,
+            units: None,
         })
     }
 
@@ -98,6 +100,7 @@ fn boot(exports: &[&Export]) -> Result<Vm> {
     let image = Image::prepare()?;
     let accelerator = Accelerator::choose(&image)?;
     let disks = exports.iter().map(|export| Disk {
+        bus: if export.units.is_some() { Bus::Scsi } else { Bus::Blk },
         socket: export.socket.clone(),
         num_queues: export.num_queues,
         queue_size: export.queue_size,

@@ -79,6 +79,8 @@ pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[
     ("crates/blockio/", "foreign_op", "a disk that another library serves"),
     ("crates/device/", "queue_role", "a VMM whose transport sets queues up by their roles"),
     ("crates/device/", "queue_stats", "a VMM that shows what each queue does"),
+    ("crates/device/", "remove_unit", "a VMM whose user takes disks away"),
+    ("crates/device/", "capacity_changed", "a VMM whose user resizes disks"),
     ("crates/iomem/", "with_log", "a VMM that migrates: it logs what was written"),
 ];
 
@@ -165,13 +167,25 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/device/src",
         modules: &[
             (0, &["config_space", "eventfd", "events", "lists", "queue_setup", "runs", "stats"]),
+            (0, &["queue_watch"]),
             (1, &["blk::config", "call_watch"]),
             (2, &["queue"]),
             (3, &["common", "queue_task"]),
-            (4, &["blk::device", "event_buffers"]),
+            (4, &["blk::device"]),
             (5, &["blk::request"]),
             (6, &["blk"]),
-            (7, &["device"]),
+            // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
+            (1, &["scsi::address", "scsi::sense"]),
+            (2, &["scsi::cdb", "scsi::config", "scsi::task_set", "scsi::unit"]),
+            (3, &["scsi::outcome", "scsi::units"]),
+            (4, &["scsi::event_queue", "scsi::request_queue"]),
+            (5, &["scsi::block", "scsi::mode"]),
+            (6, &["scsi::inquiry"]),
+            (7, &["scsi::report"]),
+            (8, &["scsi::device"]),
+            (9, &["scsi::control_queue", "scsi::request"]),
+            (10, &["scsi"]),
+            (11, &["device"]),
         ],
     },
     Floors {
@@ -180,10 +194,12 @@ pub(super) const FLOORS: &[Floors] = &[
             // What the process has, and data.
             (0, &["descriptor_limit", "file_limit", "heap", "inherit", "memory_limits"]),
             (0, &["io_threads", "log_limit", "log::queue", "side_by_side", "thread_watch"]),
-            (0, &["options::switches", "spec"]),
+            (0, &["disk_names", "options::switches", "spec"]),
             (1, &["command", "export", "export_log", "log", "open_disk", "options::disk"]),
+            (2, &["make_device"]),
             (2, &["options"]),
-            (3, &["options::export"]),
+            (3, &["options::unit"]),
+            (4, &["options::export"]),
             // Sessions.
             (3, &["vhost_user::examiner", "vhost_user::message"]),
             (4, &["vhost_user::foreign", "vhost_user::ring", "vhost_user::setup"]),

@@ -23,7 +23,14 @@ impl DiskSource {
         let has_parts = info.logical_block_bytes < request_align;
         let blocks = has_parts.then(|| Arc::new(Blocks::new(request_align)));
         let file = Arc::new(file.into());
-        let file = FileSource { file, is_block_device, align, identity: "".into(), blocks };
+        let file = FileSource {
+            file,
+            is_block_device,
+            is_rotational: false,
+            align,
+            identity: "".into(),
+            blocks,
+        };
         Self::new(info, SourceKind::File(file))
     }
 

@@ -23,6 +23,7 @@ use crate::op::OpenFile;
 pub(super) struct FileSource {
     pub(super) file: Arc<OpenFile>,
     pub(super) is_block_device: bool,
+    pub(super) is_rotational: bool,
     pub(super) align: Alignment,
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
@@ -72,9 +73,11 @@ impl FileSource {
         } else {
             identity::of_file(&file)
         };
+        let is_rotational = sysfs::is_rotational(&file);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
-        Ok((Self { file, is_block_device, align, identity: identity.into(), blocks }, info))
+        let identity = identity.into();
+        Ok((Self { file, is_block_device, is_rotational, align, identity, blocks }, info))
     }
 
     /// The size that it has now, if the disk can have it that was opened as `info` says.
@@ -93,7 +96,7 @@ impl FileSource {
         let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
         let (align, identity) = (Alignment::ANY, "".into());
-        Self { file, is_block_device: false, align, identity, blocks: None }
+        Self { file, is_block_device: false, is_rotational: false, align, identity, blocks: None }
     }
 
     /// As if nothing were known of it but what the kernel says to each op.

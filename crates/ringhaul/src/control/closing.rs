@@ -24,12 +24,12 @@ impl Closing {
         status: ExportStatus,
         log_name: String,
         removed: Option<Answer<Answered<ExportStatus>>>,
-        disk: (DiskSource, Device),
+        disks: (Vec<DiskSource>, Device),
         waker: &Waker,
     ) -> Self {
         let (answer, closed) = Pending::new();
         closed.wake(waker);
-        close(disk, answer);
+        close(disks, answer);
         Self { status, log_name, removed, closed }
     }
 
@@ -47,16 +47,16 @@ impl Closing {
 
 /// Removes the socket of an export that is not served, and closes its disk eventually.
 pub(super) fn refuse(setup: ExportSetup) {
-    let ExportSetup { disk, device, endpoint, .. } = setup;
+    let ExportSetup { disks, device, endpoint, .. } = setup;
     drop(endpoint);
     let (answer, _) = Pending::new();
-    close((disk, device), answer);
+    close((disks, device), answer);
 }
 
-/// Closes a disk on a thread of its own, which no other disk can make wait.
-fn close(disk: (DiskSource, Device), closed: Answer<()>) {
+/// Closes the disks of an export on a thread of its own, which no other export can make wait.
+fn close(disks: (Vec<DiskSource>, Device), closed: Answer<()>) {
     let close = move || {
-        drop(disk);
+        drop(disks);
         closed.send(());
     };
     // Where there can be no thread, that which could not start closes it: this one.

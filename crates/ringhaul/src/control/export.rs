@@ -13,7 +13,7 @@ use rustix::fd::AsFd;
 
 use super::closing::Closing;
 use super::order::{Answered, ExportSetup};
-use crate::command::{ExportState, ExportStatus, Served};
+use crate::command::{DiskState, ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
@@ -38,7 +38,7 @@ pub(super) enum Polled {
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {
     pub(super) spec: ExportSpec,
-    disk: DiskSource,
+    disks: Vec<DiskSource>,
     log: Arc<ExportLog>,
     setup: SessionSetup,
     limits: MemoryLimits,
@@ -63,13 +63,13 @@ pub(super) struct Export {
 
 impl Export {
     pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
-        let ExportSetup { spec, log, disk, device, endpoint, threads, limits } = setup;
+        let ExportSetup { spec, log, disks, device, endpoint, threads, limits } = setup;
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.of_front_end(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
             spec,
-            disk,
+            disks,
             log,
             setup,
             limits,
@@ -107,13 +107,19 @@ impl Export {
             name: self.spec.name(),
             spec: self.spec.clone(),
             state: self.state(),
-            size_bytes: self.disk.info().size_bytes,
-            disk_state: self.disk.state().into(),
+            size_bytes: self.disks.iter().map(|disk| disk.info().size_bytes).sum(),
+            disk_state: self.disk_state(),
             connected: self.session.is_some(),
             sessions: self.sessions,
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
             served: self.served(),
         }
+    }
+
+    /// That of the disk that is doing worst.
+    fn disk_state(&self) -> DiskState {
+        let states = self.disks.iter().map(|disk| DiskState::from(disk.state()));
+        states.max().unwrap_or(DiskState::Ready)
     }
 
     fn served(&self) -> Served {
@@ -167,8 +173,8 @@ impl Export {
     /// Begins to close the disk of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
-        let Self { disk, log, setup, removed, .. } = self;
-        Closing::new(status, log.name().to_owned(), removed, (disk, setup.device), waker)
+        let Self { disks, log, setup, removed, .. } = self;
+        Closing::new(status, log.name().to_owned(), removed, (disks, setup.device), waker)
     }
 
     /// The answer that a session waits for may have come.
@@ -383,7 +389,7 @@ mod tests {
     use virtqueue::MemoryFiles;
 
     use super::*;
-    use crate::spec::{DiskSpec, EndpointSpec, ExportSettings};
+    use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings};
 
     struct Scene {
         _io: IoThread,
@@ -402,13 +408,13 @@ mod tests {
             let device = Device::blk(disk.clone(), BlkOptions::default(), events);
             let spec = ExportSpec {
                 endpoint: EndpointSpec::Fd(3),
-                disk: DiskSpec::Null { size_bytes: 1 << 20 },
+                device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
                 settings: ExportSettings::default(),
             };
             let setup = ExportSetup {
                 spec,
                 log,
-                disk: disk.clone(),
+                disks: vec![disk.clone()],
                 device,
                 endpoint,
                 threads: vec![io.remote()],

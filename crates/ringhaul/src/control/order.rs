@@ -20,8 +20,8 @@ pub struct ExportSetup {
     pub spec: ExportSpec,
     /// Its place in the log.
     pub log: Arc<ExportLog>,
-    /// The disk behind the device.
-    pub disk: DiskSource,
+    /// The disks behind the device.
+    pub disks: Vec<DiskSource>,
     /// The device.
     pub device: Device,
     /// Where front-ends come from.

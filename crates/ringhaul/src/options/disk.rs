@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Error, Result, bail};
+use anyhow::{Context, Error, Result, bail};
+use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::spec::DiskSpec;
+use crate::spec::{CacheMode, DiskSpec};
 
 pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
     let mut parts = text.split(',');
@@ -52,6 +53,26 @@ impl Keys {
         self.0.push(key.to_owned());
         Ok(())
     }
+}
+
+/// The parts of a list; two commas stand for one in a part.
+pub(super) fn split_at_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut characters = text.chars().peekable();
+    while let Some(character) = characters.next() {
+        match (character, parts.last_mut()) {
+            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
+            (',', Some(part)) => part.extend(characters.next()),
+            (_, Some(part)) => part.push(character),
+            (_, None) => {}
+        }
+    }
+    parts
+}
+
+pub(super) fn parse_cache(value: &str) -> Result<CacheMode> {
+    let mode = CacheMode::from_str(value, false).map_err(anyhow::Error::msg);
+    mode.context("it must be none, directsync, writeback or writethrough")
 }
 
 #[cfg(test)]

@@ -5,9 +5,10 @@ use clap::ValueEnum;
 use device::blk::config::QUEUES_MAX;
 use ringhaul_options::parse_size;
 
-use super::disk::{Keys, parse_disk};
-use super::{ServeArgs, parse_queue_size, parse_serial};
-use crate::spec::{CacheMode, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use super::disk::{Keys, parse_cache, parse_disk, split_at_commas};
+use super::unit::{parse_unit, parse_units};
+use super::{DeviceKind, ServeArgs, parse_on_off, parse_queue_size, parse_serial};
+use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
     /// Every export that the options name, at least one.
@@ -16,7 +17,7 @@ impl ServeArgs {
     ///
     /// When there is none, or one makes no sense.
     pub fn exports(&self) -> Result<Vec<ExportSpec>> {
-        let has_disk = self.blk_file.is_some() || self.disk.is_some();
+        let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
         let has_socket = self.socket_path.is_some() || self.fd.is_some();
         let mut exports = Vec::new();
         if has_disk || has_socket || self.export.is_empty() {
@@ -32,7 +33,19 @@ impl ServeArgs {
         Ok(exports)
     }
 
-    fn main_export(&self) -> Result<ExportSpec> {
+    fn main_device(&self) -> Result<DeviceSpec> {
+        if self.device == DeviceKind::Scsi {
+            if self.blk_file.is_some() || self.disk.is_some() {
+                bail!("a virtio-scsi device has units; use --lun 0,blk-file=PATH");
+            }
+            let unit = |text: &String| {
+                parse_unit(text).with_context(|| format!("cannot understand --lun {text}"))
+            };
+            return Ok(DeviceSpec::Scsi(self.lun.iter().map(unit).collect::<Result<_>>()?));
+        }
+        if !self.lun.is_empty() {
+            bail!("a virtio-blk device has no units; use --device scsi with --lun");
+        }
         let disk = match (&self.blk_file, &self.disk) {
             (Some(path), _) => DiskSpec::File(path.clone()),
             (None, Some(text)) => {
@@ -40,12 +53,17 @@ impl ServeArgs {
             }
             (None, None) => bail!("no disk is given; use --blk-file PATH or --disk null,size=SIZE"),
         };
+        Ok(DeviceSpec::Blk(disk))
+    }
+
+    fn main_export(&self) -> Result<ExportSpec> {
+        let device = self.main_device()?;
         let endpoint = match (&self.socket_path, self.fd) {
             (Some(path), _) => EndpointSpec::Path(path.clone()),
             (None, Some(fd)) => EndpointSpec::Fd(fd),
             (None, None) => bail!("no socket is given; use --socket-path PATH or --fd FD"),
         };
-        Ok(ExportSpec { endpoint, disk, settings: self.settings() })
+        Ok(ExportSpec { endpoint, device, settings: self.settings() })
     }
 
     /// The options that hold for all exports.
@@ -71,7 +89,11 @@ impl ServeArgs {
         let mut settings = ExportSettings { serial: None, iothread: None, ..self.settings() };
         let (mut endpoint, mut disk) = (None, None);
         let mut keys = Keys::default();
-        for part in split_at_commas(text) {
+        let mut parts = split_at_commas(text);
+        let units = parts.iter().position(|part| part.starts_with("lun="));
+        let units = units.map(|at| parts.split_off(at));
+        let mut is_scsi = false;
+        for part in parts {
             let (key, value) = part
                 .split_once('=')
                 .filter(|(_, value)| !value.is_empty())
@@ -82,6 +104,10 @@ impl ServeArgs {
             }
             match key {
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
+                "device" => {
+                    let kind = DeviceKind::from_str(value, false).map_err(anyhow::Error::msg);
+                    is_scsi = kind.context("it must be blk or scsi")? == DeviceKind::Scsi;
+                }
                 "blk-file" => disk = Some(DiskSpec::File(value.into())),
                 "null" => {
                     let size_bytes = parse_size(value).map_err(anyhow::Error::msg)?;
@@ -91,48 +117,32 @@ impl ServeArgs {
             }
         }
         let endpoint = endpoint.context("it lacks socket-path=PATH")?;
-        let disk = disk.context("it lacks blk-file=PATH or null=SIZE")?;
-        Ok(ExportSpec { endpoint, disk, settings })
+        let device = match (is_scsi, units, disk) {
+            (true, units, None) => {
+                DeviceSpec::Scsi(units.map_or(Ok(Vec::new()), |units| parse_units(&units))?)
+            }
+            (true, _, Some(_)) => {
+                bail!("a virtio-scsi device has units; put lun=0 before the disk")
+            }
+            (false, Some(_), _) => bail!("a virtio-blk device has no units; add device=scsi"),
+            (false, None, disk) => {
+                DeviceSpec::Blk(disk.context("it lacks blk-file=PATH or null=SIZE")?)
+            }
+        };
+        Ok(ExportSpec { endpoint, device, settings })
     }
-}
-
-/// The parts of a list; two commas stand for one in a part.
-fn split_at_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut characters = text.chars().peekable();
-    while let Some(character) = characters.next() {
-        match (character, parts.last_mut()) {
-            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
-            (',', Some(part)) => part.extend(characters.next()),
-            (_, Some(part)) => part.push(character),
-            (_, None) => {}
-        }
-    }
-    parts
 }
 
 impl ExportSettings {
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
             "read-only" => {
-                self.read_only = match value {
-                    "on" => true,
-                    "off" => false,
-                    _ => bail!("read-only must be on or off"),
-                }
+                self.read_only = parse_on_off(value).context("read-only")?;
             }
             "lock" => {
-                self.no_lock = match value {
-                    "on" => false,
-                    "off" => true,
-                    _ => bail!("lock must be on or off"),
-                }
+                self.no_lock = !parse_on_off(value).context("lock")?;
             }
-            "cache" => {
-                let mode = CacheMode::from_str(value, false).map_err(anyhow::Error::msg);
-                self.cache =
-                    Some(mode.context("it must be none, directsync, writeback or writethrough")?);
-            }
+            "cache" => self.cache = Some(parse_cache(value)?),
             "serial" => self.serial = Some(parse_serial(value).map_err(anyhow::Error::msg)?),
             "logical-block-size" => {
                 self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
@@ -150,8 +160,9 @@ impl ExportSettings {
                 self.iothread = Some(value.parse().context("it must be a number")?);
             }
             _ => bail!(
-                "unknown key '{key}' (expected: socket-path, blk-file, null, read-only, lock, \
-                 cache, serial, logical-block-size, num-queues, queue-size, iothread)"
+                "unknown key '{key}' (expected: socket-path, device, lun, blk-file, null, \
+                 read-only, lock, cache, serial, logical-block-size, num-queues, queue-size, \
+                 iothread)"
             ),
         }
         Ok(())
@@ -161,6 +172,7 @@ impl ExportSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::CacheMode;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -189,12 +201,41 @@ mod tests {
         .unwrap();
         assert_eq!(all.len(), 2);
         assert_eq!(all[0].endpoint, EndpointSpec::Path("/a,b.sock".into()));
-        assert_eq!(all[0].disk, DiskSpec::File("/srv/x=y.img".into()));
+        let file = DiskSpec::File("/srv/x=y.img".into());
+        assert_eq!(all[0].device, DeviceSpec::Blk(file));
         assert!(all[0].settings.read_only && all[0].settings.cache == Some(CacheMode::Directsync));
         assert_eq!((all[0].settings.num_queues, all[1].settings.num_queues), (2, 7));
-        assert_eq!(all[1].disk, DiskSpec::Null { size_bytes: 1 << 30 });
+        let null = DiskSpec::Null { size_bytes: 1 << 30 };
+        assert_eq!(all[1].device, DeviceSpec::Blk(null));
         assert!(!all[1].settings.read_only && all[1].settings.cache == Some(CacheMode::Writeback));
         assert_eq!(all[1].settings.serial.as_deref(), Some("s"));
+    }
+
+    #[test]
+    fn a_virtio_scsi_device_has_units() {
+        let main = ["--socket-path", "/a", "--device", "scsi"];
+        let units = ["--lun", "0,null=1M", "--lun", "2:7,null=1M,read-only=on"];
+        let more =
+            ["--export", "socket-path=/b,device=scsi,num-queues=2,lun=3,null=1M,discard=off"];
+        let all = exports(&[&main[..], &units[..], &more[..]].concat()).unwrap();
+        let addresses = |export: &ExportSpec| match &export.device {
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| (unit.target, unit.lun)).collect(),
+            DeviceSpec::Blk(_) => Vec::new(),
+        };
+        assert_eq!(addresses(&all[0]), [(0, 0), (2, 7)]);
+        assert_eq!(addresses(&all[1]), [(0, 3)]);
+        assert_eq!(all[1].settings.num_queues, 2);
+        // It may get its units later.
+        assert!(addresses(&exports(&main).unwrap()[0]).is_empty());
+        for bad in [
+            &["--socket-path", "/a", "--lun", "0,null=1M"][..],
+            &["--socket-path", "/a", "--device", "scsi", "--blk-file", "/x"],
+            &["--export", "socket-path=/a,lun=0,null=1M"],
+            &["--export", "socket-path=/a,device=scsi,null=1M"],
+            &["--export", "socket-path=/a,device=nvme,null=1M"],
+        ] {
+            assert!(exports(bad).is_err(), "{bad:?} was taken");
+        }
     }
 
     #[test]

@@ -3,9 +3,26 @@
 use device::Device;
 use iomem::fits;
 
-use super::message::Config;
+use super::message::{Config, protocol_feature};
 use super::outcome::Refusal;
 use super::ring::invalid;
+
+/// The protocol features that we offer.
+pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
+    | protocol_feature::REPLY_ACK
+    | protocol_feature::BACKEND_REQ
+    | protocol_feature::CONFIG
+    | protocol_feature::RESET_DEVICE
+    | protocol_feature::CONFIGURE_MEM_SLOTS
+    | protocol_feature::STATUS;
+
+/// Those for this device: front-ends of virtio-scsi keep its configuration space themselves.
+pub(super) fn protocol_features(device: &Device) -> u64 {
+    match device {
+        Device::Blk(_) => PROTOCOL_FEATURES,
+        Device::Scsi(_) => PROTOCOL_FEATURES & !protocol_feature::CONFIG,
+    }
+}
 
 /// Bytes of a configuration space that front-ends may name.
 const SPACE_BYTES: u32 = 0x1000;

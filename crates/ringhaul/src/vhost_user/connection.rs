@@ -23,15 +23,6 @@ use super::setup::SessionSetup;
 use super::undo::Undo;
 use crate::memory_limits;
 
-/// The protocol features that we offer.
-pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
-    | protocol_feature::REPLY_ACK
-    | protocol_feature::BACKEND_REQ
-    | protocol_feature::CONFIG
-    | protocol_feature::RESET_DEVICE
-    | protocol_feature::CONFIGURE_MEM_SLOTS
-    | protocol_feature::STATUS;
-
 /// One front-end's device.
 pub(super) struct Connection {
     setup: SessionSetup,
@@ -131,7 +122,7 @@ impl Connection {
         match request {
             Request::SetOwner => Ok(Outcome::Done),
             Request::GetFeatures => number(self.setup.device.features() | F_PROTOCOL_FEATURES),
-            Request::GetProtocolFeatures => number(PROTOCOL_FEATURES),
+            Request::GetProtocolFeatures => number(config::protocol_features(&self.setup.device)),
             Request::GetQueueNum => number(self.rings.len() as u64),
             Request::GetMaxMemSlots => number(MAX_REGIONS as u64),
             Request::GetStatus => number(u64::from(self.status)),
@@ -236,7 +227,7 @@ impl Connection {
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
-        let unknown = features & !PROTOCOL_FEATURES;
+        let unknown = features & !config::protocol_features(&self.setup.device);
         if unknown != 0 {
             let text = format!("protocol features {unknown:#x}, which were not offered");
             return Err(Refusal::to_be_heard(text));

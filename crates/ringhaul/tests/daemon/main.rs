@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul::command::{Command, CommandError, DiskState, EndCause, ExportState, Reply};
 use ringhaul::ending::Outcome;
 use ringhaul::export::Endpoint;
-use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
@@ -98,8 +98,8 @@ fn a_daemon_goes_on_without_exports() -> Result<()> {
 fn exports_are_added_all_or_none() -> Result<()> {
     let mut scene = Scene::new(&[])?;
     let (good, other) = (scene.export("good", SECTORS)?, scene.export("other", SECTORS)?);
-    let disk = DiskSpec::File(scene.path("absent.img"));
-    let missing = ExportSpec { disk, ..scene.export("missing", SECTORS)? };
+    let device = DeviceSpec::Blk(DiskSpec::File(scene.path("absent.img")));
+    let missing = ExportSpec { device, ..scene.export("missing", SECTORS)? };
     let endpoint = EndpointSpec::Path(scene.path("no folder/socket"));
     let nowhere = ExportSpec { endpoint, ..scene.export("nowhere", SECTORS)? };
     let settings = ExportSettings { iothread: Some(7), ..ExportSettings::default() };

@@ -12,7 +12,7 @@ use ringhaul::daemon::Daemon;
 use ringhaul::ending::Outcome;
 use ringhaul::export::Endpoint;
 use ringhaul::options::ServeArgs;
-use ringhaul::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, blk};
 use ringhaul_kit::fuse::Fuse;
@@ -60,7 +60,7 @@ impl Scene {
 
     fn spec(&self, name: &str, disk: PathBuf, settings: ExportSettings) -> ExportSpec {
         let endpoint = EndpointSpec::Path(self.socket(name));
-        ExportSpec { endpoint, disk: DiskSpec::File(disk), settings }
+        ExportSpec { endpoint, device: DeviceSpec::Blk(DiskSpec::File(disk)), settings }
     }
 
     /// An export of a new file.

@@ -21,17 +21,37 @@ use super::cpio::Archive;
 use super::kernel::{self, Kernel};
 
 /// Change it when the layout of the image changes without a change of its inputs.
-const LAYOUT: u32 = 1;
+const LAYOUT: u32 = 2;
 
 /// The first process of the guest.
 const INIT: &str = include_str!("init");
 
 /// Tools beside busybox, and the Debian packages that hold them.
-const TOOLS: [(&str, &str); 4] = [
+const TOOLS: [(&str, &str); 24] = [
     ("fio", "fio"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("blkdiscard", "util-linux"),
+    ("lsblk", "util-linux"),
+    ("sg_compare_and_write", "sg3-utils"),
+    ("sg_get_lba_status", "sg3-utils"),
+    ("sg_inq", "sg3-utils"),
+    ("sg_logs", "sg3-utils"),
+    ("sg_luns", "sg3-utils"),
+    ("sg_modes", "sg3-utils"),
+    ("sg_opcodes", "sg3-utils"),
+    ("sg_persist", "sg3-utils"),
+    ("sg_raw", "sg3-utils"),
+    ("sg_readcap", "sg3-utils"),
+    ("sg_requests", "sg3-utils"),
+    ("sg_reset", "sg3-utils"),
+    ("sg_start", "sg3-utils"),
+    ("sg_sync", "sg3-utils"),
+    ("sg_turs", "sg3-utils"),
+    ("sg_unmap", "sg3-utils"),
+    ("sg_verify", "sg3-utils"),
+    ("sg_vpd", "sg3-utils"),
+    ("sg_write_same", "sg3-utils"),
 ];
 
 /// Without it mke2fs does not know what ext4 is and makes a file system without extents.

@@ -27,9 +27,21 @@ const MAX_SCRIPT_BYTES: usize = 32 * 1024;
 /// The first QEMU whose `reconnect` is called `reconnect-ms`: (major, minor).
 const RECONNECT_MS_SINCE: (u32, u32) = (9, 2);
 
-/// A virtio-blk device of the guest, served by whatever listens on a socket.
+/// What a device of the guest is.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Bus {
+    /// virtio-blk: one disk.
+    #[default]
+    Blk,
+    /// virtio-scsi: any number of disks.
+    Scsi,
+}
+
+/// A device of the guest, served by whatever listens on a socket.
 #[derive(Clone, Debug)]
 pub struct Disk {
+    /// What it is.
+    pub bus: Bus,
     /// Where the vhost-user back-end listens.
     pub socket: PathBuf,
     /// Virtqueues; the guest uses at most as many as it has processors.
@@ -328,13 +340,14 @@ fn qemu_command(
         .args(["-mon", "chardev=monitor,mode=control"]);
     for (index, disk) in options.disks.iter().enumerate() {
         let id = format!("disk{index}");
-        command.args(socket_chardev(&id, &disk.socket, reconnect)).args([
-            "-device",
-            &format!(
-                "vhost-user-blk-pci,chardev={id},num-queues={},queue-size={}",
-                disk.num_queues, disk.queue_size
-            ),
-        ]);
+        let (queues, size) = (disk.num_queues, disk.queue_size);
+        let device = match disk.bus {
+            Bus::Blk => format!("vhost-user-blk-pci,num-queues={queues},queue-size={size}"),
+            Bus::Scsi => format!("vhost-user-scsi-pci,num_queues={queues},virtqueue_size={size}"),
+        };
+        command
+            .args(socket_chardev(&id, &disk.socket, reconnect))
+            .args(["-device", &format!("{device},chardev={id}")]);
     }
     Ok(command)
 }

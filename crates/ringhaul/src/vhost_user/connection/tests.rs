@@ -11,6 +11,7 @@ use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::MappingRules;
 
+use super::super::config::PROTOCOL_FEATURES;
 use super::super::examiner::Examiner;
 use super::super::message::{Config, RingAddresses};
 use super::super::ring::RingSettings;

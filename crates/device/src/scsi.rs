@@ -1,0 +1,24 @@
+//! virtio-scsi (virtio 1.3, section 5.6).
+
+pub mod address;
+pub(crate) mod block;
+pub(crate) mod cdb;
+pub mod config;
+pub(crate) mod control_queue;
+pub(crate) mod device;
+pub(crate) mod event_queue;
+pub(crate) mod inquiry;
+pub(crate) mod mode;
+pub(crate) mod outcome;
+pub(crate) mod report;
+pub(crate) mod request;
+pub(crate) mod request_queue;
+pub(crate) mod sense;
+pub(crate) mod task_set;
+pub mod unit;
+pub(crate) mod units;
+
+pub use device::{ScsiDevice, UnitError};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,329 @@
+//! Commands on the medium (SBC-4).
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use blockio::{Disk, Unfinished};
+use iomem::{BufferMemory, Buffers};
+
+use super::cdb::Cdb;
+use super::outcome::{Data, Failure, Moved};
+use super::request_queue::LocalUnit;
+use super::sense::Sense;
+use super::unit::Unit;
+
+/// The most descriptors of one UNMAP.
+pub(super) const UNMAP_DESCRIPTORS_MAX: u32 = 256;
+/// The most bytes that one UNMAP gives back: 2 GiB. A hole of any size is one system call.
+pub(super) const UNMAP_BYTES_MAX: u64 = 2 << 30;
+/// The most bytes of one WRITE SAME: 32 MiB. Where the disk has no operation for it, the blocks are
+/// written, and one request should not take seconds.
+pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
+/// Data of our own is moved in pieces of this many bytes.
+const PIECE_BYTES: usize = 256 << 10;
+/// Memory that any disk can take as it is.
+const PIECE_ALIGN: usize = 4096;
+
+const FUA: u8 = 0x08;
+
+/// Where the blocks of a command are, in bytes.
+#[derive(Debug, Clone, Copy)]
+struct Range {
+    lba: u64,
+    offset: u64,
+    bytes: u64,
+}
+
+/// Blocks of a medium.
+fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
+    let info = disk.info();
+    let block = u64::from(info.logical_block_bytes);
+    let blocks = info.size_bytes / block;
+    if lba.checked_add(count.into()).is_none_or(|end| end > blocks) {
+        return Err(Sense::LBA_OUT_OF_RANGE.into());
+    }
+    Ok(Range { lba, offset: lba * block, bytes: u64::from(count) * block })
+}
+
+/// As it is for an initiator, with the block where the error was if that is known.
+#[cold]
+fn disk_error(action: &'static str, lba: u64, writes: bool, source: io::Error) -> Failure {
+    Failure::Disk { action, lba, sense: Sense::of_disk(&source, lba, writes), source }
+}
+
+/// Whether commands on the medium are carried out.
+#[inline]
+pub(super) fn check_ready(unit: &Unit) -> Result<(), Failure> {
+    if unit.stopped.load(Ordering::Relaxed) {
+        return Err(Sense::STOPPED.into());
+    }
+    Ok(())
+}
+
+#[inline]
+fn check_writable(local: &LocalUnit) -> Result<(), Failure> {
+    check_ready(&local.unit)?;
+    if local.disk.info().read_only {
+        return Err(Sense::WRITE_PROTECTED.into());
+    }
+    Ok(())
+}
+
+/// The number of bytes that a buffer has room for.
+#[inline]
+fn length(range: Range, buffers: &Buffers) -> Result<usize, Failure> {
+    match usize::try_from(range.bytes) {
+        Ok(bytes) if bytes <= buffers.bytes() => Ok(bytes),
+        _ => Err(Failure::Overrun),
+    }
+}
+
+pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    check_ready(&local.unit)?;
+    let range = range(&local.disk, cdb.blocks())?;
+    let bytes = length(range, &data.into)?;
+    let mut into = data.into;
+    into.truncate(bytes);
+    if bytes == 0 {
+        return Ok(0);
+    }
+    match local.disk.read(range.offset, into).await {
+        Ok(()) => Ok(bytes),
+        Err(Unfinished { error, rest }) => {
+            let block = u64::from(local.disk.info().logical_block_bytes);
+            let lba = range.lba + (bytes - rest.bytes()) as u64 / block;
+            Err(disk_error("read", lba, false, error))
+        }
+    }
+}
+
+pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    check_writable(local)?;
+    let range = range(&local.disk, cdb.blocks())?;
+    let bytes = length(range, &data.out)?;
+    let mut out = data.out;
+    out.truncate(bytes);
+    // WRITE (6) has an address in place of the bit.
+    let asks = cdb.opcode() != 0x0a && cdb.byte(1) & FUA != 0;
+    let fua = asks || !local.unit.has_write_cache();
+    if bytes == 0 {
+        return Ok(0);
+    }
+    match local.disk.write(range.offset, out, fua).await {
+        Ok(()) => Ok(bytes),
+        Err(error) => Err(disk_error("write", range.lba, true, error)),
+    }
+}
+
+/// Brings all writes to stable storage, whatever blocks the initiator asks for.
+pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
+    check_ready(&local.unit)?;
+    range(&local.disk, cdb.blocks())?;
+    flush(local).await.map(|()| 0)
+}
+
+async fn flush(local: &LocalUnit) -> Result<(), Failure> {
+    local.disk.flush().await.map_err(|error| disk_error("flush", 0, true, error))
+}
+
+/// Without a write cache, what was done is on stable storage before it is answered.
+async fn settle(local: &LocalUnit) -> Result<(), Failure> {
+    if local.unit.has_write_cache() { Ok(()) } else { flush(local).await }
+}
+
+/// What stops answers no more; what has not been flushed is (SBC-4, section 5.31).
+pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
+    let (condition, starts) = (cdb.byte(4) >> 4, cdb.byte(4) & 1 != 0);
+    let (loads, no_flush) = (cdb.byte(4) & 2 != 0, cdb.byte(4) & 4 != 0);
+    if condition != 0 {
+        return Err(Sense::in_cdb(4, Some(7)).into());
+    }
+    if loads {
+        // The medium cannot be taken out.
+        return Err(Sense::in_cdb(4, Some(1)).into());
+    }
+    if !starts && !no_flush && !local.disk.info().read_only {
+        flush(local).await?;
+    }
+    local.unit.stopped.store(!starts, Ordering::Relaxed);
+    Ok(0)
+}
+
+/// The descriptors of an UNMAP (SBC-4, section 5.35): all are checked before any is carried out.
+pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    const HEADER: usize = 8;
+    const DESCRIPTOR: usize = 16;
+    check_writable(local)?;
+    if !local.unit.can_unmap() {
+        return Err(Sense::UNKNOWN_OPCODE.into());
+    }
+    let length = usize::from(cdb.u16(7));
+    if length == 0 {
+        return Ok(0);
+    }
+    let list = data.list(length)?;
+    let Some((header, descriptors)) = list.split_first_chunk::<HEADER>() else {
+        return Err(Sense::LIST_LENGTH.into());
+    };
+    let [_, _, d0, d1, ..] = *header;
+    // What is beyond the list or no whole descriptor is left out.
+    let said = usize::from(u16::from_be_bytes([d0, d1]));
+    let descriptors = &descriptors[..said.min(descriptors.len())];
+    let mut ranges = Vec::new();
+    let mut all = 0;
+    for (index, descriptor) in descriptors.chunks_exact(DESCRIPTOR).enumerate() {
+        let [l0, l1, l2, l3, l4, l5, l6, l7, c0, c1, c2, c3, ..] = *descriptor else {
+            unreachable!("a descriptor has 16 bytes");
+        };
+        let lba = u64::from_be_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
+        let range = range(&local.disk, (lba, u32::from_be_bytes([c0, c1, c2, c3])))?;
+        all += range.bytes;
+        if index >= UNMAP_DESCRIPTORS_MAX as usize || all > UNMAP_BYTES_MAX {
+            let at = HEADER + DESCRIPTOR * index;
+            return Err(Sense::in_list(iomem::fits(at, "a place in a list"), None).into());
+        }
+        ranges.push(range);
+    }
+    for Range { lba, offset, bytes } in ranges {
+        let result = local.disk.discard(offset, bytes).await;
+        result.map_err(|error| disk_error("unmap", lba, true, error))?;
+    }
+    settle(local).await?;
+    Ok(length)
+}
+
+/// Writes one block over and over (SBC-4, section 5.54).
+pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    check_writable(local)?;
+    let (unmaps, has_none) = (cdb.byte(1) & 8 != 0, cdb.byte(1) & 1 != 0);
+    if unmaps && !local.unit.can_unmap() {
+        return Err(Sense::in_cdb(1, Some(3)).into());
+    }
+    let info = local.disk.info();
+    let (lba, count) = cdb.blocks();
+    let whole = range(&local.disk, (lba, count))?;
+    // None are all from there on.
+    let bytes = if count == 0 { info.size_bytes - whole.offset } else { whole.bytes };
+    if bytes > WRITE_SAME_BYTES_MAX {
+        return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
+    }
+    let block: usize = iomem::fits(info.logical_block_bytes, "a logical block");
+    let pattern = if has_none { vec![0; block] } else { data.list(block)? };
+    let moved = if has_none { 0 } else { block };
+    if pattern.iter().all(|byte| *byte == 0) {
+        let result = local.disk.write_zeroes(whole.offset, bytes, unmaps).await;
+        result.map_err(|error| disk_error("write zeroes", lba, true, error))?;
+    } else {
+        repeat(&local.disk, &pattern, whole, bytes).await?;
+    }
+    settle(local).await?;
+    Ok(moved)
+}
+
+async fn repeat(disk: &Disk, pattern: &[u8], range: Range, bytes: u64) -> Result<(), Failure> {
+    let length = PIECE_BYTES.min(usize::try_from(bytes).unwrap_or(PIECE_BYTES));
+    let memory = BufferMemory::new(length, PIECE_ALIGN);
+    let pieces = memory.buffers(length);
+    for at in (0..length).step_by(pattern.len()) {
+        pieces.copy_from(at, pattern);
+    }
+    drop(pieces);
+    let mut done = 0;
+    while done < bytes {
+        let length = length.min(usize::try_from(bytes - done).unwrap_or(length));
+        let result = disk.write(range.offset + done, memory.buffers(length), false).await;
+        result.map_err(|error| disk_error("write", range.lba, true, error))?;
+        done += length as u64;
+    }
+    Ok(())
+}
+
+/// Writes, and reads what is on the medium then.
+pub(super) async fn write_and_verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    check_writable(local)?;
+    let how = Check::of(cdb)?;
+    if how == Check::OneBlock {
+        return Err(Sense::in_cdb(1, Some(2)).into());
+    }
+    let range = range(&local.disk, cdb.blocks())?;
+    let bytes = length(range, &data.out)?;
+    let mut out = data.out;
+    out.truncate(bytes);
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let again = out.again();
+    let result = local.disk.write(range.offset, out, true).await;
+    result.map_err(|error| disk_error("write", range.lba, true, error))?;
+    compare(&local.disk, range, how, &again).await?;
+    Ok(bytes)
+}
+
+/// What is on the medium is compared with (SBC-4, section 5.37).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Check {
+    /// Nothing: it can be read.
+    Medium,
+    /// As many blocks.
+    Blocks,
+    /// One block, each time.
+    OneBlock,
+}
+
+impl Check {
+    fn of(cdb: &Cdb) -> Result<Self, Failure> {
+        match (cdb.byte(1) >> 1) & 3 {
+            0 => Ok(Self::Medium),
+            1 => Ok(Self::Blocks),
+            3 => Ok(Self::OneBlock),
+            _ => Err(Sense::in_cdb(1, Some(2)).into()),
+        }
+    }
+}
+
+pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+    check_ready(&local.unit)?;
+    let how = Check::of(cdb)?;
+    let range = range(&local.disk, cdb.blocks())?;
+    let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
+    let moved = match how {
+        Check::Medium => 0,
+        Check::Blocks => length(range, &data.out)?,
+        Check::OneBlock if range.bytes == 0 => 0,
+        Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
+        Check::OneBlock => block,
+    };
+    compare(&local.disk, range, how, &data.out).await?;
+    Ok(moved)
+}
+
+/// Reads a range, and compares it with what the initiator has sent.
+async fn compare(disk: &Disk, range: Range, how: Check, with: &Buffers) -> Result<(), Failure> {
+    let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
+    let length = PIECE_BYTES.min(usize::try_from(range.bytes).unwrap_or(PIECE_BYTES));
+    if length == 0 {
+        return Ok(());
+    }
+    let memory = BufferMemory::new(length, PIECE_ALIGN);
+    let (mut found, mut expected) = (vec![0; block], vec![0; block]);
+    let mut done = 0;
+    while done < range.bytes {
+        let length = length.min(usize::try_from(range.bytes - done).unwrap_or(length));
+        let piece = memory.buffers(length);
+        let lba = range.lba + done / block as u64;
+        let result = disk.read(range.offset + done, piece.again()).await;
+        result.map_err(|unfinished| disk_error("verify", lba, false, unfinished.error))?;
+        if how != Check::Medium {
+            for at in (0..length).step_by(block) {
+                piece.copy_to(at, &mut found);
+                let offset = if how == Check::OneBlock { 0 } else { done + at as u64 };
+                with.copy_to(iomem::fits(offset, "an offset in a request"), &mut expected);
+                if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
+                    return Err(Sense::MISCOMPARE.about(offset + place as u64).into());
+                }
+            }
+        }
+        done += length as u64;
+    }
+    Ok(())
+}

@@ -1,0 +1,305 @@
+//! Command descriptor blocks: which commands there are, and their fields (SPC-5, SBC-4).
+
+use super::sense::Sense;
+
+/// Bytes of a CDB as the device takes it. Drivers may choose another size; what is longer is not
+/// used by any command here.
+pub(crate) const CDB_BYTES: usize = 32;
+
+/// What a command does, whatever the length of its CDB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Op {
+    TestUnitReady,
+    RequestSense,
+    Inquiry,
+    ModeSelect,
+    ModeSense,
+    StartStopUnit,
+    PreventAllow,
+    ReadCapacity10,
+    ReadCapacity16,
+    Read,
+    Write,
+    WriteAndVerify,
+    Verify,
+    SynchronizeCache,
+    WriteSame,
+    Unmap,
+    GetLbaStatus,
+    ReportLuns,
+    ReportOpcodes,
+    ReportTaskManagement,
+}
+
+/// A command that units have.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Command {
+    pub(crate) op: Op,
+    /// The CDB usage data (SPC-5, section 6.34.3): its opcode, its service action, and the bits
+    /// that are looked at.
+    pub(crate) usage: &'static [u8],
+    /// Whether the second byte has a service action.
+    pub(crate) has_service_action: bool,
+    /// Bits that must be zero, of the CDB as a big-endian number.
+    zero: u128,
+}
+
+/// Bits that a field of any value has.
+const F: u8 = 0xff;
+/// Of the second byte.
+const SERVICE_ACTION: u8 = 0x1f;
+/// Bytes of the longest CDB of a command here.
+const LONGEST: usize = 16;
+
+const fn command(op: Op, usage: &'static [u8], has_service_action: bool) -> Command {
+    assert!(usage.len() <= LONGEST);
+    let mut used = [0; LONGEST];
+    let mut at = 0;
+    while at < LONGEST {
+        // What follows the CDB is not its own.
+        used[at] = if at == 0 || at >= usage.len() { F } else { usage[at] };
+        at += 1;
+    }
+    if has_service_action {
+        used[1] = SERVICE_ACTION;
+    }
+    Command { op, usage, has_service_action, zero: !u128::from_be_bytes(used) }
+}
+
+const fn plain(op: Op, usage: &'static [u8]) -> Command {
+    command(op, usage, false)
+}
+
+const fn with_action(op: Op, usage: &'static [u8]) -> Command {
+    command(op, usage, true)
+}
+
+/// DPO and FUA.
+const CACHE: u8 = 0x18;
+/// DPO and BYTCHK.
+const CHECK: u8 = 0x16;
+
+/// By opcode and service action, ascending. What has no bit here must be zero: protection
+/// information, groups, and NACA are not supported.
+pub(crate) static COMMANDS: &[Command] = &[
+    plain(Op::TestUnitReady, &[0x00, 0, 0, 0, 0, 0]),
+    plain(Op::RequestSense, &[0x03, 1, 0, 0, F, 0]),
+    plain(Op::Read, &[0x08, 0x1f, F, F, F, 0]),
+    plain(Op::Write, &[0x0a, 0x1f, F, F, F, 0]),
+    plain(Op::Inquiry, &[0x12, 1, F, F, F, 0]),
+    plain(Op::ModeSelect, &[0x15, 0x11, 0, 0, F, 0]),
+    plain(Op::ModeSense, &[0x1a, 0x08, F, F, F, 0]),
+    plain(Op::StartStopUnit, &[0x1b, 1, 0, 0, 0xf7, 0]),
+    plain(Op::PreventAllow, &[0x1e, 0, 0, 0, 3, 0]),
+    plain(Op::ReadCapacity10, &[0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    plain(Op::Read, &[0x28, CACHE, F, F, F, F, 0, F, F, 0]),
+    plain(Op::Write, &[0x2a, CACHE, F, F, F, F, 0, F, F, 0]),
+    plain(Op::WriteAndVerify, &[0x2e, CHECK, F, F, F, F, 0, F, F, 0]),
+    plain(Op::Verify, &[0x2f, CHECK, F, F, F, F, 0, F, F, 0]),
+    plain(Op::SynchronizeCache, &[0x35, 2, F, F, F, F, 0, F, F, 0]),
+    plain(Op::WriteSame, &[0x41, 0x08, F, F, F, F, 0, F, F, 0]),
+    plain(Op::Unmap, &[0x42, 0, 0, 0, 0, 0, 0, F, F, 0]),
+    plain(Op::ModeSelect, &[0x55, 0x11, 0, 0, 0, 0, 0, F, F, 0]),
+    plain(Op::ModeSense, &[0x5a, 0x18, F, F, 0, 0, 0, F, F, 0]),
+    plain(Op::Read, &[0x88, CACHE, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::Write, &[0x8a, CACHE, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::WriteAndVerify, &[0x8e, CHECK, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::Verify, &[0x8f, CHECK, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::SynchronizeCache, &[0x91, 2, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::WriteSame, &[0x93, 0x09, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    with_action(Op::ReadCapacity16, &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, F, F, F, F, 0, 0]),
+    with_action(Op::GetLbaStatus, &[0x9e, 0x12, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::ReportLuns, &[0xa0, 0, F, 0, 0, 0, F, F, F, F, 0, 0]),
+    with_action(Op::ReportOpcodes, &[0xa3, 0x0c, 0x87, F, F, F, F, F, F, F, 0, 0]),
+    with_action(Op::ReportTaskManagement, &[0xa3, 0x0d, 0x80, 0, 0, 0, F, F, F, F, 0, 0]),
+    plain(Op::Read, &[0xa8, CACHE, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::Write, &[0xaa, CACHE, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::WriteAndVerify, &[0xae, CHECK, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::Verify, &[0xaf, CHECK, F, F, F, F, F, F, F, F, 0, 0]),
+];
+
+/// By opcode: where its commands begin, or `NOWHERE`.
+static FIRST: [u8; 256] = {
+    let mut first = [NOWHERE; 256];
+    let mut at = COMMANDS.len();
+    assert!(at < NOWHERE as usize);
+    while at > 0 {
+        at -= 1;
+        first[COMMANDS[at].usage[0] as usize] = at.to_le_bytes()[0];
+    }
+    first
+};
+const NOWHERE: u8 = 255;
+
+/// A CDB, followed by zeroes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cdb(pub(crate) [u8; CDB_BYTES]);
+
+impl Cdb {
+    #[inline]
+    pub(crate) fn opcode(&self) -> u8 {
+        self.0[0]
+    }
+
+    #[inline]
+    pub(crate) fn byte(&self, at: usize) -> u8 {
+        self.0[at]
+    }
+
+    #[inline]
+    pub(crate) fn u16(&self, at: usize) -> u16 {
+        u16::from_be_bytes(self.array(at))
+    }
+
+    #[inline]
+    pub(crate) fn u32(&self, at: usize) -> u32 {
+        u32::from_be_bytes(self.array(at))
+    }
+
+    #[inline]
+    pub(crate) fn u64(&self, at: usize) -> u64 {
+        u64::from_be_bytes(self.array(at))
+    }
+
+    #[inline]
+    fn array<const N: usize>(&self, at: usize) -> [u8; N] {
+        std::array::from_fn(|index| self.0[at + index])
+    }
+
+    /// The command that it is.
+    ///
+    /// # Errors
+    ///
+    /// When there is none, or a bit is set that none of its fields has.
+    #[inline]
+    pub(crate) fn command(&self) -> Result<&'static Command, Sense> {
+        let first = usize::from(FIRST[usize::from(self.opcode())]);
+        let Some(mut found) = COMMANDS.get(first) else { return Err(Sense::UNKNOWN_OPCODE) };
+        if found.has_service_action {
+            found = find(self.opcode(), Some(self.byte(1) & SERVICE_ACTION))
+                .ok_or(Sense::in_cdb(1, Some(4)))?;
+        }
+        let start: [u8; LONGEST] = self.array(0);
+        let excess = u128::from_be_bytes(start) & found.zero;
+        if excess == 0 { Ok(found) } else { Err(in_excess(excess)) }
+    }
+
+    /// Where the blocks of a command on the medium are, and how many.
+    #[inline]
+    pub(crate) fn blocks(&self) -> (u64, u32) {
+        match self.opcode() >> 5 {
+            0 => {
+                let count = self.byte(4);
+                let lba = self.u32(0) & 0x001f_ffff;
+                (lba.into(), if count == 0 { 256 } else { count.into() })
+            }
+            1 | 2 => (self.u32(2).into(), self.u16(7).into()),
+            4 => (self.u64(2), self.u32(10)),
+            _ => (self.u32(2).into(), self.u32(6)),
+        }
+    }
+
+    /// Where the number of blocks is.
+    pub(crate) fn blocks_at(&self) -> u16 {
+        match self.opcode() >> 5 {
+            0 => 4,
+            1 | 2 => 7,
+            4 => 10,
+            _ => 6,
+        }
+    }
+}
+
+/// The command with this opcode and service action.
+pub(crate) fn find(opcode: u8, service_action: Option<u8>) -> Option<&'static Command> {
+    COMMANDS.iter().find(|command| {
+        command.usage[0] == opcode
+            && service_action.is_none_or(|action| command.usage[1] & SERVICE_ACTION == action)
+    })
+}
+
+/// Points to the first of the bits that must be zero.
+#[cold]
+fn in_excess(excess: u128) -> Sense {
+    let place = excess.leading_zeros();
+    let byte = iomem::fits(place / 8, "a byte of a CDB");
+    Sense::in_cdb(byte, Some(iomem::fits(7 - place % 8, "a bit")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cdb(bytes: &[u8]) -> Cdb {
+        let mut cdb = [0; CDB_BYTES];
+        cdb[..bytes.len()].copy_from_slice(bytes);
+        Cdb(cdb)
+    }
+
+    #[test]
+    fn commands_are_ascending_and_as_long_as_their_opcode_says() {
+        let key = |command: &Command| (command.usage[0], command.usage[1] & SERVICE_ACTION);
+        for pair in COMMANDS.windows(2) {
+            let [one, two] = pair else { unreachable!() };
+            assert!(one.usage[0] < two.usage[0] || key(one) < key(two), "{one:?} {two:?}");
+        }
+        for command in COMMANDS {
+            let expected = match command.usage[0] >> 5 {
+                0 => 6,
+                1 | 2 => 10,
+                4 => 16,
+                _ => 12,
+            };
+            assert_eq!(command.usage.len(), expected, "{command:?}");
+        }
+    }
+
+    #[test]
+    fn each_bit_that_is_no_field_is_pointed_to() {
+        for command in COMMANDS {
+            let mut good = [0; CDB_BYTES];
+            good[0] = command.usage[0];
+            if command.has_service_action {
+                good[1] = command.usage[1] & SERVICE_ACTION;
+            }
+            assert_eq!(Cdb(good).command().unwrap(), command);
+            for at in 1..command.usage.len() {
+                for bit in 0..8 {
+                    let mut bytes = good;
+                    bytes[at] ^= 1 << bit;
+                    let is_action = at == 1 && command.has_service_action && bit < 5;
+                    let is_field = command.usage[at] & (1 << bit) != 0;
+                    if !is_action {
+                        let field = u16::try_from(at).unwrap();
+                        let expected = if is_field && !(at == 1 && command.has_service_action) {
+                            Ok(command)
+                        } else {
+                            Err(Sense::in_cdb(field, Some(bit)))
+                        };
+                        assert_eq!(Cdb(bytes).command(), expected, "{command:?}, {at}, {bit}");
+                    }
+                }
+            }
+        }
+        assert_eq!(cdb(&[0x02]).command(), Err(Sense::UNKNOWN_OPCODE));
+        assert_eq!(cdb(&[0xff]).command(), Err(Sense::UNKNOWN_OPCODE));
+        assert_eq!(cdb(&[0x9e, 0x11]).command(), Err(Sense::in_cdb(1, Some(4))));
+    }
+
+    #[test]
+    fn blocks_are_where_each_length_has_them() {
+        for (bytes, expected) in [
+            (&[0x08, 0x1f, 0xff, 0xfe, 3][..], (0x1f_fffe, 3)),
+            (&[0x0a, 0, 0, 7, 0], (7, 256)),
+            (&[0x28, 0, 1, 2, 3, 4, 0, 5, 6], (0x0102_0304, 0x0506)),
+            (&[0x41, 8, 1, 2, 3, 4, 0, 0, 0], (0x0102_0304, 0)),
+            (&[0xa8, 0, 1, 2, 3, 4, 5, 6, 7, 8], (0x0102_0304, 0x0506_0708)),
+            (
+                &[0x88, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+                (0x0102_0304_0506_0708, 0x090a_0b0c),
+            ),
+        ] {
+            assert_eq!(cdb(bytes).blocks(), expected);
+        }
+    }
+}

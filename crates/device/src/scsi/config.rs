@@ -1,0 +1,94 @@
+//! Features and the configuration space of virtio-scsi (virtio 1.3, sections 5.6.3 and 5.6.4).
+
+use std::num::NonZeroU16;
+
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1 as F_VERSION_1;
+use virtio_bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
+};
+pub(crate) use virtio_bindings::virtio_scsi::{
+    VIRTIO_SCSI_F_CHANGE as F_CHANGE, VIRTIO_SCSI_F_HOTPLUG as F_HOTPLUG,
+};
+
+use super::address::LUN_MAX;
+use crate::lists::LONG_LISTS_BYTES;
+
+/// Bytes of the configuration space.
+const CONFIG_BYTES: usize = 36;
+/// Where `sense_size` is, which drivers may write, and behind it `cdb_size`.
+pub(super) const SENSE_SIZE_OFFSET: usize = 20;
+/// Where `cdb_size` is.
+pub(super) const CDB_SIZE_OFFSET: usize = 24;
+/// What they are until a driver writes them.
+pub(super) const SENSE_SIZE: u32 = 96;
+/// What they are until a driver writes them.
+pub(super) const CDB_SIZE: u32 = 32;
+/// What a driver may write at most: no CDB is longer (SPC-5, section 4.2.5).
+pub(super) const SIZES_MAX: u32 = 260;
+
+/// The first request queue: before it are the control queue and the event queue.
+pub(crate) const FIRST_REQUEST_QUEUE: u16 = 2;
+/// The most request queues of a device: transports have 8 bits for the queue of an eventfd.
+pub const REQUEST_QUEUES_MAX: u16 = 254;
+
+/// What the operator chose for a device.
+#[derive(Debug, Clone)]
+pub struct ScsiOptions {
+    /// Request queues, 1 to [`REQUEST_QUEUES_MAX`].
+    pub num_queues: u16,
+    /// Entries of a queue, from which the limit on segments follows: 4 to 1024.
+    pub queue_size: u16,
+    /// As [`BlkOptions::notify_batch`](crate::blk::config::BlkOptions::notify_batch).
+    pub notify_batch: bool,
+    /// As [`BlkOptions::run_max`](crate::blk::config::BlkOptions::run_max).
+    pub run_max: Option<NonZeroU16>,
+    /// As [`BlkOptions::fixed_buffers`](crate::blk::config::BlkOptions::fixed_buffers).
+    pub fixed_buffers: bool,
+    /// As [`BlkOptions::long_lists_bytes`](crate::blk::config::BlkOptions::long_lists_bytes).
+    pub long_lists_bytes: u64,
+}
+
+impl Default for ScsiOptions {
+    fn default() -> Self {
+        Self {
+            num_queues: 1,
+            queue_size: 128,
+            notify_batch: true,
+            run_max: None,
+            fixed_buffers: false,
+            long_lists_bytes: LONG_LISTS_BYTES,
+        }
+    }
+}
+
+/// The features of a device: neither data in both directions nor protection information.
+pub(super) fn features() -> u64 {
+    [F_VERSION_1, F_INDIRECT_DESC, F_EVENT_IDX, F_HOTPLUG, F_CHANGE]
+        .iter()
+        .fold(0, |all, bit| all | 1 << bit)
+}
+
+/// The configuration space, little-endian.
+pub(super) fn space(options: &ScsiOptions, sense_size: u32, cdb_size: u32) -> Vec<u8> {
+    // One descriptor for the header and one for the response; the rest can be data.
+    let seg_max = options.queue_size.saturating_sub(2).max(1);
+    let words = [
+        options.num_queues.into(),
+        seg_max.into(),
+        // In sectors of 512 bytes: no limit of our own.
+        u32::MAX >> 9,
+        // Commands of a unit at a time.
+        options.queue_size.into(),
+        // Bytes of an event.
+        16,
+        sense_size,
+        cdb_size,
+    ];
+    let mut space: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    // One channel.
+    space.extend(0_u16.to_le_bytes());
+    space.extend(255_u16.to_le_bytes());
+    space.extend(u32::from(LUN_MAX).to_le_bytes());
+    assert_eq!(space.len(), CONFIG_BYTES);
+    space
+}

@@ -1,0 +1,226 @@
+//! A virtio-scsi device: its logical units, what was negotiated, and its configuration space.
+
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
+
+use blockio::{DiskSource, Io};
+
+use super::address::{LUN_MAX, UnitAddress};
+use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
+use super::event_queue::EventSink;
+use super::request_queue::{RequestQueue, RequestQueues};
+use super::sense::Sense;
+use super::unit::{Unit, UnitOptions};
+use super::units::Units;
+use crate::common::{Common, Working};
+use crate::events::Events;
+use crate::queue::Queue;
+
+/// A virtio-scsi device: what is its own, beside what devices of all kinds have.
+#[derive(Clone)]
+pub struct ScsiDevice {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    common: Common,
+    options: ScsiOptions,
+    units: Arc<Units>,
+    /// `sense_size` and `cdb_size` of the configuration space.
+    sizes: [AtomicU32; 2],
+    queues: RequestQueues,
+    events: EventSink,
+}
+
+/// Why a logical unit cannot be added.
+#[derive(Debug, thiserror::Error)]
+pub enum UnitError {
+    /// There is one.
+    #[error("the device has a unit {0} already; choose another number or remove that one first")]
+    Exists(UnitAddress),
+    /// The number is too high.
+    #[error("there is no LUN {0}; they are 0 to {LUN_MAX}")]
+    Number(u16),
+    /// A text is too long, or has other characters than ASCII ones.
+    #[error("the {0}")]
+    Text(String),
+}
+
+impl ScsiDevice {
+    /// The fields of the configuration space that drivers may write.
+    pub(crate) const WRITABLE_FIELDS: [Range<usize>; 2] = [
+        Range { start: config::SENSE_SIZE_OFFSET, end: config::CDB_SIZE_OFFSET },
+        Range { start: config::CDB_SIZE_OFFSET, end: config::CDB_SIZE_OFFSET + 4 },
+    ];
+
+    pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
+        let working = Working {
+            notify_batch: options.notify_batch,
+            run_max: options.run_max,
+            fixed_buffers: options.fixed_buffers,
+            long_lists_bytes: options.long_lists_bytes,
+        };
+        let shared = Shared {
+            common: Common::new(working, events),
+            options,
+            units: Arc::default(),
+            sizes: [config::SENSE_SIZE.into(), config::CDB_SIZE.into()],
+            queues: RequestQueues::default(),
+            events: EventSink::default(),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Adds a logical unit. A driver that has negotiated HOTPLUG is told to look for it.
+    ///
+    /// # Errors
+    ///
+    /// When there is one with this address, or the options do not fit.
+    pub fn add_unit(
+        &self,
+        address: UnitAddress,
+        source: DiskSource,
+        options: UnitOptions,
+    ) -> Result<(), UnitError> {
+        if address.lun > LUN_MAX {
+            return Err(UnitError::Number(address.lun));
+        }
+        options.check().map_err(UnitError::Text)?;
+        if !self.shared.units.add(Unit::new(address, source, options)) {
+            return Err(UnitError::Exists(address));
+        }
+        self.tell(|| self.shared.events.rescan(address));
+        Ok(())
+    }
+
+    /// Takes a logical unit away. Requests that are in progress are finished; later ones find no
+    /// unit. Returns whether there was one.
+    pub fn remove_unit(&self, address: UnitAddress) -> bool {
+        let had = self.shared.units.remove(address);
+        if had {
+            self.shared.queues.refresh();
+            self.tell(|| self.shared.events.removed(address));
+        }
+        had
+    }
+
+    /// The disk of a unit has another size: the driver is told.
+    pub fn capacity_changed(&self, address: UnitAddress) {
+        if let Some(unit) = self.units().all().get(&address) {
+            unit.add_attention(Sense::CAPACITY_CHANGED);
+            if self.common().has(config::F_CHANGE) {
+                self.shared.events.capacity_changed(address);
+            }
+        }
+    }
+
+    fn tell(&self, event: impl FnOnce()) {
+        if self.common().has(config::F_HOTPLUG) {
+            event();
+        }
+    }
+
+    /// The logical units.
+    pub(super) fn units(&self) -> &Units {
+        &self.shared.units
+    }
+
+    /// A request queue starts on this IoThread.
+    pub(super) fn start_queue(
+        &self,
+        index: u16,
+        io: &Rc<Io>,
+        queue: &Rc<Queue>,
+    ) -> Rc<RequestQueue> {
+        self.shared.queues.start(index, io, queue, Arc::clone(&self.shared.units))
+    }
+
+    pub(super) fn queues(&self) -> &RequestQueues {
+        &self.shared.queues
+    }
+
+    pub(crate) fn events(&self) -> &EventSink {
+        &self.shared.events
+    }
+
+    pub(crate) fn common(&self) -> &Common {
+        &self.shared.common
+    }
+
+    pub(crate) fn sources(&self) -> Vec<DiskSource> {
+        self.units().all().values().map(|unit| unit.source.clone()).collect()
+    }
+
+    pub(crate) fn late_since(&self) -> Option<Instant> {
+        self.units().all().values().filter_map(|unit| unit.source.late_since()).min()
+    }
+
+    pub(crate) fn num_queues(&self) -> u16 {
+        FIRST_REQUEST_QUEUE + self.shared.options.num_queues
+    }
+
+    pub(crate) fn features(&self) -> u64 {
+        config::features()
+    }
+
+    /// The driver has negotiated `features`, after another or itself had negotiated `before`.
+    pub(crate) fn negotiated(&self, before: u64, features: u64) {
+        if before != 0 && before != features {
+            self.reset();
+        }
+    }
+
+    /// Back to what was negotiated when this was the configuration space.
+    pub(crate) fn restore(&self, space: &[u8]) {
+        for (field, size) in Self::WRITABLE_FIELDS.into_iter().zip(&self.shared.sizes) {
+            if let Some(bytes) = space.get(field).and_then(|bytes| bytes.try_into().ok()) {
+                size.store(u32::from_le_bytes(bytes), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Another driver comes: for the units a nexus begins.
+    pub(crate) fn reset(&self) {
+        self.shared.events.forget();
+        self.shared.sizes[0].store(config::SENSE_SIZE, Ordering::Relaxed);
+        self.shared.sizes[1].store(config::CDB_SIZE, Ordering::Relaxed);
+        self.units().all().values().for_each(|unit| unit.reset(Sense::POWER_ON));
+    }
+
+    pub(crate) fn config_space(&self) -> Vec<u8> {
+        config::space(&self.shared.options, self.sense_size(), self.cdb_size())
+    }
+
+    /// Takes a write to `sense_size` or `cdb_size`.
+    ///
+    /// # Errors
+    ///
+    /// When it is another field, a part of one, or a size that cannot be.
+    pub(crate) fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        let mut fields = Self::WRITABLE_FIELDS.iter().zip(&self.shared.sizes);
+        let field = fields.find(|(field, _)| field.start == offset);
+        if let (Some((_, size)), Ok(bytes)) = (field, data.try_into()) {
+            let value = u32::from_le_bytes(bytes);
+            if value <= config::SIZES_MAX {
+                size.store(value, Ordering::Relaxed);
+                return Ok(());
+            }
+        }
+        let text = format!("the driver wrote {data:x?} at {offset} of the configuration");
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    }
+
+    #[inline]
+    pub(super) fn sense_size(&self) -> u32 {
+        self.shared.sizes[0].load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(super) fn cdb_size(&self) -> u32 {
+        self.shared.sizes[1].load(Ordering::Relaxed)
+    }
+}

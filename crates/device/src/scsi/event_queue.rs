@@ -1,0 +1,153 @@
+//! Events that the driver receives unasked (virtio 1.3, section 5.6.6.3).
+
+use std::cell::{OnceCell, RefCell};
+use std::collections::VecDeque;
+use std::rc::{Rc, Weak};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blockio::{Io, Remote};
+use virtio_bindings::virtio_scsi::{
+    VIRTIO_SCSI_EVT_RESET_REMOVED, VIRTIO_SCSI_EVT_RESET_RESCAN, VIRTIO_SCSI_T_EVENTS_MISSED,
+    VIRTIO_SCSI_T_NO_EVENT, VIRTIO_SCSI_T_PARAM_CHANGE, VIRTIO_SCSI_T_TRANSPORT_RESET,
+};
+use virtqueue::Chain;
+
+use super::address::UnitAddress;
+use crate::queue::Queue;
+use crate::queue_task::Handler;
+
+/// Bytes of an event: kind, LUN, reason.
+const EVENT_BYTES: usize = 16;
+/// Events that wait for a buffer at most; later ones are missed.
+const EVENTS_MAX: usize = 64;
+/// CAPACITY DATA HAS CHANGED, as a reason: the code, then its qualifier.
+const CAPACITY_CHANGED: u32 = 0x2a | 0x09 << 8;
+
+type Event = [u8; EVENT_BYTES];
+
+/// What is to be told, whether or not there is a queue for it.
+#[derive(Default)]
+struct Waiting {
+    events: VecDeque<Event>,
+    missed: bool,
+    /// The number of the event queue that runs, and its thread.
+    queue: Option<(usize, Remote)>,
+}
+
+/// Where events go. Any thread may tell one.
+#[derive(Clone, Default)]
+pub(crate) struct EventSink(Arc<Mutex<Waiting>>);
+
+impl EventSink {
+    /// There is a unit now.
+    pub(crate) fn rescan(&self, unit: UnitAddress) {
+        self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_RESCAN);
+    }
+
+    /// There is no unit any more.
+    pub(crate) fn removed(&self, unit: UnitAddress) {
+        self.tell(VIRTIO_SCSI_T_TRANSPORT_RESET, unit, VIRTIO_SCSI_EVT_RESET_REMOVED);
+    }
+
+    /// The medium has another size.
+    pub(crate) fn capacity_changed(&self, unit: UnitAddress) {
+        self.tell(VIRTIO_SCSI_T_PARAM_CHANGE, unit, CAPACITY_CHANGED);
+    }
+
+    fn tell(&self, kind: u32, unit: UnitAddress, reason: u32) {
+        let mut event = [0; EVENT_BYTES];
+        event[..4].copy_from_slice(&kind.to_le_bytes());
+        event[4..12].copy_from_slice(&unit.bytes());
+        event[12..].copy_from_slice(&reason.to_le_bytes());
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.events.len() == EVENTS_MAX {
+            waiting.missed = true;
+        } else {
+            waiting.events.push_back(event);
+        }
+        let Some((number, thread)) = &waiting.queue else { return };
+        let number = *number;
+        thread.post(move |_| {
+            let find = |queues: &Vec<(usize, Weak<EventQueue>)>| {
+                queues.iter().find(|(other, _)| *other == number)?.1.upgrade()
+            };
+            if let Some(queue) = QUEUES.with_borrow(find) {
+                queue.give();
+            }
+        });
+    }
+
+    /// Another driver comes, to which nothing has happened.
+    pub(crate) fn forget(&self) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.events.clear();
+        waiting.missed = false;
+    }
+}
+
+thread_local! {
+    /// The event queues of this thread.
+    static QUEUES: RefCell<Vec<(usize, Weak<EventQueue>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Numbers of event queues that have started, in the whole process.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+/// The event queue of a device: chains that the driver has made available for events. They go back
+/// to it when the queue stops, because nobody else will ever answer them.
+pub(crate) struct EventQueue {
+    sink: EventSink,
+    held: RefCell<VecDeque<Chain>>,
+    ring: OnceCell<Weak<Queue>>,
+}
+
+impl EventQueue {
+    pub(crate) fn start(sink: &EventSink, io: &Io, queue: &Rc<Queue>) -> Rc<Self> {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let ring = OnceCell::from(Rc::downgrade(queue));
+        let started = Rc::new(Self { sink: sink.clone(), held: RefCell::default(), ring });
+        QUEUES.with_borrow_mut(|queues| {
+            queues.retain(|(_, queue)| queue.strong_count() > 0);
+            queues.push((number, Rc::downgrade(&started)));
+        });
+        let mut waiting = sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.queue = Some((number, io.remote()));
+        started
+    }
+
+    /// Writes what there is to tell into the chains that are held.
+    fn give(&self) {
+        let Some(queue) = self.ring.get().and_then(Weak::upgrade) else { return };
+        let mut waiting = self.sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.borrow_mut();
+        while waiting.missed || !waiting.events.is_empty() {
+            let Some(chain) = held.pop_front() else { break };
+            let mut event = waiting.events.pop_front().unwrap_or_else(|| {
+                let mut none = [0; EVENT_BYTES];
+                none[..4].copy_from_slice(&VIRTIO_SCSI_T_NO_EVENT.to_le_bytes());
+                none
+            });
+            if std::mem::take(&mut waiting.missed) {
+                event[3] |= VIRTIO_SCSI_T_EVENTS_MISSED.to_le_bytes()[3];
+            }
+            let written = chain.writable.copy_from(0, &event);
+            queue.push(chain.head, iomem::fits(written, "bytes of an event"));
+        }
+        drop(waiting);
+        queue.wake();
+    }
+}
+
+impl Handler for EventQueue {
+    async fn serve(self: Rc<Self>, _: Rc<Queue>, chain: Chain) {
+        self.held.borrow_mut().push_back(chain);
+        self.give();
+    }
+
+    fn stop(&self, queue: &Queue) {
+        for chain in self.held.take() {
+            queue.push(chain.head, 0);
+        }
+    }
+}

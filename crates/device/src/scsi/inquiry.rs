@@ -1,0 +1,158 @@
+//! INQUIRY and its vital product data pages (SPC-5, sections 6.6 and 7.7; SBC-4, section 6.6).
+
+use super::block::{UNMAP_BYTES_MAX, UNMAP_DESCRIPTORS_MAX, WRITE_SAME_BYTES_MAX};
+use super::cdb::Cdb;
+use super::outcome::{Data, Moved};
+use super::sense::Sense;
+use super::unit::Unit;
+
+/// Bytes of the standard data: up to the version descriptors.
+const STANDARD_BYTES: usize = 74;
+/// Standards: SAM-5, SPC-4, SBC-3 (SPC-5, section 6.6.2).
+const VERSIONS: [u16; 3] = [0x00a0, 0x0460, 0x04c0];
+
+const SUPPORTED_PAGES: u8 = 0x00;
+const SERIAL: u8 = 0x80;
+const IDENTIFICATION: u8 = 0x83;
+const LIMITS: u8 = 0xb0;
+const CHARACTERISTICS: u8 = 0xb1;
+const PROVISIONING: u8 = 0xb2;
+const PAGES: [u8; 6] =
+    [SUPPORTED_PAGES, SERIAL, IDENTIFICATION, LIMITS, CHARACTERISTICS, PROVISIONING];
+
+/// Where no unit is: the qualifier and the type say so (SPC-5, section 6.6.2).
+const NOTHING: u8 = 0x7f;
+/// A unit that is not there but could be has a type; the well-known unit has this one.
+const WELL_KNOWN: u8 = 0x1e;
+
+pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let answer = match check(cdb)? {
+        None => standard(0, &unit.options.vendor, &unit.options.product, &unit.options.revision),
+        Some(SUPPORTED_PAGES) => page(SUPPORTED_PAGES, &PAGES),
+        Some(SERIAL) => page(SERIAL, unit.options.serial.as_bytes()),
+        Some(IDENTIFICATION) => page(IDENTIFICATION, &identification(unit)),
+        Some(LIMITS) => page(LIMITS, &limits(unit)),
+        Some(CHARACTERISTICS) => page(CHARACTERISTICS, &characteristics(unit)),
+        Some(PROVISIONING) => page(PROVISIONING, &provisioning(unit)),
+        Some(_) => return Err(Sense::in_cdb(2, None).into()),
+    };
+    data.answer(&answer, cdb.u16(3).into())
+}
+
+/// The answer of an address without a unit.
+pub(super) fn of_nothing(cdb: &Cdb, data: &Data) -> Moved {
+    other(NOTHING, cdb, data)
+}
+
+/// The answer of the well-known unit.
+pub(super) fn of_well_known(cdb: &Cdb, data: &Data) -> Moved {
+    other(WELL_KNOWN, cdb, data)
+}
+
+fn other(kind: u8, cdb: &Cdb, data: &Data) -> Moved {
+    let answer = match check(cdb)? {
+        None => standard(kind, "Ringhaul", "", ""),
+        Some(SUPPORTED_PAGES) => {
+            let mut answer = page(SUPPORTED_PAGES, &[SUPPORTED_PAGES]);
+            answer[0] = kind;
+            answer
+        }
+        Some(_) => return Err(Sense::in_cdb(2, None).into()),
+    };
+    data.answer(&answer, cdb.u16(3).into())
+}
+
+/// The page that is asked for; `None`: the standard data.
+fn check(cdb: &Cdb) -> Result<Option<u8>, Sense> {
+    let page = cdb.byte(2);
+    match cdb.byte(1) & 1 {
+        0 if page != 0 => Err(Sense::in_cdb(2, None)),
+        0 => Ok(None),
+        _ => Ok(Some(page)),
+    }
+}
+
+fn standard(kind: u8, vendor: &str, product: &str, revision: &str) -> Vec<u8> {
+    let mut data = vec![0; STANDARD_BYTES];
+    data[0] = kind;
+    // SPC-4.
+    data[2] = 6;
+    // HISUP, and the format of all such data.
+    data[3] = 0x12;
+    data[4] = iomem::fits(STANDARD_BYTES - 5, "the length of the data");
+    // Commands are queued.
+    data[7] = 0x02;
+    for (place, text) in [(8..16, vendor), (16..32, product), (32..36, revision)] {
+        put_text(&mut data[place], text);
+    }
+    for (place, version) in data[58..].chunks_exact_mut(2).zip(VERSIONS) {
+        place.copy_from_slice(&version.to_be_bytes());
+    }
+    data
+}
+
+/// Left-aligned, filled up with spaces.
+fn put_text(place: &mut [u8], text: &str) {
+    place.fill(b' ');
+    place[..text.len()].copy_from_slice(text.as_bytes());
+}
+
+fn page(code: u8, content: &[u8]) -> Vec<u8> {
+    let length: u16 = iomem::fits(content.len(), "the length of a page");
+    let mut page = vec![0, code];
+    page.extend(length.to_be_bytes());
+    page.extend(content);
+    page
+}
+
+/// Names that no other disk has, and that are the same on each path to it.
+fn identification(unit: &Unit) -> Vec<u8> {
+    // Binary, NAA, of the logical unit.
+    let mut descriptors = vec![0x01, 0x03, 0, 8];
+    descriptors.extend(unit.options.naa);
+    // ASCII, T10 vendor identification, of the logical unit.
+    let mut text = vec![b' '; 8];
+    put_text(&mut text, &unit.options.vendor);
+    text.extend(unit.options.serial.as_bytes());
+    descriptors.extend([0x02, 0x01, 0, iomem::fits(text.len(), "an identifier")]);
+    descriptors.extend(text);
+    descriptors
+}
+
+/// Block limits (SBC-4, section 6.6.4).
+fn limits(unit: &Unit) -> [u8; 60] {
+    let info = unit.info();
+    let block = u64::from(info.logical_block_bytes);
+    let mut page = [0; 60];
+    // WSNZ is 0: none are all blocks from there on. COMPARE AND WRITE: none.
+    let granularity = info.physical_block_bytes / info.logical_block_bytes;
+    page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
+    if unit.can_unmap() {
+        let blocks: u32 = iomem::fits(UNMAP_BYTES_MAX / block, "a number of blocks");
+        page[16..20].copy_from_slice(&blocks.to_be_bytes());
+        page[20..24].copy_from_slice(&UNMAP_DESCRIPTORS_MAX.to_be_bytes());
+        page[24..28].copy_from_slice(&granularity.to_be_bytes());
+    }
+    page[32..40].copy_from_slice(&(WRITE_SAME_BYTES_MAX / block).to_be_bytes());
+    page
+}
+
+/// Block device characteristics (SBC-4, section 6.6.2).
+fn characteristics(unit: &Unit) -> [u8; 60] {
+    let mut page = [0; 60];
+    // It does not rotate; or at a rate that is not known.
+    let rate: u16 = if unit.options.rotational { 0 } else { 1 };
+    page[0..2].copy_from_slice(&rate.to_be_bytes());
+    page
+}
+
+/// Logical block provisioning (SBC-4, section 6.6.7).
+fn provisioning(unit: &Unit) -> [u8; 4] {
+    if unit.can_unmap() {
+        // UNMAP, WRITE SAME (16) and (10) give blocks back; what such blocks read as is not known.
+        // Thin: it may have less room than it says.
+        [0, 0xe0, 0x02, 0]
+    } else {
+        [0; 4]
+    }
+}

@@ -1,0 +1,226 @@
+//! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
+
+use super::cdb::Cdb;
+use super::outcome::{Data, Failure, Moved};
+use super::sense::Sense;
+use super::unit::Unit;
+
+const CACHING: u8 = 0x08;
+const CONTROL: u8 = 0x0a;
+const EXCEPTIONS: u8 = 0x1c;
+const ALL_PAGES: u8 = 0x3f;
+const ALL_SUBPAGES: u8 = 0xff;
+
+/// WCE, in the third byte of the caching page.
+const WRITE_CACHE: u8 = 0x04;
+/// WP and DPOFUA, of the device-specific parameter (SBC-4, section 6.5.1).
+const WRITE_PROTECTED: u8 = 0x80;
+const DPO_AND_FUA: u8 = 0x10;
+
+/// Which values of a page are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Values {
+    Current,
+    Changeable,
+    Default,
+}
+
+/// How the two lengths of a command differ.
+struct Form {
+    /// Bytes of the header.
+    header: usize,
+    /// Blocks of the medium are counted in eight bytes.
+    long_blocks: bool,
+}
+
+impl Form {
+    fn of(cdb: &Cdb) -> Self {
+        let is_short = cdb.opcode() < 0x20;
+        let long_blocks = !is_short && cdb.byte(1) & 0x10 != 0;
+        Self { header: if is_short { 4 } else { 8 }, long_blocks }
+    }
+
+    /// The parameter list length, or the allocation length.
+    fn length(&self, cdb: &Cdb) -> usize {
+        if self.header == 4 { cdb.byte(4).into() } else { cdb.u16(7).into() }
+    }
+}
+
+pub(super) fn sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let form = Form::of(cdb);
+    let values = match cdb.byte(2) >> 6 {
+        0 => Values::Current,
+        1 => Values::Changeable,
+        2 => Values::Default,
+        _ => return Err(Sense::SAVING.into()),
+    };
+    let (page, subpage) = (cdb.byte(2) & 0x3f, cdb.byte(3));
+    if subpage != 0 && (subpage != ALL_SUBPAGES || page == EXCEPTIONS + 1) {
+        return Err(Sense::in_cdb(3, None).into());
+    }
+    let pages: Vec<u8> = match page {
+        CACHING => caching(unit, values).into(),
+        CONTROL => control(values).into(),
+        EXCEPTIONS => exceptions().into(),
+        ALL_PAGES => {
+            let pages = [&caching(unit, values)[..], &control(values), &exceptions()];
+            pages.concat()
+        }
+        _ => return Err(Sense::in_cdb(2, Some(5)).into()),
+    };
+    let has_blocks = cdb.byte(1) & 8 == 0;
+    let blocks = if has_blocks { block_descriptor(unit, form.long_blocks) } else { Vec::new() };
+    let protected = if unit.info().read_only { WRITE_PROTECTED } else { 0 };
+    let specific = protected | DPO_AND_FUA;
+    let after = form.header + blocks.len() + pages.len();
+    let mut answer = if form.header == 4 {
+        let length = iomem::fits(after - 1, "bytes of mode pages");
+        vec![length, 0, specific, iomem::fits(blocks.len(), "a descriptor")]
+    } else {
+        let length: u16 = iomem::fits(after - 2, "bytes of mode pages");
+        let descriptor: u16 = iomem::fits(blocks.len(), "a descriptor");
+        let mut header = length.to_be_bytes().to_vec();
+        header.extend([0, specific, u8::from(form.long_blocks && has_blocks), 0]);
+        header.extend(descriptor.to_be_bytes());
+        header
+    };
+    answer.extend(blocks);
+    answer.extend(pages);
+    data.answer(&answer, form.length(cdb))
+}
+
+/// The size of the medium (SBC-4, section 6.5.2).
+fn block_descriptor(unit: &Unit, long: bool) -> Vec<u8> {
+    let info = unit.info();
+    let blocks = info.size_bytes / u64::from(info.logical_block_bytes);
+    if long {
+        let mut descriptor = blocks.to_be_bytes().to_vec();
+        descriptor.extend([0; 4]);
+        descriptor.extend(info.logical_block_bytes.to_be_bytes());
+        return descriptor;
+    }
+    // More than it can say is said as its highest value.
+    let mut descriptor = u32::try_from(blocks).unwrap_or(u32::MAX).to_be_bytes().to_vec();
+    // A block has 64 KiB at most, so the byte before its length is 0.
+    descriptor.extend(info.logical_block_bytes.to_be_bytes());
+    descriptor
+}
+
+fn caching(unit: &Unit, values: Values) -> [u8; 20] {
+    let is_on = match values {
+        Values::Current => unit.has_write_cache(),
+        // Without one there is nothing to switch.
+        Values::Changeable | Values::Default => unit.options.write_cache,
+    };
+    let mut page = [0; 20];
+    page[..2].copy_from_slice(&[CACHING, 18]);
+    page[2] = if is_on { WRITE_CACHE } else { 0 };
+    page
+}
+
+fn control(values: Values) -> [u8; 12] {
+    let mut page = [0; 12];
+    page[..2].copy_from_slice(&[CONTROL, 10]);
+    if values != Values::Changeable {
+        // Commands are carried out in any order.
+        page[3] = 0x10;
+        // A busy timeout without a limit.
+        page[8..10].copy_from_slice(&[0xff, 0xff]);
+    }
+    page
+}
+
+/// None are reported.
+fn exceptions() -> [u8; 12] {
+    let mut page = [0; 12];
+    page[..2].copy_from_slice(&[EXCEPTIONS, 10]);
+    page
+}
+
+pub(super) fn select(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let form = Form::of(cdb);
+    if cdb.byte(1) & 0x10 == 0 {
+        // Pages in the format of the standard are all there is.
+        return Err(Sense::in_cdb(1, Some(4)).into());
+    }
+    if cdb.byte(1) & 1 != 0 {
+        // Pages are not saved.
+        return Err(Sense::in_cdb(1, Some(0)).into());
+    }
+    let length = form.length(cdb);
+    if length == 0 {
+        return Ok(0);
+    }
+    let list = data.list(length)?;
+    let write_cache = parse(unit, &form, &list)?;
+    if let Some(on) = write_cache
+        && on != unit.has_write_cache()
+    {
+        // The initiator that has changed it knows; there is no other one.
+        unit.set_write_cache(on);
+    }
+    Ok(length)
+}
+
+/// What a parameter list has for WCE. All of it is checked before anything is changed.
+fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Option<bool>, Failure> {
+    let Some((header, rest)) = list.split_at_checked(form.header) else {
+        return Err(Sense::LIST_LENGTH.into());
+    };
+    let (descriptor, is_long) = if form.header == 4 {
+        (usize::from(header[3]), false)
+    } else {
+        (usize::from(u16::from_be_bytes([header[6], header[7]])), header[4] & 1 != 0)
+    };
+    let Some((blocks, mut pages)) = rest.split_at_checked(descriptor) else {
+        return Err(Sense::LIST_LENGTH.into());
+    };
+    let expected = block_descriptor(unit, is_long);
+    if !blocks.is_empty() && !is_same_size(blocks, &expected, is_long) {
+        return Err(Sense::in_list(place(form.header), None).into());
+    }
+    let mut write_cache = None;
+    while !pages.is_empty() {
+        let at = list.len() - pages.len();
+        let [code, length, ..] = *pages else { return Err(Sense::LIST_LENGTH.into()) };
+        let (current, changeable): (Vec<u8>, Vec<u8>) = match code & 0x7f {
+            CACHING => {
+                (caching(unit, Values::Current).into(), caching(unit, Values::Changeable).into())
+            }
+            CONTROL => (control(Values::Current).into(), control(Values::Changeable).into()),
+            EXCEPTIONS => (exceptions().into(), exceptions().into()),
+            _ => return Err(Sense::in_list(place(at), Some(5)).into()),
+        };
+        if usize::from(length) != current.len() - 2 {
+            return Err(Sense::in_list(place(at + 1), None).into());
+        }
+        let Some((page, rest)) = pages.split_at_checked(current.len()) else {
+            return Err(Sense::LIST_LENGTH.into());
+        };
+        for byte in 2..page.len() {
+            if (page[byte] ^ current[byte]) & !changeable[byte] != 0 {
+                return Err(Sense::in_list(place(at + byte), None).into());
+            }
+        }
+        if code & 0x3f == CACHING {
+            write_cache = Some(page[2] & WRITE_CACHE != 0);
+        }
+        pages = rest;
+    }
+    Ok(write_cache)
+}
+
+/// Whether a block descriptor leaves the medium as it is. A number of blocks of 0, or the highest,
+/// does, too (SBC-4, section 6.5.2).
+fn is_same_size(blocks: &[u8], expected: &[u8], is_long: bool) -> bool {
+    let count = if is_long { 8 } else { 4 };
+    blocks.len() == expected.len()
+        && blocks[count..] == expected[count..]
+        && (blocks[..count] == expected[..count]
+            || blocks[..count].iter().all(|byte| *byte == 0)
+            || blocks[..count].iter().all(|byte| *byte == 0xff))
+}
+
+fn place(at: usize) -> u16 {
+    iomem::fits(at, "a place in a list")
+}

@@ -1,0 +1,68 @@
+//! What comes of a command, whichever it is.
+
+use iomem::Buffers;
+
+use super::sense::Sense;
+use super::task_set::Abort;
+
+/// Data that commands other than those on the medium take or answer with, at most.
+const DATA_MAX: usize = 64 << 10;
+
+/// Why a command is not carried out, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    #[error("{0}")]
+    Check(#[from] Sense),
+    /// What the disk says, and what the initiator is told.
+    #[error("{action} at block {lba}: {source}")]
+    Disk { action: &'static str, lba: u64, sense: Sense, source: std::io::Error },
+    #[error("the CDB asks for more data than the request has room for")]
+    Overrun,
+    #[error("the device has no such target")]
+    BadTarget,
+    #[error("{0}")]
+    Malformed(&'static str),
+    #[error("guest memory is gone: its file was truncated")]
+    MemoryGone,
+    #[error("the task was aborted")]
+    Aborted(Abort),
+}
+
+/// What has come of a command: the bytes of data that were transferred.
+pub(crate) type Moved = Result<usize, Failure>;
+
+/// The data of a command.
+pub(crate) struct Data {
+    /// From the initiator.
+    pub(crate) out: Buffers,
+    /// To the initiator.
+    pub(crate) into: Buffers,
+}
+
+impl Data {
+    /// Answers with `data`, as far as the CDB allows.
+    pub(crate) fn answer(&self, data: &[u8], allocation_length: usize) -> Moved {
+        let wanted = data.len().min(allocation_length);
+        if wanted > self.into.bytes() {
+            return Err(Failure::Overrun);
+        }
+        Ok(self.into.copy_from(0, &data[..wanted]))
+    }
+
+    /// The parameter list, which the CDB says is this long.
+    pub(crate) fn list(&self, length: usize) -> Result<Vec<u8>, Failure> {
+        if length > self.out.bytes() {
+            return Err(Failure::Overrun);
+        }
+        let mut list = vec![0; length.min(DATA_MAX)];
+        self.out.copy_to(0, &mut list);
+        Ok(list)
+    }
+}
+
+impl Failure {
+    /// Whether a driver that works well brings it about, by asking what there is.
+    pub(crate) fn is_usual(&self) -> bool {
+        matches!(self, Self::Check(_) | Self::BadTarget | Self::Aborted(_))
+    }
+}

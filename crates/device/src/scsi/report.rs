@@ -1,0 +1,188 @@
+//! Commands that say what there is (SPC-5, sections 6.33 to 6.40; SBC-4, sections 5.20 and 5.21).
+
+use super::address::UnitAddress;
+use super::cdb::{COMMANDS, Cdb, Command, Op, find};
+use super::inquiry;
+use super::outcome::{Data, Failure, Moved};
+use super::sense::Sense;
+use super::unit::Unit;
+use super::units::Units;
+
+/// The well-known unit's LUN.
+const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
+
+/// A command for an address without a unit.
+pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Moved {
+    let all = units.all();
+    let has_target = all.keys().any(|unit| unit.target == address.target);
+    if !has_target {
+        return Err(Failure::BadTarget);
+    }
+    match cdb.command()?.op {
+        Op::Inquiry => inquiry::of_nothing(cdb, data),
+        Op::ReportLuns => list_luns(units, Some(address.target), cdb, data),
+        Op::RequestSense => answer_sense(Sense::NO_SUCH_UNIT, cdb, data),
+        _ => Err(Sense::NO_SUCH_UNIT.into()),
+    }
+}
+
+/// A command for the well-known unit.
+pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
+    match cdb.command()?.op {
+        Op::ReportLuns => list_luns(units, None, cdb, data),
+        Op::Inquiry => inquiry::of_well_known(cdb, data),
+        Op::RequestSense => answer_sense(Sense::NONE, cdb, data),
+        Op::TestUnitReady => Ok(0),
+        _ => Err(Sense::UNKNOWN_OPCODE.into()),
+    }
+}
+
+pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let moved = list_luns(units, Some(unit.address.target), cdb, data)?;
+    for other in units.all().values().filter(|other| other.address.target == unit.address.target) {
+        other.forget_attention(Sense::UNITS_CHANGED);
+    }
+    Ok(moved)
+}
+
+/// The LUNs of a target; `None`: of the first one that has any.
+fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved {
+    let (has_units, has_well_known) = match cdb.byte(2) {
+        0 => (true, false),
+        1 => (false, true),
+        2 => (true, true),
+        _ => return Err(Sense::in_cdb(2, None).into()),
+    };
+    let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
+    if length < 16 {
+        return Err(Sense::in_cdb(6, None).into());
+    }
+    let all = units.all();
+    let target = target.or_else(|| all.keys().next().map(|unit| unit.target));
+    let mut luns = Vec::new();
+    if has_units {
+        let of_target = all.keys().filter(|unit| Some(unit.target) == target);
+        luns.extend(of_target.flat_map(|unit| unit.lun_bytes()));
+    }
+    if has_well_known {
+        luns.extend(REPORT_LUNS_LUN);
+    }
+    let mut answer = u32::to_be_bytes(iomem::fits(luns.len(), "bytes of LUNs")).to_vec();
+    answer.extend([0; 4]);
+    answer.extend(luns);
+    data.answer(&answer, length)
+}
+
+pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    answer_sense(unit.take_attention().unwrap_or(Sense::NONE), cdb, data)
+}
+
+fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
+    let answer = if cdb.byte(1) & 1 != 0 { sense.descriptors() } else { sense.fixed().to_vec() };
+    data.answer(&answer, cdb.byte(4).into())
+}
+
+pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
+    let info = unit.info();
+    let last = info.size_bytes / u64::from(info.logical_block_bytes) - 1;
+    // The highest value says that READ CAPACITY (16) knows.
+    let last = u32::try_from(last).unwrap_or(u32::MAX);
+    let answer = [last.to_be_bytes(), info.logical_block_bytes.to_be_bytes()].concat();
+    data.answer(&answer, answer.len())
+}
+
+pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let info = unit.info();
+    let last = info.size_bytes / u64::from(info.logical_block_bytes) - 1;
+    let mut answer = [0; 32];
+    answer[..8].copy_from_slice(&last.to_be_bytes());
+    answer[8..12].copy_from_slice(&info.logical_block_bytes.to_be_bytes());
+    let exponent = (info.physical_block_bytes / info.logical_block_bytes).ilog2();
+    answer[13] = iomem::fits(exponent.min(15), "an exponent");
+    if unit.can_unmap() {
+        answer[14] = 0x80;
+    }
+    data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
+}
+
+/// The blocks from there on are mapped, or nobody knows (SBC-4, section 5.8.2).
+pub(super) fn lba_status(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let info = unit.info();
+    let blocks = info.size_bytes / u64::from(info.logical_block_bytes);
+    let lba = cdb.u64(2);
+    if lba >= blocks {
+        return Err(Sense::LBA_OUT_OF_RANGE.into());
+    }
+    let count = u32::try_from(blocks - lba).unwrap_or(u32::MAX);
+    let mut answer = [0; 24];
+    answer[3] = 20;
+    answer[8..16].copy_from_slice(&lba.to_be_bytes());
+    answer[16..20].copy_from_slice(&count.to_be_bytes());
+    data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
+}
+
+/// Timeouts of commands: none are known.
+const TIMEOUTS: [u8; 12] = [0, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+pub(super) fn opcodes(cdb: &Cdb, data: &Data) -> Moved {
+    let has_timeouts = cdb.byte(2) & 0x80 != 0;
+    let (opcode, action) = (cdb.byte(3), cdb.u16(4));
+    let one = |found: Option<&Command>| {
+        let mut answer = vec![0, 1, 0, 0];
+        if let Some(command) = found {
+            answer[1] = 3 | if has_timeouts { 0x80 } else { 0 };
+            answer[3] = iomem::fits(command.usage.len(), "bytes of a CDB");
+            answer.extend(command.usage);
+            answer.extend(has_timeouts.then_some(TIMEOUTS).iter().flatten());
+        }
+        answer
+    };
+    let action_byte = u8::try_from(action).ok();
+    let has_actions = find(opcode, None).map(|command| command.has_service_action);
+    let answer = match cdb.byte(2) & 7 {
+        0 => all_opcodes(has_timeouts),
+        1 if has_actions == Some(true) => return Err(Sense::in_cdb(2, Some(2)).into()),
+        1 => one(find(opcode, None)),
+        2 if has_actions == Some(false) => return Err(Sense::in_cdb(2, Some(2)).into()),
+        2 => one(action_byte.and_then(|action| find(opcode, Some(action)))),
+        3 => match has_actions {
+            Some(true) => one(action_byte.and_then(|action| find(opcode, Some(action)))),
+            _ if action != 0 => one(None),
+            _ => one(find(opcode, None)),
+        },
+        _ => return Err(Sense::in_cdb(2, Some(2)).into()),
+    };
+    data.answer(&answer, iomem::fits(cdb.u32(6), "an allocation length"))
+}
+
+fn all_opcodes(has_timeouts: bool) -> Vec<u8> {
+    let mut list = Vec::new();
+    for command in COMMANDS {
+        let action = if command.has_service_action { command.usage[1] & 0x1f } else { 0 };
+        let flags = u8::from(command.has_service_action) | if has_timeouts { 2 } else { 0 };
+        let length = iomem::fits(command.usage.len(), "bytes of a CDB");
+        list.extend([command.usage[0], 0, 0, action, 0, flags, 0, length]);
+        list.extend(has_timeouts.then_some(TIMEOUTS).iter().flatten());
+    }
+    let mut answer = u32::to_be_bytes(iomem::fits(list.len(), "bytes of commands")).to_vec();
+    answer.extend(list);
+    answer
+}
+
+/// What the control queue does.
+pub(super) fn task_management(cdb: &Cdb, data: &Data) -> Moved {
+    let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
+    if length < 4 {
+        return Err(Sense::in_cdb(6, None).into());
+    }
+    // ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET, QUERY TASK; then QUERY TASK
+    // SET and I_T NEXUS RESET.
+    let functions = [0xdc, 0x03];
+    let answer: &[u8] = if cdb.byte(2) & 0x80 != 0 {
+        // With timeouts, none of which are known.
+        &[functions[0], functions[1], 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    } else {
+        &[functions[0], functions[1], 0, 0]
+    };
+    data.answer(answer, length)
+}

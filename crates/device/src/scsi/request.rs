@@ -1,0 +1,282 @@
+//! One command (virtio 1.3, section 5.6.6.1), from its chain to its response.
+
+use std::rc::Rc;
+
+use blockio::Io;
+use iomem::Buffers;
+use virtio_bindings::virtio_scsi::{
+    VIRTIO_SCSI_S_ABORTED, VIRTIO_SCSI_S_BAD_TARGET, VIRTIO_SCSI_S_FAILURE, VIRTIO_SCSI_S_OK,
+    VIRTIO_SCSI_S_OVERRUN, VIRTIO_SCSI_S_RESET,
+};
+use virtqueue::Chain;
+
+use super::address::{Address, UnitAddress};
+use super::cdb::{CDB_BYTES, Cdb, Op};
+use super::device::ScsiDevice;
+use super::outcome::{Data, Failure, Moved};
+use super::request_queue::{LocalUnit, RequestQueue};
+use super::sense::Sense;
+use super::task_set::{Abort, Ended};
+use super::units::Units;
+use super::{block, inquiry, mode, report};
+use crate::queue::Queue;
+use crate::queue_task::Handler;
+use crate::stats::RequestKind;
+
+/// Bytes before the CDB.
+const FIXED_HEADER_BYTES: usize = 19;
+const HEADER_BYTES: usize = FIXED_HEADER_BYTES + CDB_BYTES;
+/// Bytes of a response before the sense data.
+const FIXED_RESPONSE_BYTES: usize = 12;
+/// Sense data of the default size.
+const SENSE_BYTES: usize = 96;
+
+/// Responses, which are a byte each.
+const S_OK: u8 = byte(VIRTIO_SCSI_S_OK);
+const S_OVERRUN: u8 = byte(VIRTIO_SCSI_S_OVERRUN);
+const S_ABORTED: u8 = byte(VIRTIO_SCSI_S_ABORTED);
+const S_BAD_TARGET: u8 = byte(VIRTIO_SCSI_S_BAD_TARGET);
+const S_RESET: u8 = byte(VIRTIO_SCSI_S_RESET);
+const S_FAILURE: u8 = byte(VIRTIO_SCSI_S_FAILURE);
+
+/// A status code (SAM-6, table 33); that of GOOD is 0.
+const CHECK_CONDITION: u8 = 0x02;
+
+const fn byte(number: u32) -> u8 {
+    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
+    byte
+}
+
+/// What serves the requests of one queue.
+pub(crate) struct Scsi {
+    device: ScsiDevice,
+    queue: Rc<RequestQueue>,
+}
+
+/// What a request says besides its CDB.
+struct Header {
+    address: Address,
+    tag: u64,
+    cdb: Cdb,
+}
+
+impl Scsi {
+    /// For queue `index` of `device` on this IoThread.
+    pub(crate) fn new(device: &ScsiDevice, index: u16, io: &Rc<Io>, queue: &Rc<Queue>) -> Self {
+        Self { device: device.clone(), queue: device.start_queue(index, io, queue) }
+    }
+
+    #[inline]
+    fn header(&self, readable: &mut Buffers) -> Option<Header> {
+        let cdb_size: usize = iomem::fits(self.device.cdb_size(), "a size of CDBs");
+        if cdb_size == CDB_BYTES {
+            return readable.take_front::<HEADER_BYTES>().map(|bytes| split(&bytes));
+        }
+        if readable.bytes() < FIXED_HEADER_BYTES + cdb_size {
+            return None;
+        }
+        let mut bytes = [0; HEADER_BYTES];
+        let used = FIXED_HEADER_BYTES + cdb_size.min(CDB_BYTES);
+        readable.copy_to(0, &mut bytes[..used]);
+        readable.advance(FIXED_HEADER_BYTES + cdb_size);
+        Some(split(&bytes))
+    }
+
+    /// Carries a command out.
+    async fn execute(&self, header: &Header, data: Data) -> (RequestKind, Moved) {
+        let other = |moved| (RequestKind::Other, moved);
+        if !data.out.is_empty() && !data.into.is_empty() {
+            return other(Err(Failure::Malformed("it has data in both directions")));
+        }
+        match header.address {
+            Address::Unit(address) => match self.queue.unit(address) {
+                Some(local) => serve_unit(self.device.units(), &local, &header.cdb, data).await,
+                None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
+            },
+            Address::ReportLuns => {
+                other(report::well_known(self.device.units(), &header.cdb, &data))
+            }
+            Address::Invalid => other(Err(Failure::BadTarget)),
+        }
+    }
+
+    /// Carries out a command that is a task of a unit.
+    async fn execute_task(
+        &self,
+        queue: &Queue,
+        address: UnitAddress,
+        header: &Header,
+        data: Data,
+    ) -> (RequestKind, Moved, Ended) {
+        let tasks = &self.queue.tasks;
+        let task = tasks.begin(address, header.tag, queue.next_avail());
+        let (kind, moved) = match tasks.abort(task) {
+            // Before it has begun.
+            Some(abort) => (RequestKind::Other, Err(Failure::Aborted(abort))),
+            None => self.execute(header, data).await,
+        };
+        let ended = tasks.end(task);
+        let moved = ended.abort.map_or(moved, |abort| Err(Failure::Aborted(abort)));
+        (kind, moved, ended)
+    }
+}
+
+impl Handler for Scsi {
+    /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the
+    /// chain.
+    async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
+        let head = chain.head;
+        let sense_bytes: usize = iomem::fits(self.device.sense_size(), "a size of sense data");
+        let response = chain.writable.split_front(FIXED_RESPONSE_BYTES + sense_bytes);
+        let (Some(response), None) = (response, &chain.fault) else {
+            // It cannot be answered: what the driver finds in its response must not be a success.
+            self.queue.tasks.skip(queue.next_avail());
+            queue.push_unanswered(head);
+            return;
+        };
+        let header = self.header(&mut chain.readable);
+        let data = Data { out: chain.readable, into: chain.writable };
+        let room = [data.out.bytes(), data.into.bytes()];
+        let (kind, moved, ended) = match &header {
+            Some(header @ Header { address: Address::Unit(address), .. }) => {
+                let (kind, moved, ended) = self.execute_task(&queue, *address, header, data).await;
+                (kind, moved, Some(ended))
+            }
+            Some(header) => {
+                self.queue.tasks.skip(queue.next_avail());
+                let (kind, moved) = self.execute(header, data).await;
+                (kind, moved, None)
+            }
+            None => {
+                self.queue.tasks.skip(queue.next_avail());
+                let moved = Err(Failure::Malformed("the header is incomplete"));
+                (RequestKind::Other, moved, None)
+            }
+        };
+        // What was read from memory that is gone were zeroes, and what was written there is lost.
+        let moved = match moved {
+            Ok(_) if !chain.memory.is_intact() => Err(Failure::MemoryGone),
+            moved => moved,
+        };
+        let written = respond(&response, kind, &moved, room, &queue);
+        queue.push(head, written);
+        if ended.as_ref().is_some_and(Ended::is_awaited) {
+            // Whoever waits answers on another queue, and this answer comes first.
+            queue.publish_early();
+        }
+        drop(ended);
+    }
+}
+
+/// Writes the response, counts the request, and returns how many bytes were written from the first
+/// on.
+fn respond(
+    response: &Buffers,
+    kind: RequestKind,
+    moved: &Moved,
+    room: [usize; 2],
+    queue: &Queue,
+) -> u32 {
+    let [out, into] = room;
+    let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
+    let done = match moved {
+        Ok(done) => {
+            queue.count(kind, *done as u64);
+            *done
+        }
+        Err(failure) => {
+            put(failure, &mut bytes);
+            if failure.is_usual() {
+                queue.refuse(kind);
+            } else {
+                queue.fail(kind, failure);
+            }
+            0
+        }
+    };
+    let residual = u32::try_from(out + into - done).unwrap_or(u32::MAX);
+    bytes[4..8].copy_from_slice(&residual.to_le_bytes());
+    response.copy_from(0, &bytes);
+    response.zero_from(bytes.len());
+    let data = if into > 0 { done } else { 0 };
+    iomem::fits(response.bytes() + data, "bytes of a chain")
+}
+
+/// Writes what the driver learns about a failure: the one place where it is chosen.
+fn put(failure: &Failure, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) {
+    let (response, sense) = match failure {
+        Failure::Check(sense) | Failure::Disk { sense, .. } => (S_OK, Some(*sense)),
+        Failure::Overrun => (S_OVERRUN, None),
+        Failure::BadTarget => (S_BAD_TARGET, None),
+        Failure::Malformed(_) => (S_FAILURE, None),
+        Failure::MemoryGone => (S_OK, Some(Sense::MEMORY_GONE)),
+        Failure::Aborted(Abort::Aborted) => (S_ABORTED, None),
+        Failure::Aborted(Abort::Reset) => (S_RESET, None),
+    };
+    bytes[11] = response;
+    if let Some(sense) = sense {
+        let data = sense.fixed();
+        bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(data.len(), "sense data")));
+        bytes[10] = CHECK_CONDITION;
+        bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
+    }
+}
+
+/// Carries out a command for a logical unit.
+async fn serve_unit(
+    units: &Units,
+    local: &LocalUnit,
+    cdb: &Cdb,
+    data: Data,
+) -> (RequestKind, Moved) {
+    let unit = &local.unit;
+    let command = match cdb.command() {
+        Ok(command) => command,
+        Err(sense) => return (RequestKind::Other, Err(sense.into())),
+    };
+    let hears_first = !matches!(command.op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
+    if hears_first && let Some(sense) = unit.take_attention() {
+        return (RequestKind::Other, Err(sense.into()));
+    }
+    match command.op {
+        Op::Read => (RequestKind::Read, block::read(local, cdb, data).await),
+        Op::Write => (RequestKind::Write, block::write(local, cdb, data).await),
+        Op::SynchronizeCache => (RequestKind::Flush, block::synchronize(local, cdb).await),
+        Op::Unmap => (RequestKind::Discard, Box::pin(block::unmap(local, cdb, data)).await),
+        Op::WriteSame => {
+            (RequestKind::WriteZeroes, Box::pin(block::write_same(local, cdb, data)).await)
+        }
+        Op::WriteAndVerify => {
+            (RequestKind::Write, Box::pin(block::write_and_verify(local, cdb, data)).await)
+        }
+        Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
+        Op::StartStopUnit => (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await),
+        Op::TestUnitReady => (RequestKind::Other, block::check_ready(unit).map(|()| 0)),
+        Op::RequestSense => (RequestKind::Other, report::request_sense(unit, cdb, &data)),
+        Op::Inquiry => (RequestKind::Other, inquiry::inquiry(unit, cdb, &data)),
+        Op::ModeSense => (RequestKind::Other, mode::sense(unit, cdb, &data)),
+        Op::ModeSelect => (RequestKind::Other, mode::select(unit, cdb, &data)),
+        // No medium can be taken out.
+        Op::PreventAllow => (RequestKind::Other, Ok(0)),
+        Op::ReadCapacity10 => (RequestKind::Other, report::read_capacity10(unit, &data)),
+        Op::ReadCapacity16 => (RequestKind::Other, report::read_capacity16(unit, cdb, &data)),
+        Op::GetLbaStatus => (RequestKind::Other, report::lba_status(unit, cdb, &data)),
+        Op::ReportLuns => (RequestKind::Other, report::luns(units, unit, cdb, &data)),
+        Op::ReportOpcodes => (RequestKind::Other, report::opcodes(cdb, &data)),
+        Op::ReportTaskManagement => (RequestKind::Other, report::task_management(cdb, &data)),
+    }
+}
+
+#[inline]
+fn split(bytes: &[u8; HEADER_BYTES]) -> Header {
+    Header {
+        address: Address::parse(part(bytes, 0)),
+        tag: u64::from_le_bytes(part(bytes, 8)),
+        cdb: Cdb(part(bytes, FIXED_HEADER_BYTES)),
+    }
+}
+
+#[inline]
+fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| bytes[at + index])
+}

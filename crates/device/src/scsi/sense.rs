@@ -1,0 +1,201 @@
+//! Sense data: why a command was not carried out (SPC-5, section 4.5).
+
+use std::io;
+
+/// A sense key (SPC-5, table 28).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Key {
+    NoSense = 0x0,
+    NotReady = 0x2,
+    MediumError = 0x3,
+    HardwareError = 0x4,
+    IllegalRequest = 0x5,
+    UnitAttention = 0x6,
+    DataProtect = 0x7,
+    AbortedCommand = 0xb,
+    Miscompare = 0xe,
+}
+
+/// Where a field is that is wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Field {
+    /// In the CDB, or else in the parameter list.
+    in_cdb: bool,
+    byte: u16,
+    /// The most significant bit of the field, if it is no whole byte.
+    bit: Option<u8>,
+}
+
+/// What a command is answered with when it was not, or not entirely, carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sense {
+    pub(crate) key: Key,
+    /// Additional sense code and its qualifier.
+    pub(crate) code: [u8; 2],
+    /// The LBA, or the offset in the data, that it is about.
+    information: Option<u64>,
+    field: Option<Field>,
+}
+
+/// Bytes of sense data in fixed format.
+pub(crate) const FIXED_BYTES: usize = 18;
+/// Bytes of sense data in descriptor format at most.
+const DESCRIPTORS_BYTES: usize = 8 + 12 + 8;
+
+impl Sense {
+    const fn new(key: Key, code: [u8; 2]) -> Self {
+        Self { key, code, information: None, field: None }
+    }
+
+    pub(crate) const NONE: Self = Self::new(Key::NoSense, [0x00, 0x00]);
+    pub(crate) const UNKNOWN_OPCODE: Self = Self::new(Key::IllegalRequest, [0x20, 0x00]);
+    pub(crate) const LBA_OUT_OF_RANGE: Self = Self::new(Key::IllegalRequest, [0x21, 0x00]);
+    pub(crate) const NO_SUCH_UNIT: Self = Self::new(Key::IllegalRequest, [0x25, 0x00]);
+    pub(crate) const LIST_LENGTH: Self = Self::new(Key::IllegalRequest, [0x1a, 0x00]);
+    pub(crate) const SAVING: Self = Self::new(Key::IllegalRequest, [0x39, 0x00]);
+    pub(crate) const STOPPED: Self = Self::new(Key::NotReady, [0x04, 0x02]);
+    pub(crate) const WRITE_PROTECTED: Self = Self::new(Key::DataProtect, [0x27, 0x00]);
+    pub(crate) const NO_SPACE: Self = Self::new(Key::DataProtect, [0x27, 0x07]);
+    pub(crate) const MISCOMPARE: Self = Self::new(Key::Miscompare, [0x1d, 0x00]);
+    pub(crate) const POWER_ON: Self = Self::new(Key::UnitAttention, [0x29, 0x00]);
+    pub(crate) const UNIT_WAS_RESET: Self = Self::new(Key::UnitAttention, [0x29, 0x03]);
+    pub(crate) const NEXUS_LOST: Self = Self::new(Key::UnitAttention, [0x29, 0x07]);
+    pub(crate) const CAPACITY_CHANGED: Self = Self::new(Key::UnitAttention, [0x2a, 0x09]);
+    pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
+
+    /// A field of the CDB has a value that is not supported; `bit`: its highest one.
+    pub(crate) const fn in_cdb(byte: u16, bit: Option<u8>) -> Self {
+        let field = Some(Field { in_cdb: true, byte, bit });
+        Self { field, ..Self::new(Key::IllegalRequest, [0x24, 0x00]) }
+    }
+
+    /// A field of the parameter list has a value that is not supported.
+    pub(crate) const fn in_list(byte: u16, bit: Option<u8>) -> Self {
+        let field = Some(Field { in_cdb: false, byte, bit });
+        Self { field, ..Self::new(Key::IllegalRequest, [0x26, 0x00]) }
+    }
+
+    /// What it is about: an LBA, or for a miscompare the offset of the first byte that differs.
+    pub(crate) const fn about(self, information: u64) -> Self {
+        Self { information: Some(information), ..self }
+    }
+
+    /// What an error of the disk at `lba` is for the initiator: the one place where it is chosen.
+    pub(crate) fn of_disk(error: &io::Error, lba: u64, writes: bool) -> Self {
+        match error.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Self::NO_SPACE,
+            Some(libc::EROFS | libc::EPERM | libc::EACCES) => Self::WRITE_PROTECTED,
+            // It was not carried out and may be tried again.
+            Some(libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::EBUSY | libc::ETIMEDOUT) => {
+                Self::new(Key::AbortedCommand, [0x00, 0x00])
+            }
+            Some(libc::ENODEV | libc::ENXIO) => Self::new(Key::NotReady, [0x3a, 0x00]),
+            // Unrecovered read error; write error.
+            _ if writes => Self::new(Key::MediumError, [0x0c, 0x00]).about(lba),
+            _ => Self::new(Key::MediumError, [0x11, 0x00]).about(lba),
+        }
+    }
+
+    /// The guest has truncated the file behind its memory.
+    pub(crate) const MEMORY_GONE: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
+
+    /// Fixed format (SPC-5, section 4.5.3).
+    pub(crate) fn fixed(&self) -> [u8; FIXED_BYTES] {
+        let mut data = [0; FIXED_BYTES];
+        data[0] = 0x70;
+        data[2] = self.key as u8;
+        if let Some(information) = self.information
+            && let Ok(information) = u32::try_from(information)
+        {
+            data[0] |= 0x80;
+            data[3..7].copy_from_slice(&information.to_be_bytes());
+        }
+        data[7] = 10;
+        data[12..14].copy_from_slice(&self.code);
+        data[15..18].copy_from_slice(&self.specific());
+        data
+    }
+
+    /// Descriptor format (SPC-5, section 4.5.2).
+    pub(crate) fn descriptors(&self) -> Vec<u8> {
+        let mut data = Vec::with_capacity(DESCRIPTORS_BYTES);
+        data.extend([0x72, self.key as u8, self.code[0], self.code[1], 0, 0, 0, 0]);
+        if let Some(information) = self.information {
+            data.extend([0x00, 10, 0x80, 0]);
+            data.extend(information.to_be_bytes());
+        }
+        if self.field.is_some() {
+            let [s0, s1, s2] = self.specific();
+            data.extend([0x02, 6, 0, 0, s0, s1, s2, 0]);
+        }
+        let added = data.len() - 8;
+        data[7] = iomem::fits(added, "bytes of sense descriptors");
+        data
+    }
+
+    /// The field pointer (SPC-5, section 4.5.2.4.2).
+    fn specific(&self) -> [u8; 3] {
+        let Some(Field { in_cdb, byte, bit }) = self.field else { return [0; 3] };
+        let bits = bit.map_or(0, |bit| 0x08 | (bit & 7));
+        let [high, low] = byte.to_be_bytes();
+        [0x80 | (u8::from(in_cdb) << 6) | bits, high, low]
+    }
+}
+
+impl std::fmt::Display for Sense {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [code, qualifier] = self.code;
+        write!(f, "{:?}, {code:02x}h/{qualifier:02x}h", self.key)?;
+        if let Some(Field { in_cdb, byte, .. }) = self.field {
+            write!(f, ", byte {byte} of the {}", if in_cdb { "CDB" } else { "parameter list" })?;
+        }
+        if let Some(information) = self.information {
+            write!(f, ", at {information}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Sense {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fixed_format_has_the_field_and_the_address_where_drivers_look() {
+        let data = Sense::in_cdb(2, Some(5)).fixed();
+        assert_eq!(data[..3], [0x70, 0, 5]);
+        assert_eq!(data[7], 10);
+        assert_eq!(data[12..18], [0x24, 0, 0, 0xc0 | 8 | 5, 0, 2]);
+        let data = Sense::in_list(0x102, None).fixed();
+        assert_eq!(data[12..18], [0x26, 0, 0, 0x80, 1, 2]);
+        let error = io::Error::from_raw_os_error(libc::EIO);
+        let data = Sense::of_disk(&error, 0x0102_0304, false).fixed();
+        assert_eq!(data[..7], [0xf0, 0, 3, 1, 2, 3, 4]);
+        // It does not fit: then there is none.
+        assert_eq!(Sense::of_disk(&error, 1 << 32, true).fixed()[..7], [0x70, 0, 3, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn descriptor_format_has_room_for_any_address() {
+        let error = io::Error::from_raw_os_error(libc::EIO);
+        let data = Sense::of_disk(&error, 1 << 32, true).descriptors();
+        assert_eq!(data[..8], [0x72, 3, 0x0c, 0, 0, 0, 0, 12]);
+        assert_eq!(data[8..], [0, 10, 0x80, 0, 0, 0, 0, 1, 0, 0, 0, 0]);
+        let data = Sense::in_cdb(1, None).descriptors();
+        assert_eq!(data[7..], [8, 2, 6, 0, 0, 0xc0, 0, 1, 0]);
+        assert_eq!(Sense::NONE.descriptors(), [0x72, 0, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn errors_of_the_disk_are_told_apart() {
+        let sense = |errno| Sense::of_disk(&io::Error::from_raw_os_error(errno), 7, true);
+        assert_eq!(sense(libc::ENOSPC), Sense::NO_SPACE);
+        assert_eq!(sense(libc::EROFS), Sense::WRITE_PROTECTED);
+        assert_eq!(sense(libc::EAGAIN).key, Key::AbortedCommand);
+        assert_eq!(sense(libc::EIO).information, Some(7));
+        assert_eq!(sense(libc::EIO).code, [0x0c, 0]);
+    }
+}

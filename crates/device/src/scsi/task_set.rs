@@ -1,0 +1,283 @@
+//! The tasks of one request queue, and those who wait for some of them to end.
+//!
+//! A request that the kernel has cannot be taken back. So a task that is aborted goes on, and is
+//! answered as one that was aborted when it is done: until then its buffers are in use. Whoever
+//! aborts tasks waits for that. Tasks that the driver has made available, and that nobody has
+//! popped yet, are meant too (virtio 1.3, section 5.6.6.2).
+
+use std::cell::{Cell, RefCell};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use super::address::UnitAddress;
+
+/// How a task ends that somebody has aborted: a response of virtio-scsi.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Abort {
+    /// By ABORT TASK and what is like it.
+    Aborted,
+    /// By a reset.
+    Reset,
+}
+
+/// Which tasks are meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    Task(UnitAddress, u64),
+    Unit(UnitAddress),
+    Target(u8),
+}
+
+impl Which {
+    fn covers(self, unit: UnitAddress, tag: u64) -> bool {
+        match self {
+            Self::Task(its, its_tag) => unit == its && tag == its_tag,
+            Self::Unit(its) => unit == its,
+            Self::Target(target) => unit.target == target,
+        }
+    }
+}
+
+impl Which {
+    /// Whether the unit is meant as a whole.
+    pub(crate) fn covers_unit(self, unit: UnitAddress) -> bool {
+        match self {
+            Self::Task(..) => false,
+            Self::Unit(its) => unit == its,
+            Self::Target(target) => unit.target == target,
+        }
+    }
+}
+
+struct Task {
+    unit: UnitAddress,
+    tag: u64,
+    abort: Option<Abort>,
+    waiting: Vec<Left>,
+}
+
+/// Tasks that are meant, as far as they are still to be popped.
+struct Cover {
+    which: Which,
+    abort: Option<Abort>,
+    /// The avail entry behind the last of them.
+    until: u16,
+    left: Left,
+}
+
+/// The tasks of one request queue, on its IoThread.
+#[derive(Default)]
+pub(crate) struct Tasks {
+    /// By the number of the task; `None`: the number is free.
+    tasks: RefCell<Vec<Option<Task>>>,
+    free: RefCell<Vec<usize>>,
+    covers: RefCell<Vec<Cover>>,
+    has_covers: Cell<bool>,
+}
+
+impl Tasks {
+    /// A task begins, whose chain was the one before avail entry `next_avail`. Returns its number.
+    #[inline]
+    pub(crate) fn begin(&self, unit: UnitAddress, tag: u64, next_avail: u16) -> usize {
+        let mut task = Task { unit, tag, abort: None, waiting: Vec::new() };
+        if self.has_covers.get() {
+            self.meet_covers(&mut task, next_avail);
+        }
+        let mut tasks = self.tasks.borrow_mut();
+        if let Some(number) = self.free.borrow_mut().pop() {
+            tasks[number] = Some(task);
+            return number;
+        }
+        tasks.push(Some(task));
+        tasks.len() - 1
+    }
+
+    /// The chain before avail entry `next_avail` is no task of a unit.
+    #[inline]
+    pub(crate) fn skip(&self, next_avail: u16) {
+        if self.has_covers.get() {
+            self.pass(next_avail);
+        }
+    }
+
+    #[cold]
+    fn meet_covers(&self, task: &mut Task, next_avail: u16) {
+        for cover in self.covers.borrow().iter() {
+            if cover.which.covers(task.unit, task.tag) {
+                task.add(cover.abort, &cover.left);
+            }
+        }
+        self.pass(next_avail);
+    }
+
+    #[cold]
+    fn pass(&self, next_avail: u16) {
+        let mut covers = self.covers.borrow_mut();
+        covers.retain(|cover| next_avail != cover.until);
+        self.has_covers.set(!covers.is_empty());
+    }
+
+    /// How the task is to end, if it was aborted.
+    #[inline]
+    pub(crate) fn abort(&self, number: usize) -> Option<Abort> {
+        self.tasks.borrow()[number].as_ref().and_then(|task| task.abort)
+    }
+
+    /// A task is done, and nothing of it will be written any more but its answer. Drop the result
+    /// when that is in the ring.
+    #[inline]
+    pub(crate) fn end(&self, number: usize) -> Ended {
+        let task = self.tasks.borrow_mut()[number].take().expect("a task ends once");
+        self.free.borrow_mut().push(number);
+        Ended { abort: task.abort, waiting: task.waiting }
+    }
+
+    /// Marks tasks as aborted, if they are to be, and has `left` wait for their end: those that
+    /// have begun, and those of the chains from `next_avail` up to `until`.
+    pub(crate) fn cover(&self, which: Which, abort: Option<Abort>, chains: [u16; 2], left: Left) {
+        for task in self.tasks.borrow_mut().iter_mut().flatten() {
+            if which.covers(task.unit, task.tag) {
+                task.add(abort, &left);
+            }
+        }
+        let [next_avail, until] = chains;
+        if next_avail != until {
+            self.covers.borrow_mut().push(Cover { which, abort, until, left });
+            self.has_covers.set(true);
+        }
+    }
+}
+
+impl Task {
+    fn add(&mut self, abort: Option<Abort>, left: &Left) {
+        left.0.found.fetch_add(1, Ordering::Relaxed);
+        if abort.is_some() {
+            self.abort = self.abort.or(abort);
+            self.waiting.push(left.clone());
+        }
+    }
+}
+
+/// A task that has ended. Those who wait for it hear that when this is dropped.
+pub(crate) struct Ended {
+    pub(crate) abort: Option<Abort>,
+    waiting: Vec<Left>,
+}
+
+impl Ended {
+    #[inline]
+    pub(crate) fn is_awaited(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+}
+
+/// Somebody waits for queues to look for tasks, and for those to end.
+#[derive(Default)]
+struct Wait {
+    /// Queues that have not looked, and tasks that have not ended.
+    left: AtomicUsize,
+    found: AtomicUsize,
+    waker: Mutex<Option<Waker>>,
+}
+
+/// One of those that are waited for. Dropping it says that it has ended.
+pub(crate) struct Left(Arc<Wait>);
+
+impl Clone for Left {
+    fn clone(&self) -> Self {
+        self.0.left.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        if self.0.left.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(waker) = self.0.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            waker.wake();
+        }
+    }
+}
+
+/// Waits until every [`Left`] is gone.
+pub(crate) struct Waiting(Arc<Wait>);
+
+impl Waiting {
+    /// With the first of those that are waited for.
+    pub(crate) fn new() -> (Self, Left) {
+        let wait = Arc::new(Wait::default());
+        wait.left.store(1, Ordering::Relaxed);
+        (Self(Arc::clone(&wait)), Left(wait))
+    }
+
+    /// Ready with the number of tasks that were found.
+    pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
+        *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        if self.0.left.load(Ordering::Acquire) > 0 {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.0.found.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIT: UnitAddress = UnitAddress { target: 0, lun: 1 };
+    const OTHER: UnitAddress = UnitAddress { target: 0, lun: 2 };
+
+    fn poll(waiting: &Waiting) -> Poll<usize> {
+        waiting.poll(&Context::from_waker(Waker::noop()))
+    }
+
+    #[test]
+    fn whoever_aborts_tasks_waits_until_they_have_ended() {
+        let tasks = Tasks::default();
+        let [one, two, three] =
+            [(UNIT, 1), (UNIT, 2), (OTHER, 1)].map(|(unit, tag)| tasks.begin(unit, tag, 1));
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Unit(UNIT), Some(Abort::Aborted), [3, 3], left);
+        assert_eq!(poll(&waiting), Poll::Pending);
+        assert_eq!(tasks.end(three).abort, None);
+        assert_eq!(tasks.end(one).abort, Some(Abort::Aborted));
+        assert_eq!(poll(&waiting), Poll::Pending);
+        let ended = tasks.end(two);
+        assert_eq!(poll(&waiting), Poll::Pending, "its answer is not in the ring");
+        drop(ended);
+        assert_eq!(poll(&waiting), Poll::Ready(2));
+    }
+
+    #[test]
+    fn chains_that_nobody_has_popped_are_meant_and_later_ones_are_not() {
+        let tasks = Tasks::default();
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Task(UNIT, 7), Some(Abort::Reset), [0xffff, 1], left);
+        assert_eq!(poll(&waiting), Poll::Pending);
+        let other = tasks.begin(UNIT, 8, 0);
+        let meant = tasks.begin(UNIT, 7, 1);
+        let later = tasks.begin(UNIT, 7, 2);
+        assert_eq!(
+            [other, meant, later].map(|number| tasks.abort(number)),
+            [None, Some(Abort::Reset), None]
+        );
+        assert_eq!(poll(&waiting), Poll::Pending);
+        drop(tasks.end(meant));
+        assert_eq!(poll(&waiting), Poll::Ready(1));
+    }
+
+    #[test]
+    fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
+        let tasks = Tasks::default();
+        tasks.begin(UNIT, 1, 1);
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Target(0), None, [1, 1], left);
+        assert_eq!(poll(&waiting), Poll::Ready(1));
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Target(0), Some(Abort::Reset), [1, 9], left);
+        drop(tasks);
+        assert!(poll(&waiting).is_ready());
+    }
+}

@@ -1,0 +1,349 @@
+//! Commands from the driver's side of a queue.
+
+use blockio::{DiskOptions, DiskSource};
+use tempfile::NamedTempFile;
+use virtqueue::driver::Desc;
+
+use super::ScsiDevice;
+use super::address::UnitAddress;
+use super::config::ScsiOptions;
+use super::unit::UnitOptions;
+use crate::device::Device;
+use crate::queue::QueueHandle;
+use crate::testing::{DATA, Scene};
+
+const BLOCKS: u64 = 2048;
+const BLOCK: usize = 512;
+const UNIT: UnitAddress = UnitAddress { target: 0, lun: 1 };
+const REQUEST_BYTES: usize = 51;
+const RESPONSE_BYTES: u32 = 108;
+/// Where the driver puts the response, and data behind it.
+const RESPONSE: u64 = DATA + 0x2_0000;
+
+struct Initiator {
+    scene: Scene,
+    device: Device,
+    disk: NamedTempFile,
+    _queue: QueueHandle,
+}
+
+/// What has come of a command.
+#[derive(Debug, PartialEq, Eq)]
+struct Answer {
+    response: u8,
+    status: u8,
+    /// Key, additional code and qualifier.
+    sense: [u8; 3],
+    specific: [u8; 3],
+    residual: u32,
+    data: Vec<u8>,
+}
+
+fn options() -> UnitOptions {
+    UnitOptions {
+        vendor: "Vendor".into(),
+        product: "Product".into(),
+        revision: "1.0".into(),
+        serial: "serial".into(),
+        naa: [0x30, 1, 2, 3, 4, 5, 6, 7],
+        rotational: false,
+        discard: true,
+        write_cache: true,
+    }
+}
+
+impl Initiator {
+    fn new() -> Self {
+        Self::with(&DiskOptions::default())
+    }
+
+    fn with(disk_options: &DiskOptions) -> Self {
+        let scene = Scene::new();
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        let device = Device::scsi(ScsiOptions::default(), scene.events.clone());
+        let source = DiskSource::file(disk.path(), disk_options).unwrap();
+        Self::scsi(&device).add_unit(UNIT, source, options()).unwrap();
+        device.set_features(device.features()).unwrap();
+        let queue = scene.start_queue_of(&device, 2);
+        let mut initiator = Self { scene, device, disk, _queue: queue };
+        let heard = initiator.run(&[0; 6], &[], 0);
+        assert_eq!(heard.sense, [6, 0x29, 0], "the first command learns of the power-on");
+        initiator
+    }
+
+    fn scsi(device: &Device) -> &ScsiDevice {
+        match device {
+            Device::Scsi(scsi) => scsi,
+            Device::Blk(_) => unreachable!(),
+        }
+    }
+
+    /// Sends a command to the unit, with data for it and room for data from it.
+    fn run(&mut self, cdb: &[u8], out: &[u8], room: u32) -> Answer {
+        self.run_at(UNIT.bytes(), cdb, out, room)
+    }
+
+    fn run_at(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) -> Answer {
+        let mut request = vec![0; REQUEST_BYTES];
+        request[..8].copy_from_slice(&lun);
+        request[19..19 + cdb.len()].copy_from_slice(cdb);
+        request.extend(out);
+        let memory = &self.scene.memory;
+        memory.write(DATA, &request).unwrap();
+        memory.write(RESPONSE, &vec![0xee; (RESPONSE_BYTES + room) as usize]).unwrap();
+        let mut chain = vec![Desc::readable(DATA, u32::try_from(request.len()).unwrap())];
+        // The response is cut in two.
+        chain.push(Desc::writable(RESPONSE, 11));
+        chain.push(Desc::writable(RESPONSE + 11, RESPONSE_BYTES - 11 + room));
+        self.scene.offer(&chain);
+        let used = self.scene.answer();
+        let mut seen = vec![0; used.bytes as usize];
+        self.scene.memory.read(RESPONSE, &mut seen).unwrap();
+        let sense = &seen[12..];
+        Answer {
+            response: seen[11],
+            status: seen[10],
+            sense: [sense[2] & 0xf, sense[12], sense[13]],
+            specific: [sense[15], sense[16], sense[17]],
+            residual: u32::from_le_bytes([seen[4], seen[5], seen[6], seen[7]]),
+            data: seen[RESPONSE_BYTES as usize..].to_vec(),
+        }
+    }
+
+    /// As [`run`](Self::run), for what goes well.
+    fn good(&mut self, cdb: &[u8], out: &[u8], room: u32) -> Vec<u8> {
+        let answer = self.run(cdb, out, room);
+        assert_eq!((answer.response, answer.status), (0, 0), "{cdb:x?}: {answer:x?}");
+        answer.data
+    }
+
+    fn sense(&mut self, cdb: &[u8], out: &[u8], room: u32) -> [u8; 3] {
+        let answer = self.run(cdb, out, room);
+        assert_eq!((answer.response, answer.status), (0, 2), "{cdb:x?}: {answer:x?}");
+        answer.sense
+    }
+
+    fn on_disk(&self, block: usize) -> Vec<u8> {
+        std::fs::read(self.disk.path()).unwrap()[block * BLOCK..][..BLOCK].to_vec()
+    }
+}
+
+fn cdb10(opcode: u8, flags: u8, lba: u32, blocks: u16) -> Vec<u8> {
+    let mut cdb = vec![opcode, flags];
+    cdb.extend(lba.to_be_bytes());
+    cdb.push(0);
+    cdb.extend(blocks.to_be_bytes());
+    cdb.push(0);
+    cdb
+}
+
+fn cdb16(opcode: u8, flags: u8, lba: u64, blocks: u32) -> Vec<u8> {
+    let mut cdb = vec![opcode, flags];
+    cdb.extend(lba.to_be_bytes());
+    cdb.extend(blocks.to_be_bytes());
+    cdb.extend([0, 0]);
+    cdb
+}
+
+#[test]
+fn blocks_are_written_and_read_by_commands_of_each_length() {
+    let mut initiator = Initiator::new();
+    let last = u32::try_from(BLOCKS).unwrap() - 1;
+    let cdb12 = |opcode, lba: u32| {
+        let mut cdb = vec![opcode, 0];
+        cdb.extend(lba.to_be_bytes());
+        cdb.extend([0, 0, 0, 1, 0, 0]);
+        cdb
+    };
+    let pairs = [
+        (vec![0x0a, 0, 0, 7, 1, 0], vec![0x08, 0, 0, 7, 1, 0]),
+        (cdb10(0x2a, 0x08, last, 1), cdb10(0x28, 0x10, last, 1)),
+        (cdb12(0xaa, 9), cdb12(0xa8, 9)),
+        (cdb16(0x8a, 0x18, 11, 1), cdb16(0x88, 0, 11, 1)),
+    ];
+    for (value, (write, read)) in (1..).zip(pairs) {
+        initiator.good(&write, &[value; BLOCK], 0);
+        assert_eq!(initiator.good(&read, &[], 512), [value; BLOCK]);
+    }
+    assert_eq!(initiator.on_disk(7), [1; BLOCK]);
+    // None at all.
+    initiator.good(&cdb10(0x28, 0, last + 1, 0), &[], 0);
+}
+
+#[test]
+fn data_that_does_not_fit_is_told_by_residuals_and_overruns() {
+    let mut initiator = Initiator::new();
+    let answer = initiator.run(&cdb10(0x28, 0, 0, 1), &[], 1000);
+    assert_eq!((answer.status, answer.residual, answer.data.len()), (0, 488, 512));
+    let answer = initiator.run(&cdb10(0x28, 0, 0, 2), &[], 1000);
+    assert_eq!((answer.response, answer.residual), (1, 1000));
+    let answer = initiator.run(&cdb10(0x2a, 0, 0, 1), &[1; 700], 0);
+    assert_eq!((answer.status, answer.residual), (0, 188));
+    let answer = initiator.run(&cdb10(0x2a, 0, 0, 2), &[1; 700], 0);
+    assert_eq!(answer.response, 1);
+    assert_eq!(initiator.on_disk(1), [0; BLOCK], "a command that overruns writes nothing");
+    // Data in both directions.
+    let answer = initiator.run(&cdb10(0x28, 0, 0, 1), &[1; 512], 512);
+    assert_eq!(answer.response, 9);
+}
+
+#[test]
+fn what_is_out_of_range_or_not_allowed_has_its_sense() {
+    let mut initiator = Initiator::new();
+    let end = u32::try_from(BLOCKS).unwrap();
+    for cdb in [
+        cdb10(0x28, 0, end, 1),
+        cdb10(0x28, 0, end + 1, 0),
+        cdb16(0x88, 0, u64::MAX, 1),
+        cdb10(0x2f, 0, end - 1, 2),
+        cdb10(0x35, 0, end, 1),
+    ] {
+        assert_eq!(initiator.sense(&cdb, &[], 1024), [5, 0x21, 0], "{cdb:x?}");
+    }
+    assert_eq!(initiator.sense(&[0xff], &[], 0), [5, 0x20, 0]);
+    let answer = initiator.run(&cdb10(0x28, 0x20, 0, 1), &[], 512);
+    assert_eq!((answer.sense, answer.specific), ([5, 0x24, 0], [0xc8 | 5, 0, 1]));
+    let read_only = DiskOptions { read_only: true, ..DiskOptions::default() };
+    let mut initiator = Initiator::with(&read_only);
+    for cdb in [cdb10(0x2a, 0, 0, 1), cdb10(0x41, 0, 0, 1), cdb10(0x42, 0, 0, 24 << 8)] {
+        assert_eq!(initiator.sense(&cdb, &[0; 512], 0), [7, 0x27, 0], "{cdb:x?}");
+    }
+    assert_eq!(initiator.good(&[0x1a, 0, 0x3f, 0, 255, 0], &[], 255)[2] & 0x80, 0x80);
+}
+
+#[test]
+fn addresses_without_a_unit_are_told_apart() {
+    let mut initiator = Initiator::new();
+    let inquiry = [0x12, 0, 0, 0, 36, 0];
+    let at = |target, lun| UnitAddress { target, lun }.bytes();
+    assert_eq!(initiator.run_at(at(1, 0), &inquiry, &[], 36).response, 3);
+    assert_eq!(initiator.run_at([0; 8], &inquiry, &[], 36).response, 3);
+    let answer = initiator.run_at(at(0, 0), &inquiry, &[], 36);
+    assert_eq!((answer.status, answer.data[0]), (0, 0x7f));
+    assert_eq!(initiator.run_at(at(0, 0), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
+    let luns = [0xa0, 0, 0, 0, 0, 0, 0, 0, 0, 32, 0, 0];
+    let expected = [0, 0, 0, 8, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    for lun in [at(0, 0), UNIT.bytes(), [0xc1, 1, 0, 0, 0, 0, 0, 0]] {
+        let answer = initiator.run_at(lun, &luns, &[], 32);
+        assert_eq!((answer.status, &answer.data[..]), (0, &expected[..]));
+    }
+}
+
+#[test]
+fn verify_compares_and_says_where_bytes_differ() {
+    let mut initiator = Initiator::new();
+    initiator.good(&cdb10(0x2a, 0, 0, 2), &[5; 1024], 0);
+    initiator.good(&cdb10(0x2f, 0, 0, 2), &[], 0);
+    initiator.good(&cdb10(0x2f, 2, 0, 2), &[5; 1024], 0);
+    initiator.good(&cdb10(0x2f, 6, 0, 2), &[5; 512], 0);
+    let mut other = [5; 1024];
+    other[700] = 6;
+    assert_eq!(initiator.sense(&cdb10(0x2f, 2, 0, 2), &other, 0), [0xe, 0x1d, 0]);
+    assert_eq!(initiator.sense(&cdb10(0x2f, 6, 1, 2), &[5; 512], 0), [0xe, 0x1d, 0]);
+    assert_eq!(initiator.sense(&cdb10(0x2f, 4, 0, 2), &[5; 512], 0), [5, 0x24, 0]);
+    initiator.good(&cdb10(0x2e, 2, 4, 1), &[9; 512], 0);
+    assert_eq!(initiator.on_disk(4), [9; BLOCK]);
+}
+
+#[test]
+fn write_same_and_unmap_change_what_they_name() {
+    let mut initiator = Initiator::new();
+    initiator.good(&cdb10(0x41, 0, 0, 5), &[3; 512], 0);
+    assert_eq!((initiator.on_disk(4), initiator.on_disk(5)), (vec![3; 512], vec![0; 512]));
+    initiator.good(&cdb16(0x93, 0x09, 1, 1), &[], 0);
+    assert_eq!((initiator.on_disk(0), initiator.on_disk(1)), (vec![3; 512], vec![0; 512]));
+    let mut list = vec![0, 22, 0, 16, 0, 0, 0, 0];
+    list.extend(2_u64.to_be_bytes());
+    list.extend([0, 0, 0, 1, 0, 0, 0, 0]);
+    initiator.good(&cdb10(0x42, 0, 0, 24), &list, 0);
+    list[8..16].copy_from_slice(&BLOCKS.to_be_bytes());
+    assert_eq!(initiator.sense(&cdb10(0x42, 0, 0, 24), &list, 0), [5, 0x21, 0]);
+    initiator.good(&cdb10(0x42, 0, 0, 0), &[], 0);
+    assert_eq!(initiator.sense(&cdb10(0x42, 0, 0, 4), &[0; 4], 0), [5, 0x1a, 0]);
+}
+
+#[test]
+fn the_write_cache_is_switched_by_mode_select() {
+    let mut initiator = Initiator::new();
+    let sense = [0x1a, 8, 0x08, 0, 255, 0];
+    let mut list = initiator.good(&sense, &[], 255);
+    assert_eq!(list[6] & 4, 4);
+    list[0] = 0;
+    list[2] = 0;
+    list[6] &= !4;
+    let length = u8::try_from(list.len()).unwrap();
+    let select = [0x15, 0x10, 0, 0, length, 0];
+    initiator.good(&select, &list, 0);
+    assert_eq!(initiator.good(&sense, &[], 255)[6] & 4, 0);
+    list[7] = 1;
+    let answer = initiator.run(&select, &list, 0);
+    assert_eq!((answer.sense, answer.specific), ([5, 0x26, 0], [0x80, 0, 7]));
+    assert_eq!(initiator.sense(&[0x1a, 0, 0xc8, 0, 255, 0], &[], 255), [5, 0x39, 0]);
+    initiator.device.reset();
+    assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x29, 0]);
+    assert_eq!(initiator.good(&sense, &[], 255)[6] & 4, 4, "a reset restores it");
+}
+
+#[test]
+fn a_stopped_unit_refuses_the_medium_until_it_is_started() {
+    let mut initiator = Initiator::new();
+    initiator.good(&[0x1b, 0, 0, 0, 0, 0], &[], 0);
+    assert_eq!(initiator.sense(&cdb10(0x28, 0, 0, 1), &[], 512), [2, 4, 2]);
+    assert_eq!(initiator.sense(&[0; 6], &[], 0), [2, 4, 2]);
+    initiator.good(&[0x12, 0, 0, 0, 36, 0], &[], 36);
+    initiator.good(&[0x1b, 0, 0, 0, 1, 0], &[], 0);
+    initiator.good(&cdb10(0x28, 0, 0, 1), &[], 512);
+}
+
+#[test]
+fn units_that_come_and_go_are_told_by_the_others() {
+    let mut initiator = Initiator::new();
+    let added = UnitAddress { target: 0, lun: 9 };
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let device = initiator.device.clone();
+    let scsi = Initiator::scsi(&device);
+    scsi.add_unit(added, source.clone(), options()).unwrap();
+    assert!(scsi.add_unit(added, source, options()).is_err());
+    assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
+    assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [6, 0x29, 0]);
+    assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).status, 0);
+    assert!(scsi.remove_unit(added) && !scsi.remove_unit(added));
+    assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
+    assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
+}
+
+#[test]
+fn commands_report_what_there_is() {
+    let mut initiator = Initiator::new();
+    let one =
+        |opcode, action: u8, options| [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 1, 0, 0, 0];
+    let answer = initiator.good(&one(0x28, 0, 1), &[], 256);
+    assert_eq!(answer[..6], [0, 3, 0, 10, 0x28, 0x18]);
+    assert_eq!(initiator.good(&one(0x9e, 0x10, 2), &[], 256)[..6], [0, 3, 0, 16, 0x9e, 0x10]);
+    assert_eq!(initiator.good(&one(0x9e, 0x11, 3), &[], 256), [0, 1, 0, 0]);
+    assert_eq!(initiator.sense(&one(0x9e, 0, 1), &[], 256), [5, 0x24, 0]);
+    let tmfs = [0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0];
+    assert_eq!(initiator.good(&tmfs, &[], 4), [0xdc, 0x03, 0, 0]);
+    let capacity = initiator.good(&cdb10(0x25, 0, 0, 0), &[], 8);
+    assert_eq!(capacity, [0, 0, 7, 255, 0, 0, 2, 0]);
+    let mut long = cdb16(0x9e, 0x10, 0, 32);
+    assert_eq!(initiator.good(&long, &[], 32)[..12], [0, 0, 0, 0, 0, 0, 7, 255, 0, 0, 2, 0]);
+    long[1] = 0x12;
+    let status = initiator.good(&long, &[], 32);
+    assert_eq!((status[3], &status[8..20]), (20, &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0][..]));
+    for page in [0, 0x80, 0x83, 0xb0, 0xb1, 0xb2] {
+        let answer = initiator.good(&[0x12, 1, page, 0, 255, 0], &[], 255);
+        assert_eq!((answer[1], answer.len()), (page, usize::from(answer[3]) + 4));
+    }
+    assert_eq!(initiator.sense(&[0x12, 1, 0x84, 0, 255, 0], &[], 255), [5, 0x24, 0]);
+    assert_eq!(initiator.sense(&[0x12, 0, 0x80, 0, 255, 0], &[], 255), [5, 0x24, 0]);
+}
+
+#[test]
+fn a_request_without_room_for_a_response_stops_its_queue() {
+    let mut initiator = Initiator::new();
+    initiator.scene.offer(&[Desc::readable(DATA, 51), Desc::writable(RESPONSE, 107)]);
+    assert_eq!(initiator.scene.answer().bytes, 0);
+    assert!(initiator.scene.events.take()[0].contains("its queue stops"));
+}

@@ -1,0 +1,122 @@
+//! The device of an export, on its disks.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use device::blk::config::BlkOptions;
+use device::scsi::address::UnitAddress;
+use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
+use device::scsi::unit::UnitOptions;
+use device::{Device, Events};
+
+use crate::disk_names;
+use crate::open_disk::OpenDisk;
+use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitSpec};
+
+impl ExportSpec {
+    /// The disks of the export, and how each is opened.
+    pub(crate) fn disks(&self) -> Vec<(DiskSpec, ExportSettings)> {
+        let settings = &self.settings;
+        match &self.device {
+            DeviceSpec::Blk(disk) => vec![(disk.clone(), settings.clone())],
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| unit.disk(settings)).collect(),
+        }
+    }
+
+    /// What the log calls it, of whose disks this is the first.
+    pub(crate) fn log_name(&self, first: Option<&OpenDisk>) -> String {
+        match (&self.device, first) {
+            (DeviceSpec::Blk(_), Some(disk)) => disk.name.clone(),
+            _ => self.name(),
+        }
+    }
+
+    /// The device, on disks in the order of [`disks`](Self::disks).
+    ///
+    /// # Errors
+    ///
+    /// When a logical unit cannot be as it was asked for.
+    pub(crate) fn make_device(
+        &self,
+        disks: &[OpenDisk],
+        events: Arc<dyn Events>,
+    ) -> Result<Device> {
+        let settings = &self.settings;
+        match &self.device {
+            DeviceSpec::Blk(_) => {
+                let disk = disks.first().context("virtio-blk without a disk")?;
+                let source = disk.source.clone();
+                let default_serial = || disk_names::serial(source.identity());
+                let options = BlkOptions {
+                    serial: settings.serial.clone().unwrap_or_else(default_serial),
+                    num_queues: settings.num_queues,
+                    queue_size: settings.queue_size,
+                    write_cache: disk.cache.has_write_cache(),
+                    notify_batch: settings.notify_batch,
+                    run_max: settings.run_max,
+                    fixed_buffers: settings.fixed_buffers,
+                    ..BlkOptions::default()
+                };
+                Ok(Device::blk(source, options, events))
+            }
+            DeviceSpec::Scsi(units) => {
+                let options = ScsiOptions {
+                    num_queues: settings.num_queues.min(REQUEST_QUEUES_MAX),
+                    queue_size: settings.queue_size,
+                    notify_batch: settings.notify_batch,
+                    run_max: settings.run_max,
+                    fixed_buffers: settings.fixed_buffers,
+                    ..ScsiOptions::default()
+                };
+                let device = Device::scsi(options, events);
+                if let Device::Scsi(scsi) = &device {
+                    for (unit, disk) in units.iter().zip(disks) {
+                        let options = unit.options(disk, &self.name());
+                        scsi.add_unit(unit.address(), disk.source.clone(), options)?;
+                    }
+                }
+                Ok(device)
+            }
+        }
+    }
+}
+
+impl UnitSpec {
+    fn address(&self) -> UnitAddress {
+        UnitAddress { target: self.target, lun: self.lun }
+    }
+
+    /// The disk behind it, and how it is opened.
+    fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
+        let own = &self.settings;
+        let settings = ExportSettings {
+            read_only: own.read_only.unwrap_or(export.read_only),
+            no_lock: own.no_lock.unwrap_or(export.no_lock),
+            cache: own.cache.or(export.cache),
+            logical_block_bytes: own.logical_block_bytes.or(export.logical_block_bytes),
+            ..export.clone()
+        };
+        (self.disk.clone(), settings)
+    }
+
+    /// How initiators see it, in the export of this name.
+    fn options(&self, disk: &OpenDisk, export: &str) -> UnitOptions {
+        let own = &self.settings;
+        let identity = match disk.source.identity() {
+            // Disks without content are told apart by where they are.
+            "" => format!("{export} {}", self.address()),
+            identity => identity.to_owned(),
+        };
+        let text = |own: &Option<String>, usual: &str| own.clone().unwrap_or(usual.to_owned());
+        UnitOptions {
+            vendor: text(&own.vendor, "Ringhaul"),
+            product: text(&own.product, "Virtual Disk"),
+            revision: text(&own.revision, env!("CARGO_PKG_VERSION_MAJOR")),
+            serial: own.serial.clone().unwrap_or_else(|| disk_names::serial(&identity)),
+            naa: own.wwn.map_or_else(|| disk_names::naa(&identity), |wwn| wwn.0),
+            rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),
+            discard: own.discard.unwrap_or(true),
+            write_cache: disk.cache.has_write_cache(),
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Logical units: `--lun`, and the same in `--export`.
+
+use anyhow::{Context, Result, bail};
+use device::scsi::address::LUN_MAX;
+use ringhaul_options::parse_size;
+
+use super::disk::{Keys, parse_cache, split_at_commas};
+use super::parse_on_off;
+use crate::spec::{DiskSpec, UnitSettings, UnitSpec};
+
+/// The value of `--lun`.
+pub(super) fn parse_unit(text: &str) -> Result<UnitSpec> {
+    let parts = split_at_commas(text);
+    let Some((address, keys)) = parts.split_first() else { bail!("it is empty") };
+    parse(address, keys)
+}
+
+/// The units of an export, each of which begins with `lun=`.
+pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
+    let mut units: Vec<(&str, Vec<String>)> = Vec::new();
+    for part in parts {
+        match (part.strip_prefix("lun="), units.last_mut()) {
+            (Some(address), _) => units.push((address, Vec::new())),
+            (None, Some((_, keys))) => keys.push(part.clone()),
+            (None, None) => bail!("'{part}' stands before the first lun=LUN"),
+        }
+    }
+    let unit = |(address, keys): (&str, Vec<String>)| {
+        parse(address, &keys).with_context(|| format!("in lun={address}"))
+    };
+    units.into_iter().map(unit).collect()
+}
+
+fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
+    let (target, lun) = address.split_once(':').unwrap_or(("0", address));
+    let target = target.parse().context("the target must be a number from 0 to 255")?;
+    let lun = match lun.parse() {
+        Ok(lun @ 0..=LUN_MAX) => lun,
+        _ => bail!("it begins with a LUN, a number from 0 to {LUN_MAX}, or TARGET:LUN"),
+    };
+    let (mut disk, mut settings, mut keys) = (None, UnitSettings::default(), Keys::default());
+    for part in parts {
+        let (key, value) = part
+            .split_once('=')
+            .filter(|(_, value)| !value.is_empty())
+            .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
+        keys.check(part)?;
+        if ["blk-file", "null"].contains(&key) && disk.is_some() {
+            bail!("it names both blk-file and null; a unit has one disk");
+        }
+        match key {
+            "blk-file" => disk = Some(DiskSpec::File(value.into())),
+            "null" => {
+                let size_bytes = parse_size(value).map_err(anyhow::Error::msg)?;
+                disk = Some(DiskSpec::Null { size_bytes });
+            }
+            _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
+        }
+    }
+    let disk = disk.context("it lacks blk-file=PATH or null=SIZE")?;
+    Ok(UnitSpec { target, lun, disk, settings })
+}
+
+impl UnitSettings {
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        match key {
+            "read-only" => self.read_only = Some(parse_on_off(value)?),
+            "lock" => self.no_lock = Some(!parse_on_off(value)?),
+            "cache" => self.cache = Some(parse_cache(value)?),
+            "logical-block-size" => {
+                self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
+            }
+            "serial" => self.serial = Some(value.to_owned()),
+            "wwn" => self.wwn = Some(value.to_owned().try_into()?),
+            "rotational" => self.rotational = Some(parse_on_off(value)?),
+            "discard" => self.discard = Some(parse_on_off(value)?),
+            "vendor" => self.vendor = Some(value.to_owned()),
+            "product" => self.product = Some(value.to_owned()),
+            "revision" => self.revision = Some(value.to_owned()),
+            _ => bail!(
+                "unknown key '{key}' (expected: blk-file, null, read-only, lock, cache, \
+                 logical-block-size, serial, wwn, rotational, discard, vendor, product, revision)"
+            ),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_have_addresses_disks_and_settings_of_their_own() {
+        let unit =
+            parse_unit("3:7,blk-file=/a,,b.img,read-only=on,wwn=0x3000000000000001").unwrap();
+        assert_eq!((unit.target, unit.lun), (3, 7));
+        assert_eq!(unit.disk, DiskSpec::File("/a,b.img".into()));
+        assert_eq!(unit.settings.read_only, Some(true));
+        assert_eq!(unit.settings.wwn.map(|wwn| wwn.0), Some([0x30, 0, 0, 0, 0, 0, 0, 1]));
+        assert_eq!(unit.settings.discard, None);
+        let parts = ["lun=0", "null=1M", "lun=1:5", "blk-file=/x", "rotational=off"];
+        let units = parse_units(&parts.map(str::to_owned)).unwrap();
+        assert_eq!(units.len(), 2);
+        assert_eq!((units[1].target, units[1].lun), (1, 5));
+        assert_eq!(units[1].settings.rotational, Some(false));
+    }
+
+    #[test]
+    fn units_that_make_no_sense_are_refused() {
+        for bad in [
+            "",
+            "0",
+            "blk-file=/x",
+            "16384,null=1M",
+            "256:0,null=1M",
+            "0,null=1M,null=1M",
+            "0,null=1M,blk-file=/x",
+            "0,null=1M,wwn=12",
+            "0,null=1M,wwn=f000000000000001",
+            "0,null=1M,discard=maybe",
+            "0,null=1M,size=3",
+            "0,null=1X",
+        ] {
+            assert!(parse_unit(bad).is_err(), "{bad} was taken");
+        }
+    }
+}

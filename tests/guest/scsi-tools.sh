@@ -1,0 +1,76 @@
+# Asks the units of a virtio-scsi device with the tools of sg3-utils, and checks what they say.
+# $A is LUN 0 (writable, solid-state, serial $SERIAL), $B LUN 1 (read-only), $C LUN 2
+# (rotational, no discard), $D is target 1, LUN 300 with the WWN 3000000000000abc. Linux finds them
+# in any order, and shows an address of LUN 300 as 16384 more.
+at() {
+    echo /dev/$(ls -d /sys/bus/scsi/devices/*:0:$1/block/* | sed 's,.*/,,')
+}
+A=$(at 0:0) B=$(at 0:1) C=$(at 0:2) D=$(at 1:16684)
+fail() {
+    echo "FAILED: $*"
+    exit 1
+}
+# say WORDS COMMAND...: what the command prints has the words.
+say() {
+    words=$1
+    shift
+    text=$("$@" 2>&1) || fail "$*: $text"
+    echo "$text" | grep -q -e "$words" || fail "$* does not say '$words': $text"
+}
+# refuse WORDS COMMAND...: it fails and says why.
+refuse() {
+    words=$1
+    shift
+    if text=$("$@" 2>&1); then fail "$* is not refused"; fi
+    echo "$text" | grep -q -i -e "$words" || fail "$* does not say '$words': $text"
+}
+
+say 'Vendor identification: Ringhaul' sg_inq "$A"
+say "Unit serial number: $SERIAL" sg_vpd -p sn "$A"
+say 'NAA' sg_vpd -p di "$A"
+say '0x3000000000000abc' sg_vpd -p di "$D"
+say 'Non-rotating medium' sg_vpd -p bdc "$A"
+say 'Unmap command supported (LBPU): 1' sg_vpd -p lbpv "$A"
+say 'Unmap command supported (LBPU): 0' sg_vpd -p lbpv "$C"
+say 'Maximum unmap block descriptor count: 256' sg_vpd -p bl "$A"
+say 'lbpme=1' sg_readcap -l "$A"
+say 'Lun list length = 24 which imples 3 lun' sg_luns "$A"
+say '412c' sg_luns "$D"
+say 'Caching' sg_modes "$A"
+say 'Get LBA status' sg_opcodes "$A"
+say 'Command is supported' sg_opcodes -o 0x42 "$A"
+say 'Query task set' sg_opcodes -t "$A"
+sg_turs "$A" || fail 'it is not ready'
+[ "$(cat /sys/block/${B#/dev/}/ro)" = 1 ] || fail 'B can be written'
+[ "$(cat /sys/block/${A#/dev/}/queue/rotational)" = 0 ] || fail 'A rotates'
+[ "$(cat /sys/block/${C#/dev/}/queue/rotational)" = 1 ] || fail 'C does not rotate'
+[ "$(cat /sys/block/${C#/dev/}/queue/discard_max_bytes)" = 0 ] || fail 'C can be discarded'
+[ "$(cat /sys/block/${A#/dev/}/queue/discard_max_bytes)" -gt 0 ] || fail 'A cannot be discarded'
+say 't10.Ringhaul' cat /sys/block/${D#/dev/}/device/wwid
+
+# What is written is there, and what is compared differs where it should.
+dd if=/dev/urandom of=/tmp/blocks bs=512 count=8 2>/dev/null
+dd if=/tmp/blocks "of=$A" bs=512 seek=64 oflag=direct 2>/dev/null
+sg_verify --lba=64 --count=8 "$A" || fail 'the medium cannot be read'
+sg_verify --lba=64 --count=8 --ebytchk=1 --in=/tmp/blocks --ndo=4096 "$A" || fail 'it differs'
+refuse 'miscompare' sg_verify --lba=65 --count=8 --ebytchk=1 --in=/tmp/blocks --ndo=4096 "$A"
+printf 'ABCDEFGH' >/tmp/pattern
+dd if=/dev/zero bs=504 count=1 2>/dev/null >>/tmp/pattern
+sg_write_same --10 --lba=100 --num=5 --in=/tmp/pattern --xferlen=512 "$A" || fail 'write same'
+dd "if=$A" bs=512 skip=104 count=1 iflag=direct 2>/dev/null | cmp - /tmp/pattern || fail 'same'
+sg_write_same --16 --unmap --lba=100 --num=5 --xferlen=512 "$A" || fail 'write same with unmap'
+dd "if=$A" bs=512 skip=104 count=1 iflag=direct 2>/dev/null | tr -d '\0' | wc -c | grep -qx 0 ||
+    fail 'blocks that were unmapped by write same are not zero'
+sg_unmap --force --lba=64 --num=8 "$A" || fail 'unmap'
+sg_sync "$A" || fail 'synchronize cache'
+sg_get_lba_status --lba=0 "$A" >/dev/null || fail 'get LBA status'
+refuse 'out of range' sg_verify --lba=0x10000000 --count=1 "$A"
+refuse 'invalid field' sg_raw -r 512 "$A" 28 e0 00 00 00 00 00 00 01 00
+refuse 'invalid command operation code' sg_raw "$A" c1 00 00 00 00 00
+sg_start --stop "$C" || fail 'stop'
+refuse 'not ready' sg_turs -v "$C"
+sg_start --start "$C" || fail 'start'
+sg_turs "$C" || fail 'it has not started'
+sg_reset --device "$A" || fail 'reset of a unit'
+sg_turs "$A" || sg_turs "$A" || fail 'it is not ready after a reset'
+echo all

@@ -1,0 +1,76 @@
+//! A virtio-scsi device with four units.
+
+use anyhow::Result;
+use ringhaul_kit::guest::Vm;
+use ringhaul_kit::server::{Cache, Engine, Export};
+
+use super::{
+    FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, boot, check_clean_exit, check_file_system,
+    check_same_bytes, scenario, with,
+};
+
+const TOOLS: &str = include_str!("../../guest/scsi-tools.sh");
+
+/// Units beside LUN 0.
+fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
+    let more = ["read-only=on", "rotational=on,discard=off", "wwn=3000000000000abc"];
+    let addresses = ["1", "2", "1:300"];
+    let mut units = Vec::new();
+    for (address, more) in addresses.into_iter().zip(more) {
+        let name = format!("{engine}-{}", address.replace(':', "-"));
+        let file = scene.export(&name, engine, Cache::None)?.file;
+        units.push(format!("{address},blk-file={},{more}", file.display()));
+    }
+    Ok(units)
+}
+
+/// What the guest calls the unit at an address.
+fn node(vm: &mut Vm, address: &str) -> Result<String> {
+    let path = vm.check(&format!("ls -d /sys/bus/scsi/devices/*:0:{address}/block/*"), LIMIT)?;
+    Ok(path.rsplit('/').next().unwrap_or_default().to_owned())
+}
+
+/// Commands, then data on two units at a time.
+fn data(engine: Engine, cache: Cache) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("scsi-{engine}"), engine, cache)?;
+    let export = Export { units: Some(units(&scene, engine)?), ..export };
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+
+    let said = vm.check(&with(TOOLS, &[("SERIAL", &export.serial)]), LIMIT)?;
+    assert!(said.ends_with("all"), "{said}");
+    let sda = node(&mut vm, "0:0")?;
+    let sdd = node(&mut vm, "1:16684")?;
+    let one = with(FIO_VERIFY, &[("DISK", &sda), ("MIN_BYTES", "512")]);
+    let other = with(FIO_VERIFY, &[("DISK", &sdd), ("MIN_BYTES", "512")]);
+    let both = format!("({one}) &\npid=$!\n({other})\nwait $pid\n");
+    vm.check(&both, LIMIT)?;
+    check_same_bytes(&mut vm, &sda, &export.file)?;
+    for how in ["", "--zeroout"] {
+        vm.check(&format!("/usr/sbin/blkdiscard {how} /dev/{sda}"), LIMIT)?;
+    }
+    let disk = ("DISK", &*sda);
+    vm.check(&with(FILES_WRITE, &[disk]), LIMIT)?;
+    vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
+    check_same_bytes(&mut vm, &sda, &export.file)?;
+
+    vm.power_off(LIMIT)?;
+    check_clean_exit(&mut server)?;
+    check_file_system(&export.file)
+}
+
+#[test]
+fn scsi_with_io_uring() -> Result<()> {
+    scenario(|| data(Engine::IoUring, Cache::None))
+}
+
+#[test]
+fn scsi_with_aio() -> Result<()> {
+    scenario(|| data(Engine::Aio, Cache::None))
+}
+
+#[test]
+fn scsi_with_threads_in_the_page_cache() -> Result<()> {
+    scenario(|| data(Engine::Threads, Cache::Writeback))
+}
