@@ -1,5 +1,6 @@
 //! virtio-scsi (virtio 1.3, section 5.6).
 
+pub mod access;
 pub mod address;
 pub(crate) mod block;
 pub(crate) mod cdb;
@@ -10,9 +11,11 @@ pub(crate) mod event_queue;
 pub(crate) mod inquiry;
 pub(crate) mod mode;
 pub(crate) mod outcome;
+pub(crate) mod persist;
 pub(crate) mod report;
 pub(crate) mod request;
 pub(crate) mod request_queue;
+pub(crate) mod reserve;
 pub(crate) mod sense;
 pub(crate) mod task_set;
 pub mod unit;

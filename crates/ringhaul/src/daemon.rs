@@ -8,6 +8,7 @@ use device::CallWatch;
 
 use crate::command::{Command, CommandError, Reply};
 use crate::control::{Control, ExportSetup};
+use crate::disk_accesses::DiskAccesses;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Thread, Threads, choose, set_up};
 use crate::export::Endpoint;
@@ -29,6 +30,7 @@ pub struct Daemon {
     limits: MemoryLimits,
     /// What the parent of this program has left open, by its number, until it is served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
+    accesses: DiskAccesses,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
@@ -80,6 +82,7 @@ impl Daemon {
             control,
             limits,
             inherited: Mutex::new(inherited),
+            accesses: DiskAccesses::default(),
             pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
@@ -162,7 +165,7 @@ impl Daemon {
                 disks.push(disk);
             }
             let log = Arc::new(ExportLog::new(spec.log_name(disks.first())));
-            let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log))?;
+            let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log), &self.accesses)?;
             ready.push((log.name().to_owned(), serving(&spec, &disks)));
             opened_all.push((spec, disks, log, device, endpoint, threads));
         }

@@ -7,6 +7,7 @@ pub mod command;
 pub mod control;
 pub mod daemon;
 mod descriptor_limit;
+mod disk_accesses;
 mod disk_names;
 pub mod ending;
 mod engines;

@@ -1,5 +1,6 @@
 //! The device of an export, on its disks.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -9,6 +10,7 @@ use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::UnitOptions;
 use device::{Device, Events};
 
+use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
 use crate::open_disk::OpenDisk;
 use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitSpec};
@@ -40,6 +42,7 @@ impl ExportSpec {
         &self,
         disks: &[OpenDisk],
         events: Arc<dyn Events>,
+        accesses: &DiskAccesses,
     ) -> Result<Device> {
         let settings = &self.settings;
         match &self.device {
@@ -71,7 +74,7 @@ impl ExportSpec {
                 let device = Device::scsi(options, events);
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
-                        let options = unit.options(disk, &self.name());
+                        let options = unit.options(disk, &self.name(), accesses)?;
                         scsi.add_unit(unit.address(), disk.source.clone(), options)?;
                     }
                 }
@@ -100,15 +103,22 @@ impl UnitSpec {
     }
 
     /// How initiators see it, in the export of this name.
-    fn options(&self, disk: &OpenDisk, export: &str) -> UnitOptions {
+    fn options(
+        &self,
+        disk: &OpenDisk,
+        export: &str,
+        accesses: &DiskAccesses,
+    ) -> Result<UnitOptions> {
         let own = &self.settings;
+        let path = format!("{export} {}", self.address());
+        let access = accesses.of(disk.source.identity(), self.reservations())?;
         let identity = match disk.source.identity() {
             // Disks without content are told apart by where they are.
-            "" => format!("{export} {}", self.address()),
+            "" => path.clone(),
             identity => identity.to_owned(),
         };
         let text = |own: &Option<String>, usual: &str| own.clone().unwrap_or(usual.to_owned());
-        UnitOptions {
+        Ok(UnitOptions {
             vendor: text(&own.vendor, "Ringhaul"),
             product: text(&own.product, "Virtual Disk"),
             revision: text(&own.revision, env!("CARGO_PKG_VERSION_MAJOR")),
@@ -117,6 +127,24 @@ impl UnitSpec {
             rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),
             discard: own.discard.unwrap_or(true),
             write_cache: disk.cache.has_write_cache(),
+            access,
+            port: disk_names::naa(&path),
+        })
+    }
+
+    /// Where persistent reservations are kept: beside a file, if nothing else is said. A block
+    /// device has no such place.
+    fn reservations(&self) -> Option<PathBuf> {
+        if let Some(path) = &self.settings.reservations {
+            return Some(path.clone());
+        }
+        match &self.disk {
+            DiskSpec::File(path) if path.is_file() => {
+                let mut beside = path.clone().into_os_string();
+                beside.push(".reservations");
+                Some(beside.into())
+            }
+            _ => None,
         }
     }
 }

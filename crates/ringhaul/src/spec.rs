@@ -88,6 +88,9 @@ pub struct UnitSettings {
     pub rotational: Option<bool>,
     /// Whether the guest may give blocks back. `None`: it may.
     pub discard: Option<bool>,
+    /// The file that keeps persistent reservations. `None`: one beside the disk, if that is a
+    /// regular file.
+    pub reservations: Option<PathBuf>,
     /// Up to 8 bytes.
     pub vendor: Option<String>,
     /// Up to 16 bytes.

@@ -24,6 +24,9 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Memory that any disk can take as it is.
 const PIECE_ALIGN: usize = 4096;
 
+/// The most blocks of one COMPARE AND WRITE.
+pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
+
 const FUA: u8 = 0x08;
 
 /// Where the blocks of a command are, in bytes.
@@ -257,6 +260,44 @@ pub(super) async fn write_and_verify(local: &LocalUnit, cdb: &Cdb, data: Data) -
     result.map_err(|error| disk_error("write", range.lba, true, error))?;
     compare(&local.disk, range, how, &again).await?;
     Ok(bytes)
+}
+
+/// Writes if what is there is what the initiator expects (SBC-4, section 5.3). Nobody else uses the
+/// disk meanwhile, by whichever unit.
+pub(super) async fn compare_and_write(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -> Moved {
+    check_writable(local)?;
+    let count = cdb.byte(13);
+    if count > COMPARE_BLOCKS_MAX {
+        return Err(Sense::in_cdb(13, None).into());
+    }
+    let range = range(&local.disk, (cdb.u64(2), count.into()))?;
+    let bytes: usize = iomem::fits(range.bytes, "bytes of a command");
+    let mut out = data.out;
+    if 2 * bytes > out.bytes() {
+        return Err(Failure::Overrun);
+    }
+    if bytes == 0 {
+        return Ok(0);
+    }
+    out.truncate(2 * bytes);
+    // Both are read once: the guest may change them meanwhile.
+    let expected = memory_with(&out, bytes);
+    out.advance(bytes);
+    let wanted = memory_with(&out, bytes);
+    let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
+    let exclusive = local.unit.access.exclude(local.unit.attached.nexus(), tag).await;
+    compare(&local.disk, range, Check::Blocks, &expected.buffers(bytes)).await?;
+    let result = local.disk.write(range.offset, wanted.buffers(bytes), fua).await;
+    result.map_err(|error| disk_error("write", range.lba, true, error))?;
+    drop(exclusive);
+    Ok(2 * bytes)
+}
+
+/// A copy of the first bytes of a list, in memory that any disk takes as it is.
+fn memory_with(list: &Buffers, bytes: usize) -> BufferMemory {
+    let memory = BufferMemory::new(bytes, PIECE_ALIGN);
+    memory.buffers(bytes).copy_from_buffers(list, bytes);
+    memory
 }
 
 /// What is on the medium is compared with (SBC-4, section 5.37).

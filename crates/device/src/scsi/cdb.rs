@@ -29,6 +29,25 @@ pub(crate) enum Op {
     ReportLuns,
     ReportOpcodes,
     ReportTaskManagement,
+    CompareAndWrite,
+    ReserveIn,
+    ReserveOut,
+}
+
+impl Op {
+    /// Whether another command may have to have the medium to itself meanwhile.
+    #[inline]
+    pub(crate) fn uses_medium(self) -> bool {
+        matches!(
+            self,
+            Self::Read
+                | Self::Write
+                | Self::WriteAndVerify
+                | Self::Verify
+                | Self::WriteSame
+                | Self::Unmap
+        )
+    }
 }
 
 /// A command that units have.
@@ -101,7 +120,20 @@ pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::Unmap, &[0x42, 0, 0, 0, 0, 0, 0, F, F, 0]),
     plain(Op::ModeSelect, &[0x55, 0x11, 0, 0, 0, 0, 0, F, F, 0]),
     plain(Op::ModeSense, &[0x5a, 0x18, F, F, 0, 0, 0, F, F, 0]),
+    with_action(Op::ReserveIn, &[0x5e, 0, 0, 0, 0, 0, 0, F, F, 0]),
+    with_action(Op::ReserveIn, &[0x5e, 1, 0, 0, 0, 0, 0, F, F, 0]),
+    with_action(Op::ReserveIn, &[0x5e, 2, 0, 0, 0, 0, 0, F, F, 0]),
+    with_action(Op::ReserveIn, &[0x5e, 3, 0, 0, 0, 0, 0, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 0, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 1, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 2, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 3, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 4, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 5, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 6, F, 0, 0, F, F, F, F, 0]),
+    with_action(Op::ReserveOut, &[0x5f, 7, F, 0, 0, F, F, F, F, 0]),
     plain(Op::Read, &[0x88, CACHE, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
+    plain(Op::CompareAndWrite, &[0x89, CACHE, F, F, F, F, F, F, F, F, 0, 0, 0, F, 0, 0]),
     plain(Op::Write, &[0x8a, CACHE, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
     plain(Op::WriteAndVerify, &[0x8e, CHECK, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),
     plain(Op::Verify, &[0x8f, CHECK, F, F, F, F, F, F, F, F, F, F, F, F, 0, 0]),

@@ -1,5 +1,6 @@
 //! Task management (virtio 1.3, section 5.6.6.2; SAM-6, chapter 7).
 
+use std::future::poll_fn;
 use std::rc::Rc;
 
 use iomem::Buffers;
@@ -17,7 +18,7 @@ use virtqueue::Chain;
 use super::address::{Address, UnitAddress};
 use super::device::ScsiDevice;
 use super::sense::Sense;
-use super::task_set::{Abort, Which};
+use super::task_set::{Abort, How, Which};
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -85,26 +86,25 @@ impl Control {
     }
 
     async fn carry_out(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
-        let queues = self.device.queues();
-        let (which, abort) = match function {
-            VIRTIO_SCSI_T_TMF_ABORT_TASK => (Which::Task(address, tag), Some(Abort::Aborted)),
+        let (aborted, reset) = (How::Abort(Abort::Aborted), How::Abort(Abort::Reset));
+        let (which, how) = match function {
+            VIRTIO_SCSI_T_TMF_ABORT_TASK => (Which::Task(address, tag), aborted),
             // One initiator is all there is.
             VIRTIO_SCSI_T_TMF_ABORT_TASK_SET | VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => {
-                (Which::Unit(address), Some(Abort::Aborted))
+                (Which::Unit(address), aborted)
             }
-            VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => (Which::Unit(address), Some(Abort::Reset)),
-            VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET => {
-                (Which::Target(address.target), Some(Abort::Reset))
-            }
-            VIRTIO_SCSI_T_TMF_QUERY_TASK => (Which::Task(address, tag), None),
-            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::Unit(address), None),
+            VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => (Which::Unit(address), reset),
+            VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET => (Which::Target(address.target), reset),
+            VIRTIO_SCSI_T_TMF_QUERY_TASK => (Which::Task(address, tag), How::Look),
+            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::Unit(address), How::Look),
             _ => return VIRTIO_SCSI_S_FUNCTION_REJECTED,
         };
-        let found = queues.cover(which, abort).await;
-        if abort.is_none() {
-            return if found > 0 { VIRTIO_SCSI_S_FUNCTION_SUCCEEDED } else { VIRTIO_SCSI_S_OK };
+        let covered = self.device.queues().cover(which, how);
+        let found = poll_fn(|cx| covered.poll(cx)).await;
+        if how == How::Look && found > 0 {
+            return VIRTIO_SCSI_S_FUNCTION_SUCCEEDED;
         }
-        if abort == Some(Abort::Reset) {
+        if how == reset {
             self.device.reset_units(which, function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET);
         }
         VIRTIO_SCSI_S_OK

@@ -3,17 +3,19 @@
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use blockio::{DiskSource, Io};
 
+use super::access::Peer;
 use super::address::{LUN_MAX, UnitAddress};
 use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
 use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
+use super::task_set::{Abort, How, Waiting, Which};
 use super::unit::{Unit, UnitOptions};
 use super::units::Units;
 use crate::common::{Common, Working};
@@ -45,6 +47,9 @@ pub enum UnitError {
     /// The number is too high.
     #[error("there is no LUN {0}; they are 0 to {LUN_MAX}")]
     Number(u16),
+    /// Its port has the disk already.
+    #[error("{0}")]
+    Port(String),
     /// A text is too long, or has other characters than ASCII ones.
     #[error("the {0}")]
     Text(String),
@@ -90,9 +95,14 @@ impl ScsiDevice {
             return Err(UnitError::Number(address.lun));
         }
         options.check().map_err(UnitError::Text)?;
-        if !self.shared.units.add(Unit::new(address, source, options)) {
+        let unit = Unit::new(address, source, options);
+        let unit = Arc::new(unit.map_err(|error| UnitError::Port(error.to_string()))?);
+        if !self.shared.units.add(Arc::clone(&unit)) {
             return Err(UnitError::Exists(address));
         }
+        let device = Arc::downgrade(&self.shared);
+        let peer = Arc::new(UnitPeer { unit: Arc::downgrade(&unit), device });
+        unit.access.introduce(unit.attached.nexus(), peer);
         self.tell(|| self.shared.events.rescan(address));
         Ok(())
     }
@@ -222,5 +232,39 @@ impl ScsiDevice {
     #[inline]
     pub(super) fn cdb_size(&self) -> u32 {
         self.shared.sizes[1].load(Ordering::Relaxed)
+    }
+}
+
+/// A unit of a device, for those of other devices.
+struct UnitPeer {
+    unit: Weak<Unit>,
+    device: Weak<Shared>,
+}
+
+impl UnitPeer {
+    fn cover(&self, except: Option<u64>, how: How) -> Option<Waiting> {
+        let address = self.unit.upgrade()?.address;
+        let which = except.map_or(Which::Unit(address), |tag| Which::Others(address, tag));
+        Some(self.device.upgrade()?.queues.cover(which, how))
+    }
+}
+
+impl Peer for UnitPeer {
+    fn is_gone(&self) -> bool {
+        self.unit.strong_count() == 0
+    }
+
+    fn add_attention(&self, sense: Sense) {
+        if let Some(unit) = self.unit.upgrade() {
+            unit.add_attention(sense);
+        }
+    }
+
+    fn abort(&self, except: Option<u64>) -> Option<Waiting> {
+        self.cover(except, How::Abort(Abort::Aborted))
+    }
+
+    fn drain(&self, except: Option<u64>) -> Option<Waiting> {
+        self.cover(except, How::Drain)
     }
 }

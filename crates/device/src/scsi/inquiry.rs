@@ -1,6 +1,8 @@
 //! INQUIRY and its vital product data pages (SPC-5, sections 6.6 and 7.7; SBC-4, section 6.6).
 
-use super::block::{UNMAP_BYTES_MAX, UNMAP_DESCRIPTORS_MAX, WRITE_SAME_BYTES_MAX};
+use super::block::{
+    COMPARE_BLOCKS_MAX, UNMAP_BYTES_MAX, UNMAP_DESCRIPTORS_MAX, WRITE_SAME_BYTES_MAX,
+};
 use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
 use super::sense::Sense;
@@ -124,7 +126,8 @@ fn limits(unit: &Unit) -> [u8; 60] {
     let info = unit.info();
     let block = u64::from(info.logical_block_bytes);
     let mut page = [0; 60];
-    // WSNZ is 0: none are all blocks from there on. COMPARE AND WRITE: none.
+    // WSNZ is 0: none are all blocks from there on.
+    page[1] = COMPARE_BLOCKS_MAX;
     let granularity = info.physical_block_bytes / info.logical_block_bytes;
     page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
     if unit.can_unmap() {

@@ -2,6 +2,7 @@
 
 use iomem::Buffers;
 
+use super::persist::FileError;
 use super::sense::Sense;
 use super::task_set::Abort;
 
@@ -16,6 +17,13 @@ pub(crate) enum Failure {
     /// What the disk says, and what the initiator is told.
     #[error("{action} at block {lba}: {source}")]
     Disk { action: &'static str, lba: u64, sense: Sense, source: std::io::Error },
+    #[error("there is no thread for it")]
+    Busy,
+    #[error("another initiator has reserved the disk")]
+    Conflict,
+    /// The reservations are as they were before.
+    #[error("{0}")]
+    NotSaved(#[from] FileError),
     #[error("the CDB asks for more data than the request has room for")]
     Overrun,
     #[error("the device has no such target")]
@@ -63,6 +71,6 @@ impl Data {
 impl Failure {
     /// Whether a driver that works well brings it about, by asking what there is.
     pub(crate) fn is_usual(&self) -> bool {
-        matches!(self, Self::Check(_) | Self::BadTarget | Self::Aborted(_))
+        matches!(self, Self::Check(_) | Self::Conflict | Self::BadTarget | Self::Aborted(_))
     }
 }

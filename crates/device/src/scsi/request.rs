@@ -17,8 +17,7 @@ use super::outcome::{Data, Failure, Moved};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::Sense;
 use super::task_set::{Abort, Ended};
-use super::units::Units;
-use super::{block, inquiry, mode, report};
+use super::{block, inquiry, mode, report, reserve};
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -39,8 +38,10 @@ const S_BAD_TARGET: u8 = byte(VIRTIO_SCSI_S_BAD_TARGET);
 const S_RESET: u8 = byte(VIRTIO_SCSI_S_RESET);
 const S_FAILURE: u8 = byte(VIRTIO_SCSI_S_FAILURE);
 
-/// A status code (SAM-6, table 33); that of GOOD is 0.
+/// Status codes (SAM-6, table 33); that of GOOD is 0.
 const CHECK_CONDITION: u8 = 0x02;
+const BUSY: u8 = 0x08;
+const RESERVATION_CONFLICT: u8 = 0x18;
 
 const fn byte(number: u32) -> u8 {
     let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
@@ -83,14 +84,19 @@ impl Scsi {
     }
 
     /// Carries a command out.
-    async fn execute(&self, header: &Header, data: Data) -> (RequestKind, Moved) {
+    async fn execute(
+        &self,
+        header: &Header,
+        task: Option<usize>,
+        data: Data,
+    ) -> (RequestKind, Moved) {
         let other = |moved| (RequestKind::Other, moved);
         if !data.out.is_empty() && !data.into.is_empty() {
             return other(Err(Failure::Malformed("it has data in both directions")));
         }
         match header.address {
             Address::Unit(address) => match self.queue.unit(address) {
-                Some(local) => serve_unit(self.device.units(), &local, &header.cdb, data).await,
+                Some(local) => self.serve_unit(&local, header, task, data).await,
                 None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
             },
             Address::ReportLuns => {
@@ -113,11 +119,92 @@ impl Scsi {
         let (kind, moved) = match tasks.abort(task) {
             // Before it has begun.
             Some(abort) => (RequestKind::Other, Err(Failure::Aborted(abort))),
-            None => self.execute(header, data).await,
+            None => self.execute(header, Some(task), data).await,
         };
         let ended = tasks.end(task);
         let moved = ended.abort.map_or(moved, |abort| Err(Failure::Aborted(abort)));
         (kind, moved, ended)
+    }
+
+    /// Waits for the medium, if another command has it to itself.
+    #[cold]
+    async fn wait_for_medium(&self, local: &LocalUnit, task: usize) -> Result<(), Failure> {
+        while local.unit.access.is_exclusive() {
+            local.unit.access.pass().await;
+        }
+        self.queue.tasks.abort(task).map_or(Ok(()), |abort| Err(Failure::Aborted(abort)))
+    }
+
+    /// Carries out a command for a logical unit.
+    async fn serve_unit(
+        &self,
+        local: &LocalUnit,
+        header: &Header,
+        task: Option<usize>,
+        data: Data,
+    ) -> (RequestKind, Moved) {
+        let (unit, cdb) = (&local.unit, &header.cdb);
+        let refused = |failure: Failure| (RequestKind::Other, Err(failure));
+        let op = match cdb.command() {
+            Ok(command) => command.op,
+            Err(sense) => return refused(sense.into()),
+        };
+        let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
+        if hears_first && let Some(sense) = unit.take_attention() {
+            return refused(sense.into());
+        }
+        if let Err(failure) = reserve::check(unit, op, cdb) {
+            return refused(failure);
+        }
+        if op.uses_medium()
+            && let Some(task) = task
+        {
+            if unit.access.is_exclusive()
+                && let Err(failure) = Box::pin(self.wait_for_medium(local, task)).await
+            {
+                return refused(failure);
+            }
+            self.queue.tasks.takes_medium(task);
+        }
+        let units = self.device.units();
+        match op {
+            Op::CompareAndWrite => {
+                let write = block::compare_and_write(local, cdb, header.tag, data);
+                (RequestKind::Write, Box::pin(write).await)
+            }
+            Op::ReserveIn => (RequestKind::Other, reserve::reserve_in(unit, cdb, &data)),
+            Op::ReserveOut => {
+                let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
+                (RequestKind::Other, Box::pin(out).await)
+            }
+            Op::Read => (RequestKind::Read, block::read(local, cdb, data).await),
+            Op::Write => (RequestKind::Write, block::write(local, cdb, data).await),
+            Op::SynchronizeCache => (RequestKind::Flush, block::synchronize(local, cdb).await),
+            Op::Unmap => (RequestKind::Discard, Box::pin(block::unmap(local, cdb, data)).await),
+            Op::WriteSame => {
+                (RequestKind::WriteZeroes, Box::pin(block::write_same(local, cdb, data)).await)
+            }
+            Op::WriteAndVerify => {
+                (RequestKind::Write, Box::pin(block::write_and_verify(local, cdb, data)).await)
+            }
+            Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
+            Op::StartStopUnit => {
+                (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await)
+            }
+            Op::TestUnitReady => (RequestKind::Other, block::check_ready(unit).map(|()| 0)),
+            Op::RequestSense => (RequestKind::Other, report::request_sense(unit, cdb, &data)),
+            Op::Inquiry => (RequestKind::Other, inquiry::inquiry(unit, cdb, &data)),
+            Op::ModeSense => (RequestKind::Other, mode::sense(unit, cdb, &data)),
+            Op::ModeSelect => (RequestKind::Other, mode::select(unit, cdb, &data)),
+            // No medium can be taken out.
+            Op::PreventAllow => (RequestKind::Other, Ok(0)),
+            Op::ReadCapacity10 => (RequestKind::Other, report::read_capacity10(unit, &data)),
+            Op::ReadCapacity16 => (RequestKind::Other, report::read_capacity16(unit, cdb, &data)),
+            Op::GetLbaStatus => (RequestKind::Other, report::lba_status(unit, cdb, &data)),
+            Op::ReportLuns => (RequestKind::Other, report::luns(units, unit, cdb, &data)),
+            Op::ReportOpcodes => (RequestKind::Other, report::opcodes(cdb, &data)),
+            Op::ReportTaskManagement => (RequestKind::Other, report::task_management(cdb, &data)),
+        }
     }
 }
 
@@ -144,7 +231,7 @@ impl Handler for Scsi {
             }
             Some(header) => {
                 self.queue.tasks.skip(queue.next_avail());
-                let (kind, moved) = self.execute(header, data).await;
+                let (kind, moved) = self.execute(header, None, data).await;
                 (kind, moved, None)
             }
             None => {
@@ -204,66 +291,25 @@ fn respond(
 
 /// Writes what the driver learns about a failure: the one place where it is chosen.
 fn put(failure: &Failure, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) {
-    let (response, sense) = match failure {
-        Failure::Check(sense) | Failure::Disk { sense, .. } => (S_OK, Some(*sense)),
-        Failure::Overrun => (S_OVERRUN, None),
-        Failure::BadTarget => (S_BAD_TARGET, None),
-        Failure::Malformed(_) => (S_FAILURE, None),
-        Failure::MemoryGone => (S_OK, Some(Sense::MEMORY_GONE)),
-        Failure::Aborted(Abort::Aborted) => (S_ABORTED, None),
-        Failure::Aborted(Abort::Reset) => (S_RESET, None),
+    let (response, status, sense) = match failure {
+        Failure::Check(sense) | Failure::Disk { sense, .. } => {
+            (S_OK, CHECK_CONDITION, Some(*sense))
+        }
+        Failure::NotSaved(_) => (S_OK, CHECK_CONDITION, Some(Sense::NOT_SAVED)),
+        Failure::MemoryGone => (S_OK, CHECK_CONDITION, Some(Sense::MEMORY_GONE)),
+        Failure::Conflict => (S_OK, RESERVATION_CONFLICT, None),
+        Failure::Busy => (S_OK, BUSY, None),
+        Failure::Overrun => (S_OVERRUN, 0, None),
+        Failure::BadTarget => (S_BAD_TARGET, 0, None),
+        Failure::Malformed(_) => (S_FAILURE, 0, None),
+        Failure::Aborted(Abort::Aborted) => (S_ABORTED, 0, None),
+        Failure::Aborted(Abort::Reset) => (S_RESET, 0, None),
     };
-    bytes[11] = response;
+    (bytes[10], bytes[11]) = (status, response);
     if let Some(sense) = sense {
         let data = sense.fixed();
         bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(data.len(), "sense data")));
-        bytes[10] = CHECK_CONDITION;
         bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
-    }
-}
-
-/// Carries out a command for a logical unit.
-async fn serve_unit(
-    units: &Units,
-    local: &LocalUnit,
-    cdb: &Cdb,
-    data: Data,
-) -> (RequestKind, Moved) {
-    let unit = &local.unit;
-    let command = match cdb.command() {
-        Ok(command) => command,
-        Err(sense) => return (RequestKind::Other, Err(sense.into())),
-    };
-    let hears_first = !matches!(command.op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
-    if hears_first && let Some(sense) = unit.take_attention() {
-        return (RequestKind::Other, Err(sense.into()));
-    }
-    match command.op {
-        Op::Read => (RequestKind::Read, block::read(local, cdb, data).await),
-        Op::Write => (RequestKind::Write, block::write(local, cdb, data).await),
-        Op::SynchronizeCache => (RequestKind::Flush, block::synchronize(local, cdb).await),
-        Op::Unmap => (RequestKind::Discard, Box::pin(block::unmap(local, cdb, data)).await),
-        Op::WriteSame => {
-            (RequestKind::WriteZeroes, Box::pin(block::write_same(local, cdb, data)).await)
-        }
-        Op::WriteAndVerify => {
-            (RequestKind::Write, Box::pin(block::write_and_verify(local, cdb, data)).await)
-        }
-        Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
-        Op::StartStopUnit => (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await),
-        Op::TestUnitReady => (RequestKind::Other, block::check_ready(unit).map(|()| 0)),
-        Op::RequestSense => (RequestKind::Other, report::request_sense(unit, cdb, &data)),
-        Op::Inquiry => (RequestKind::Other, inquiry::inquiry(unit, cdb, &data)),
-        Op::ModeSense => (RequestKind::Other, mode::sense(unit, cdb, &data)),
-        Op::ModeSelect => (RequestKind::Other, mode::select(unit, cdb, &data)),
-        // No medium can be taken out.
-        Op::PreventAllow => (RequestKind::Other, Ok(0)),
-        Op::ReadCapacity10 => (RequestKind::Other, report::read_capacity10(unit, &data)),
-        Op::ReadCapacity16 => (RequestKind::Other, report::read_capacity16(unit, cdb, &data)),
-        Op::GetLbaStatus => (RequestKind::Other, report::lba_status(unit, cdb, &data)),
-        Op::ReportLuns => (RequestKind::Other, report::luns(units, unit, cdb, &data)),
-        Op::ReportOpcodes => (RequestKind::Other, report::opcodes(cdb, &data)),
-        Op::ReportTaskManagement => (RequestKind::Other, report::task_management(cdb, &data)),
     }
 }
 

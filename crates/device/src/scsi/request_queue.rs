@@ -3,7 +3,6 @@
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
-use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use blockio::{Disk, Io, Remote};
 
 use super::address::UnitAddress;
-use super::task_set::{Abort, Left, Tasks, Waiting, Which};
+use super::task_set::{How, Left, Tasks, Waiting, Which};
 use super::unit::Unit;
 use super::units::Units;
 use crate::queue::Queue;
@@ -25,7 +24,7 @@ pub(crate) struct LocalUnit {
 /// A request queue, on its IoThread.
 pub(crate) struct RequestQueue {
     pub(crate) tasks: Tasks,
-    io: Rc<Io>,
+    pub(crate) io: Rc<Io>,
     units: Arc<Units>,
     /// Sorted by address.
     local: RefCell<Vec<Rc<LocalUnit>>>,
@@ -133,15 +132,14 @@ impl RequestQueues {
         self.tell_each(|| Box::new(RequestQueue::refresh));
     }
 
-    /// Looks for tasks on all queues. With `abort` they end that way, and this returns when they
-    /// have. Returns how many there were.
-    pub(crate) async fn cover(&self, which: Which, abort: Option<Abort>) -> usize {
+    /// Looks for tasks on all queues, and does what `how` says with them. The result is ready, with
+    /// their number, when those have ended that are waited for.
+    pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
         self.tell_each(|| {
             let left: Left = left.clone();
-            Box::new(move |queue| queue.tasks.cover(which, abort, queue.chains(), left))
+            Box::new(move |queue| queue.tasks.cover(which, how, queue.chains(), left))
         });
-        drop(left);
-        poll_fn(|cx| waiting.poll(cx)).await
+        waiting
     }
 }

@@ -61,6 +61,15 @@ impl Sense {
     pub(crate) const POWER_ON: Self = Self::new(Key::UnitAttention, [0x29, 0x00]);
     pub(crate) const UNIT_WAS_RESET: Self = Self::new(Key::UnitAttention, [0x29, 0x03]);
     pub(crate) const NEXUS_LOST: Self = Self::new(Key::UnitAttention, [0x29, 0x07]);
+    pub(crate) const RESERVATIONS_PREEMPTED: Self = Self::new(Key::UnitAttention, [0x2a, 0x03]);
+    pub(crate) const RESERVATIONS_RELEASED: Self = Self::new(Key::UnitAttention, [0x2a, 0x04]);
+    pub(crate) const REGISTRATIONS_PREEMPTED: Self = Self::new(Key::UnitAttention, [0x2a, 0x05]);
+    /// INVALID RELEASE OF PERSISTENT RESERVATION.
+    pub(crate) const INVALID_RELEASE: Self = Self::new(Key::IllegalRequest, [0x26, 0x04]);
+    /// INSUFFICIENT REGISTRATION RESOURCES.
+    pub(crate) const TOO_MANY_REGISTRATIONS: Self = Self::new(Key::IllegalRequest, [0x55, 0x04]);
+    /// INTERNAL TARGET FAILURE: persistent reservations could not be saved.
+    pub(crate) const NOT_SAVED: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
     pub(crate) const CAPACITY_CHANGED: Self = Self::new(Key::UnitAttention, [0x2a, 0x09]);
     pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
 

@@ -21,11 +21,24 @@ pub(crate) enum Abort {
     Reset,
 }
 
+/// What is done with tasks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum How {
+    /// They are counted.
+    Look,
+    /// They end like this, and are waited for.
+    Abort(Abort),
+    /// Those that have the medium are waited for.
+    Drain,
+}
+
 /// Which tasks are meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
     Task(UnitAddress, u64),
     Unit(UnitAddress),
+    /// All of a unit but the one with this tag.
+    Others(UnitAddress, u64),
     Target(u8),
 }
 
@@ -34,6 +47,7 @@ impl Which {
         match self {
             Self::Task(its, its_tag) => unit == its && tag == its_tag,
             Self::Unit(its) => unit == its,
+            Self::Others(its, its_tag) => unit == its && tag != its_tag,
             Self::Target(target) => unit.target == target,
         }
     }
@@ -43,7 +57,7 @@ impl Which {
     /// Whether the unit is meant as a whole.
     pub(crate) fn covers_unit(self, unit: UnitAddress) -> bool {
         match self {
-            Self::Task(..) => false,
+            Self::Task(..) | Self::Others(..) => false,
             Self::Unit(its) => unit == its,
             Self::Target(target) => unit.target == target,
         }
@@ -53,6 +67,8 @@ impl Which {
 struct Task {
     unit: UnitAddress,
     tag: u64,
+    /// It may use the medium.
+    has_medium: bool,
     abort: Option<Abort>,
     waiting: Vec<Left>,
 }
@@ -60,7 +76,7 @@ struct Task {
 /// Tasks that are meant, as far as they are still to be popped.
 struct Cover {
     which: Which,
-    abort: Option<Abort>,
+    how: How,
     /// The avail entry behind the last of them.
     until: u16,
     left: Left,
@@ -80,7 +96,7 @@ impl Tasks {
     /// A task begins, whose chain was the one before avail entry `next_avail`. Returns its number.
     #[inline]
     pub(crate) fn begin(&self, unit: UnitAddress, tag: u64, next_avail: u16) -> usize {
-        let mut task = Task { unit, tag, abort: None, waiting: Vec::new() };
+        let mut task = Task { unit, tag, has_medium: false, abort: None, waiting: Vec::new() };
         if self.has_covers.get() {
             self.meet_covers(&mut task, next_avail);
         }
@@ -105,7 +121,7 @@ impl Tasks {
     fn meet_covers(&self, task: &mut Task, next_avail: u16) {
         for cover in self.covers.borrow().iter() {
             if cover.which.covers(task.unit, task.tag) {
-                task.add(cover.abort, &cover.left);
+                task.add(cover.how, &cover.left);
             }
         }
         self.pass(next_avail);
@@ -124,6 +140,14 @@ impl Tasks {
         self.tasks.borrow()[number].as_ref().and_then(|task| task.abort)
     }
 
+    /// The task uses the medium from now on.
+    #[inline]
+    pub(crate) fn takes_medium(&self, number: usize) {
+        if let Some(task) = &mut self.tasks.borrow_mut()[number] {
+            task.has_medium = true;
+        }
+    }
+
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result
     /// when that is in the ring.
     #[inline]
@@ -133,29 +157,32 @@ impl Tasks {
         Ended { abort: task.abort, waiting: task.waiting }
     }
 
-    /// Marks tasks as aborted, if they are to be, and has `left` wait for their end: those that
-    /// have begun, and those of the chains from `next_avail` up to `until`.
-    pub(crate) fn cover(&self, which: Which, abort: Option<Abort>, chains: [u16; 2], left: Left) {
+    /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
+    /// and, unless they are drained, those of the `chains` from the first up to the second.
+    pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) {
         for task in self.tasks.borrow_mut().iter_mut().flatten() {
             if which.covers(task.unit, task.tag) {
-                task.add(abort, &left);
+                task.add(how, &left);
             }
         }
         let [next_avail, until] = chains;
-        if next_avail != until {
-            self.covers.borrow_mut().push(Cover { which, abort, until, left });
+        if next_avail != until && how != How::Drain {
+            self.covers.borrow_mut().push(Cover { which, how, until, left });
             self.has_covers.set(true);
         }
     }
 }
 
 impl Task {
-    fn add(&mut self, abort: Option<Abort>, left: &Left) {
+    fn add(&mut self, how: How, left: &Left) {
         left.0.found.fetch_add(1, Ordering::Relaxed);
-        if abort.is_some() {
-            self.abort = self.abort.or(abort);
-            self.waiting.push(left.clone());
+        match how {
+            How::Look => return,
+            How::Drain if !self.has_medium => return,
+            How::Drain => {}
+            How::Abort(abort) => self.abort = self.abort.or(Some(abort)),
         }
+        self.waiting.push(left.clone());
     }
 }
 
@@ -239,7 +266,7 @@ mod tests {
         let [one, two, three] =
             [(UNIT, 1), (UNIT, 2), (OTHER, 1)].map(|(unit, tag)| tasks.begin(unit, tag, 1));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Unit(UNIT), Some(Abort::Aborted), [3, 3], left);
+        tasks.cover(Which::Unit(UNIT), How::Abort(Abort::Aborted), [3, 3], left);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(three).abort, None);
         assert_eq!(tasks.end(one).abort, Some(Abort::Aborted));
@@ -254,7 +281,7 @@ mod tests {
     fn chains_that_nobody_has_popped_are_meant_and_later_ones_are_not() {
         let tasks = Tasks::default();
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Task(UNIT, 7), Some(Abort::Reset), [0xffff, 1], left);
+        tasks.cover(Which::Task(UNIT, 7), How::Abort(Abort::Reset), [0xffff, 1], left);
         assert_eq!(poll(&waiting), Poll::Pending);
         let other = tasks.begin(UNIT, 8, 0);
         let meant = tasks.begin(UNIT, 7, 1);
@@ -269,14 +296,28 @@ mod tests {
     }
 
     #[test]
+    fn only_tasks_that_have_the_medium_are_drained() {
+        let tasks = Tasks::default();
+        let [one, two, own] = [1, 2, 3].map(|tag| tasks.begin(UNIT, tag, 1));
+        tasks.takes_medium(one);
+        tasks.takes_medium(own);
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Others(UNIT, 3), How::Drain, [1, 9], left);
+        assert_eq!(poll(&waiting), Poll::Pending);
+        assert_eq!(tasks.end(one).abort, None);
+        assert!(poll(&waiting).is_ready());
+        assert_eq!([two, own].map(|number| tasks.abort(number)), [None; 2]);
+    }
+
+    #[test]
     fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
         let tasks = Tasks::default();
         tasks.begin(UNIT, 1, 1);
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), None, [1, 1], left);
+        tasks.cover(Which::Target(0), How::Look, [1, 1], left);
         assert_eq!(poll(&waiting), Poll::Ready(1));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), Some(Abort::Reset), [1, 9], left);
+        tasks.cover(Which::Target(0), How::Abort(Abort::Reset), [1, 9], left);
         drop(tasks);
         assert!(poll(&waiting).is_ready());
     }

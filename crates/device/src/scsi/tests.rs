@@ -1,10 +1,13 @@
 //! Commands from the driver's side of a queue.
 
+use std::sync::Arc;
+
 use blockio::{DiskOptions, DiskSource};
 use tempfile::NamedTempFile;
 use virtqueue::driver::Desc;
 
 use super::ScsiDevice;
+use super::access::DiskAccess;
 use super::address::UnitAddress;
 use super::config::ScsiOptions;
 use super::unit::UnitOptions;
@@ -23,7 +26,7 @@ const RESPONSE: u64 = DATA + 0x2_0000;
 struct Initiator {
     scene: Scene,
     device: Device,
-    disk: NamedTempFile,
+    disk: Arc<NamedTempFile>,
     _queue: QueueHandle,
 }
 
@@ -49,6 +52,8 @@ fn options() -> UnitOptions {
         rotational: false,
         discard: true,
         write_cache: true,
+        access: DiskAccess::volatile(),
+        port: [0x30, 0, 0, 0, 0, 0, 0, 1],
     }
 }
 
@@ -58,12 +63,25 @@ impl Initiator {
     }
 
     fn with(disk_options: &DiskOptions) -> Self {
-        let scene = Scene::new();
         let disk = NamedTempFile::new().unwrap();
         disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        Self::on(Arc::new(disk), disk_options, options())
+    }
+
+    /// Another initiator of the same disk.
+    fn beside(&self, options: &UnitOptions) -> Self {
+        let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let mut port = options.port;
+        port[7] += 1;
+        let options = UnitOptions { port, ..options.clone() };
+        Self::on(Arc::clone(&self.disk), &disk_options, options)
+    }
+
+    fn on(disk: Arc<NamedTempFile>, disk_options: &DiskOptions, options: UnitOptions) -> Self {
+        let scene = Scene::new();
         let device = Device::scsi(ScsiOptions::default(), scene.events.clone());
         let source = DiskSource::file(disk.path(), disk_options).unwrap();
-        Self::scsi(&device).add_unit(UNIT, source, options()).unwrap();
+        Self::scsi(&device).add_unit(UNIT, source, options).unwrap();
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 2);
         let mut initiator = Self { scene, device, disk, _queue: queue };
@@ -346,4 +364,66 @@ fn a_request_without_room_for_a_response_stops_its_queue() {
     initiator.scene.offer(&[Desc::readable(DATA, 51), Desc::writable(RESPONSE, 107)]);
     assert_eq!(initiator.scene.answer().bytes, 0);
     assert!(initiator.scene.events.take()[0].contains("its queue stops"));
+}
+
+fn reserve_out(action: u8, kind: u8, keys: [u64; 2]) -> (Vec<u8>, Vec<u8>) {
+    let cdb = vec![0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+    let mut list = keys.map(u64::to_be_bytes).concat();
+    list.extend([0; 8]);
+    (cdb, list)
+}
+
+/// Two exports of one disk, as a cluster that fails over has them.
+#[test]
+fn a_reservation_keeps_the_others_out_until_it_is_released() {
+    const REGISTER: u8 = 0;
+    const RESERVE: u8 = 1;
+    const RELEASE: u8 = 2;
+    const WRITE_EXCLUSIVE: u8 = 1;
+    let options = options();
+    let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+    let disk = NamedTempFile::new().unwrap();
+    disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+    let mut one = Initiator::on(Arc::new(disk), &disk_options, options.clone());
+    let mut other = one.beside(&options);
+    let send = |to: &mut Initiator, action, kind, keys| {
+        let (cdb, list) = reserve_out(action, kind, keys);
+        to.run(&cdb, &list, 0).status
+    };
+    assert_eq!(send(&mut one, RESERVE, WRITE_EXCLUSIVE, [1, 0]), 0x18, "it is not registered");
+    assert_eq!(send(&mut one, REGISTER, 0, [0, 1]), 0);
+    assert_eq!(send(&mut one, RESERVE, WRITE_EXCLUSIVE, [1, 0]), 0);
+    let (write, read) = (cdb10(0x2a, 0, 0, 1), cdb10(0x28, 0, 0, 1));
+    assert_eq!(other.run(&write, &[1; 512], 0).status, 0x18);
+    other.good(&read, &[], 512);
+    one.good(&write, &[2; 512], 0);
+    assert_eq!(one.on_disk(0), [2; BLOCK]);
+    let keys = other.good(&[0x5e, 0, 0, 0, 0, 0, 0, 0, 255, 0], &[], 255);
+    assert_eq!(keys[4..], [0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 1]);
+    assert_eq!(send(&mut one, RELEASE, WRITE_EXCLUSIVE, [1, 0]), 0);
+    other.good(&write, &[1; 512], 0);
+    let answer = one.run(&reserve_out(REGISTER, 0, [1, 0]).0, &[0; 23], 0);
+    assert_eq!(answer.response, 1, "the list is shorter than the CDB says");
+}
+
+#[test]
+fn compare_and_write_writes_only_what_was_expected() {
+    let mut initiator = Initiator::new();
+    let cdb = |blocks: u8| {
+        let mut cdb = cdb16(0x89, 0, 3, 0);
+        cdb[13] = blocks;
+        cdb
+    };
+    let pair = |expected: u8, wanted: u8| [[expected; BLOCK], [wanted; BLOCK]].concat();
+    initiator.good(&cdb(1), &pair(0, 7), 0);
+    assert_eq!(initiator.on_disk(3), [7; BLOCK]);
+    let mut wrong = pair(7, 9);
+    wrong[5] = 1;
+    assert_eq!(initiator.sense(&cdb(1), &wrong, 0), [0xe, 0x1d, 0]);
+    assert_eq!(initiator.on_disk(3), [7; BLOCK]);
+    // Others may go on after either.
+    initiator.good(&cdb10(0x28, 0, 3, 1), &[], 512);
+    assert_eq!(initiator.sense(&cdb(129), &[0; 512], 0), [5, 0x24, 0]);
+    assert_eq!(initiator.run(&cdb(1), &[0; 1023], 0).response, 1);
+    initiator.good(&cdb(0), &[], 0);
 }

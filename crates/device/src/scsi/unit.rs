@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use blockio::DiskSource;
 use blockio::disk::DiskInfo;
 
+use super::access::DiskAccess;
 use super::address::UnitAddress;
+use super::persist::{Attached, PortInUse, PortName};
 use super::sense::Sense;
 
 /// Attentions that wait at most. A driver that never asks loses the oldest.
@@ -17,7 +19,7 @@ const ATTENTIONS_MAX: usize = 16;
 pub const SERIAL_BYTES: usize = 36;
 
 /// What the operator chose for a logical unit.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct UnitOptions {
     /// T10 vendor identification, up to 8 bytes of ASCII.
     pub vendor: String,
@@ -35,6 +37,11 @@ pub struct UnitOptions {
     pub discard: bool,
     /// Whether the initiator sees a write cache, which it has to flush.
     pub write_cache: bool,
+    /// What it shares with other units on the same disk.
+    pub access: Arc<DiskAccess>,
+    /// The name of the port through which its initiator reaches the disk, always the same and no
+    /// other unit's: an NAA identifier. Persistent reservations are kept by it.
+    pub port: [u8; 8],
 }
 
 /// A logical unit, shared by all queues of its device.
@@ -46,6 +53,10 @@ pub(crate) struct Unit {
     write_cache: AtomicBool,
     /// STOP UNIT was the last that was heard.
     pub(crate) stopped: AtomicBool,
+    /// What it shares with other units on the disk.
+    pub(crate) access: Arc<DiskAccess>,
+    /// Its I_T nexus.
+    pub(crate) attached: Attached,
     /// What the initiator is to hear before anything else.
     attentions: Mutex<VecDeque<Sense>>,
     attention_count: AtomicUsize,
@@ -70,18 +81,25 @@ impl UnitOptions {
 }
 
 impl Unit {
-    pub(crate) fn new(address: UnitAddress, source: DiskSource, options: UnitOptions) -> Self {
+    pub(crate) fn new(
+        address: UnitAddress,
+        source: DiskSource,
+        options: UnitOptions,
+    ) -> Result<Self, PortInUse> {
+        let attached = options.access.attach(PortName(options.port))?;
         let unit = Self {
             address,
             source,
             write_cache: AtomicBool::new(options.write_cache),
+            access: Arc::clone(&options.access),
+            attached,
             options,
             stopped: AtomicBool::new(false),
             attentions: Mutex::default(),
             attention_count: AtomicUsize::new(0),
         };
         unit.add_attention(Sense::POWER_ON);
-        unit
+        Ok(unit)
     }
 
     pub(crate) fn info(&self) -> DiskInfo {

@@ -18,13 +18,13 @@ pub(crate) struct Units {
 
 impl Units {
     /// Adds a unit, of which the others tell. False: there is one at its address.
-    pub(crate) fn add(&self, unit: Unit) -> bool {
+    pub(crate) fn add(&self, unit: Arc<Unit>) -> bool {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
             return false;
         }
         all.values().for_each(|other| other.add_attention(Sense::UNITS_CHANGED));
-        all.insert(unit.address, Arc::new(unit));
+        all.insert(unit.address, unit);
         self.generation.fetch_add(1, Ordering::Release);
         true
     }

@@ -74,12 +74,14 @@ impl UnitSettings {
             "wwn" => self.wwn = Some(value.to_owned().try_into()?),
             "rotational" => self.rotational = Some(parse_on_off(value)?),
             "discard" => self.discard = Some(parse_on_off(value)?),
+            "reservations" => self.reservations = Some(value.into()),
             "vendor" => self.vendor = Some(value.to_owned()),
             "product" => self.product = Some(value.to_owned()),
             "revision" => self.revision = Some(value.to_owned()),
             _ => bail!(
                 "unknown key '{key}' (expected: blk-file, null, read-only, lock, cache, \
-                 logical-block-size, serial, wwn, rotational, discard, vendor, product, revision)"
+                 logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \
+                 product, revision)"
             ),
         }
         Ok(())

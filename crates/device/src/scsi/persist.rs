@@ -1,0 +1,223 @@
+//! Persistent reservations: which of the initiators that share a disk may use it (SPC-4, section
+//! 5.13).
+//!
+//! [`Reservations`] has the state of one disk. Each export of the disk attaches to it, on whatever
+//! thread, as an I_T nexus with the name of its initiator port. Registrations belong to names: they
+//! stay when the nexus detaches, and a nexus that attaches later under that name has them. They,
+//! and the reservation, outlive resets and lost connections, and the daemon too if APTPL is set.
+//!
+//! Commands other than these ask [`Attached::conflicts`], which reads one flag and takes no lock.
+
+mod command;
+mod file;
+mod registry;
+mod report;
+mod rules;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use self::command::Request;
+use self::file::StateFile;
+use self::registry::Registry;
+use self::rules::{Effects, Ports};
+use super::sense::Sense;
+
+pub(crate) use self::command::{CDB_BYTES, list_bytes};
+pub(crate) use self::file::FileError;
+pub(crate) use self::registry::{CommandClass, PortName};
+pub(crate) use self::rules::Refusal;
+
+/// An I_T nexus that is attached. Of one disk's, no two ever have the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Nexus(pub(crate) u64);
+
+/// A port attaches that is attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("port {0} is attached to the persistent reservations of this disk by another export")]
+pub(crate) struct PortInUse(pub(crate) PortName);
+
+/// What else has to happen before a PERSISTENT RESERVE OUT is answered with GOOD.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Done {
+    /// Unit attentions for other nexuses.
+    pub(crate) attentions: Vec<(Nexus, Sense)>,
+    /// Nexuses whose commands are aborted, except this one itself, which may be among theirs. What
+    /// they prevent with PREVENT ALLOW MEDIUM REMOVAL is allowed again.
+    pub(crate) aborted: Vec<Nexus>,
+}
+
+/// The registrations and the reservation of a disk, shared by all its exports.
+#[derive(Debug)]
+pub(crate) struct Reservations {
+    /// Whether there is a file, so that APTPL is supported.
+    persists: bool,
+    /// Locked from the start of a PERSISTENT RESERVE OUT to its end, and before `state`.
+    file: Mutex<Option<StateFile>>,
+    /// Never locked while somebody waits for a disk.
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    registry: Registry,
+    /// PRGENERATION, which begins at zero whenever the daemon starts.
+    generation: u32,
+    last_nexus: u64,
+    attached: Vec<AttachedPort>,
+}
+
+#[derive(Debug)]
+struct AttachedPort {
+    nexus: Nexus,
+    port: PortName,
+    /// Classes of commands that conflict.
+    conflicts: Arc<AtomicU8>,
+}
+
+/// An attached nexus. Dropping it detaches it.
+#[derive(Debug)]
+pub(crate) struct Attached {
+    reservations: Arc<Reservations>,
+    nexus: Nexus,
+    port: PortName,
+    conflicts: Arc<AtomicU8>,
+}
+
+impl Reservations {
+    /// For a disk beside which no file can be kept: APTPL is not supported.
+    pub(crate) fn volatile() -> Arc<Self> {
+        Self::new(None, Registry::default())
+    }
+
+    /// For a disk whose reservations persist in the file at `path`, where APTPL asks for it.
+    ///
+    /// # Errors
+    ///
+    /// When the file is there but cannot be read, or is broken. To go on without it would let hosts
+    /// write that were fenced off.
+    pub(crate) fn load(path: PathBuf) -> Result<Arc<Self>, FileError> {
+        let (file, registry) = StateFile::load(path)?;
+        Ok(Self::new(Some(file), registry))
+    }
+
+    fn new(file: Option<StateFile>, registry: Registry) -> Arc<Self> {
+        let state = State { registry, ..State::default() };
+        let persists = file.is_some();
+        Arc::new(Self { persists, file: Mutex::new(file), state: Mutex::new(state) })
+    }
+
+    /// Attaches an initiator port. It has the registration under its name, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// When it is attached already.
+    pub(crate) fn attach(self: &Arc<Self>, port: PortName) -> Result<Attached, PortInUse> {
+        let mut state = lock(&self.state);
+        if state.attached.iter().any(|other| other.port == port) {
+            return Err(PortInUse(port));
+        }
+        state.last_nexus += 1;
+        let nexus = Nexus(state.last_nexus);
+        let conflicts = Arc::new(AtomicU8::new(state.registry.conflicts(port)));
+        state.attached.push(AttachedPort { nexus, port, conflicts: Arc::clone(&conflicts) });
+        Ok(Attached { reservations: Arc::clone(self), nexus, port, conflicts })
+    }
+
+    /// PERSISTENT RESERVE IN: its whole data, of which the initiator gets as much as its allocation
+    /// length allows. This does not wait for a disk.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such service action.
+    pub(crate) fn reserve_in(&self, cdb: &[u8; CDB_BYTES]) -> Result<Vec<u8>, Sense> {
+        let state = lock(&self.state);
+        report::data(cdb, &state.registry, state.generation, self.persists)
+    }
+}
+
+impl Attached {
+    /// The number by which [`Done`] names this nexus.
+    pub(crate) fn nexus(&self) -> Nexus {
+        self.nexus
+    }
+
+    /// What it is attached to.
+    pub(crate) fn reservations(&self) -> &Arc<Reservations> {
+        &self.reservations
+    }
+
+    /// Whether a command of this class conflicts with the reservation, now that its processing
+    /// begins. If so, its status is RESERVATION CONFLICT, whatever else is wrong with it.
+    #[inline]
+    pub(crate) fn conflicts(&self, class: CommandClass) -> bool {
+        // Whoever relies on a new reservation has learnt of it from an answer of this process, and
+        // what happens on that way orders more than this load could.
+        self.conflicts.load(Ordering::Relaxed) & class as u8 != 0
+    }
+
+    /// PERSISTENT RESERVE OUT. The parameter list has [`list_bytes`] bytes. When this returns, new
+    /// commands of all nexuses meet the new state; those that have begun go on.
+    ///
+    /// This waits for a disk where APTPL is set, and for others that do, so an IoThread leaves it
+    /// to another thread.
+    ///
+    /// # Errors
+    ///
+    /// When the command is not carried out. Then nothing has changed.
+    pub(crate) fn reserve_out(&self, cdb: &[u8; CDB_BYTES], list: &[u8]) -> Result<Done, Refusal> {
+        let Reservations { persists, file, state } = &*self.reservations;
+        let mut file = lock(file);
+        let request = Request::parse(cdb, list, *persists)?;
+        let (mut registry, attached) = {
+            let state = lock(state);
+            let ports: Vec<_> = state.attached.iter().map(|other| other.port).collect();
+            (state.registry.clone(), ports)
+        };
+        let ports = Ports { own: self.port, attached: &attached };
+        let effects = registry.perform(ports, &request)?;
+        if let Some(file) = &mut *file {
+            file.keep(&registry)?;
+        }
+        Ok(lock(state).replace(registry, effects))
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        lock(&self.reservations.state).attached.retain(|other| other.nexus != self.nexus);
+    }
+}
+
+impl State {
+    /// What is there from now on. Returns the effects for the nexuses that are attached.
+    fn replace(&mut self, registry: Registry, effects: Effects) -> Done {
+        self.registry = registry;
+        self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
+        for AttachedPort { port, conflicts, .. } in &self.attached {
+            conflicts.store(self.registry.conflicts(*port), Ordering::Relaxed);
+        }
+        let nexus_of = |port| {
+            let found = self.attached.iter().find(|other| other.port == port);
+            found.map(|other| other.nexus)
+        };
+        let attentions = effects.attentions.into_iter();
+        Done {
+            attentions: attentions
+                .filter_map(|(port, sense)| Some((nexus_of(port)?, sense)))
+                .collect(),
+            aborted: effects.aborted.into_iter().filter_map(nexus_of).collect(),
+        }
+    }
+}
+
+/// Locks, even if somebody has panicked in here: nothing is left half changed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,447 @@
+//! The file in which registrations and the reservation of a disk persist through a loss of power
+//! (APTPL; SPC-4, section 5.13.5.1).
+//!
+//! It exists for as long as the last registration asked for that, and is replaced as a whole with
+//! each change, before the command is answered. It is JSON, so that an operator can read and mend
+//! it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::registry::{Key, PortName, Registry, Reservation, ReservationType};
+
+const FORMAT: &str = "ringhaul persistent reservations";
+const VERSION: u32 = 1;
+/// The most bytes of a file. One with all registrations has a seventh.
+const BYTES_MAX: u64 = 64 << 10;
+
+/// Persistent reservations cannot be loaded or saved.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("cannot {action} the persistent reservations in {}: {reason}; {advice}", path.display())]
+pub(crate) struct FileError {
+    action: &'static str,
+    path: PathBuf,
+    reason: String,
+    advice: &'static str,
+}
+
+const ADVICE_READ: &str = "make the file readable to this user";
+const ADVICE_BROKEN: &str = "restore or mend the file, or remove it when no host that was fenced \
+                             off can still write to the disk";
+const ADVICE_VERSION: &str = "use the version that wrote the file";
+const ADVICE_SAVE: &str = "make the directory writable to this user and see that it has room; \
+                           until then commands that change reservations fail";
+
+/// The start of a file of any version.
+#[derive(Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+}
+
+/// A file of this version.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Saved {
+    format: String,
+    version: u32,
+    registrations: Vec<SavedRegistration>,
+    reservation: Option<SavedReservation>,
+}
+
+/// Names and keys are 16 hexadecimal digits.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SavedRegistration {
+    port: String,
+    key: String,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SavedReservation {
+    r#type: ReservationType,
+    /// None with an all registrants type.
+    holder: Option<String>,
+}
+
+/// What is known of the file.
+#[derive(Debug, PartialEq, Eq)]
+enum Content {
+    Absent,
+    Registry(Registry),
+    /// A change of the file failed halfway.
+    Unknown,
+}
+
+/// The file of one disk. Nobody else writes to it.
+#[derive(Debug)]
+pub(super) struct StateFile {
+    path: PathBuf,
+    content: Content,
+}
+
+impl StateFile {
+    /// Loads what was saved.
+    ///
+    /// # Errors
+    ///
+    /// When there is a file that cannot be read, or was not written by [`keep`](Self::keep).
+    pub(super) fn load(path: PathBuf) -> Result<(Self, Registry), FileError> {
+        let failure = |reason: String, advice| FileError {
+            action: "load",
+            path: path.clone(),
+            reason,
+            advice,
+        };
+        let mut text = String::new();
+        let read = File::open(&path).and_then(|file| {
+            // One byte more shows that it is too long.
+            file.take(BYTES_MAX + 1).read_to_string(&mut text)
+        });
+        match read {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok((Self { path, content: Content::Absent }, Registry::default()));
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                return Err(failure("it is not text".to_owned(), ADVICE_BROKEN));
+            }
+            Err(error) => return Err(failure(error.to_string(), ADVICE_READ)),
+            Ok(_) => {}
+        }
+        let registry = parse(&text).map_err(|(reason, advice)| failure(reason, advice))?;
+        Ok((Self { path, content: Content::Registry(registry.clone()) }, registry))
+    }
+
+    /// Has the file hold this, durably: or nothing, if it need not persist. Waits for the disk.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be replaced or removed. It then holds this or what it held before.
+    pub(super) fn keep(&mut self, registry: &Registry) -> Result<(), FileError> {
+        let wanted =
+            if registry.aptpl { Content::Registry(registry.clone()) } else { Content::Absent };
+        if self.content == wanted {
+            return Ok(());
+        }
+        self.content = Content::Unknown;
+        let kept = if registry.aptpl { self.replace(registry) } else { self.remove() };
+        kept.map_err(|error| FileError {
+            action: "save",
+            path: self.path.clone(),
+            reason: error.to_string(),
+            advice: ADVICE_SAVE,
+        })?;
+        self.content = wanted;
+        Ok(())
+    }
+
+    fn replace(&self, registry: &Registry) -> io::Result<()> {
+        let mut text = serde_json::to_string_pretty(&Saved::of(registry))?;
+        text.push('\n');
+        let mut new = self.path.clone().into_os_string();
+        new.push(".new");
+        let new = PathBuf::from(new);
+        // One that a crash left behind is no use.
+        remove_if_there(&new)?;
+        let written = write_new(&new, &text).and_then(|()| fs::rename(&new, &self.path));
+        if written.is_err() {
+            // The error is about what was to be done, not about this.
+            let _ = remove_if_there(&new);
+        }
+        written.and_then(|()| self.sync_directory())
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        remove_if_there(&self.path)?;
+        self.sync_directory()
+    }
+
+    /// Makes the name of the file as durable as its content.
+    fn sync_directory(&self) -> io::Result<()> {
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn write_new(path: &Path, text: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
+
+impl Saved {
+    fn of(registry: &Registry) -> Self {
+        let registrations = registry.registrations().iter();
+        Self {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            registrations: registrations
+                .map(|registration| SavedRegistration {
+                    port: registration.port.to_string(),
+                    key: format!("{:016x}", registration.key),
+                })
+                .collect(),
+            reservation: registry.reservation.map(|held| SavedReservation {
+                r#type: held.reservation_type,
+                holder: held.holder.map(|holder| holder.to_string()),
+            }),
+        }
+    }
+}
+
+/// Reads the text of a file. On failure, returns what is wrong and what to do about it.
+fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
+    let broken = |reason: String| (reason, ADVICE_BROKEN);
+    if u64::try_from(text.len()).is_ok_and(|bytes| bytes > BYTES_MAX) {
+        return Err(broken(format!("it has more than {BYTES_MAX} bytes")));
+    }
+    let header: Header = serde_json::from_str(text).map_err(|error| broken(error.to_string()))?;
+    if header.format != FORMAT {
+        return Err(broken(format!("its format is {:?}, not {FORMAT:?}", header.format)));
+    }
+    if header.version != VERSION {
+        let reason = format!("it has version {}; only {VERSION} is known", header.version);
+        return Err((reason, ADVICE_VERSION));
+    }
+    let saved: Saved = serde_json::from_str(text).map_err(|error| broken(error.to_string()))?;
+    registry(&saved).map_err(broken)
+}
+
+/// Checks all that the rules rely on.
+fn registry(saved: &Saved) -> Result<Registry, String> {
+    let mut registry = Registry::new(true);
+    for SavedRegistration { port, key } in &saved.registrations {
+        let name = port_name(port)?;
+        let key = digits(key)
+            .and_then(Key::new)
+            .ok_or_else(|| format!("{key:?} is not a key of 16 hexadecimal digits"))?;
+        if registry.key_of(name).is_some() {
+            return Err(format!("port {port} is registered twice"));
+        }
+        registry.set_key(name, key).map_err(|_| "it has too many registrations".to_owned())?;
+    }
+    let Some(SavedReservation { r#type: reservation_type, holder }) = &saved.reservation else {
+        return Ok(registry);
+    };
+    let holder = holder.as_deref().map(port_name).transpose()?;
+    if holder.is_none() != reservation_type.is_all_registrants() {
+        return Err(format!("a reservation of type {reservation_type:?} has a holder or lacks it"));
+    }
+    let is_held = match holder {
+        Some(holder) => registry.key_of(holder).is_some(),
+        None => !registry.registrations().is_empty(),
+    };
+    if !is_held {
+        return Err("the holder of its reservation is not registered".to_owned());
+    }
+    registry.reservation = Some(Reservation { reservation_type: *reservation_type, holder });
+    Ok(registry)
+}
+
+fn port_name(text: &str) -> Result<PortName, String> {
+    let number = digits(text).ok_or_else(|| format!("{text:?} is not a port"))?;
+    Ok(PortName(number.to_be_bytes()))
+}
+
+/// The number with these 16 hexadecimal digits.
+fn digits(text: &str) -> Option<u64> {
+    let is_number = text.len() == 16 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if is_number { u64::from_str_radix(text, 16).ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use tempfile::TempDir;
+
+    const PORTS: [PortName; 2] = [PortName([0x31; 8]), PortName([0, 0, 0, 0, 0, 0, 0, 0xfe])];
+
+    fn with(reservation_type: Option<ReservationType>) -> Registry {
+        let mut registry = Registry::new(true);
+        registry.set_key(PORTS[0], Key::MIN).unwrap();
+        registry.set_key(PORTS[1], Key::MAX).unwrap();
+        registry.reservation = reservation_type.map(|known| Reservation::new(known, PORTS[1]));
+        registry
+    }
+
+    fn directory() -> (TempDir, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.reservations");
+        (directory, path)
+    }
+
+    fn files(directory: &TempDir) -> usize {
+        fs::read_dir(directory.path()).unwrap().count()
+    }
+
+    fn load(path: &Path) -> Result<Registry, FileError> {
+        StateFile::load(path.to_owned()).map(|(_, registry)| registry)
+    }
+
+    #[test]
+    fn what_was_kept_is_loaded() {
+        let (directory, path) = directory();
+        let (mut file, registry) = StateFile::load(path.clone()).unwrap();
+        assert_eq!(registry, Registry::default());
+        for reservation_type in ReservationType::ALL.map(Some).into_iter().chain([None]) {
+            let registry = with(reservation_type);
+            file.keep(&registry).unwrap();
+            assert_eq!(load(&path).unwrap(), registry);
+            assert_eq!(files(&directory), 1);
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        let empty = Registry::new(true);
+        file.keep(&empty).unwrap();
+        assert_eq!(load(&path).unwrap(), empty);
+    }
+
+    #[test]
+    fn what_need_not_persist_is_in_no_file() {
+        let (directory, path) = directory();
+        let (mut file, _) = StateFile::load(path.clone()).unwrap();
+        let mut volatile = with(None);
+        volatile.aptpl = false;
+        file.keep(&volatile).unwrap();
+        assert_eq!(files(&directory), 0);
+        file.keep(&with(None)).unwrap();
+        let (mut file, _) = StateFile::load(path).unwrap();
+        file.keep(&volatile).unwrap();
+        assert_eq!(files(&directory), 0);
+    }
+
+    #[test]
+    fn the_file_is_left_alone_while_it_is_right() {
+        use std::os::unix::fs::MetadataExt;
+        let (_directory, path) = directory();
+        let (mut file, _) = StateFile::load(path.clone()).unwrap();
+        file.keep(&with(None)).unwrap();
+        let inode = || fs::metadata(&path).unwrap().ino();
+        // While this is open, nobody else has its number.
+        let (_open, before) = (File::open(&path).unwrap(), inode());
+        file.keep(&with(None)).unwrap();
+        let (mut again, registry) = StateFile::load(path.clone()).unwrap();
+        again.keep(&registry).unwrap();
+        assert_eq!(inode(), before);
+        file.keep(&with(Some(ReservationType::WriteExclusive))).unwrap();
+        assert_ne!(inode(), before);
+    }
+
+    #[test]
+    fn a_file_that_a_crash_left_behind_is_replaced() {
+        let (directory, path) = directory();
+        fs::write(directory.path().join("disk.reservations.new"), "half a fi").unwrap();
+        let (mut file, registry) = StateFile::load(path.clone()).unwrap();
+        assert_eq!(registry, Registry::default());
+        file.keep(&with(None)).unwrap();
+        assert_eq!(load(&path).unwrap(), with(None));
+        assert_eq!(files(&directory), 1);
+    }
+
+    #[test]
+    fn after_a_failure_the_next_change_is_written_again() {
+        let (directory, path) = directory();
+        let (mut file, _) = StateFile::load(path.clone()).unwrap();
+        file.keep(&with(None)).unwrap();
+        // Nothing can be created where a directory is in the way, whoever tries.
+        let obstacle = directory.path().join("disk.reservations.new");
+        fs::create_dir(&obstacle).unwrap();
+        let held = with(Some(ReservationType::ExclusiveAccess));
+        let error = file.keep(&held).unwrap_err().to_string();
+        assert!(error.starts_with("cannot save the persistent reservations in /"), "{error}");
+        assert!(error.contains("disk.reservations: "), "{error}");
+        assert_eq!(load(&path).unwrap(), with(None));
+        assert_eq!(file.content, Content::Unknown);
+        fs::remove_dir(&obstacle).unwrap();
+        file.keep(&with(None)).unwrap();
+        assert_eq!(file.content, Content::Registry(with(None)));
+        assert_eq!(files(&directory), 1);
+    }
+
+    #[test]
+    fn text_has_the_form_that_it_had() {
+        let text = serde_json::to_string(&Saved::of(&with(Some(
+            ReservationType::WriteExclusiveRegistrantsOnly,
+        ))));
+        let expected = concat!(
+            r#"{"format":"ringhaul persistent reservations","version":1,"registrations":["#,
+            r#"{"port":"3131313131313131","key":"0000000000000001"},"#,
+            r#"{"port":"00000000000000fe","key":"ffffffffffffffff"}],"#,
+            r#""reservation":{"type":"write-exclusive-registrants-only","#,
+            r#""holder":"00000000000000fe"}}"#
+        );
+        assert_eq!(text.unwrap(), expected);
+    }
+
+    #[test]
+    fn each_way_in_which_a_file_is_broken_is_an_error_that_says_so() {
+        let (_directory, path) = directory();
+        let good = serde_json::to_string(&Saved::of(&with(Some(ReservationType::ExclusiveAccess))));
+        let good = good.unwrap();
+        let registrations = &good[good.find("[{").unwrap() + 1..good.find("}]").unwrap() + 1];
+        let many = [registrations; 2].join(",");
+        let changed = |from: &str, to: &str| {
+            assert!(good.contains(from), "{from}");
+            good.replace(from, to)
+        };
+        for (text, expected) in [
+            (String::new(), "EOF"),
+            (good[..good.len() - 1].to_owned(), "EOF"),
+            (format!("{good}{good}"), "trailing"),
+            (changed("ringhaul persistent", "other"), "its format is \"other reservations\""),
+            (changed(r#""version":1"#, r#""version":2"#), "version 2; only 1 is known; use"),
+            (changed(r#""version":1,"#, ""), "missing field `version`"),
+            (changed(r#""version":1,"#, r#""version":1,"more":0,"#), "unknown field `more`"),
+            (changed(registrations, &many), "registered twice"),
+            (changed("0000000000000001", "0000000000000000"), "not a key of 16"),
+            (changed("0000000000000001", "+000000000000001"), "not a key of 16"),
+            (changed("0000000000000001", "000000000000001"), "not a key of 16"),
+            (changed("3131313131313131", "0x31313131313131"), "is not a port"),
+            (changed("exclusive-access", "exclusive"), "unknown variant `exclusive`"),
+            (changed(r#""holder":"00000000000000fe""#, r#""holder":null"#), "or lacks it"),
+            (changed("exclusive-access", "exclusive-access-all-registrants"), "has a holder"),
+            (changed(registrations, ""), "the holder of its reservation is not registered"),
+            (changed(r#""holder":"00000000000000fe""#, r#""holder":"31""#), "is not a port"),
+            (format!("{good}{}", " ".repeat(1 << 16)), "more than 65536 bytes"),
+        ] {
+            fs::write(&path, &text).unwrap();
+            let error = load(&path).unwrap_err().to_string();
+            let path = path.display();
+            let start = format!("cannot load the persistent reservations in {path}: ");
+            assert!(error.starts_with(&start), "{error}");
+            assert!(error.contains(expected), "{error}, not {expected}");
+        }
+        fs::write(&path, [0xff; 9]).unwrap();
+        assert!(load(&path).unwrap_err().to_string().contains("it is not text"));
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(load(&path).unwrap_err().to_string().contains("readable"));
+    }
+
+    #[test]
+    fn a_file_has_no_more_registrations_than_a_disk() {
+        let mut saved = Saved::of(&with(None));
+        for number in 0..=super::super::registry::REGISTRATIONS_MAX {
+            let port = format!("{number:016x}");
+            saved.registrations.push(SavedRegistration { port, key: "f".repeat(16) });
+        }
+        assert!(registry(&saved).unwrap_err().contains("too many"));
+        saved.registrations.truncate(super::super::registry::REGISTRATIONS_MAX);
+        let full = registry(&saved).unwrap();
+        assert_eq!(full.registrations().len(), super::super::registry::REGISTRATIONS_MAX);
+        let text = serde_json::to_string_pretty(&Saved::of(&full)).unwrap();
+        assert!(u64::try_from(text.len()).unwrap() < BYTES_MAX / 4, "{}", text.len());
+    }
+}

@@ -1,0 +1,215 @@
+//! Tests of reservations as exports use them.
+
+use std::fs;
+
+use super::*;
+
+const PORTS: [PortName; 3] = [PortName([0x31; 8]), PortName([0x32; 8]), PortName([0x33; 8])];
+const REGISTER: u8 = 0;
+const RESERVE: u8 = 1;
+const CLEAR: u8 = 3;
+const PREEMPT: u8 = 4;
+const PREEMPT_AND_ABORT: u8 = 5;
+const WRITE_EXCLUSIVE: u8 = 1;
+const EXCLUSIVE_ACCESS_REGISTRANTS_ONLY: u8 = 6;
+const APTPL: u8 = 1;
+
+/// Sends a command with the bits of byte 20.
+fn send(
+    nexus: &Attached,
+    action: u8,
+    scope_and_type: u8,
+    keys: [u64; 2],
+    bits: u8,
+) -> Result<Done, Refusal> {
+    let cdb = [0x5f, action, scope_and_type, 0, 0, 0, 0, 0, 24, 0];
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&keys[0].to_be_bytes());
+    list[8..16].copy_from_slice(&keys[1].to_be_bytes());
+    list[20] = bits;
+    nexus.reserve_out(&cdb, &list)
+}
+
+fn read(reservations: &Reservations, action: u8) -> Vec<u8> {
+    reservations.reserve_in(&[0x5e, action, 0, 0, 0, 0, 0, 0, 255, 0]).unwrap()
+}
+
+fn keys(reservations: &Reservations) -> Vec<u64> {
+    let data = read(reservations, 0);
+    data[8..].as_chunks().0.iter().map(|key| u64::from_be_bytes(*key)).collect()
+}
+
+fn generation(reservations: &Reservations) -> u32 {
+    u32::from_be_bytes(*read(reservations, 0).first_chunk().unwrap())
+}
+
+/// Three nexuses, of which the first two are registered with the keys 1 and 2.
+fn three(reservations: &Arc<Reservations>, bits: u8) -> [Attached; 3] {
+    let nexuses = PORTS.map(|port| reservations.attach(port).unwrap());
+    for (nexus, key) in nexuses.iter().zip([1, 2]) {
+        assert_eq!(send(nexus, REGISTER, 0, [0, key], bits).unwrap(), Done::default());
+    }
+    nexuses
+}
+
+fn conflicts(nexuses: &[Attached; 3]) -> [[bool; 3]; 3] {
+    let classes = [CommandClass::Unrestricted, CommandClass::Reads, CommandClass::Writes];
+    nexuses.each_ref().map(|nexus| classes.map(|class| nexus.conflicts(class)))
+}
+
+#[test]
+fn every_nexus_sees_at_once_what_it_may_do() {
+    const FREE: [bool; 3] = [false; 3];
+    const NO_WRITES: [bool; 3] = [false, false, true];
+    const NOTHING: [bool; 3] = [false, true, true];
+    let reservations = Reservations::volatile();
+    let nexuses = three(&reservations, 0);
+    assert_eq!(conflicts(&nexuses), [FREE; 3]);
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    assert_eq!(conflicts(&nexuses), [FREE, NO_WRITES, NO_WRITES]);
+    send(&nexuses[1], PREEMPT, EXCLUSIVE_ACCESS_REGISTRANTS_ONLY, [2, 1], 0).unwrap();
+    assert_eq!(conflicts(&nexuses), [NOTHING, FREE, NOTHING]);
+    send(&nexuses[0], REGISTER, 0, [0, 7], 0).unwrap();
+    assert_eq!(conflicts(&nexuses), [FREE, FREE, NOTHING]);
+    let [one, two, three] = nexuses;
+    drop(three);
+    let nexuses = [one, two, reservations.attach(PORTS[2]).unwrap()];
+    assert_eq!(conflicts(&nexuses), [FREE, FREE, NOTHING]);
+    send(&nexuses[0], CLEAR, 0, [7, 0], 0).unwrap();
+    assert_eq!(conflicts(&nexuses), [FREE; 3]);
+}
+
+#[test]
+fn what_is_refused_changes_nothing() {
+    let reservations = Reservations::volatile();
+    let nexuses = three(&reservations, 0);
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    let before = (read(&reservations, 3), conflicts(&nexuses));
+    let aptpl = Refusal::Check(Sense::in_list(20, Some(0)));
+    for (result, expected) in [
+        (send(&nexuses[1], RESERVE, WRITE_EXCLUSIVE, [2, 0], 0), Refusal::Conflict),
+        (send(&nexuses[2], PREEMPT, WRITE_EXCLUSIVE, [0, 1], 0), Refusal::Conflict),
+        (send(&nexuses[1], REGISTER, 0, [2, 3], APTPL), aptpl),
+        (send(&nexuses[1], 8, 0, [2, 3], 0), Refusal::Check(Sense::in_cdb(1, Some(4)))),
+    ] {
+        assert_eq!(result, Err(expected));
+        assert_eq!((read(&reservations, 3), conflicts(&nexuses)), before);
+    }
+}
+
+#[test]
+fn only_nexuses_that_are_attached_hear_and_are_aborted() {
+    let reservations = Reservations::volatile();
+    let [one, two, three] = three(&reservations, 0);
+    send(&three, REGISTER, 0, [0, 1], 0).unwrap();
+    let done = send(&two, PREEMPT_AND_ABORT, WRITE_EXCLUSIVE, [2, 1], 0).unwrap();
+    let told = [&one, &three].map(|nexus| (nexus.nexus(), Sense::REGISTRATIONS_PREEMPTED));
+    assert_eq!(done.attentions, told);
+    assert_eq!(done.aborted, [one.nexus(), three.nexus()]);
+    send(&one, REGISTER, 0, [0, 1], 0).unwrap();
+    drop(one);
+    let done = send(&two, PREEMPT_AND_ABORT, WRITE_EXCLUSIVE, [2, 1], 0).unwrap();
+    assert_eq!(done, Done::default());
+    assert_eq!(keys(&reservations), [2]);
+}
+
+#[test]
+fn a_registration_waits_for_its_port() {
+    let reservations = Reservations::volatile();
+    let [one, two, _three] = three(&reservations, 0);
+    send(&one, RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    let number = one.nexus();
+    drop(one);
+    assert_eq!(keys(&reservations), [1, 2]);
+    assert!(two.conflicts(CommandClass::Writes));
+    let again = reservations.attach(PORTS[0]).unwrap();
+    assert_ne!(again.nexus(), number);
+    assert!(!again.conflicts(CommandClass::Writes));
+    send(&again, RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+}
+
+#[test]
+fn a_port_attaches_once() {
+    let reservations = Reservations::volatile();
+    let attached = reservations.attach(PORTS[0]).unwrap();
+    let refused = reservations.attach(PORTS[0]).unwrap_err();
+    assert_eq!(refused, PortInUse(PORTS[0]));
+    assert!(refused.to_string().starts_with("port 3131313131313131 is attached"));
+    drop(attached);
+    reservations.attach(PORTS[0]).unwrap();
+}
+
+#[test]
+fn a_restart_forgets_all_but_what_is_to_persist() {
+    for (bits, expected) in [(0, &[][..]), (APTPL, &[1, 2])] {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.reservations");
+        let reservations = Reservations::load(path.clone()).unwrap();
+        let nexuses = three(&reservations, bits);
+        send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+        assert_eq!(generation(&reservations), 2);
+        assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
+        drop((nexuses, reservations));
+
+        let reservations = Reservations::load(path).unwrap();
+        assert_eq!(keys(&reservations), expected);
+        assert_eq!(generation(&reservations), 0);
+        assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
+        let stranger = reservations.attach(PORTS[2]).unwrap();
+        let holder = reservations.attach(PORTS[0]).unwrap();
+        let are_fenced = [&stranger, &holder].map(|nexus| nexus.conflicts(CommandClass::Writes));
+        assert_eq!(are_fenced, [bits == APTPL, false]);
+    }
+}
+
+#[test]
+fn a_broken_file_is_an_error_and_stays_as_it_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.reservations");
+    fs::write(&path, "{}").unwrap();
+    let error = Reservations::load(path.clone()).unwrap_err().to_string();
+    assert!(error.contains(&path.display().to_string()), "{error}");
+    assert_eq!(fs::read_to_string(path).unwrap(), "{}");
+}
+
+#[test]
+fn what_cannot_be_saved_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.reservations");
+    let obstacle = directory.path().join("disk.reservations.new");
+    let reservations = Reservations::load(path.clone()).unwrap();
+    let nexuses = three(&reservations, APTPL);
+    let before = (read(&reservations, 3), conflicts(&nexuses));
+    fs::create_dir(&obstacle).unwrap();
+    let refused = send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0);
+    assert!(matches!(refused, Err(Refusal::NotSaved(_))), "{refused:?}");
+    assert_eq!((read(&reservations, 3), conflicts(&nexuses)), before);
+    fs::remove_dir(&obstacle).unwrap();
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    assert_ne!((read(&reservations, 3), conflicts(&nexuses)), before);
+}
+
+#[test]
+fn commands_of_several_threads_are_carried_out_one_after_the_other() {
+    const TIMES: u32 = 200;
+    let reservations = Reservations::volatile();
+    let nexuses = PORTS.map(|port| reservations.attach(port).unwrap());
+    std::thread::scope(|scope| {
+        for (nexus, key) in nexuses.iter().zip(1..) {
+            scope.spawn(move || {
+                for _ in 0..TIMES {
+                    send(nexus, REGISTER, 0, [0, key], 0).unwrap();
+                    // Whoever comes second has a conflict.
+                    match send(nexus, RESERVE, WRITE_EXCLUSIVE, [key, 0], 0) {
+                        Ok(_) => assert!(!nexus.conflicts(CommandClass::Writes)),
+                        Err(refusal) => assert_eq!(refusal, Refusal::Conflict),
+                    }
+                    send(nexus, REGISTER, 0, [key, 0], 0).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(generation(&reservations), 3 * 2 * TIMES);
+    assert!(keys(&reservations).is_empty());
+    assert_eq!(conflicts(&nexuses), [[false; 3]; 3]);
+}

@@ -1,0 +1,120 @@
+//! PERSISTENT RESERVE IN and OUT as commands, and what a reservation means for others (SPC-5,
+//! sections 6.16 and 6.17).
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blockio::{Buffers, Io};
+
+use super::cdb::{Cdb, Op};
+use super::outcome::{Data, Failure, Moved};
+use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
+use super::request_queue::LocalUnit;
+use super::sense::Sense;
+use super::unit::Unit;
+
+/// START STOP UNIT starts.
+const START: u8 = 0x01;
+const POWER_CONDITION: u8 = 0xf0;
+
+/// Whether a reservation keeps the initiator from this command.
+#[inline]
+pub(super) fn check(unit: &Unit, op: Op, cdb: &Cdb) -> Result<(), Failure> {
+    let class = match op {
+        Op::Read
+        | Op::Verify
+        | Op::GetLbaStatus
+        | Op::ModeSense
+        | Op::ReportOpcodes
+        | Op::ReportTaskManagement => CommandClass::Reads,
+        Op::Write
+        | Op::WriteAndVerify
+        | Op::WriteSame
+        | Op::CompareAndWrite
+        | Op::Unmap
+        | Op::SynchronizeCache
+        | Op::ModeSelect => CommandClass::Writes,
+        Op::StartStopUnit if cdb.byte(4) & (START | POWER_CONDITION) != START => {
+            CommandClass::Writes
+        }
+        Op::PreventAllow if cdb.byte(4) != 0 => CommandClass::Writes,
+        Op::StartStopUnit
+        | Op::PreventAllow
+        | Op::TestUnitReady
+        | Op::RequestSense
+        | Op::Inquiry
+        | Op::ReadCapacity10
+        | Op::ReadCapacity16
+        | Op::ReportLuns
+        | Op::ReserveIn
+        | Op::ReserveOut => CommandClass::Unrestricted,
+    };
+    if unit.attached.conflicts(class) { Err(Failure::Conflict) } else { Ok(()) }
+}
+
+fn short(cdb: &Cdb) -> [u8; CDB_BYTES] {
+    std::array::from_fn(|at| cdb.byte(at))
+}
+
+pub(super) fn reserve_in(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
+    let answer = unit.attached.reservations().reserve_in(&short(cdb))?;
+    data.answer(&answer, cdb.u16(7).into())
+}
+
+/// On a thread of its own: what is to persist is written to a file first.
+pub(super) async fn reserve_out(
+    io: &Rc<Io>,
+    local: &LocalUnit,
+    cdb: &Cdb,
+    tag: u64,
+    data: Data,
+) -> Moved {
+    let cdb = short(cdb);
+    let list = data.list(list_bytes(&cdb)?)?;
+    let moved = list.len();
+    let unit = Arc::clone(&local.unit);
+    let result: Arc<Mutex<Option<Result<Done, Refusal>>>> = Arc::default();
+    let (op, completer) = io.foreign_op(Buffers::empty());
+    let there = Arc::clone(&result);
+    let carry_out = move || {
+        let done = unit.attached.reserve_out(&cdb, &list);
+        *there.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
+        drop(unit);
+        completer.complete(Ok(0));
+    };
+    let thread = std::thread::Builder::new().name("ringhaul-reserve".into()).spawn(carry_out);
+    if thread.is_err() {
+        // The completer has gone with the closure, which nobody has called.
+        return Err(Failure::Busy);
+    }
+    op.await;
+    let done = result.lock().unwrap_or_else(PoisonError::into_inner).take();
+    match done {
+        Some(Ok(done)) => {
+            follow(&local.unit, done, tag).await;
+            Ok(moved)
+        }
+        Some(Err(Refusal::Conflict)) => Err(Failure::Conflict),
+        Some(Err(Refusal::Check(sense))) => Err(sense.into()),
+        Some(Err(Refusal::NotSaved(error))) => Err(error.into()),
+        None => Err(Sense::NOT_SAVED.into()),
+    }
+}
+
+/// What others learn, and whose tasks end.
+async fn follow(unit: &Unit, done: Done, tag: u64) {
+    let mut aborted = Vec::new();
+    for nexus in done.aborted {
+        let except = (nexus == unit.attached.nexus()).then_some(tag);
+        aborted.extend(unit.access.peer(nexus).and_then(|peer| peer.abort(except)));
+    }
+    for tasks in aborted {
+        poll_fn(|cx| tasks.poll(cx)).await;
+    }
+    for (nexus, sense) in done.attentions {
+        if let Some(peer) = unit.access.peer(nexus) {
+            peer.add_attention(sense);
+        }
+    }
+}
