@@ -61,21 +61,24 @@ dd "if=$A" bs=512 skip=104 count=1 iflag=direct 2>/dev/null | cmp - /tmp/pattern
 sg_write_same --16 --unmap --lba=100 --num=5 --xferlen=512 "$A" || fail 'write same with unmap'
 dd "if=$A" bs=512 skip=104 count=1 iflag=direct 2>/dev/null | tr -d '\0' | wc -c | grep -qx 0 ||
     fail 'blocks that were unmapped by write same are not zero'
-dd if=/tmp/blocks of=/dev/null 2>/dev/null
 dd if=/dev/zero bs=512 count=1 2>/dev/null >/tmp/pair
 cat /tmp/pattern >>/tmp/pair
-sg_compare_and_write --lba=200 --in=/tmp/pair --xferlen=1024 "$A" || fail 'compare and write'
-dd "if=$A" bs=512 skip=200 count=1 iflag=direct 2>/dev/null | cmp - /tmp/pattern || fail 'not written'
-refuse 'miscompare' sg_compare_and_write --lba=200 --in=/tmp/pair --xferlen=1024 "$A"
+pair="--in=/tmp/pair --xferlen=1024"
+sg_compare_and_write --lba=200 $pair "$A" || fail 'compare and write'
+dd "if=$A" bs=512 skip=200 count=1 iflag=direct 2>/dev/null | cmp - /tmp/pattern || fail 'pair'
+refuse 'miscompare' sg_compare_and_write --lba=200 $pair "$A"
 
 # Reservations, with keys that are kept.
-sg_persist --no-inquiry --out --register --param-aptpl --param-sark=abc "$A" >/dev/null || fail register
-sg_persist --no-inquiry --out --reserve --prout-type=5 --param-rk=abc "$A" >/dev/null || fail reserve
-say '0xabc' sg_persist --no-inquiry --in --read-keys "$A"
-say 'Write Exclusive, registrants only' sg_persist --no-inquiry --in --read-reservation "$A"
-say 'Persist Through Power Loss Capable(PTPL_C): 1' sg_persist --no-inquiry --in --report-capabilities "$A"
-refuse 'reservation conflict' sg_persist --no-inquiry --out --reserve --prout-type=5 --param-rk=1 "$A"
-sg_persist --no-inquiry --out --clear --param-rk=abc "$A" >/dev/null || fail clear
+persist() {
+    sg_persist --no-inquiry "$@" "$A"
+}
+persist --out --register --param-aptpl --param-sark=abc >/dev/null || fail 'register'
+persist --out --reserve --prout-type=5 --param-rk=abc >/dev/null || fail 'reserve'
+say '0xabc' persist --in --read-keys
+say 'Write Exclusive, registrants only' persist --in --read-reservation
+say 'Persist Through Power Loss Capable(PTPL_C): 1' persist --in --report-capabilities
+refuse 'reservation conflict' persist --out --reserve --prout-type=5 --param-rk=1
+persist --out --clear --param-rk=abc >/dev/null || fail 'clear'
 sg_unmap --force --lba=64 --num=8 "$A" || fail 'unmap'
 sg_sync "$A" || fail 'synchronize cache'
 sg_get_lba_status --lba=0 "$A" >/dev/null || fail 'get LBA status'
