@@ -78,8 +78,6 @@ pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[
     ("crates/blockio/", "block_on", "a program that embeds the crate and has no loop"),
     ("crates/device/", "queue_role", "a VMM whose transport sets queues up by their roles"),
     ("crates/device/", "queue_stats", "a VMM that shows what each queue does"),
-    ("crates/device/", "remove_unit", "a VMM whose user takes disks away"),
-    ("crates/device/", "capacity_changed", "a VMM whose user resizes disks"),
     ("crates/iomem/", "with_log", "a VMM that migrates: it logs what was written"),
 ];
 

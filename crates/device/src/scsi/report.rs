@@ -121,6 +121,31 @@ pub(super) fn lba_status(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
 }
 
+/// Log pages (SPC-5, section 7.3): which there are, and that no exception is expected.
+pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
+    const SUPPORTED: u8 = 0x00;
+    const EXCEPTIONS: u8 = 0x2f;
+    // There is no sense code to report, and nobody knows a temperature.
+    const NO_EXCEPTION: [u8; 8] = [0, 0, 0x03, 4, 0, 0, 0xff, 0];
+    if cdb.byte(3) != 0 {
+        return Err(Sense::in_cdb(3, None).into());
+    }
+    if cdb.u16(5) != 0 {
+        return Err(Sense::in_cdb(5, None).into());
+    }
+    let page = cdb.byte(2) & 0x3f;
+    let content: &[u8] = match page {
+        SUPPORTED => &[SUPPORTED, EXCEPTIONS],
+        EXCEPTIONS => &NO_EXCEPTION,
+        _ => return Err(Sense::in_cdb(2, Some(5)).into()),
+    };
+    let length: u16 = iomem::fits(content.len(), "the length of a page");
+    let mut answer = vec![page, 0];
+    answer.extend(length.to_be_bytes());
+    answer.extend(content);
+    data.answer(&answer, cdb.u16(7).into())
+}
+
 /// Timeouts of commands: none are known.
 const TIMEOUTS: [u8; 12] = [0, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 

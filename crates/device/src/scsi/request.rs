@@ -17,6 +17,8 @@ use super::outcome::{Data, Failure, Moved};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::Sense;
 use super::task_set::{Abort, Ended};
+use super::unit::Unit;
+use super::units::Units;
 use super::{block, inquiry, mode, report, reserve};
 use crate::queue::Queue;
 use crate::queue_task::Handler;
@@ -166,17 +168,7 @@ impl Scsi {
             }
             self.queue.tasks.takes_medium(task);
         }
-        let units = self.device.units();
         match op {
-            Op::CompareAndWrite => {
-                let write = block::compare_and_write(local, cdb, header.tag, data);
-                (RequestKind::Write, Box::pin(write).await)
-            }
-            Op::ReserveIn => (RequestKind::Other, reserve::reserve_in(unit, cdb, &data)),
-            Op::ReserveOut => {
-                let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
-                (RequestKind::Other, Box::pin(out).await)
-            }
             Op::Read => (RequestKind::Read, block::read(local, cdb, data).await),
             Op::Write => (RequestKind::Write, block::write(local, cdb, data).await),
             Op::SynchronizeCache => (RequestKind::Flush, block::synchronize(local, cdb).await),
@@ -187,24 +179,51 @@ impl Scsi {
             Op::WriteAndVerify => {
                 (RequestKind::Write, Box::pin(block::write_and_verify(local, cdb, data)).await)
             }
+            Op::CompareAndWrite => {
+                let write = block::compare_and_write(local, cdb, header.tag, data);
+                (RequestKind::Write, Box::pin(write).await)
+            }
             Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
             Op::StartStopUnit => {
                 (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await)
             }
-            Op::TestUnitReady => (RequestKind::Other, block::check_ready(unit).map(|()| 0)),
-            Op::RequestSense => (RequestKind::Other, report::request_sense(unit, cdb, &data)),
-            Op::Inquiry => (RequestKind::Other, inquiry::inquiry(unit, cdb, &data)),
-            Op::ModeSense => (RequestKind::Other, mode::sense(unit, cdb, &data)),
-            Op::ModeSelect => (RequestKind::Other, mode::select(unit, cdb, &data)),
-            // No medium can be taken out.
-            Op::PreventAllow => (RequestKind::Other, Ok(0)),
-            Op::ReadCapacity10 => (RequestKind::Other, report::read_capacity10(unit, &data)),
-            Op::ReadCapacity16 => (RequestKind::Other, report::read_capacity16(unit, cdb, &data)),
-            Op::GetLbaStatus => (RequestKind::Other, report::lba_status(unit, cdb, &data)),
-            Op::ReportLuns => (RequestKind::Other, report::luns(units, unit, cdb, &data)),
-            Op::ReportOpcodes => (RequestKind::Other, report::opcodes(cdb, &data)),
-            Op::ReportTaskManagement => (RequestKind::Other, report::task_management(cdb, &data)),
+            Op::ReserveOut => {
+                let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
+                (RequestKind::Other, Box::pin(out).await)
+            }
+            _ => (RequestKind::Other, answer(self.device.units(), unit, op, cdb, &data)),
         }
+    }
+}
+
+/// Carries out a command that waits for nothing.
+fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
+    match op {
+        Op::TestUnitReady => block::check_ready(unit).map(|()| 0),
+        Op::RequestSense => report::request_sense(unit, cdb, data),
+        Op::Inquiry => inquiry::inquiry(unit, cdb, data),
+        Op::ModeSense => mode::sense(unit, cdb, data),
+        Op::ModeSelect => mode::select(unit, cdb, data),
+        Op::LogSense => report::log_sense(cdb, data),
+        // No medium can be taken out.
+        Op::PreventAllow => Ok(0),
+        Op::ReadCapacity10 => report::read_capacity10(unit, data),
+        Op::ReadCapacity16 => report::read_capacity16(unit, cdb, data),
+        Op::GetLbaStatus => report::lba_status(unit, cdb, data),
+        Op::ReportLuns => report::luns(units, unit, cdb, data),
+        Op::ReportOpcodes => report::opcodes(cdb, data),
+        Op::ReportTaskManagement => report::task_management(cdb, data),
+        Op::ReserveIn => reserve::reserve_in(unit, cdb, data),
+        Op::Read
+        | Op::Write
+        | Op::SynchronizeCache
+        | Op::Unmap
+        | Op::WriteSame
+        | Op::WriteAndVerify
+        | Op::CompareAndWrite
+        | Op::Verify
+        | Op::StartStopUnit
+        | Op::ReserveOut => unreachable!("they may wait"),
     }
 }
 

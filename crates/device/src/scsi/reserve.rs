@@ -47,6 +47,7 @@ pub(super) fn check(unit: &Unit, op: Op, cdb: &Cdb) -> Result<(), Failure> {
         | Op::ReadCapacity10
         | Op::ReadCapacity16
         | Op::ReportLuns
+        | Op::LogSense
         | Op::ReserveIn
         | Op::ReserveOut => CommandClass::Unrestricted,
     };

@@ -350,6 +350,10 @@ fn commands_report_what_there_is() {
     long[1] = 0x12;
     let status = initiator.good(&long, &[], 32);
     assert_eq!((status[3], &status[8..20]), (20, &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0][..]));
+    let log = |page: u8| vec![0x4d, 0, 0x40 | page, 0, 0, 0, 0, 0, 255, 0];
+    assert_eq!(initiator.good(&log(0), &[], 255), [0, 0, 0, 2, 0, 0x2f]);
+    assert_eq!(initiator.good(&log(0x2f), &[], 255)[..8], [0x2f, 0, 0, 8, 0, 0, 3, 4]);
+    assert_eq!(initiator.sense(&log(0x0d), &[], 255), [5, 0x24, 0]);
     for page in [0, 0x80, 0x83, 0xb0, 0xb1, 0xb2] {
         let answer = initiator.good(&[0x12, 1, page, 0, 255, 0], &[], 255);
         assert_eq!((answer[1], answer.len()), (page, usize::from(answer[3]) + 4));
