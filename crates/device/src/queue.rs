@@ -358,6 +358,11 @@ impl Queue {
         self.stopping.set(true);
     }
 
+    #[inline]
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.get()
+    }
+
     pub(crate) fn takes_chains(&self) -> bool {
         !self.broken.get() && !self.stopping.get()
     }

@@ -21,6 +21,9 @@ pub(crate) trait Handler: 'static {
     /// Serves one chain: answers it with [`Queue::push`], or keeps it until [`stop`](Self::stop).
     fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) -> impl Future<Output = ()> + 'static;
 
+    /// The ring is bad: no more chains come until the queue is started again.
+    fn broken(&self) {}
+
     /// No more chains come, and those that were kept must be pushed.
     fn stop(&self, _: &Queue) {}
 }
@@ -48,6 +51,9 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
         let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
         let (popped, more) = poll_fn(run).await;
+        if queue.is_broken() {
+            handler.broken();
+        }
         if let Some(answer) = queue.take_stop() {
             break Stop(answer);
         }

@@ -228,6 +228,10 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
 }
 
 impl Handler for Scsi {
+    fn broken(&self) {
+        self.queue.tasks.forget_covers();
+    }
+
     /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the
     /// chain.
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {

@@ -117,6 +117,12 @@ impl Tasks {
         }
     }
 
+    /// What has not been popped never will be: the ring is bad.
+    pub(crate) fn forget_covers(&self) {
+        self.has_covers.set(false);
+        self.covers.take();
+    }
+
     #[cold]
     fn meet_covers(&self, task: &mut Task, next_avail: u16) {
         for cover in self.covers.borrow().iter() {
