@@ -1,179 +1,253 @@
-//! The virtio-blk driver over vhost-user: one device, its queues, the memory shared with it.
-//!
-//! This is the only file of the crate with `unsafe`. What it gives out is safe: a [`Virtqueue`]
-//! keeps the transport (which owns the rings) and the data memory alive for as long as it exists,
-//! and the data memory is reached by bounds-checked volatile copies only, so that a server which
-//! writes to it at any time can spoil data but not this process.
+//! One virtqueue from the driver's side, with memory for each request that it can have in flight.
 
-use std::collections::BTreeSet;
-use std::fs::File;
+#![forbid(unsafe_code)]
+
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use iomem::fits;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, memfd_create};
-use virtio_driver::{
-    EventFd, QueueNotifier, VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport,
-    VirtioFeatureFlags, iovec, virtio_blk_max_queues,
-};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use virtqueue::QueueConfig;
+use virtqueue::driver::{Desc, Ring};
+use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
-use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
 use crate::job::{Completed, Queue};
-use crate::plan::{DeviceFacts, QueueShape};
+use crate::memory::SharedMemory;
+use crate::pattern::{Io, Op};
+use crate::plan::QueueShape;
+use crate::requests::{Form, Requests};
+use crate::vhost_user::Connection;
 
-/// A connected device without queues.
-pub(crate) struct Device {
-    transport: Box<VirtioBlkTransport>,
-    facts: DeviceFacts,
-    socket: Option<OwnedFd>,
+/// What virtqueues are made of, in one region: rings, then requests, then data.
+pub(crate) struct Layout {
+    size: u16,
+    ring_bytes: usize,
+    requests_at: usize,
+    data_at: usize,
+    /// Of the whole region.
+    pub(crate) bytes: usize,
 }
 
-impl Device {
-    /// Connects and negotiates features. Blocks for as long as the server does not answer.
-    pub(crate) fn connect(path: &Path) -> io::Result<Self> {
-        let text = path.to_str().ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidInput, "the socket path is not UTF-8")
-        })?;
-        let wanted = VirtioFeatureFlags::VERSION_1.bits()
-            | VirtioFeatureFlags::RING_EVENT_IDX.bits()
-            | VirtioBlkFeatureFlags::SIZE_MAX.bits()
-            | VirtioBlkFeatureFlags::SEG_MAX.bits()
-            | VirtioBlkFeatureFlags::RO.bits()
-            | VirtioBlkFeatureFlags::BLK_SIZE.bits()
-            | VirtioBlkFeatureFlags::FLUSH.bits()
-            | VirtioBlkFeatureFlags::TOPOLOGY.bits()
-            | VirtioBlkFeatureFlags::MQ.bits();
-        let before = open_sockets();
-        let transport: Box<VirtioBlkTransport> = Box::new(VhostUser::new(text, wanted)?);
-        let socket = find_connection(&before, path);
-        let facts = read_facts(&*transport)?;
-        Ok(Self { transport, facts, socket })
-    }
+/// So that what the two sides write to is in different cache lines.
+const LINE_BYTES: usize = 64;
 
-    pub(crate) fn facts(&self) -> &DeviceFacts {
-        &self.facts
-    }
-
-    /// Returns a second descriptor of the vhost-user connection, if it could be identified.
-    pub(crate) fn take_socket(&mut self) -> Option<OwnedFd> {
-        self.socket.take()
-    }
-
-    /// Shares data memory with the server and starts the queues.
-    pub(crate) fn start(mut self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
+impl Layout {
+    /// For `rings` virtqueues, of which `shape` counts those that have requests.
+    pub(crate) fn new(rings: usize, shape: &QueueShape, form: &Form) -> io::Result<Self> {
+        let size = usize::from(shape.size);
+        let ring_bytes = used_at(size) + (6 + 8 * size).next_multiple_of(LINE_BYTES);
+        let requests_at = rings * ring_bytes;
         let slots = shape.slots * shape.queues;
-        let bytes = slots.checked_mul(shape.slot_bytes).ok_or(io::ErrorKind::OutOfMemory)?;
-        let file = File::from(memfd_create("ringhaul-bench", MemfdFlags::CLOEXEC)?);
-        file.set_len(u64::try_from(bytes).map_err(io::Error::other)?)?;
-        let fd = file.as_raw_fd();
-        let memory = MmapRegion::<()>::from_file(FileOffset::new(file, 0), bytes)
-            .map_err(io::Error::other)?;
-        self.transport.map_mem_region(memory.as_ptr().addr(), bytes, fd, 0)?;
-        let vqs = VirtioBlkQueue::setup_queues(&mut *self.transport, shape.queues, shape.size)?;
-        let shared = Arc::new(Shared { transport: self.transport, memory });
-        Ok(vqs
-            .into_iter()
-            .enumerate()
-            .map(|(index, vq)| Virtqueue {
-                vq,
-                segments: SegmentTable::new(shape),
-                kick: shared.transport.get_submission_notifier(index),
-                call: shared.transport.get_completion_fd(index),
-                first_byte: index * shape.slots * shape.slot_bytes,
-                slots: shape.slots,
-                slot_bytes: shape.slot_bytes,
-                unkicked: false,
-                shared: Arc::clone(&shared),
-            })
-            .collect())
-    }
-}
-
-/// What must outlive the queues: the owner of the rings and the data memory.
-struct Shared {
-    transport: Box<VirtioBlkTransport>,
-    memory: MmapRegion,
-}
-
-/// Scratch space for the segments of one request.
-struct SegmentTable {
-    entries: Box<[iovec]>,
-    segment_bytes: usize,
-}
-
-// SAFETY: the pointers in the table are only ever values to put into descriptors: `fill` writes
-// them from the region that the owning `Virtqueue` keeps alive, and nothing here dereferences them.
-unsafe impl Send for SegmentTable {}
-
-impl SegmentTable {
-    fn new(shape: &QueueShape) -> Self {
-        let empty = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        let count = shape.slot_bytes.div_ceil(shape.segment_bytes);
-        Self { entries: vec![empty; count].into(), segment_bytes: shape.segment_bytes }
+        let page = rustix::param::page_size();
+        let data_at = (requests_at + slots * form.stride).next_multiple_of(page);
+        let bytes =
+            slots.checked_mul(shape.slot_bytes).and_then(|bytes| bytes.checked_add(data_at));
+        let bytes = bytes.ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { size: shape.size, ring_bytes, requests_at, data_at, bytes })
     }
 
-    /// Describes `len` bytes from `base` and returns how many segments that takes.
-    fn fill(&mut self, base: *mut u8, len: usize) -> usize {
-        let mut done = 0;
-        let mut count = 0;
-        for entry in &mut self.entries {
-            if done == len {
-                break;
-            }
-            let part = (len - done).min(self.segment_bytes);
-            *entry = iovec { iov_base: base.wrapping_add(done).cast(), iov_len: part };
-            done += part;
-            count += 1;
+    /// Where ring `index` is.
+    pub(crate) fn ring(&self, index: usize, memory: &SharedMemory, event_idx: bool) -> QueueConfig {
+        let start = index * self.ring_bytes;
+        let size = usize::from(self.size);
+        QueueConfig {
+            size: self.size,
+            desc_table: memory.guest_addr(start),
+            avail_ring: memory.guest_addr(start + avail_at(size)),
+            used_ring: memory.guest_addr(start + used_at(size)),
+            event_idx,
+            indirect: false,
+            next_avail: 0,
         }
-        count
     }
 }
 
-/// One virtqueue, and data memory for each request that it can have in flight.
+fn avail_at(size: usize) -> usize {
+    (16 * size).next_multiple_of(LINE_BYTES)
+}
+
+fn used_at(size: usize) -> usize {
+    avail_at(size) + (6 + 2 * size).next_multiple_of(LINE_BYTES)
+}
+
+/// The eventfds of a queue.
+pub(crate) struct Eventfds {
+    pub(crate) kick: OwnedFd,
+    pub(crate) call: OwnedFd,
+}
+
+impl Eventfds {
+    pub(crate) fn new() -> io::Result<Self> {
+        let make = || eventfd(0, EventfdFlags::CLOEXEC);
+        Ok(Self { kick: make()?, call: make()? })
+    }
+}
+
+/// One virtqueue. Each slot has descriptors, a request and data memory of its own.
 pub(crate) struct Virtqueue {
-    // Declared before `shared`, so dropped before the rings that it points to are unmapped.
-    vq: VirtioBlkQueue<'static, u32>,
-    segments: SegmentTable,
-    kick: Box<dyn QueueNotifier>,
-    call: Arc<EventFd>,
-    first_byte: usize,
-    slots: usize,
+    ring: Ring<Arc<SharedMemory>>,
+    requests: Requests,
+    form: Form,
+    /// Offsets of the first slot's request and data.
+    requests_at: usize,
+    data_at: usize,
     slot_bytes: usize,
-    /// Requests were queued since the last look at whether the server wants a kick.
-    unkicked: bool,
-    shared: Arc<Shared>,
+    segment_bytes: usize,
+    descriptors_per_slot: u32,
+    /// By slot.
+    in_flight: Box<[bool]>,
+    /// The avail idx at the last look at whether the server wants a kick.
+    looked_at: u16,
+    eventfds: Eventfds,
+    /// Without it the server would stop the queue.
+    _connection: Arc<Connection>,
+}
+
+impl Virtqueue {
+    /// Makes virtqueue `index` of those that have requests.
+    pub(crate) fn new(
+        index: usize,
+        ring: Ring<Arc<SharedMemory>>,
+        (layout, shape): (&Layout, &QueueShape),
+        requests: Requests,
+        eventfds: Eventfds,
+        connection: Arc<Connection>,
+    ) -> Self {
+        let form = requests.form();
+        let first = index * shape.slots;
+        Self {
+            ring,
+            requests,
+            form,
+            requests_at: layout.requests_at + first * form.stride,
+            data_at: layout.data_at + first * shape.slot_bytes,
+            slot_bytes: shape.slot_bytes,
+            segment_bytes: shape.segment_bytes,
+            descriptors_per_slot: shape.descriptors,
+            in_flight: vec![false; shape.slots].into(),
+            looked_at: 0,
+            eventfds,
+            _connection: connection,
+        }
+    }
+
+    #[inline]
+    fn memory(&self) -> &SharedMemory {
+        &self.ring.memory
+    }
+
+    #[inline]
+    fn request_at(&self, slot: u32) -> usize {
+        self.requests_at + to_usize(slot) * self.form.stride
+    }
+
+    /// Describes the slot's request, which has `len` bytes of data, and shows it to the server.
+    #[inline]
+    fn offer(&mut self, slot: u32, op: Op, len: usize) {
+        let request_at = self.request_at(slot);
+        let head = fits(slot * self.descriptors_per_slot, "the number of a descriptor");
+        let data_in_last = op == Op::Read && self.form.data_in_last && len > 0;
+        let memory = self.memory();
+        let header = Desc::readable(memory.guest_addr(request_at), self.form.header_bytes);
+        let response = memory.guest_addr(request_at + self.form.response_at);
+        let response = Desc::writable(response, self.form.response_bytes);
+        let mut next = head;
+        self.put_desc(&mut next, header, true);
+        if !data_in_last {
+            self.put_data(&mut next, slot, op, len, true);
+        }
+        self.put_desc(&mut next, response, data_in_last);
+        if data_in_last {
+            self.put_data(&mut next, slot, op, len, false);
+        }
+        self.in_flight[to_usize(slot)] = true;
+        self.ring.offer(head);
+    }
+
+    #[inline]
+    fn put_desc(&self, next: &mut u16, desc: Desc, goes_on: bool) {
+        let index = *next;
+        *next += 1;
+        self.ring.put_desc(index, if goes_on { desc.then(*next) } else { desc });
+    }
+
+    /// Describes data in segments. `goes_on` says whether more descriptors follow them.
+    #[inline]
+    fn put_data(&self, next: &mut u16, slot: u32, op: Op, len: usize, goes_on: bool) {
+        let start = self.data_at + to_usize(slot) * self.slot_bytes;
+        let mut done = 0;
+        while done < len {
+            let part = (len - done).min(self.segment_bytes);
+            let addr = self.memory().guest_addr(start + done);
+            let bytes = fits(part, "the size of a segment");
+            let make = if op == Op::Read { Desc::writable } else { Desc::readable };
+            done += part;
+            self.put_desc(next, make(addr, bytes), goes_on || done < len);
+        }
+    }
+
+    /// Returns the first `len` bytes of the slot's data memory.
+    #[inline]
+    fn data(&self, slot: u32, len: usize) -> io::Result<VolatileSlice<'_, impl BitmapSlice>> {
+        let slot = to_usize(slot);
+        if slot >= self.in_flight.len() || len > self.slot_bytes {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Ok(self.memory().at(self.data_at + slot * self.slot_bytes, len))
+    }
+
+    /// Returns whether completed requests are waiting in the used ring.
+    #[inline]
+    pub(crate) fn has_completions(&self) -> bool {
+        self.ring.has_used()
+    }
+
+    /// Asks for a call at the next completion. Returns whether one has come already, in which
+    /// case it may not be announced and the caller must not sleep.
+    pub(crate) fn arm(&mut self) -> bool {
+        self.ring.want_calls();
+        self.has_completions()
+    }
+
+    /// Asks for no calls. With event idx this leaves the armed position where it was, so it must
+    /// come before completions are taken, or the server would be asked for one more call.
+    pub(crate) fn disarm(&mut self) {
+        match self.ring.config.event_idx {
+            true => self.ring.put_used_event(self.ring.next_used),
+            false => self.ring.want_no_calls(),
+        }
+    }
+
+    /// Returns the call eventfd, to wait for.
+    pub(crate) fn call_fd(&self) -> BorrowedFd<'_> {
+        self.eventfds.call.as_fd()
+    }
+
+    /// Returns how many calls came since this was last asked.
+    pub(crate) fn take_calls(&mut self) -> io::Result<u64> {
+        // The eventfd is a blocking one: reading it is safe only when there is something.
+        let mut fds = [PollFd::new(&self.eventfds.call, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if poll(&mut fds, Some(&now))? == 0 {
+            return Ok(0);
+        }
+        let mut calls = [0; 8];
+        rustix::io::read(&self.eventfds.call, &mut calls)?;
+        Ok(u64::from_ne_bytes(calls))
+    }
 }
 
 impl Queue for Virtqueue {
-    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
-        let count = self.describe(slot, len)?;
-        let table = self.segments.entries.as_ptr();
-        // SAFETY: `table` holds at least `count` entries, all inside the slot's part of the data
-        // memory (`describe`), which stays mapped while this queue exists and is read and
-        // written by volatile copies only.
-        unsafe { self.vq.readv(offset, table, count, slot)? };
-        self.unkicked = true;
-        Ok(())
-    }
-
-    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
-        let count = self.describe(slot, len)?;
-        let table = self.segments.entries.as_ptr();
-        // SAFETY: as in `read`.
-        unsafe { self.vq.writev(offset, table, count, slot)? };
-        self.unkicked = true;
-        Ok(())
-    }
-
-    fn flush(&mut self, slot: u32) -> io::Result<()> {
-        self.vq.flush(slot)?;
-        self.unkicked = true;
+    #[inline]
+    fn queue(&mut self, slot: u32, io: &Io) -> io::Result<()> {
+        let len = to_usize(io.len);
+        if to_usize(slot) >= self.in_flight.len() || len > self.slot_bytes {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.requests.put(&self.ring.memory, self.request_at(slot), io);
+        self.offer(slot, io.op, len);
         Ok(())
     }
 
@@ -187,174 +261,39 @@ impl Queue for Virtqueue {
         Ok(())
     }
 
-    fn kick_if_needed(&mut self) -> io::Result<bool> {
-        if !self.unkicked {
-            return Ok(false);
+    #[inline]
+    fn next_completion(&mut self) -> io::Result<Option<Completed>> {
+        let Some(used) = self.ring.take_used() else { return Ok(None) };
+        let slot = used.head / self.descriptors_per_slot;
+        let is_head = used.head % self.descriptors_per_slot == 0;
+        match self.in_flight.get_mut(to_usize(slot)) {
+            Some(in_flight) if is_head && *in_flight => *in_flight = false,
+            _ => return Err(io::Error::other("it completed a request that was not in flight")),
         }
-        self.unkicked = false;
-        // The avail index must be visible before the server's wish is read. virtio-driver has
-        // this fence with event idx only.
-        fence(Ordering::SeqCst);
-        let needed = self.vq.avail_notif_needed();
+        let result = self.requests.result(self.memory(), self.request_at(slot));
+        Ok(Some(Completed { slot, result }))
+    }
+
+    #[inline]
+    fn kick_if_needed(&mut self) -> io::Result<bool> {
+        let looked_at = std::mem::replace(&mut self.looked_at, self.ring.next_avail);
+        let needed = looked_at != self.ring.next_avail && self.ring.wants_kick(looked_at);
         if needed {
-            self.kick.notify()?;
+            rustix::io::retry_on_intr(|| rustix::io::write(&self.eventfds.kick, &ONE))?;
         }
         Ok(needed)
     }
 
-    fn next_completion(&mut self) -> io::Result<Option<Completed>> {
-        let mut completions = self.vq.completions();
-        if !completions.has_next() {
-            return Ok(None);
-        }
-        match completions.next() {
-            Some(done) => Ok(Some(Completed { slot: done.context, result: done.ret })),
-            None => Err(io::Error::other("it completed a request that was not in flight")),
-        }
-    }
-
-    fn describe_error(&self, result: i32) -> String {
-        match -result {
-            libc::EIO => "status 1, I/O error",
-            libc::ENOTSUP => "status 2, not supported",
-            _ => "a status that is not in the specification",
-        }
-        .to_owned()
+    fn describe_error(&self, done: &Completed) -> String {
+        self.requests.describe_error(done.result)
     }
 }
 
-impl Virtqueue {
-    fn describe(&mut self, slot: u32, len: usize) -> io::Result<usize> {
-        let data = self.data(slot, len)?.ptr_guard_mut().as_ptr();
-        Ok(self.segments.fill(data, len))
-    }
+/// What a kick adds to its eventfd.
+const ONE: [u8; 8] = 1_u64.to_ne_bytes();
 
-    /// Returns the first `len` bytes of the slot's memory.
-    fn data(&self, slot: u32, len: usize) -> io::Result<VolatileSlice<'_, impl BitmapSlice>> {
-        let index = fits::<_, usize>(slot, "the number of a slot");
-        if index >= self.slots || len > self.slot_bytes {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        self.shared
-            .memory
-            .get_slice(self.first_byte + index * self.slot_bytes, len)
-            .map_err(io::Error::other)
-    }
-
-    /// Returns whether completed requests are waiting in the used ring.
-    pub(crate) fn has_completions(&mut self) -> bool {
-        self.vq.completions().has_next()
-    }
-
-    /// Asks for a call at the next completion. Returns whether one has come already, in which
-    /// case it may not be announced and the caller must not sleep.
-    pub(crate) fn arm(&mut self) -> bool {
-        self.vq.set_used_notif_enabled(true);
-        // The wish must be visible before the used index is read again. virtio-driver has this
-        // fence with event idx only.
-        fence(Ordering::SeqCst);
-        self.has_completions()
-    }
-
-    /// Asks for no calls. With event idx this leaves the armed position where it was, so it must
-    /// come before completions are taken, or the server would be asked for one more call.
-    pub(crate) fn disarm(&mut self) {
-        self.vq.set_used_notif_enabled(false);
-    }
-
-    /// Returns the call eventfd, to wait for.
-    pub(crate) fn call_fd(&self) -> BorrowedFd<'_> {
-        (*self.call).as_fd()
-    }
-
-    /// Returns how many calls came since this was last asked.
-    pub(crate) fn take_calls(&mut self) -> io::Result<u64> {
-        // The eventfd is a blocking one: reading it is safe only when there is something.
-        let mut fds = [PollFd::from_borrowed_fd(self.call.as_fd(), PollFlags::IN)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        if poll(&mut fds, Some(&now))? == 0 { Ok(0) } else { self.call.read() }
-    }
-}
-
-fn read_facts(transport: &VirtioBlkTransport) -> io::Result<DeviceFacts> {
-    const SECTOR_BYTES: u64 = 512;
-    let features = VirtioBlkFeatureFlags::from_bits_truncate(transport.get_features());
-    let config = transport.get_config()?;
-    let offered = |flag, value| features.contains(flag).then_some(value).filter(|v| *v > 0);
-    let block = offered(VirtioBlkFeatureFlags::BLK_SIZE, u32::from(config.blk_size));
-    let sectors = u64::from(config.capacity);
-    let ring_limit = transport.max_queues().unwrap_or(1);
-    Ok(DeviceFacts {
-        disk_bytes: sectors.checked_mul(SECTOR_BYTES).ok_or_else(|| {
-            io::Error::other(format!("it announces a capacity of {sectors} sectors"))
-        })?,
-        logical_block_bytes: block.unwrap_or(512),
-        max_queues: virtio_blk_max_queues(transport)?.min(ring_limit),
-        has_virtqueues: true,
-        read_only: features.contains(VirtioBlkFeatureFlags::RO),
-        can_flush: features.contains(VirtioBlkFeatureFlags::FLUSH),
-        size_max: offered(VirtioBlkFeatureFlags::SIZE_MAX, u32::from(config.size_max)),
-        seg_max: offered(VirtioBlkFeatureFlags::SEG_MAX, u32::from(config.seg_max)),
-    })
-}
-
-/// Returns the descriptors of this process that are sockets, with their inodes.
-fn open_sockets() -> BTreeSet<(RawFd, String)> {
-    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-    let sockets = entries.filter_map(|entry| {
-        let target = std::fs::read_link(entry.path()).ok()?.to_str()?.to_owned();
-        let fd = entry.file_name().to_str()?.parse().ok()?;
-        target.starts_with("socket:").then_some((fd, target))
-    });
-    sockets.collect()
-}
-
-/// Finds the connection that virtio-driver has made and keeps to itself, among the sockets that
-/// were not there before. `None` when that does not single one out, or without /proc.
-fn find_connection(before: &BTreeSet<(RawFd, String)>, path: &Path) -> Option<OwnedFd> {
-    let after = open_sockets();
-    let fresh = after.difference(before).filter_map(|(fd, _)| duplicate(*fd).ok());
-    let connected = fresh.map(UnixStream::from).filter_map(|stream| {
-        let peer = stream.peer_addr().ok()?;
-        Some((peer.as_pathname() == Some(path), OwnedFd::from(stream)))
-    });
-    // Another thread may have opened sockets too, and a server may have bound its socket by
-    // another name than ours: so the name decides only where there is a choice.
-    let mut found: Vec<_> = connected.collect();
-    if found.len() > 1 {
-        found.retain(|(same_path, _)| *same_path);
-    }
-    let (_, socket) = found.pop()?;
-    found.is_empty().then_some(socket)
-}
-
-fn duplicate(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes numbers only; a descriptor that is not open gives EBADF.
-    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-    if copy < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
-}
-
-/// Returns the process that listened at the other end of a Unix socket; `None` when it is not
-/// visible from here, as in another PID namespace.
-pub(crate) fn peer_pid(socket: BorrowedFd<'_>) -> Option<u32> {
-    // Not through rustix, whose result has no room for the 0 that means "not visible".
-    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let size = size_of::<libc::ucred>();
-    let mut len = libc::socklen_t::try_from(size).ok()?;
-    // SAFETY: the pointers are to live locals, and `len` is the size of what `credentials` is.
-    let status = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut credentials).cast(),
-            &raw mut len,
-        )
-    };
-    let pid = u32::try_from(credentials.pid).ok()?;
-    (status == 0 && pid > 0).then_some(pid)
+/// Slots and lengths are made from memory that is in this process, so they fit.
+#[inline]
+fn to_usize(value: u32) -> usize {
+    fits(value, "the number of a slot")
 }

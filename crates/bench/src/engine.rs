@@ -18,7 +18,7 @@ use iomem::fits;
 use crate::engine_stats::{Figures, Sample};
 use crate::error::BenchError;
 use crate::job::{Completed, Job, Pass, Queue};
-use crate::pattern::Op;
+use crate::pattern::{Io, Op};
 use crate::stats::Notices;
 use crate::worker::{Control, Stage, TICK, Window};
 
@@ -236,12 +236,6 @@ impl EngineQueue {
         let done = RefCell::new(VecDeque::new());
         Self { shared: Rc::new(Shared { disk, slots, done }), started: Vec::new() }
     }
-
-    fn start(&mut self, slot: u32, op: Op, offset: u64, len: usize) -> io::Result<()> {
-        self.shared.slot(slot)?;
-        self.started.push(Request { slot, op, offset, len });
-        Ok(())
-    }
 }
 
 impl Shared {
@@ -270,16 +264,11 @@ async fn request(shared: Rc<Shared>, request: Request) {
 }
 
 impl Queue for EngineQueue {
-    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
-        self.start(slot, Op::Read, offset, len)
-    }
-
-    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()> {
-        self.start(slot, Op::Write, offset, len)
-    }
-
-    fn flush(&mut self, slot: u32) -> io::Result<()> {
-        self.start(slot, Op::Flush, 0, 0)
+    fn queue(&mut self, slot: u32, io: &Io) -> io::Result<()> {
+        self.shared.slot(slot)?;
+        let len = fits(io.len, "the length of a request");
+        self.started.push(Request { slot, op: io.op, offset: io.offset, len });
+        Ok(())
     }
 
     fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()> {
@@ -300,7 +289,8 @@ impl Queue for EngineQueue {
         Ok(false)
     }
 
-    fn describe_error(&self, result: i32) -> String {
-        io::Error::from_raw_os_error(-result).to_string()
+    /// Results are negative errnos.
+    fn describe_error(&self, done: &Completed) -> String {
+        io::Error::from_raw_os_error(-done.result).to_string()
     }
 }

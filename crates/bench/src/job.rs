@@ -15,12 +15,8 @@ use crate::verify::{BlockMap, UNTOUCHED};
 /// Where a job puts its requests: a virtqueue, or an engine. A request is known by its slot. The
 /// caller sees to it that a slot has one request at a time.
 pub(crate) trait Queue {
-    /// Queues a read of `len` bytes at `offset` into the slot's memory.
-    fn read(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()>;
-    /// Queues a write of `len` bytes from the slot's memory to `offset`.
-    fn write(&mut self, slot: u32, offset: u64, len: usize) -> io::Result<()>;
-    /// Queues a flush.
-    fn flush(&mut self, slot: u32) -> io::Result<()>;
+    /// Queues a request, which reads into the slot's memory or writes from it.
+    fn queue(&mut self, slot: u32, io: &Io) -> io::Result<()>;
     /// Copies `data` into the slot's memory.
     fn store(&mut self, slot: u32, data: &[u8]) -> io::Result<()>;
     /// Copies the slot's memory into `data`.
@@ -29,11 +25,11 @@ pub(crate) trait Queue {
     fn next_completion(&mut self) -> io::Result<Option<Completed>>;
     /// Kicks if requests were queued and the other side asks for it; returns whether it did.
     fn kick_if_needed(&mut self) -> io::Result<bool>;
-    /// Puts the result of a failed request into words.
-    fn describe_error(&self, result: i32) -> String;
+    /// Puts the result of a failed request into words, before its slot has another one.
+    fn describe_error(&self, done: &Completed) -> String;
 }
 
-/// A request that has completed: 0 or a negative errno.
+/// A request that has completed. The result is 0, or says in the queue's own terms what went wrong.
 pub(crate) struct Completed {
     pub(crate) slot: u32,
     pub(crate) result: i32,
@@ -216,7 +212,7 @@ impl Job {
         }
         if result != 0 {
             self.counters.errors[io.op.index()] += 1;
-            pass.notices.add(|| describe_failure(&io, &queue.describe_error(result)));
+            pass.notices.add(|| describe_failure(&io, &queue.describe_error(done)));
             return Ok(());
         }
         if io.op != Op::Flush {
@@ -316,27 +312,20 @@ impl Job {
     }
 
     fn queue_request(&mut self, queue: &mut impl Queue, slot: u32, io: &Io) -> io::Result<()> {
-        let len = index(io.len);
-        match io.op {
-            Op::Read => {
-                if self.map.is_some() {
-                    let data = &mut self.scratch[..len];
-                    data.fill(UNTOUCHED);
-                    queue.store(slot, data)?;
-                }
-                queue.read(slot, io.offset, len)
-            }
-            Op::Write => {
-                self.writes_since_flush += 1;
-                if let Some(map) = &self.map {
-                    let data = &mut self.scratch[..len];
-                    map.stamp(io.offset, data);
-                    queue.store(slot, data)?;
-                }
-                queue.write(slot, io.offset, len)
-            }
-            Op::Flush => queue.flush(slot),
+        if io.op == Op::Write {
+            self.writes_since_flush += 1;
         }
+        if let Some(map) = &self.map
+            && io.op != Op::Flush
+        {
+            let data = &mut self.scratch[..index(io.len)];
+            match io.op {
+                Op::Write => map.stamp(io.offset, data),
+                _ => data.fill(UNTOUCHED),
+            }
+            queue.store(slot, data)?;
+        }
+        queue.queue(slot, io)
     }
 }
 

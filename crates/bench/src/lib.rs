@@ -10,10 +10,13 @@
 //!
 //! `args` (what can be asked for) → `target` (what is driven) → `plan` (checked against the
 //! device) → `phases` (fill, measured run, read-back) → `worker` (the loop of a driver thread) →
-//! `job` (one queue kept full) → `driver` (virtqueues; the only file with `unsafe`). With
-//! `--filename`, `engine` is in place of `worker` and `driver`. `pattern` says which I/O comes
-//! next, `arrivals` when if the loop is open, `verify` what the blocks contain, `server` what the
-//! server spent, `report` what is shown.
+//! `job` (one queue kept full) → `driver` (a virtqueue). With `--filename`, `engine` is in place of
+//! `worker` and `driver`. `pattern` says which I/O comes next, `arrivals` when if the loop is open,
+//! `verify` what the blocks contain, `server` what the server spent, `report` what is shown.
+//!
+//! `device` is what is behind a socket: `vhost_user` has the messages, `memory` what is shared.
+//! What depends on the kind of the device goes through `requests`: `blk` says how a request looks
+//! and what its answer means, and how large the disk is.
 //!
 //! # How the numbers are taken
 //!
@@ -34,18 +37,23 @@
 
 mod args;
 mod arrivals;
-#[allow(unsafe_code)]
+mod blk;
+mod device;
 mod driver;
 mod engine;
 mod engine_args;
 mod engine_stats;
 mod error;
 mod job;
+mod memory;
 mod pattern;
+#[allow(unsafe_code)]
+mod peer;
 mod phases;
 mod plan;
 mod progress;
 mod report;
+mod requests;
 mod server;
 mod stats;
 mod supervisor;
@@ -53,6 +61,7 @@ mod target;
 mod text;
 mod units;
 mod verify;
+mod vhost_user;
 mod worker;
 
 use std::fs::File;

@@ -41,6 +41,8 @@ pub(crate) struct QueueShape {
     pub(crate) slot_bytes: usize,
     /// Largest segment in bytes.
     pub(crate) segment_bytes: usize,
+    /// Descriptors of a request in a virtqueue.
+    pub(crate) descriptors: u32,
 }
 
 /// A run that the device can be asked for.
@@ -301,18 +303,19 @@ fn find_shape(
         slots: to_usize(args.depth().get().into()),
         slot_bytes: to_usize(largest).next_multiple_of(page),
         segment_bytes: to_usize(segment),
+        descriptors: fits(segments + 2, "the descriptors of a request"),
     };
     if !facts.has_virtqueues {
         return Ok(shape);
     }
-    let needed = (segments + 2) * u64::from(args.depth().get());
+    let needed = u64::from(shape.descriptors) * u64::from(args.depth().get());
     let most = u64::from(args.queue_size.unwrap_or(USUAL_LIMIT));
     if needed > most {
         return refuse(format!(
             "--iodepth={} needs {needed} descriptors, {} for each request, but the queue has \
              {most}: use a lower --iodepth or a larger --queue-size, if the server takes it",
             args.depth(),
-            segments + 2
+            shape.descriptors
         ));
     }
     let size = match args.queue_size {

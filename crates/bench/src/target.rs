@@ -3,7 +3,6 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -15,16 +14,19 @@ use iomem::fits;
 use ringhaul_options::{EngineChoice, without_effect};
 
 use crate::args::BenchArgs;
-use crate::driver::{Device, Virtqueue, peer_pid};
+use crate::device::Device;
+use crate::driver::Virtqueue;
 use crate::engine::EngineWorker;
 use crate::engine_args::EngineArgs;
 use crate::engine_stats::{Figures, Setup};
 use crate::error::BenchError;
 use crate::job::{Batch, Job};
+use crate::peer::peer_pid;
 use crate::plan::{DeviceFacts, Plan};
 use crate::server::Server;
 use crate::stats::Notices;
 use crate::verify::BlockMap;
+use crate::vhost_user::Connection;
 use crate::worker::{Control, Window, Worker};
 
 /// What is driven, before there are jobs.
@@ -206,14 +208,13 @@ fn try_engine(args: &BenchArgs, engine: EngineKind) -> Result<(), blockio::Error
 
 fn start_queues(
     path: &Path,
-    mut device: Device,
+    device: Device,
     plan: &Plan<'_>,
     map: Option<&Arc<BlockMap>>,
 ) -> Result<(Vec<Runner>, Server), BenchError> {
     let args = plan.args;
-    let socket = device.take_socket().map(Arc::new);
-    let peer = socket.as_ref().and_then(|socket| peer_pid(socket.as_fd()));
-    let server = Server::find(args, peer)?;
+    let connection = Arc::clone(device.connection());
+    let server = Server::find(args, peer_pid(connection.socket()))?;
     let queues = {
         let shape = plan.shape.clone();
         let limit = (path, args.timeout);
@@ -225,7 +226,7 @@ fn start_queues(
         job.fill(&mut queue, plan.seed(index)).map_err(|error| setup_failed(&error))?;
         jobs.push((job, queue));
     }
-    let workers = make_workers(args, jobs, socket.as_ref()).map_err(|e| setup_failed(&e))?;
+    let workers = make_workers(args, jobs, &connection).map_err(|e| setup_failed(&e))?;
     Ok((workers.into_iter().map(Runner::Socket).collect(), server))
 }
 
@@ -236,11 +237,11 @@ pub(crate) fn setup_failed(error: &io::Error) -> BenchError {
 fn make_workers(
     args: &BenchArgs,
     jobs: Vec<(Job, Virtqueue)>,
-    socket: Option<&Arc<OwnedFd>>,
+    connection: &Arc<Connection>,
 ) -> io::Result<Vec<Worker>> {
     let groups: Vec<Vec<_>> =
         if args.threads { jobs.into_iter().map(|job| vec![job]).collect() } else { vec![jobs] };
-    let make = |jobs| Worker::new(jobs, socket.cloned(), args);
+    let make = |jobs| Worker::new(jobs, Arc::clone(connection), args);
     groups.into_iter().map(make).collect()
 }
 

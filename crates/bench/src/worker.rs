@@ -5,7 +5,7 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::num::NonZeroU64;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ use crate::driver::Virtqueue;
 use crate::error::BenchError;
 use crate::job::{Job, Pass};
 use crate::stats::Notices;
+use crate::vhost_user::Connection;
 
 /// How often a thread that waits looks at its surroundings: stage, server gone, server stuck.
 pub(crate) const TICK: Duration = Duration::from_millis(100);
@@ -69,7 +70,7 @@ pub(crate) struct Worker {
     epoll: OwnedFd,
     /// Fires each [`TICK`].
     timer: OwnedFd,
-    socket: Option<Arc<OwnedFd>>,
+    connection: Arc<Connection>,
     busy_poll: bool,
     /// Between being called and a look at the rings.
     wake_delay: Duration,
@@ -95,10 +96,10 @@ const TIMER: u64 = 1;
 const SOCKET: u64 = 2;
 
 impl Worker {
-    /// Takes jobs. `socket` is the vhost-user connection, to see the server go away.
+    /// Takes jobs. Through `connection` it sees the server go away.
     pub(crate) fn new(
         jobs: Vec<(Job, Virtqueue)>,
-        socket: Option<Arc<OwnedFd>>,
+        connection: Arc<Connection>,
         args: &BenchArgs,
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -116,17 +117,15 @@ impl Worker {
             let call = queue.call_fd();
             epoll::add(&epoll, call, epoll::EventData::new_u64(CALL), edge)?;
         }
-        if let Some(socket) = &socket {
-            let data = epoll::EventData::new_u64(SOCKET);
-            epoll::add(&epoll, &**socket, data, epoll::EventFlags::RDHUP)?;
-        }
+        let data = epoll::EventData::new_u64(SOCKET);
+        epoll::add(&epoll, connection.socket(), data, epoll::EventFlags::RDHUP)?;
         let clock = Instant::now();
         Ok(Self {
             jobs,
             queues,
             epoll,
             timer,
-            socket,
+            connection,
             busy_poll: args.busy_poll,
             wake_delay: Duration::from_micros(args.wake_delay),
             timeout: args.timeout,
@@ -211,9 +210,9 @@ impl Worker {
         Ok(())
     }
 
-    fn has_work(&mut self) -> bool {
+    fn has_work(&self) -> bool {
         let stopping = self.stage == Stage::Stopping;
-        self.queues.iter_mut().any(Virtqueue::has_completions)
+        self.queues.iter().any(Virtqueue::has_completions)
             || (!stopping && self.jobs.iter().any(|job| job.can_refill(|| self.now_ns())))
     }
 
@@ -346,12 +345,8 @@ impl Worker {
 
     /// Finds out whether the server has gone away or is stuck.
     fn look(&mut self) -> io::Result<()> {
-        if let Some(socket) = &self.socket {
-            let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::RDHUP)];
-            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if poll(&mut fds, Some(&now))? > 0 {
-                return Err(io::Error::other("it has closed the connection or died"));
-            }
+        if self.connection.is_closed()? {
+            return Err(io::Error::other("it has closed the connection or died"));
         }
         let waiting = self.jobs.iter().any(|job| job.in_flight() > 0);
         let stuck_for = Duration::from_nanos(self.now_ns().saturating_sub(self.progress_at_ns));

@@ -55,7 +55,10 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/ringhaul/src/file_limit.rs", "ignores a signal"),
     ("crates/ringhaul/src/heap.rs", "an option of the C library"),
     ("crates/ringhaul/src/inherit.rs", "takes over a descriptor by its number"),
-    ("crates/bench/src/driver.rs", "the driver side of the rings, in memory it shares"),
+    (
+        "crates/bench/src/peer.rs",
+        "asks for a process id that may be 0, which rustix has no room for",
+    ),
 ];
 
 /// The `cfg` that simulated kernels are built with.

@@ -1,0 +1,152 @@
+//! Memory that the driver shares with the server: rings, requests, data.
+//!
+//! A server may write to it at any time, so it is reached by bounds-checked volatile copies only,
+//! and it is sealed so that nobody can truncate it: a server can spoil data, but not this process.
+
+#![forbid(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use iomem::fits;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use virtqueue::driver::DriverMemory;
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{ByteValued, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
+
+/// One region, mapped here and by the server. Places in it are given as offsets from its start.
+pub(crate) struct SharedMemory {
+    file: Arc<File>,
+    map: MmapRegion,
+}
+
+/// What [`SharedMemory::at`] and the like are called for is inside, because it was sized for it.
+const INSIDE: &str = "shared memory has room for all that its layout counts";
+
+impl SharedMemory {
+    /// The guest address of the first byte. Not 0, which some servers take for no address, and not
+    /// where it is mapped here, so that a server that confuses the two is found out.
+    const GUEST_START: u64 = 1 << 32;
+
+    /// Memory of `bytes` zeroes.
+    pub(crate) fn new(bytes: usize) -> io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = Arc::new(File::from(memfd_create("ringhaul-bench", flags)?));
+        file.set_len(u64::try_from(bytes).map_err(io::Error::other)?)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let map = MmapRegion::from_file(FileOffset::from_arc(Arc::clone(&file), 0), bytes)
+            .map_err(io::Error::other)?;
+        Ok(Self { file, map })
+    }
+
+    /// The file behind it, for the server to map.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        to_u64(self.map.size())
+    }
+
+    /// The address at `offset` as descriptors give it.
+    #[inline]
+    pub(crate) fn guest_addr(&self, offset: usize) -> u64 {
+        Self::GUEST_START + to_u64(offset)
+    }
+
+    /// The address at `offset` in this process, which is what vhost-user gives rings by.
+    pub(crate) fn user_addr(&self, offset: usize) -> u64 {
+        to_u64(self.map.as_ptr().addr() + offset)
+    }
+
+    /// The offset of a guest address.
+    #[inline]
+    pub(crate) fn offset(&self, guest_addr: u64) -> usize {
+        fits(guest_addr - Self::GUEST_START, "an offset in shared memory")
+    }
+
+    /// `len` bytes at `offset`.
+    #[inline]
+    pub(crate) fn at(&self, offset: usize, len: usize) -> VolatileSlice<'_, impl BitmapSlice> {
+        self.map.get_slice(offset, len).expect(INSIDE)
+    }
+
+    /// Reads a number.
+    #[inline]
+    pub(crate) fn number<T: ByteValued>(&self, offset: usize) -> T {
+        self.map.get_ref(offset).expect(INSIDE).load()
+    }
+
+    /// Writes a number.
+    #[inline]
+    pub(crate) fn put_number<T: ByteValued>(&self, offset: usize, value: T) {
+        self.map.get_ref(offset).expect(INSIDE).store(value);
+    }
+
+    /// An index or a flag of a ring.
+    #[inline]
+    fn word(&self, offset: usize) -> &AtomicU16 {
+        self.map.get_atomic_ref(offset).expect(INSIDE)
+    }
+}
+
+/// The lengths that rings are made of have a branch each, which disappears where it is inlined.
+impl DriverMemory for SharedMemory {
+    #[inline]
+    fn load(&self, addr: u64, bytes: &mut [u8]) {
+        let offset = self.offset(addr);
+        if let Ok(word) = <&mut [u8; 2]>::try_from(&mut *bytes) {
+            *word = self.word(offset).load(Ordering::Relaxed).to_ne_bytes();
+        } else if let Ok(element) = <&mut [u8; 8]>::try_from(&mut *bytes) {
+            *element = self.number(offset);
+        } else {
+            self.at(offset, bytes.len()).copy_to(bytes);
+        }
+    }
+
+    #[inline]
+    fn store(&self, addr: u64, bytes: &[u8]) {
+        let offset = self.offset(addr);
+        if let Ok(word) = <[u8; 2]>::try_from(bytes) {
+            self.word(offset).store(u16::from_ne_bytes(word), Ordering::Relaxed);
+        } else if let Ok(descriptor) = <[u8; 16]>::try_from(bytes) {
+            self.put_number(offset, descriptor);
+        } else {
+            self.at(offset, bytes.len()).copy_from(bytes);
+        }
+    }
+}
+
+#[inline]
+fn to_u64(value: usize) -> u64 {
+    fits(value, "a place in memory")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_stored_is_loaded_at_any_length() {
+        let memory = SharedMemory::new(4096).unwrap();
+        for len in [1, 2, 8, 16, 51, 64] {
+            let data: Vec<_> = (1..=len).collect();
+            let addr = memory.guest_addr(128);
+            memory.store(addr, &data);
+            let mut found = vec![0; data.len()];
+            memory.load(addr, &mut found);
+            assert_eq!(found, data);
+        }
+        assert_eq!(memory.number::<u16>(128), 0x0201);
+    }
+
+    #[test]
+    fn nobody_can_truncate_it() {
+        let memory = SharedMemory::new(8192).unwrap();
+        let copy = File::from(memory.fd().try_clone_to_owned().unwrap());
+        assert!(copy.set_len(0).is_err());
+    }
+}
