@@ -203,7 +203,10 @@ fn an_open_loop_makes_requests_at_its_rate_whatever_the_server_does() -> Result<
 fn a_delay_follows_each_call() -> Result<()> {
     let scene = scene()?;
     let (_daemon, socket) = serve_null(&scene)?;
-    let options = "--rw randread --number_ios 30 --wake-delay 10000 --output-format json";
+    // At a rate, so that the driver sleeps between requests whatever else the machine does, and at
+    // one that would be over sooner without delays.
+    let options = "--rw randread --number_ios 40 --rate_iops 200 --wake-delay 10000 \
+                   --output-format json";
     let report = json(&run(&mut bench(&socket, options)?)?.expect_code(0)?)?;
     ensure!(report["wake_delay_us"] == 10_000, "{report}");
     let (calls, seconds) = (number(&report, "calls")?, number(&report, "runtime_s")?);
