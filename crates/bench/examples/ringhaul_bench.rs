@@ -1,11 +1,12 @@
-//! The load generator as a program of its own, for measuring any vhost-user-blk server.
+//! The load generator as a program of its own, for measuring any vhost-user-blk
+//! or vhost-user-scsi server.
 
 use std::process::ExitCode;
 
 use clap::Parser;
 use ringhaul_bench::{BenchArgs, BenchError};
 
-/// Drives a vhost-user-blk server and reports how fast it is.
+/// Drives a vhost-user-blk or vhost-user-scsi server and reports how fast it is.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {

@@ -11,6 +11,7 @@ use ringhaul_options::parse_size;
 use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
 use crate::pattern::{BlockSplit, Rw};
+use crate::scsi::lun::{LunAddress, LunChoice};
 use crate::units::{CpuList, parse_duration};
 
 /// What `ringhaul bench` is asked to do.
@@ -19,7 +20,7 @@ use crate::units::{CpuList, parse_duration};
 /// and take the suffixes us, ms, s, m, h, d.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// Unix socket of the vhost-user-blk server
+    /// Unix socket of the vhost-user server
     #[arg(
         long,
         value_name = "PATH",
@@ -35,6 +36,18 @@ pub struct BenchArgs {
     /// pattern does not write.
     #[arg(long, value_name = "PATH")]
     pub filename: Option<PathBuf>,
+
+    /// Kind of the device behind the socket
+    #[arg(long, conflicts_with = "filename", value_name = "KIND", value_enum,
+          default_value_t = DeviceKind::Blk)]
+    pub device: DeviceKind,
+
+    /// With --device scsi, the logical unit to drive, as TARGET:LUN or LUN, or all [default: 0:0]
+    ///
+    /// With all, the requests of each job go to all disks that the device reports, in turn. Each
+    /// has a region of its own, as --offset and --size say.
+    #[arg(long, conflicts_with = "filename", value_name = "UNIT", value_parser = LunChoice::parse)]
+    pub lun: Option<LunChoice>,
 
     /// A known mix of I/O by name; other options change single parts of it
     ///
@@ -86,7 +99,8 @@ pub struct BenchArgs {
           default_value_t = RateProcess::Linear)]
     pub rate_process: RateProcess,
 
-    /// Number of jobs; each drives one virtqueue of its own (with --filename: has an IoThread)
+    /// Number of jobs; each drives one virtqueue of its own, with --device scsi a request queue
+    /// (with --filename: has an IoThread)
     #[arg(long, value_name = "N", default_value = "1")]
     pub numjobs: NonZeroU32,
 
@@ -136,7 +150,7 @@ pub struct BenchArgs {
     #[arg(long)]
     pub verify: bool,
 
-    /// Flush after every N writes of a job; 0 for never
+    /// Flush after every N writes of a job (with --lun all: to one unit); 0 for never
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub fsync: u64,
 
@@ -208,6 +222,12 @@ impl BenchArgs {
         self.rwmixread.unwrap_or(self.profile.map_or(50, Profile::percent_reads))
     }
 
+    /// Returns what to drive of a SCSI device; `None` for others.
+    pub(crate) fn unit(&self) -> Option<LunChoice> {
+        let unit = self.lun.unwrap_or(LunChoice::One(LunAddress::FIRST));
+        (self.device == DeviceKind::Scsi).then_some(unit)
+    }
+
     /// Returns the requests kept in flight by each job.
     pub(crate) fn depth(&self) -> NonZeroU32 {
         self.iodepth.unwrap_or(self.profile.map_or(NonZeroU32::MIN, Profile::depth))
@@ -221,6 +241,24 @@ impl BenchArgs {
             (Some(sizes), _) => sizes.clone(),
             (None, Some(profile)) => profile.sizes().rounded_up(logical_block_bytes),
             (None, None) => BlockSplit::single(4096),
+        }
+    }
+}
+
+/// Values of `--device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum DeviceKind {
+    /// virtio-blk: one disk.
+    Blk,
+    /// virtio-scsi: logical units.
+    Scsi,
+}
+
+impl DeviceKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Blk => "blk",
+            Self::Scsi => "scsi",
         }
     }
 }
@@ -329,6 +367,10 @@ pub(crate) mod tests {
             "--socket-path s --poll --wake-delay 1",
             "--socket-path s --rate_process poisson",
             "--socket-path s --rate_iops 0",
+            "--filename f --device scsi",
+            "--filename f --lun 0",
+            "--socket-path s --device nvme",
+            "--socket-path s --device scsi --lun 0:0:0",
         ] {
             assert!(parse_only(bad).is_err(), "'{bad}' was taken");
         }
@@ -350,6 +392,17 @@ pub(crate) mod tests {
         assert_eq!((args.size, args.offset), (Some(1 << 30), 1 << 20));
         assert_eq!(args.block_sizes(512).sizes(), vec![8192]);
         assert_eq!((args.fsync, args.randseed), (8, 5));
+    }
+
+    #[test]
+    fn a_scsi_device_has_units() {
+        assert_eq!(parse("").unwrap().unit(), None);
+        let unit = |options: &str| parse(options).unwrap().unit().unwrap().to_string();
+        assert_eq!(unit("--device=scsi"), "0:0");
+        assert_eq!(unit("--device=scsi --lun=7"), "0:7");
+        assert_eq!(unit("--device=scsi --lun=all"), "all");
+        let message = parse_only("--filename f --device scsi").unwrap_err();
+        assert!(message.contains("--device") && message.contains("--filename"), "{message}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::io;
 
 use crate::memory::SharedMemory;
 use crate::pattern::{Io, Op};
-use crate::plan::DeviceFacts;
+use crate::plan::{DeviceFacts, Driven, UnitFacts};
 use crate::requests::Form;
 use crate::vhost_user::Connection;
 
@@ -44,7 +44,7 @@ pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
     let config = connection.config(CONFIG_BYTES)?.ok_or_else(|| {
         io::Error::other(
             "it offers no configuration space (protocol feature CONFIG), which a disk's size is \
-             read from",
+             read from; if it is a SCSI device, add --device scsi",
         )
     })?;
     facts_of(&config, connection.features(), connection.max_queues())
@@ -62,10 +62,13 @@ fn facts_of(config: &[u8], features: u64, queue_limit: Option<usize>) -> io::Res
         .checked_mul(SECTOR_BYTES)
         .ok_or_else(|| io::Error::other(format!("it announces a capacity of {sectors} sectors")))?;
     Ok(DeviceFacts {
-        disk_bytes,
-        logical_block_bytes: offered(BLK_SIZE, u32_at(20)).unwrap_or(512),
-        has_virtqueues: true,
-        read_only: features & RO != 0,
+        driven: Driven::Blk,
+        units: vec![UnitFacts {
+            name: "the disk".to_owned(),
+            disk_bytes,
+            logical_block_bytes: offered(BLK_SIZE, u32_at(20)).unwrap_or(512),
+            read_only: features & RO != 0,
+        }],
         max_queues: queues.min(queue_limit.unwrap_or(1)),
         can_flush: features & FLUSH != 0,
         size_max: offered(SIZE_MAX, u32_at(8)),
@@ -109,7 +112,7 @@ mod tests {
     #[test]
     fn a_request_has_its_type_and_sector_and_no_status_yet() {
         let memory = SharedMemory::new(4096).unwrap();
-        let io = Io { op: Op::Write, offset: 7 * 512, len: 512 };
+        let io = Io { op: Op::Write, unit: 0, offset: 7 * 512, len: 512 };
         put(&memory, 64, &io);
         let mut bytes = [0; 17];
         memory.at(64, 17).copy_to(&mut bytes);
@@ -128,11 +131,11 @@ mod tests {
         config[21] = 0x10;
         config[34] = 4;
         let all = facts_of(&config, u64::MAX, Some(16)).unwrap();
-        assert_eq!((all.disk_bytes, all.logical_block_bytes), (4096, 4096));
+        assert_eq!((all.units[0].disk_bytes, all.units[0].logical_block_bytes), (4096, 4096));
         assert_eq!((all.size_max, all.seg_max, all.max_queues), (Some(4096), Some(126), 4));
-        assert!(all.read_only && all.can_flush);
+        assert!(all.units[0].read_only && all.can_flush);
         let none = facts_of(&config, 0, Some(16)).unwrap();
-        assert_eq!((none.disk_bytes, none.logical_block_bytes), (4096, 512));
+        assert_eq!((none.units[0].disk_bytes, none.units[0].logical_block_bytes), (4096, 512));
         assert_eq!((none.size_max, none.seg_max, none.max_queues), (None, None, 1));
         config[..8].fill(0xff);
         assert!(facts_of(&config, 0, None).is_err());

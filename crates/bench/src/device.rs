@@ -10,11 +10,14 @@ use std::sync::Arc;
 use iomem::fits;
 use virtqueue::driver::Ring;
 
+use crate::args::DeviceKind;
 use crate::blk;
 use crate::driver::{Eventfds, Layout, Virtqueue};
 use crate::memory::SharedMemory;
-use crate::plan::{DeviceFacts, QueueShape};
+use crate::plan::{DeviceFacts, QueueShape, UnitFacts};
 use crate::requests::Requests;
+use crate::scsi;
+use crate::scsi::lun::{LunChoice, Unit};
 use crate::vhost_user::{Connection, feature};
 
 /// A connected device without queues.
@@ -27,11 +30,18 @@ pub(crate) struct Device {
 impl Device {
     /// Connects and negotiates features. Blocks for as long as the server does not answer, as all
     /// methods do.
-    pub(crate) fn connect(path: &Path) -> io::Result<Self> {
-        let wanted = feature::VERSION_1 | feature::EVENT_IDX | blk::FEATURES;
+    pub(crate) fn connect(path: &Path, kind: DeviceKind) -> io::Result<Self> {
+        let own_features = match kind {
+            DeviceKind::Blk => blk::FEATURES,
+            DeviceKind::Scsi => 0,
+        };
+        let wanted = feature::VERSION_1 | feature::EVENT_IDX | own_features;
         let connection = Arc::new(Connection::open(path, wanted)?);
-        let facts = blk::facts(&connection)?;
-        Ok(Self { connection, requests: Requests::Blk, facts })
+        let (requests, facts) = match kind {
+            DeviceKind::Blk => (Requests::Blk, blk::facts(&connection)?),
+            DeviceKind::Scsi => (Requests::Scsi([].into()), scsi::facts(&connection)?),
+        };
+        Ok(Self { connection, requests, facts })
     }
 
     pub(crate) fn facts(&self) -> &DeviceFacts {
@@ -42,21 +52,67 @@ impl Device {
         &self.connection
     }
 
-    /// Shares memory with the server and starts the queues.
+    /// Finds out which units there are, with queues of its own: how large those of the run have to
+    /// be depends on the units.
+    pub(crate) fn find_units(mut self, choice: LunChoice) -> io::Result<Self> {
+        if self.facts.max_queues == 0 {
+            return Err(io::Error::other("it has no request queue; is it a SCSI device?"));
+        }
+        let mut queues = self.start_queues(&scsi::probe::SHAPE)?;
+        let units = match queues.first_mut() {
+            Some(queue) => scsi::probe::find_units(queue, choice)?,
+            None => Vec::new(),
+        };
+        let rings = self.requests.first_queue() + queues.len();
+        (0..rings).try_for_each(|index| self.connection.stop_queue(ring_number(index)))?;
+        self.facts.units = units.iter().map(facts_of).collect();
+        self.requests = Requests::Scsi(units.into());
+        Ok(self)
+    }
+
+    /// Shares memory with the server, starts the queues, and has the units ready.
     pub(crate) fn start(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
-        let layout = Layout::new(shape.queues, shape, &self.requests.form())?;
+        let mut queues = self.start_queues(shape)?;
+        if let (Requests::Scsi(units), Some(queue)) = (&self.requests, queues.first_mut()) {
+            scsi::probe::make_ready(queue, units)?;
+        }
+        Ok(queues)
+    }
+
+    /// Starts the queues that have requests, and those before them, which carry nothing: a server
+    /// may insist on them.
+    fn start_queues(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
+        let first = self.requests.first_queue();
+        let rings = first + shape.queues;
+        let layout = Layout::new(rings, shape, &self.requests.form())?;
         let memory = Arc::new(SharedMemory::new(layout.bytes)?);
         self.connection.share(&memory)?;
         let event_idx = self.connection.features() & feature::EVENT_IDX != 0;
-        let make = |index| {
+        let mut queues = Vec::new();
+        for index in 0..rings {
             let ring = Ring::new(Arc::clone(&memory), layout.ring(index, &memory, event_idx));
             let eventfds = Eventfds::new()?;
             let both = (eventfds.kick.as_fd(), eventfds.call.as_fd());
-            let number = fits(index, "the number of a queue");
-            self.connection.start_queue(number, &ring.config, &memory, both)?;
-            let (requests, connection) = (self.requests.clone(), Arc::clone(&self.connection));
-            Ok(Virtqueue::new(index, ring, (&layout, shape), requests, eventfds, connection))
-        };
-        (0..shape.queues).map(make).collect()
+            self.connection.start_queue(ring_number(index), &ring.config, &memory, both)?;
+            if let Some(index) = index.checked_sub(first) {
+                let (requests, connection) = (self.requests.clone(), Arc::clone(&self.connection));
+                let places = (&layout, shape);
+                queues.push(Virtqueue::new(index, ring, places, requests, eventfds, connection));
+            }
+        }
+        Ok(queues)
     }
+}
+
+fn facts_of(unit: &Unit) -> UnitFacts {
+    UnitFacts {
+        name: format!("unit {}", unit.address),
+        disk_bytes: unit.blocks << unit.block_shift,
+        logical_block_bytes: unit.block_bytes(),
+        read_only: unit.read_only,
+    }
+}
+
+fn ring_number(index: usize) -> u32 {
+    fits(index, "the number of a queue")
 }

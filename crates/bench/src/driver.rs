@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use iomem::fits;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
 use virtqueue::QueueConfig;
 use virtqueue::driver::{Desc, Ring};
 use vm_memory::VolatileSlice;
@@ -100,9 +101,10 @@ pub(crate) struct Virtqueue {
     in_flight: Box<[bool]>,
     /// The avail idx at the last look at whether the server wants a kick.
     looked_at: u16,
+    tag: u64,
     eventfds: Eventfds,
     /// Without it the server would stop the queue.
-    _connection: Arc<Connection>,
+    connection: Arc<Connection>,
 }
 
 impl Virtqueue {
@@ -128,8 +130,9 @@ impl Virtqueue {
             descriptors_per_slot: shape.descriptors,
             in_flight: vec![false; shape.slots].into(),
             looked_at: 0,
+            tag: fits::<_, u64>(index, "the number of a queue") << 32,
             eventfds,
-            _connection: connection,
+            connection,
         }
     }
 
@@ -198,6 +201,51 @@ impl Virtqueue {
         Ok(self.memory().at(self.data_at + slot * self.slot_bytes, len))
     }
 
+    /// Carries out one request outside of a run, in the first slot: `put` writes it into the memory
+    /// that it is given with the offset of the slot and a tag, and the device has `room` bytes to
+    /// write to. Returns memory and offset, where the response is in its place.
+    pub(crate) fn execute(
+        &mut self,
+        put: impl FnOnce(&SharedMemory, usize, u64),
+        room: usize,
+    ) -> io::Result<(&SharedMemory, usize)> {
+        self.data(FIRST_SLOT, room)?.copy_from(&vec![0_u8; room]);
+        let at = self.request_at(FIRST_SLOT);
+        put(self.memory(), at, self.tag);
+        self.offer(FIRST_SLOT, Op::Read, room);
+        self.kick_if_needed()?;
+        while self.next_completion()?.is_none() {
+            if !self.arm() {
+                self.wait_for_call()?;
+            }
+        }
+        self.disarm();
+        Ok((self.memory(), at))
+    }
+
+    /// The first `len` bytes that the device wrote in [`execute`](Self::execute).
+    pub(crate) fn executed_data(&self, len: usize) -> io::Result<Vec<u8>> {
+        let mut data = vec![0; len];
+        self.load(FIRST_SLOT, &mut data)?;
+        Ok(data)
+    }
+
+    /// Sleeps until the server calls, or is gone.
+    fn wait_for_call(&mut self) -> io::Result<()> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.eventfds.call.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.connection.socket(), PollFlags::RDHUP),
+        ];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if !fds[1].revents().is_empty() {
+            return Err(io::Error::other("it has closed the connection or died"));
+        }
+        self.take_calls().map(drop)
+    }
+
     /// Returns whether completed requests are waiting in the used ring.
     #[inline]
     pub(crate) fn has_completions(&self) -> bool {
@@ -246,7 +294,8 @@ impl Queue for Virtqueue {
         if to_usize(slot) >= self.in_flight.len() || len > self.slot_bytes {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        self.requests.put(&self.ring.memory, self.request_at(slot), io);
+        let tag = self.tag | u64::from(slot);
+        self.requests.put(&self.ring.memory, self.request_at(slot), tag, io);
         self.offer(slot, io.op, len);
         Ok(())
     }
@@ -285,9 +334,15 @@ impl Queue for Virtqueue {
     }
 
     fn describe_error(&self, done: &Completed) -> String {
-        self.requests.describe_error(done.result)
+        self.requests.describe_error(self.memory(), self.request_at(done.slot), done.result)
+    }
+
+    fn unit_name(&self, unit: u16) -> Option<String> {
+        self.requests.unit_name(unit)
     }
 }
+
+const FIRST_SLOT: u32 = 0;
 
 /// What a kick adds to its eventfd.
 const ONE: [u8; 8] = 1_u64.to_ne_bytes();

@@ -293,4 +293,8 @@ impl Queue for EngineQueue {
     fn describe_error(&self, done: &Completed) -> String {
         io::Error::from_raw_os_error(-done.result).to_string()
     }
+
+    fn unit_name(&self, _: u16) -> Option<String> {
+        None
+    }
 }

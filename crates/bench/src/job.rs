@@ -27,6 +27,8 @@ pub(crate) trait Queue {
     fn kick_if_needed(&mut self) -> io::Result<bool>;
     /// Puts the result of a failed request into words, before its slot has another one.
     fn describe_error(&self, done: &Completed) -> String;
+    /// The name of a unit, where there can be several.
+    fn unit_name(&self, unit: u16) -> Option<String>;
 }
 
 /// A request that has completed. The result is 0, or says in the queue's own terms what went wrong.
@@ -55,12 +57,16 @@ pub(crate) struct Job {
     /// By slot.
     requests: Box<[Request]>,
     free: Vec<u32>,
-    map: Option<Arc<BlockMap>>,
+    /// By unit, when blocks are verified.
+    maps: Option<Arc<[BlockMap]>>,
     /// One block of data on its way to or from the data memory, when blocks are verified.
     scratch: Box<[u8]>,
     batch: Batch,
     flush_every: u64,
-    writes_since_flush: u64,
+    /// By unit.
+    writes_since_flush: Box<[u64]>,
+    /// The unit that is to be flushed next.
+    flush_due: Option<u16>,
     /// When requests are made; as soon as there is room if this is not there.
     arrivals: Option<Arrivals>,
     /// The blocks that could come next are taken; a completion may free them.
@@ -89,23 +95,24 @@ pub(crate) struct Pass<'a> {
 }
 
 impl Job {
-    /// A job with `depth` slots for requests of up to `slot_bytes` bytes.
+    /// A job with `depth` slots for requests of up to `slot_bytes` bytes to `units` units.
     pub(crate) fn new(
-        depth: u32,
-        slot_bytes: usize,
+        (depth, slot_bytes): (u32, usize),
+        units: usize,
         batch: Batch,
-        map: Option<Arc<BlockMap>>,
+        maps: Option<Arc<[BlockMap]>>,
     ) -> Self {
-        let idle = Request { io: Io { op: Op::Flush, offset: 0, len: 0 }, start_ns: 0 };
+        let idle = Request { io: flush_of(0), start_ns: 0 };
         Self {
             source: None,
             requests: (0..depth).map(|_| idle).collect(),
             free: (0..depth).rev().collect(),
-            map,
+            maps,
             scratch: vec![0; slot_bytes].into_boxed_slice(),
             batch,
             flush_every: 0,
-            writes_since_flush: 0,
+            writes_since_flush: vec![0; units].into(),
+            flush_due: None,
             arrivals: None,
             blocked: false,
             done: (0, 0),
@@ -130,7 +137,8 @@ impl Job {
         self.source = Some(source);
         self.flush_every = flush_every;
         self.arrivals = arrivals;
-        self.writes_since_flush = 0;
+        self.writes_since_flush.fill(0);
+        self.flush_due = None;
         self.blocked = false;
         self.done = (0, 0);
         self.live.publish(self.done);
@@ -207,12 +215,13 @@ impl Job {
         let Completed { slot, result } = *done;
         let Request { io, start_ns } = self.requests[index(slot)];
         self.free.push(slot);
-        if self.map.is_some() {
+        if self.maps.is_some() {
             self.finish_verified(queue, slot, &io, (result == 0, pass.notices))?;
         }
         if result != 0 {
             self.counters.errors[io.op.index()] += 1;
-            pass.notices.add(|| describe_failure(&io, &queue.describe_error(done)));
+            let unit = || queue.unit_name(io.unit);
+            pass.notices.add(|| describe_failure(&io, unit(), &queue.describe_error(done)));
             return Ok(());
         }
         if io.op != Op::Flush {
@@ -233,7 +242,9 @@ impl Job {
         io: &Io,
         (ok, notices): (bool, &Notices),
     ) -> io::Result<()> {
-        let Some(map) = &self.map else { return Ok(()) };
+        let Some(map) = self.maps.as_ref().map(|maps| &maps[usize::from(io.unit)]) else {
+            return Ok(());
+        };
         let len = index(io.len);
         match io.op {
             Op::Read => {
@@ -244,7 +255,10 @@ impl Job {
                         Ok(blocks) => self.counters.verified += blocks,
                         Err(mismatch) => {
                             self.counters.mismatches += 1;
-                            notices.add(|| mismatch.to_string());
+                            notices.add(|| match queue.unit_name(io.unit) {
+                                Some(unit) => format!("unit {unit}: {mismatch}"),
+                                None => mismatch.to_string(),
+                            });
                         }
                     }
                 }
@@ -260,10 +274,8 @@ impl Job {
         for _ in 0..self.batch.most {
             let Some(slot) = self.free.last().copied() else { break };
             let mut start_ns = now_ns;
-            let flush_due = self.flush_every > 0 && self.writes_since_flush >= self.flush_every;
-            let io = if flush_due {
-                self.writes_since_flush = 0;
-                Io { op: Op::Flush, offset: 0, len: 0 }
+            let io = if let Some(unit) = self.flush_due.take() {
+                flush_of(unit)
             } else if let Some((io, was_due_ns)) = self.next_due(now_ns) {
                 start_ns = was_due_ns;
                 io
@@ -293,12 +305,13 @@ impl Job {
     /// Takes the next I/O from the source, and its blocks when they are verified.
     fn next_io(&mut self) -> Option<Io> {
         let source = self.source.as_mut()?;
-        let map = self.map.as_deref();
+        let maps = self.maps.as_deref();
         for _ in 0..source.attempts() {
-            let Some(io) = source.propose(map) else {
+            let Some(io) = source.propose(maps) else {
                 self.source = None;
                 return None;
             };
+            let map = maps.map(|maps| &maps[usize::from(io.unit)]);
             if map.is_none_or(|map| map.claim(io.offset, index(io.len))) {
                 source.accept(&io);
                 if source.is_done() {
@@ -313,20 +326,33 @@ impl Job {
 
     fn queue_request(&mut self, queue: &mut impl Queue, slot: u32, io: &Io) -> io::Result<()> {
         if io.op == Op::Write {
-            self.writes_since_flush += 1;
+            self.count_write(io.unit);
         }
-        if let Some(map) = &self.map
+        if let Some(maps) = &self.maps
             && io.op != Op::Flush
         {
             let data = &mut self.scratch[..index(io.len)];
             match io.op {
-                Op::Write => map.stamp(io.offset, data),
+                Op::Write => maps[usize::from(io.unit)].stamp(io.offset, data),
                 _ => data.fill(UNTOUCHED),
             }
             queue.store(slot, data)?;
         }
         queue.queue(slot, io)
     }
+
+    fn count_write(&mut self, unit: u16) {
+        let writes = &mut self.writes_since_flush[usize::from(unit)];
+        *writes += 1;
+        if *writes == self.flush_every {
+            *writes = 0;
+            self.flush_due = Some(unit);
+        }
+    }
+}
+
+fn flush_of(unit: u16) -> Io {
+    Io { op: Op::Flush, unit, offset: 0, len: 0 }
 }
 
 /// Slots and lengths are made from memory that is in this process, so they fit.

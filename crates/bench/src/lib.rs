@@ -1,5 +1,5 @@
-//! `ringhaul bench`: a virtio-blk driver over vhost-user that generates load and says how fast
-//! the server is.
+//! `ringhaul bench`: a virtio-blk or virtio-scsi driver over vhost-user that generates load and
+//! says how fast the server is.
 //!
 //! It is a real driver: it negotiates features, shares its memory with the server, fills
 //! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. Nothing
@@ -15,8 +15,8 @@
 //! `verify` what the blocks contain, `server` what the server spent, `report` what is shown.
 //!
 //! `device` is what is behind a socket: `vhost_user` has the messages, `memory` what is shared.
-//! What depends on the kind of the device goes through `requests`: `blk` says how a request looks
-//! and what its answer means, and how large the disk is.
+//! What depends on the kind of the device goes through `requests`: `blk` and `scsi` say how a
+//! request looks and what its answer means, and how large the disk is. `scsi::probe` finds units.
 //!
 //! # How the numbers are taken
 //!
@@ -54,6 +54,7 @@ mod plan;
 mod progress;
 mod report;
 mod requests;
+mod scsi;
 mod server;
 mod stats;
 mod supervisor;
@@ -75,7 +76,7 @@ use anyhow::Context;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
-pub use args::{BenchArgs, Eta, OutputFormat, Profile};
+pub use args::{BenchArgs, DeviceKind, Eta, OutputFormat, Profile};
 pub use arrivals::RateProcess;
 pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
@@ -83,6 +84,7 @@ pub use error::BenchError;
 pub use pattern::{BlockSplit, Rw};
 pub use phases::measure;
 pub use report::{DirectionReport, LatencyReport, PERCENTILES, Report};
+pub use scsi::lun::{LunAddress, LunChoice};
 pub use units::CpuList;
 
 /// Runs the command: drives the server as `args` say and prints the result.

@@ -107,6 +107,8 @@ impl Op {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Io {
     pub(crate) op: Op,
+    /// Which of the units of the run it is for, by its index.
+    pub(crate) unit: u16,
     pub(crate) offset: u64,
     pub(crate) len: u32,
 }
@@ -295,11 +297,12 @@ pub(crate) enum Source {
 
 impl Source {
     /// Returns the next I/O, which is made only if it is then passed to [`accept`](Self::accept);
-    /// `None` when there is no more. A random workload proposes something else each time.
-    pub(crate) fn propose(&mut self, map: Option<&BlockMap>) -> Option<Io> {
+    /// `None` when there is no more. A random workload proposes something else each time. `maps`
+    /// has one for each unit.
+    pub(crate) fn propose(&mut self, maps: Option<&[BlockMap]>) -> Option<Io> {
         match self {
             Self::Workload(workload) => workload.propose(),
-            Self::Sweep(sweep) => sweep.propose(map),
+            Self::Sweep(sweep) => sweep.propose(maps),
         }
     }
 
@@ -307,7 +310,7 @@ impl Source {
     pub(crate) fn accept(&mut self, io: &Io) {
         match self {
             Self::Workload(workload) => workload.accept(io),
-            Self::Sweep(sweep) => sweep.next = io.offset + u64::from(io.len),
+            Self::Sweep(sweep) => sweep.accept(io),
         }
     }
 
@@ -332,30 +335,41 @@ pub(crate) struct Workload {
     rw: Rw,
     percent_reads: u8,
     sizes: BlockSplit,
-    /// Bytes of the disk that this job uses.
-    area: Range<u64>,
+    /// By unit.
+    areas: Box<[Area]>,
+    /// The unit whose turn it is.
+    unit: usize,
     rng: fastrand::Rng,
-    /// Where sequential reads and writes go on.
-    next: [u64; 2],
     ios_left: u64,
     bytes_left: u64,
 }
 
+/// The part of a unit that a job uses.
+#[derive(Debug)]
+struct Area {
+    bytes: Range<u64>,
+    /// Where sequential reads and writes go on.
+    next: [u64; 2],
+}
+
 impl Workload {
-    /// `area` must hold the largest block. Bounds of `None` mean no limit.
+    /// Takes turns at the units, of which it uses one area each; `first` is where it begins. Each
+    /// area must hold the largest block. Bounds of `None` mean no limit.
     pub(crate) fn new(
         (rw, percent_reads): (Rw, u8),
         sizes: &BlockSplit,
-        area: Range<u64>,
+        (areas, first): (impl IntoIterator<Item = Range<u64>>, usize),
         seed: u64,
         (ios, bytes): (Option<u64>, Option<u64>),
     ) -> Self {
+        let areas = areas.into_iter().map(|bytes| Area { next: [bytes.start; 2], bytes });
+        let areas: Box<[_]> = areas.collect();
         Self {
             rw,
             percent_reads,
             sizes: sizes.clone(),
-            next: [area.start; 2],
-            area,
+            unit: first % areas.len().max(1),
+            areas,
             rng: fastrand::Rng::with_seed(seed),
             ios_left: ios.unwrap_or(u64::MAX),
             bytes_left: bytes.unwrap_or(u64::MAX),
@@ -374,15 +388,16 @@ impl Workload {
         };
         let mix = self.sizes.mix(op);
         let len = mix.draw(&mut self.rng);
-        let last = self.area.end.checked_sub(u64::from(len))?;
+        let Area { bytes, next } = self.areas.get(self.unit)?;
+        let last = bytes.end.checked_sub(u64::from(len))?;
         let offset = if self.rw.is_random() {
             let align = u64::from(mix.smallest());
-            self.area.start + self.rng.u64(0..=(last - self.area.start) / align) * align
+            bytes.start + self.rng.u64(0..=(last - bytes.start) / align) * align
         } else {
-            let next = self.next[op.index()];
-            if next <= last { next } else { self.area.start }
+            let next = next[op.index()];
+            if next <= last { next } else { bytes.start }
         };
-        Some(Io { op, offset, len })
+        Some(Io { op, unit: unit_index(self.unit), offset, len })
     }
 
     fn is_done(&self) -> bool {
@@ -390,41 +405,62 @@ impl Workload {
     }
 
     fn accept(&mut self, io: &Io) {
-        self.next[io.op.index()] = io.offset + u64::from(io.len);
+        let unit = usize::from(io.unit);
+        self.areas[unit].next[io.op.index()] = io.offset + u64::from(io.len);
+        self.unit = if unit + 1 < self.areas.len() { unit + 1 } else { 0 };
         self.ios_left -= 1;
         self.bytes_left = self.bytes_left.saturating_sub(io.len.into());
     }
 }
 
-/// One pass over a region, front to back.
+/// One pass over an area of each unit, front to back, one unit after the other.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     op: Op,
-    next: u64,
-    end: u64,
+    /// By unit; what is left of each.
+    areas: Box<[Range<u64>]>,
+    unit: usize,
     len: u32,
     only_written: bool,
 }
 
 impl Sweep {
-    /// Writes all of `area`, in blocks of `len` bytes and a shorter last one.
-    pub(crate) fn fill(area: Range<u64>, len: u32) -> Self {
-        Self { op: Op::Write, next: area.start, end: area.end, len, only_written: false }
+    /// Writes all of the areas, in blocks of `len` bytes and a shorter last one.
+    pub(crate) fn fill(areas: impl IntoIterator<Item = Range<u64>>, len: u32) -> Self {
+        let areas = areas.into_iter().collect();
+        Self { op: Op::Write, areas, unit: 0, len, only_written: false }
     }
 
-    /// Reads what was written in `area`, in blocks of `len` bytes and a shorter last one.
-    pub(crate) fn read_back(area: Range<u64>, len: u32) -> Self {
-        Self { op: Op::Read, next: area.start, end: area.end, len, only_written: true }
+    /// Reads what was written in the areas, in blocks of `len` bytes and a shorter last one.
+    pub(crate) fn read_back(areas: impl IntoIterator<Item = Range<u64>>, len: u32) -> Self {
+        Self { op: Op::Read, only_written: true, ..Self::fill(areas, len) }
     }
 
-    fn propose(&mut self, map: Option<&BlockMap>) -> Option<Io> {
-        if self.only_written {
-            self.next = map?.next_written(self.next..self.end)?;
+    fn propose(&mut self, maps: Option<&[BlockMap]>) -> Option<Io> {
+        while let Some(area) = self.areas.get_mut(self.unit) {
+            if self.only_written {
+                let map = maps?.get(self.unit)?;
+                area.start = map.next_written(area.clone()).unwrap_or(area.end);
+            }
+            if area.is_empty() {
+                self.unit += 1;
+                continue;
+            }
+            let left = u32::try_from(area.end - area.start);
+            let len = left.map_or(self.len, |left| left.min(self.len));
+            return Some(Io { op: self.op, unit: unit_index(self.unit), offset: area.start, len });
         }
-        let left = self.end.checked_sub(self.next).filter(|left| *left > 0)?;
-        let len = u32::try_from(left).map_or(self.len, |left| left.min(self.len));
-        Some(Io { op: self.op, offset: self.next, len })
+        None
     }
+
+    fn accept(&mut self, io: &Io) {
+        self.areas[usize::from(io.unit)].start = io.offset + u64::from(io.len);
+    }
+}
+
+#[inline]
+fn unit_index(unit: usize) -> u16 {
+    fits(unit, "the number of a unit")
 }
 
 #[cfg(test)]
@@ -434,7 +470,7 @@ mod tests {
 
     fn workload(rw: Rw, sizes: &str, area: Range<u64>) -> Source {
         let sizes = BlockSplit::parse_mix(sizes).unwrap();
-        Source::Workload(Workload::new((rw, 30), &sizes, area, 7, (None, None)))
+        Source::Workload(Workload::new((rw, 30), &sizes, ([area], 0), 7, (None, None)))
     }
 
     fn take(source: &mut Source, count: usize) -> Vec<Io> {
@@ -503,7 +539,8 @@ mod tests {
     fn bounds_end_a_workload() {
         let sizes = BlockSplit::parse_sizes("4k").unwrap();
         let bounded = |bounds| {
-            let workload = Workload::new((Rw::Read, 0), &sizes, 0..1 << 20, 0, bounds);
+            let areas = std::iter::once(0..1 << 20);
+            let workload = Workload::new((Rw::Read, 0), &sizes, (areas, 0), 0, bounds);
             take(&mut Source::Workload(workload), 100).len()
         };
         assert_eq!(bounded((Some(5), None)), 5);
@@ -514,9 +551,29 @@ mod tests {
 
     #[test]
     fn a_sweep_covers_its_area_once() {
-        let ios = take(&mut Source::Sweep(Sweep::fill(512..10_752, 4096)), 100);
+        let area = std::iter::once(512..10_752);
+        let ios = take(&mut Source::Sweep(Sweep::fill(area, 4096)), 100);
         let covered: Vec<_> = ios.iter().map(|io| (io.offset, io.len)).collect();
         assert_eq!(covered, [(512, 4096), (4608, 4096), (8704, 2048)]);
+    }
+
+    #[test]
+    fn units_take_turns_and_each_goes_on_where_it_was() {
+        let sizes = BlockSplit::parse_sizes("4k").unwrap();
+        let areas = [0..1 << 20, 8192..16384, 4096..1 << 20];
+        let workload = Workload::new((Rw::Read, 0), &sizes, (areas, 4), 0, (None, None));
+        let ios = take(&mut Source::Workload(workload), 9);
+        let places: Vec<_> = ios.iter().map(|io| (io.unit, io.offset)).collect();
+        let expected = [(1, 8192), (2, 4096), (0, 0), (1, 12288), (2, 8192), (0, 4096)];
+        assert_eq!(places[..6], expected);
+        assert_eq!(places[6..], [(1, 8192), (2, 12288), (0, 8192)]);
+    }
+
+    #[test]
+    fn a_sweep_covers_each_unit() {
+        let ios = take(&mut Source::Sweep(Sweep::fill([0..4096, 0..0, 512..6144], 4096)), 100);
+        let covered: Vec<_> = ios.iter().map(|io| (io.unit, io.offset, io.len)).collect();
+        assert_eq!(covered, [(0, 0, 4096), (2, 512, 4096), (2, 4608, 1536)]);
     }
 
     proptest! {

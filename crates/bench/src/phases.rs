@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -46,14 +47,20 @@ pub(crate) fn measure_until(
     let plan = Plan::new(args, &facts)?;
     let setup = target.setup(args);
     let _pinned = Pinned::apply(args)?;
-    let map = args.verify.then(|| {
-        let len = plan.region.end - plan.region.start;
-        Arc::new(BlockMap::new(plan.region.start, len, plan.block_bytes, run_number()))
-    });
-    let (runners, server) = target.start(&plan, map.as_ref())?;
+    let maps = args.verify.then(|| make_maps(&plan));
+    let (runners, server) = target.start(&plan, maps.as_ref())?;
     let live = runners.iter().flat_map(Runner::jobs).map(Job::live).collect();
     let run = Run { plan: &plan, runners, live, server, interrupted };
-    run.execute((&facts, setup.as_ref()), map.as_deref())
+    run.execute(&facts, setup.as_ref())
+}
+
+/// Makes what `--verify` knows of each unit.
+fn make_maps(plan: &Plan<'_>) -> Arc<[BlockMap]> {
+    let run = run_number();
+    let make = |(region, run): (&Range<u64>, u64)| {
+        BlockMap::new(region.start, region.end - region.start, plan.block_bytes, run)
+    };
+    plan.regions.iter().zip((0..).map(|unit| run.wrapping_add(unit))).map(make).collect()
 }
 
 /// Tells runs apart, so that a block which an earlier run left behind is not taken for ours.
@@ -97,11 +104,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn execute(
-        mut self,
-        (facts, setup): (&DeviceFacts, Option<&Setup>),
-        map: Option<&BlockMap>,
-    ) -> Result<Report, BenchError> {
+    fn execute(mut self, facts: &DeviceFacts, setup: Option<&Setup>) -> Result<Report, BenchError> {
         let args = self.plan.args;
         let notices = Arc::new(Notices::default());
         if args.verify && !args.pattern().writes() {
@@ -131,7 +134,7 @@ impl Run<'_> {
             elapsed,
             server_pid: self.server.pid,
             usage: outcome.usage.as_ref(),
-            verify_block_bytes: map.map(BlockMap::block_bytes),
+            verify_block_bytes: args.verify.then_some(self.plan.block_bytes),
             interrupted: self.is_interrupted(),
         }))
     }

@@ -6,27 +6,67 @@ use std::ops::Range;
 
 use iomem::fits;
 
-use crate::args::BenchArgs;
+use crate::args::{BenchArgs, DeviceKind};
 use crate::arrivals::Arrivals;
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Source, Sweep, Workload};
 use crate::units::show_bytes;
 
-/// What the device says about itself. Sizes are in bytes.
+/// What is driven.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Driven {
+    Blk,
+    Scsi,
+    /// No device: a file through an engine.
+    Engine,
+}
+
+impl Driven {
+    /// What a job has one of, and who has them.
+    fn queues(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Blk => ("virtqueues", "the server has"),
+            Self::Scsi => ("request queues", "the server has"),
+            Self::Engine => ("IoThreads", "the most are"),
+        }
+    }
+}
+
+/// What the device says about itself.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceFacts {
-    pub(crate) disk_bytes: u64,
-    pub(crate) logical_block_bytes: u32,
+    pub(crate) driven: Driven,
+    /// Those that are driven, in the order of their indices.
+    pub(crate) units: Vec<UnitFacts>,
     /// Most jobs.
     pub(crate) max_queues: usize,
-    /// Whether requests are made of descriptors in a virtqueue.
-    pub(crate) has_virtqueues: bool,
-    pub(crate) read_only: bool,
     pub(crate) can_flush: bool,
     /// Largest segment; `None` when the device sets no limit.
     pub(crate) size_max: Option<u32>,
     /// Most segments in a request; `None` when the device sets no limit.
     pub(crate) seg_max: Option<u32>,
+}
+
+/// A disk: a logical unit of a SCSI device, or all that there is. Sizes are in bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct UnitFacts {
+    /// For messages.
+    pub(crate) name: String,
+    pub(crate) disk_bytes: u64,
+    pub(crate) logical_block_bytes: u32,
+    pub(crate) read_only: bool,
+}
+
+impl DeviceFacts {
+    /// The largest logical block, of which the others' sizes are divisors.
+    pub(crate) fn logical_block_bytes(&self) -> u32 {
+        self.units.iter().map(|unit| unit.logical_block_bytes).max().unwrap_or(512)
+    }
+
+    /// The sum of all disks.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.units.iter().fold(0, |sum, unit| sum.saturating_add(unit.disk_bytes))
+    }
 }
 
 /// How many queues to start and how large they are.
@@ -50,8 +90,8 @@ pub(crate) struct QueueShape {
 pub(crate) struct Plan<'a> {
     pub(crate) args: &'a BenchArgs,
     pub(crate) sizes: BlockSplit,
-    /// Bytes of the disk to use, a whole number of blocks.
-    pub(crate) region: Range<u64>,
+    /// Bytes of each unit to use, a whole number of blocks.
+    pub(crate) regions: Vec<Range<u64>>,
     /// The largest number of bytes that divides all block sizes.
     pub(crate) block_bytes: u32,
     pub(crate) depth: u32,
@@ -69,27 +109,35 @@ impl<'a> Plan<'a> {
         check_limits(args)?;
         check_device(args, facts)?;
         check_alignment(args, facts)?;
-        let sizes = args.block_sizes(facts.logical_block_bytes);
+        let sizes = args.block_sizes(facts.logical_block_bytes());
         let block_bytes = sizes.common_divisor();
-        let region = find_region(args, facts, &sizes)?;
-        check_map_size(args, &region, block_bytes)?;
+        let regions = facts.units.iter().map(|unit| find_region(args, unit, &sizes));
+        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        check_map_size(args, region_bytes(&regions), block_bytes)?;
         let shape = find_shape(args, facts, &sizes)?;
-        Ok(Self { args, sizes, region, block_bytes, depth: args.depth().get(), shape })
+        Ok(Self { args, sizes, regions, block_bytes, depth: args.depth().get(), shape })
     }
 
-    /// Returns the even share of the region that belongs to a job, in whole blocks.
-    fn share(&self, job: usize) -> Range<u64> {
-        share(&self.region, self.block_bytes, self.shape.queues, job)
+    /// Returns the sum of the regions of all units.
+    pub(crate) fn region_bytes(&self) -> u64 {
+        region_bytes(&self.regions)
+    }
+
+    /// Returns the even share of each unit's region that belongs to a job, in whole blocks.
+    fn shares(&self, job: usize) -> Vec<Range<u64>> {
+        let share = |region| share(region, self.block_bytes, self.shape.queues, job);
+        self.regions.iter().map(share).collect()
     }
 
     /// Returns what a job does in the measured run.
     pub(crate) fn workload(&self, job: usize) -> Source {
         let args = self.args;
-        let area = if args.pattern().is_random() { self.region.clone() } else { self.share(job) };
+        let random = args.pattern().is_random();
+        let areas = if random { self.regions.clone() } else { self.shares(job) };
         Source::Workload(Workload::new(
             (args.pattern(), args.percent_reads()),
             &self.sizes,
-            area,
+            (areas, job),
             self.seed(job),
             (args.number_ios.map(u64::from), args.io_size),
         ))
@@ -102,14 +150,14 @@ impl<'a> Plan<'a> {
         Some(Arrivals::new(rate, self.args.rate_process, !self.seed(job)))
     }
 
-    /// Returns a pass that writes a job's share of the region.
+    /// Returns a pass that writes a job's shares of the regions.
     pub(crate) fn fill(&self, job: usize) -> Source {
-        Source::Sweep(Sweep::fill(self.share(job), self.sizes.largest()))
+        Source::Sweep(Sweep::fill(self.shares(job), self.sizes.largest()))
     }
 
-    /// Returns a pass that reads what was written in a job's share of the region.
+    /// Returns a pass that reads what was written in a job's shares of the regions.
     pub(crate) fn read_back(&self, job: usize) -> Source {
-        Source::Sweep(Sweep::read_back(self.share(job), self.sizes.largest()))
+        Source::Sweep(Sweep::read_back(self.shares(job), self.sizes.largest()))
     }
 
     /// Returns the seed of a job, different for each.
@@ -119,6 +167,10 @@ impl<'a> Plan<'a> {
         )
         .u64(..)
     }
+}
+
+fn region_bytes(regions: &[Range<u64>]) -> u64 {
+    regions.iter().fold(0, |sum, region| sum.saturating_add(region.end - region.start))
 }
 
 fn share(region: &Range<u64>, block_bytes: u32, jobs: usize, job: usize) -> Range<u64> {
@@ -145,6 +197,9 @@ pub(crate) fn check_limits(args: &BenchArgs) -> Result<(), BenchError> {
             return refuse(format!("{name} must be more than 0"));
         }
     }
+    if args.lun.is_some() && args.device != DeviceKind::Scsi {
+        return refuse("--lun is for SCSI devices: add --device scsi, or leave it out".to_owned());
+    }
     if args.filename.is_some() { check_engine(args) } else { Ok(()) }
 }
 
@@ -170,21 +225,18 @@ fn check_engine(args: &BenchArgs) -> Result<(), BenchError> {
 fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
     let jobs = args.numjobs.get();
     if fits::<_, usize>(jobs, "a number of jobs") > facts.max_queues {
-        return refuse(format!(
-            "--numjobs={jobs} needs {jobs} {}, but {} {}",
-            if facts.has_virtqueues { "virtqueues" } else { "IoThreads" },
-            if facts.has_virtqueues { "the server has" } else { "the most are" },
-            facts.max_queues
-        ));
+        let (queues, who) = facts.driven.queues();
+        let most = facts.max_queues;
+        return refuse(format!("--numjobs={jobs} needs {jobs} {queues}, but {who} {most}"));
     }
-    if facts.read_only && args.pattern().writes() {
-        return refuse(format!(
-            "--rw={} needs to write, but the disk is read-only",
-            args.pattern()
-        ));
-    }
-    if facts.read_only && args.verify {
-        return refuse("--verify writes the region first, but the disk is read-only".to_owned());
+    if let Some(UnitFacts { name, .. }) = facts.units.iter().find(|unit| unit.read_only) {
+        let pattern = args.pattern();
+        if pattern.writes() {
+            return refuse(format!("--rw={pattern} needs to write, but {name} is read-only"));
+        }
+        if args.verify {
+            return refuse(format!("--verify writes the region first, but {name} is read-only"));
+        }
     }
     if args.fsync > 0 && !facts.can_flush {
         return refuse("--fsync needs flushes, which the device does not offer".to_owned());
@@ -193,9 +245,9 @@ fn check_device(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError>
 }
 
 fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchError> {
-    let block = u64::from(facts.logical_block_bytes);
+    let block = u64::from(facts.logical_block_bytes());
     let sizes = args
-        .block_sizes(facts.logical_block_bytes)
+        .block_sizes(facts.logical_block_bytes())
         .sizes()
         .into_iter()
         .map(|size| ("block size", size.into()));
@@ -213,11 +265,11 @@ fn check_alignment(args: &BenchArgs, facts: &DeviceFacts) -> Result<(), BenchErr
 
 fn find_region(
     args: &BenchArgs,
-    facts: &DeviceFacts,
+    unit: &UnitFacts,
     sizes: &BlockSplit,
 ) -> Result<Range<u64>, BenchError> {
     let block_bytes = sizes.common_divisor();
-    let disk = facts.disk_bytes;
+    let disk = unit.disk_bytes;
     let start = args.offset;
     let end = match args.size {
         Some(size) => start.checked_add(size).filter(|end| *end <= disk),
@@ -225,9 +277,10 @@ fn find_region(
     };
     let Some(end) = end else {
         return refuse(format!(
-            "the region (--offset={} --size={}) is not inside the disk of {disk} bytes",
+            "the region (--offset={} --size={}) is not inside {}, which has {disk} bytes",
             show_bytes(start),
-            args.size.map_or_else(|| "the rest".to_owned(), show_bytes)
+            args.size.map_or_else(|| "the rest".to_owned(), show_bytes),
+            unit.name
         ));
     };
     let end = end - (end - start) % u64::from(block_bytes);
@@ -239,8 +292,9 @@ fn find_region(
     let largest = sizes.largest();
     if smallest < u64::from(largest) {
         return refuse(format!(
-            "the region of {} bytes{} is smaller than one block of {}",
+            "the region of {} bytes in {}{} is smaller than one block of {}",
             end - start,
+            unit.name,
             if parts > 1 { format!(", shared by {parts} jobs,") } else { String::new() },
             show_bytes(largest.into())
         ));
@@ -249,14 +303,10 @@ fn find_region(
 }
 
 /// Keeps the generations of `--verify` from taking more memory than anyone would expect.
-fn check_map_size(
-    args: &BenchArgs,
-    region: &Range<u64>,
-    block_bytes: u32,
-) -> Result<(), BenchError> {
+fn check_map_size(args: &BenchArgs, region_bytes: u64, block_bytes: u32) -> Result<(), BenchError> {
     /// One GiB of generations; with blocks of 4 KiB that is a region of 1 TiB.
     const MAX_BLOCKS: u64 = 1 << 28;
-    let blocks = (region.end - region.start) / u64::from(block_bytes);
+    let blocks = region_bytes / u64::from(block_bytes);
     if args.verify && blocks > MAX_BLOCKS {
         return refuse(format!(
             "--verify keeps 4 bytes in memory for each of {blocks} blocks, more than {MAX_BLOCKS}: \
@@ -305,7 +355,7 @@ fn find_shape(
         segment_bytes: to_usize(segment),
         descriptors: fits(segments + 2, "the descriptors of a request"),
     };
-    if !facts.has_virtqueues {
+    if facts.driven == Driven::Engine {
         return Ok(shape);
     }
     let needed = u64::from(shape.descriptors) * u64::from(args.depth().get());
@@ -335,14 +385,21 @@ mod tests {
 
     fn facts() -> DeviceFacts {
         DeviceFacts {
-            disk_bytes: 64 << 20,
-            logical_block_bytes: 512,
+            driven: Driven::Blk,
+            units: vec![unit()],
             max_queues: 2,
-            has_virtqueues: true,
-            read_only: false,
             can_flush: true,
             size_max: None,
             seg_max: Some(126),
+        }
+    }
+
+    fn unit() -> UnitFacts {
+        UnitFacts {
+            name: "the disk".to_owned(),
+            disk_bytes: 64 << 20,
+            logical_block_bytes: 512,
+            read_only: false,
         }
     }
 
@@ -383,7 +440,8 @@ mod tests {
 
     #[test]
     fn a_read_only_disk_is_not_written() {
-        let facts = DeviceFacts { read_only: true, ..facts() };
+        let units = vec![UnitFacts { read_only: true, ..unit() }];
+        let facts = DeviceFacts { units, ..facts() };
         assert!(refusal("--rw=randrw", &facts).contains("read-only"));
         assert!(refusal("--rw=read --verify", &facts).contains("read-only"));
         assert!(Plan::new(&parse("--rw=read").unwrap(), &facts).is_ok());
@@ -400,8 +458,38 @@ mod tests {
 
     #[test]
     fn a_4k_disk_refuses_512() {
-        let facts = DeviceFacts { logical_block_bytes: 4096, ..facts() };
+        let units = vec![unit(), UnitFacts { logical_block_bytes: 4096, ..unit() }];
+        let facts = DeviceFacts { units, ..facts() };
         assert!(refusal("--bs=512", &facts).contains("4096 bytes"));
+    }
+
+    #[test]
+    fn every_unit_has_a_region_of_its_own() {
+        let small = UnitFacts { name: "unit 0:1".to_owned(), disk_bytes: 1 << 20, ..unit() };
+        let units = vec![unit(), small.clone()];
+        let facts = DeviceFacts { driven: Driven::Scsi, units, ..facts() };
+        let args = parse("--rw=write --offset=64k --numjobs=2").unwrap();
+        let plan = Plan::new(&args, &facts).unwrap();
+        assert_eq!(plan.regions, [64 << 10..64 << 20, 64 << 10..1 << 20]);
+        assert_eq!(plan.region_bytes(), (65 << 20) - (128 << 10));
+        let half = (64 << 10) + (960 << 10) / 2;
+        assert_eq!(plan.shares(0)[1], 64 << 10..half);
+        assert_eq!(plan.shares(1)[1], half..1 << 20);
+        assert!(refusal("--size=2m", &facts).contains("inside unit 0:1, which has 1048576 bytes"));
+        assert!(refusal("--numjobs=3", &facts).contains("3 request queues"));
+        let units = vec![unit(), UnitFacts { read_only: true, ..small }];
+        let facts = DeviceFacts { units, ..facts };
+        assert!(refusal("--rw=write", &facts).contains("unit 0:1 is read-only"));
+    }
+
+    #[test]
+    fn units_are_for_scsi() {
+        let args = parse("--lun=0:1").unwrap();
+        assert!(check_limits(&args).unwrap_err().to_string().contains("--device scsi"));
+        for lun in ["0:1", "1", "all"] {
+            let args = parse(&format!("--device=scsi --lun={lun}")).unwrap();
+            assert!(check_limits(&args).is_ok());
+        }
     }
 
     #[test]
@@ -417,7 +505,7 @@ mod tests {
 
     #[test]
     fn an_engine_has_no_descriptors_to_run_out_of() {
-        let facts = DeviceFacts { has_virtqueues: false, max_queues: 256, ..facts() };
+        let facts = DeviceFacts { driven: Driven::Engine, max_queues: 256, ..facts() };
         let args = parse("--iodepth=1000 --numjobs=3").unwrap();
         assert_eq!(Plan::new(&args, &facts).unwrap().shape.slots, 1000);
         assert!(refusal("--numjobs=257", &facts).contains("IoThreads"));

@@ -43,6 +43,12 @@ pub struct Report {
     pub socket_path: Option<String>,
     /// File or device that was driven directly; `null` with `--socket-path`.
     pub filename: Option<String>,
+    /// Kind of the device, as given to `--device`; `null` with `--filename`.
+    pub device: Option<&'static str>,
+    /// Logical unit that was driven, as TARGET:LUN, or `all`; `null` but for SCSI devices.
+    pub unit: Option<String>,
+    /// Logical units that were driven; `null` but for SCSI devices.
+    pub units: Option<usize>,
     /// Pattern, as given to `--rw`.
     pub rw: &'static str,
     /// Share of reads asked for in a mixed pattern; `null` for other patterns.
@@ -51,7 +57,7 @@ pub struct Report {
     pub block_size: String,
     /// Requests kept in flight by each job.
     pub iodepth: u32,
-    /// Jobs, which is also the number of virtqueues used.
+    /// Jobs, which is also the number of virtqueues that had requests.
     pub numjobs: u32,
     /// Descriptors in each virtqueue; `null` with `--filename`.
     pub queue_size: Option<u16>,
@@ -71,13 +77,13 @@ pub struct Report {
     pub fsync_every_writes: u64,
     /// Seed of the random numbers.
     pub randseed: u64,
-    /// First byte of the region.
+    /// First byte of the region, in each unit.
     pub region_offset_bytes: u64,
-    /// Length of the region.
+    /// Length of the region, in all units together.
     pub region_size_bytes: u64,
-    /// Capacity of the disk.
+    /// Capacity of the disk, or of all units together.
     pub disk_size_bytes: u64,
-    /// Logical block size of the disk.
+    /// Logical block size of the disk; the largest of all units.
     pub logical_block_size_bytes: u32,
     /// Time that was run before measuring.
     pub ramp_time_s: f64,
@@ -201,13 +207,7 @@ impl Report {
     pub(crate) fn new(measured: &Measured<'_>) -> Self {
         let Measured { plan, facts, counters, usage, .. } = *measured;
         let (args, seconds) = (plan.args, measured.elapsed.as_secs_f64());
-        let [total, read, write, flush] = [
-            ("", &[Op::Read, Op::Write] as &[Op]),
-            ("read_", &[Op::Read]),
-            ("write_", &[Op::Write]),
-            ("flush_", &[Op::Flush]),
-        ]
-        .map(|(prefix, ops)| DirectionReport::new(prefix, ops, measured, seconds));
+        let [total, read, write, flush] = DirectionReport::all(measured, seconds);
         let ios = total.ios + flush.ios;
         let server_per_io = |pick: fn(&ServerUsage) -> f64| ratio(usage.map(pick)?, ios as f64);
         let by_mode = |share: fn(f64) -> f64| {
@@ -219,6 +219,9 @@ impl Report {
             tool_version: env!("CARGO_PKG_VERSION"),
             socket_path: args.socket_path.as_ref().map(|path| path.display().to_string()),
             filename: args.filename.as_ref().map(|path| path.display().to_string()),
+            device: args.filename.is_none().then(|| args.device.name()),
+            unit: args.unit().map(|unit| unit.to_string()),
+            units: args.unit().map(|_| facts.units.len()),
             rw: args.pattern().name(),
             rwmixread_percent: args.pattern().is_mixed().then_some(args.percent_reads()),
             block_size: plan.sizes.to_string(),
@@ -233,10 +236,10 @@ impl Report {
             wake_delay_us: args.wake_delay,
             fsync_every_writes: args.fsync,
             randseed: args.randseed,
-            region_offset_bytes: plan.region.start,
-            region_size_bytes: plan.region.end - plan.region.start,
-            disk_size_bytes: facts.disk_bytes,
-            logical_block_size_bytes: facts.logical_block_bytes,
+            region_offset_bytes: args.offset,
+            region_size_bytes: plan.region_bytes(),
+            disk_size_bytes: facts.disk_bytes(),
+            logical_block_size_bytes: facts.logical_block_bytes(),
             ramp_time_s: args.ramp_time.as_secs_f64(),
             runtime_s: seconds,
             interrupted: measured.interrupted,
@@ -281,6 +284,16 @@ fn ratio(numerator: f64, denominator: f64) -> Option<f64> {
 }
 
 impl DirectionReport {
+    fn all(measured: &Measured<'_>, seconds: f64) -> [Self; 4] {
+        let directions: [(_, &[Op]); 4] = [
+            ("", &[Op::Read, Op::Write]),
+            ("read_", &[Op::Read]),
+            ("write_", &[Op::Write]),
+            ("flush_", &[Op::Flush]),
+        ];
+        directions.map(|(prefix, ops)| Self::new(prefix, ops, measured, seconds))
+    }
+
     fn new(prefix: &'static str, ops: &[Op], measured: &Measured<'_>, seconds: f64) -> Self {
         let counters = measured.counters;
         let mut stats = OpStats::new();
@@ -379,25 +392,37 @@ pub(crate) mod tests {
     use super::*;
     use crate::args::tests::parse;
     use crate::engine_stats;
+    use crate::plan::{Driven, UnitFacts};
 
     /// A thousand reads of 4 KiB with latencies of 1 to 1000 µs, and one flush, in two seconds.
     pub(crate) fn sample() -> Report {
-        sample_of(None)
+        sample_of("", None)
+    }
+
+    /// The same from two units of a SCSI device.
+    pub(crate) fn scsi_sample() -> Report {
+        sample_of("--device=scsi --lun=all", None)
     }
 
     /// The same through an engine, with what that did.
     pub(crate) fn engine_sample() -> Report {
-        sample_of(Some((&engine_stats::tests::setup(), &engine_stats::tests::figures())))
+        let setup = engine_stats::tests::setup();
+        sample_of("", Some((&setup, &engine_stats::tests::figures())))
     }
 
-    fn sample_of(engine: Option<(&Setup, &Figures)>) -> Report {
-        let args = parse("--rw=randread --iodepth=8 --fsync=1").unwrap();
-        let facts = DeviceFacts {
+    fn sample_of(options: &str, engine: Option<(&Setup, &Figures)>) -> Report {
+        let args = parse(&format!("--rw=randread --iodepth=8 --fsync=1 {options}")).unwrap();
+        let unit = UnitFacts {
+            name: "the disk".to_owned(),
             disk_bytes: 1 << 30,
             logical_block_bytes: 512,
-            max_queues: 1,
-            has_virtqueues: true,
             read_only: false,
+        };
+        let count = if args.unit().is_some() { 2 } else { 1 };
+        let facts = DeviceFacts {
+            driven: Driven::Blk,
+            units: vec![unit; count],
+            max_queues: 1,
             can_flush: true,
             size_max: None,
             seg_max: None,
@@ -463,6 +488,16 @@ pub(crate) mod tests {
         assert!(json["write_latency_p50_us"].is_null());
         let object = json.as_object().unwrap();
         assert!(object.values().all(|value| !value.is_object() && !value.is_array()));
+    }
+
+    #[test]
+    fn json_says_what_kind_of_device_was_driven() {
+        let json = serde_json::to_value(sample()).unwrap();
+        assert_eq!(json["device"], "blk");
+        assert!(json["unit"].is_null() && json["units"].is_null());
+        let json = serde_json::to_value(scsi_sample()).unwrap();
+        assert_eq!((&json["device"], &json["unit"]), (&"scsi".into(), &"all".into()));
+        assert_eq!((&json["units"], &json["disk_size_bytes"]), (&2.into(), &(2_u64 << 30).into()));
     }
 
     #[test]

@@ -3,9 +3,13 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+
 use crate::blk;
 use crate::memory::SharedMemory;
 use crate::pattern::Io;
+use crate::scsi;
+use crate::scsi::lun::Unit;
 
 /// Where the parts of a request are. The header is for the device to read, the response for it to
 /// write.
@@ -25,20 +29,36 @@ pub(crate) struct Form {
 #[derive(Clone)]
 pub(crate) enum Requests {
     Blk,
+    /// To these units.
+    Scsi(Arc<[Unit]>),
 }
 
 impl Requests {
     pub(crate) fn form(&self) -> Form {
         match self {
             Self::Blk => blk::FORM,
+            Self::Scsi(_) => scsi::request::FORM,
         }
     }
 
-    /// Writes a request into a slot whose header is at `at`.
+    /// How many queues come before those for requests.
+    pub(crate) fn first_queue(&self) -> usize {
+        match self {
+            Self::Blk => 0,
+            Self::Scsi(_) => scsi::FIRST_REQUEST_QUEUE,
+        }
+    }
+
+    /// Writes a request into a slot whose header is at `at`. No other request of the device that is
+    /// in flight has the same `tag`.
     #[inline]
-    pub(crate) fn put(&self, memory: &SharedMemory, at: usize, io: &Io) {
+    pub(crate) fn put(&self, memory: &SharedMemory, at: usize, tag: u64, io: &Io) {
         match self {
             Self::Blk => blk::put(memory, at, io),
+            Self::Scsi(units) => {
+                let unit = &units[usize::from(io.unit)];
+                scsi::request::put(memory, at, tag, unit.address.field(), &unit.command(io));
+            }
         }
     }
 
@@ -47,13 +67,23 @@ impl Requests {
     pub(crate) fn result(&self, memory: &SharedMemory, at: usize) -> i32 {
         match self {
             Self::Blk => blk::result(memory, at),
+            Self::Scsi(_) => scsi::request::result(memory, at),
         }
     }
 
-    /// Puts a result other than 0 into words.
-    pub(crate) fn describe_error(&self, result: i32) -> String {
+    /// Puts a result other than 0 into words, from a slot that has not been used again.
+    pub(crate) fn describe_error(&self, memory: &SharedMemory, at: usize, result: i32) -> String {
         match self {
             Self::Blk => blk::describe_error(result),
+            Self::Scsi(_) => scsi::request::response(memory, at).to_string(),
+        }
+    }
+
+    /// The name of a unit, if the device can have several.
+    pub(crate) fn unit_name(&self, unit: u16) -> Option<String> {
+        match self {
+            Self::Blk => None,
+            Self::Scsi(units) => Some(units[usize::from(unit)].address.to_string()),
         }
     }
 }

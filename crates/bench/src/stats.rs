@@ -139,10 +139,14 @@ impl Notices {
 }
 
 /// Describes a failed I/O; `error` says in what way.
-pub(crate) fn describe_failure(io: &Io, error: &str) -> String {
+pub(crate) fn describe_failure(io: &Io, unit: Option<String>, error: &str) -> String {
+    let unit = unit.map(|unit| format!(" of unit {unit}")).unwrap_or_default();
     match io.op {
-        Op::Flush => format!("flush failed: {error}"),
-        op => format!("{} of {} bytes at offset {} failed: {error}", op.name(), io.len, io.offset),
+        Op::Flush => format!("flush{unit} failed: {error}"),
+        op => {
+            let (name, len, offset) = (op.name(), io.len, io.offset);
+            format!("{name} of {len} bytes at offset {offset}{unit} failed: {error}")
+        }
     }
 }
 
@@ -178,8 +182,10 @@ mod tests {
 
     #[test]
     fn a_failure_names_its_offset() {
-        let io = Io { op: Op::Read, offset: 4096, len: 512 };
-        let text = describe_failure(&io, "status 1");
+        let io = Io { op: Op::Read, unit: 0, offset: 4096, len: 512 };
+        let text = describe_failure(&io, None, "status 1");
         assert!(text.contains("read of 512 bytes at offset 4096 failed: status 1"), "{text}");
+        let text = describe_failure(&io, Some("0:3".to_owned()), "BUSY");
+        assert!(text.contains("at offset 4096 of unit 0:3 failed: BUSY"), "{text}");
     }
 }

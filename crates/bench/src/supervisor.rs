@@ -82,7 +82,7 @@ impl Supervisor<'_> {
 
     fn progress(&self) -> Progress {
         let args = self.plan.args;
-        let region_bytes = self.plan.region.end - self.plan.region.start;
+        let region_bytes = self.plan.region_bytes();
         let jobs = u64::from(args.numjobs.get());
         let (label, time, ios, bytes) = match self.phase {
             Phase::Fill => ("filling", None, None, Some(region_bytes)),

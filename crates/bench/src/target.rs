@@ -22,7 +22,7 @@ use crate::engine_stats::{Figures, Setup};
 use crate::error::BenchError;
 use crate::job::{Batch, Job};
 use crate::peer::peer_pid;
-use crate::plan::{DeviceFacts, Plan};
+use crate::plan::{DeviceFacts, Driven, Plan, UnitFacts};
 use crate::server::Server;
 use crate::stats::Notices;
 use crate::verify::BlockMap;
@@ -48,11 +48,14 @@ impl Target {
             return open_file(args, path);
         }
         let path = args.socket_path.clone().unwrap_or_default();
-        let device = {
-            let path = path.clone();
-            let limit = (&*path.clone(), args.timeout);
-            answer_within(limit, "handshake", move || Device::connect(&path))?
-        };
+        let limit = (&*path, args.timeout);
+        let (socket, kind) = (path.clone(), args.device);
+        let connect = move || Device::connect(&socket, kind);
+        let mut device = answer_within(limit, "vhost-user handshake", connect)?;
+        if let Some(choice) = args.unit() {
+            let find = move || device.find_units(choice);
+            device = answer_within(limit, "search for SCSI units", find)?;
+        }
         Ok(Self::Socket(path, device))
     }
 
@@ -61,12 +64,16 @@ impl Target {
             Self::Socket(_, device) => device.facts().clone(),
             Self::File(source, _) => {
                 let info = source.info();
-                DeviceFacts {
+                let unit = UnitFacts {
+                    name: "the disk".to_owned(),
                     disk_bytes: info.size_bytes,
                     logical_block_bytes: info.logical_block_bytes,
-                    max_queues: MAX_IOTHREADS,
-                    has_virtqueues: false,
                     read_only: info.read_only,
+                };
+                DeviceFacts {
+                    driven: Driven::Engine,
+                    units: vec![unit],
+                    max_queues: MAX_IOTHREADS,
                     can_flush: true,
                     size_max: None,
                     seg_max: None,
@@ -95,16 +102,16 @@ impl Target {
     pub(crate) fn start(
         self,
         plan: &Plan<'_>,
-        map: Option<&Arc<BlockMap>>,
+        maps: Option<&Arc<[BlockMap]>>,
     ) -> Result<(Vec<Runner>, Server), BenchError> {
         match self {
-            Self::Socket(path, device) => start_queues(&path, device, plan, map),
+            Self::Socket(path, device) => start_queues(&path, device, plan, maps),
             Self::File(source, engine) => {
                 let batch = batch_of(plan.args);
                 let config = plan.args.engine.config(engine, plan.depth);
                 let slots = (plan.shape.slots, plan.shape.slot_bytes);
                 let make = |index| {
-                    let job = Job::new(plan.depth, slots.1, batch, map.cloned());
+                    let job = Job::new((plan.depth, slots.1), 1, batch, maps.cloned());
                     let (source, seed) = (source.clone(), plan.seed(index));
                     let worker = EngineWorker::new(job, source, config.clone(), slots, seed);
                     Runner::Engine(Box::new(worker))
@@ -210,7 +217,7 @@ fn start_queues(
     path: &Path,
     device: Device,
     plan: &Plan<'_>,
-    map: Option<&Arc<BlockMap>>,
+    maps: Option<&Arc<[BlockMap]>>,
 ) -> Result<(Vec<Runner>, Server), BenchError> {
     let args = plan.args;
     let connection = Arc::clone(device.connection());
@@ -222,7 +229,8 @@ fn start_queues(
     };
     let mut jobs = Vec::new();
     for (index, mut queue) in queues.into_iter().enumerate() {
-        let mut job = Job::new(plan.depth, plan.shape.slot_bytes, Batch::ALL, map.cloned());
+        let (slots, units) = ((plan.depth, plan.shape.slot_bytes), plan.regions.len());
+        let mut job = Job::new(slots, units, Batch::ALL, maps.cloned());
         job.fill(&mut queue, plan.seed(index)).map_err(|error| setup_failed(&error))?;
         jobs.push((job, queue));
     }
@@ -278,6 +286,6 @@ fn cannot_connect(path: &Path, what: &str, error: &io::Error) -> BenchError {
         io::ErrorKind::PermissionDenied => {
             format!("cannot connect to {path}: Permission denied; check the socket's permissions")
         }
-        _ => format!("the vhost-user {what} at {path} failed: {error}"),
+        _ => format!("the {what} at {path} failed: {error}"),
     })
 }

@@ -63,13 +63,24 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
     )?;
     writeln!(
         out,
-        "  {}: disk of {}, logical blocks of {} bytes, region of {} at {}",
+        "  {}: {} of {}, logical blocks of {} bytes, region of {} at {}",
         report.socket_path.as_ref().or(report.filename.as_ref()).map_or("", String::as_str),
+        describe_disk(report),
         show_amount(report.disk_size_bytes as f64),
         report.logical_block_size_bytes,
         show_amount(report.region_size_bytes as f64),
         show_bytes(report.region_offset_bytes),
     )
+}
+
+/// What the disk is, and which.
+fn describe_disk(report: &Report) -> String {
+    match (report.device, &report.unit, report.units) {
+        (_, Some(unit), Some(units)) if unit == "all" => format!("all SCSI units ({units})"),
+        (_, Some(unit), _) => format!("SCSI unit {unit}"),
+        (Some(device), ..) => format!("virtio-{device} disk"),
+        (None, ..) => "disk".to_owned(),
+    }
 }
 
 fn write_direction(out: &mut String, name: &str, direction: &DirectionReport) -> std::fmt::Result {
@@ -208,7 +219,7 @@ fn write_checks(out: &mut String, report: &Report) -> std::fmt::Result {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::tests::{engine_sample, sample};
+    use crate::report::tests::{engine_sample, sample, scsi_sample};
 
     #[test]
     fn the_text_has_what_was_measured() {
@@ -225,6 +236,14 @@ mod tests {
         }
         assert!(!text.contains("harvested"), "there is no engine:\n{text}");
         assert!(!text.contains("write:"), "a direction without I/O is left out:\n{text}");
+    }
+
+    #[test]
+    fn the_text_says_what_kind_of_device_was_driven() {
+        let text = render(&sample());
+        assert!(text.contains("  s: virtio-blk disk of 1.00 GiB, logical blocks of 512"), "{text}");
+        let text = render(&scsi_sample());
+        assert!(text.contains("  s: all SCSI units (2) of 2.00 GiB,"), "{text}");
     }
 
     #[test]

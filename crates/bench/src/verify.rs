@@ -1,13 +1,13 @@
 //! What a verified block contains, and which generation of each block the disk must return.
 //!
-//! The region is divided into blocks of one size, the largest that divides all sizes of I/O. Each
-//! carries a header, from which all of its content follows:
+//! The region of a unit is divided into blocks of one size, the largest that divides all sizes of
+//! I/O. Each carries a header, from which all of its content follows:
 //!
 //! | bytes | field |
 //! |---|---|
 //! | 0..8 | magic |
 //! | 8..16 | sector (512 bytes) at which the block starts |
-//! | 16..24 | number of this run, so that what an earlier run left is not taken for ours |
+//! | 16..24 | number of this run and unit, so that no other block is taken for ours |
 //! | 24..28 | generation: 1 for the first write of the block, one more for each later one |
 //! | 28..32 | size of the block in bytes |
 //! | 32..36 | CRC-32 of all the rest |
@@ -40,7 +40,7 @@ const BUSY: u32 = 1 << 31;
 const UNKNOWN: u32 = 1 << 30;
 const GENERATION: u32 = UNKNOWN - 1;
 
-/// The generations of all blocks of a region, shared by all jobs.
+/// The generations of all blocks of a unit's region, shared by all jobs.
 #[derive(Debug)]
 pub(crate) struct BlockMap {
     start: u64,
@@ -51,15 +51,10 @@ pub(crate) struct BlockMap {
 
 impl BlockMap {
     /// `start` is the first byte of the region, `len` its length, a multiple of `block_bytes`.
-    /// `run` should differ between runs.
+    /// `run` should differ between runs, and between units.
     pub(crate) fn new(start: u64, len: u64, block_bytes: u32, run: u64) -> Self {
         let count = len / u64::from(block_bytes);
         Self { start, block_bytes, run, blocks: (0..count).map(|_| AtomicU32::new(0)).collect() }
-    }
-
-    /// Returns the size of a block in bytes.
-    pub(crate) fn block_bytes(&self) -> u32 {
-        self.block_bytes
     }
 
     fn blocks(&self, offset: u64, len: usize) -> impl Iterator<Item = (u64, &AtomicU32)> {
@@ -199,7 +194,7 @@ fn explain(run: u64, offset: u64, generation: u32, data: &[u8]) -> Mismatch {
     } else if data.iter().all(|byte| *byte == UNTOUCHED) {
         "that the server has not written to the buffer".to_owned()
     } else if !ours && data[0..8] == MAGIC[..] && intact {
-        "a block of another run".to_owned()
+        "a block of another run or unit".to_owned()
     } else if ours && intact {
         let (found, at) = (field_u32(data, 24), field_u64(data, 8));
         format!("generation {found} of sector {at}")
@@ -300,7 +295,10 @@ mod tests {
         let other = BlockMap::new(4096, 64 * 1024, 1024, 43);
         written(&map, 4096, BLOCK);
         assert_eq!(found(&map, 4096, &[0; BLOCK]), "nothing but zeroes");
-        assert_eq!(found(&map, 4096, &written(&other, 4096, BLOCK)), "a block of another run");
+        assert_eq!(
+            found(&map, 4096, &written(&other, 4096, BLOCK)),
+            "a block of another run or unit"
+        );
     }
 
     #[test]

@@ -43,6 +43,7 @@ const SET_MEM_TABLE: Kind = Kind(5, "SET_MEM_TABLE");
 const SET_VRING_NUM: Kind = Kind(8, "SET_VRING_NUM");
 const SET_VRING_ADDR: Kind = Kind(9, "SET_VRING_ADDR");
 const SET_VRING_BASE: Kind = Kind(10, "SET_VRING_BASE");
+const GET_VRING_BASE: Kind = Kind(11, "GET_VRING_BASE");
 const SET_VRING_KICK: Kind = Kind(12, "SET_VRING_KICK");
 const SET_VRING_CALL: Kind = Kind(13, "SET_VRING_CALL");
 const GET_PROTOCOL_FEATURES: Kind = Kind(15, "GET_PROTOCOL_FEATURES");
@@ -132,7 +133,8 @@ impl Connection {
         if reply.len() != body.len() {
             let found = reply.len().saturating_sub(head);
             return Err(io::Error::other(format!(
-                "it answered GET_CONFIG with {found} bytes instead of {bytes}"
+                "it answered GET_CONFIG with {found} bytes instead of {bytes}; it may be a device \
+                 of another kind (--device)"
             )));
         }
         Ok(Some(reply.split_off(head)))
@@ -171,6 +173,11 @@ impl Connection {
             self.tell(SET_VRING_ENABLE, &words(&[index, 1]), &[])?;
         }
         Ok(())
+    }
+
+    /// Stops queue `index`: when this returns the server has finished with it.
+    pub(crate) fn stop_queue(&self, index: u32) -> io::Result<()> {
+        self.ask(GET_VRING_BASE, &words(&[index, 0])).map(drop)
     }
 
     /// Sends a message that has a number for an answer, and takes that.

@@ -40,7 +40,8 @@ enum Command {
     /// a command, the options are those of `serve`, which is how management programs start
     /// vhost-user back-ends.
     Serve(ServeArgs),
-    /// Drive a vhost-user-blk socket and report how fast it is. Options have fio's names.
+    /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
+    /// fio's names.
     Bench(Box<ringhaul_bench::BenchArgs>),
 }
 

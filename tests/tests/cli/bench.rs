@@ -24,11 +24,14 @@ const PERCENTILES: [&str; 17] = [
 ];
 
 /// The documented keys that are not about one direction.
-const KEYS: [&str; 47] = [
+const KEYS: [&str; 50] = [
     "format_version",
     "tool_version",
     "socket_path",
     "filename",
+    "device",
+    "unit",
+    "units",
     "rw",
     "rwmixread_percent",
     "block_size",
@@ -358,6 +361,10 @@ fn what_cannot_be_run_is_refused() -> Result<()> {
         ("--offset 100", ["--offset 100", "512 bytes"]),
         ("--queue-size 3", ["--queue-size=3", "power of two"]),
         ("--cpus_allowed x", ["--cpus_allowed", "list of CPUs"]),
+        ("--device nvme", ["nvme", "scsi"]),
+        ("--device scsi", ["is it a SCSI device?", "handshake"]),
+        ("--device scsi --lun 0:99999", ["0:99999", "TARGET:LUN"]),
+        ("--lun 1", ["--lun", "add --device scsi"]),
         ("--output-format xml", ["xml", "json"]),
         ("--output /nonexistent/result", ["/nonexistent/result", "--output"]),
         ("--nonsense", ["--nonsense", "unexpected"]),

@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_file;
+mod bench_scsi;
 mod disks;
 mod ends;
 mod locks;

@@ -1,0 +1,89 @@
+//! virtio-scsi from the driver's side (virtio 1.3, section 5.6): what the configuration space says,
+//! units and how they are found, requests and their answers.
+
+#![forbid(unsafe_code)]
+
+pub(crate) mod command;
+pub(crate) mod lun;
+pub(crate) mod probe;
+pub(crate) mod request;
+pub(crate) mod sense;
+
+use std::io;
+
+use iomem::fits;
+
+use crate::plan::{DeviceFacts, Driven};
+use crate::vhost_user::Connection;
+use request::{CDB_BYTES, SENSE_BYTES};
+
+/// Before it come the control queue and the event queue.
+pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;
+
+/// `struct virtio_scsi_config`.
+const CONFIG_BYTES: usize = 36;
+
+/// Reads what the device says about itself, as far as it has a configuration space: with QEMU that
+/// is kept by the front-end, so back-ends need none. The units are not known yet.
+pub(crate) fn facts(connection: &Connection) -> io::Result<DeviceFacts> {
+    let config = connection.config(CONFIG_BYTES)?;
+    // A server that cannot tell has the one request queue that every device has.
+    let queues = connection.max_queues().unwrap_or(FIRST_REQUEST_QUEUE + 1);
+    facts_of(config.as_deref(), queues)
+}
+
+fn facts_of(config: Option<&[u8]>, queues: usize) -> io::Result<DeviceFacts> {
+    let mut facts = DeviceFacts {
+        driven: Driven::Scsi,
+        units: Vec::new(),
+        max_queues: queues.saturating_sub(FIRST_REQUEST_QUEUE),
+        can_flush: true,
+        size_max: None,
+        seg_max: None,
+    };
+    let Some(config) = config else { return Ok(facts) };
+    let field = |at: usize| {
+        let bytes = config[at..].first_chunk().copied();
+        bytes.map_or(0, u32::from_le_bytes)
+    };
+    let count = |at| fits::<_, usize>(field(at), "a field of the configuration space");
+    let (sense_bytes, cdb_bytes) = (count(20), count(24));
+    if (sense_bytes, cdb_bytes) != (SENSE_BYTES, CDB_BYTES) {
+        return Err(io::Error::other(format!(
+            "it announces sense data of {sense_bytes} and CDBs of {cdb_bytes} bytes, where a \
+             device that was reset has {SENSE_BYTES} and {CDB_BYTES}; is it a SCSI device?"
+        )));
+    }
+    facts.seg_max = Some(field(4)).filter(|segments| *segments > 0);
+    facts.max_queues = facts.max_queues.min(count(0));
+    Ok(facts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(fields: [u32; 7]) -> Vec<u8> {
+        let mut bytes: Vec<_> = fields.iter().flat_map(|field| field.to_le_bytes()).collect();
+        bytes.resize(CONFIG_BYTES, 0);
+        bytes
+    }
+
+    #[test]
+    fn a_device_without_configuration_space_has_the_defaults() {
+        let facts = facts_of(None, 6).unwrap();
+        assert_eq!((facts.max_queues, facts.seg_max), (4, None));
+        assert_eq!(facts_of(None, 1).unwrap().max_queues, 0);
+    }
+
+    #[test]
+    fn the_configuration_space_sets_limits() {
+        let limits = config([3, 126, 0xffff, 128, 16, 96, 32]);
+        let facts = facts_of(Some(&limits), 256).unwrap();
+        assert_eq!((facts.max_queues, facts.seg_max), (3, Some(126)));
+        assert_eq!(facts_of(Some(&limits), 4).unwrap().max_queues, 2);
+        let other = config([3, 126, 0xffff, 128, 16, 252, 32]);
+        let error = facts_of(Some(&other), 4).unwrap_err().to_string();
+        assert!(error.contains("252") && error.contains("96"), "{error}");
+    }
+}

@@ -1,0 +1,241 @@
+//! Logical units and their addresses.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+use iomem::fits;
+
+use super::command::{Cdb, read_write, synchronize_cache};
+use crate::pattern::{Io, Op};
+
+/// The `lun` field of the REPORT LUNS well-known logical unit.
+pub(crate) const WELL_KNOWN: [u8; 8] = [0xc1, 0x01, 0, 0, 0, 0, 0, 0];
+
+/// In the first byte of a single-level LUN: flat space addressing, for numbers up to 16383.
+const FLAT_SPACE: u8 = 0x40;
+const ADDRESSING: u8 = 0xc0;
+/// The largest LUN of flat space addressing.
+const LUN_MAX: u16 = 0x3fff;
+
+/// A logical unit by its target and its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LunAddress {
+    target: u8,
+    lun: u16,
+}
+
+impl LunAddress {
+    /// The only one of many devices.
+    pub(crate) const FIRST: Self = Self::first_of(0);
+
+    /// The unit that every target answers for, whether it is there or not.
+    pub(crate) const fn first_of(target: u8) -> Self {
+        Self { target, lun: 0 }
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let (target, lun) = text.split_once(':').unwrap_or(("0", text));
+        let bad = || {
+            format!(
+                "'{text}' is not a logical unit: use TARGET:LUN or LUN, with targets up to 255 and \
+                 LUNs up to {LUN_MAX}, or all"
+            )
+        };
+        let target = target.parse().map_err(|_| bad())?;
+        let lun = lun.parse().ok().filter(|lun| *lun <= LUN_MAX).ok_or_else(bad)?;
+        Ok(Self { target, lun })
+    }
+
+    /// The `lun` field of a request (section 5.6.6.1).
+    #[inline]
+    pub(crate) fn field(&self) -> [u8; 8] {
+        let [high, low] = self.lun.to_be_bytes();
+        [1, self.target, FLAT_SPACE | high, low, 0, 0, 0, 0]
+    }
+
+    /// Reads an entry of what REPORT LUNS of a target returns: a single-level LUN, or the field of
+    /// a request, which the well-known unit may use. `None` for others, such as well-known units.
+    pub(crate) fn from_entry(of_target: u8, entry: [u8; 8]) -> Option<Self> {
+        let (target, high, low, rest) = match entry {
+            [1, target, high, low, a, b, c, d] => (target, high, low, [a, b, c, d, 0, 0]),
+            [high, low, rest @ ..] => (of_target, high, low, rest),
+        };
+        let lun = match high & ADDRESSING {
+            0 if high == 0 => u16::from(low),
+            FLAT_SPACE => u16::from_be_bytes([high & !ADDRESSING, low]),
+            _ => return None,
+        };
+        (rest == [0; 6]).then_some(Self { target, lun })
+    }
+}
+
+impl fmt::Display for LunAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.target, self.lun)
+    }
+}
+
+/// Values of `--lun`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LunChoice {
+    /// This unit.
+    One(LunAddress),
+    /// All disks that the device reports.
+    All,
+}
+
+impl LunChoice {
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        if text == "all" { Ok(Self::All) } else { LunAddress::parse(text).map(Self::One) }
+    }
+}
+
+impl fmt::Display for LunChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(address) => address.fmt(f),
+            Self::All => f.write_str("all"),
+        }
+    }
+}
+
+/// A disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unit {
+    pub(crate) address: LunAddress,
+    pub(crate) blocks: u64,
+    /// Logical blocks have 2 to the power of this many bytes.
+    pub(crate) block_shift: u32,
+    pub(crate) read_only: bool,
+}
+
+impl Unit {
+    pub(crate) fn block_bytes(&self) -> u32 {
+        1 << self.block_shift
+    }
+
+    /// The command for a request in bytes, which is made of whole blocks.
+    #[inline]
+    pub(crate) fn command(&self, io: &Io) -> Cdb {
+        let first = io.offset >> self.block_shift;
+        let count = io.len >> self.block_shift;
+        match io.op {
+            Op::Read | Op::Write => read_write(io.op == Op::Write, first, count),
+            Op::Flush => synchronize_cache(self.blocks),
+        }
+    }
+
+    /// What READ CAPACITY(16) says about the unit at `address`.
+    pub(crate) fn from_capacity(address: LunAddress, data: &[u8]) -> Result<Self, String> {
+        let (Some(last), Some(bytes)) = (
+            data.first_chunk().map(|bytes| u64::from_be_bytes(*bytes)),
+            data.get(8..).and_then(<[u8]>::first_chunk).map(|bytes| u32::from_be_bytes(*bytes)),
+        ) else {
+            return Err(format!("READ CAPACITY(16) returned {} bytes, not 32", data.len()));
+        };
+        if bytes < 512 || !bytes.is_power_of_two() {
+            return Err(format!(
+                "it has logical blocks of {bytes} bytes, which is not a power of two from 512 on"
+            ));
+        }
+        let blocks =
+            last.checked_add(1).filter(|blocks| blocks.checked_mul(bytes.into()).is_some());
+        let blocks = blocks.ok_or_else(|| format!("its last block, {last}, is too high"))?;
+        Ok(Self { address, blocks, block_shift: bytes.trailing_zeros(), read_only: false })
+    }
+}
+
+/// The units that REPORT LUNS of a target lists, in order.
+pub(crate) fn reported_luns(target: u8, data: &[u8]) -> Vec<LunAddress> {
+    let bytes = data.first_chunk().map_or(0, |bytes| u32::from_be_bytes(*bytes));
+    let entries = data.get(8..).unwrap_or_default();
+    let count = fits::<_, usize>(bytes, "the length of a list") / 8;
+    let entries = entries.as_chunks::<8>().0.iter().take(count);
+    let luns = entries.filter_map(|entry| LunAddress::from_entry(target, *entry));
+    let mut luns: Vec<_> = luns.collect();
+    luns.sort_unstable();
+    luns.dedup();
+    luns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_given_by_target_and_lun() {
+        for (text, target, lun) in [("0", 0, 0), ("5", 0, 5), ("3:16383", 3, 16383)] {
+            let address = LunAddress { target, lun };
+            assert_eq!(LunChoice::parse(text), Ok(LunChoice::One(address)), "{text}");
+        }
+        assert_eq!(LunChoice::parse("all"), Ok(LunChoice::All));
+        for text in ["", ":", "256:0", "0:16384", "-1", "1:2:3", "ALL", "1.0", "+ 1"] {
+            let message = LunChoice::parse(text).unwrap_err();
+            assert!(message.contains("TARGET:LUN"), "{message}");
+        }
+        assert_eq!(LunChoice::parse("7").unwrap().to_string(), "0:7");
+        assert_eq!(LunChoice::All.to_string(), "all");
+    }
+
+    #[test]
+    fn an_address_is_a_single_level_lun() {
+        let address = LunAddress { target: 2, lun: 0x1234 };
+        assert_eq!(address.field(), [1, 2, 0x52, 0x34, 0, 0, 0, 0]);
+        assert_eq!(LunAddress::FIRST.field(), [1, 0, 0x40, 0, 0, 0, 0, 0]);
+        assert_eq!(LunAddress::from_entry(9, address.field()), Some(address));
+    }
+
+    #[test]
+    fn a_list_of_luns_is_read_in_both_ways_of_addressing() {
+        let entries: [[u8; 8]; 6] = [
+            [0x41, 0x00, 0, 0, 0, 0, 0, 0],
+            [0, 7, 0, 0, 0, 0, 0, 0],
+            WELL_KNOWN,
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            [0, 7, 0, 1, 0, 0, 0, 0],
+            [0, 9, 0, 0, 0, 0, 0, 0],
+        ];
+        let mut data = vec![0, 0, 0, 40, 0, 0, 0, 0];
+        data.extend(entries.as_flattened());
+        let found: Vec<_> = reported_luns(3, &data).iter().map(ToString::to_string).collect();
+        assert_eq!(found, ["3:0", "3:7", "3:256"], "and not 3:9, which is behind the list");
+        for cut in 0..data.len() {
+            reported_luns(0, &data[..cut]);
+        }
+        assert!(reported_luns(0, &[0xff; 12]).is_empty());
+    }
+
+    #[test]
+    fn a_capacity_that_cannot_be_used_is_refused() {
+        let data = |last: u64, bytes: u32| {
+            let mut data = [last.to_be_bytes().to_vec(), bytes.to_be_bytes().to_vec()].concat();
+            data.resize(32, 0);
+            data
+        };
+        let unit = Unit::from_capacity(LunAddress::FIRST, &data(1023, 4096)).unwrap();
+        assert_eq!((unit.blocks, unit.block_bytes()), (1024, 4096));
+        for (data, word) in [
+            (data(0, 0), "0 bytes"),
+            (data(0, 520), "520 bytes"),
+            (data(u64::MAX, 512), "too high"),
+            (data(u64::MAX - 1, 512), "too high"),
+            (vec![0; 11], "11 bytes"),
+        ] {
+            let message = Unit::from_capacity(LunAddress::FIRST, &data).unwrap_err();
+            assert!(message.contains(word), "{message}");
+        }
+    }
+
+    #[test]
+    fn requests_become_commands_in_blocks_of_the_unit() {
+        let unit =
+            Unit { address: LunAddress::FIRST, blocks: 1 << 33, block_shift: 12, read_only: false };
+        let io = |op, offset, len| Io { op, unit: 0, offset, len };
+        let read = unit.command(&io(Op::Read, 3 << 12, 2 << 12));
+        assert_eq!(read[..10], [0x28, 0, 0, 0, 0, 3, 0, 0, 2, 0]);
+        let write = unit.command(&io(Op::Write, 1 << 44, 4096));
+        assert_eq!(write[..16], [0x8a, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]);
+        assert_eq!(unit.command(&io(Op::Flush, 0, 0))[0], 0x91);
+    }
+}
