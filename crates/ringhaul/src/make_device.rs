@@ -140,7 +140,9 @@ impl UnitSpec {
         }
         match &self.disk {
             DiskSpec::File(path) if path.is_file() => {
-                let mut beside = path.clone().into_os_string();
+                // By one name, whichever the disk was opened by.
+                let path = path.canonicalize().unwrap_or(path.clone());
+                let mut beside = path.into_os_string();
                 beside.push(".reservations");
                 Some(beside.into())
             }

@@ -30,6 +30,8 @@ pub(crate) trait Peer: Send + Sync {
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
+    /// A PERSISTENT RESERVE OUT is in progress.
+    is_changing: AtomicBool,
     /// One command has the medium to itself.
     is_exclusive: AtomicBool,
     /// Those who wait for that to end.
@@ -63,6 +65,7 @@ impl DiskAccess {
         Arc::new(Self {
             reservations,
             peers: Mutex::default(),
+            is_changing: AtomicBool::new(false),
             is_exclusive: AtomicBool::new(false),
             waiting: Mutex::default(),
         })
@@ -83,6 +86,13 @@ impl DiskAccess {
     pub(crate) fn peer(&self, nexus: Nexus) -> Option<Arc<dyn Peer>> {
         let peers = lock(&self.peers);
         peers.iter().find(|(other, _)| *other == nexus).map(|(_, peer)| Arc::clone(peer))
+    }
+
+    /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
+    /// each other's tasks would wait for each other, and each takes a thread.
+    pub(crate) fn begin_change(self: &Arc<Self>) -> Option<Change> {
+        let is_first = !self.is_changing.swap(true, Ordering::Acquire);
+        is_first.then(|| Change(Arc::clone(self)))
     }
 
     /// Whether commands on the medium wait.
@@ -127,6 +137,15 @@ impl DiskAccess {
             poll_fn(|cx| peer.poll(cx)).await;
         }
         exclusive
+    }
+}
+
+/// The one PERSISTENT RESERVE OUT in progress.
+pub(crate) struct Change(Arc<DiskAccess>);
+
+impl Drop for Change {
+    fn drop(&mut self) {
+        self.0.is_changing.store(false, Ordering::Release);
     }
 }
 

@@ -47,10 +47,17 @@ impl Address {
 }
 
 impl UnitAddress {
-    /// As it is in requests and events.
+    /// As it is in requests.
+    #[cfg(test)]
     pub(crate) fn bytes(self) -> [u8; 8] {
         let [l0, l1] = self.lun_field();
         [1, self.target, l0 | 0x40, l1, 0, 0, 0, 0]
+    }
+
+    /// As it is in events: the LUN is that of REPORT LUNS, since drivers look for that.
+    pub(crate) fn event_bytes(self) -> [u8; 8] {
+        let [l0, l1, ..] = self.lun_bytes();
+        [1, self.target, l0, l1, 0, 0, 0, 0]
     }
 
     /// The eight bytes of a LUN (SAM-6, section 4.7): a peripheral device address if it fits.
@@ -85,6 +92,8 @@ mod tests {
         assert_eq!(Address::parse(short), Address::Unit(UnitAddress { target: 9, lun: 7 }));
         assert_eq!(UnitAddress { target: 0, lun: 300 }.lun_bytes()[..2], [0x41, 44]);
         assert_eq!(UnitAddress { target: 0, lun: 7 }.lun_bytes()[..2], [0, 7]);
+        assert_eq!(UnitAddress { target: 2, lun: 7 }.event_bytes()[..4], [1, 2, 0, 7]);
+        assert_eq!(UnitAddress { target: 2, lun: 256 }.event_bytes()[..4], [1, 2, 0x41, 0]);
     }
 
     #[test]

@@ -14,11 +14,14 @@ use super::unit::Unit;
 
 /// The most descriptors of one UNMAP.
 pub(super) const UNMAP_DESCRIPTORS_MAX: u32 = 256;
-/// The most bytes that one UNMAP gives back: 2 GiB. A hole of any size is one system call.
-pub(super) const UNMAP_BYTES_MAX: u64 = 2 << 30;
+/// The most blocks that one UNMAP gives back. A hole of any size is one system call.
+pub(super) const UNMAP_BLOCKS_MAX: u32 = 1 << 20;
 /// The most bytes of one WRITE SAME: 32 MiB. Where the disk has no operation for it, the blocks are
 /// written, and one request should not take seconds.
 pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
+/// The most bytes of one VERIFY: it reads them one piece after the other, and no other command has
+/// the disk to itself meanwhile.
+const VERIFY_BYTES_MAX: u64 = 256 << 20;
 /// Data of our own is moved in pieces of this many bytes.
 const PIECE_BYTES: usize = 256 << 10;
 /// Memory that any disk can take as it is.
@@ -125,7 +128,7 @@ pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
     flush(local).await.map(|()| 0)
 }
 
-async fn flush(local: &LocalUnit) -> Result<(), Failure> {
+pub(super) async fn flush(local: &LocalUnit) -> Result<(), Failure> {
     local.disk.flush().await.map_err(|error| disk_error("flush", 0, true, error))
 }
 
@@ -172,16 +175,17 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     // What is beyond the list or no whole descriptor is left out.
     let said = usize::from(u16::from_be_bytes([d0, d1]));
     let descriptors = &descriptors[..said.min(descriptors.len())];
+    let block = u64::from(local.disk.info().logical_block_bytes);
     let mut ranges = Vec::new();
-    let mut all = 0;
+    let mut all: u64 = 0;
     for (index, descriptor) in descriptors.chunks_exact(DESCRIPTOR).enumerate() {
         let [l0, l1, l2, l3, l4, l5, l6, l7, c0, c1, c2, c3, ..] = *descriptor else {
             unreachable!("a descriptor has 16 bytes");
         };
         let lba = u64::from_be_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
         let range = range(&local.disk, (lba, u32::from_be_bytes([c0, c1, c2, c3])))?;
-        all += range.bytes;
-        if index >= UNMAP_DESCRIPTORS_MAX as usize || all > UNMAP_BYTES_MAX {
+        all += range.bytes / block;
+        if index >= UNMAP_DESCRIPTORS_MAX as usize || all > UNMAP_BLOCKS_MAX.into() {
             let at = HEADER + DESCRIPTOR * index;
             return Err(Sense::in_list(iomem::fits(at, "a place in a list"), None).into());
         }
@@ -211,6 +215,9 @@ pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Move
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
     let block: usize = iomem::fits(info.logical_block_bytes, "a logical block");
+    if !has_none && data.out.bytes() != block {
+        return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
+    }
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
     let moved = if has_none { 0 } else { block };
     if pattern.iter().all(|byte| *byte == 0) {
@@ -326,6 +333,9 @@ pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     check_ready(&local.unit)?;
     let how = Check::of(cdb)?;
     let range = range(&local.disk, cdb.blocks())?;
+    if range.bytes > VERIFY_BYTES_MAX {
+        return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
+    }
     let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
     let moved = match how {
         Check::Medium => 0,

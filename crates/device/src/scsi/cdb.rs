@@ -200,11 +200,11 @@ impl Cdb {
         std::array::from_fn(|index| self.0[at + index])
     }
 
-    /// The command that it is.
+    /// The command that it is. Its fields are not [checked](Self::check).
     ///
     /// # Errors
     ///
-    /// When there is none, or a bit is set that none of its fields has.
+    /// When there is none.
     #[inline]
     pub(crate) fn command(&self) -> Result<&'static Command, Sense> {
         let first = usize::from(FIRST[usize::from(self.opcode())]);
@@ -213,9 +213,19 @@ impl Cdb {
             found = find(self.opcode(), Some(self.byte(1) & SERVICE_ACTION))
                 .ok_or(Sense::in_cdb(1, Some(4)))?;
         }
+        Ok(found)
+    }
+
+    /// Looks at the bits that no field has.
+    ///
+    /// # Errors
+    ///
+    /// When one is set.
+    #[inline]
+    pub(crate) fn check(&self, command: &Command) -> Result<(), Sense> {
         let start: [u8; LONGEST] = self.array(0);
-        let excess = u128::from_be_bytes(start) & found.zero;
-        if excess == 0 { Ok(found) } else { Err(in_excess(excess)) }
+        let excess = u128::from_be_bytes(start) & command.zero;
+        if excess == 0 { Ok(()) } else { Err(in_excess(excess)) }
     }
 
     /// Where the blocks of a command on the medium are, and how many.
@@ -306,11 +316,11 @@ mod tests {
                     if !is_action {
                         let field = u16::try_from(at).unwrap();
                         let expected = if is_field && !(at == 1 && command.has_service_action) {
-                            Ok(command)
+                            Ok(())
                         } else {
                             Err(Sense::in_cdb(field, Some(bit)))
                         };
-                        assert_eq!(Cdb(bytes).command(), expected, "{command:?}, {at}, {bit}");
+                        assert_eq!(Cdb(bytes).check(command), expected, "{command:?}, {at}, {bit}");
                     }
                 }
             }

@@ -97,12 +97,13 @@ impl ScsiDevice {
         options.check().map_err(UnitError::Text)?;
         let unit = Unit::new(address, source, options);
         let unit = Arc::new(unit.map_err(|error| UnitError::Port(error.to_string()))?);
-        if !self.shared.units.add(Arc::clone(&unit)) {
-            return Err(UnitError::Exists(address));
-        }
         let device = Arc::downgrade(&self.shared);
         let peer = Arc::new(UnitPeer { unit: Arc::downgrade(&unit), device });
+        // Before it has commands: those that exclude others look for it.
         unit.access.introduce(unit.attached.nexus(), peer);
+        if !self.shared.units.add(unit) {
+            return Err(UnitError::Exists(address));
+        }
         self.tell(|| self.shared.events.rescan(address));
         Ok(())
     }

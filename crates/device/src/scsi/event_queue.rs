@@ -58,7 +58,7 @@ impl EventSink {
     fn tell(&self, kind: u32, unit: UnitAddress, reason: u32) {
         let mut event = [0; EVENT_BYTES];
         event[..4].copy_from_slice(&kind.to_le_bytes());
-        event[4..12].copy_from_slice(&unit.bytes());
+        event[4..12].copy_from_slice(&unit.event_bytes());
         event[12..].copy_from_slice(&reason.to_le_bytes());
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if waiting.events.len() == EVENTS_MAX {
@@ -84,6 +84,13 @@ impl EventSink {
         waiting.events.clear();
         waiting.missed = false;
     }
+}
+
+/// Nothing has happened.
+fn none() -> Event {
+    let mut none = [0; EVENT_BYTES];
+    none[..4].copy_from_slice(&VIRTIO_SCSI_T_NO_EVENT.to_le_bytes());
+    none
 }
 
 thread_local! {
@@ -123,11 +130,7 @@ impl EventQueue {
         let mut held = self.held.borrow_mut();
         while waiting.missed || !waiting.events.is_empty() {
             let Some(chain) = held.pop_front() else { break };
-            let mut event = waiting.events.pop_front().unwrap_or_else(|| {
-                let mut none = [0; EVENT_BYTES];
-                none[..4].copy_from_slice(&VIRTIO_SCSI_T_NO_EVENT.to_le_bytes());
-                none
-            });
+            let mut event = waiting.events.pop_front().unwrap_or_else(none);
             if std::mem::take(&mut waiting.missed) {
                 event[3] |= VIRTIO_SCSI_T_EVENTS_MISSED.to_le_bytes()[3];
             }
@@ -140,14 +143,21 @@ impl EventQueue {
 }
 
 impl Handler for EventQueue {
-    async fn serve(self: Rc<Self>, _: Rc<Queue>, chain: Chain) {
+    async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+        if chain.writable.bytes() < EVENT_BYTES {
+            // It takes no event, so none is lost in it.
+            queue.push(chain.head, 0);
+            return;
+        }
         self.held.borrow_mut().push_back(chain);
         self.give();
     }
 
     fn stop(&self, queue: &Queue) {
         for chain in self.held.take() {
-            queue.push(chain.head, 0);
+            // Drivers look at the buffer, whatever the length, and it may hold an old event.
+            let written = chain.writable.copy_from(0, &none());
+            queue.push(chain.head, iomem::fits(written, "bytes of an event"));
         }
     }
 }

@@ -1,7 +1,11 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
+use std::future::poll_fn;
+
+use super::block;
 use super::cdb::Cdb;
 use super::outcome::{Data, Failure, Moved};
+use super::request_queue::LocalUnit;
 use super::sense::Sense;
 use super::unit::Unit;
 
@@ -137,8 +141,8 @@ fn exceptions() -> [u8; 12] {
     page
 }
 
-pub(super) fn select(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let form = Form::of(cdb);
+pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -> Moved {
+    let (unit, form) = (&local.unit, Form::of(cdb));
     if cdb.byte(1) & 0x10 == 0 {
         // Pages in the format of the standard are all there is.
         return Err(Sense::in_cdb(1, Some(4)).into());
@@ -152,14 +156,28 @@ pub(super) fn select(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
         return Ok(0);
     }
     let list = data.list(length)?;
-    let write_cache = parse(unit, &form, &list)?;
-    if let Some(on) = write_cache
-        && on != unit.has_write_cache()
-    {
-        // The initiator that has changed it knows; there is no other one.
-        unit.set_write_cache(on);
+    match parse(unit, &form, &list)? {
+        Some(true) => unit.set_write_cache(true),
+        Some(false) if unit.has_write_cache() => switch_cache_off(local, tag).await?,
+        Some(false) | None => {}
     }
     Ok(length)
+}
+
+/// Without a cache the initiator flushes no more, so what it has written is flushed first.
+async fn switch_cache_off(local: &LocalUnit, tag: u64) -> Result<(), Failure> {
+    let unit = &local.unit;
+    unit.set_write_cache(false);
+    // Writes that have begun may be answered before they are on stable storage.
+    let own = unit.access.peer(unit.attached.nexus());
+    if let Some(begun) = own.and_then(|own| own.drain(Some(tag))) {
+        poll_fn(|cx| begun.poll(cx)).await;
+    }
+    let flushed = block::flush(local).await;
+    if flushed.is_err() {
+        unit.set_write_cache(true);
+    }
+    flushed
 }
 
 /// What a parameter list has for WCE. All of it is checked before anything is changed.

@@ -17,7 +17,7 @@ pub(crate) enum Failure {
     /// What the disk says, and what the initiator is told.
     #[error("{action} at block {lba}: {source}")]
     Disk { action: &'static str, lba: u64, sense: Sense, source: std::io::Error },
-    #[error("there is no thread for it")]
+    #[error("another command of its kind is in progress, or there is no thread for it")]
     Busy,
     #[error("another initiator has reserved the disk")]
     Conflict,
@@ -71,6 +71,9 @@ impl Data {
 impl Failure {
     /// Whether a driver that works well brings it about, by asking what there is.
     pub(crate) fn is_usual(&self) -> bool {
-        matches!(self, Self::Check(_) | Self::Conflict | Self::BadTarget | Self::Aborted(_))
+        matches!(
+            self,
+            Self::Check(_) | Self::Conflict | Self::Busy | Self::BadTarget | Self::Aborted(_)
+        )
     }
 }

@@ -1,6 +1,7 @@
 //! Commands that say what there is (SPC-5, sections 6.33 to 6.40; SBC-4, sections 5.20 and 5.21).
 
 use super::address::UnitAddress;
+use super::block;
 use super::cdb::{COMMANDS, Cdb, Command, Op, find};
 use super::inquiry;
 use super::outcome::{Data, Failure, Moved};
@@ -18,7 +19,8 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
     if !has_target {
         return Err(Failure::BadTarget);
     }
-    match cdb.command()?.op {
+    let Ok(command) = cdb.command() else { return Err(Sense::NO_SUCH_UNIT.into()) };
+    match command.op {
         Op::Inquiry => inquiry::of_nothing(cdb, data),
         Op::ReportLuns => list_luns(units, Some(address.target), cdb, data),
         Op::RequestSense => answer_sense(Sense::NO_SUCH_UNIT, cdb, data),
@@ -28,7 +30,9 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
 
 /// A command for the well-known unit.
 pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
-    match cdb.command()?.op {
+    let command = cdb.command()?;
+    cdb.check(command)?;
+    match command.op {
         Op::ReportLuns => list_luns(units, None, cdb, data),
         Op::Inquiry => inquiry::of_well_known(cdb, data),
         Op::RequestSense => answer_sense(Sense::NONE, cdb, data),
@@ -74,7 +78,12 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
 }
 
 pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    answer_sense(unit.take_attention().unwrap_or(Sense::NONE), cdb, data)
+    if usize::from(cdb.byte(4)) > data.into.bytes() {
+        // Nothing is forgotten that the initiator does not learn.
+        return Err(Failure::Overrun);
+    }
+    let otherwise = if block::check_ready(unit).is_ok() { Sense::NONE } else { Sense::STOPPED };
+    answer_sense(unit.take_attention().unwrap_or(otherwise), cdb, data)
 }
 
 fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {

@@ -147,16 +147,20 @@ impl Scsi {
     ) -> (RequestKind, Moved) {
         let (unit, cdb) = (&local.unit, &header.cdb);
         let refused = |failure: Failure| (RequestKind::Other, Err(failure));
-        let op = match cdb.command() {
-            Ok(command) => command.op,
+        let command = match cdb.command() {
+            Ok(command) => command,
             Err(sense) => return refused(sense.into()),
         };
+        let op = command.op;
         let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
         if hears_first && let Some(sense) = unit.take_attention() {
             return refused(sense.into());
         }
         if let Err(failure) = reserve::check(unit, op, cdb) {
             return refused(failure);
+        }
+        if let Err(sense) = cdb.check(command) {
+            return refused(sense.into());
         }
         if op.uses_medium()
             && let Some(task) = task
@@ -187,6 +191,10 @@ impl Scsi {
             Op::StartStopUnit => {
                 (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await)
             }
+            Op::ModeSelect => {
+                let select = mode::select(local, cdb, header.tag, data);
+                (RequestKind::Other, Box::pin(select).await)
+            }
             Op::ReserveOut => {
                 let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
                 (RequestKind::Other, Box::pin(out).await)
@@ -203,7 +211,6 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         Op::RequestSense => report::request_sense(unit, cdb, data),
         Op::Inquiry => inquiry::inquiry(unit, cdb, data),
         Op::ModeSense => mode::sense(unit, cdb, data),
-        Op::ModeSelect => mode::select(unit, cdb, data),
         Op::LogSense => report::log_sense(cdb, data),
         // No medium can be taken out.
         Op::PreventAllow => Ok(0),
@@ -223,6 +230,7 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         | Op::CompareAndWrite
         | Op::Verify
         | Op::StartStopUnit
+        | Op::ModeSelect
         | Op::ReserveOut => unreachable!("they may wait"),
     }
 }
@@ -295,7 +303,7 @@ fn respond(
             *done
         }
         Err(failure) => {
-            put(failure, &mut bytes);
+            put(failure, response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
             if failure.is_usual() {
                 queue.refuse(kind);
             } else {
@@ -313,7 +321,7 @@ fn respond(
 }
 
 /// Writes what the driver learns about a failure: the one place where it is chosen.
-fn put(failure: &Failure, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) {
+fn put(failure: &Failure, room: usize, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) {
     let (response, status, sense) = match failure {
         Failure::Check(sense) | Failure::Disk { sense, .. } => {
             (S_OK, CHECK_CONDITION, Some(*sense))
@@ -331,7 +339,8 @@ fn put(failure: &Failure, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) 
     (bytes[10], bytes[11]) = (status, response);
     if let Some(sense) = sense {
         let data = sense.fixed();
-        bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(data.len(), "sense data")));
+        let length = data.len().min(room);
+        bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(length, "sense data")));
         bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
     }
 }

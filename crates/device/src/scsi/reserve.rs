@@ -74,6 +74,7 @@ pub(super) async fn reserve_out(
     let cdb = short(cdb);
     let list = data.list(list_bytes(&cdb)?)?;
     let moved = list.len();
+    let change = local.unit.access.begin_change().ok_or(Failure::Busy)?;
     let unit = Arc::clone(&local.unit);
     let result: Arc<Mutex<Option<Result<Done, Refusal>>>> = Arc::default();
     let (op, completer) = io.foreign_op(Buffers::empty());
@@ -94,6 +95,7 @@ pub(super) async fn reserve_out(
     match done {
         Some(Ok(done)) => {
             follow(&local.unit, done, tag).await;
+            drop(change);
             Ok(moved)
         }
         Some(Err(Refusal::Conflict)) => Err(Failure::Conflict),

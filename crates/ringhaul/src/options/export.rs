@@ -35,6 +35,9 @@ impl ServeArgs {
 
     fn main_device(&self) -> Result<DeviceSpec> {
         if self.device == DeviceKind::Scsi {
+            if self.serial.is_some() {
+                bail!("a serial number is that of one unit; use --lun 0,blk-file=PATH,serial=TEXT");
+            }
             if self.blk_file.is_some() || self.disk.is_some() {
                 bail!("a virtio-scsi device has units; use --lun 0,blk-file=PATH");
             }
@@ -117,6 +120,9 @@ impl ServeArgs {
             }
         }
         let endpoint = endpoint.context("it lacks socket-path=PATH")?;
+        if is_scsi && settings.serial.is_some() {
+            bail!("a serial number is that of one unit; put serial= behind its lun=");
+        }
         let device = match (is_scsi, units, disk) {
             (true, units, None) => {
                 DeviceSpec::Scsi(units.map_or(Ok(Vec::new()), |units| parse_units(&units))?)
