@@ -101,6 +101,10 @@ impl Control {
         };
         let covered = self.device.queues().cover(which, how);
         let found = poll_fn(|cx| covered.poll(cx)).await;
+        if covered.has_lost() {
+            // They may be carried out when their queue starts again.
+            return VIRTIO_SCSI_S_FAILURE;
+        }
         if how == How::Look && found > 0 {
             return VIRTIO_SCSI_S_FUNCTION_SUCCEEDED;
         }

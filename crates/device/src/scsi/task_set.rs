@@ -6,7 +6,7 @@
 //! popped yet, are meant too (virtio 1.3, section 5.6.6.2).
 
 use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -79,7 +79,17 @@ struct Cover {
     how: How,
     /// The avail entry behind the last of them.
     until: u16,
+    /// The last of them was popped.
+    is_passed: bool,
     left: Left,
+}
+
+impl Drop for Cover {
+    fn drop(&mut self) {
+        if !self.is_passed {
+            self.left.0.has_lost.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 /// The tasks of one request queue, on its IoThread.
@@ -136,7 +146,10 @@ impl Tasks {
     #[cold]
     fn pass(&self, next_avail: u16) {
         let mut covers = self.covers.borrow_mut();
-        covers.retain(|cover| next_avail != cover.until);
+        for cover in covers.iter_mut() {
+            cover.is_passed = next_avail == cover.until;
+        }
+        covers.retain(|cover| !cover.is_passed);
         self.has_covers.set(!covers.is_empty());
     }
 
@@ -173,7 +186,7 @@ impl Tasks {
         }
         let [next_avail, until] = chains;
         if next_avail != until && how != How::Drain {
-            self.covers.borrow_mut().push(Cover { which, how, until, left });
+            self.covers.borrow_mut().push(Cover { which, how, until, is_passed: false, left });
             self.has_covers.set(true);
         }
     }
@@ -211,6 +224,8 @@ struct Wait {
     /// Queues that have not looked, and tasks that have not ended.
     left: AtomicUsize,
     found: AtomicUsize,
+    /// A queue has stopped, or its ring is bad, with chains that nobody has popped.
+    has_lost: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
@@ -252,6 +267,11 @@ impl Waiting {
             return Poll::Pending;
         }
         Poll::Ready(self.0.found.load(Ordering::Relaxed))
+    }
+
+    /// Whether chains that are meant may be popped later, as if nobody had asked.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.0.has_lost.load(Ordering::Relaxed)
     }
 }
 
@@ -299,6 +319,7 @@ mod tests {
         assert_eq!(poll(&waiting), Poll::Pending);
         drop(tasks.end(meant));
         assert_eq!(poll(&waiting), Poll::Ready(1));
+        assert!(!waiting.has_lost());
     }
 
     #[test]
@@ -324,7 +345,8 @@ mod tests {
         assert_eq!(poll(&waiting), Poll::Ready(1));
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::Target(0), How::Abort(Abort::Reset), [1, 9], left);
+        assert!(!waiting.has_lost());
         drop(tasks);
-        assert!(poll(&waiting).is_ready());
+        assert!(poll(&waiting).is_ready() && waiting.has_lost());
     }
 }
