@@ -12,6 +12,12 @@ use crate::events::Events;
 use crate::queue::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
+/// A status or a response, which has one byte in the ring and more in the headers of Linux.
+pub(crate) const fn byte(number: u32) -> u8 {
+    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
+    byte
+}
+
 /// How a device works, whatever its kind.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Working {

@@ -16,6 +16,7 @@ use super::config::{
     DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
 };
 use super::device::BlkDevice;
+use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -55,11 +56,6 @@ impl RequestError {
             _ => S_IOERR,
         }
     }
-}
-
-const fn byte(number: u32) -> u8 {
-    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
-    byte
 }
 
 /// What a request that fails leaves unwritten is zeroed up to this many bytes. Zeroing more would

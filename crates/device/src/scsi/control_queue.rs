@@ -19,6 +19,7 @@ use super::address::{Address, UnitAddress};
 use super::device::ScsiDevice;
 use super::sense::Sense;
 use super::task_set::{Abort, How, Which};
+use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -145,9 +146,4 @@ impl Handler for Control {
         let written = writable.copy_from(0, &answer);
         queue.push(head, iomem::fits(written, "bytes of a response"));
     }
-}
-
-const fn byte(number: u32) -> u8 {
-    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
-    byte
 }

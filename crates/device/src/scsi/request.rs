@@ -20,6 +20,7 @@ use super::task_set::{Abort, Ended};
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve};
+use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -44,11 +45,6 @@ const S_FAILURE: u8 = byte(VIRTIO_SCSI_S_FAILURE);
 const CHECK_CONDITION: u8 = 0x02;
 const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
-
-const fn byte(number: u32) -> u8 {
-    let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
-    byte
-}
 
 /// What serves the requests of one queue.
 pub(crate) struct Scsi {
