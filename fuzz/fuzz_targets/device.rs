@@ -12,15 +12,13 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::time::Instant;
 
-use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use device::blk::config::{BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1};
-use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, Ring};
+use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
-use ringhaul_fuzz::{Input, memfd, open_descriptors};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::io::Errno;
+use ringhaul_fuzz::{Input, memfd, open_descriptors, turn, wait};
+use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::driver::{self, Desc, DriverMemory};
 use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
@@ -72,35 +70,6 @@ impl Stage {
         let thread = IoThread::new(&config).expect("an IoThread");
         let source = source.expect("a disk");
         Self { thread, source, _file: file }
-    }
-
-    /// Steps the IoThread until it has given an answer, and sleeps while it says that there is
-    /// nothing to do: a wake that gets lost is a hang.
-    fn wait<T>(&self, pending: &Pending<T>) -> T {
-        loop {
-            let activity = self.turn();
-            if let Some(answer) = pending.poll() {
-                return answer;
-            }
-            if activity == Activity::Idle {
-                self.sleep();
-            }
-        }
-    }
-
-    fn turn(&self) -> Activity {
-        self.thread.turn(Wait::Never).expect("the kernel waits for events")
-    }
-
-    /// Until the IoThread's descriptor is readable or its deadline has come.
-    fn sleep(&self) {
-        let left = self.thread.deadline().map(|at| at.saturating_duration_since(Instant::now()));
-        let left = left.map(|left| Timespec::try_from(left).expect("deadlines are near"));
-        match poll(&mut [PollFd::new(&self.thread, PollFlags::IN)], left.as_ref()) {
-            // libFuzzer's clock interrupts.
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => panic!("cannot wait for an IoThread: {error}"),
-        }
     }
 }
 
@@ -219,7 +188,7 @@ impl<'a> Run<'a> {
             12 => self.change_memory(usize::from(input.u8()) % LAYOUTS.len()),
             13 => self.truncate(u64::from(input.u8()) << 12),
             _ => {
-                self.stage.turn();
+                turn(&self.stage.thread);
             }
         }
     }
@@ -256,12 +225,12 @@ impl<'a> Run<'a> {
         };
         let pending =
             self.device.begin_start_queue(index as u16, &self.stage.thread.remote(), setup);
-        self.queues[index].handle = self.stage.wait(&pending).ok();
+        self.queues[index].handle = wait(&self.stage.thread, &pending).ok();
     }
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = self.stage.wait(&handle.begin_stop());
+            let next_avail = wait(&self.stage.thread, &handle.begin_stop());
             if let Some(ring) = &mut self.queues[index].ring {
                 ring.next_avail = next_avail;
             }

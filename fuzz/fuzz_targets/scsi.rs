@@ -10,19 +10,16 @@
 use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
-use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
+use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use device::scsi::ScsiDevice;
 use device::scsi::access::DiskAccess;
 use device::scsi::address::UnitAddress;
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::UnitOptions;
-use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, Ring};
+use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
-use ringhaul_fuzz::{Input, open_descriptors};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use ringhaul_fuzz::{Input, open_descriptors, turn, wait};
 use virtqueue::GuestMemory;
 use virtqueue::driver::{Desc, Driver};
 
@@ -60,31 +57,6 @@ impl Stage {
         let source = DiskSource::file(file.path(), &DiskOptions::default()).expect("a disk");
         Self { thread: IoThread::new(&config).expect("an IoThread"), source, _file: file }
     }
-
-    fn turn(&self) -> Activity {
-        self.thread.turn(Wait::Never).expect("the kernel waits for events")
-    }
-
-    /// Steps the IoThread until it has given an answer, and sleeps while it says that there is
-    /// nothing to do: a wake that gets lost is a hang.
-    fn wait<T>(&self, pending: &Pending<T>) -> T {
-        loop {
-            let activity = self.turn();
-            if let Some(answer) = pending.poll() {
-                return answer;
-            }
-            if activity == Activity::Idle {
-                let now = Instant::now();
-                let left = self.thread.deadline().map(|at| at.saturating_duration_since(now));
-                let left = left.map(|left| Timespec::try_from(left).expect("deadlines are near"));
-                match poll(&mut [PollFd::new(&self.thread, PollFlags::IN)], left.as_ref()) {
-                    // libFuzzer's clock interrupts.
-                    Ok(_) | Err(Errno::INTR) => {}
-                    Err(error) => panic!("cannot wait for an IoThread: {error}"),
-                }
-            }
-        }
-    }
 }
 
 fuzz_target!(|bytes: &[u8]| {
@@ -98,7 +70,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         run.stop_all();
         drop(run);
-        stage.turn();
+        turn(&stage.thread);
         assert_eq!((stage.thread.io().ops(), stage.thread.io().tasks()), (0, 0), "a leak");
         assert_eq!(open_descriptors(), before, "a descriptor leaks");
     });
@@ -209,7 +181,7 @@ impl<'a> Run<'a> {
                 let _ = self.devices[device].config_space();
             }
             8..=11 => {
-                self.stage.turn();
+                turn(&self.stage.thread);
             }
             _ => self.command(device, choice >> 5 & 1, input),
         }
@@ -334,12 +306,12 @@ impl<'a> Run<'a> {
         let number = u16::try_from(number).expect("few");
         let remote = self.stage.thread.remote();
         let pending = self.devices[device].begin_start_queue(number, &remote, setup);
-        queue.handle = Some(self.stage.wait(&pending).expect("the ring is good"));
+        queue.handle = Some(wait(&self.stage.thread, &pending).expect("the ring is good"));
     }
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = self.stage.wait(&handle.begin_stop());
+            let next_avail = wait(&self.stage.thread, &handle.begin_stop());
             self.take_used();
             let queue = &mut self.queues[index];
             queue.ring.next_avail = next_avail;

@@ -1,8 +1,13 @@
-//! What the fuzz targets share: an input as a list of numbers, and a count of open descriptors.
+//! What the fuzz targets share: an input as a list of numbers, an IoThread that is stepped by hand,
+//! and a count of open descriptors.
 
 use std::fs::File;
+use std::time::Instant;
 
+use blockio::{Activity, IoThread, Pending, Wait};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::Errno;
 
 /// Takes an input apart. Behind its end there are zeroes, so that any input is a good one.
 pub struct Input<'a>(&'a [u8]);
@@ -59,6 +64,44 @@ impl<'a> Input<'a> {
     #[must_use]
     pub fn rest(self) -> &'a [u8] {
         self.0
+    }
+}
+
+/// Takes a turn that does not wait.
+///
+/// # Panics
+///
+/// When the kernel does not wait for events.
+pub fn turn(thread: &IoThread) -> Activity {
+    thread.turn(Wait::Never).expect("the kernel waits for events")
+}
+
+/// Steps the IoThread until it has given an answer, and sleeps while it says that there is nothing
+/// to do: a wake that gets lost is a hang.
+///
+/// # Panics
+///
+/// As [`turn`], and when the kernel does not wait for the thread.
+pub fn wait<T>(thread: &IoThread, pending: &Pending<T>) -> T {
+    loop {
+        let activity = turn(thread);
+        if let Some(answer) = pending.poll() {
+            return answer;
+        }
+        if activity == Activity::Idle {
+            sleep(thread);
+        }
+    }
+}
+
+/// Until the IoThread's descriptor is readable or its deadline has come.
+fn sleep(thread: &IoThread) {
+    let left = thread.deadline().map(|at| at.saturating_duration_since(Instant::now()));
+    let left = left.map(|left| Timespec::try_from(left).expect("deadlines are near"));
+    match poll(&mut [PollFd::new(thread, PollFlags::IN)], left.as_ref()) {
+        // libFuzzer's clock interrupts.
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(error) => panic!("cannot wait for an IoThread: {error}"),
     }
 }
 
