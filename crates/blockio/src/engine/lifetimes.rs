@@ -12,18 +12,21 @@ use crate::disk::{Disk, DiskOptions, DiskSource};
 use crate::io::Io;
 use crate::io_thread::IoThread;
 use iomem::Buffers;
+use tempfile::TempPath;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
 
-fn temp_file(fill: u8) -> tempfile::NamedTempFile {
+/// The test does not have the file open: a process that has is not given the time that the kernel
+/// takes to close a file of its own accord, after a flush by one of its workers for example.
+fn temp_file(fill: u8) -> TempPath {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     std::fs::write(file.path(), vec![fill; 1 << 20]).unwrap();
-    file
+    file.into_temp_path()
 }
 
-fn open(file: &tempfile::NamedTempFile) -> DiskSource {
+fn open(file: &TempPath) -> DiskSource {
     let options = DiskOptions { direct: true, ..DiskOptions::default() };
-    DiskSource::file(file.path(), &options).unwrap()
+    DiskSource::file(file, &options).unwrap()
 }
 
 fn poll_once<T>(future: impl Future<Output = T>) -> Poll<T> {
@@ -118,7 +121,7 @@ fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
             while thread.io().ops() > 0 {
                 thread.turn(crate::turn::Wait::ForEvent).unwrap();
             }
-            let at = |file: &tempfile::NamedTempFile| std::fs::read(file.path()).unwrap()[4096];
+            let at = |file: &TempPath| std::fs::read(file).unwrap()[4096];
             assert_eq!((at(&a), at(&b)), (round + 1, 0), "sqpoll {sqpoll}, round {round}");
         }
     }
