@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use ringhaul::log::{self, LogFormat, parse_filter};
-use ringhaul::options::{CAPABILITIES, ServeArgs};
+use ringhaul::options::{DeviceKind, ServeArgs, capabilities};
 use ringhaul_bench::BenchError;
 
 /// The daemon cannot start, or the command line makes no sense.
@@ -51,8 +51,8 @@ fn check_filter(text: &str) -> Result<String, String> {
 
 fn main() -> ExitCode {
     let CommandLine { arguments, capabilities } = command_line();
-    if capabilities {
-        return print_capabilities();
+    if let Some(device) = capabilities {
+        return print_capabilities(device);
     }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
@@ -117,8 +117,8 @@ fn one_line(error: &clap::Error) -> String {
     format!("{}; see --help", said.trim_start_matches("error: "))
 }
 
-fn print_capabilities() -> ExitCode {
-    match writeln!(std::io::stdout(), "{CAPABILITIES}") {
+fn print_capabilities(device: DeviceKind) -> ExitCode {
+    match writeln!(std::io::stdout(), "{}", capabilities(device)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("ringhaul: cannot write the capabilities to standard output: {error}");
@@ -130,8 +130,9 @@ fn print_capabilities() -> ExitCode {
 /// What the program was called with.
 struct CommandLine {
     arguments: Vec<OsString>,
-    /// The conventions for vhost-user back-ends ask to ignore all other options then.
-    capabilities: bool,
+    /// The device whose capabilities are to be printed. The conventions for vhost-user back-ends
+    /// ask to ignore all other options then.
+    capabilities: Option<DeviceKind>,
 }
 
 /// The command line, with `serve` put in where it is left out: management programs start a
@@ -153,5 +154,13 @@ fn command_line() -> CommandLine {
     }
     let is_serve = arguments.get(index).is_some_and(|first| first == "serve");
     let asked = arguments.iter().any(|argument| argument == "--print-capabilities");
-    CommandLine { arguments, capabilities: is_serve && asked }
+    let capabilities = (is_serve && asked).then(|| device_kind(&arguments));
+    CommandLine { arguments, capabilities }
+}
+
+/// What `--device` says, on a command line that need not make sense otherwise.
+fn device_kind(arguments: &[OsString]) -> DeviceKind {
+    let is_scsi = arguments.iter().any(|argument| argument == "--device=scsi")
+        || arguments.windows(2).any(|pair| pair[0] == "--device" && pair[1] == "scsi");
+    if is_scsi { DeviceKind::Scsi } else { DeviceKind::Blk }
 }

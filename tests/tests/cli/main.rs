@@ -1,5 +1,6 @@
 //! The commands of `ringhaul` as their users see them: options, messages and exit statuses.
 
+mod back_end;
 mod bench;
 mod bench_file;
 mod bench_scsi;

@@ -1,25 +1,17 @@
-//! Options that are impossible, options that take effect, and what the back-end program
-//! conventions of vhost-user ask for.
+//! Options that are impossible, and options that take effect.
 
-use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{
-    Finished, READY, Refusals, Running, bench, ringhaul, ringhaul_under, run, serve,
-};
+use ringhaul_kit::cli::{READY, Refusals, Running, bench, ringhaul, ringhaul_under, run, serve};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
-use serde_json::Value;
 use virtqueue::QueueConfig;
 
 use crate::{DISK_BYTES, scene};
-
-/// The discovery file, to be installed in /usr/share/qemu/vhost-user.
-const DISCOVERY: &str = include_str!("../../../contrib/50-ringhaul.json");
 
 #[test]
 fn impossible_options_are_refused() -> Result<()> {
@@ -106,25 +98,6 @@ fn impossible_disks_are_refused() -> Result<()> {
     refusals.finish()
 }
 
-/// How management programs start a back-end.
-#[test]
-fn options_alone_are_those_of_serve() -> Result<()> {
-    let scene = scene()?;
-    let file = scene.disk("disk.img", DISK_BYTES)?;
-    let socket = scene.socket("disk.sock");
-    let (socket_name, file_name) = (socket.display(), file.display());
-    let spaced = [format!("--socket-path={socket_name}"), format!("--blk-file={file_name}")];
-    let swapped = [format!("--blk-file={file_name}"), format!("--socket-path={socket_name}")];
-    let flag_first = ["--read-only".to_owned(), spaced[0].clone(), spaced[1].clone()];
-    for arguments in [&spaced[..], &swapped[..], &flag_first[..]] {
-        let mut daemon = Running::serve(ringhaul()?.args(arguments))?;
-        run(&mut bench(&socket, "--rw randread --number_ios 50")?)?.expect_code(0)?;
-        daemon.signal(Signal::TERM)?;
-        daemon.finish()?.expect_code(0)?;
-    }
-    Ok(())
-}
-
 #[test]
 fn auto_says_what_it_chose_and_why() -> Result<()> {
     let scene = scene()?;
@@ -206,60 +179,6 @@ fn as_many_queues_as_can_be_named() -> Result<()> {
     drop(frontend);
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
-    Ok(())
-}
-
-fn capabilities(arguments: &[&str]) -> Result<Value> {
-    let finished = run(ringhaul()?.args(arguments))?.expect_code(0)?;
-    let Finished { stdout, stderr, .. } = &finished;
-    ensure!(stderr.is_empty(), "on stderr:\n{stderr}");
-    serde_json::from_str(stdout).with_context(|| format!("no JSON:\n{stdout}"))
-}
-
-/// "Other options and arguments should be ignored."
-#[test]
-fn capabilities_are_printed_whatever_else_is_asked() -> Result<()> {
-    for arguments in [
-        &["--print-capabilities"][..],
-        &["serve", "--print-capabilities"],
-        &["--socket-path", "/nonexistent/socket", "--print-capabilities"],
-        &["--print-capabilities", "--blk-file", "/nonexistent", "--disk", "null,size=1G"],
-        &["--print-capabilities", "--unknown-option"],
-        &["--fd=3", "--print-capabilities", "argument"],
-    ] {
-        let printed = capabilities(arguments).with_context(|| format!("{arguments:?}"))?;
-        ensure!(printed["type"] == "block", "{arguments:?}: {printed}");
-    }
-    Ok(())
-}
-
-/// The schema is docs/interop/vhost-user.json of the QEMU project: `VhostUserBackend` for the
-/// file, `VHostUserBackendCapabilities` for what is printed.
-#[test]
-fn the_discovery_file_fits_the_schema_and_the_program() -> Result<()> {
-    let file: Value = serde_json::from_str(DISCOVERY).context("the discovery file is no JSON")?;
-    let object = file.as_object().context("the discovery file is no object")?;
-    let known = ["description", "type", "binary", "tags"];
-    let unknown: Vec<&String> = object.keys().filter(|key| !known.contains(&&***key)).collect();
-    ensure!(unknown.is_empty(), "the schema has no {unknown:?}");
-    for key in ["description", "type", "binary"] {
-        let text = file[key].as_str().with_context(|| format!("{key} is no string"))?;
-        ensure!(!text.is_empty(), "{key} is empty");
-    }
-    let binary = file["binary"].as_str().map(Path::new).context("there is no binary")?;
-    ensure!(binary.is_absolute() && binary.ends_with("ringhaul"), "{}", binary.display());
-    let tags = file["tags"].as_array().context("the tags are not a list")?;
-    ensure!(tags.iter().all(Value::is_string), "not all tags are strings");
-
-    let printed = capabilities(&["--print-capabilities"])?;
-    ensure!(printed["type"] == file["type"], "{} and {}", printed["type"], file["type"]);
-    let features = printed["features"].as_array().context("the features are not a list")?;
-    // All that the schema has for block devices; the options of these names exist, as other tests
-    // here show.
-    for feature in ["read-only", "blk-file"] {
-        ensure!(features.contains(&feature.into()), "{feature} is missing in {printed}");
-    }
-    ensure!(features.len() == 2, "the schema has no such features: {printed}");
     Ok(())
 }
 
