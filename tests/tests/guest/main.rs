@@ -3,6 +3,7 @@
 //! A boot takes seconds, so each test does as much with one guest as it can. Where no KVM works,
 //! guests run under TCG, and all of this takes a few minutes.
 
+mod conformance;
 mod polling;
 mod scsi;
 

@@ -21,17 +21,18 @@ use super::cpio::Archive;
 use super::kernel::{self, Kernel};
 
 /// Change it when the layout of the image changes without a change of its inputs.
-const LAYOUT: u32 = 2;
+const LAYOUT: u32 = 3;
 
 /// The first process of the guest.
 const INIT: &str = include_str!("init");
 
 /// Tools beside busybox, and the Debian packages that hold them.
-const TOOLS: [(&str, &str); 24] = [
+const TOOLS: [(&str, &str); 25] = [
     ("fio", "fio"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("blkdiscard", "util-linux"),
+    ("iscsi-test-cu", "libiscsi-bin"),
     ("lsblk", "util-linux"),
     ("sg_compare_and_write", "sg3-utils"),
     ("sg_get_lba_status", "sg3-utils"),

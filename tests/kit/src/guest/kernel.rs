@@ -17,7 +17,8 @@ const META_PACKAGES: [&str; 3] =
     ["linux-image-cloud-amd64", "linux-image-virtual", "linux-image-kvm"];
 
 /// What a guest needs to see its disks and to mount ext4. What they depend on comes along.
-const REQUIRED_MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "ext4"];
+const REQUIRED_MODULES: [&str; 6] =
+    ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "sg", "ext4"];
 
 /// ext4 asks for this one by a name that its dependencies do not show. Newer kernels do without.
 const OPTIONAL_MODULES: [&str; 1] = ["crc32c_generic"];
