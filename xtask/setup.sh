@@ -13,8 +13,8 @@ set -eu
 
 # For the guests of the tests (QEMU, their tools), and to count system calls.
 QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils"
-PACKAGES="fio busybox-static btrfs-progs e2fsprogs libiscsi-bin sg3-utils xfsprogs"
-PACKAGES="$PACKAGES util-linux xz-utils zstd strace"
+PACKAGES="fio busybox-static btrfs-progs dosfstools e2fsprogs libiscsi-bin mtools"
+PACKAGES="$PACKAGES sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
 
 # The guests' kernel, Debian's or Ubuntu's; the tests download it, it is not installed.
 KERNEL_PACKAGES="linux-image-cloud-amd64 linux-image-virtual"

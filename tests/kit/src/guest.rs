@@ -13,6 +13,6 @@ mod vm;
 
 pub use accelerator::Accelerator;
 pub use channel::Stop;
-pub use image::{Image, shared_libraries};
+pub use image::{BOOTED_FROM_DISK, Image, shared_libraries};
 pub use qemu::QemuCrashed;
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

@@ -6,6 +6,7 @@
 mod conformance;
 mod polling;
 mod scsi;
+mod scsi_boot;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -98,16 +99,19 @@ impl Scene {
 }
 
 fn boot(exports: &[&Export]) -> Result<Vm> {
-    let image = Image::prepare()?;
-    let accelerator = Accelerator::choose(&image)?;
+    boot_with(&Image::prepare()?, exports, VmOptions::default())
+}
+
+/// A guest with these disks, which is otherwise as `options` say.
+fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<Vm> {
+    let accelerator = Accelerator::choose(image)?;
     let disks = exports.iter().map(|export| Disk {
         bus: if export.units.is_some() { Bus::Scsi } else { Bus::Blk },
         socket: export.socket.clone(),
         num_queues: export.num_queues,
         queue_size: export.queue_size,
     });
-    let options = VmOptions { disks: disks.collect(), ..VmOptions::default() };
-    Vm::boot(&image, accelerator, &options)
+    Vm::boot(image, accelerator, &VmOptions { disks: disks.collect(), ..options })
 }
 
 /// Runs a scenario, and all of it again, with a fresh server and fresh files, when QEMU died of an

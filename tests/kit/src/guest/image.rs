@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use ringhaul_tools::process::output;
 use ringhaul_tools::workspace;
 use rustix::fs::{FlockOperation, flock};
 
@@ -21,7 +22,7 @@ use super::cpio::Archive;
 use super::kernel::{self, Kernel};
 
 /// Change it when the layout of the image changes without a change of its inputs.
-const LAYOUT: u32 = 3;
+const LAYOUT: u32 = 4;
 
 /// The first process of the guest.
 const INIT: &str = include_str!("init");
@@ -55,6 +56,23 @@ const TOOLS: [(&str, &str); 25] = [
     ("sg_write_same", "sg3-utils"),
 ];
 
+/// A package of which guests need one program, with which udev names SCSI disks. To install it
+/// would replace what makes the device nodes of this machine.
+const UDEV: &str = "udev";
+
+/// Where that program may be in the package.
+const SCSI_ID: [&str; 2] = ["usr/lib/udev/scsi_id", "lib/udev/scsi_id"];
+
+/// What the kernel is told. A guest that panics boots again at once, which is noticed; one that
+/// hangs is not.
+pub(crate) const KERNEL_OPTIONS: &str = "console=ttyS0 loglevel=5 panic=-1 mitigations=off";
+
+/// What a kernel is told in addition that a boot loader has loaded.
+pub const BOOTED_FROM_DISK: &str = "booted-from-disk";
+
+/// A disk that a guest can boot from: kernel and initramfs, with room for a file system.
+const BOOT_DISK_BYTES: u64 = 256 << 20;
+
 /// Without it mke2fs does not know what ext4 is and makes a file system without extents.
 const MKE2FS_CONFIG: &str = "/etc/mke2fs.conf";
 
@@ -81,7 +99,7 @@ impl Image {
         let folder = guest_dir()?.join(format!("image-{:016x}", inputs.key()));
         match Self::open(&folder) {
             Some(image) => Ok(image),
-            None => build(&inputs, &folder),
+            None => build(inputs, &folder),
         }
     }
 
@@ -97,7 +115,37 @@ impl Image {
             std::fs::remove_dir_all(&folder)
                 .with_context(|| format!("removing the old image {}", folder.display()))?;
         }
-        build(&inputs, &folder)
+        build(inputs, &folder)
+    }
+
+    /// Makes a disk at `path` with a boot loader, the kernel and the initramfs, for BIOS firmware.
+    ///
+    /// # Errors
+    /// When a tool is not installed, and when the disk cannot be made.
+    pub fn make_boot_disk(&self, path: &Path) -> Result<()> {
+        let making = || format!("making the disk {}", path.display());
+        File::create_new(path)
+            .and_then(|file| file.set_len(BOOT_DISK_BYTES))
+            .with_context(making)?;
+        output(Command::new(find_program("mkfs.fat", "dosfstools")?).args(["-F", "32"]).arg(path))
+            .with_context(making)?;
+        output(Command::new(find_program("syslinux", "syslinux")?).arg("--install").arg(path))
+            .with_context(making)?;
+        let loader = tempfile::NamedTempFile::new().context("making the loader's configuration")?;
+        let text = format!(
+            "DEFAULT guest\nLABEL guest\nKERNEL kernel\nINITRD initrd\n\
+             APPEND {KERNEL_OPTIONS} {BOOTED_FROM_DISK}\n"
+        );
+        std::fs::write(loader.path(), text).context("writing the loader's configuration")?;
+        for (file, name) in [
+            (loader.path(), "::syslinux.cfg"),
+            (&*self.kernel, "::kernel"),
+            (&*self.initramfs, "::initrd"),
+        ] {
+            let mut copy = Command::new(find_program("mcopy", "mtools")?);
+            output(copy.arg("-i").arg(path).arg(file).arg(name)).with_context(making)?;
+        }
+        Ok(())
     }
 
     fn open(folder: &Path) -> Option<Self> {
@@ -176,7 +224,7 @@ impl Inputs {
     }
 }
 
-fn build(inputs: &Inputs, folder: &Path) -> Result<Image> {
+fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
     eprintln!("guest: building an image (a kernel is downloaded once)");
     let parent = guest_dir()?;
     // Everything happens beside the final place, so that a half-made image is never found.
@@ -185,13 +233,20 @@ fn build(inputs: &Inputs, folder: &Path) -> Result<Image> {
         .tempdir_in(&parent)
         .with_context(|| format!("making a folder in {}", parent.display()))?;
     let unpacked = staging.path().join("unpacked");
+    let udev = staging.path().join("udev");
     let made = staging.path().join("image");
-    for folder in [&unpacked, &made] {
+    for folder in [&unpacked, &udev, &made] {
         std::fs::create_dir(folder).with_context(|| format!("making {}", folder.display()))?;
     }
     let kernel = kernel::fetch(&unpacked)?;
+    kernel::download(&[UDEV.to_owned()], &udev)?;
+    let scsi_id = SCSI_ID.into_iter().map(|path| udev.join(path)).find(|path| path.is_file());
+    let scsi_id = scsi_id.context("the package udev has no scsi_id where it is expected")?;
+    let mut inputs = inputs;
+    inputs.libraries.extend(shared_libraries(&scsi_id)?);
+    inputs.tools.push(scsi_id);
     std::fs::copy(&kernel.vmlinuz, made.join("vmlinuz")).context("copying the kernel")?;
-    write_initramfs(inputs, &kernel, &made.join("initramfs.cpio"))?;
+    write_initramfs(&inputs, &kernel, &made.join("initramfs.cpio"))?;
     std::fs::write(made.join("kernel-version"), &kernel.version)
         .context("writing the kernel's version")?;
     std::fs::rename(&made, folder)

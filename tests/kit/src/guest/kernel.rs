@@ -66,7 +66,7 @@ pub(crate) fn fetch(folder: &Path) -> Result<Kernel> {
     let mut packages = vec![image.clone()];
     // Ubuntu keeps the modules in a package of their own.
     packages.extend(dependency(&description, "linux-modules-"));
-    download_and_unpack(&packages, folder)?;
+    download(&packages, folder)?;
 
     let release = image.trim_start_matches("linux-image-").trim_start_matches("unsigned-");
     let vmlinuz = folder.join(format!("boot/vmlinuz-{release}"));
@@ -92,9 +92,17 @@ fn show(package: &str) -> Result<String> {
     output(Command::new("apt-cache").args(["show", "--no-all-versions", package]))
 }
 
-fn download_and_unpack(packages: &[String], folder: &Path) -> Result<()> {
+/// Downloads packages and unpacks them in `folder`.
+///
+/// # Errors
+/// When apt cannot fetch one.
+pub(crate) fn download(packages: &[String], folder: &Path) -> Result<()> {
+    let downloading = || {
+        let packages = packages.join(" ");
+        format!("downloading {packages} for guests; run apt-get update if apt's lists are old")
+    };
     output(Command::new("apt-get").arg("download").args(packages).current_dir(folder))
-        .context("downloading the guest's kernel; run apt-get update if apt's lists are old")?;
+        .with_context(downloading)?;
     for path in files_below(folder)? {
         if path.extension() == Some(OsStr::new("deb")) {
             output(Command::new("dpkg-deb").arg("--extract").args([&path, folder]))?;

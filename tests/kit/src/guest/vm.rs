@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use super::accelerator::Accelerator;
 use super::channel::{Console, LineChannel, Monitor, Stop};
-use super::image::{Image, find_program};
+use super::image::{Image, KERNEL_OPTIONS, find_program};
 use super::qemu::{Qemu, QemuCrashed};
 
 /// What the guest's init says when the kernel has started it, before it loads any driver.
@@ -55,6 +55,9 @@ pub struct Disk {
 pub struct VmOptions {
     /// Its disks, /dev/vda first.
     pub disks: Vec<Disk>,
+    /// The firmware boots from LUN 0 of this target of the first of the disks, which is virtio-scsi
+    /// (see [`Image::make_boot_disk`]). `None`: QEMU loads the kernel.
+    pub boot_target: Option<u8>,
     /// Its memory in MiB.
     pub memory_mib: u32,
     /// Its processors.
@@ -77,6 +80,7 @@ impl Default for VmOptions {
     fn default() -> Self {
         Self {
             disks: Vec::new(),
+            boot_target: None,
             memory_mib: 1024,
             vcpus: 2,
             boot_limit: Duration::from_secs(90),
@@ -327,17 +331,15 @@ fn qemu_command(
         .args(["-smp", &options.vcpus.to_string()])
         .args(["-m", &format!("{memory}M")])
         .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
-        .arg("-kernel")
-        .arg(&image.kernel)
-        .arg("-initrd")
-        .arg(&image.initramfs)
-        // A guest that panics boots again at once, which is noticed; one that hangs is not.
-        .args(["-append", "console=ttyS0 loglevel=5 panic=-1 mitigations=off"])
         .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
         .args(socket_chardev("agent", &folder.join("agent"), ""))
         .args(["-serial", "chardev:agent"])
         .args(socket_chardev("monitor", &folder.join("monitor"), ""))
         .args(["-mon", "chardev=monitor,mode=control"]);
+    if options.boot_target.is_none() {
+        command.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
+        command.args(["-append", KERNEL_OPTIONS]);
+    }
     for (index, disk) in options.disks.iter().enumerate() {
         let id = format!("disk{index}");
         let (queues, size) = (disk.num_queues, disk.queue_size);
@@ -345,9 +347,13 @@ fn qemu_command(
             Bus::Blk => format!("vhost-user-blk-pci,num-queues={queues},queue-size={size}"),
             Bus::Scsi => format!("vhost-user-scsi-pci,num_queues={queues},virtqueue_size={size}"),
         };
+        let boot = match options.boot_target {
+            Some(target) if index == 0 => format!(",bootindex=1,boot_tpgt={target}"),
+            _ => String::new(),
+        };
         command
             .args(socket_chardev(&id, &disk.socket, reconnect))
-            .args(["-device", &format!("{device},chardev={id}")]);
+            .args(["-device", &format!("{device},chardev={id}{boot}")]);
     }
     Ok(command)
 }
