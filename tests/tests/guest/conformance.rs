@@ -194,7 +194,7 @@ fn conformance() -> Result<()> {
     let read_only = node(&mut vm, "0:2", "scsi_generic")?;
     let reading =
         ["Inquiry", "Mandatory", "ModeSense6", "Read10", "Read16", "ReadOnly", "Verify10"];
-    check(&mut vm, &read_only, &reading, false)?;
+    check(&mut vm, &read_only, &reading, true)?;
 
     vm.power_off(LIMIT)?;
     check_clean_exit(&mut server)

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use blockio::{Disk, Unfinished};
 use iomem::{BufferMemory, Buffers};
 
-use super::cdb::Cdb;
+use super::cdb::{Cdb, UNMAP};
 use super::outcome::{Data, Failure, Moved};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
@@ -159,10 +159,10 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
 pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     const HEADER: usize = 8;
     const DESCRIPTOR: usize = 16;
-    check_writable(local)?;
     if !local.unit.can_unmap() {
         return Err(Sense::UNKNOWN_OPCODE.into());
     }
+    check_writable(local)?;
     let length = usize::from(cdb.u16(7));
     if length == 0 {
         return Ok(0);
@@ -201,11 +201,11 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
 
 /// Writes one block over and over (SBC-4, section 5.54).
 pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
-    check_writable(local)?;
-    let (unmaps, has_none) = (cdb.byte(1) & 8 != 0, cdb.byte(1) & 1 != 0);
+    let (unmaps, has_none) = (cdb.byte(1) & UNMAP != 0, cdb.byte(1) & 1 != 0);
     if unmaps && !local.unit.can_unmap() {
         return Err(Sense::in_cdb(1, Some(3)).into());
     }
+    check_writable(local)?;
     let info = local.disk.info();
     let (lba, count) = cdb.blocks();
     let whole = range(&local.disk, (lba, count))?;

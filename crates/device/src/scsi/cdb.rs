@@ -64,6 +64,23 @@ pub(crate) struct Command {
     zero: u128,
 }
 
+impl Command {
+    /// The CDB usage data of a unit whose blocks can be unmapped, or cannot. `None`: such a unit
+    /// does not have the command.
+    pub(crate) fn usage_of(&self, can_unmap: bool) -> Option<Vec<u8>> {
+        let mut usage = self.usage.to_vec();
+        match self.op {
+            Op::Unmap if !can_unmap => return None,
+            Op::WriteSame if !can_unmap => usage[1] &= !UNMAP,
+            _ => {}
+        }
+        Some(usage)
+    }
+}
+
+/// Of the second byte of WRITE SAME.
+pub(crate) const UNMAP: u8 = 0x08;
+
 /// Bits that a field of any value has.
 const F: u8 = 0xff;
 /// Of the second byte.

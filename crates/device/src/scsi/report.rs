@@ -158,15 +158,15 @@ pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
 /// Timeouts of commands: none are known.
 const TIMEOUTS: [u8; 12] = [0, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-pub(super) fn opcodes(cdb: &Cdb, data: &Data) -> Moved {
+pub(super) fn opcodes(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     let has_timeouts = cdb.byte(2) & 0x80 != 0;
     let (opcode, action) = (cdb.byte(3), cdb.u16(4));
     let one = |found: Option<&Command>| {
         let mut answer = vec![0, 1, 0, 0];
-        if let Some(command) = found {
+        if let Some(usage) = found.and_then(|command| command.usage_of(unit.can_unmap())) {
             answer[1] = 3 | if has_timeouts { 0x80 } else { 0 };
-            answer[3] = iomem::fits(command.usage.len(), "bytes of a CDB");
-            answer.extend(command.usage);
+            answer[3] = iomem::fits(usage.len(), "bytes of a CDB");
+            answer.extend(usage);
             answer.extend(has_timeouts.then_some(TIMEOUTS).iter().flatten());
         }
         answer
@@ -174,7 +174,7 @@ pub(super) fn opcodes(cdb: &Cdb, data: &Data) -> Moved {
     let action_byte = u8::try_from(action).ok();
     let has_actions = find(opcode, None).map(|command| command.has_service_action);
     let answer = match cdb.byte(2) & 7 {
-        0 => all_opcodes(has_timeouts),
+        0 => all_opcodes(unit, has_timeouts),
         1 if has_actions == Some(true) => return Err(Sense::in_cdb(2, Some(2)).into()),
         1 => one(find(opcode, None)),
         2 if has_actions == Some(false) => return Err(Sense::in_cdb(2, Some(2)).into()),
@@ -189,9 +189,10 @@ pub(super) fn opcodes(cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, iomem::fits(cdb.u32(6), "an allocation length"))
 }
 
-fn all_opcodes(has_timeouts: bool) -> Vec<u8> {
+fn all_opcodes(unit: &Unit, has_timeouts: bool) -> Vec<u8> {
     let mut list = Vec::new();
-    for command in COMMANDS {
+    let can_unmap = unit.can_unmap();
+    for command in COMMANDS.iter().filter(|command| command.usage_of(can_unmap).is_some()) {
         let action = if command.has_service_action { command.usage[1] & 0x1f } else { 0 };
         let flags = u8::from(command.has_service_action) | if has_timeouts { 2 } else { 0 };
         let length = iomem::fits(command.usage.len(), "bytes of a CDB");

@@ -214,7 +214,7 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         Op::ReadCapacity16 => report::read_capacity16(unit, cdb, data),
         Op::GetLbaStatus => report::lba_status(unit, cdb, data),
         Op::ReportLuns => report::luns(units, unit, cdb, data),
-        Op::ReportOpcodes => report::opcodes(cdb, data),
+        Op::ReportOpcodes => report::opcodes(unit, cdb, data),
         Op::ReportTaskManagement => report::task_management(cdb, data),
         Op::ReserveIn => reserve::reserve_in(unit, cdb, data),
         Op::Read

@@ -363,6 +363,35 @@ fn commands_report_what_there_is() {
 }
 
 #[test]
+fn a_thick_unit_neither_has_nor_names_what_unmaps() {
+    let one = |opcode: u8| [0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0];
+    let all = [0xa3, 0x0c, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0];
+    let capacity = cdb16(0x9e, 0x10, 0, 32);
+    let limits = [0x12, 1, 0xb0, 0, 64, 0];
+    let provisioning = [0x12, 1, 0xb2, 0, 8, 0];
+    for discard in [true, false] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        let options = UnitOptions { discard, ..options() };
+        let mut unit = Initiator::on(Arc::new(disk), &DiskOptions::default(), options);
+        let is_unmap = |command: &[u8]| command[0] == 0x42;
+        let names_it = unit.good(&all, &[], 4096)[4..].chunks(8).any(is_unmap);
+        assert_eq!(names_it, discard);
+        assert_eq!(unit.good(&one(0x42), &[], 256)[1], if discard { 3 } else { 1 });
+        for opcode in [0x41, 0x93] {
+            assert_eq!(unit.good(&one(opcode), &[], 256)[5] & 8 != 0, discard);
+        }
+        assert_eq!(unit.good(&capacity, &[], 32)[14] & 0x80 != 0, discard);
+        assert_eq!(unit.good(&limits, &[], 64)[20..24] != [0; 4], discard);
+        assert_eq!(unit.good(&provisioning, &[], 8)[5..7] != [0; 2], discard);
+        let unmap = unit.run(&cdb10(0x42, 0, 0, 0), &[], 0);
+        let same = unit.run(&cdb10(0x41, 8, 0, 1), &[0; BLOCK], 0);
+        let expected = if discard { [[0; 3]; 2] } else { [[5, 0x20, 0], [5, 0x24, 0]] };
+        assert_eq!([unmap.sense, same.sense], expected);
+    }
+}
+
+#[test]
 fn a_request_without_room_for_a_response_stops_its_queue() {
     let mut initiator = Initiator::new();
     initiator.scene.offer(&[Desc::readable(DATA, 51), Desc::writable(RESPONSE, 107)]);

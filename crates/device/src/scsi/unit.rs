@@ -161,8 +161,9 @@ impl Unit {
         self.write_cache.store(on, Ordering::Relaxed);
     }
 
-    /// Whether blocks can be given back.
+    /// Whether blocks can be given back, unless the medium is write-protected: it is thin either
+    /// way.
     pub(crate) fn can_unmap(&self) -> bool {
-        self.options.discard && !self.info().read_only
+        self.options.discard
     }
 }
