@@ -27,7 +27,7 @@ pub(crate) const RING: Ring =
 pub(crate) const DATA: u64 = 0x1_0000;
 const MEMORY_BYTES: u64 = 1 << 20;
 /// A limit that only ends a hopeless wait.
-const HOPELESS: Duration = Duration::from_secs(60);
+pub(crate) const HOPELESS: Duration = Duration::from_secs(60);
 
 /// Events as lines.
 #[derive(Default)]

@@ -1,5 +1,6 @@
-//! What all units on one disk share, in whichever devices they are: its persistent reservations,
-//! and commands that exclude all others.
+//! What all units on one disk share, in whichever devices they are. To initiators they are one
+//! logical unit, which each reaches by a nexus of its own: it has one set of tasks, one set of mode
+//! parameters and one set of persistent reservations, and one command may exclude all others.
 
 use std::future::poll_fn;
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use std::task::{Poll, Waker};
 
 use super::persist::{Attached, FileError, Nexus, PortInUse, PortName, Reservations};
 use super::sense::Sense;
-use super::task_set::Waiting;
+use super::task_set::{Abort, How, Waiting};
 
 /// A unit on the disk, as those in other devices reach it.
 pub(crate) trait Peer: Send + Sync {
@@ -19,11 +20,21 @@ pub(crate) trait Peer: Send + Sync {
     /// Has its initiator learn of something with its next command.
     fn add_attention(&self, sense: Sense);
 
-    /// Aborts its tasks, except the one with this tag. They have ended when this is ready.
-    fn abort(&self, except: Option<u64>) -> Option<Waiting>;
+    /// Does what `how` says with its tasks, except the one with this tag.
+    fn cover(&self, how: How, except: Option<u64>) -> Option<Waiting>;
 
-    /// Ready when its tasks have ended that have the medium, except the one with this tag.
-    fn drain(&self, except: Option<u64>) -> Option<Waiting>;
+    /// The file or device behind the disk may have another size.
+    fn refresh(&self);
+}
+
+/// The tasks of a nexus that were looked for, when they have ended.
+pub(crate) struct Covered {
+    pub(crate) nexus: Nexus,
+    pub(crate) peer: Arc<dyn Peer>,
+    /// How many there were.
+    pub(crate) found: usize,
+    /// Some may be carried out later, as if nobody had asked.
+    pub(crate) has_lost: bool,
 }
 
 /// What the units on one disk share. Whoever has several exports of a disk makes one for it.
@@ -34,6 +45,10 @@ pub struct DiskAccess {
     is_changing: AtomicBool,
     /// One command has the medium to itself.
     is_exclusive: AtomicBool,
+    /// STOP UNIT was the last that was heard.
+    is_stopped: AtomicBool,
+    /// An initiator has cleared WCE of the caching mode page.
+    cache_is_off: AtomicBool,
     /// Those who wait for that to end.
     waiting: Mutex<Vec<Waker>>,
 }
@@ -67,6 +82,8 @@ impl DiskAccess {
             peers: Mutex::default(),
             is_changing: AtomicBool::new(false),
             is_exclusive: AtomicBool::new(false),
+            is_stopped: AtomicBool::new(false),
+            cache_is_off: AtomicBool::new(false),
             waiting: Mutex::default(),
         })
     }
@@ -82,10 +99,97 @@ impl DiskAccess {
         peers.push((nexus, peer));
     }
 
-    /// The unit of a nexus, unless it has gone.
-    pub(crate) fn peer(&self, nexus: Nexus) -> Option<Arc<dyn Peer>> {
+    /// Has the initiator of a nexus learn of something, unless its unit has gone.
+    pub(crate) fn tell(&self, nexus: Nexus, sense: Sense) {
+        self.tell_if(|other| other == nexus, sense);
+    }
+
+    /// Has all initiators learn of something.
+    pub(crate) fn tell_all(&self, sense: Sense) {
+        self.tell_if(|_| true, sense);
+    }
+
+    /// Has all initiators but that of `nexus` learn of something.
+    pub(crate) fn tell_others(&self, nexus: Nexus, sense: Sense) {
+        self.tell_if(|other| other != nexus, sense);
+    }
+
+    fn tell_if(&self, is_meant: impl Fn(Nexus) -> bool, sense: Sense) {
         let peers = lock(&self.peers);
-        peers.iter().find(|(other, _)| *other == nexus).map(|(_, peer)| Arc::clone(peer))
+        let meant = peers.iter().filter(|(nexus, _)| is_meant(*nexus));
+        meant.for_each(|(_, peer)| peer.add_attention(sense));
+    }
+
+    /// The disk has another size: all initiators learn of it.
+    pub(crate) fn refresh(&self) {
+        // Not under the lock, since this asks the file system.
+        let peers = lock(&self.peers).clone();
+        peers.iter().for_each(|(_, peer)| peer.refresh());
+    }
+
+    /// Whether no other unit is on the disk.
+    pub(crate) fn is_alone(&self, nexus: Nexus) -> bool {
+        lock(&self.peers).iter().all(|(other, peer)| *other == nexus || peer.is_gone())
+    }
+
+    #[inline]
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_stopped(&self, stopped: bool) {
+        self.is_stopped.store(stopped, Ordering::Relaxed);
+    }
+
+    /// Whether initiators have switched the write cache off.
+    #[inline]
+    pub(crate) fn cache_is_off(&self) -> bool {
+        self.cache_is_off.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_cache_off(&self, off: bool) {
+        self.cache_is_off.store(off, Ordering::Relaxed);
+    }
+
+    /// Back to what it was when the first unit on the disk was made.
+    pub(crate) fn reset(&self) {
+        self.set_stopped(false);
+        self.set_cache_off(false);
+    }
+
+    /// Looks for tasks of all nexuses and does with them what `how` says of each, if anything: with
+    /// all but the one with the tag. Returns when those have ended that are waited for.
+    pub(crate) async fn cover(
+        &self,
+        how: impl Fn(Nexus) -> Option<(How, Option<u64>)>,
+    ) -> Vec<Covered> {
+        let look = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
+            let (how, except) = how(*nexus)?;
+            Some((*nexus, Arc::clone(peer), peer.cover(how, except)?))
+        };
+        let all: Vec<_> = lock(&self.peers).iter().filter_map(look).collect();
+        let mut covered = Vec::new();
+        for (nexus, peer, tasks) in all {
+            let found = poll_fn(|cx| tasks.poll(cx)).await;
+            covered.push(Covered { nexus, peer, found, has_lost: tasks.has_lost() });
+        }
+        covered
+    }
+
+    /// Has tasks of the nexuses that are meant end: those of `by` as `own` says, but for the one
+    /// with the tag, and those of others as a reset ends them: their drivers then begin them again.
+    /// Returns when they have ended.
+    pub(crate) async fn end_tasks(
+        &self,
+        by: Nexus,
+        own: (Abort, Option<u64>),
+        is_meant: impl Fn(Nexus) -> bool,
+    ) -> Vec<Covered> {
+        let how = |nexus| {
+            let (abort, except) = if nexus == by { own } else { (Abort::Reset, None) };
+            is_meant(nexus).then_some((How::Abort(abort), except))
+        };
+        self.cover(how).await
     }
 
     /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
@@ -130,14 +234,15 @@ impl DiskAccess {
         })
         .await;
         let exclusive = Exclusive(Arc::clone(self));
-        let drain =
-            |(other, peer): &(Nexus, Arc<dyn Peer>)| peer.drain((*other == nexus).then_some(tag));
-        let all: Vec<Waiting> = lock(&self.peers).iter().filter_map(drain).collect();
-        for peer in all {
-            poll_fn(|cx| peer.poll(cx)).await;
-        }
+        self.cover(|other| Some((How::Drain, (other == nexus).then_some(tag)))).await;
         exclusive
     }
+}
+
+/// Initiators whose tasks were ended by the one of nexus `by` learn of that.
+pub(crate) fn tell_cleared(ended: &[Covered], by: Nexus) {
+    let others = ended.iter().filter(|covered| covered.nexus != by && covered.found > 0);
+    others.for_each(|covered| covered.peer.add_attention(Sense::COMMANDS_CLEARED));
 }
 
 /// The one PERSISTENT RESERVE OUT in progress.

@@ -1,7 +1,6 @@
 //! Commands on the medium (SBC-4).
 
 use std::io;
-use std::sync::atomic::Ordering;
 
 use blockio::{Disk, Unfinished};
 use iomem::{BufferMemory, Buffers};
@@ -60,7 +59,7 @@ fn disk_error(action: &'static str, lba: u64, writes: bool, source: io::Error) -
 /// Whether commands on the medium are carried out.
 #[inline]
 pub(super) fn check_ready(unit: &Unit) -> Result<(), Failure> {
-    if unit.stopped.load(Ordering::Relaxed) {
+    if unit.access.is_stopped() {
         return Err(Sense::STOPPED.into());
     }
     Ok(())
@@ -151,7 +150,7 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
     if !starts && !no_flush && !local.disk.info().read_only {
         flush(local).await?;
     }
-    local.unit.stopped.store(!starts, Ordering::Relaxed);
+    local.unit.access.set_stopped(!starts);
     Ok(0)
 }
 

@@ -15,10 +15,12 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::Chain;
 
+use super::access::{self, Covered};
 use super::address::{Address, UnitAddress};
 use super::device::ScsiDevice;
 use super::sense::Sense;
 use super::task_set::{Abort, How, Which};
+use super::units::UnitNexus;
 use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
@@ -74,55 +76,79 @@ impl Control {
         let Address::Unit(address) = Address::parse([l0, l1, l2, l3, l4, l5, l6, l7]) else {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         };
-        let units = self.device.units().all();
-        let has_target = units.keys().any(|unit| unit.target == address.target);
-        let is_of_target = function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET;
-        if !has_target {
+        if !self.device.units().has_target(address.target) {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         }
-        if !is_of_target && !units.contains_key(&address) {
-            return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
+        if function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET {
+            return byte(self.reset_nexus(address.target).await);
         }
-        byte(self.carry_out(function, address, tag).await)
+        let Some(nexus) = self.device.units().nexus(address) else {
+            return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
+        };
+        byte(match function {
+            VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => nexus.reset_unit().await,
+            VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => nexus.clear_task_set().await,
+            _ => self.manage_tasks(function, address, tag).await,
+        })
     }
 
-    async fn carry_out(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
-        let (aborted, reset) = (How::Abort(Abort::Aborted), How::Abort(Abort::Reset));
+    /// Carries out a function that concerns tasks of this initiator.
+    async fn manage_tasks(&self, function: u32, address: UnitAddress, tag: u64) -> u32 {
+        let aborted = How::Abort(Abort::Aborted);
         let (which, how) = match function {
             VIRTIO_SCSI_T_TMF_ABORT_TASK => (Which::Task(address, tag), aborted),
-            // One initiator is all there is.
-            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET | VIRTIO_SCSI_T_TMF_CLEAR_TASK_SET => {
-                (Which::Unit(address), aborted)
-            }
-            VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET => (Which::Unit(address), reset),
-            VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET => (Which::Target(address.target), reset),
+            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET => (Which::Unit(address), aborted),
             VIRTIO_SCSI_T_TMF_QUERY_TASK => (Which::Task(address, tag), How::Look),
             VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::Unit(address), How::Look),
             _ => return VIRTIO_SCSI_S_FUNCTION_REJECTED,
         };
         let covered = self.device.queues().cover(which, how);
         let found = poll_fn(|cx| covered.poll(cx)).await;
-        if covered.has_lost() {
-            // They may be carried out when their queue starts again.
-            return VIRTIO_SCSI_S_FAILURE;
-        }
         if how == How::Look && found > 0 {
             return VIRTIO_SCSI_S_FUNCTION_SUCCEEDED;
         }
-        if how == reset {
-            self.device.reset_units(which, function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET);
+        answer(covered.has_lost())
+    }
+
+    /// Ends what this initiator has begun at a target. The units stay as they are.
+    async fn reset_nexus(&self, target: u8) -> u32 {
+        let which = Which::Target(target);
+        let covered = self.device.queues().cover(which, How::Abort(Abort::Reset));
+        poll_fn(|cx| covered.poll(cx)).await;
+        for unit in self.device.units().all().values().filter(|unit| unit.address.target == target)
+        {
+            unit.attentions.add(Sense::NEXUS_LOST);
         }
-        VIRTIO_SCSI_S_OK
+        answer(covered.has_lost())
     }
 }
 
-impl ScsiDevice {
-    /// Units begin anew, and say so.
-    fn reset_units(&self, which: Which, is_nexus: bool) {
-        let sense = if is_nexus { Sense::NEXUS_LOST } else { Sense::UNIT_WAS_RESET };
-        for unit in self.units().all().values().filter(|unit| which.covers_unit(unit.address)) {
-            unit.reset(sense);
-        }
+/// What a function is answered with that ended tasks. Some may be carried out later, when their
+/// queue starts again.
+fn answer(has_lost: bool) -> u32 {
+    if has_lost { VIRTIO_SCSI_S_FAILURE } else { VIRTIO_SCSI_S_OK }
+}
+
+impl UnitNexus {
+    /// The logical unit begins anew for all initiators, and tells them.
+    async fn reset_unit(&self) -> u32 {
+        let ended = self.access.end_tasks(self.nexus, (Abort::Reset, None), |_| true).await;
+        self.access.reset();
+        self.access.tell_all(Sense::UNIT_WAS_RESET);
+        answer(self.has_lost(&ended))
+    }
+
+    /// Ends the tasks of all initiators: the control mode page says that they are in one task set.
+    async fn clear_task_set(&self) -> u32 {
+        let ended = self.access.end_tasks(self.nexus, (Abort::Aborted, None), |_| true).await;
+        access::tell_cleared(&ended, self.nexus);
+        answer(self.has_lost(&ended))
+    }
+
+    /// Whether tasks of this initiator are left behind. What others have not yet given to the
+    /// device is no task.
+    fn has_lost(&self, ended: &[Covered]) -> bool {
+        ended.iter().any(|covered| covered.nexus == self.nexus && covered.has_lost)
     }
 }
 

@@ -15,8 +15,8 @@ use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
 use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
-use super::task_set::{Abort, How, Waiting, Which};
-use super::unit::{Unit, UnitOptions};
+use super::task_set::{How, Waiting, Which};
+use super::unit::{Attentions, Unit, UnitOptions};
 use super::units::Units;
 use crate::common::{Common, Working};
 use crate::events::Events;
@@ -34,7 +34,7 @@ struct Shared {
     units: Arc<Units>,
     /// `sense_size` and `cdb_size` of the configuration space.
     sizes: [AtomicU32; 2],
-    queues: RequestQueues,
+    queues: Arc<RequestQueues>,
     events: EventSink,
 }
 
@@ -74,7 +74,7 @@ impl ScsiDevice {
             options,
             units: Arc::default(),
             sizes: [config::SENSE_SIZE.into(), config::CDB_SIZE.into()],
-            queues: RequestQueues::default(),
+            queues: Arc::default(),
             events: EventSink::default(),
         };
         Self { shared: Arc::new(shared) }
@@ -97,8 +97,12 @@ impl ScsiDevice {
         options.check().map_err(UnitError::Text)?;
         let unit = Unit::new(address, source, options);
         let unit = Arc::new(unit.map_err(|error| UnitError::Port(error.to_string()))?);
-        let device = Arc::downgrade(&self.shared);
-        let peer = Arc::new(UnitPeer { unit: Arc::downgrade(&unit), device });
+        let peer = Arc::new(UnitPeer {
+            address,
+            attentions: Arc::downgrade(&unit.attentions),
+            queues: Arc::downgrade(&self.shared.queues),
+            device: Arc::downgrade(&self.shared),
+        });
         // Before it has commands: those that exclude others look for it.
         unit.access.introduce(unit.attached.nexus(), peer);
         if !self.shared.units.add(unit) {
@@ -119,13 +123,12 @@ impl ScsiDevice {
         had
     }
 
-    /// The disk of a unit has another size: the driver is told.
+    /// The disk of a unit has another size: its driver is told, and those of all other units on the
+    /// disk. This asks the file system, so it is nothing for an IoThread.
     pub fn capacity_changed(&self, address: UnitAddress) {
-        if let Some(unit) = self.units().all().get(&address) {
-            unit.add_attention(Sense::CAPACITY_CHANGED);
-            if self.common().has(config::F_CHANGE) {
-                self.shared.events.capacity_changed(address);
-            }
+        let access = self.units().all().get(&address).map(|unit| Arc::clone(&unit.access));
+        if let Some(access) = access {
+            access.refresh();
         }
     }
 
@@ -199,7 +202,7 @@ impl ScsiDevice {
         self.shared.events.forget();
         self.shared.sizes[0].store(config::SENSE_SIZE, Ordering::Relaxed);
         self.shared.sizes[1].store(config::CDB_SIZE, Ordering::Relaxed);
-        self.units().all().values().for_each(|unit| unit.reset(Sense::POWER_ON));
+        self.units().all().values().for_each(|unit| unit.restart());
     }
 
     pub(crate) fn config_space(&self) -> Vec<u8> {
@@ -236,36 +239,39 @@ impl ScsiDevice {
     }
 }
 
-/// A unit of a device, for those of other devices.
+/// A unit of a device, for those of other devices. IoThreads use it, so it keeps no disk open.
 struct UnitPeer {
-    unit: Weak<Unit>,
+    address: UnitAddress,
+    attentions: Weak<Attentions>,
+    queues: Weak<RequestQueues>,
     device: Weak<Shared>,
-}
-
-impl UnitPeer {
-    fn cover(&self, except: Option<u64>, how: How) -> Option<Waiting> {
-        let address = self.unit.upgrade()?.address;
-        let which = except.map_or(Which::Unit(address), |tag| Which::Others(address, tag));
-        Some(self.device.upgrade()?.queues.cover(which, how))
-    }
 }
 
 impl Peer for UnitPeer {
     fn is_gone(&self) -> bool {
-        self.unit.strong_count() == 0
+        self.attentions.strong_count() == 0
     }
 
     fn add_attention(&self, sense: Sense) {
-        if let Some(unit) = self.unit.upgrade() {
-            unit.add_attention(sense);
+        if let Some(attentions) = self.attentions.upgrade() {
+            attentions.add(sense);
         }
     }
 
-    fn abort(&self, except: Option<u64>) -> Option<Waiting> {
-        self.cover(except, How::Abort(Abort::Aborted))
+    fn cover(&self, how: How, except: Option<u64>) -> Option<Waiting> {
+        let address = self.address;
+        let which = except.map_or(Which::Unit(address), |tag| Which::Others(address, tag));
+        Some(self.queues.upgrade()?.cover(which, how))
     }
 
-    fn drain(&self, except: Option<u64>) -> Option<Waiting> {
-        self.cover(except, How::Drain)
+    fn refresh(&self) {
+        let Some(device) = self.device.upgrade() else { return };
+        let Some(unit) = device.units.all().remove(&self.address) else { return };
+        // Where it fails, the disk has the size that it had.
+        let _ = unit.source.refresh();
+        unit.attentions.add(Sense::CAPACITY_CHANGED);
+        if device.common.has(config::F_CHANGE) {
+            device.events.capacity_changed(self.address);
+        }
     }
 }

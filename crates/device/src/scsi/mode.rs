@@ -1,7 +1,5 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
-use std::future::poll_fn;
-
 use super::block;
 use super::cdb::Cdb;
 use super::outcome::{Data, Failure, Moved};
@@ -156,28 +154,27 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -
         return Ok(0);
     }
     let list = data.list(length)?;
-    match parse(unit, &form, &list)? {
-        Some(true) => unit.set_write_cache(true),
-        Some(false) if unit.has_write_cache() => switch_cache_off(local, tag).await?,
-        Some(false) | None => {}
+    let wanted = parse(unit, &form, &list)?.filter(|wanted| *wanted != unit.has_write_cache());
+    if let Some(wanted) = wanted {
+        if wanted {
+            unit.set_write_cache(true);
+        } else {
+            switch_cache_off(local, tag).await?;
+        }
+        unit.access.tell_others(unit.attached.nexus(), Sense::MODE_CHANGED);
     }
     Ok(length)
 }
 
-/// Without a cache the initiator flushes no more, so what it has written is flushed first.
+/// Without a cache initiators flush no more, so what they have written is flushed first, and nobody
+/// writes meanwhile.
 async fn switch_cache_off(local: &LocalUnit, tag: u64) -> Result<(), Failure> {
     let unit = &local.unit;
+    let exclusive = unit.access.exclude(unit.attached.nexus(), tag).await;
+    block::flush(local).await?;
     unit.set_write_cache(false);
-    // Writes that have begun may be answered before they are on stable storage.
-    let own = unit.access.peer(unit.attached.nexus());
-    if let Some(begun) = own.and_then(|own| own.drain(Some(tag))) {
-        poll_fn(|cx| begun.poll(cx)).await;
-    }
-    let flushed = block::flush(local).await;
-    if flushed.is_err() {
-        unit.set_write_cache(true);
-    }
-    flushed
+    drop(exclusive);
+    Ok(())
 }
 
 /// What a parameter list has for WCE. All of it is checked before anything is changed.

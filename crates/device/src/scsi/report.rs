@@ -44,7 +44,7 @@ pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
 pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     let moved = list_luns(units, Some(unit.address.target), cdb, data)?;
     for other in units.all().values().filter(|other| other.address.target == unit.address.target) {
-        other.forget_attention(Sense::UNITS_CHANGED);
+        other.attentions.forget(Sense::UNITS_CHANGED);
     }
     Ok(moved)
 }
@@ -83,7 +83,7 @@ pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
         return Err(Failure::Overrun);
     }
     let otherwise = if block::check_ready(unit).is_ok() { Sense::NONE } else { Sense::STOPPED };
-    answer_sense(unit.take_attention().unwrap_or(otherwise), cdb, data)
+    answer_sense(unit.attentions.take().unwrap_or(otherwise), cdb, data)
 }
 
 fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {

@@ -149,7 +149,7 @@ impl Scsi {
         };
         let op = command.op;
         let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
-        if hears_first && let Some(sense) = unit.take_attention() {
+        if hears_first && let Some(sense) = unit.attentions.take() {
             return refused(sense.into());
         }
         if let Err(failure) = reserve::check(unit, op, cdb) {

@@ -1,17 +1,18 @@
 //! PERSISTENT RESERVE IN and OUT as commands, and what a reservation means for others (SPC-5,
 //! sections 6.16 and 6.17).
 
-use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockio::{Buffers, Io};
 
+use super::access;
 use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Failure, Moved};
 use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
+use super::task_set::Abort;
 use super::unit::Unit;
 
 /// START STOP UNIT starts.
@@ -107,17 +108,11 @@ pub(super) async fn reserve_out(
 
 /// What others learn, and whose tasks end.
 async fn follow(unit: &Unit, done: Done, tag: u64) {
-    let mut aborted = Vec::new();
-    for nexus in done.aborted {
-        let except = (nexus == unit.attached.nexus()).then_some(tag);
-        aborted.extend(unit.access.peer(nexus).and_then(|peer| peer.abort(except)));
-    }
-    for tasks in aborted {
-        poll_fn(|cx| tasks.poll(cx)).await;
-    }
+    let (shared, own) = (&unit.access, unit.attached.nexus());
+    let is_meant = |nexus| done.aborted.contains(&nexus);
+    let ended = shared.end_tasks(own, (Abort::Aborted, Some(tag)), is_meant).await;
+    access::tell_cleared(&ended, own);
     for (nexus, sense) in done.attentions {
-        if let Some(peer) = unit.access.peer(nexus) {
-            peer.add_attention(sense);
-        }
+        shared.tell(nexus, sense);
     }
 }

@@ -61,6 +61,7 @@ impl Sense {
     pub(crate) const POWER_ON: Self = Self::new(Key::UnitAttention, [0x29, 0x00]);
     pub(crate) const UNIT_WAS_RESET: Self = Self::new(Key::UnitAttention, [0x29, 0x03]);
     pub(crate) const NEXUS_LOST: Self = Self::new(Key::UnitAttention, [0x29, 0x07]);
+    pub(crate) const MODE_CHANGED: Self = Self::new(Key::UnitAttention, [0x2a, 0x01]);
     pub(crate) const RESERVATIONS_PREEMPTED: Self = Self::new(Key::UnitAttention, [0x2a, 0x03]);
     pub(crate) const RESERVATIONS_RELEASED: Self = Self::new(Key::UnitAttention, [0x2a, 0x04]);
     pub(crate) const REGISTRATIONS_PREEMPTED: Self = Self::new(Key::UnitAttention, [0x2a, 0x05]);
@@ -71,6 +72,8 @@ impl Sense {
     /// INTERNAL TARGET FAILURE: persistent reservations could not be saved.
     pub(crate) const NOT_SAVED: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
     pub(crate) const CAPACITY_CHANGED: Self = Self::new(Key::UnitAttention, [0x2a, 0x09]);
+    /// COMMANDS CLEARED BY ANOTHER INITIATOR.
+    pub(crate) const COMMANDS_CLEARED: Self = Self::new(Key::UnitAttention, [0x2f, 0x00]);
     pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
 
     /// A field of the CDB has a value that is not supported; `bit`: its highest one.
@@ -83,6 +86,11 @@ impl Sense {
     pub(crate) const fn in_list(byte: u16, bit: Option<u8>) -> Self {
         let field = Some(Field { in_cdb: false, byte, bit });
         Self { field, ..Self::new(Key::IllegalRequest, [0x26, 0x00]) }
+    }
+
+    /// Whether it says that a unit, or the way to it, began anew.
+    pub(crate) fn is_reset(&self) -> bool {
+        self.key == Key::UnitAttention && self.code[0] == 0x29
     }
 
     /// What it is about: an LBA, or for a miscompare the offset of the first byte that differs.

@@ -15,9 +15,9 @@ use super::address::UnitAddress;
 /// How a task ends that somebody has aborted: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Abort {
-    /// By ABORT TASK and what is like it.
+    /// By ABORT TASK and what is like it, which its initiator has asked for.
     Aborted,
-    /// By a reset.
+    /// By a reset, or by another initiator: drivers then begin it again.
     Reset,
 }
 
@@ -48,17 +48,6 @@ impl Which {
             Self::Task(its, its_tag) => unit == its && tag == its_tag,
             Self::Unit(its) => unit == its,
             Self::Others(its, its_tag) => unit == its && tag != its_tag,
-            Self::Target(target) => unit.target == target,
-        }
-    }
-}
-
-impl Which {
-    /// Whether the unit is meant as a whole.
-    pub(crate) fn covers_unit(self, unit: UnitAddress) -> bool {
-        match self {
-            Self::Task(..) | Self::Others(..) => false,
-            Self::Unit(its) => unit == its,
             Self::Target(target) => unit.target == target,
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use blockio::{DiskOptions, DiskSource};
 use tempfile::NamedTempFile;
-use virtqueue::driver::Desc;
+use virtqueue::driver::{Desc, Used};
 
 use super::ScsiDevice;
 use super::access::DiskAccess;
@@ -14,6 +14,8 @@ use super::unit::UnitOptions;
 use crate::device::Device;
 use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
+
+mod sharing;
 
 const BLOCKS: u64 = 2048;
 const BLOCK: usize = 512;
@@ -28,6 +30,8 @@ struct Initiator {
     device: Device,
     disk: Arc<NamedTempFile>,
     _queue: QueueHandle,
+    /// A command was answered, and nobody has looked how.
+    used: Option<Used>,
 }
 
 /// What has come of a command.
@@ -84,7 +88,7 @@ impl Initiator {
         Self::scsi(&device).add_unit(UNIT, source, options).unwrap();
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 2);
-        let mut initiator = Self { scene, device, disk, _queue: queue };
+        let mut initiator = Self { scene, device, disk, _queue: queue, used: None };
         let heard = initiator.run(&[0; 6], &[], 0);
         assert_eq!(heard.sense, [6, 0x29, 0], "the first command learns of the power-on");
         initiator
@@ -103,6 +107,12 @@ impl Initiator {
     }
 
     fn run_at(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) -> Answer {
+        self.begin(lun, cdb, out, room);
+        self.end()
+    }
+
+    /// Makes a command available.
+    fn begin(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) {
         let mut request = vec![0; REQUEST_BYTES];
         request[..8].copy_from_slice(&lun);
         request[19..19 + cdb.len()].copy_from_slice(cdb);
@@ -115,7 +125,17 @@ impl Initiator {
         chain.push(Desc::writable(RESPONSE, 11));
         chain.push(Desc::writable(RESPONSE + 11, RESPONSE_BYTES - 11 + room));
         self.scene.offer(&chain);
-        let used = self.scene.answer();
+    }
+
+    /// Whether the command is answered, as far as was found without a turn.
+    fn has_answer(&mut self) -> bool {
+        self.used = self.used.take().or_else(|| self.scene.driver.take_used());
+        self.used.is_some()
+    }
+
+    /// Waits for the answer to the command.
+    fn end(&mut self) -> Answer {
+        let used = self.used.take().unwrap_or_else(|| self.scene.answer());
         let mut seen = vec![0; used.bytes as usize];
         self.scene.memory.read(RESPONSE, &mut seen).unwrap();
         let sense = &seen[12..];

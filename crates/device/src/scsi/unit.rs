@@ -1,8 +1,8 @@
 //! A logical unit: a disk as initiators see it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockio::DiskSource;
 use blockio::disk::DiskInfo;
@@ -49,17 +49,19 @@ pub(crate) struct Unit {
     pub(crate) address: UnitAddress,
     pub(crate) source: DiskSource,
     pub(crate) options: UnitOptions,
-    /// WCE of the caching mode page.
-    write_cache: AtomicBool,
-    /// STOP UNIT was the last that was heard.
-    pub(crate) stopped: AtomicBool,
     /// What it shares with other units on the disk.
     pub(crate) access: Arc<DiskAccess>,
     /// Its I_T nexus.
     pub(crate) attached: Attached,
-    /// What the initiator is to hear before anything else.
-    attentions: Mutex<VecDeque<Sense>>,
-    attention_count: AtomicUsize,
+    pub(crate) attentions: Arc<Attentions>,
+}
+
+/// What an initiator is to hear before anything else. Other threads add to it, and none of them
+/// holds the disk for that.
+#[derive(Default)]
+pub(crate) struct Attentions {
+    waiting: Mutex<VecDeque<Sense>>,
+    count: AtomicUsize,
 }
 
 impl UnitOptions {
@@ -90,15 +92,12 @@ impl Unit {
         let unit = Self {
             address,
             source,
-            write_cache: AtomicBool::new(options.write_cache),
             access: Arc::clone(&options.access),
             attached,
             options,
-            stopped: AtomicBool::new(false),
-            attentions: Mutex::default(),
-            attention_count: AtomicUsize::new(0),
+            attentions: Arc::default(),
         };
-        unit.add_attention(Sense::POWER_ON);
+        unit.attentions.add(Sense::POWER_ON);
         Ok(unit)
     }
 
@@ -106,64 +105,71 @@ impl Unit {
         self.source.info()
     }
 
-    /// Back to what it was when it was made; the initiator hears why.
-    pub(crate) fn reset(&self, why: Sense) {
-        self.write_cache.store(self.options.write_cache, Ordering::Relaxed);
-        self.stopped.store(false, Ordering::Relaxed);
-        let mut attentions = self.attentions.lock().unwrap_or_else(PoisonError::into_inner);
-        // A reset covers whatever else there was to say (SAM-6, section 5.14.1).
-        attentions.clear();
-        attentions.push_back(why);
-        self.attention_count.store(attentions.len(), Ordering::Relaxed);
-    }
-
-    /// Has the initiator hear of something with its next command.
-    pub(crate) fn add_attention(&self, sense: Sense) {
-        let mut attentions = self.attentions.lock().unwrap_or_else(PoisonError::into_inner);
-        if attentions.contains(&sense) {
-            return;
+    /// Another driver comes. It finds the unit as it was set up, unless others use it.
+    pub(crate) fn restart(&self) {
+        if self.access.is_alone(self.attached.nexus()) {
+            self.access.reset();
         }
-        if attentions.len() == ATTENTIONS_MAX {
-            attentions.pop_front();
-        }
-        attentions.push_back(sense);
-        self.attention_count.store(attentions.len(), Ordering::Relaxed);
-    }
-
-    /// What there is to hear first, which then was heard.
-    #[inline]
-    pub(crate) fn take_attention(&self) -> Option<Sense> {
-        if self.attention_count.load(Ordering::Relaxed) == 0 {
-            return None;
-        }
-        let mut attentions = self.attentions.lock().unwrap_or_else(PoisonError::into_inner);
-        let sense = attentions.pop_front();
-        self.attention_count.store(attentions.len(), Ordering::Relaxed);
-        sense
-    }
-
-    /// REPORT LUNS was heard, so that units have changed is no news.
-    pub(crate) fn forget_attention(&self, sense: Sense) {
-        let mut attentions = self.attentions.lock().unwrap_or_else(PoisonError::into_inner);
-        attentions.retain(|other| *other != sense);
-        self.attention_count.store(attentions.len(), Ordering::Relaxed);
+        self.attentions.add(Sense::POWER_ON);
     }
 
     /// Whether a write may be answered before it is on stable storage.
     #[inline]
     pub(crate) fn has_write_cache(&self) -> bool {
-        self.write_cache.load(Ordering::Relaxed)
+        self.options.write_cache && !self.access.cache_is_off()
     }
 
     /// Switches the cache, which a unit that was set up without one does not have.
     pub(crate) fn set_write_cache(&self, on: bool) {
-        assert!(self.options.write_cache || !on, "MODE SELECT checks that");
-        self.write_cache.store(on, Ordering::Relaxed);
+        assert!(self.options.write_cache, "MODE SELECT checks that");
+        self.access.set_cache_off(!on);
     }
 
     /// Whether blocks can be given back, unless the medium is write-protected: it is thin either
     /// way.
     pub(crate) fn can_unmap(&self) -> bool {
         self.options.discard
+    }
+}
+
+impl Attentions {
+    /// There is one more to hear.
+    pub(crate) fn add(&self, sense: Sense) {
+        let mut waiting = self.waiting();
+        // A reset covers whatever else there is to say (SAM-6, section 5.14.1).
+        if sense.is_reset() {
+            waiting.clear();
+        }
+        if waiting.contains(&sense) {
+            return;
+        }
+        if waiting.len() == ATTENTIONS_MAX {
+            waiting.pop_front();
+        }
+        waiting.push_back(sense);
+        self.count.store(waiting.len(), Ordering::Relaxed);
+    }
+
+    /// The first one, which then was heard.
+    #[inline]
+    pub(crate) fn take(&self) -> Option<Sense> {
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let mut waiting = self.waiting();
+        let sense = waiting.pop_front();
+        self.count.store(waiting.len(), Ordering::Relaxed);
+        sense
+    }
+
+    /// It was heard in another way.
+    pub(crate) fn forget(&self, sense: Sense) {
+        let mut waiting = self.waiting();
+        waiting.retain(|other| *other != sense);
+        self.count.store(waiting.len(), Ordering::Relaxed);
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Sense>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

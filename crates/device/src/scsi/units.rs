@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use super::access::DiskAccess;
 use super::address::UnitAddress;
+use super::persist::Nexus;
 use super::sense::Sense;
 use super::unit::Unit;
 
@@ -16,6 +18,12 @@ pub(crate) struct Units {
     generation: AtomicU64,
 }
 
+/// The logical unit at an address, and the nexus through which it is reached there.
+pub(crate) struct UnitNexus {
+    pub(crate) access: Arc<DiskAccess>,
+    pub(crate) nexus: Nexus,
+}
+
 impl Units {
     /// Adds a unit, of which the others tell. False: there is one at its address.
     pub(crate) fn add(&self, unit: Arc<Unit>) -> bool {
@@ -23,7 +31,7 @@ impl Units {
         if all.contains_key(&unit.address) {
             return false;
         }
-        all.values().for_each(|other| other.add_attention(Sense::UNITS_CHANGED));
+        all.values().for_each(|other| other.attentions.add(Sense::UNITS_CHANGED));
         all.insert(unit.address, unit);
         self.generation.fetch_add(1, Ordering::Release);
         true
@@ -35,7 +43,7 @@ impl Units {
         if all.remove(&address).is_none() {
             return false;
         }
-        all.values().for_each(|other| other.add_attention(Sense::UNITS_CHANGED));
+        all.values().for_each(|other| other.attentions.add(Sense::UNITS_CHANGED));
         self.generation.fetch_add(1, Ordering::Release);
         true
     }
@@ -43,6 +51,19 @@ impl Units {
     /// The units there are now, by address.
     pub(crate) fn all(&self) -> BTreeMap<UnitAddress, Arc<Unit>> {
         self.all.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether there is a unit of this target.
+    pub(crate) fn has_target(&self, target: u8) -> bool {
+        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
+        all.keys().any(|unit| unit.target == target)
+    }
+
+    /// How the driver reaches the unit at an address. This does not keep its disk open.
+    pub(crate) fn nexus(&self, address: UnitAddress) -> Option<UnitNexus> {
+        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
+        let unit = all.get(&address)?;
+        Some(UnitNexus { access: Arc::clone(&unit.access), nexus: unit.attached.nexus() })
     }
 
     /// Changes whenever a unit is added or removed.

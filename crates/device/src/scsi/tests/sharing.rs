@@ -1,0 +1,299 @@
+//! Several initiators, each with an export of the same disk.
+
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use super::*;
+use crate::scsi::access::Exclusive;
+use crate::scsi::persist::{CommandClass, Nexus};
+use crate::scsi::unit::Unit;
+use crate::testing::HOPELESS;
+
+const ABORT_TASK_SET: u32 = 1;
+const CLEAR_TASK_SET: u32 = 3;
+const NEXUS_RESET: u32 = 4;
+const UNIT_RESET: u32 = 5;
+
+/// Responses.
+const OK: u8 = 0;
+const RESET: u8 = 4;
+const ABORTED: u8 = 2;
+
+/// Unit attentions.
+const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
+const NEXUS_LOST: [u8; 3] = [6, 0x29, 7];
+const COMMANDS_CLEARED: [u8; 3] = [6, 0x2f, 0];
+const MODE_CHANGED: [u8; 3] = [6, 0x2a, 1];
+const CAPACITY_CHANGED: [u8; 3] = [6, 0x2a, 9];
+const REGISTRATIONS_PREEMPTED: [u8; 3] = [6, 0x2a, 5];
+
+const TEST_UNIT_READY: [u8; 6] = [0; 6];
+const CACHING_PAGE: [u8; 6] = [0x1a, 8, 0x08, 0, 255, 0];
+const STOP: [u8; 6] = [0x1b, 0, 0, 0, 0, 0];
+const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
+
+impl Initiator {
+    fn unit(&self) -> Arc<Unit> {
+        Arc::clone(&Self::scsi(&self.device).units().all()[&UNIT])
+    }
+
+    fn access(&self) -> Arc<DiskAccess> {
+        Arc::clone(&self.unit().access)
+    }
+}
+
+/// Three initiators of one disk.
+fn three() -> [Initiator; 3] {
+    with_caches([true; 3])
+}
+
+fn with_caches(caches: [bool; 3]) -> [Initiator; 3] {
+    let disk = NamedTempFile::new().unwrap();
+    disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+    let (disk, common) = (Arc::new(disk), options());
+    let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+    [0, 1, 2].map(|place| {
+        let mut options = UnitOptions { write_cache: caches[place], ..common.clone() };
+        options.port[6] = u8::try_from(place).unwrap();
+        Initiator::on(Arc::clone(&disk), &disk_options, options)
+    })
+}
+
+fn read() -> Vec<u8> {
+    cdb10(0x28, 0, 0, 1)
+}
+
+fn write() -> Vec<u8> {
+    cdb10(0x2a, 0, 0, 1)
+}
+
+/// Takes turns on all threads until `done`.
+fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initiator]) -> bool) {
+    let start = Instant::now();
+    while !done(all) {
+        all.iter().for_each(|initiator| initiator.scene.turn(1));
+        assert!(start.elapsed() < HOPELESS, "nothing more happens");
+        std::thread::yield_now();
+    }
+}
+
+/// Takes the disk from all, so that commands that begin wait.
+fn hold(all: &mut [Initiator]) -> Exclusive {
+    let access = all[0].access();
+    let mut exclude = Box::pin(access.exclude(Nexus(u64::MAX), 0));
+    let mut exclusive = None;
+    turn_until(all, |_| {
+        let mut cx = Context::from_waker(Waker::noop());
+        if let Poll::Ready(held) = exclude.as_mut().poll(&mut cx) {
+            exclusive = Some(held);
+        }
+        exclusive.is_some()
+    });
+    exclusive.unwrap()
+}
+
+/// Has each initiator begin a read, which waits.
+fn begin_reads(all: &mut [Initiator]) {
+    for initiator in all {
+        initiator.begin(UNIT.bytes(), &read(), &[], 512);
+        initiator.scene.turn(10);
+    }
+}
+
+/// Has the first initiator send a task management function while reads wait for the disk. Returns
+/// its response.
+fn manage(all: &mut [Initiator], function: u32, held: Exclusive) -> u8 {
+    let mut control = Scene::new();
+    let queue = control.start_queue_of(&all[0].device, 0);
+    let mut request = vec![0; 24];
+    request[4..8].copy_from_slice(&function.to_le_bytes());
+    request[8..16].copy_from_slice(&UNIT.bytes());
+    control.memory.write(DATA, &request).unwrap();
+    control.memory.write(RESPONSE, &[0xee]).unwrap();
+    control.offer(&[Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1)]);
+    for _ in 0..10 {
+        control.turn(1);
+        all.iter().for_each(|initiator| initiator.scene.turn(1));
+    }
+    assert_eq!(control.driver.take_used(), None, "tasks have not ended");
+    drop(held);
+    turn_until(all, |_| {
+        control.turn(1);
+        control.driver.take_used().is_some()
+    });
+    let mut response = [0];
+    control.memory.read(RESPONSE, &mut response).unwrap();
+    control.wait(&queue.begin_stop());
+    response[0]
+}
+
+fn responses(all: &mut [Initiator]) -> Vec<u8> {
+    all.iter_mut().map(|initiator| initiator.end().response).collect()
+}
+
+fn heard(all: &mut [Initiator]) -> Vec<[u8; 3]> {
+    all.iter_mut().map(|initiator| initiator.run(&TEST_UNIT_READY, &[], 0).sense).collect()
+}
+
+fn hear_nothing(all: &mut [Initiator]) {
+    for initiator in all {
+        initiator.good(&TEST_UNIT_READY, &[], 0);
+    }
+}
+
+#[test]
+fn a_reset_of_the_unit_ends_the_tasks_of_all_and_all_learn_of_it() {
+    let mut all = three();
+    all[1].good(&STOP, &[], 0);
+    all[1].good(&START, &[], 0);
+    let held = hold(&mut all);
+    begin_reads(&mut all);
+    assert_eq!(manage(&mut all, UNIT_RESET, held), OK);
+    assert_eq!(responses(&mut all), [RESET; 3]);
+    assert_eq!(heard(&mut all), [UNIT_WAS_RESET; 3]);
+    hear_nothing(&mut all);
+}
+
+#[test]
+fn clearing_the_task_set_ends_the_tasks_of_all_and_those_of_others_hear_why() {
+    let mut all = three();
+    let held = hold(&mut all);
+    begin_reads(&mut all[..2]);
+    assert_eq!(manage(&mut all, CLEAR_TASK_SET, held), OK);
+    assert_eq!(responses(&mut all[..2]), [ABORTED, RESET]);
+    assert_eq!(heard(&mut all[1..2]), [COMMANDS_CLEARED]);
+    // The last one had none.
+    hear_nothing(&mut all);
+}
+
+#[test]
+fn what_an_initiator_does_with_its_own_tasks_is_nothing_to_others() {
+    for (function, response) in [(ABORT_TASK_SET, ABORTED), (NEXUS_RESET, RESET)] {
+        let mut all = three();
+        all[0].good(&STOP, &[], 0);
+        all[0].good(&START, &[], 0);
+        switch_cache(&mut all, 0, false);
+        assert_eq!(heard(&mut all[1..]), [MODE_CHANGED; 2]);
+        let held = hold(&mut all);
+        begin_reads(&mut all);
+        assert_eq!(manage(&mut all, function, held), OK);
+        assert_eq!(responses(&mut all), [response, OK, OK]);
+        if function == NEXUS_RESET {
+            assert_eq!(heard(&mut all[..1]), [NEXUS_LOST]);
+        }
+        hear_nothing(&mut all);
+        assert!(!has_cache(&mut all[0]), "the unit is as it was");
+    }
+}
+
+#[test]
+fn preempt_and_abort_ends_the_tasks_of_those_who_are_preempted() {
+    const REGISTER: u8 = 0;
+    const RESERVE: u8 = 1;
+    const PREEMPT_AND_ABORT: u8 = 5;
+    const WRITE_EXCLUSIVE: u8 = 1;
+    let mut all = three();
+    for (key, initiator) in (1..).zip(&mut all[..2]) {
+        let (cdb, list) = reserve_out(REGISTER, 0, [0, key]);
+        initiator.good(&cdb, &list, 0);
+    }
+    let (cdb, list) = reserve_out(RESERVE, WRITE_EXCLUSIVE, [2, 0]);
+    all[1].good(&cdb, &list, 0);
+    let held = hold(&mut all);
+    begin_reads(&mut all[1..]);
+    let (cdb, list) = reserve_out(PREEMPT_AND_ABORT, WRITE_EXCLUSIVE, [1, 2]);
+    all[0].begin(UNIT.bytes(), &cdb, &list, 0);
+    // A thread carries it out.
+    turn_until(&mut all, |all| all[1].unit().attached.conflicts(CommandClass::Writes));
+    all.iter().for_each(|initiator| initiator.scene.turn(50));
+    assert!(!all[0].has_answer(), "tasks have not ended");
+    drop(held);
+    turn_until(&mut all, |all| all[0].has_answer());
+    assert_eq!(responses(&mut all), [OK, RESET, OK]);
+    let expected = [COMMANDS_CLEARED, REGISTRATIONS_PREEMPTED];
+    assert_eq!([(); 2].map(|()| all[1].sense(&TEST_UNIT_READY, &[], 0)), expected);
+    hear_nothing(&mut all);
+}
+
+fn has_cache(initiator: &mut Initiator) -> bool {
+    initiator.good(&CACHING_PAGE, &[], 255)[6] & 4 != 0
+}
+
+/// Has the initiator at this place switch the cache, for which all others finish what they write.
+fn switch_cache(all: &mut [Initiator], place: usize, on: bool) {
+    let initiator = &mut all[place];
+    let mut list = initiator.good(&CACHING_PAGE, &[], 255);
+    list[0] = 0;
+    list[2] = 0;
+    list[6] = if on { list[6] | 4 } else { list[6] & !4 };
+    let length = u8::try_from(list.len()).unwrap();
+    initiator.begin(UNIT.bytes(), &[0x15, 0x10, 0, 0, length, 0], &list, 0);
+    turn_until(all, |all| all[place].has_answer());
+    assert_eq!(all[place].end().status, 0);
+}
+
+#[test]
+fn the_write_cache_is_switched_for_all_who_have_one() {
+    let mut all = with_caches([true, true, false]);
+    let caches = |all: &mut [Initiator]| [0, 1, 2].map(|place| has_cache(&mut all[place]));
+    assert_eq!(caches(&mut all), [true, true, false]);
+    switch_cache(&mut all, 0, false);
+    assert_eq!(heard(&mut all[1..]), [MODE_CHANGED; 2]);
+    assert_eq!(caches(&mut all), [false; 3]);
+    // What is there already is no change.
+    switch_cache(&mut all, 1, false);
+    hear_nothing(&mut all);
+    switch_cache(&mut all, 1, true);
+    assert_eq!([heard(&mut all[..1]), heard(&mut all[2..])], [[MODE_CHANGED]; 2]);
+    assert_eq!(caches(&mut all), [true, true, false], "the last was set up to have none");
+}
+
+#[test]
+fn a_unit_that_one_initiator_stops_is_stopped_for_all_while_there_are_others() {
+    let mut all = three();
+    all[0].good(&STOP, &[], 0);
+    for initiator in &mut all {
+        assert_eq!(initiator.sense(&read(), &[], 512), [2, 4, 2]);
+    }
+    all[0].device.reset();
+    all[0].device.set_features(all[0].device.features()).unwrap();
+    assert_eq!(heard(&mut all[..1]), [[6, 0x29, 0]]);
+    assert_eq!(all[0].sense(&read(), &[], 512), [2, 4, 2], "others use it as it is");
+    all[2].good(&START, &[], 0);
+    hear_nothing(&mut all);
+    all[0].good(&STOP, &[], 0);
+    let mut left = all.into_iter().next().unwrap();
+    left.device.reset();
+    assert_eq!(left.sense(&TEST_UNIT_READY, &[], 0), [6, 0x29, 0]);
+    left.good(&read(), &[], 512);
+}
+
+#[test]
+fn another_size_is_told_to_all() {
+    let mut all = three();
+    let file = std::fs::OpenOptions::new().write(true).open(all[0].disk.path()).unwrap();
+    file.set_len(2 * BLOCKS * BLOCK as u64).unwrap();
+    Initiator::scsi(&all[1].device).capacity_changed(UNIT);
+    assert_eq!(heard(&mut all), [CAPACITY_CHANGED; 3]);
+    let last = u32::try_from(2 * BLOCKS - 1).unwrap().to_be_bytes();
+    for initiator in &mut all {
+        assert_eq!(initiator.good(&cdb10(0x25, 0, 0, 0), &[], 8)[..4], last);
+    }
+    hear_nothing(&mut all);
+}
+
+#[test]
+fn nobody_writes_between_the_two_halves_of_compare_and_write() {
+    let mut all = three();
+    let mut compare = cdb16(0x89, 0, 0, 0);
+    compare[13] = 1;
+    all[0].begin(UNIT.bytes(), &compare, &[[0; BLOCK], [2; BLOCK]].concat(), 0);
+    all[0].scene.turn(50);
+    all[1].begin(UNIT.bytes(), &write(), &[1; BLOCK], 0);
+    all[1].scene.turn(50);
+    // It waits for the third to say that nothing of it is in progress, and the write for it.
+    assert!(!all[0].has_answer() && !all[1].has_answer());
+    turn_until(&mut all, |all| all[0].has_answer());
+    assert_eq!(responses(&mut all[..2]), [OK; 2]);
+    assert_eq!(all[0].on_disk(0), [1; BLOCK]);
+}
