@@ -1,0 +1,63 @@
+//! What a unit says of itself and of failures, and what is counted.
+
+use super::*;
+
+#[test]
+fn commands_report_what_there_is() {
+    let mut initiator = Initiator::new();
+    let one =
+        |opcode, action: u8, options| [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 1, 0, 0, 0];
+    let answer = initiator.good(&one(0x28, 0, 1), &[], 256);
+    assert_eq!(answer[..6], [0, 3, 0, 10, 0x28, 0x18]);
+    assert_eq!(initiator.good(&one(0x9e, 0x10, 2), &[], 256)[..6], [0, 3, 0, 16, 0x9e, 0x10]);
+    assert_eq!(initiator.good(&one(0x9e, 0x11, 3), &[], 256), [0, 1, 0, 0]);
+    assert_eq!(initiator.sense(&one(0x9e, 0, 1), &[], 256), [5, 0x24, 0]);
+    let tmfs = [0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0];
+    assert_eq!(initiator.good(&tmfs, &[], 4), [0xdc, 0x03, 0, 0]);
+    let capacity = initiator.good(&cdb10(0x25, 0, 0, 0), &[], 8);
+    assert_eq!(capacity, [0, 0, 7, 255, 0, 0, 2, 0]);
+    let mut long = cdb16(0x9e, 0x10, 0, 32);
+    assert_eq!(initiator.good(&long, &[], 32)[..12], [0, 0, 0, 0, 0, 0, 7, 255, 0, 0, 2, 0]);
+    long[1] = 0x12;
+    let status = initiator.good(&long, &[], 32);
+    assert_eq!((status[3], &status[8..20]), (20, &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0][..]));
+    let log = |page: u8| vec![0x4d, 0, 0x40 | page, 0, 0, 0, 0, 0, 255, 0];
+    assert_eq!(initiator.good(&log(0), &[], 255), [0, 0, 0, 2, 0, 0x2f]);
+    assert_eq!(initiator.good(&log(0x2f), &[], 255)[..8], [0x2f, 0, 0, 8, 0, 0, 3, 4]);
+    assert_eq!(initiator.sense(&log(0x0d), &[], 255), [5, 0x24, 0]);
+    for page in [0, 0x80, 0x83, 0xb0, 0xb1, 0xb2] {
+        let answer = initiator.good(&[0x12, 1, page, 0, 255, 0], &[], 255);
+        assert_eq!((answer[1], answer.len()), (page, usize::from(answer[3]) + 4));
+    }
+    assert_eq!(initiator.sense(&[0x12, 1, 0x84, 0, 255, 0], &[], 255), [5, 0x24, 0]);
+    assert_eq!(initiator.sense(&[0x12, 0, 0x80, 0, 255, 0], &[], 255), [5, 0x24, 0]);
+}
+
+#[test]
+fn a_thick_unit_neither_has_nor_names_what_unmaps() {
+    let one = |opcode: u8| [0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0];
+    let all = [0xa3, 0x0c, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0];
+    let capacity = cdb16(0x9e, 0x10, 0, 32);
+    let limits = [0x12, 1, 0xb0, 0, 64, 0];
+    let provisioning = [0x12, 1, 0xb2, 0, 8, 0];
+    for discard in [true, false] {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+        let options = UnitOptions { discard, ..options() };
+        let mut unit = Initiator::on(Arc::new(disk), &DiskOptions::default(), options);
+        let is_unmap = |command: &[u8]| command[0] == 0x42;
+        let names_it = unit.good(&all, &[], 4096)[4..].chunks(8).any(is_unmap);
+        assert_eq!(names_it, discard);
+        assert_eq!(unit.good(&one(0x42), &[], 256)[1], if discard { 3 } else { 1 });
+        for opcode in [0x41, 0x93] {
+            assert_eq!(unit.good(&one(opcode), &[], 256)[5] & 8 != 0, discard);
+        }
+        assert_eq!(unit.good(&capacity, &[], 32)[14] & 0x80 != 0, discard);
+        assert_eq!(unit.good(&limits, &[], 64)[20..24] != [0; 4], discard);
+        assert_eq!(unit.good(&provisioning, &[], 8)[5..7] != [0; 2], discard);
+        let unmap = unit.run(&cdb10(0x42, 0, 0, 0), &[], 0);
+        let same = unit.run(&cdb10(0x41, 8, 0, 1), &[0; BLOCK], 0);
+        let expected = if discard { [[0; 3]; 2] } else { [[5, 0x20, 0], [5, 0x24, 0]] };
+        assert_eq!([unmap.sense, same.sense], expected);
+    }
+}
