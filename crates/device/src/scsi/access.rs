@@ -49,6 +49,8 @@ pub struct DiskAccess {
     is_stopped: AtomicBool,
     /// An initiator has cleared WCE of the caching mode page.
     cache_is_off: AtomicBool,
+    /// D_SENSE of the control mode page.
+    has_descriptor_sense: AtomicBool,
     /// Those who wait for that to end.
     waiting: Mutex<Vec<Waker>>,
 }
@@ -84,6 +86,7 @@ impl DiskAccess {
             is_exclusive: AtomicBool::new(false),
             is_stopped: AtomicBool::new(false),
             cache_is_off: AtomicBool::new(false),
+            has_descriptor_sense: AtomicBool::new(false),
             waiting: Mutex::default(),
         })
     }
@@ -151,10 +154,20 @@ impl DiskAccess {
         self.cache_is_off.store(off, Ordering::Relaxed);
     }
 
+    /// Whether initiators want sense data in descriptor format.
+    pub(crate) fn has_descriptor_sense(&self) -> bool {
+        self.has_descriptor_sense.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_descriptor_sense(&self, on: bool) {
+        self.has_descriptor_sense.store(on, Ordering::Relaxed);
+    }
+
     /// Back to what it was when the first unit on the disk was made.
     pub(crate) fn reset(&self) {
         self.set_stopped(false);
         self.set_cache_off(false);
+        self.set_descriptor_sense(false);
     }
 
     /// Looks for tasks of all nexuses and does with them what `how` says of each, if anything: with

@@ -4,7 +4,7 @@ use super::block;
 use super::cdb::Cdb;
 use super::outcome::{Data, Failure, Moved};
 use super::request_queue::LocalUnit;
-use super::sense::Sense;
+use super::sense::{Format, Sense};
 use super::unit::Unit;
 
 const CACHING: u8 = 0x08;
@@ -15,6 +15,8 @@ const ALL_SUBPAGES: u8 = 0xff;
 
 /// WCE, in the third byte of the caching page.
 const WRITE_CACHE: u8 = 0x04;
+/// D_SENSE, in the third byte of the control page.
+const DESCRIPTOR_SENSE: u8 = 0x04;
 /// WP and DPOFUA, of the device-specific parameter (SBC-4, section 6.5.1).
 const WRITE_PROTECTED: u8 = 0x80;
 const DPO_AND_FUA: u8 = 0x10;
@@ -62,10 +64,10 @@ pub(super) fn sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     }
     let pages: Vec<u8> = match page {
         CACHING => caching(unit, values).into(),
-        CONTROL => control(values).into(),
+        CONTROL => control(unit, values).into(),
         EXCEPTIONS => exceptions().into(),
         ALL_PAGES => {
-            let pages = [&caching(unit, values)[..], &control(values), &exceptions()];
+            let pages = [&caching(unit, values)[..], &control(unit, values), &exceptions()];
             pages.concat()
         }
         _ => return Err(Sense::in_cdb(2, Some(5)).into()),
@@ -120,9 +122,15 @@ fn caching(unit: &Unit, values: Values) -> [u8; 20] {
     page
 }
 
-fn control(values: Values) -> [u8; 12] {
+fn control(unit: &Unit, values: Values) -> [u8; 12] {
+    let has_descriptors = match values {
+        Values::Current => unit.sense_format() == Format::Descriptor,
+        Values::Changeable => true,
+        Values::Default => false,
+    };
     let mut page = [0; 12];
     page[..2].copy_from_slice(&[CONTROL, 10]);
+    page[2] = if has_descriptors { DESCRIPTOR_SENSE } else { 0 };
     if values != Values::Changeable {
         // Commands are carried out in any order.
         page[3] = 0x10;
@@ -154,13 +162,18 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -
         return Ok(0);
     }
     let list = data.list(length)?;
-    let wanted = parse(unit, &form, &list)?.filter(|wanted| *wanted != unit.has_write_cache());
-    if let Some(wanted) = wanted {
-        if wanted {
-            unit.set_write_cache(true);
-        } else {
-            switch_cache_off(local, tag).await?;
-        }
+    let Selected { write_cache, sense_format } = parse(unit, &form, &list)?;
+    let write_cache = write_cache.filter(|wanted| *wanted != unit.has_write_cache());
+    match write_cache {
+        Some(true) => unit.set_write_cache(true),
+        Some(false) => switch_cache_off(local, tag).await?,
+        None => {}
+    }
+    let sense_format = sense_format.filter(|wanted| *wanted != unit.sense_format());
+    if let Some(format) = sense_format {
+        unit.access.set_descriptor_sense(format == Format::Descriptor);
+    }
+    if write_cache.is_some() || sense_format.is_some() {
         unit.access.tell_others(unit.attached.nexus(), Sense::MODE_CHANGED);
     }
     Ok(length)
@@ -177,8 +190,15 @@ async fn switch_cache_off(local: &LocalUnit, tag: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What a parameter list has for WCE. All of it is checked before anything is changed.
-fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Option<bool>, Failure> {
+/// What a parameter list has for fields that can be changed, of the pages that it has.
+#[derive(Default)]
+struct Selected {
+    write_cache: Option<bool>,
+    sense_format: Option<Format>,
+}
+
+/// Reads a parameter list. All of it is checked before anything is changed.
+fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
     let Some((header, rest)) = list.split_at_checked(form.header) else {
         return Err(Sense::LIST_LENGTH.into());
     };
@@ -194,7 +214,7 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Option<bool>, Failure>
     if !blocks.is_empty() && !is_same_size(blocks, &expected, is_long) {
         return Err(Sense::in_list(place(form.header), None).into());
     }
-    let mut write_cache = None;
+    let mut selected = Selected::default();
     while !pages.is_empty() {
         let at = list.len() - pages.len();
         let [code, length, ..] = *pages else { return Err(Sense::LIST_LENGTH.into()) };
@@ -202,7 +222,9 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Option<bool>, Failure>
             CACHING => {
                 (caching(unit, Values::Current).into(), caching(unit, Values::Changeable).into())
             }
-            CONTROL => (control(Values::Current).into(), control(Values::Changeable).into()),
+            CONTROL => {
+                (control(unit, Values::Current).into(), control(unit, Values::Changeable).into())
+            }
             EXCEPTIONS => (exceptions().into(), exceptions().into()),
             _ => return Err(Sense::in_list(place(at), Some(5)).into()),
         };
@@ -217,12 +239,17 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Option<bool>, Failure>
                 return Err(Sense::in_list(place(at + byte), None).into());
             }
         }
-        if code & 0x3f == CACHING {
-            write_cache = Some(page[2] & WRITE_CACHE != 0);
+        match code & 0x3f {
+            CACHING => selected.write_cache = Some(page[2] & WRITE_CACHE != 0),
+            CONTROL if page[2] & DESCRIPTOR_SENSE != 0 => {
+                selected.sense_format = Some(Format::Descriptor);
+            }
+            CONTROL => selected.sense_format = Some(Format::Fixed),
+            _ => {}
         }
         pages = rest;
     }
-    Ok(write_cache)
+    Ok(selected)
 }
 
 /// Whether a block descriptor leaves the medium as it is. A number of blocks of 0, or the highest,

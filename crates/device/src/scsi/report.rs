@@ -5,7 +5,7 @@ use super::block;
 use super::cdb::{COMMANDS, Cdb, Command, Op, find};
 use super::inquiry;
 use super::outcome::{Data, Failure, Moved};
-use super::sense::Sense;
+use super::sense::{Format, Sense};
 use super::unit::Unit;
 use super::units::Units;
 
@@ -87,8 +87,8 @@ pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
 }
 
 fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
-    let answer = if cdb.byte(1) & 1 != 0 { sense.descriptors() } else { sense.fixed().to_vec() };
-    data.answer(&answer, cdb.byte(4).into())
+    let format = if cdb.byte(1) & 1 != 0 { Format::Descriptor } else { Format::Fixed };
+    data.answer(&sense.data(format), cdb.byte(4).into())
 }
 
 pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {

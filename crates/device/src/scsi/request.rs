@@ -15,7 +15,7 @@ use super::cdb::{CDB_BYTES, Cdb, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Failure, Moved};
 use super::request_queue::{LocalUnit, RequestQueue};
-use super::sense::Sense;
+use super::sense::{Format, Sense};
 use super::task_set::{Abort, Ended};
 use super::unit::Unit;
 use super::units::Units;
@@ -122,6 +122,17 @@ impl Scsi {
         let ended = tasks.end(task);
         let moved = ended.abort.map_or(moved, |abort| Err(Failure::Aborted(abort)));
         (kind, moved, ended)
+    }
+
+    /// The format in which the sender of a command wants sense data.
+    #[cold]
+    fn sense_format(&self, header: Option<&Header>) -> Format {
+        match header {
+            Some(Header { address: Address::Unit(address), .. }) => {
+                self.queue.unit(*address).map_or(Format::Fixed, |local| local.unit.sense_format())
+            }
+            _ => Format::Fixed,
+        }
     }
 
     /// Waits for the medium, if another command has it to itself.
@@ -272,7 +283,11 @@ impl Handler for Scsi {
             Ok(_) if !chain.memory.is_intact() => Err(Failure::MemoryGone),
             moved => moved,
         };
-        let written = respond(&response, kind, &moved, room, &queue);
+        let format = match moved {
+            Ok(_) => Format::Fixed,
+            Err(_) => self.sense_format(header.as_ref()),
+        };
+        let written = respond(&response, kind, &moved, format, room, &queue);
         queue.push(head, written);
         if ended.as_ref().is_some_and(Ended::is_awaited) {
             // Whoever waits answers on another queue, and this answer comes first.
@@ -288,6 +303,7 @@ fn respond(
     response: &Buffers,
     kind: RequestKind,
     moved: &Moved,
+    format: Format,
     room: [usize; 2],
     queue: &Queue,
 ) -> u32 {
@@ -299,7 +315,7 @@ fn respond(
             *done
         }
         Err(failure) => {
-            put(failure, response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
+            put(failure, format, response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
             if failure.is_usual() {
                 queue.refuse(kind);
             } else {
@@ -317,7 +333,12 @@ fn respond(
 }
 
 /// Writes what the driver learns about a failure: the one place where it is chosen.
-fn put(failure: &Failure, room: usize, bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES]) {
+fn put(
+    failure: &Failure,
+    format: Format,
+    room: usize,
+    bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES],
+) {
     let (response, status, sense) = match failure {
         Failure::Check(sense) | Failure::Disk { sense, .. } => {
             (S_OK, CHECK_CONDITION, Some(*sense))
@@ -334,7 +355,7 @@ fn put(failure: &Failure, room: usize, bytes: &mut [u8; FIXED_RESPONSE_BYTES + S
     };
     (bytes[10], bytes[11]) = (status, response);
     if let Some(sense) = sense {
-        let data = sense.fixed();
+        let data = sense.data(format);
         let length = data.len().min(room);
         bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(length, "sense data")));
         bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);

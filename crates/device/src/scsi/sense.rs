@@ -38,8 +38,16 @@ pub(crate) struct Sense {
     field: Option<Field>,
 }
 
+/// How sense data are written (SPC-5, section 4.5).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Fixed,
+    /// With room for LBAs of eight bytes.
+    Descriptor,
+}
+
 /// Bytes of sense data in fixed format.
-pub(crate) const FIXED_BYTES: usize = 18;
+const FIXED_BYTES: usize = 18;
 /// Bytes of sense data in descriptor format at most.
 const DESCRIPTORS_BYTES: usize = 8 + 12 + 8;
 
@@ -117,8 +125,17 @@ impl Sense {
     /// The guest has truncated the file behind its memory.
     pub(crate) const MEMORY_GONE: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
 
-    /// Fixed format (SPC-5, section 4.5.3).
-    pub(crate) fn fixed(&self) -> [u8; FIXED_BYTES] {
+    /// The data in the format that the initiator has chosen.
+    pub(crate) fn data(&self, format: Format) -> Vec<u8> {
+        match format {
+            Format::Fixed => self.fixed().to_vec(),
+            Format::Descriptor => self.descriptors(),
+        }
+    }
+
+    /// Fixed format (SPC-5, section 4.5.3). What does not fit its four bytes is left out: the bit
+    /// VALID is zero then.
+    fn fixed(&self) -> [u8; FIXED_BYTES] {
         let mut data = [0; FIXED_BYTES];
         data[0] = 0x70;
         data[2] = self.key as u8;
@@ -135,7 +152,7 @@ impl Sense {
     }
 
     /// Descriptor format (SPC-5, section 4.5.2).
-    pub(crate) fn descriptors(&self) -> Vec<u8> {
+    fn descriptors(&self) -> Vec<u8> {
         let mut data = Vec::with_capacity(DESCRIPTORS_BYTES);
         data.extend([0x72, self.key as u8, self.code[0], self.code[1], 0, 0, 0, 0]);
         if let Some(information) = self.information {

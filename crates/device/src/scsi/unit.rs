@@ -10,7 +10,7 @@ use blockio::disk::DiskInfo;
 use super::access::DiskAccess;
 use super::address::UnitAddress;
 use super::persist::{Attached, PortInUse, PortName};
-use super::sense::Sense;
+use super::sense::{Format, Sense};
 
 /// Attentions that wait at most. A driver that never asks loses the oldest.
 const ATTENTIONS_MAX: usize = 16;
@@ -123,6 +123,11 @@ impl Unit {
     pub(crate) fn set_write_cache(&self, on: bool) {
         assert!(self.options.write_cache, "MODE SELECT checks that");
         self.access.set_cache_off(!on);
+    }
+
+    /// How initiators want sense data.
+    pub(crate) fn sense_format(&self) -> Format {
+        if self.access.has_descriptor_sense() { Format::Descriptor } else { Format::Fixed }
     }
 
     /// Whether blocks can be given back, unless the medium is write-protected: it is thin either
