@@ -53,7 +53,19 @@ fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
 /// As it is for an initiator, with the block where the error was if that is known.
 #[cold]
 fn disk_error(action: &'static str, lba: u64, writes: bool, source: io::Error) -> Failure {
-    Failure::Disk { action, lba, sense: Sense::of_disk(&source, lba, writes), source }
+    Failure::Disk { action, lba, moved: 0, sense: Sense::of_disk(&source, lba, writes), source }
+}
+
+/// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before it,
+/// and may use them: it goes by the residual and the address.
+#[cold]
+fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
+    let Unfinished { error: source, rest } = unfinished;
+    let block: usize = iomem::fits(block, "a logical block");
+    let blocks = (wanted - rest.bytes()) / block;
+    let lba = range.lba + blocks as u64;
+    let sense = Sense::of_disk(&source, lba, false);
+    Failure::Disk { action: "read", lba, moved: blocks * block, sense, source }
 }
 
 /// Whether commands on the medium are carried out.
@@ -94,10 +106,8 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     }
     match local.disk.read(range.offset, into).await {
         Ok(()) => Ok(bytes),
-        Err(Unfinished { error, rest }) => {
-            let block = u64::from(local.disk.info().logical_block_bytes);
-            let lba = range.lba + (bytes - rest.bytes()) as u64 / block;
-            Err(disk_error("read", lba, false, error))
+        Err(unfinished) => {
+            Err(cut_short(range, local.disk.info().logical_block_bytes, bytes, unfinished))
         }
     }
 }
@@ -376,4 +386,26 @@ async fn compare(disk: &Disk, range: Range, how: Check, with: &Buffers) -> Resul
         done += length as u64;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_that_fails_halfway_keeps_the_blocks_before() {
+        let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
+        let cut = |rest: usize| {
+            let error = io::Error::from_raw_os_error(libc::EIO);
+            cut_short(range, 512, 2048, Unfinished { error, rest: Buffers::aligned(rest, 1) })
+        };
+        for (rest, blocks) in [(2048, 0), (1024, 2), (1000, 2), (1, 3)] {
+            let failure = cut(rest);
+            assert_eq!(failure.moved(), blocks * 512, "{rest}");
+            let Failure::Disk { lba, sense, .. } = failure else { unreachable!() };
+            let error = io::Error::from_raw_os_error(libc::EIO);
+            assert_eq!(lba, 100 + blocks as u64);
+            assert_eq!(sense, Sense::of_disk(&error, lba, false));
+        }
+    }
 }

@@ -14,9 +14,10 @@ const DATA_MAX: usize = 64 << 10;
 pub(crate) enum Failure {
     #[error("{0}")]
     Check(#[from] Sense),
-    /// What the disk says, and what the initiator is told.
+    /// What the disk says, and what the initiator is told. `moved` bytes, those before that block,
+    /// were transferred.
     #[error("{action} at block {lba}: {source}")]
-    Disk { action: &'static str, lba: u64, sense: Sense, source: std::io::Error },
+    Disk { action: &'static str, lba: u64, moved: usize, sense: Sense, source: std::io::Error },
     #[error("another command of its kind is in progress, or there is no thread for it")]
     Busy,
     #[error("another initiator has reserved the disk")]
@@ -69,6 +70,11 @@ impl Data {
 }
 
 impl Failure {
+    /// Bytes of data that were transferred all the same.
+    pub(crate) fn moved(&self) -> usize {
+        if let Self::Disk { moved, .. } = self { *moved } else { 0 }
+    }
+
     /// Whether a driver that works well brings it about, by asking what there is.
     pub(crate) fn is_usual(&self) -> bool {
         matches!(

@@ -321,7 +321,7 @@ fn respond(
             } else {
                 queue.fail(kind, failure);
             }
-            0
+            failure.moved()
         }
     };
     let residual = u32::try_from(out + into - done).unwrap_or(u32::MAX);
