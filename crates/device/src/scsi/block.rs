@@ -6,7 +6,7 @@ use blockio::{Disk, Unfinished};
 use iomem::{BufferMemory, Buffers};
 
 use super::cdb::{Cdb, UNMAP};
-use super::outcome::{Data, Failure, Moved};
+use super::outcome::{Data, Done, Failure, Moved};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
 use super::unit::Unit;
@@ -165,7 +165,7 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
 }
 
 /// The descriptors of an UNMAP (SBC-4, section 5.35): all are checked before any is carried out.
-pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
     const HEADER: usize = 8;
     const DESCRIPTOR: usize = 16;
     if !local.unit.can_unmap() {
@@ -174,7 +174,7 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     check_writable(local)?;
     let length = usize::from(cdb.u16(7));
     if length == 0 {
-        return Ok(0);
+        return Ok(Done::from(0));
     }
     let list = data.list(length)?;
     let Some((header, descriptors)) = list.split_first_chunk::<HEADER>() else {
@@ -205,11 +205,11 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
         result.map_err(|error| disk_error("unmap", lba, true, error))?;
     }
     settle(local).await?;
-    Ok(length)
+    Ok(Done { moved: length, medium_bytes: all * block })
 }
 
 /// Writes one block over and over (SBC-4, section 5.54).
-pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
     let (unmaps, has_none) = (cdb.byte(1) & UNMAP != 0, cdb.byte(1) & 1 != 0);
     if unmaps && !local.unit.can_unmap() {
         return Err(Sense::in_cdb(1, Some(3)).into());
@@ -236,7 +236,7 @@ pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Move
         repeat(&local.disk, &pattern, whole, bytes).await?;
     }
     settle(local).await?;
-    Ok(moved)
+    Ok(Done { moved, medium_bytes: bytes })
 }
 
 async fn repeat(disk: &Disk, pattern: &[u8], range: Range, bytes: u64) -> Result<(), Failure> {
@@ -280,7 +280,12 @@ pub(super) async fn write_and_verify(local: &LocalUnit, cdb: &Cdb, data: Data) -
 
 /// Writes if what is there is what the initiator expects (SBC-4, section 5.3). Nobody else uses the
 /// disk meanwhile, by whichever unit.
-pub(super) async fn compare_and_write(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -> Moved {
+pub(super) async fn compare_and_write(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    tag: u64,
+    data: Data,
+) -> Result<Done, Failure> {
     check_writable(local)?;
     let count = cdb.byte(13);
     if count > COMPARE_BLOCKS_MAX {
@@ -293,7 +298,7 @@ pub(super) async fn compare_and_write(local: &LocalUnit, cdb: &Cdb, tag: u64, da
         return Err(Failure::Overrun);
     }
     if bytes == 0 {
-        return Ok(0);
+        return Ok(Done::from(0));
     }
     out.truncate(2 * bytes);
     // Both are read once: the guest may change them meanwhile.
@@ -306,7 +311,7 @@ pub(super) async fn compare_and_write(local: &LocalUnit, cdb: &Cdb, tag: u64, da
     let result = local.disk.write(range.offset, wanted.buffers(bytes), fua).await;
     result.map_err(|error| disk_error("write", range.lba, true, error))?;
     drop(exclusive);
-    Ok(2 * bytes)
+    Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
 }
 
 /// A copy of the first bytes of a list, in memory that any disk takes as it is.
@@ -338,7 +343,7 @@ impl Check {
     }
 }
 
-pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
     check_ready(&local.unit)?;
     let how = Check::of(cdb)?;
     let range = range(&local.disk, cdb.blocks())?;
@@ -354,7 +359,7 @@ pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
         Check::OneBlock => block,
     };
     compare(&local.disk, range, how, &data.out).await?;
-    Ok(moved)
+    Ok(Done { moved, medium_bytes: range.bytes })
 }
 
 /// Reads a range, and compares it with what the initiator has sent.

@@ -40,6 +40,22 @@ pub(crate) enum Failure {
 /// What has come of a command: the bytes of data that were transferred.
 pub(crate) type Moved = Result<usize, Failure>;
 
+/// What a command has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Done {
+    /// Bytes of data that were transferred.
+    pub(crate) moved: usize,
+    /// Bytes of the medium that it was about, for the statistics.
+    pub(crate) medium_bytes: u64,
+}
+
+impl From<usize> for Done {
+    /// What was transferred is what it was about.
+    fn from(moved: usize) -> Self {
+        Self { moved, medium_bytes: moved as u64 }
+    }
+}
+
 /// The data of a command.
 pub(crate) struct Data {
     /// From the initiator.
@@ -70,7 +86,7 @@ impl Data {
 }
 
 impl Failure {
-    /// Bytes of data that were transferred all the same.
+    /// Bytes of data that were transferred even so.
     pub(crate) fn moved(&self) -> usize {
         if let Self::Disk { moved, .. } = self { *moved } else { 0 }
     }

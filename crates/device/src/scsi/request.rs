@@ -13,7 +13,7 @@ use virtqueue::Chain;
 use super::address::{Address, UnitAddress};
 use super::cdb::{CDB_BYTES, Cdb, Op};
 use super::device::ScsiDevice;
-use super::outcome::{Data, Failure, Moved};
+use super::outcome::{Data, Done, Failure, Moved};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::{Format, Sense};
 use super::task_set::{Abort, Ended};
@@ -52,6 +52,9 @@ pub(crate) struct Scsi {
     queue: Rc<RequestQueue>,
 }
 
+/// What has come of a request, and how it counts.
+type Served = (RequestKind, Result<Done, Failure>);
+
 /// What a request says besides its CDB.
 struct Header {
     address: Address,
@@ -81,26 +84,13 @@ impl Scsi {
         Some(split(&bytes))
     }
 
-    /// Carries a command out.
-    async fn execute(
-        &self,
-        header: &Header,
-        task: Option<usize>,
-        data: Data,
-    ) -> (RequestKind, Moved) {
-        let other = |moved| (RequestKind::Other, moved);
-        if !data.out.is_empty() && !data.into.is_empty() {
-            return other(Err(Failure::Malformed("it has data in both directions")));
-        }
+    /// Carries out a command at an address where no tasks are.
+    fn answer_at_once(&self, header: &Header, data: &Data) -> Moved {
+        check_direction(data)?;
         match header.address {
-            Address::Unit(address) => match self.queue.unit(address) {
-                Some(local) => self.serve_unit(&local, header, task, data).await,
-                None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
-            },
-            Address::ReportLuns => {
-                other(report::well_known(self.device.units(), &header.cdb, &data))
-            }
-            Address::Invalid => other(Err(Failure::BadTarget)),
+            Address::ReportLuns => report::well_known(self.device.units(), &header.cdb, data),
+            Address::Invalid => Err(Failure::BadTarget),
+            Address::Unit(_) => unreachable!("what is for a unit is a task"),
         }
     }
 
@@ -111,17 +101,21 @@ impl Scsi {
         address: UnitAddress,
         header: &Header,
         data: Data,
-    ) -> (RequestKind, Moved, Ended) {
+    ) -> (Served, Ended) {
         let tasks = &self.queue.tasks;
         let task = tasks.begin(address, header.tag, queue.next_avail());
-        let (kind, moved) = match tasks.abort(task) {
-            // Before it has begun.
-            Some(abort) => (RequestKind::Other, Err(Failure::Aborted(abort))),
-            None => self.execute(header, Some(task), data).await,
+        // It may have been aborted before it has begun.
+        let may_begin = tasks.check(task).map_err(Failure::Aborted);
+        let (kind, done) = match may_begin.and_then(|()| check_direction(&data)) {
+            Err(failure) => (RequestKind::Other, Err(failure)),
+            Ok(()) => match self.queue.unit(address) {
+                Some(local) => self.serve_unit(&local, header, task, data).await,
+                None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
+            },
         };
         let ended = tasks.end(task);
-        let moved = ended.abort.map_or(moved, |abort| Err(Failure::Aborted(abort)));
-        (kind, moved, ended)
+        let done = ended.abort.map_or(done, |abort| Err(Failure::Aborted(abort)));
+        ((kind, done), ended)
     }
 
     /// The format in which the sender of a command wants sense data.
@@ -141,7 +135,7 @@ impl Scsi {
         while local.unit.access.is_exclusive() {
             local.unit.access.pass().await;
         }
-        self.queue.tasks.abort(task).map_or(Ok(()), |abort| Err(Failure::Aborted(abort)))
+        self.queue.tasks.check(task).map_err(Failure::Aborted)
     }
 
     /// Carries out a command for a logical unit.
@@ -149,9 +143,9 @@ impl Scsi {
         &self,
         local: &LocalUnit,
         header: &Header,
-        task: Option<usize>,
+        task: usize,
         data: Data,
-    ) -> (RequestKind, Moved) {
+    ) -> Served {
         let (unit, cdb) = (&local.unit, &header.cdb);
         let refused = |failure: Failure| (RequestKind::Other, Err(failure));
         let command = match cdb.command() {
@@ -169,9 +163,7 @@ impl Scsi {
         if let Err(sense) = cdb.check(command) {
             return refused(sense.into());
         }
-        if op.uses_medium()
-            && let Some(task) = task
-        {
+        if op.uses_medium() {
             if unit.access.is_exclusive()
                 && let Err(failure) = Box::pin(self.wait_for_medium(local, task)).await
             {
@@ -180,35 +172,46 @@ impl Scsi {
             self.queue.tasks.takes_medium(task);
         }
         match op {
-            Op::Read => (RequestKind::Read, block::read(local, cdb, data).await),
-            Op::Write => (RequestKind::Write, block::write(local, cdb, data).await),
-            Op::SynchronizeCache => (RequestKind::Flush, block::synchronize(local, cdb).await),
+            Op::Read => (RequestKind::Read, block::read(local, cdb, data).await.map(Done::from)),
+            Op::Write => (RequestKind::Write, block::write(local, cdb, data).await.map(Done::from)),
+            Op::SynchronizeCache => {
+                (RequestKind::Flush, block::synchronize(local, cdb).await.map(Done::from))
+            }
             Op::Unmap => (RequestKind::Discard, Box::pin(block::unmap(local, cdb, data)).await),
             Op::WriteSame => {
                 (RequestKind::WriteZeroes, Box::pin(block::write_same(local, cdb, data)).await)
             }
             Op::WriteAndVerify => {
-                (RequestKind::Write, Box::pin(block::write_and_verify(local, cdb, data)).await)
+                let write = block::write_and_verify(local, cdb, data);
+                (RequestKind::Write, Box::pin(write).await.map(Done::from))
             }
             Op::CompareAndWrite => {
                 let write = block::compare_and_write(local, cdb, header.tag, data);
                 (RequestKind::Write, Box::pin(write).await)
             }
             Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
-            Op::StartStopUnit => {
-                (RequestKind::Other, Box::pin(block::start_stop(local, cdb)).await)
-            }
-            Op::ModeSelect => {
-                let select = mode::select(local, cdb, header.tag, data);
-                (RequestKind::Other, Box::pin(select).await)
-            }
+            Op::StartStopUnit => other(Box::pin(block::start_stop(local, cdb)).await),
+            Op::ModeSelect => other(Box::pin(mode::select(local, cdb, header.tag, data)).await),
             Op::ReserveOut => {
                 let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
-                (RequestKind::Other, Box::pin(out).await)
+                other(Box::pin(out).await)
             }
-            _ => (RequestKind::Other, answer(self.device.units(), unit, op, cdb, &data)),
+            _ => other(answer(self.device.units(), unit, op, cdb, &data)),
         }
     }
+}
+
+/// What does not count as a use of the medium.
+fn other(moved: Moved) -> Served {
+    (RequestKind::Other, moved.map(Done::from))
+}
+
+#[inline]
+fn check_direction(data: &Data) -> Result<(), Failure> {
+    if !data.out.is_empty() && !data.into.is_empty() {
+        return Err(Failure::Malformed("it has data in both directions"));
+    }
+    Ok(())
 }
 
 /// Carries out a command that waits for nothing.
@@ -262,32 +265,30 @@ impl Handler for Scsi {
         let header = self.header(&mut chain.readable);
         let data = Data { out: chain.readable, into: chain.writable };
         let room = [data.out.bytes(), data.into.bytes()];
-        let (kind, moved, ended) = match &header {
+        let ((kind, done), ended) = match &header {
             Some(header @ Header { address: Address::Unit(address), .. }) => {
-                let (kind, moved, ended) = self.execute_task(&queue, *address, header, data).await;
-                (kind, moved, Some(ended))
+                let (served, ended) = self.execute_task(&queue, *address, header, data).await;
+                (served, Some(ended))
             }
             Some(header) => {
                 self.queue.tasks.skip(queue.next_avail());
-                let (kind, moved) = self.execute(header, None, data).await;
-                (kind, moved, None)
+                (other(self.answer_at_once(header, &data)), None)
             }
             None => {
                 self.queue.tasks.skip(queue.next_avail());
-                let moved = Err(Failure::Malformed("the header is incomplete"));
-                (RequestKind::Other, moved, None)
+                (other(Err(Failure::Malformed("the header is incomplete"))), None)
             }
         };
         // What was read from memory that is gone were zeroes, and what was written there is lost.
-        let moved = match moved {
+        let done = match done {
             Ok(_) if !chain.memory.is_intact() => Err(Failure::MemoryGone),
-            moved => moved,
+            done => done,
         };
-        let format = match moved {
+        let format = match done {
             Ok(_) => Format::Fixed,
             Err(_) => self.sense_format(header.as_ref()),
         };
-        let written = respond(&response, kind, &moved, format, room, &queue);
+        let written = respond(&response, kind, &done, format, room, &queue);
         queue.push(head, written);
         if ended.as_ref().is_some_and(Ended::is_awaited) {
             // Whoever waits answers on another queue, and this answer comes first.
@@ -302,17 +303,17 @@ impl Handler for Scsi {
 fn respond(
     response: &Buffers,
     kind: RequestKind,
-    moved: &Moved,
+    done: &Result<Done, Failure>,
     format: Format,
     room: [usize; 2],
     queue: &Queue,
 ) -> u32 {
     let [out, into] = room;
     let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
-    let done = match moved {
+    let moved = match done {
         Ok(done) => {
-            queue.count(kind, *done as u64);
-            *done
+            queue.count(kind, done.medium_bytes);
+            done.moved
         }
         Err(failure) => {
             put(failure, format, response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
@@ -324,11 +325,11 @@ fn respond(
             failure.moved()
         }
     };
-    let residual = u32::try_from(out + into - done).unwrap_or(u32::MAX);
+    let residual = u32::try_from(out + into - moved).unwrap_or(u32::MAX);
     bytes[4..8].copy_from_slice(&residual.to_le_bytes());
     response.copy_from(0, &bytes);
     response.zero_from(bytes.len());
-    let data = if into > 0 { done } else { 0 };
+    let data = if into > 0 { moved } else { 0 };
     iomem::fits(response.bytes() + data, "bytes of a chain")
 }
 

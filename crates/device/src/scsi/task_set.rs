@@ -142,10 +142,15 @@ impl Tasks {
         self.has_covers.set(!covers.is_empty());
     }
 
-    /// How the task is to end, if it was aborted.
+    /// Whether the task goes on.
+    ///
+    /// # Errors
+    ///
+    /// How it is to end, if it was aborted.
     #[inline]
-    pub(crate) fn abort(&self, number: usize) -> Option<Abort> {
-        self.tasks.borrow()[number].as_ref().and_then(|task| task.abort)
+    pub(crate) fn check(&self, number: usize) -> Result<(), Abort> {
+        let abort = self.tasks.borrow()[number].as_ref().and_then(|task| task.abort);
+        abort.map_or(Ok(()), Err)
     }
 
     /// The task uses the medium from now on.
@@ -302,8 +307,8 @@ mod tests {
         let meant = tasks.begin(UNIT, 7, 1);
         let later = tasks.begin(UNIT, 7, 2);
         assert_eq!(
-            [other, meant, later].map(|number| tasks.abort(number)),
-            [None, Some(Abort::Reset), None]
+            [other, meant, later].map(|number| tasks.check(number)),
+            [Ok(()), Err(Abort::Reset), Ok(())]
         );
         assert_eq!(poll(&waiting), Poll::Pending);
         drop(tasks.end(meant));
@@ -322,7 +327,7 @@ mod tests {
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(one).abort, None);
         assert!(poll(&waiting).is_ready());
-        assert_eq!([two, own].map(|number| tasks.abort(number)), [None; 2]);
+        assert_eq!([two, own].map(|number| tasks.check(number)), [Ok(()); 2]);
     }
 
     #[test]

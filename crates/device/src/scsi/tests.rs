@@ -334,34 +334,6 @@ fn the_write_cache_is_switched_by_mode_select() {
 }
 
 #[test]
-fn sense_data_have_the_format_that_mode_select_chooses() {
-    let mut initiator = Initiator::new();
-    let read = cdb10(0x28, 0x20, 0, 1);
-    let select = |initiator: &mut Initiator, bit: u8| {
-        let mut list = vec![0; 4];
-        list.extend([0x0a, 10, bit, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0]);
-        initiator.good(&[0x55, 0x10, 0, 0, 0, 0, 0, 0, 20, 0], &[vec![0; 4], list].concat(), 0);
-    };
-    let page = [0x1a, 8, 0x0a, 0, 255, 0];
-    assert_eq!(initiator.good(&[0x1a, 8, 0x4a, 0, 255, 0], &[], 255)[4..8], [0x0a, 10, 4, 0]);
-    select(&mut initiator, 4);
-    assert_eq!(initiator.good(&page, &[], 255)[4..8], [0x0a, 10, 4, 0x10]);
-    initiator.run(&read, &[], 512);
-    let sense = initiator.raw_sense();
-    assert_eq!(sense[..8], [0x72, 5, 0x24, 0, 0, 0, 0, 8]);
-    assert_eq!(sense[8..16], [2, 6, 0, 0, 0xc8 | 5, 0, 1, 0]);
-    // One that asks for sense data chooses itself.
-    assert_eq!(initiator.good(&[3, 0, 0, 0, 18, 0], &[], 18)[0], 0x70);
-    select(&mut initiator, 0);
-    initiator.run(&read, &[], 512);
-    assert_eq!(initiator.raw_sense()[0], 0x70);
-    select(&mut initiator, 4);
-    initiator.device.reset();
-    assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x29, 0], "fixed format after a reset");
-    assert_eq!(initiator.good(&page, &[], 255)[6], 0);
-}
-
-#[test]
 fn a_stopped_unit_refuses_the_medium_until_it_is_started() {
     let mut initiator = Initiator::new();
     initiator.good(&[0x1b, 0, 0, 0, 0, 0], &[], 0);

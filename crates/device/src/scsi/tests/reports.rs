@@ -1,6 +1,58 @@
 //! What a unit says of itself and of failures, and what is counted.
 
 use super::*;
+use crate::stats::RequestKind;
+
+#[test]
+fn statistics_count_bytes_of_the_medium() {
+    let mut initiator = Initiator::new();
+    initiator.good(&cdb10(0x41, 0, 0, 5), &[3; 512], 0);
+    let mut list = vec![0, 22, 0, 16, 0, 0, 0, 0];
+    list.extend(2_u64.to_be_bytes());
+    list.extend([0, 0, 0, 7, 0, 0, 0, 0]);
+    initiator.good(&cdb10(0x42, 0, 0, 24), &list, 0);
+    initiator.good(&cdb10(0x2f, 0, 0, 9), &[], 0);
+    let mut pair = cdb16(0x89, 0, 20, 0);
+    pair[13] = 1;
+    initiator.good(&pair, &[0; 1024], 0);
+    let totals = initiator.device.queue_stats(2).unwrap().totals();
+    for (kind, blocks) in [
+        (RequestKind::WriteZeroes, 5),
+        (RequestKind::Discard, 7),
+        (RequestKind::Read, 9),
+        (RequestKind::Write, 1),
+    ] {
+        assert_eq!((totals[kind].requests, totals[kind].bytes), (1, blocks * 512), "{kind:?}");
+    }
+}
+
+#[test]
+fn sense_data_have_the_format_that_mode_select_chooses() {
+    let mut initiator = Initiator::new();
+    let read = cdb10(0x28, 0x20, 0, 1);
+    let select = |initiator: &mut Initiator, bit: u8| {
+        let mut list = vec![0; 4];
+        list.extend([0x0a, 10, bit, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0]);
+        initiator.good(&[0x55, 0x10, 0, 0, 0, 0, 0, 0, 20, 0], &[vec![0; 4], list].concat(), 0);
+    };
+    let page = [0x1a, 8, 0x0a, 0, 255, 0];
+    assert_eq!(initiator.good(&[0x1a, 8, 0x4a, 0, 255, 0], &[], 255)[4..8], [0x0a, 10, 4, 0]);
+    select(&mut initiator, 4);
+    assert_eq!(initiator.good(&page, &[], 255)[4..8], [0x0a, 10, 4, 0x10]);
+    initiator.run(&read, &[], 512);
+    let sense = initiator.raw_sense();
+    assert_eq!(sense[..8], [0x72, 5, 0x24, 0, 0, 0, 0, 8]);
+    assert_eq!(sense[8..16], [2, 6, 0, 0, 0xc8 | 5, 0, 1, 0]);
+    // One that asks for sense data chooses itself.
+    assert_eq!(initiator.good(&[3, 0, 0, 0, 18, 0], &[], 18)[0], 0x70);
+    select(&mut initiator, 0);
+    initiator.run(&read, &[], 512);
+    assert_eq!(initiator.raw_sense()[0], 0x70);
+    select(&mut initiator, 4);
+    initiator.device.reset();
+    assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x29, 0], "fixed format after a reset");
+    assert_eq!(initiator.good(&page, &[], 255)[6], 0);
+}
 
 #[test]
 fn commands_report_what_there_is() {
