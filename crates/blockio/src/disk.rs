@@ -157,6 +157,17 @@ impl DiskSource {
         }
     }
 
+    /// The unit in which space is given back by a discard, in bytes: what is smaller, or is not
+    /// aligned to it, stays. A multiple of the logical block. `None` if the kernel says that the
+    /// device never gives any back.
+    #[must_use]
+    pub fn discard_bytes(&self) -> Option<u32> {
+        match &self.kind {
+            SourceKind::File(source) => source.discard_bytes,
+            SourceKind::Null => Some(self.info.logical_block_bytes),
+        }
+    }
+
     /// Whether it is a null disk, which never needs an engine.
     #[must_use]
     pub fn is_null(&self) -> bool {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use device::blk::config::BlkOptions;
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
@@ -14,6 +14,10 @@ use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
 use crate::open_disk::OpenDisk;
 use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitSpec};
+
+/// The version as INQUIRY has it, in at most 4 bytes.
+const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION_MAJOR"), ".", env!("CARGO_PKG_VERSION_MINOR"));
 
 impl ExportSpec {
     /// The disks of the export, and how each is opened.
@@ -121,15 +125,24 @@ impl UnitSpec {
         Ok(UnitOptions {
             vendor: text(&own.vendor, "Ringhaul"),
             product: text(&own.product, "Virtual Disk"),
-            revision: text(&own.revision, env!("CARGO_PKG_VERSION_MAJOR")),
+            revision: text(&own.revision, VERSION),
             serial: own.serial.clone().unwrap_or_else(|| disk_names::serial(&identity)),
             naa: own.wwn.map_or_else(|| disk_names::naa(&identity), |wwn| wwn.0),
             rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),
-            discard: own.discard.unwrap_or(true),
+            discard: self.discard(disk)?,
             write_cache: disk.cache.has_write_cache(),
             access,
             port: disk_names::naa(&path),
         })
+    }
+
+    /// Whether the guest may give blocks back: where nothing else is said, if the disk takes them.
+    fn discard(&self, disk: &OpenDisk) -> Result<bool> {
+        let is_taken = disk.source.discard_bytes().is_some();
+        if self.settings.discard == Some(true) && !is_taken {
+            bail!("{}: the device takes no discards; leave out discard=on", disk.name);
+        }
+        Ok(self.settings.discard.unwrap_or(is_taken))
     }
 
     /// Where persistent reservations are kept: beside a file, if nothing else is said. A block

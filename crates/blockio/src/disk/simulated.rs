@@ -27,6 +27,7 @@ impl DiskSource {
             file,
             is_block_device,
             is_rotational: false,
+            discard_bytes: Some(info.logical_block_bytes),
             align,
             identity: "".into(),
             blocks,

@@ -1,4 +1,6 @@
-//! Disks whose size changes while they are in use.
+//! Disks whose size changes while they are in use, and those that give space back.
+
+use std::os::unix::fs::MetadataExt;
 
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
@@ -35,4 +37,26 @@ fn the_size_of_a_disk_may_change() {
     null.set_size(MIB + 512).unwrap();
     assert_eq!(null.refresh().unwrap(), MIB + 512);
     assert_eq!(null.state(), DiskState::Ready);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn space_is_given_back_in_the_units_that_a_disk_says() {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    std::fs::write(file.path(), vec![1; 4 << 20]).unwrap();
+    file.as_file().sync_all().unwrap();
+    let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+    let unit = u64::from(source.discard_bytes().unwrap());
+    assert!(unit > 512, "the file system has blocks of {unit} bytes");
+    let config = IoThreadConfig { engine: EngineKind::Threads.into(), ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).unwrap();
+    let disk = source.attach(thread.io());
+    let sectors = || std::fs::metadata(file.path()).unwrap().blocks();
+    let full = sectors();
+    let discard = |offset, len| thread.block_on(disk.discard(offset, len)).unwrap().unwrap();
+    discard(MIB, unit - 512);
+    discard(MIB + unit + 512, unit - 512);
+    assert_eq!(sectors(), full);
+    discard(MIB + 4 * unit, unit);
+    assert_eq!(sectors(), full - unit / 512);
 }

@@ -24,6 +24,8 @@ pub(super) struct FileSource {
     pub(super) file: Arc<OpenFile>,
     pub(super) is_block_device: bool,
     pub(super) is_rotational: bool,
+    /// See [`DiskSource::discard_bytes`](super::DiskSource::discard_bytes).
+    pub(super) discard_bytes: Option<u32>,
     pub(super) align: Alignment,
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
@@ -74,10 +76,13 @@ impl FileSource {
             identity::of_file(&file)
         };
         let is_rotational = sysfs::is_rotational(&file);
+        let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         let identity = identity.into();
-        Ok((Self { file, is_block_device, is_rotational, align, identity, blocks }, info))
+        let source =
+            Self { file, is_block_device, is_rotational, discard_bytes, align, identity, blocks };
+        Ok((source, info))
     }
 
     /// The size that it has now, if the disk can have it that was opened as `info` says.
@@ -96,7 +101,15 @@ impl FileSource {
         let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path);
         let file = Arc::new(std::os::fd::OwnedFd::from(file.unwrap()).into());
         let (align, identity) = (Alignment::ANY, "".into());
-        Self { file, is_block_device: false, is_rotational: false, align, identity, blocks: None }
+        Self {
+            file,
+            is_block_device: false,
+            is_rotational: false,
+            discard_bytes: None,
+            align,
+            identity,
+            blocks: None,
+        }
     }
 
     /// As if nothing were known of it but what the kernel says to each op.
@@ -119,6 +132,18 @@ fn size_of(file: impl AsFd) -> Result<u64, String> {
         return Err("its size is zero; give it one, for example with `truncate -s 10G`".into());
     }
     Ok(size_bytes)
+}
+
+/// The unit in which a disk gives back space, if it does: that of the device, or the block of the
+/// file system; the logical block where these say nothing that requests could keep to.
+fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -> Option<u32> {
+    let said = if is_block_device {
+        sysfs::discard_bytes(file)?
+    } else {
+        let block = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_frsize);
+        u32::try_from(block).unwrap_or(0)
+    };
+    Some(if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes })
 }
 
 /// Checks the size of a disk, which may have parts of blocks of `request_bytes` written.

@@ -18,6 +18,14 @@ fn attribute(device: u64, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
+/// The unit in which the block device that `file` is takes discards, in bytes; `None` if it takes
+/// none.
+pub(super) fn discard_bytes(file: &File) -> Option<u32> {
+    let number = |name| device_attribute(file, name)?.parse::<u32>().ok();
+    let takes_any = device_attribute(file, "queue/discard_max_bytes")? != "0";
+    takes_any.then(|| number("queue/discard_granularity").unwrap_or(0))
+}
+
 /// Whether the kernel says that the medium rotates that `file` is, or is on. Without a block device
 /// of its own, as with tmpfs or NFS, nobody says so.
 pub(super) fn is_rotational(file: &File) -> bool {

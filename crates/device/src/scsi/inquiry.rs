@@ -133,7 +133,8 @@ fn limits(unit: &Unit) -> [u8; 60] {
     if unit.can_unmap() {
         page[16..20].copy_from_slice(&UNMAP_BLOCKS_MAX.to_be_bytes());
         page[20..24].copy_from_slice(&UNMAP_DESCRIPTORS_MAX.to_be_bytes());
-        page[24..28].copy_from_slice(&granularity.to_be_bytes());
+        let unit_bytes = unit.source.discard_bytes().unwrap_or(info.logical_block_bytes);
+        page[24..28].copy_from_slice(&(unit_bytes / info.logical_block_bytes).to_be_bytes());
     }
     page[32..40].copy_from_slice(&(WRITE_SAME_BYTES_MAX / block).to_be_bytes());
     page
