@@ -7,6 +7,7 @@ mod conformance;
 mod polling;
 mod scsi;
 mod scsi_boot;
+mod scsi_names;
 
 use std::collections::HashMap;
 use std::fs::File;

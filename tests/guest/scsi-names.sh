@@ -1,0 +1,26 @@
+# Prints what a guest with udev calls each SCSI disk and knows of it, after its address in each
+# line: the names that the rules of udev and of sg3-utils make in /dev/disk/by-id, and what lsblk
+# shows. The database in /run/udev is what those rules would leave behind.
+mkdir -p /run/udev/data
+for path in /sys/bus/scsi/devices/*/block/*; do
+    disk=${path##*/}
+    address=${path#/sys/bus/scsi/devices/*:*:}
+    address=${address%%/*}
+    {
+        echo I:1
+        scsi_id --export --whitelisted --device=/dev/"$disk" | sed 's/^/E:/'
+    } >"/run/udev/data/b$(cat "$path/dev")"
+    udev() {
+        sed -n "s/^E:$1=//p" "/run/udev/data/b$(cat "$path/dev")"
+    }
+    inquiry() {
+        sg_inq --export $2 /dev/"$disk" | sed -n "s/^$1=//p"
+    }
+    vendor=$(inquiry SCSI_VENDOR '') model=$(inquiry SCSI_MODEL '')
+    serial=$(inquiry SCSI_IDENT_SERIAL --page=sn)
+    echo "$address wwn-$(udev ID_WWN_WITH_EXTENSION)"
+    echo "$address scsi-$(udev ID_SERIAL)"
+    echo "$address scsi-S${vendor}_${model}_$serial"
+    lsblk -d -n -P -o VENDOR,MODEL,REV,SERIAL,WWN,ROTA,LOG-SEC,PHY-SEC,DISC-GRAN,RO \
+        /dev/"$disk" | sed "s/^/$address /; s/ *\"/\"/2g"
+done
