@@ -122,7 +122,7 @@ impl<'a> Run<'a> {
             device
         };
         let (queues, devices) = (queues.collect(), (0..DEVICES).map(device).collect());
-        let mut run = Self { stage, memory, devices, queues, access: DiskAccess::volatile() };
+        let mut run = Self { stage, memory, devices, queues, access: Arc::default() };
         (0..DEVICES).for_each(|device| run.add_unit(device, 0));
         (0..DEVICES * QUEUES).for_each(|queue| run.start(queue));
         run

@@ -1,10 +1,11 @@
 //! The device of an export, on its disks.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use device::blk::config::BlkOptions;
+use device::scsi::access::KeptIn;
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::UnitOptions;
@@ -115,7 +116,8 @@ impl UnitSpec {
     ) -> Result<UnitOptions> {
         let own = &self.settings;
         let path = format!("{export} {}", self.address());
-        let access = accesses.of(disk.source.identity(), self.reservations())?;
+        let access = accesses.of(disk.source.identity());
+        access.keep_reservations(self.reservations())?;
         let identity = match disk.source.identity() {
             // Disks without content are told apart by where they are.
             "" => path.clone(),
@@ -147,19 +149,28 @@ impl UnitSpec {
 
     /// Where persistent reservations are kept: beside a file, if nothing else is said. A block
     /// device has no such place.
-    fn reservations(&self) -> Option<PathBuf> {
+    fn reservations(&self) -> KeptIn {
         if let Some(path) = &self.settings.reservations {
-            return Some(path.clone());
+            return KeptIn::File(by_one_name(path));
         }
-        match &self.disk {
+        KeptIn::Usual(match &self.disk {
             DiskSpec::File(path) if path.is_file() => {
-                // By one name, whichever the disk was opened by.
                 let path = path.canonicalize().unwrap_or(path.clone());
                 let mut beside = path.into_os_string();
                 beside.push(".reservations");
                 Some(beside.into())
             }
             _ => None,
-        }
+        })
+    }
+}
+
+/// The path of a file that need not exist, however it was written.
+fn by_one_name(path: &Path) -> PathBuf {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match (folder.unwrap_or(Path::new(".")).canonicalize(), path.file_name()) {
+        (Ok(folder), Some(name)) => folder.join(name),
+        // What is wrong with it shows when it is used.
+        _ => path.to_owned(),
     }
 }

@@ -176,6 +176,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (6, &["blk"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
             (1, &["scsi::address", "scsi::sense"]),
+            (1, &["scsi::persist::own_file"]),
             (2, &["scsi::cdb", "scsi::config", "scsi::persist::registry", "scsi::task_set"]),
             (3, &["scsi::persist::command", "scsi::persist::file"]),
             (4, &["scsi::persist::report", "scsi::persist::rules"]),

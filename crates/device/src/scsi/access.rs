@@ -3,11 +3,11 @@
 //! parameters and one set of persistent reservations, and one command may exclude all others.
 
 use std::future::poll_fn;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+pub use super::persist::KeptIn;
 use super::persist::{Attached, FileError, Nexus, PortInUse, PortName, Reservations};
 use super::sense::Sense;
 use super::task_set::{Abort, How, Waiting};
@@ -38,6 +38,7 @@ pub(crate) struct Covered {
 }
 
 /// What the units on one disk share. Whoever has several exports of a disk makes one for it.
+#[derive(Default)]
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
@@ -61,34 +62,17 @@ pub struct DiskAccess {
 pub struct ReservationsError(#[from] FileError);
 
 impl DiskAccess {
-    /// Persistent reservations are lost when the process ends, and initiators cannot ask for more.
-    #[must_use]
-    pub fn volatile() -> Arc<Self> {
-        Self::new(Reservations::volatile())
-    }
-
-    /// Persistent reservations are kept in the file at `path` where initiators ask for that
-    /// (APTPL). There is none otherwise.
+    /// Has persistent reservations kept, where initiators ask for that (APTPL), and loads those
+    /// that were. Without this they are lost when the process ends. The file exists while there is
+    /// something to keep, and is nobody else's then. This waits for its file system.
     ///
     /// # Errors
     ///
-    /// When the file is there but cannot be read, or is broken. To go on without it would let hosts
-    /// write that were fenced off.
-    pub fn load(path: PathBuf) -> Result<Arc<Self>, ReservationsError> {
-        Ok(Self::new(Reservations::load(path)?))
-    }
-
-    fn new(reservations: Arc<Reservations>) -> Arc<Self> {
-        Arc::new(Self {
-            reservations,
-            peers: Mutex::default(),
-            is_changing: AtomicBool::new(false),
-            is_exclusive: AtomicBool::new(false),
-            is_stopped: AtomicBool::new(false),
-            cache_is_off: AtomicBool::new(false),
-            has_descriptor_sense: AtomicBool::new(false),
-            waiting: Mutex::default(),
-        })
+    /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
+    /// without it would let hosts write that were fenced off. When other exports of the disk have
+    /// said that they are kept elsewhere.
+    pub fn keep_reservations(&self, place: KeptIn) -> Result<(), ReservationsError> {
+        Ok(self.reservations.keep_in(place)?)
     }
 
     pub(crate) fn attach(&self, port: PortName) -> Result<Attached, PortInUse> {

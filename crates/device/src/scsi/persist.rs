@@ -10,6 +10,7 @@
 
 mod command;
 mod file;
+mod own_file;
 mod registry;
 mod report;
 mod rules;
@@ -48,19 +49,38 @@ pub(crate) struct Done {
     pub(crate) aborted: Vec<Nexus>,
 }
 
+/// Where reservations that persist are kept, as one export of a disk has it.
+#[derive(Debug, Clone)]
+pub enum KeptIn {
+    /// In this file, whatever other exports say.
+    File(PathBuf),
+    /// Where other exports of the disk keep them. If there are none, in this file, or nowhere.
+    Usual(Option<PathBuf>),
+}
+
 /// The registrations and the reservation of a disk, shared by all its exports.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Reservations {
-    /// Whether there is a file, so that APTPL is supported.
-    persists: bool,
     /// Locked from the start of a PERSISTENT RESERVE OUT to its end, and before `state`.
-    file: Mutex<Option<StateFile>>,
+    file: Mutex<Kept>,
     /// Never locked while somebody waits for a disk.
     state: Mutex<State>,
 }
 
+/// Where the reservations of a disk are kept.
+#[derive(Debug, Default)]
+enum Kept {
+    /// Nobody has said.
+    #[default]
+    Unsaid,
+    Nowhere,
+    In(StateFile),
+}
+
 #[derive(Debug, Default)]
 struct State {
+    /// Whether there is a file, so that APTPL is supported.
+    persists: bool,
     registry: Registry,
     /// PRGENERATION, which begins at zero whenever the daemon starts.
     generation: u32,
@@ -86,26 +106,34 @@ pub(crate) struct Attached {
 }
 
 impl Reservations {
-    /// For a disk beside which no file can be kept: APTPL is not supported.
-    pub(crate) fn volatile() -> Arc<Self> {
-        Self::new(None, Registry::default())
-    }
-
-    /// For a disk whose reservations persist in the file at `path`, where APTPL asks for it.
+    /// Has them kept, where initiators ask for that (APTPL), and loads those that were. This waits
+    /// for the disk with that file, and for others that do.
     ///
     /// # Errors
     ///
-    /// When the file is there but cannot be read, or is broken. To go on without it would let hosts
-    /// write that were fenced off.
-    pub(crate) fn load(path: PathBuf) -> Result<Arc<Self>, FileError> {
+    /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
+    /// without it would let hosts write that were fenced off. When they are kept elsewhere already.
+    pub(crate) fn keep_in(&self, place: KeptIn) -> Result<(), FileError> {
+        let mut kept = lock(&self.file);
+        let path = match (&*kept, place) {
+            (Kept::Unsaid, KeptIn::File(path) | KeptIn::Usual(Some(path))) => path,
+            (Kept::Unsaid, KeptIn::Usual(None)) => {
+                *kept = Kept::Nowhere;
+                return Ok(());
+            }
+            (_, KeptIn::Usual(_)) => return Ok(()),
+            (Kept::Nowhere, KeptIn::File(path)) => return Err(FileError::elsewhere(&path, None)),
+            (Kept::In(file), KeptIn::File(path)) if file.path() == path => return Ok(()),
+            (Kept::In(file), KeptIn::File(path)) => {
+                return Err(FileError::elsewhere(&path, Some(file.path())));
+            }
+        };
         let (file, registry) = StateFile::load(path)?;
-        Ok(Self::new(Some(file), registry))
-    }
-
-    fn new(file: Option<StateFile>, registry: Registry) -> Arc<Self> {
-        let state = State { registry, ..State::default() };
-        let persists = file.is_some();
-        Arc::new(Self { persists, file: Mutex::new(file), state: Mutex::new(state) })
+        *kept = Kept::In(file);
+        let mut state = lock(&self.state);
+        state.persists = true;
+        state.set(registry);
+        Ok(())
     }
 
     /// Attaches an initiator port. It has the registration under its name, if there is one.
@@ -133,7 +161,7 @@ impl Reservations {
     /// When there is no such service action.
     pub(crate) fn reserve_in(&self, cdb: &[u8; CDB_BYTES]) -> Result<Vec<u8>, Sense> {
         let state = lock(&self.state);
-        report::data(cdb, &state.registry, state.generation, self.persists)
+        report::data(cdb, &state.registry, state.generation, state.persists)
     }
 }
 
@@ -167,9 +195,10 @@ impl Attached {
     ///
     /// When the command is not carried out. Then nothing has changed.
     pub(crate) fn reserve_out(&self, cdb: &[u8; CDB_BYTES], list: &[u8]) -> Result<Done, Refusal> {
-        let Reservations { persists, file, state } = &*self.reservations;
+        let Reservations { file, state } = &*self.reservations;
         let mut file = lock(file);
-        let request = Request::parse(cdb, list, *persists)?;
+        let persists = matches!(*file, Kept::In(_));
+        let request = Request::parse(cdb, list, persists)?;
         let (mut registry, attached) = {
             let state = lock(state);
             let ports: Vec<_> = state.attached.iter().map(|other| other.port).collect();
@@ -177,7 +206,7 @@ impl Attached {
         };
         let ports = Ports { own: self.port, attached: &attached };
         let effects = registry.perform(ports, &request)?;
-        if let Some(file) = &mut *file {
+        if let Kept::In(file) = &mut *file {
             file.keep(&registry)?;
         }
         Ok(lock(state).replace(registry, effects))
@@ -191,13 +220,18 @@ impl Drop for Attached {
 }
 
 impl State {
-    /// What is there from now on. Returns the effects for the nexuses that are attached.
-    fn replace(&mut self, registry: Registry, effects: Effects) -> Done {
+    /// What there is from now on, for all who are attached.
+    fn set(&mut self, registry: Registry) {
         self.registry = registry;
-        self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
         for AttachedPort { port, conflicts, .. } in &self.attached {
             conflicts.store(self.registry.conflicts(*port), Ordering::Relaxed);
         }
+    }
+
+    /// What is there from now on. Returns the effects for the nexuses that are attached.
+    fn replace(&mut self, registry: Registry, effects: Effects) -> Done {
+        self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
+        self.set(registry);
         let nexus_of = |port| {
             let found = self.attached.iter().find(|other| other.port == port);
             found.map(|other| other.nexus)

@@ -57,7 +57,7 @@ fn options() -> UnitOptions {
         rotational: false,
         discard: true,
         write_cache: true,
-        access: DiskAccess::volatile(),
+        access: Arc::default(),
         port: [0x30, 0, 0, 0, 0, 0, 0, 1],
     }
 }

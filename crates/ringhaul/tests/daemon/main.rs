@@ -9,7 +9,9 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul::command::{Command, CommandError, DiskState, EndCause, ExportState, Reply};
 use ringhaul::ending::Outcome;
 use ringhaul::export::Endpoint;
-use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
+use ringhaul::spec::{
+    DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitSettings, UnitSpec,
+};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
@@ -283,5 +285,25 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
         frontend.channel.wait_closed()?;
         frontend.rings[0].wait_used().context("a request was not answered")?;
     }
+    Ok(())
+}
+
+#[test]
+fn exports_of_a_disk_agree_on_where_its_reservations_are() -> Result<()> {
+    let mut scene = Scene::new(&[])?;
+    let unit = |name: &str, reservations: Option<&str>| -> Result<ExportSpec> {
+        let mut export = scene.export(name, SECTORS)?;
+        let disk = DiskSpec::File(scene.path("one.img"));
+        let reservations = reservations.map(|name| scene.path(name));
+        let settings = UnitSettings { reservations, ..UnitSettings::default() };
+        export.device = DeviceSpec::Scsi(vec![UnitSpec { target: 0, lun: 0, disk, settings }]);
+        export.settings.no_lock = true;
+        Ok(export)
+    };
+    scene.add(&[&unit("one", Some("a"))?, &unit("two", None)?, &unit("three", Some("./a"))?])?;
+    let Err(error) = scene.add(&[&unit("four", Some("b"))?]) else { bail!("it was added") };
+    let text = format!("{error:#}");
+    ensure!(text.contains("other exports of the disk keep them in"), "{text}");
+    ensure!(scene.end() == Outcome::Clean);
     Ok(())
 }

@@ -5,13 +5,12 @@
 //! each change, before the command is answered. It is JSON, so that an operator can read and mend
 //! it.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::own_file::OwnFile;
 use super::registry::{Key, PortName, Registry, Reservation, ReservationType};
 
 const FORMAT: &str = "ringhaul persistent reservations";
@@ -32,6 +31,7 @@ pub(crate) struct FileError {
 const ADVICE_READ: &str = "make the file readable to this user";
 const ADVICE_BROKEN: &str = "restore or mend the file, or remove it when no host that was fenced \
                              off can still write to the disk";
+const ADVICE_BUSY: &str = "stop that, or have this disk keep its reservations in another file";
 const ADVICE_VERSION: &str = "use the version that wrote the file";
 const ADVICE_SAVE: &str = "make the directory writable to this user and see that it has room; \
                            until then commands that change reservations fail";
@@ -78,43 +78,33 @@ enum Content {
     Unknown,
 }
 
-/// The file of one disk. Nobody else writes to it.
+/// The file of one disk.
 #[derive(Debug)]
 pub(super) struct StateFile {
-    path: PathBuf,
+    file: OwnFile,
     content: Content,
 }
 
 impl StateFile {
-    /// Loads what was saved.
+    /// Loads what was saved. From then on the file is nobody else's.
     ///
     /// # Errors
     ///
-    /// When there is a file that cannot be read, or was not written by [`keep`](Self::keep).
+    /// When there is a file that cannot be read, was not written by [`keep`](Self::keep), or is
+    /// somebody else's.
     pub(super) fn load(path: PathBuf) -> Result<(Self, Registry), FileError> {
-        let failure = |reason: String, advice| FileError {
-            action: "load",
-            path: path.clone(),
-            reason,
-            advice,
+        let failed = |(reason, advice)| FileError::new("load", &path, reason, advice);
+        let (file, text) = OwnFile::take(path.clone(), BYTES_MAX)
+            .map_err(|error| failed(reason(&error, ADVICE_READ)))?;
+        let Some(text) = text else {
+            return Ok((Self { file, content: Content::Absent }, Registry::default()));
         };
-        let mut text = String::new();
-        let read = File::open(&path).and_then(|file| {
-            // One byte more shows that it is too long.
-            file.take(BYTES_MAX + 1).read_to_string(&mut text)
-        });
-        match read {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Ok((Self { path, content: Content::Absent }, Registry::default()));
-            }
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                return Err(failure("it is not text".to_owned(), ADVICE_BROKEN));
-            }
-            Err(error) => return Err(failure(error.to_string(), ADVICE_READ)),
-            Ok(_) => {}
-        }
-        let registry = parse(&text).map_err(|(reason, advice)| failure(reason, advice))?;
-        Ok((Self { path, content: Content::Registry(registry.clone()) }, registry))
+        let registry = parse(&text).map_err(failed)?;
+        Ok((Self { file, content: Content::Registry(registry.clone()) }, registry))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        self.file.path()
     }
 
     /// Has the file hold this, durably: or nothing, if it need not persist. Waits for the disk.
@@ -129,56 +119,44 @@ impl StateFile {
             return Ok(());
         }
         self.content = Content::Unknown;
-        let kept = if registry.aptpl { self.replace(registry) } else { self.remove() };
-        kept.map_err(|error| FileError {
-            action: "save",
-            path: self.path.clone(),
-            reason: error.to_string(),
-            advice: ADVICE_SAVE,
+        let kept = if registry.aptpl { self.replace(registry) } else { self.file.remove() };
+        kept.map_err(|error| {
+            let (reason, advice) = reason(&error, ADVICE_SAVE);
+            FileError::new("save", self.path(), reason, advice)
         })?;
         self.content = wanted;
         Ok(())
     }
 
-    fn replace(&self, registry: &Registry) -> io::Result<()> {
+    fn replace(&mut self, registry: &Registry) -> io::Result<()> {
         let mut text = serde_json::to_string_pretty(&Saved::of(registry))?;
         text.push('\n');
-        let mut new = self.path.clone().into_os_string();
-        new.push(".new");
-        let new = PathBuf::from(new);
-        // One that a crash left behind is no use.
-        remove_if_there(&new)?;
-        let written = write_new(&new, &text).and_then(|()| fs::rename(&new, &self.path));
-        if written.is_err() {
-            // The error is about what was to be done, not about this.
-            let _ = remove_if_there(&new);
-        }
-        written.and_then(|()| self.sync_directory())
-    }
-
-    fn remove(&self) -> io::Result<()> {
-        remove_if_there(&self.path)?;
-        self.sync_directory()
-    }
-
-    /// Makes the name of the file as durable as its content.
-    fn sync_directory(&self) -> io::Result<()> {
-        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+        self.file.replace(&text)
     }
 }
 
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+impl FileError {
+    fn new(action: &'static str, path: &Path, reason: String, advice: &'static str) -> Self {
+        Self { action, path: path.to_owned(), reason, advice }
+    }
+
+    /// Exports of one disk were to keep its reservations at `path`, and elsewhere.
+    pub(super) fn elsewhere(path: &Path, other: Option<&Path>) -> Self {
+        let reason = match other {
+            Some(other) => format!("other exports of the disk keep them in {}", other.display()),
+            None => "other exports of the disk do not keep them".to_owned(),
+        };
+        Self::new("keep", path, reason, "name the same file for all exports of the disk")
     }
 }
 
-fn write_new(path: &Path, text: &str) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()
+/// Why a file cannot be used, and what to do about it: `usual`, unless it is known better.
+fn reason(error: &io::Error, usual: &'static str) -> (String, &'static str) {
+    match error.kind() {
+        io::ErrorKind::InvalidData => ("it is not text".to_owned(), ADVICE_BROKEN),
+        io::ErrorKind::ResourceBusy => (error.to_string(), ADVICE_BUSY),
+        _ => (error.to_string(), usual),
+    }
 }
 
 impl Saved {
@@ -264,6 +242,7 @@ fn digits(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::{self, File};
     use std::os::unix::fs::PermissionsExt;
     use tempfile::TempDir;
 
@@ -291,6 +270,15 @@ mod tests {
         StateFile::load(path.to_owned()).map(|(_, registry)| registry)
     }
 
+    /// What would be loaded if nobody had the file any more.
+    fn kept_in(path: &Path) -> Registry {
+        let copy = path.with_extension("copy");
+        fs::copy(path, &copy).unwrap();
+        let registry = load(&copy).unwrap();
+        fs::remove_file(copy).unwrap();
+        registry
+    }
+
     #[test]
     fn what_was_kept_is_loaded() {
         let (directory, path) = directory();
@@ -299,13 +287,13 @@ mod tests {
         for reservation_type in ReservationType::ALL.map(Some).into_iter().chain([None]) {
             let registry = with(reservation_type);
             file.keep(&registry).unwrap();
-            assert_eq!(load(&path).unwrap(), registry);
+            assert_eq!(kept_in(&path), registry);
             assert_eq!(files(&directory), 1);
             assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         }
         let empty = Registry::new(true);
         file.keep(&empty).unwrap();
-        assert_eq!(load(&path).unwrap(), empty);
+        assert_eq!(kept_in(&path), empty);
     }
 
     #[test]
@@ -317,6 +305,7 @@ mod tests {
         file.keep(&volatile).unwrap();
         assert_eq!(files(&directory), 0);
         file.keep(&with(None)).unwrap();
+        drop(file);
         let (mut file, _) = StateFile::load(path).unwrap();
         file.keep(&volatile).unwrap();
         assert_eq!(files(&directory), 0);
@@ -332,8 +321,9 @@ mod tests {
         // While this is open, nobody else has its number.
         let (_open, before) = (File::open(&path).unwrap(), inode());
         file.keep(&with(None)).unwrap();
-        let (mut again, registry) = StateFile::load(path.clone()).unwrap();
-        again.keep(&registry).unwrap();
+        drop(file);
+        let (mut file, registry) = StateFile::load(path.clone()).unwrap();
+        file.keep(&registry).unwrap();
         assert_eq!(inode(), before);
         file.keep(&with(Some(ReservationType::WriteExclusive))).unwrap();
         assert_ne!(inode(), before);
@@ -346,7 +336,7 @@ mod tests {
         let (mut file, registry) = StateFile::load(path.clone()).unwrap();
         assert_eq!(registry, Registry::default());
         file.keep(&with(None)).unwrap();
-        assert_eq!(load(&path).unwrap(), with(None));
+        assert_eq!(kept_in(&path), with(None));
         assert_eq!(files(&directory), 1);
     }
 
@@ -362,7 +352,7 @@ mod tests {
         let error = file.keep(&held).unwrap_err().to_string();
         assert!(error.starts_with("cannot save the persistent reservations in /"), "{error}");
         assert!(error.contains("disk.reservations: "), "{error}");
-        assert_eq!(load(&path).unwrap(), with(None));
+        assert_eq!(kept_in(&path), with(None));
         assert_eq!(file.content, Content::Unknown);
         fs::remove_dir(&obstacle).unwrap();
         file.keep(&with(None)).unwrap();

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 
+use super::tests::load;
 use super::*;
 
 /// Ports 0 to 2 are attached, and nobody knows port 3.
@@ -249,7 +250,7 @@ fn status(result: &Result<Done, Refusal>) -> Status {
 
 /// Whether a restart would find what the model says.
 fn check_restart(path: &Path, model: &Model) {
-    let found = Reservations::load(path.to_owned()).unwrap();
+    let found = load(path.to_owned()).unwrap();
     let expected = if model.aptpl { model.registered() } else { Vec::new() };
     assert_eq!(full_status(&found), (0, expected));
     assert_eq!(path.exists(), model.aptpl);
@@ -263,7 +264,7 @@ proptest! {
     ) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.reservations");
-        let reservations = Reservations::load(path.clone()).unwrap();
+        let reservations = load(path.clone()).unwrap();
         let nexuses = [0, 1, 2].map(|port| reservations.attach(PORTS[port]).unwrap());
         let mut model = Model::default();
         for command in &commands {
@@ -282,6 +283,7 @@ proptest! {
                 prop_assert!(done.attentions.iter().all(|(nexus, _)| *nexus != own));
             }
         }
+        drop((nexuses, reservations));
         check_restart(&path, &model);
     }
 }

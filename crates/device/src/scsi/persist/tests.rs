@@ -14,6 +14,12 @@ const WRITE_EXCLUSIVE: u8 = 1;
 const EXCLUSIVE_ACCESS_REGISTRANTS_ONLY: u8 = 6;
 const APTPL: u8 = 1;
 
+pub(super) fn load(path: PathBuf) -> Result<Arc<Reservations>, FileError> {
+    let reservations = Arc::<Reservations>::default();
+    reservations.keep_in(KeptIn::File(path))?;
+    Ok(reservations)
+}
+
 /// Sends a command with the bits of byte 20.
 fn send(
     nexus: &Attached,
@@ -62,7 +68,7 @@ fn every_nexus_sees_at_once_what_it_may_do() {
     const FREE: [bool; 3] = [false; 3];
     const NO_WRITES: [bool; 3] = [false, false, true];
     const NOTHING: [bool; 3] = [false, true, true];
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let nexuses = three(&reservations, 0);
     assert_eq!(conflicts(&nexuses), [FREE; 3]);
     send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
@@ -81,7 +87,7 @@ fn every_nexus_sees_at_once_what_it_may_do() {
 
 #[test]
 fn what_is_refused_changes_nothing() {
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let nexuses = three(&reservations, 0);
     send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
     let before = (read(&reservations, 3), conflicts(&nexuses));
@@ -99,7 +105,7 @@ fn what_is_refused_changes_nothing() {
 
 #[test]
 fn only_nexuses_that_are_attached_hear_and_are_aborted() {
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let [one, two, three] = three(&reservations, 0);
     send(&three, REGISTER, 0, [0, 1], 0).unwrap();
     let done = send(&two, PREEMPT_AND_ABORT, WRITE_EXCLUSIVE, [2, 1], 0).unwrap();
@@ -115,7 +121,7 @@ fn only_nexuses_that_are_attached_hear_and_are_aborted() {
 
 #[test]
 fn a_registration_waits_for_its_port() {
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let [one, two, _three] = three(&reservations, 0);
     send(&one, RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
     let number = one.nexus();
@@ -130,7 +136,7 @@ fn a_registration_waits_for_its_port() {
 
 #[test]
 fn a_port_attaches_once() {
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let attached = reservations.attach(PORTS[0]).unwrap();
     let refused = reservations.attach(PORTS[0]).unwrap_err();
     assert_eq!(refused, PortInUse(PORTS[0]));
@@ -144,14 +150,14 @@ fn a_restart_forgets_all_but_what_is_to_persist() {
     for (bits, expected) in [(0, &[][..]), (APTPL, &[1, 2])] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.reservations");
-        let reservations = Reservations::load(path.clone()).unwrap();
+        let reservations = load(path.clone()).unwrap();
         let nexuses = three(&reservations, bits);
         send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
         assert_eq!(generation(&reservations), 2);
         assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
         drop((nexuses, reservations));
 
-        let reservations = Reservations::load(path).unwrap();
+        let reservations = load(path).unwrap();
         assert_eq!(keys(&reservations), expected);
         assert_eq!(generation(&reservations), 0);
         assert_eq!(read(&reservations, 2)[2..4], [1, 0xb0 | bits]);
@@ -167,9 +173,65 @@ fn a_broken_file_is_an_error_and_stays_as_it_is() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.reservations");
     fs::write(&path, "{}").unwrap();
-    let error = Reservations::load(path.clone()).unwrap_err().to_string();
+    let error = load(path.clone()).unwrap_err().to_string();
     assert!(error.contains(&path.display().to_string()), "{error}");
     assert_eq!(fs::read_to_string(path).unwrap(), "{}");
+}
+
+#[test]
+fn exports_of_a_disk_keep_its_reservations_in_one_place() {
+    let directory = tempfile::tempdir().unwrap();
+    let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
+    let usual = |path: &PathBuf| KeptIn::Usual(Some(path.clone()));
+    let chosen = |path: &PathBuf| KeptIn::File(path.clone());
+    for first in [usual(&one), chosen(&one)] {
+        let reservations = Arc::<Reservations>::default();
+        reservations.keep_in(first).unwrap();
+        for same in [usual(&one), usual(&other), chosen(&one), KeptIn::Usual(None)] {
+            reservations.keep_in(same).unwrap();
+        }
+        let error = reservations.keep_in(chosen(&other)).unwrap_err().to_string();
+        for part in ["cannot keep", &other.display().to_string(), &one.display().to_string()] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+    let reservations = Arc::<Reservations>::default();
+    reservations.keep_in(KeptIn::Usual(None)).unwrap();
+    reservations.keep_in(usual(&one)).unwrap();
+    let error = reservations.keep_in(chosen(&one)).unwrap_err().to_string();
+    assert!(error.contains("other exports of the disk do not keep them"), "{error}");
+}
+
+#[test]
+fn two_programs_do_not_keep_theirs_in_one_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.reservations");
+    let [one, other] = [(); 2].map(|()| load(path.clone()).unwrap());
+    let nexuses = three(&one, APTPL);
+    let error = load(path.clone()).unwrap_err().to_string();
+    assert!(error.contains("keeps its own there; stop that"), "{error}");
+    let nexus = other.attach(PORTS[0]).unwrap();
+    let refused = send(&nexus, REGISTER, 0, [0, 1], APTPL);
+    assert!(matches!(refused, Err(Refusal::NotSaved(_))), "{refused:?}");
+    assert!(keys(&other).is_empty());
+    drop((one, nexuses));
+    assert_eq!(keys(&load(path).unwrap()), [1, 2]);
+}
+
+/// Somebody who is attached before anybody has said where they are kept.
+#[test]
+fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.reservations");
+    let reservations = load(path.clone()).unwrap();
+    let nexuses = three(&reservations, APTPL);
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    drop((nexuses, reservations));
+    let reservations = Arc::<Reservations>::default();
+    let early = reservations.attach(PORTS[2]).unwrap();
+    assert!(!early.conflicts(CommandClass::Writes));
+    reservations.keep_in(KeptIn::File(path)).unwrap();
+    assert!(early.conflicts(CommandClass::Writes));
 }
 
 #[test]
@@ -177,7 +239,7 @@ fn what_cannot_be_saved_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.reservations");
     let obstacle = directory.path().join("disk.reservations.new");
-    let reservations = Reservations::load(path.clone()).unwrap();
+    let reservations = load(path.clone()).unwrap();
     let nexuses = three(&reservations, APTPL);
     let before = (read(&reservations, 3), conflicts(&nexuses));
     fs::create_dir(&obstacle).unwrap();
@@ -192,7 +254,7 @@ fn what_cannot_be_saved_is_refused() {
 #[test]
 fn commands_of_several_threads_are_carried_out_one_after_the_other() {
     const TIMES: u32 = 200;
-    let reservations = Reservations::volatile();
+    let reservations = Arc::<Reservations>::default();
     let nexuses = PORTS.map(|port| reservations.attach(port).unwrap());
     std::thread::scope(|scope| {
         for (nexus, key) in nexuses.iter().zip(1..) {

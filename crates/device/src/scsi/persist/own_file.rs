@@ -1,0 +1,185 @@
+//! A small file that one program has to itself, and that is replaced as a whole.
+//!
+//! The lock is on the file, so it goes with a new content from one file to the next: the new one is
+//! locked before it has the name. Who locks a file that has lost its name meanwhile looks again.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
+use rustix::io::Errno;
+
+const MODE: u32 = 0o600;
+
+/// The file at a path, if there is one: nobody else has it then.
+#[derive(Debug)]
+pub(super) struct OwnFile {
+    path: PathBuf,
+    locked: Option<File>,
+}
+
+impl OwnFile {
+    /// Takes what is at `path`, and reads it: one byte more than `bytes_max` at most.
+    ///
+    /// # Errors
+    ///
+    /// When there is a file that cannot be read. `ErrorKind::ResourceBusy`: somebody else has it.
+    pub(super) fn take(path: PathBuf, bytes_max: u64) -> io::Result<(Self, Option<String>)> {
+        loop {
+            let file = match open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Ok((Self { path, locked: None }, None));
+                }
+                opened => opened?,
+            };
+            lock(&file)?;
+            if has_name(&file, &path)? {
+                let mut text = String::new();
+                (&file).take(bytes_max + 1).read_to_string(&mut text)?;
+                return Ok((Self { path, locked: Some(file) }, Some(text)));
+            }
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Has the file hold `text`, durably. Waits for the disk.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be replaced: it then holds this or what it held before. As
+    /// [`take`](Self::take) when somebody else has made one.
+    pub(super) fn replace(&mut self, text: &str) -> io::Result<()> {
+        let mut new = self.path.clone().into_os_string();
+        new.push(".new");
+        let new = PathBuf::from(new);
+        // One that a crash left behind may be there.
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(MODE);
+        let file = options.custom_flags(libc::O_NOFOLLOW).open(&new)?;
+        lock(&file)?;
+        if !has_name(&file, &new)? {
+            return Err(busy());
+        }
+        let written = write(&file, text).and_then(|()| self.rename(&new));
+        if written.is_err() {
+            // The error is about what was to be done, not about this.
+            let _ = fs::remove_file(&new);
+        }
+        written?;
+        self.locked = Some(file);
+        self.sync_directory()
+    }
+
+    /// Removes the file durably, if there is one of ours.
+    ///
+    /// # Errors
+    ///
+    /// What the file system says.
+    pub(super) fn remove(&mut self) -> io::Result<()> {
+        if self.locked.is_some() {
+            match fs::remove_file(&self.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => self.locked = None,
+            }
+        }
+        self.sync_directory()
+    }
+
+    /// Replaces what is there by the file at `new`, unless it is somebody else's.
+    fn rename(&self, new: &Path) -> io::Result<()> {
+        if self.locked.is_some() {
+            return fs::rename(new, &self.path);
+        }
+        match renameat_with(CWD, new, CWD, &self.path, RenameFlags::NOREPLACE) {
+            Err(Errno::EXIST) => Err(busy()),
+            // Not every file system can do that; the lock on the new file then has to do.
+            Err(Errno::INVAL | Errno::NOSYS) if !self.path.exists() => fs::rename(new, &self.path),
+            renamed => Ok(renamed?),
+        }
+    }
+
+    /// Makes the name of the file as durable as its content.
+    fn sync_directory(&self) -> io::Result<()> {
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+/// For writing if that is allowed, because network file systems lock no other files.
+fn open(path: &Path) -> io::Result<File> {
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => File::open(path),
+        opened => opened,
+    }
+}
+
+fn lock(file: &File) -> io::Result<()> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => Err(busy()),
+        // Some network file systems have no locks; that alone does not make the file unusable.
+        Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::BADF) => Ok(()),
+        locked => Ok(locked?),
+    }
+}
+
+fn busy() -> io::Error {
+    let text = "another program, or another disk of this one, keeps its own there";
+    io::Error::new(io::ErrorKind::ResourceBusy, text)
+}
+
+/// Whether the name leads to this file, and not to one that has replaced it.
+fn has_name(file: &File, path: &Path) -> io::Result<bool> {
+    let own = file.metadata()?;
+    match fs::symlink_metadata(path).and_then(|_| fs::metadata(path)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        found => found.map(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())),
+    }
+}
+
+fn write(mut file: &File, text: &str) -> io::Result<()> {
+    file.set_permissions(Permissions::from_mode(MODE))?;
+    file.set_len(0)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(path: &Path) -> io::Result<(OwnFile, Option<String>)> {
+        OwnFile::take(path.to_owned(), 100)
+    }
+
+    fn is_busy<T>(result: io::Result<T>) -> bool {
+        result.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+    }
+
+    #[test]
+    fn a_file_has_one_owner_from_its_first_content_to_its_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        let (mut one, none) = take(&path).unwrap();
+        let (mut other, _) = take(&path).unwrap();
+        assert_eq!(none, None, "nobody has what is not there");
+        for text in ["a", "b"] {
+            one.replace(text).unwrap();
+            assert!(is_busy(take(&path)) && is_busy(other.replace("c")));
+            other.remove().unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        drop(one);
+        let (mut next, text) = take(&path).unwrap();
+        assert_eq!(text.as_deref(), Some("b"));
+        assert!(is_busy(take(&path)));
+        next.remove().unwrap();
+        other.replace("d").unwrap();
+        assert!(is_busy(next.replace("e")) && is_busy(take(&path)));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+}
