@@ -18,7 +18,7 @@ use crate::config::BounceConfig;
 use crate::open_file::OpenFile;
 use crate::stats::Stats;
 use crate::task::{Owner, Running};
-use iomem::{Buffers, Zeroes};
+use iomem::{Buffers, Repeated};
 
 /// Bytes of the block that stands for any number of zeroes.
 const ZEROES_BYTES: usize = 64 << 10;
@@ -28,7 +28,7 @@ pub(crate) struct BounceBudget {
     state: Rc<Budget>,
     /// The shares of disks that are attached, or have pieces in the kernel.
     shares: RefCell<Vec<(*const OpenFile, Weak<BounceShare>)>>,
-    zeroes: RefCell<Option<Zeroes>>,
+    zeroes: RefCell<Option<Repeated>>,
 }
 
 struct Budget {
@@ -100,7 +100,7 @@ impl BounceBudget {
         let mut zeroes = self.zeroes.borrow_mut();
         let zeroes = match &mut *zeroes {
             Some(zeroes) => zeroes,
-            none => none.insert(Zeroes::new(ZEROES_BYTES, ZEROES_BYTES)?),
+            none => none.insert(Repeated::zeroes(ZEROES_BYTES, ZEROES_BYTES)?),
         };
         zeroes.buffers(bytes, kept)
     }

@@ -123,7 +123,7 @@ impl Default for PacingConfig {
 }
 
 /// How much memory there is for what devices cannot take as it is: misaligned buffers, and zeroes
-/// that have to be written.
+/// that have to be written; and for [parts of a disk](crate::Disk::read_part) that are looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BounceConfig {
     /// The most bytes at once. All disks of the IoThread have equal shares, and requests wait for

@@ -30,7 +30,7 @@ use crate::io::Io;
 use file::FileDisk;
 use info::check_logical_block;
 pub use info::{DiskInfo, DiskOptions, DiskState, Unfinished};
-use iomem::Buffers;
+use iomem::{Buffers, Repeated};
 use shared::Shared;
 use source::FileSource;
 
@@ -234,6 +234,9 @@ fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), Error> {
     Ok(())
 }
 
+/// Bytes that a null disk gives at once, where it chooses: whole logical blocks.
+const NULL_PART_BYTES: usize = 64 << 10;
+
 /// A disk on one IoThread.
 pub struct Disk {
     /// As it was opened.
@@ -272,6 +275,27 @@ impl Disk {
             Kind::Null => {
                 buffers.wrote(buffers.bytes());
                 Ok(())
+            }
+        }
+    }
+
+    /// Reads from byte `offset` on into memory of the disk's own: whole logical blocks, at least
+    /// one of them, at most `len` bytes. The memory is of the
+    /// [budget for misaligned requests](crate::config::BounceConfig) until the list is dropped, and
+    /// this waits for its turn there: so do not wait for the disk while you have such a list.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), and `ENOMEM`.
+    pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
+        self.check(offset, len)?;
+        match &self.kind {
+            _ if len == 0 => Ok(Buffers::empty()),
+            Kind::File(disk) => disk.read_part(offset, len, self.info.logical_block_bytes).await,
+            Kind::Null => {
+                let block = self.info.logical_block_bytes as usize;
+                let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(NULL_PART_BYTES);
+                Repeated::zeroes(block, block)?.buffers(bytes.max(block), ())
             }
         }
     }

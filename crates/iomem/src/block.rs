@@ -81,20 +81,36 @@ impl BufferMemory {
     }
 }
 
-/// One block of zeroes that stands for any number of them, in lists that are only written to disks.
-pub struct Zeroes(Rc<Block>);
+/// One block that stands for any number of its copies, in lists that are only written to disks.
+pub struct Repeated(Rc<Block>);
 
-impl Zeroes {
-    /// A block of `bytes` bytes (not zero) at a multiple of `align` (a power of two).
+impl Repeated {
+    /// A block of `bytes` zeroes (not none) at a multiple of `align` (a power of two).
     ///
     /// # Errors
     ///
     /// `ENOMEM`.
-    pub fn new(bytes: usize, align: usize) -> io::Result<Self> {
+    pub fn zeroes(bytes: usize, align: usize) -> io::Result<Self> {
         Block::try_new(bytes, align, true).map(|block| Self(Rc::new(block)))
     }
 
-    /// A list of `bytes` zeroes. `kept` goes when the list has gone.
+    /// A block of `pattern` (not empty) over and over, at least `bytes` long, at a multiple of
+    /// `align` (a power of two).
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn of(pattern: &[u8], bytes: usize, align: usize) -> io::Result<Self> {
+        let bytes = bytes.next_multiple_of(pattern.len()).max(pattern.len());
+        let repeated = Self::zeroes(bytes, align)?;
+        let whole = repeated.buffers(bytes, ())?;
+        for at in (0..bytes).step_by(pattern.len()) {
+            whole.copy_from(at, pattern);
+        }
+        Ok(repeated)
+    }
+
+    /// A list of `bytes` bytes. `kept` goes when the list has gone.
     ///
     /// # Errors
     ///
@@ -171,12 +187,25 @@ mod tests {
 
     #[test]
     fn one_block_stands_for_any_number_of_zeroes() {
-        let zeroes = Zeroes::new(4096, 4096).unwrap();
+        let zeroes = Repeated::zeroes(4096, 4096).unwrap();
         for bytes in [1, 4095, 4096, 4097, 12_288, 12_800] {
             let list = zeroes.buffers(bytes, ()).unwrap();
             assert_eq!(list.bytes(), bytes);
             assert_eq!(list.iovecs().len(), bytes.div_ceil(4096));
             assert_eq!(list.to_vec(), vec![0; bytes]);
+        }
+    }
+
+    #[test]
+    fn a_pattern_is_never_cut_but_at_the_end_of_a_list() {
+        for (pattern, block) in [(&b"abc"[..], 9), (b"abcdefghij", 10)] {
+            let repeated = Repeated::of(pattern, 8, 512).unwrap();
+            for bytes in [1, 9, 10, 29] {
+                let list = repeated.buffers(bytes, ()).unwrap();
+                let expected: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();
+                assert_eq!(list.to_vec(), expected);
+                assert_eq!(list.iovecs().len(), bytes.div_ceil(block));
+            }
         }
     }
 

@@ -344,6 +344,27 @@ impl FileDisk {
         Err(io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
+    /// Memory as the kernel takes it, within the budget. `claimed` is given up with it.
+    async fn own_memory(&self, bytes: usize, claimed: Option<Rc<Claimed>>) -> io::Result<Buffers> {
+        let permit = self.share.take(bytes).await;
+        let align = self.memory_align.max(512);
+        self.count_failure(Buffers::uninitialized(bytes, align, (permit, claimed)))
+    }
+
+    /// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+    pub(super) async fn read_part(&self, offset: u64, len: u64, block: u32) -> io::Result<Buffers> {
+        let unit = self.request_align.max(block as usize);
+        let most = self.share.piece_bytes(unit);
+        let left = usize::try_from(len).unwrap_or(usize::MAX);
+        let window = Window::of(offset, left, most, unit);
+        let memory = self.own_memory(window.bytes, None).await?;
+        let mut part = memory.again();
+        self.transfer(OpKind::Read, window.start, memory).await?;
+        part.advance(window.lead);
+        part.truncate(window.piece);
+        Ok(part)
+    }
+
     /// Moves `buffers` by way of aligned memory, piece by piece, and in whole blocks: what a write
     /// leaves of them is read first. `claimed` is given up when no piece of a write is in the
     /// kernel, whoever still waits for it.
@@ -360,10 +381,7 @@ impl FileDisk {
         while buffers.bytes() > 0 {
             let most = self.share.piece_bytes(self.request_align);
             let window = Window::of(offset, buffers.bytes(), most, self.request_align);
-            let permit = self.share.take(window.bytes).await;
-            let (align, kept) = (self.memory_align.max(512), (permit, claimed.clone()));
-            let bounce = match self.count_failure(Buffers::uninitialized(window.bytes, align, kept))
-            {
+            let bounce = match self.own_memory(window.bytes, claimed.clone()).await {
                 Ok(bounce) => bounce,
                 Err(error) => return Err(Unfinished { error, rest: buffers }),
             };

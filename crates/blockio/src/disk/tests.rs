@@ -9,6 +9,8 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use tempfile::NamedTempFile;
 
+mod parts;
+
 /// Engines, and whether they poll for completions.
 const SETUPS: [(EngineKind, bool); 4] = [
     (EngineKind::IoUring, false),
