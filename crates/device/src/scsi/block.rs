@@ -3,10 +3,10 @@
 use std::io;
 
 use blockio::{Disk, Unfinished};
-use iomem::{BufferMemory, Buffers};
+use iomem::{Buffers, Repeated};
 
 use super::cdb::{Cdb, UNMAP};
-use super::outcome::{Data, Done, Failure, Moved};
+use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
 use super::unit::Unit;
@@ -21,10 +21,11 @@ pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
 /// The most bytes of one VERIFY: it reads them one piece after the other, and no other command has
 /// the disk to itself meanwhile.
 const VERIFY_BYTES_MAX: u64 = 256 << 20;
-/// Data of our own is moved in pieces of this many bytes.
-const PIECE_BYTES: usize = 256 << 10;
-/// Memory that any disk can take as it is.
-const PIECE_ALIGN: usize = 4096;
+/// A pattern is written in steps of this many bytes, and zeroes in steps of so many.
+const PATTERN_STEP_BYTES: u64 = 256 << 10;
+const ZEROES_STEP_BYTES: u64 = 4 << 20;
+/// What is written over and over fills a page, as disks like it, unless a block is larger.
+const PAGE_BYTES: usize = 4096;
 
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
@@ -37,6 +38,17 @@ struct Range {
     lba: u64,
     offset: u64,
     bytes: u64,
+}
+
+impl Range {
+    /// Takes at most `bytes`, whole blocks, from the front. `None`: nothing is left.
+    fn take(&mut self, bytes: u64, block: usize) -> Option<Self> {
+        let taken = Self { bytes: self.bytes.min(bytes), ..*self };
+        self.lba += taken.bytes / block as u64;
+        self.offset += taken.bytes;
+        self.bytes -= taken.bytes;
+        (taken.bytes > 0).then_some(taken)
+    }
 }
 
 /// Blocks of a medium.
@@ -165,7 +177,12 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
 }
 
 /// The descriptors of an UNMAP (SBC-4, section 5.35): all are checked before any is carried out.
-pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
+pub(super) async fn unmap(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
     const HEADER: usize = 8;
     const DESCRIPTOR: usize = 16;
     if !local.unit.can_unmap() {
@@ -201,6 +218,7 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Do
         ranges.push(range);
     }
     for Range { lba, offset, bytes } in ranges {
+        task.check()?;
         let result = local.disk.discard(offset, bytes).await;
         result.map_err(|error| disk_error("unmap", lba, true, error))?;
     }
@@ -209,7 +227,12 @@ pub(super) async fn unmap(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Do
 }
 
 /// Writes one block over and over (SBC-4, section 5.54).
-pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
+pub(super) async fn write_same(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
     let (unmaps, has_none) = (cdb.byte(1) & UNMAP != 0, cdb.byte(1) & 1 != 0);
     if unmaps && !local.unit.can_unmap() {
         return Err(Sense::in_cdb(1, Some(3)).into());
@@ -228,37 +251,34 @@ pub(super) async fn write_same(local: &LocalUnit, cdb: &Cdb, data: Data) -> Resu
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
-    let moved = if has_none { 0 } else { block };
+    let mut left = Range { bytes, ..whole };
     if pattern.iter().all(|byte| *byte == 0) {
-        let result = local.disk.write_zeroes(whole.offset, bytes, unmaps).await;
-        result.map_err(|error| disk_error("write zeroes", lba, true, error))?;
+        while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
+            task.check()?;
+            let result = local.disk.write_zeroes(step.offset, step.bytes, unmaps).await;
+            result.map_err(|error| disk_error("write zeroes", step.lba, true, error))?;
+        }
     } else {
-        repeat(&local.disk, &pattern, whole, bytes).await?;
+        let failed = |lba| move |error| disk_error("write", lba, true, error);
+        let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed(lba))?;
+        while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
+            task.check()?;
+            let length = iomem::fits(step.bytes, "bytes of a step");
+            let piece = copies.buffers(length, ()).map_err(failed(step.lba))?;
+            local.disk.write(step.offset, piece, false).await.map_err(failed(step.lba))?;
+        }
     }
     settle(local).await?;
-    Ok(Done { moved, medium_bytes: bytes })
-}
-
-async fn repeat(disk: &Disk, pattern: &[u8], range: Range, bytes: u64) -> Result<(), Failure> {
-    let length = PIECE_BYTES.min(usize::try_from(bytes).unwrap_or(PIECE_BYTES));
-    let memory = BufferMemory::new(length, PIECE_ALIGN);
-    let pieces = memory.buffers(length);
-    for at in (0..length).step_by(pattern.len()) {
-        pieces.copy_from(at, pattern);
-    }
-    drop(pieces);
-    let mut done = 0;
-    while done < bytes {
-        let length = length.min(usize::try_from(bytes - done).unwrap_or(length));
-        let result = disk.write(range.offset + done, memory.buffers(length), false).await;
-        result.map_err(|error| disk_error("write", range.lba, true, error))?;
-        done += length as u64;
-    }
-    Ok(())
+    Ok(Done { moved: if has_none { 0 } else { block }, medium_bytes: bytes })
 }
 
 /// Writes, and reads what is on the medium then.
-pub(super) async fn write_and_verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+pub(super) async fn write_and_verify(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Moved {
     check_writable(local)?;
     let how = Check::of(cdb)?;
     if how == Check::OneBlock {
@@ -274,7 +294,7 @@ pub(super) async fn write_and_verify(local: &LocalUnit, cdb: &Cdb, data: Data) -
     let again = out.again();
     let result = local.disk.write(range.offset, out, true).await;
     result.map_err(|error| disk_error("write", range.lba, true, error))?;
-    compare(&local.disk, range, how, &again).await?;
+    compare(&local.disk, range, how, task, &again).await?;
     Ok(bytes)
 }
 
@@ -284,6 +304,7 @@ pub(super) async fn compare_and_write(
     local: &LocalUnit,
     cdb: &Cdb,
     tag: u64,
+    task: Task<'_>,
     data: Data,
 ) -> Result<Done, Failure> {
     check_writable(local)?;
@@ -301,24 +322,16 @@ pub(super) async fn compare_and_write(
         return Ok(Done::from(0));
     }
     out.truncate(2 * bytes);
-    // Both are read once: the guest may change them meanwhile.
-    let expected = memory_with(&out, bytes);
-    out.advance(bytes);
-    let wanted = memory_with(&out, bytes);
+    let mut wanted = out.again();
+    wanted.advance(bytes);
+    out.truncate(bytes);
     let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
     let exclusive = local.unit.access.exclude(local.unit.attached.nexus(), tag).await;
-    compare(&local.disk, range, Check::Blocks, &expected.buffers(bytes)).await?;
-    let result = local.disk.write(range.offset, wanted.buffers(bytes), fua).await;
+    compare(&local.disk, range, Check::Blocks, task, &out).await?;
+    let result = local.disk.write(range.offset, wanted, fua).await;
     result.map_err(|error| disk_error("write", range.lba, true, error))?;
     drop(exclusive);
     Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
-}
-
-/// A copy of the first bytes of a list, in memory that any disk takes as it is.
-fn memory_with(list: &Buffers, bytes: usize) -> BufferMemory {
-    let memory = BufferMemory::new(bytes, PIECE_ALIGN);
-    memory.buffers(bytes).copy_from_buffers(list, bytes);
-    memory
 }
 
 /// What is on the medium is compared with (SBC-4, section 5.37).
@@ -343,7 +356,12 @@ impl Check {
     }
 }
 
-pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<Done, Failure> {
+pub(super) async fn verify(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
     check_ready(&local.unit)?;
     let how = Check::of(cdb)?;
     let range = range(&local.disk, cdb.blocks())?;
@@ -358,29 +376,30 @@ pub(super) async fn verify(local: &LocalUnit, cdb: &Cdb, data: Data) -> Result<D
         Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
         Check::OneBlock => block,
     };
-    compare(&local.disk, range, how, &data.out).await?;
+    compare(&local.disk, range, how, task, &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
 }
 
 /// Reads a range, and compares it with what the initiator has sent.
-async fn compare(disk: &Disk, range: Range, how: Check, with: &Buffers) -> Result<(), Failure> {
+async fn compare(
+    disk: &Disk,
+    range: Range,
+    how: Check,
+    task: Task<'_>,
+    with: &Buffers,
+) -> Result<(), Failure> {
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
-    let length = PIECE_BYTES.min(usize::try_from(range.bytes).unwrap_or(PIECE_BYTES));
-    if length == 0 {
-        return Ok(());
-    }
-    let memory = BufferMemory::new(length, PIECE_ALIGN);
     let (mut found, mut expected) = (vec![0; block], vec![0; block]);
     let mut done = 0;
     while done < range.bytes {
-        let length = length.min(usize::try_from(range.bytes - done).unwrap_or(length));
-        let piece = memory.buffers(length);
+        task.check()?;
         let lba = range.lba + done / block as u64;
-        let result = disk.read(range.offset + done, piece.again()).await;
-        result.map_err(|unfinished| disk_error("verify", lba, false, unfinished.error))?;
+        let result = disk.read_part(range.offset + done, range.bytes - done).await;
+        let part = result.map_err(|error| disk_error("verify", lba, false, error))?;
+        let length = part.bytes();
         if how != Check::Medium {
             for at in (0..length).step_by(block) {
-                piece.copy_to(at, &mut found);
+                part.copy_to(at, &mut found);
                 let offset = if how == Check::OneBlock { 0 } else { done + at as u64 };
                 with.copy_to(iomem::fits(offset, "an offset in a request"), &mut expected);
                 if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
@@ -395,7 +414,41 @@ async fn compare(disk: &Disk, range: Range, how: Check, with: &Buffers) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::pin::pin;
+    use std::task::Poll;
+
+    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
+
     use super::*;
+    use crate::scsi::address::UnitAddress;
+    use crate::scsi::task_set::{Abort, How, Tasks, Waiting, Which};
+
+    #[test]
+    fn what_takes_long_ends_soon_when_its_task_is_aborted() {
+        // Where the sources are there is direct I/O, whose reads are not done at once.
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let bytes = 16 << 20;
+        file.as_file().set_len(bytes).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let options = DiskOptions { direct: true, ..DiskOptions::default() };
+        let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
+        let tasks = Tasks::default();
+        let unit = UnitAddress { target: 0, lun: 0 };
+        let task = Task { tasks: &tasks, number: tasks.begin(unit, 7, 1) };
+        let range = Range { lba: 0, offset: 0, bytes };
+        let data = Buffers::empty();
+        let ended = thread.block_on(async {
+            let mut compare = pin!(compare(&disk, range, Check::Medium, task, &data));
+            let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
+            assert!(first.is_pending());
+            let (_waiting, left) = Waiting::new();
+            tasks.cover(Which::Unit(unit), How::Abort(Abort::Aborted), [1, 1], left);
+            compare.await
+        });
+        assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));
+        assert_eq!(thread.io().stats().read.ops.get(), 1, "no further piece is read");
+    }
 
     #[test]
     fn a_read_that_fails_halfway_keeps_the_blocks_before() {

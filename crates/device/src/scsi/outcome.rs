@@ -4,7 +4,7 @@ use iomem::Buffers;
 
 use super::persist::FileError;
 use super::sense::Sense;
-use super::task_set::Abort;
+use super::task_set::{Abort, Tasks};
 
 /// Data that commands other than those on the medium take or answer with, at most.
 const DATA_MAX: usize = 64 << 10;
@@ -53,6 +53,20 @@ impl From<usize> for Done {
     /// What was transferred is what it was about.
     fn from(moved: usize) -> Self {
         Self { moved, medium_bytes: moved as u64 }
+    }
+}
+
+/// A task, which others may abort at any time.
+#[derive(Clone, Copy)]
+pub(crate) struct Task<'a> {
+    pub(crate) tasks: &'a Tasks,
+    pub(crate) number: usize,
+}
+
+impl Task<'_> {
+    /// Whether it goes on: asked between the steps of what takes long.
+    pub(crate) fn check(self) -> Result<(), Failure> {
+        self.tasks.check(self.number).map_err(Failure::Aborted)
     }
 }
 

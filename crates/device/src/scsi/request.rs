@@ -13,7 +13,7 @@ use virtqueue::Chain;
 use super::address::{Address, UnitAddress};
 use super::cdb::{CDB_BYTES, Cdb, Op};
 use super::device::ScsiDevice;
-use super::outcome::{Data, Done, Failure, Moved};
+use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::{Format, Sense};
 use super::task_set::{Abort, Ended};
@@ -103,17 +103,17 @@ impl Scsi {
         data: Data,
     ) -> (Served, Ended) {
         let tasks = &self.queue.tasks;
-        let task = tasks.begin(address, header.tag, queue.next_avail());
+        let number = tasks.begin(address, header.tag, queue.next_avail());
+        let task = Task { tasks, number };
         // It may have been aborted before it has begun.
-        let may_begin = tasks.check(task).map_err(Failure::Aborted);
-        let (kind, done) = match may_begin.and_then(|()| check_direction(&data)) {
+        let (kind, done) = match task.check().and_then(|()| check_direction(&data)) {
             Err(failure) => (RequestKind::Other, Err(failure)),
             Ok(()) => match self.queue.unit(address) {
                 Some(local) => self.serve_unit(&local, header, task, data).await,
                 None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
             },
         };
-        let ended = tasks.end(task);
+        let ended = tasks.end(number);
         let done = ended.abort.map_or(done, |abort| Err(Failure::Aborted(abort)));
         ((kind, done), ended)
     }
@@ -131,11 +131,11 @@ impl Scsi {
 
     /// Waits for the medium, if another command has it to itself.
     #[cold]
-    async fn wait_for_medium(&self, local: &LocalUnit, task: usize) -> Result<(), Failure> {
+    async fn wait_for_medium(&self, local: &LocalUnit, task: Task<'_>) -> Result<(), Failure> {
         while local.unit.access.is_exclusive() {
             local.unit.access.pass().await;
         }
-        self.queue.tasks.check(task).map_err(Failure::Aborted)
+        task.check()
     }
 
     /// Carries out a command for a logical unit.
@@ -143,7 +143,7 @@ impl Scsi {
         &self,
         local: &LocalUnit,
         header: &Header,
-        task: usize,
+        task: Task<'_>,
         data: Data,
     ) -> Served {
         let (unit, cdb) = (&local.unit, &header.cdb);
@@ -169,7 +169,7 @@ impl Scsi {
             {
                 return refused(failure);
             }
-            self.queue.tasks.takes_medium(task);
+            self.queue.tasks.takes_medium(task.number);
         }
         match op {
             Op::Read => (RequestKind::Read, block::read(local, cdb, data).await.map(Done::from)),
@@ -177,19 +177,24 @@ impl Scsi {
             Op::SynchronizeCache => {
                 (RequestKind::Flush, block::synchronize(local, cdb).await.map(Done::from))
             }
-            Op::Unmap => (RequestKind::Discard, Box::pin(block::unmap(local, cdb, data)).await),
-            Op::WriteSame => {
-                (RequestKind::WriteZeroes, Box::pin(block::write_same(local, cdb, data)).await)
+            Op::Unmap => {
+                (RequestKind::Discard, Box::pin(block::unmap(local, cdb, task, data)).await)
             }
+            Op::WriteSame => (
+                RequestKind::WriteZeroes,
+                Box::pin(block::write_same(local, cdb, task, data)).await,
+            ),
             Op::WriteAndVerify => {
-                let write = block::write_and_verify(local, cdb, data);
+                let write = block::write_and_verify(local, cdb, task, data);
                 (RequestKind::Write, Box::pin(write).await.map(Done::from))
             }
             Op::CompareAndWrite => {
-                let write = block::compare_and_write(local, cdb, header.tag, data);
+                let write = block::compare_and_write(local, cdb, header.tag, task, data);
                 (RequestKind::Write, Box::pin(write).await)
             }
-            Op::Verify => (RequestKind::Read, Box::pin(block::verify(local, cdb, data)).await),
+            Op::Verify => {
+                (RequestKind::Read, Box::pin(block::verify(local, cdb, task, data)).await)
+            }
             Op::StartStopUnit => other(Box::pin(block::start_stop(local, cdb)).await),
             Op::ModeSelect => other(Box::pin(mode::select(local, cdb, header.tag, data)).await),
             Op::ReserveOut => {
