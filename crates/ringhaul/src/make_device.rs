@@ -80,7 +80,9 @@ impl ExportSpec {
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
                         let options = unit.options(disk, &self.name(), accesses)?;
-                        scsi.add_unit(unit.address(), disk.source.clone(), options)?;
+                        let adding = || format!("cannot export {} as a unit", unit.address());
+                        scsi.add_unit(unit.address(), disk.source.clone(), options)
+                            .with_context(adding)?;
                     }
                 }
                 Ok(device)

@@ -11,13 +11,13 @@ use std::time::Duration;
 use anyhow::Context;
 use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use clap::{Args, ValueEnum};
-use device::blk::config::QUEUES_MAX;
+use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
 use switches::Switches;
 
-use crate::spec::{CacheMode, check_queue_size, check_serial};
+use crate::spec::{CacheMode, check_queue_size, check_text};
 
 /// Options of `ringhaul serve`.
 #[derive(Debug, Clone, Args)]
@@ -244,7 +244,7 @@ fn parse_memory_size(text: &str) -> Result<u64, String> {
 }
 
 fn parse_serial(text: &str) -> Result<String, String> {
-    check_serial(text).map_err(|error| error.to_string())?;
+    check_text(text, SERIAL_BYTES).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
 }
 

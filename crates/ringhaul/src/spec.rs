@@ -191,7 +191,7 @@ impl ExportSettings {
     /// When a setting is out of its range.
     pub(crate) fn check(&self, iothreads: u16) -> Result<()> {
         if let Some(serial) = &self.serial {
-            check_serial(serial).context("the serial number")?;
+            check_text(serial, SERIAL_BYTES).context("the serial number")?;
         }
         if !(1..=QUEUES_MAX).contains(&self.num_queues) {
             bail!("the number of queues must be 1 to {QUEUES_MAX}");
@@ -207,10 +207,10 @@ impl ExportSettings {
     }
 }
 
-/// Checks what the guest is to see as a serial number.
-pub(crate) fn check_serial(serial: &str) -> Result<()> {
-    if serial.len() > SERIAL_BYTES || !serial.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
-        bail!("it must be at most {SERIAL_BYTES} bytes of printable ASCII");
+/// Checks what the guest is to see, such as a serial number.
+pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
+    if text.len() > bytes || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
+        bail!("it must be at most {bytes} bytes of printable ASCII");
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ mod locks;
 mod log;
 mod options;
 mod sockets;
+mod units;
 
 use anyhow::Result;
 use ringhaul_kit::cli::Scene;

@@ -17,7 +17,7 @@ use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
 use super::task_set::{How, Waiting, Which};
 use super::unit::{Attentions, Unit, UnitOptions};
-use super::units::Units;
+use super::units::{NoPlace, Units};
 use crate::common::{Common, Working};
 use crate::events::Events;
 use crate::queue::Queue;
@@ -50,6 +50,9 @@ pub enum UnitError {
     /// Its port has the disk already.
     #[error("{0}")]
     Port(String),
+    /// Initiators would take two disks for one, and write the data of one to the other.
+    #[error("unit {0} is on another disk and has the same WWN; give each disk its own")]
+    SameName(UnitAddress),
     /// A text is too long, or has other characters than ASCII ones.
     #[error("the {0}")]
     Text(String),
@@ -84,7 +87,7 @@ impl ScsiDevice {
     ///
     /// # Errors
     ///
-    /// When there is one with this address, or the options do not fit.
+    /// When there is one with this address, another disk has its name, or the options do not fit.
     pub fn add_unit(
         &self,
         address: UnitAddress,
@@ -105,9 +108,10 @@ impl ScsiDevice {
         });
         // Before it has commands: those that exclude others look for it.
         unit.access.introduce(unit.attached.nexus(), peer);
-        if !self.shared.units.add(unit) {
-            return Err(UnitError::Exists(address));
-        }
+        self.shared.units.add(unit).map_err(|why| match why {
+            NoPlace::Taken => UnitError::Exists(address),
+            NoPlace::SameName(other) => UnitError::SameName(other),
+        })?;
         self.tell(|| self.shared.events.rescan(address));
         Ok(())
     }

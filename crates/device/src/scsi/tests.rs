@@ -6,11 +6,11 @@ use blockio::{DiskOptions, DiskSource};
 use tempfile::NamedTempFile;
 use virtqueue::driver::{Desc, Used};
 
-use super::ScsiDevice;
 use super::access::DiskAccess;
 use super::address::UnitAddress;
 use super::config::ScsiOptions;
 use super::unit::UnitOptions;
+use super::{ScsiDevice, UnitError};
 use crate::device::Device;
 use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
@@ -351,8 +351,11 @@ fn units_that_come_and_go_are_told_by_the_others() {
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
     let device = initiator.device.clone();
     let scsi = Initiator::scsi(&device);
-    scsi.add_unit(added, source.clone(), options()).unwrap();
-    assert!(scsi.add_unit(added, source, options()).is_err());
+    let taken = scsi.add_unit(added, source.clone(), options()).unwrap_err();
+    assert!(matches!(taken, UnitError::SameName(UNIT)), "{taken}");
+    let other = UnitOptions { naa: [0x30, 0, 0, 0, 0, 0, 0, 9], ..options() };
+    scsi.add_unit(added, source.clone(), other.clone()).unwrap();
+    assert!(scsi.add_unit(added, source, other).is_err());
     assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [6, 0x29, 0]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).status, 0);

@@ -18,6 +18,15 @@ const ATTENTIONS_MAX: usize = 16;
 /// Bytes of a serial number at most.
 pub const SERIAL_BYTES: usize = 36;
 
+/// Bytes of a vendor identification at most.
+pub const VENDOR_BYTES: usize = 8;
+
+/// Bytes of a product identification at most.
+pub const PRODUCT_BYTES: usize = 16;
+
+/// Bytes of a product revision at most.
+pub const REVISION_BYTES: usize = 4;
+
 /// What the operator chose for a logical unit.
 #[derive(Clone)]
 pub struct UnitOptions {
@@ -68,9 +77,9 @@ impl UnitOptions {
     /// What is wrong with the texts, if anything.
     pub(crate) fn check(&self) -> Result<(), String> {
         let texts = [
-            ("vendor", &self.vendor, 8),
-            ("product", &self.product, 16),
-            ("revision", &self.revision, 4),
+            ("vendor", &self.vendor, VENDOR_BYTES),
+            ("product", &self.product, PRODUCT_BYTES),
+            ("revision", &self.revision, REVISION_BYTES),
             ("serial number", &self.serial, SERIAL_BYTES),
         ];
         for (name, text, bytes) in texts {
@@ -99,6 +108,12 @@ impl Unit {
         };
         unit.attentions.add(Sense::POWER_ON);
         Ok(unit)
+    }
+
+    /// Whether initiators would hold it for another path to the disk of `other`, though it is on
+    /// another disk.
+    pub(crate) fn is_taken_for(&self, other: &Self) -> bool {
+        self.options.naa == other.options.naa && self.source.identity() != other.source.identity()
     }
 
     pub(crate) fn info(&self) -> DiskInfo {

@@ -18,6 +18,14 @@ pub(crate) struct Units {
     generation: AtomicU64,
 }
 
+/// Why a unit cannot be added.
+pub(crate) enum NoPlace {
+    /// There is one at its address.
+    Taken,
+    /// The one at this address has its name and another disk.
+    SameName(UnitAddress),
+}
+
 /// The logical unit at an address, and the nexus through which it is reached there.
 pub(crate) struct UnitNexus {
     pub(crate) access: Arc<DiskAccess>,
@@ -25,16 +33,19 @@ pub(crate) struct UnitNexus {
 }
 
 impl Units {
-    /// Adds a unit, of which the others tell. False: there is one at its address.
-    pub(crate) fn add(&self, unit: Arc<Unit>) -> bool {
+    /// Adds a unit, of which the others tell.
+    pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<(), NoPlace> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
-            return false;
+            return Err(NoPlace::Taken);
+        }
+        if let Some(other) = all.values().find(|other| unit.is_taken_for(other)) {
+            return Err(NoPlace::SameName(other.address));
         }
         all.values().for_each(|other| other.attentions.add(Sense::UNITS_CHANGED));
         all.insert(unit.address, unit);
         self.generation.fetch_add(1, Ordering::Release);
-        true
+        Ok(())
     }
 
     /// Takes a unit away, of which the others tell. False: there is none.

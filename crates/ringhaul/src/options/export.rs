@@ -6,7 +6,7 @@ use device::blk::config::QUEUES_MAX;
 use ringhaul_options::parse_size;
 
 use super::disk::{Keys, parse_cache, parse_disk, split_at_commas};
-use super::unit::{parse_unit, parse_units};
+use super::unit::{parse_all, parse_units};
 use super::{DeviceKind, ServeArgs, parse_on_off, parse_queue_size, parse_serial};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
@@ -41,10 +41,7 @@ impl ServeArgs {
             if self.blk_file.is_some() || self.disk.is_some() {
                 bail!("a virtio-scsi device has units; use --lun 0,blk-file=PATH");
             }
-            let unit = |text: &String| {
-                parse_unit(text).with_context(|| format!("cannot understand --lun {text}"))
-            };
-            return Ok(DeviceSpec::Scsi(self.lun.iter().map(unit).collect::<Result<_>>()?));
+            return Ok(DeviceSpec::Scsi(parse_all(&self.lun)?));
         }
         if !self.lun.is_empty() {
             bail!("a virtio-blk device has no units; use --device scsi with --lun");

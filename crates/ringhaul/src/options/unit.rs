@@ -1,15 +1,24 @@
 //! Logical units: `--lun`, and the same in `--export`.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context, Result, bail};
 use device::scsi::address::LUN_MAX;
+use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
 use ringhaul_options::parse_size;
 
 use super::disk::{Keys, parse_cache, split_at_commas};
 use super::parse_on_off;
-use crate::spec::{DiskSpec, UnitSettings, UnitSpec};
+use crate::spec::{DiskSpec, UnitSettings, UnitSpec, check_text};
 
-/// The value of `--lun`.
-pub(super) fn parse_unit(text: &str) -> Result<UnitSpec> {
+/// The values of `--lun`.
+pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
+    let parse =
+        |text: &String| parse_unit(text).with_context(|| format!("cannot understand --lun {text}"));
+    apart(texts.iter().map(parse).collect::<Result<_>>()?)
+}
+
+fn parse_unit(text: &str) -> Result<UnitSpec> {
     let parts = split_at_commas(text);
     let Some((address, keys)) = parts.split_first() else { bail!("it is empty") };
     parse(address, keys)
@@ -28,7 +37,7 @@ pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
     let unit = |(address, keys): (&str, Vec<String>)| {
         parse(address, &keys).with_context(|| format!("in lun={address}"))
     };
-    units.into_iter().map(unit).collect()
+    apart(units.into_iter().map(unit).collect::<Result<_>>()?)
 }
 
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
@@ -61,6 +70,23 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     Ok(UnitSpec { target, lun, disk, settings })
 }
 
+/// Something that the guest is to see.
+fn text(value: &str, bytes: usize) -> Result<String> {
+    check_text(value, bytes)?;
+    Ok(value.to_owned())
+}
+
+/// The units of one device, of which each has its own address.
+fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
+    let mut seen = BTreeSet::new();
+    for UnitSpec { target, lun, .. } in &units {
+        if !seen.insert((target, lun)) {
+            bail!("there are two units {target}:{lun}; give one of them another number");
+        }
+    }
+    Ok(units)
+}
+
 impl UnitSettings {
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
@@ -70,14 +96,14 @@ impl UnitSettings {
             "logical-block-size" => {
                 self.logical_block_bytes = Some(value.parse().context("it must be a number")?);
             }
-            "serial" => self.serial = Some(value.to_owned()),
+            "serial" => self.serial = Some(text(value, SERIAL_BYTES)?),
             "wwn" => self.wwn = Some(value.to_owned().try_into()?),
             "rotational" => self.rotational = Some(parse_on_off(value)?),
             "discard" => self.discard = Some(parse_on_off(value)?),
             "reservations" => self.reservations = Some(value.into()),
-            "vendor" => self.vendor = Some(value.to_owned()),
-            "product" => self.product = Some(value.to_owned()),
-            "revision" => self.revision = Some(value.to_owned()),
+            "vendor" => self.vendor = Some(text(value, VENDOR_BYTES)?),
+            "product" => self.product = Some(text(value, PRODUCT_BYTES)?),
+            "revision" => self.revision = Some(text(value, REVISION_BYTES)?),
             _ => bail!(
                 "unknown key '{key}' (expected: blk-file, null, read-only, lock, cache, \
                  logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \

@@ -1,0 +1,109 @@
+//! Logical units that make no sense and what is said of them, and what many of them cost.
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Refusals, Running, bench, ringhaul, run};
+use rustix::process::Signal;
+
+use crate::{DISK_BYTES, scene};
+
+/// Keys of a unit of which each alone is wrong, and what is said of it.
+const WRONG_KEYS: [(&str, [&str; 2]); 20] = [
+    ("vendor=Nine Byte", ["'vendor=", "at most 8 bytes of printable ASCII"]),
+    ("vendor=größe", ["'vendor=", "at most 8 bytes of printable ASCII"]),
+    ("product=seventeen letters", ["'product=", "at most 16 bytes"]),
+    ("revision=1.2.3", ["'revision=1.2.3'", "at most 4 bytes"]),
+    ("revision=", ["'revision='", "KEY=VALUE"]),
+    ("serial=1234567890123456789012345678901234567", ["'serial=", "at most 36 bytes"]),
+    ("serial=a\tb", ["'serial=", "at most 36 bytes of printable ASCII"]),
+    ("wwn=12", ["'12' is no WWN", "16 hexadecimal digits"]),
+    ("wwn=f000000000000001", ["'f000000000000001' is no WWN", "the first 2, 3 or 5"]),
+    ("wwn=500000000000000g", ["'500000000000000g' is no WWN", "16 hexadecimal digits"]),
+    ("wwn=+000000000000001", ["'+000000000000001' is no WWN", "16 hexadecimal digits"]),
+    ("rotational=yes", ["rotational=yes", "on or off"]),
+    ("discard=maybe", ["discard=maybe", "on or off"]),
+    ("read-only=true", ["read-only=true", "on or off"]),
+    ("cache=unsafe", ["cache=unsafe", "none, directsync, writeback or writethrough"]),
+    ("logical-block-size=100", ["100 bytes", "power of two from 512 to 65536"]),
+    ("vendor=A,vendor=B", ["vendor", "given twice"]),
+    ("colour=red", ["unknown key 'colour'", "vendor, product, revision"]),
+    ("null=1M", ["null", "given twice"]),
+    ("blk-file=/x", ["blk-file and null", "one disk"]),
+];
+
+/// Values of `--lun` that are wrong together.
+const WRONG_UNITS: [(&[&str], [&str; 2]); 9] = [
+    (&[""], ["begins with a LUN", "0 to 16383"]),
+    (&["null=1M"], ["begins with a LUN", "0 to 16383"]),
+    (&["16384,null=1M"], ["begins with a LUN", "0 to 16383"]),
+    (&["256:0,null=1M"], ["target", "0 to 255"]),
+    (&["0:0:0,null=1M"], ["begins with a LUN", "TARGET:LUN"]),
+    (&["0"], ["blk-file=PATH", "null=SIZE"]),
+    (&["0,null=0"], ["0 bytes", "not zero"]),
+    (&["0,blk-file=/nonexistent"], ["/nonexistent", "No such file"]),
+    (&["3,null=1M", "0:3,null=1M"], ["two units 0:3", "another number"]),
+];
+
+#[test]
+fn impossible_units_are_refused() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("refused.sock");
+    let mut refusals = Refusals::default();
+    let mut refuse = |units: &[String], words: &[&str]| {
+        let command = ringhaul().map(|mut command| {
+            // Some are found only after disks are open, of which the log tells.
+            command.args(["serve", "--log", "warn", "--device", "scsi", "--socket-path"]);
+            command.arg(&socket);
+            units.iter().for_each(|unit| _ = command.args(["--lun", unit]));
+            command
+        });
+        refusals.check(&units.join(" "), command, words);
+    };
+    for (keys, words) in WRONG_KEYS {
+        refuse(&[format!("5,null=1M,{keys}")], &words);
+    }
+    for (units, words) in WRONG_UNITS {
+        refuse(&units.iter().map(|unit| (*unit).to_owned()).collect::<Vec<_>>(), &words);
+    }
+    // Initiators take two disks of one name for two paths to one disk.
+    let named = |lun: u8| -> Result<String> {
+        let file = scene.disk(&format!("{lun}.img"), DISK_BYTES)?;
+        Ok(format!("{lun},blk-file={},wwn=5000c5000000abcd", file.display()))
+    };
+    refuse(&[named(0)?, named(1)?], &["0:1", "unit 0:0 is on another disk", "the same WWN"]);
+    refusals.finish()
+}
+
+/// The memory of a daemon with so many units on files, in KiB, after each of them was used.
+fn memory_kib(engine: &str, units: u64) -> Result<u64> {
+    let scene = scene()?;
+    let socket = scene.socket("units.sock");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--engine", engine, "--socket-path"]).arg(&socket);
+    for lun in 0..units {
+        let file = scene.disk(&format!("{lun}.img"), DISK_BYTES)?;
+        command.args(["--lun", &format!("{lun},blk-file={}", file.display())]);
+    }
+    let mut daemon = Running::serve(&mut command)?;
+    // Requests go to the units in turn.
+    let load = "--device scsi --lun all --rw randrw --bs 4k --iodepth 32 --number_ios 2048";
+    run(&mut bench(&socket, load)?)?.expect_code(0)?;
+    let status = format!("/proc/{}/status", daemon.pid().as_raw_nonzero());
+    let status = std::fs::read_to_string(&status).context("reading the status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let number = line.and_then(|line| line.split_whitespace().next()).context("no VmRSS")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    number.parse().context("VmRSS is no number")
+}
+
+#[test]
+fn a_unit_costs_less_than_64_kib() -> Result<()> {
+    const UNITS: u64 = 256;
+    for engine in ["io_uring", "aio", "threads"] {
+        let (one, many) = (memory_kib(engine, 1)?, memory_kib(engine, UNITS)?);
+        let each = many.saturating_sub(one) / (UNITS - 1);
+        eprintln!("{engine}: {one} KiB with one unit, {many} KiB with {UNITS}: {each} KiB each");
+        ensure!(each < 64, "{engine}: {one} KiB with one unit, {many} KiB with {UNITS}");
+    }
+    Ok(())
+}
