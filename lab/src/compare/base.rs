@@ -14,7 +14,7 @@ use ringhaul_tools::workspace;
 use super::Args;
 use super::measure::{RAMP_S, Sample, bench_options, parse};
 use super::plan::{Workload, depths};
-use super::servers::{Engine, ringhaul_options};
+use super::servers::{Device, Engine, ringhaul_options};
 use crate::rig::progress::Progress;
 use crate::rig::spread::{Spread, number, show};
 use crate::rig::targets::{self, Disk, Prepared, Target};
@@ -208,14 +208,14 @@ impl Pair<'_> {
     fn sample(&self, cell: Cell, disk: &Disk, round: usize, is_base: bool) -> Result<Sample> {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
         let socket = self.lab.socket();
-        let options = ringhaul_options(cell.engine, cell.target, &path, &socket);
+        let options = ringhaul_options(Device::Blk, cell.engine, cell.target, &path, &socket);
         let mut server = self.lab.ringhaul(options);
         if is_base {
             server.words[0] = self.base.to_string_lossy().into_owned();
             server.name = "the ringhaul of --base".to_owned();
         }
         let times = Times { runtime: self.args.runtime, ramp: RAMP_S };
-        let mut load = bench_options(cell.workload, &socket, self.lab.client_cpu);
+        let mut load = bench_options(Device::Blk, cell.workload, &socket, self.lab.client_cpu);
         load.extend(times.options());
         load.extend(["--randseed".to_owned(), round.to_string()]);
         let drive = |_| parse(&self.lab.bench(&load, times.limit())?);

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::Args;
 use super::plan::Workload;
-use super::servers::{Server, fio_options};
+use super::servers::{Device, Server, fio_options};
 use crate::rig::targets::{Disk, Target};
 use crate::rig::{Lab, Program, Times, pinning};
 
@@ -67,7 +67,7 @@ impl Bench {
             return self.fio(ioengine, disk, workload, round);
         }
         let seed = ["--randseed".to_owned(), round.to_string()];
-        let options = self.bench_options(workload).into_iter().chain(self.times.options());
+        let options = self.bench_options(server, workload).into_iter().chain(self.times.options());
         let options: Vec<_> = options.chain(seed).collect();
         let drive = |_| parse(&self.lab.bench(&options, self.times.limit())?);
         Ok(self.lab.serve(&self.program(server, disk), drive)?.value)
@@ -85,7 +85,8 @@ impl Bench {
         if !server.is_server() {
             return Ok(None);
         }
-        let (server, options) = (self.program(server, disk), self.bench_options(workload));
+        let options = self.bench_options(server, workload);
+        let server = self.program(server, disk);
         self.lab.count_system_calls(&server, &options, (workload.depth, 1), iops)
     }
 
@@ -115,8 +116,8 @@ impl Bench {
     }
 
     /// The options of the load generator that do not depend on the kind of run.
-    fn bench_options(&self, workload: Workload) -> Vec<String> {
-        bench_options(workload, &self.lab.socket(), self.lab.client_cpu)
+    fn bench_options(&self, server: Server, workload: Workload) -> Vec<String> {
+        bench_options(server.device(), workload, &self.lab.socket(), self.lab.client_cpu)
     }
 
     /// How the servers on `target` and the load generator are started, without paths.
@@ -132,10 +133,12 @@ impl Bench {
             let options = server.options(target, "DISK", "SOCKET").join(" ");
             format!("{pinned} {program} {options}")
         });
-        let options = bench_options(EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
         let times = self.times.options().join(" ");
-        let load = format!("ringhaul bench {options} {times} --randseed ROUND");
-        servers.chain([load]).collect()
+        let loads = [Device::Blk, Device::Scsi].map(|device| {
+            let options = bench_options(device, EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
+            format!("ringhaul bench {options} {times} --randseed ROUND")
+        });
+        servers.chain(loads).collect()
     }
 }
 
@@ -143,13 +146,19 @@ impl Bench {
 const EXAMPLE: Workload = Workload { rw: "randread", bs: "4k", depth: 64, driver_polls: false };
 
 /// The load generator's options that do not depend on the kind of run.
-pub(super) fn bench_options(workload: Workload, socket: &str, cpu: usize) -> Vec<String> {
+pub(super) fn bench_options(
+    device: Device,
+    workload: Workload,
+    socket: &str,
+    cpu: usize,
+) -> Vec<String> {
     let depth = workload.depth.to_string();
     let cpu = cpu.to_string();
     let options = ["--socket-path", socket, "--rw", workload.rw, "--bs", workload.bs];
     let more = ["--iodepth", &depth, "--numjobs", "1", "--cpus_allowed", &cpu];
     let poll: &[&str] = if workload.driver_polls { &["--busy-poll"] } else { &[] };
-    options.iter().chain(&more).chain(poll).map(|word| (*word).to_owned()).collect()
+    let words = options.iter().chain(&more).chain(poll).chain(device.bench_options());
+    words.map(|word| (*word).to_owned()).collect()
 }
 
 /// Finds our figures in the load generator's report.

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::measure::Sample;
 use super::overview;
 use super::plan::Workload;
-use super::servers::Server;
+use super::servers::{Device, Server};
 use crate::rig::machine::Machine;
 use crate::rig::spread::{Spread, number, show};
 use crate::rig::targets::Target;
@@ -56,6 +56,27 @@ struct Ratios {
     system_calls_per_io: Option<f64>,
 }
 
+impl Ratios {
+    /// A row of a table, after its first column.
+    fn markdown(&self) -> String {
+        let columns = [
+            self.ours.to_string(),
+            self.rival.to_string(),
+            show(self.iops),
+            show(self.p50),
+            show(self.p99),
+            show(self.server_cpu_per_io),
+            self.system_calls_per_io.map_or_else(|| "–".to_owned(), number),
+        ];
+        columns.join(" | ")
+    }
+}
+
+/// The head of a table of ratios.
+const RATIOS_HEAD: &str = "
+| workload | engine | to | IOPS | p50 | p99 | CPU/I/O | system calls/I/O |
+|---|---|---|---|---|---|---|---|";
+
 impl Cell {
     /// A line for the terminal.
     pub(super) fn line(&self) -> String {
@@ -83,11 +104,24 @@ impl Cell {
         ratios(ours, rival).iops
     }
 
-    /// Each engine of Ringhaul to the best of the rival's settings, and to the limits.
+    /// Each engine of Ringhaul to the best of the rival's settings, and to the limits; and its
+    /// virtio-scsi to its virtio-blk.
     fn ratios(&self) -> Vec<Ratios> {
         let limits = self.series.iter().filter(|one| !one.server.is_server());
         let others: Vec<_> = self.best_rival().into_iter().chain(limits).collect();
-        self.ours().flat_map(|ours| others.iter().map(move |other| ratios(ours, other))).collect()
+        let blk = self.ours().filter(|ours| ours.server.device() == Device::Blk);
+        let to_others = blk.flat_map(|ours| others.iter().map(move |other| ratios(ours, other)));
+        to_others.chain(self.scsi_to_blk()).collect()
+    }
+
+    /// Our virtio-scsi to our virtio-blk with the same engine.
+    fn scsi_to_blk(&self) -> impl Iterator<Item = Ratios> {
+        let pair = |scsi: &Series| {
+            let blk = scsi.server.as_blk()?;
+            let blk = self.series.iter().find(|one| one.server == blk)?;
+            Some(ratios(scsi, blk))
+        };
+        self.series.iter().filter_map(pair)
     }
 }
 
@@ -174,6 +208,14 @@ impl Comparison {
         text.push_str(EXPLANATION);
         line(&mut text, "\n## Overview, for docs/performance.md\n");
         text.push_str(&overview::table(&self.cells));
+        line(&mut text, "\n## virtio-scsi and virtio-blk");
+        line(&mut text, RATIOS_HEAD);
+        for cell in &self.cells {
+            for ratios in cell.scsi_to_blk() {
+                let start = format!("| {}/{}", cell.target, cell.workload);
+                line(&mut text, &format!("{start} | {} |", ratios.markdown()));
+            }
+        }
         for note in &self.targets {
             line(&mut text, &format!("\n## {}\n\n{}.", note.target, note.description));
             if note.commands.is_empty() {
@@ -197,8 +239,9 @@ the programs take turns, each freshly started; the load generator is the same. f
 itself, without a server or a virtqueue in between, and is the limit. Ratios are Ringhaul's figure
 divided by the other's in the same round, median of the rounds: more is better for IOPS, less for
 the others; the rival is that setting of qemu-storage-daemon which has most IOPS under the same
-workload. All bypass the page cache, the servers offer a write cache, and none gets a flush, so
-writes are equally durable. Latencies are the load generator's, from the driver's side, and fio's
+workload, and of our virtio-scsi (SCSI) it is our virtio-blk with the same engine. All bypass the
+page cache, the servers offer a write cache, and none gets a flush, so writes are equally durable.
+Latencies are the load generator's, from the driver's side, and fio's
 from submit to completion. The kernel's workers, to whom io_uring hands requests that may block, run
 on any CPU, for all alike, and their time is not in fio's.
 ";
@@ -232,23 +275,10 @@ fn figures(text: &mut String, cells: &[&Cell]) {
 }
 
 fn quotients(text: &mut String, cells: &[&Cell]) {
-    line(
-        text,
-        "\n| workload | engine | to | IOPS | p50 | p99 | CPU/I/O | system calls/I/O |\n\
-         |---|---|---|---|---|---|---|---|",
-    );
+    line(text, RATIOS_HEAD);
     for cell in cells {
         for ratios in cell.ratios() {
-            let columns = [
-                show(ratios.iops),
-                show(ratios.p50),
-                show(ratios.p99),
-                show(ratios.server_cpu_per_io),
-                ratios.system_calls_per_io.map_or_else(|| "–".to_owned(), number),
-            ];
-            let columns = columns.join(" | ");
-            let start = format!("| {} | {} | {}", cell.workload, ratios.ours, ratios.rival);
-            line(text, &format!("{start} | {columns} |"));
+            line(text, &format!("| {} | {} |", cell.workload, ratios.markdown()));
         }
     }
 }
@@ -280,7 +310,7 @@ fn cell_json(cell: &Cell) -> serde_json::Value {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::servers::Engine;
+    use super::super::servers::{Device, Engine};
     use super::*;
 
     fn series(server: Server, iops: &[f64]) -> Series {
@@ -303,7 +333,8 @@ pub(super) mod tests {
         result.add_target(Target::Zram, "zram of 1 MiB", vec!["serve it".to_owned()]);
         result.add_target(Target::Loop, "skipped, it needs root", Vec::new());
         let all = vec![
-            series(Server::Ringhaul(Engine::Auto), &[200.0, 300.0, 400.0]),
+            series(Server::Ringhaul(Device::Blk, Engine::Auto), &[200.0, 300.0, 400.0]),
+            series(Server::Ringhaul(Device::Scsi, Engine::Auto), &[180.0, 300.0, 380.0]),
             series(Server::Qsd("threads"), &[50.0, 50.0, 50.0]),
             series(Server::Qsd("native"), &[100.0, 100.0, 400.0]),
             series(Server::Fio("libaio"), &[400.0, 400.0, 400.0]),
@@ -331,13 +362,16 @@ pub(super) mod tests {
         let row = "| randread-4k-depth-64 | Ringhaul auto | fio libaio | 0.75 (0.50–1.00) |";
         assert!(text.contains(row), "{text}");
         assert!(!text.contains("auto | QSD aio=threads"), "only the best setting counts");
+        let ratio = "Ringhaul SCSI auto | Ringhaul auto | 0.95 (0.90–1.00) | 1.05 (1.00–1.11)";
+        assert_eq!(text.matches(ratio).count(), 2, "for all disks, and for one: {text}");
+        assert!(!text.contains("SCSI auto | QSD"), "no rival has it: {text}");
         assert!(text.contains("## loop\n\nskipped, it needs root."), "{text}");
     }
 
     #[test]
     fn json_has_every_sample() {
         let json = comparison().json();
-        assert_eq!(json["cells"][0]["servers"][2]["samples"][2]["iops"], 400.0);
+        assert_eq!(json["cells"][0]["servers"][3]["samples"][2]["iops"], 400.0);
         assert_eq!(json["cells"][0]["ratios"][0]["iops"]["median"], 2.0);
         assert_eq!(json["machine"]["CPU"], "fast");
     }

@@ -13,13 +13,31 @@ const NULL_SIZE: u64 = 64 << 30;
 /// A program with options: a server of one disk, or fio on the disk itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Server {
-    Ringhaul(Engine),
+    Ringhaul(Device, Engine),
     /// qemu-storage-daemon with this `aio=`.
     Qsd(&'static str),
     /// qemu-storage-daemon with its null disk.
     QsdNull,
     /// fio with this `ioengine=`, directly on the disk: the limit.
     Fio(&'static str),
+}
+
+/// What a guest sees of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Device {
+    Blk,
+    /// LUN 0 of a virtio-scsi device.
+    Scsi,
+}
+
+impl Device {
+    /// What tells the load generator so.
+    pub(super) fn bench_options(self) -> &'static [&'static str] {
+        match self {
+            Self::Blk => &[],
+            Self::Scsi => &["--device", "scsi"],
+        }
+    }
 }
 
 /// An engine of Ringhaul.
@@ -42,11 +60,14 @@ impl Engine {
     }
 }
 
-/// Everybody who can drive a real disk.
+/// Everybody who can drive a real disk. As virtio-scsi, Ringhaul has the engines that are named
+/// only: with what `auto` chooses in two starts, more might differ than the device.
 const ON_DISKS: &[Server] = &[
-    Server::Ringhaul(Engine::Auto),
-    Server::Ringhaul(Engine::Aio),
-    Server::Ringhaul(Engine::IoUring),
+    Server::Ringhaul(Device::Blk, Engine::Auto),
+    Server::Ringhaul(Device::Blk, Engine::Aio),
+    Server::Ringhaul(Device::Blk, Engine::IoUring),
+    Server::Ringhaul(Device::Scsi, Engine::Aio),
+    Server::Ringhaul(Device::Scsi, Engine::IoUring),
     Server::Qsd("native"),
     Server::Qsd("io_uring"),
     Server::Qsd("threads"),
@@ -59,7 +80,11 @@ impl Server {
     pub(super) fn on(target: Target) -> &'static [Self] {
         match target {
             // A null disk has no operations, so no engine matters.
-            Target::Null => &[Self::Ringhaul(Engine::Auto), Self::QsdNull],
+            Target::Null => &[
+                Self::Ringhaul(Device::Blk, Engine::Auto),
+                Self::Ringhaul(Device::Scsi, Engine::Auto),
+                Self::QsdNull,
+            ],
             Target::Zram | Target::Loop | Target::File => ON_DISKS,
         }
     }
@@ -73,15 +98,31 @@ impl Server {
     /// The program's name.
     pub(super) fn program(self) -> &'static str {
         match self {
-            Self::Ringhaul(_) => "ringhaul",
+            Self::Ringhaul(..) => "ringhaul",
             Self::Qsd(_) | Self::QsdNull => "qemu-storage-daemon",
             Self::Fio(_) => "fio",
         }
     }
 
-    /// Whether it is Ringhaul, with whatever engine.
+    /// Whether it is Ringhaul, with whatever device and engine.
     pub(super) fn is_ours(self) -> bool {
-        matches!(self, Self::Ringhaul(_))
+        matches!(self, Self::Ringhaul(..))
+    }
+
+    /// What the load generator drives.
+    pub(super) fn device(self) -> Device {
+        match self {
+            Self::Ringhaul(device, _) => device,
+            Self::Qsd(_) | Self::QsdNull | Self::Fio(_) => Device::Blk,
+        }
+    }
+
+    /// For virtio-scsi, which no rival has, the virtio-blk of our own that it is measured against.
+    pub(super) fn as_blk(self) -> Option<Self> {
+        match self {
+            Self::Ringhaul(Device::Scsi, engine) => Some(Self::Ringhaul(Device::Blk, engine)),
+            _ => None,
+        }
     }
 
     /// Whether it serves a socket.
@@ -96,7 +137,9 @@ impl Server {
     pub(super) fn options(self, target: Target, disk: &str, socket: &str) -> Vec<String> {
         let driver = if target == Target::File { "file" } else { "host_device" };
         let blockdev = match self {
-            Self::Ringhaul(engine) => return ringhaul_options(engine, target, disk, socket),
+            Self::Ringhaul(device, engine) => {
+                return ringhaul_options(device, engine, target, disk, socket);
+            }
             Self::Fio(_) => return Vec::new(),
             Self::Qsd(aio) => {
                 let direct = "cache.direct=on,node-name=disk";
@@ -118,14 +161,22 @@ impl Server {
 
 /// Ringhaul's options to serve `disk` on `socket`.
 pub(super) fn ringhaul_options(
+    device: Device,
     engine: Engine,
     target: Target,
     disk: &str,
     socket: &str,
 ) -> Vec<String> {
-    let disk = match target {
-        Target::Null => ["--disk".to_owned(), format!("null,size={NULL_SIZE}")],
-        _ => ["--blk-file".to_owned(), disk.to_owned()],
+    let disk = match (device, target) {
+        (Device::Blk, Target::Null) => vec!["--disk".to_owned(), format!("null,size={NULL_SIZE}")],
+        (Device::Blk, _) => vec!["--blk-file".to_owned(), disk.to_owned()],
+        (Device::Scsi, _) => {
+            let disk = match target {
+                Target::Null => format!("null={NULL_SIZE}"),
+                _ => format!("blk-file={disk}"),
+            };
+            ["--device", "scsi", "--lun", &format!("0,{disk}")].map(str::to_owned).to_vec()
+        }
     };
     let fixed = ["--num-queues", "1", "--cache", "none", "--engine", engine.name()];
     let start = ["serve", "--socket-path", socket].map(str::to_owned);
@@ -161,7 +212,8 @@ pub(super) fn fio_options(
 impl fmt::Display for Server {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Ringhaul(engine) => write!(out, "Ringhaul {}", engine.name()),
+            Self::Ringhaul(Device::Blk, engine) => write!(out, "Ringhaul {}", engine.name()),
+            Self::Ringhaul(Device::Scsi, engine) => write!(out, "Ringhaul SCSI {}", engine.name()),
             Self::Qsd(aio) => write!(out, "QSD aio={aio}"),
             Self::QsdNull => out.write_str("QSD null-co"),
             Self::Fio(ioengine) => write!(out, "fio {ioengine}"),
