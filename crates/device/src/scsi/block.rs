@@ -8,7 +8,7 @@ use iomem::{Buffers, Repeated};
 use super::cdb::{Cdb, UNMAP};
 use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
-use super::sense::Sense;
+use super::sense::{DiskUse, Sense};
 use super::unit::Unit;
 
 /// The most descriptors of one UNMAP.
@@ -62,10 +62,19 @@ fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     Ok(Range { lba, offset: lba * block, bytes: u64::from(count) * block })
 }
 
-/// As it is for an initiator, with the block where the error was if that is known.
+/// What the initiator is told of an error of the disk.
 #[cold]
-fn disk_error(action: &'static str, lba: u64, writes: bool, source: io::Error) -> Failure {
-    Failure::Disk { action, lba, moved: 0, sense: Sense::of_disk(&source, lba, writes), source }
+fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
+    disk_error_after(0, asked, source)
+}
+
+/// As [`disk_error`], after so many bytes were transferred.
+fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure {
+    if source.raw_os_error() == Some(libc::EBADE) {
+        // The device is reserved for another host.
+        return Failure::Conflict;
+    }
+    Failure::Disk { asked, moved, sense: Sense::of_disk(&source, asked), source }
 }
 
 /// A read that failed before the `rest` of `wanted` bytes. The initiator gets the blocks before it,
@@ -76,8 +85,7 @@ fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) ->
     let block: usize = iomem::fits(block, "a logical block");
     let blocks = (wanted - rest.bytes()) / block;
     let lba = range.lba + blocks as u64;
-    let sense = Sense::of_disk(&source, lba, false);
-    Failure::Disk { action: "read", lba, moved: blocks * block, sense, source }
+    disk_error_after(blocks * block, DiskUse::reads("read", lba), source)
 }
 
 /// Whether commands on the medium are carried out.
@@ -138,7 +146,7 @@ pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     }
     match local.disk.write(range.offset, out, fua).await {
         Ok(()) => Ok(bytes),
-        Err(error) => Err(disk_error("write", range.lba, true, error)),
+        Err(error) => Err(disk_error(DiskUse::writes("write", range.lba), error)),
     }
 }
 
@@ -150,7 +158,7 @@ pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
 }
 
 pub(super) async fn flush(local: &LocalUnit) -> Result<(), Failure> {
-    local.disk.flush().await.map_err(|error| disk_error("flush", 0, true, error))
+    local.disk.flush().await.map_err(|error| disk_error(DiskUse::FLUSH, error))
 }
 
 /// Without a write cache, what was done is on stable storage before it is answered.
@@ -220,7 +228,7 @@ pub(super) async fn unmap(
     for Range { lba, offset, bytes } in ranges {
         task.check()?;
         let result = local.disk.discard(offset, bytes).await;
-        result.map_err(|error| disk_error("unmap", lba, true, error))?;
+        result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
     }
     settle(local).await?;
     Ok(Done { moved: length, medium_bytes: all * block })
@@ -256,10 +264,10 @@ pub(super) async fn write_same(
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
             let result = local.disk.write_zeroes(step.offset, step.bytes, unmaps).await;
-            result.map_err(|error| disk_error("write zeroes", step.lba, true, error))?;
+            result.map_err(|error| disk_error(DiskUse::writes("write zeroes", step.lba), error))?;
         }
     } else {
-        let failed = |lba| move |error| disk_error("write", lba, true, error);
+        let failed = |lba| move |error| disk_error(DiskUse::writes("write", lba), error);
         let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed(lba))?;
         while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
             task.check()?;
@@ -293,7 +301,7 @@ pub(super) async fn write_and_verify(
     }
     let again = out.again();
     let result = local.disk.write(range.offset, out, true).await;
-    result.map_err(|error| disk_error("write", range.lba, true, error))?;
+    result.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
     compare(&local.disk, range, how, task, &again).await?;
     Ok(bytes)
 }
@@ -329,7 +337,7 @@ pub(super) async fn compare_and_write(
     let exclusive = local.unit.access.exclude(local.unit.attached.nexus(), tag).await;
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
     let result = local.disk.write(range.offset, wanted, fua).await;
-    result.map_err(|error| disk_error("write", range.lba, true, error))?;
+    result.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
     drop(exclusive);
     Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
 }
@@ -395,7 +403,7 @@ async fn compare(
         task.check()?;
         let lba = range.lba + done / block as u64;
         let result = disk.read_part(range.offset + done, range.bytes - done).await;
-        let part = result.map_err(|error| disk_error("verify", lba, false, error))?;
+        let part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
         let length = part.bytes();
         if how != Check::Medium {
             for at in (0..length).step_by(block) {
@@ -451,6 +459,12 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_others_have_reserved_is_a_conflict() {
+        let error = io::Error::from_raw_os_error(libc::EBADE);
+        assert!(matches!(disk_error(DiskUse::FLUSH, error), Failure::Conflict));
+    }
+
+    #[test]
     fn a_read_that_fails_halfway_keeps_the_blocks_before() {
         let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
         let cut = |rest: usize| {
@@ -460,10 +474,10 @@ mod tests {
         for (rest, blocks) in [(2048, 0), (1024, 2), (1000, 2), (1, 3)] {
             let failure = cut(rest);
             assert_eq!(failure.moved(), blocks * 512, "{rest}");
-            let Failure::Disk { lba, sense, .. } = failure else { unreachable!() };
+            let Failure::Disk { asked, sense, .. } = failure else { unreachable!() };
             let error = io::Error::from_raw_os_error(libc::EIO);
-            assert_eq!(lba, 100 + blocks as u64);
-            assert_eq!(sense, Sense::of_disk(&error, lba, false));
+            assert_eq!(asked, DiskUse::reads("read", 100 + blocks as u64));
+            assert_eq!(sense, Sense::of_disk(&error, asked));
         }
     }
 }

@@ -3,7 +3,7 @@
 use iomem::Buffers;
 
 use super::persist::FileError;
-use super::sense::Sense;
+use super::sense::{DiskUse, Sense};
 use super::task_set::{Abort, Tasks};
 
 /// Data that commands other than those on the medium take or answer with, at most.
@@ -14,10 +14,10 @@ const DATA_MAX: usize = 64 << 10;
 pub(crate) enum Failure {
     #[error("{0}")]
     Check(#[from] Sense),
-    /// What the disk says, and what the initiator is told. `moved` bytes, those before that block,
-    /// were transferred.
-    #[error("{action} at block {lba}: {source}")]
-    Disk { action: &'static str, lba: u64, moved: usize, sense: Sense, source: std::io::Error },
+    /// What the disk says, and what the initiator is told. `moved` bytes were transferred, of the
+    /// blocks before the one where it failed.
+    #[error("{asked}: {source}")]
+    Disk { asked: DiskUse, moved: usize, sense: Sense, source: std::io::Error },
     #[error("another command of its kind is in progress, or there is no thread for it")]
     Busy,
     #[error("another initiator has reserved the disk")]

@@ -46,6 +46,37 @@ pub(crate) enum Format {
     Descriptor,
 }
 
+/// What a disk was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DiskUse {
+    action: &'static str,
+    lba: Option<u64>,
+    writes: bool,
+}
+
+impl DiskUse {
+    pub(crate) const FLUSH: Self = Self { action: "flush", lba: None, writes: true };
+
+    /// To give the block at `lba`.
+    pub(crate) fn reads(action: &'static str, lba: u64) -> Self {
+        Self { action, lba: Some(lba), writes: false }
+    }
+
+    /// To change the block at `lba`.
+    pub(crate) fn writes(action: &'static str, lba: u64) -> Self {
+        Self { action, lba: Some(lba), writes: true }
+    }
+}
+
+impl std::fmt::Display for DiskUse {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.lba {
+            Some(lba) => write!(f, "{} at block {lba}", self.action),
+            None => f.write_str(self.action),
+        }
+    }
+}
+
 /// Bytes of sense data in fixed format.
 const FIXED_BYTES: usize = 18;
 /// Bytes of sense data in descriptor format at most.
@@ -77,8 +108,9 @@ impl Sense {
     pub(crate) const INVALID_RELEASE: Self = Self::new(Key::IllegalRequest, [0x26, 0x04]);
     /// INSUFFICIENT REGISTRATION RESOURCES.
     pub(crate) const TOO_MANY_REGISTRATIONS: Self = Self::new(Key::IllegalRequest, [0x55, 0x04]);
-    /// INTERNAL TARGET FAILURE: persistent reservations could not be saved.
-    pub(crate) const NOT_SAVED: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
+    const TARGET_FAILURE: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
+    /// Persistent reservations could not be saved.
+    pub(crate) const NOT_SAVED: Self = Self::TARGET_FAILURE;
     pub(crate) const CAPACITY_CHANGED: Self = Self::new(Key::UnitAttention, [0x2a, 0x09]);
     /// COMMANDS CLEARED BY ANOTHER INITIATOR.
     pub(crate) const COMMANDS_CLEARED: Self = Self::new(Key::UnitAttention, [0x2f, 0x00]);
@@ -106,24 +138,36 @@ impl Sense {
         Self { information: Some(information), ..self }
     }
 
-    /// What an error of the disk at `lba` is for the initiator: the one place where it is chosen.
-    pub(crate) fn of_disk(error: &io::Error, lba: u64, writes: bool) -> Self {
+    /// What an error of the disk is for the initiator: the one place where it is chosen.
+    pub(crate) fn of_disk(error: &io::Error, asked: DiskUse) -> Self {
+        let medium = if asked.writes {
+            Self::new(Key::MediumError, [0x0c, 0x00])
+        } else {
+            Self::new(Key::MediumError, [0x11, 0x00])
+        };
         match error.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Self::NO_SPACE,
-            Some(libc::EROFS | libc::EPERM | libc::EACCES) => Self::WRITE_PROTECTED,
-            // It was not carried out and may be tried again.
-            Some(libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::EBUSY | libc::ETIMEDOUT) => {
-                Self::new(Key::AbortedCommand, [0x00, 0x00])
+            Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) if asked.writes => Self::NO_SPACE,
+            Some(libc::EROFS | libc::EPERM | libc::EACCES) if asked.writes => Self::WRITE_PROTECTED,
+            // It was not carried out and may be tried again, maybe on another way to the disk.
+            Some(
+                libc::ENOMEM
+                | libc::EAGAIN
+                | libc::EINTR
+                | libc::EBUSY
+                | libc::ETIMEDOUT
+                | libc::ENOLINK,
+            ) => Self::new(Key::AbortedCommand, [0x00, 0x00]),
+            Some(libc::ENODEV | libc::ENXIO | libc::ENOMEDIUM) => {
+                Self::new(Key::NotReady, [0x3a, 0x00])
             }
-            Some(libc::ENODEV | libc::ENXIO) => Self::new(Key::NotReady, [0x3a, 0x00]),
-            // Unrecovered read error; write error.
-            _ if writes => Self::new(Key::MediumError, [0x0c, 0x00]).about(lba),
-            _ => Self::new(Key::MediumError, [0x11, 0x00]).about(lba),
+            // The device says that it has failed, whatever the medium is like.
+            Some(libc::EREMOTEIO) => Self::TARGET_FAILURE,
+            _ => Self { information: asked.lba, ..medium },
         }
     }
 
     /// The guest has truncated the file behind its memory.
-    pub(crate) const MEMORY_GONE: Self = Self::new(Key::HardwareError, [0x44, 0x00]);
+    pub(crate) const MEMORY_GONE: Self = Self::TARGET_FAILURE;
 
     /// The data in the format that the initiator has chosen.
     pub(crate) fn data(&self, format: Format) -> Vec<u8> {
@@ -206,16 +250,17 @@ mod tests {
         let data = Sense::in_list(0x102, None).fixed();
         assert_eq!(data[12..18], [0x26, 0, 0, 0x80, 1, 2]);
         let error = io::Error::from_raw_os_error(libc::EIO);
-        let data = Sense::of_disk(&error, 0x0102_0304, false).fixed();
+        let data = Sense::of_disk(&error, DiskUse::reads("read", 0x0102_0304)).fixed();
         assert_eq!(data[..7], [0xf0, 0, 3, 1, 2, 3, 4]);
         // It does not fit: then there is none.
-        assert_eq!(Sense::of_disk(&error, 1 << 32, true).fixed()[..7], [0x70, 0, 3, 0, 0, 0, 0]);
+        let far = Sense::of_disk(&error, DiskUse::writes("write", 1 << 32));
+        assert_eq!(far.fixed()[..7], [0x70, 0, 3, 0, 0, 0, 0]);
     }
 
     #[test]
     fn descriptor_format_has_room_for_any_address() {
         let error = io::Error::from_raw_os_error(libc::EIO);
-        let data = Sense::of_disk(&error, 1 << 32, true).descriptors();
+        let data = Sense::of_disk(&error, DiskUse::writes("write", 1 << 32)).descriptors();
         assert_eq!(data[..8], [0x72, 3, 0x0c, 0, 0, 0, 0, 12]);
         assert_eq!(data[8..], [0, 10, 0x80, 0, 0, 0, 0, 1, 0, 0, 0, 0]);
         let data = Sense::in_cdb(1, None).descriptors();
@@ -225,11 +270,31 @@ mod tests {
 
     #[test]
     fn errors_of_the_disk_are_told_apart() {
-        let sense = |errno| Sense::of_disk(&io::Error::from_raw_os_error(errno), 7, true);
-        assert_eq!(sense(libc::ENOSPC), Sense::NO_SPACE);
-        assert_eq!(sense(libc::EROFS), Sense::WRITE_PROTECTED);
-        assert_eq!(sense(libc::EAGAIN).key, Key::AbortedCommand);
-        assert_eq!(sense(libc::EIO).information, Some(7));
-        assert_eq!(sense(libc::EIO).code, [0x0c, 0]);
+        let sense = |errno, asked| Sense::of_disk(&io::Error::from_raw_os_error(errno), asked);
+        let (reads, writes) = (DiskUse::reads("read", 7), DiskUse::writes("write", 7));
+        assert_eq!(sense(libc::ENOSPC, writes), Sense::NO_SPACE);
+        assert_eq!(sense(libc::EROFS, writes), Sense::WRITE_PROTECTED);
+        for errno in [libc::EAGAIN, libc::ENOMEM, libc::ENOLINK] {
+            assert_eq!(sense(errno, reads).key, Key::AbortedCommand);
+        }
+        assert_eq!(sense(libc::ENODEV, reads).key, Key::NotReady);
+        assert_eq!(sense(libc::EREMOTEIO, reads).key, Key::HardwareError);
+        for errno in [libc::EIO, libc::EPERM, libc::ENOSPC] {
+            assert_eq!(
+                (sense(errno, reads).code, sense(errno, reads).information),
+                ([0x11, 0], Some(7))
+            );
+        }
+        assert_eq!(
+            (sense(libc::EIO, writes).code, sense(libc::EIO, writes).information),
+            ([0x0c, 0], Some(7))
+        );
+        // Nobody knows which block was lost.
+        let flush = sense(libc::EIO, DiskUse::FLUSH);
+        assert_eq!((flush.code, flush.information), ([0x0c, 0], None));
+        assert_eq!(
+            (reads.to_string(), DiskUse::FLUSH.to_string()),
+            ("read at block 7".into(), "flush".into())
+        );
     }
 }
