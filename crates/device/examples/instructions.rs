@@ -6,7 +6,7 @@
 //! ops end in the submit, nothing depends on the machine's timing: the count is the same each time.
 //!
 //! `instructions CASE DEPTH REQUESTS`, where CASE is DISK-ENGINE-KIND: `null-threads-read`,
-//! `file-aio-write` and so on.
+//! `file-aio-write` and so on. The kinds `read10` and `write10` are those of virtio-scsi.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -18,6 +18,9 @@ use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadC
 use device::blk::config::{
     BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1, SECTOR_BYTES,
 };
+use device::scsi::address::UnitAddress;
+use device::scsi::config::ScsiOptions;
+use device::scsi::unit::UnitOptions;
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
@@ -32,7 +35,61 @@ const TABLES: u64 = 0x1_0000;
 const HEADERS: u64 = 0x2_0000;
 const DATA: u64 = 0x10_0000;
 const DATA_BYTES: u32 = 4096;
-const HEADER_BYTES: u32 = 16;
+/// From one chain's header to the next; the response is in the middle.
+const SLOT_BYTES: u64 = 256;
+const RESPONSE: u64 = 128;
+
+/// What is asked for.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// A request type of virtio-blk.
+    Blk(u32),
+    /// A command of virtio-scsi, with the blocks as READ (10) has them.
+    Scsi(u8),
+}
+
+impl Kind {
+    fn parse(name: &str) -> Result<Self> {
+        Ok(match name {
+            "read" => Self::Blk(VIRTIO_BLK_T_IN),
+            "write" => Self::Blk(VIRTIO_BLK_T_OUT),
+            "read10" => Self::Scsi(0x28),
+            "write10" => Self::Scsi(0x2a),
+            _ => bail!("no request is called {name}"),
+        })
+    }
+
+    /// The header of a request for the sectors from this one on, whether it reads, and how long its
+    /// response is.
+    fn request(self, sector: u64) -> (Vec<u8>, bool, u32) {
+        match self {
+            Self::Blk(kind) => {
+                let header = [&u64::from(kind).to_le_bytes()[..], &sector.to_le_bytes()].concat();
+                (header, kind == VIRTIO_BLK_T_IN, 1)
+            }
+            Self::Scsi(opcode) => {
+                let mut header = vec![0; 51];
+                // LUN 0 of target 0, by the flat method.
+                header[..4].copy_from_slice(&[1, 0, 0x40, 0]);
+                header[8..16].copy_from_slice(&sector.to_le_bytes());
+                header[19] = opcode;
+                let lba = u32::try_from(sector).expect("the disk is small");
+                header[21..25].copy_from_slice(&lba.to_be_bytes());
+                header[27] = u8::try_from(u64::from(DATA_BYTES) / SECTOR_BYTES).expect("8");
+                (header, opcode == 0x28, 108)
+            }
+        }
+    }
+
+    /// Whether a response says that all went well.
+    fn is_well(self, response: &[u8]) -> bool {
+        match self {
+            Self::Blk(_) => response[0] == 0,
+            // Residual, status and response.
+            Self::Scsi(_) => response[4..8] == [0; 4] && response[10..12] == [0; 2],
+        }
+    }
+}
 
 fn main() -> Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -44,12 +101,7 @@ fn main() -> Result<()> {
     let depth: u16 = depth.parse().context("DEPTH is 1 to 256")?;
     ensure!((1..=RING.size).contains(&depth), "DEPTH is 1 to {}", RING.size);
     let requests: u64 = requests.parse().context("REQUESTS is a number")?;
-    let request = match kind {
-        "read" => VIRTIO_BLK_T_IN,
-        "write" => VIRTIO_BLK_T_OUT,
-        _ => bail!("no request is called {kind}"),
-    };
-    let mut guest = Guest::start(disk, engine, request, depth)?;
+    let mut guest = Guest::start(disk, engine, Kind::parse(kind)?, depth)?;
     for _ in 0..requests / u64::from(depth) {
         guest.run_batch(depth)?;
     }
@@ -66,12 +118,13 @@ fn device_turn(thread: &IoThread) -> Result<Activity, blockio::Error> {
 struct Guest {
     thread: IoThread,
     ring: driver::Ring<Arc<GuestMemory>>,
+    kind: Kind,
     kick: OwnedFd,
     _call: OwnedFd,
 }
 
 impl Guest {
-    fn start(disk: &str, engine: &str, request: u32, depth: u16) -> Result<Self> {
+    fn start(disk: &str, engine: &str, kind: Kind, depth: u16) -> Result<Self> {
         let engine = match engine {
             "threads" => EngineKind::Threads,
             "aio" => EngineKind::Aio,
@@ -89,8 +142,7 @@ impl Guest {
             }
             _ => bail!("no disk is called {disk}"),
         };
-        let options = BlkOptions { queue_size: RING.size, ..BlkOptions::default() };
-        let device = Device::blk(source, options, Arc::new(LogEvents::new("instructions")));
+        let device = new_device(kind, source)?;
         let bits = [F_VERSION_1, F_FLUSH, F_EVENT_IDX, F_INDIRECT_DESC];
         let wanted = bits.iter().fold(0, |all, bit| all | 1 << bit);
         device.set_features(device.features() & wanted).context("negotiating features")?;
@@ -111,29 +163,38 @@ impl Guest {
             call: Some(call.try_clone().context("duplicating the call")?),
             err: None,
         };
-        let started = device.begin_start_queue(0, &thread.remote(), setup);
+        let queue = match kind {
+            Kind::Blk(_) => 0,
+            Kind::Scsi(_) => 2,
+        };
+        let started = device.begin_start_queue(queue, &thread.remote(), setup);
         while started.poll().map(|handle| handle.map(drop)).transpose()?.is_none() {
             thread.turn(Wait::Never)?;
         }
         let ring = driver::Ring::new(memory, RING.config(true, true));
-        let guest = Self { thread, ring, kick, _call: call };
-        (0..depth).try_for_each(|slot| guest.put_chain(slot, request))?;
+        let mut guest = Self { thread, ring, kind, kick, _call: call };
+        (0..depth).try_for_each(|slot| guest.put_chain(slot))?;
+        if matches!(kind, Kind::Scsi(_)) {
+            // The first command is told that the unit was powered on.
+            guest.run_batch(1)?;
+        }
         Ok(guest)
     }
 
     /// Writes what stays as it is: the header and the indirect table of chain `slot`.
-    fn put_chain(&self, slot: u16, request: u32) -> Result<()> {
+    fn put_chain(&self, slot: u16) -> Result<()> {
         let own = u64::from(slot);
-        let (header, data) = (HEADERS + own * 64, DATA + own * u64::from(DATA_BYTES));
+        let (at, data) = (HEADERS + own * SLOT_BYTES, DATA + own * u64::from(DATA_BYTES));
         let sector = own * u64::from(DATA_BYTES) / SECTOR_BYTES;
-        self.ring.memory.write(header, &request.to_le_bytes())?;
-        self.ring.memory.write(header + 8, &sector.to_le_bytes())?;
-        let data_desc = match request {
-            VIRTIO_BLK_T_IN => Desc::writable(data, DATA_BYTES),
-            _ => Desc::readable(data, DATA_BYTES),
+        let (header, reads, response_bytes) = self.kind.request(sector);
+        self.ring.memory.write(at, &header)?;
+        let head = Desc::readable(at, u32::try_from(header.len())?);
+        let response = Desc::writable(at + RESPONSE, response_bytes);
+        let buffers = match (self.kind, reads) {
+            (_, false) => [head, Desc::readable(data, DATA_BYTES), response],
+            (Kind::Blk(_), true) => [head, Desc::writable(data, DATA_BYTES), response],
+            (Kind::Scsi(_), true) => [head, response, Desc::writable(data, DATA_BYTES)],
         };
-        let status = Desc::writable(header + u64::from(HEADER_BYTES), 1);
-        let buffers = [Desc::readable(header, HEADER_BYTES), data_desc, status];
         self.ring.put_indirect(slot, TABLES + own * 64, &buffers);
         Ok(())
     }
@@ -163,13 +224,39 @@ impl Guest {
     /// All requests of a batch went well.
     fn check(&self, depth: u16) -> Result<()> {
         for slot in 0..depth {
-            let mut status = [u8::MAX];
-            let status_addr = HEADERS + u64::from(slot) * 64 + u64::from(HEADER_BYTES);
-            self.ring.memory.read(status_addr, &mut status)?;
-            ensure!(status == [0], "request {slot} ended with status {}", status[0]);
+            let mut response = [u8::MAX; 12];
+            let response_addr = HEADERS + u64::from(slot) * SLOT_BYTES + RESPONSE;
+            self.ring.memory.read(response_addr, &mut response)?;
+            ensure!(self.kind.is_well(&response), "request {slot} ended with {response:?}");
         }
         Ok(())
     }
+}
+
+fn new_device(kind: Kind, source: DiskSource) -> Result<Device> {
+    let events = Arc::new(LogEvents::new("instructions"));
+    let Kind::Scsi(_) = kind else {
+        let options = BlkOptions { queue_size: RING.size, ..BlkOptions::default() };
+        return Ok(Device::blk(source, options, events));
+    };
+    let options = ScsiOptions { queue_size: RING.size, ..ScsiOptions::default() };
+    let device = Device::scsi(options, events);
+    if let Device::Scsi(scsi) = &device {
+        let unit = UnitOptions {
+            vendor: "RINGHAUL".into(),
+            product: "instructions".into(),
+            revision: "1".into(),
+            serial: "1".into(),
+            naa: [0x30, 0, 0, 0, 0, 0, 0, 1],
+            rotational: false,
+            discard: true,
+            write_cache: true,
+            access: Arc::default(),
+            port: [0x30, 0, 0, 0, 0, 0, 0, 2],
+        };
+        scsi.add_unit(UnitAddress { target: 0, lun: 0 }, source, unit)?;
+    }
+    Ok(device)
 }
 
 fn new_eventfd() -> Result<OwnedFd> {

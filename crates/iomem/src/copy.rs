@@ -8,17 +8,27 @@
 /// `src` must be the start of `len` bytes mapped for reading, `dst` of `len` bytes that belong to
 /// the caller alone.
 #[inline]
-pub unsafe fn copy_out(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    if src.addr().is_multiple_of(8) {
-        while len >= 8 {
-            // SAFETY: eight bytes are left of both, and `src` is aligned to that.
-            unsafe {
-                dst.cast::<u64>().write_unaligned(src.cast::<u64>().read_volatile());
-                (src, dst) = (src.add(8), dst.add(8));
-            }
-            len -= 8;
-        }
+pub unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
+    let [head, words] = cut(src.addr(), len);
+    if head > 0 {
+        // SAFETY: the caller's promises hold for a part.
+        unsafe { copy_out_rest(src, dst, head) };
     }
+    for word in 0..words {
+        let at = head + word * 8;
+        let (src, dst) = (src.wrapping_add(at), dst.wrapping_add(at));
+        // SAFETY: eight bytes are left of both, and `src` is aligned to that.
+        unsafe { dst.cast::<u64>().write_unaligned(src.cast::<u64>().read_volatile()) };
+    }
+    let done = head + words * 8;
+    if done < len {
+        // SAFETY: the caller's promises hold for a part.
+        unsafe { copy_out_rest(src.wrapping_add(done), dst.wrapping_add(done), len - done) };
+    }
+}
+
+/// See [`copy_out`].
+unsafe fn copy_out_rest(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
     while len > 0 {
         let count = piece(src.addr(), len);
         // SAFETY: `count` bytes are left of both, and `src` is aligned to `count`. Both pointers
@@ -44,20 +54,30 @@ pub unsafe fn copy_out(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
 /// `src` must be the start of `len` bytes that nobody writes, `dst` of `len` bytes mapped for
 /// writing.
 #[inline]
-pub unsafe fn copy_in(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    if dst.addr().is_multiple_of(8) {
-        while len >= 8 {
-            // SAFETY: eight bytes are left of both, and `dst` is aligned to that.
-            unsafe {
-                dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned());
-                (src, dst) = (src.add(8), dst.add(8));
-            }
-            len -= 8;
-        }
+pub unsafe fn copy_in(src: *const u8, dst: *mut u8, len: usize) {
+    let [head, words] = cut(dst.addr(), len);
+    if head > 0 {
+        // SAFETY: the caller's promises hold for a part.
+        unsafe { copy_in_rest(src, dst, head) };
     }
+    for word in 0..words {
+        let at = head + word * 8;
+        let (src, dst) = (src.wrapping_add(at), dst.wrapping_add(at));
+        // SAFETY: eight bytes are left of both, and `dst` is aligned to that.
+        unsafe { dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned()) };
+    }
+    let done = head + words * 8;
+    if done < len {
+        // SAFETY: the caller's promises hold for a part.
+        unsafe { copy_in_rest(src.wrapping_add(done), dst.wrapping_add(done), len - done) };
+    }
+}
+
+/// See [`copy_in`].
+unsafe fn copy_in_rest(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
     while len > 0 {
         let count = piece(dst.addr(), len);
-        // SAFETY: as in `copy_out`, the other way round.
+        // SAFETY: as in `copy_out_rest`, the other way round.
         unsafe {
             match count {
                 8 => dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned()),
@@ -76,7 +96,26 @@ pub unsafe fn copy_in(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
 /// # Safety
 ///
 /// `dst` must be the start of `len` bytes mapped for writing.
-pub(crate) unsafe fn zero(mut dst: *mut u8, mut len: usize) {
+#[inline]
+pub(crate) unsafe fn zero(dst: *mut u8, len: usize) {
+    let [head, words] = cut(dst.addr(), len);
+    if head > 0 {
+        // SAFETY: the caller's promise holds for a part.
+        unsafe { zero_rest(dst, head) };
+    }
+    for word in 0..words {
+        // SAFETY: eight bytes are left, and `dst` is aligned to that.
+        unsafe { dst.wrapping_add(head + word * 8).cast::<u64>().write_volatile(0) };
+    }
+    let done = head + words * 8;
+    if done < len {
+        // SAFETY: the caller's promise holds for a part.
+        unsafe { zero_rest(dst.wrapping_add(done), len - done) };
+    }
+}
+
+/// See [`zero`].
+unsafe fn zero_rest(mut dst: *mut u8, mut len: usize) {
     while len > 0 {
         let count = piece(dst.addr(), len);
         // SAFETY: `count` bytes are left, and `dst` is aligned to `count`.
@@ -113,6 +152,14 @@ pub(crate) unsafe fn copy_across(mut src: *const u8, mut dst: *mut u8, mut len: 
         }
         len -= count;
     }
+}
+
+/// The bytes before the first aligned word of `len` bytes at an address, and how many such words
+/// follow.
+#[inline]
+fn cut(addr: usize, len: usize) -> [usize; 2] {
+    let head = (addr.wrapping_neg() & 7).min(len);
+    [head, (len - head) / 8]
 }
 
 /// The bytes to copy at once at an address of shared memory, of `len` that are left.

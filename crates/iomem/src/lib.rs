@@ -24,7 +24,7 @@ mod memory;
 pub use block::{BufferMemory, Repeated};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
-pub use list::{Buffers, SharedByte};
+pub use list::{Buffers, SharedByte, SharedBytes};
 pub use memory::{Memory, WriteLog};
 
 /// The most iovecs that one system call takes (`IOV_MAX`).

@@ -125,47 +125,71 @@ impl Buffers {
         }
     }
 
-    /// Takes the first `bytes` bytes off, as a list of their own. `None`, and no change, when there
+    /// Takes a copy of the first `N` bytes off the front. `None`, and no change, when there are
+    /// fewer.
+    #[inline]
+    #[must_use]
+    pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take_front_of(N)
+    }
+
+    /// Takes `bytes` bytes off the front, at least `N`, and returns a copy of the first `N` of
+    /// them. `None`, and no change, when there are fewer.
+    #[inline]
+    #[must_use]
+    pub fn take_front_of<const N: usize>(&mut self, bytes: usize) -> Option<[u8; N]> {
+        assert!(bytes >= N, "a copy of more than is taken");
+        let mut front = [0; N];
+        if let Some(start) = self.take_from_range(bytes) {
+            // SAFETY: the range has `bytes` bytes, at least `N`, which `from_raw_parts` vouches
+            // for, and `front` is ours.
+            unsafe { copy_out(start, front.as_mut_ptr(), N) };
+            return Some(front);
+        }
+        self.take_front_in_pieces(&mut front, bytes).then_some(front)
+    }
+
+    /// Takes the first `bytes` bytes off, to be written later. `None`, and no change, when there
     /// are fewer.
     #[inline]
     #[must_use]
-    pub fn split_front(&mut self, bytes: usize) -> Option<Self> {
+    pub fn take_shared_bytes(&mut self, bytes: usize) -> Option<SharedBytes> {
+        if let Some(start) = self.take_from_range(bytes) {
+            let memory = self.memory.clone();
+            return Some(SharedBytes(Place::Range { start, bytes, memory }));
+        }
+        self.take_list(bytes).map(|list| SharedBytes(Place::List(list)))
+    }
+
+    /// Takes bytes off the first range, if it has as many.
+    #[inline]
+    fn take_from_range(&mut self, bytes: usize) -> Option<*mut u8> {
+        let range = self.iovecs.get_mut(self.first).filter(|range| range.iov_len >= bytes)?;
+        let start = range.iov_base;
+        self.bytes -= bytes;
+        range.iov_base = start.wrapping_byte_add(bytes);
+        range.iov_len -= bytes;
+        self.first += usize::from(range.iov_len == 0);
+        Some(start.cast())
+    }
+
+    #[cold]
+    fn take_list(&mut self, bytes: usize) -> Option<Box<Self>> {
         if self.bytes < bytes {
             return None;
         }
         let mut front = self.again();
         front.truncate(bytes);
         self.advance(bytes);
-        Some(front)
-    }
-
-    /// Takes a copy of the first `N` bytes off the front. `None`, and no change, when there are
-    /// fewer.
-    #[inline]
-    #[must_use]
-    pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let mut front = [0; N];
-        if let Some(range) = self.iovecs.get_mut(self.first)
-            && range.iov_len >= N
-        {
-            // SAFETY: the range has `N` bytes, which `from_raw_parts` vouches for, and `front` is
-            // ours.
-            unsafe { copy_out(range.iov_base.cast(), front.as_mut_ptr(), N) };
-            self.bytes -= N;
-            range.iov_base = range.iov_base.wrapping_byte_add(N);
-            range.iov_len -= N;
-            self.first += usize::from(range.iov_len == 0);
-            return Some(front);
-        }
-        self.take_front_in_pieces(&mut front).then_some(front)
+        Some(Box::new(front))
     }
 
     #[cold]
-    fn take_front_in_pieces(&mut self, front: &mut [u8]) -> bool {
-        let is_there = self.bytes >= front.len();
+    fn take_front_in_pieces(&mut self, front: &mut [u8], bytes: usize) -> bool {
+        let is_there = self.bytes >= bytes;
         if is_there {
             self.copy_to(0, front);
-            self.advance(front.len());
+            self.advance(bytes);
         }
         is_there
     }
@@ -333,6 +357,51 @@ impl SharedByte {
     }
 }
 
+/// Bytes of shared memory that may be written once; keeps them mapped.
+#[derive(Debug)]
+pub struct SharedBytes(Place);
+
+#[derive(Debug)]
+enum Place {
+    Range { start: *mut u8, bytes: usize, memory: Memory },
+    List(Box<Buffers>),
+}
+
+impl SharedBytes {
+    /// How many they are.
+    #[inline]
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            Place::Range { bytes, .. } => *bytes,
+            Place::List(list) => list.bytes(),
+        }
+    }
+
+    /// Writes `data`, as far as there is room, and zeroes behind it.
+    #[inline]
+    pub fn write(&self, data: &[u8]) {
+        match &self.0 {
+            &Place::Range { start, bytes, ref memory } => {
+                let len = data.len().min(bytes);
+                // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped, and
+                // `data` is a Rust slice, so no part of it lies in them.
+                unsafe {
+                    copy_in(data.as_ptr(), start, len);
+                    zero(start.wrapping_add(len), bytes - len);
+                }
+                if let Some(log) = memory.log() {
+                    log.wrote(start, bytes);
+                }
+            }
+            Place::List(list) => {
+                list.copy_from(0, data);
+                list.zero_from(data.len());
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::RefCell;
@@ -366,12 +435,32 @@ mod tests {
             let mut list = scattered(lengths);
             let bytes: Vec<u8> = (0..=255).take(lengths.iter().sum()).collect();
             list.copy_from(0, &bytes);
-            let front = list.take_front::<16>().expect("it is there");
-            assert_eq!(front[..], bytes[..16], "{lengths:?}");
+            let front = list.take_front_of::<11>(16).expect("it is there");
+            assert_eq!(front[..], bytes[..11], "{lengths:?}");
             assert_eq!(list.to_vec(), bytes[16..], "{lengths:?}");
-            assert_eq!(list.take_front::<16>(), None, "{lengths:?}");
+            assert_eq!(list.take_front_of::<11>(16), None, "{lengths:?}");
             assert_eq!(list.to_vec(), bytes[16..], "nothing is taken that is not whole");
             assert!(list.iovecs().iter().all(|range| range.iov_len > 0));
+        }
+    }
+
+    #[test]
+    fn shared_bytes_are_the_front_however_it_is_cut() {
+        for lengths in [&[24][..], &[16, 8], &[1, 15, 8], &[7, 7, 7, 3], &[16]] {
+            for data in [0, 5, 12, 16, 20] {
+                let mut list = scattered(lengths);
+                let total = list.bytes();
+                let whole = list.again();
+                whole.copy_from(0, &vec![0xaa; total]);
+                let front = list.take_shared_bytes(16).expect("they are there");
+                assert_eq!((front.bytes(), list.bytes()), (16, total - 16));
+                front.write(&vec![0x55; data]);
+                let written = data.min(16);
+                let expected = [vec![0x55; written], vec![0; 16 - written], vec![0xaa; total - 16]];
+                assert_eq!(whole.to_vec(), expected.concat(), "{lengths:?}, {data}");
+                assert!(list.take_shared_bytes(16).is_none());
+                assert_eq!(list.bytes(), total - 16, "nothing is taken that is not whole");
+            }
         }
     }
 
@@ -480,6 +569,11 @@ mod tests {
             byte.write(1);
         }
         assert_eq!(heard(), of(63..64));
+        for bytes in [2, 40] {
+            let start = 64 - 1 - list.bytes();
+            list.take_shared_bytes(bytes).expect("they are there").write(&[1]);
+            assert_eq!(heard(), of(start..start + bytes));
+        }
     }
 
     #[test]

@@ -34,9 +34,9 @@ const FUA: u8 = 0x08;
 
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]
-struct Range {
+pub(super) struct Range {
     lba: u64,
-    offset: u64,
+    pub(super) offset: u64,
     bytes: u64,
 }
 
@@ -51,15 +51,24 @@ impl Range {
     }
 }
 
+/// A write that is to be done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Write {
+    pub(super) range: Range,
+    pub(super) fua: bool,
+}
+
 /// Blocks of a medium.
+#[inline]
 fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let info = disk.info();
-    let block = u64::from(info.logical_block_bytes);
-    let blocks = info.size_bytes / block;
+    // A power of two.
+    let shift = info.logical_block_bytes.trailing_zeros();
+    let blocks = info.size_bytes >> shift;
     if lba.checked_add(count.into()).is_none_or(|end| end > blocks) {
         return Err(Sense::LBA_OUT_OF_RANGE.into());
     }
-    Ok(Range { lba, offset: lba * block, bytes: u64::from(count) * block })
+    Ok(Range { lba, offset: lba << shift, bytes: u64::from(count) << shift })
 }
 
 /// What the initiator is told of an error of the disk.
@@ -115,16 +124,24 @@ fn length(range: Range, buffers: &Buffers) -> Result<usize, Failure> {
     }
 }
 
-pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+/// What a command reads, unless that is nothing; `into` has room for that, and for no more then.
+#[inline]
+pub(super) fn begin_read(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    into: &mut Buffers,
+) -> Result<Option<Range>, Failure> {
     check_ready(&local.unit)?;
     let range = range(&local.disk, cdb.blocks())?;
-    let bytes = length(range, &data.into)?;
-    let mut into = data.into;
+    let bytes = length(range, into)?;
     into.truncate(bytes);
-    if bytes == 0 {
-        return Ok(0);
-    }
-    match local.disk.read(range.offset, into).await {
+    Ok((bytes > 0).then_some(range))
+}
+
+#[inline]
+pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
+    let bytes: usize = iomem::fits(range.bytes, "bytes of a command");
+    match result {
         Ok(()) => Ok(bytes),
         Err(unfinished) => {
             Err(cut_short(range, local.disk.info().logical_block_bytes, bytes, unfinished))
@@ -132,22 +149,39 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
     }
 }
 
-pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, data: Data) -> Moved {
+pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, mut into: Buffers) -> Moved {
+    let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
+    end_read(local, range, local.disk.read(range.offset, into).await)
+}
+
+/// What a command writes, unless that is nothing; `out` has that, and no more then.
+#[inline]
+pub(super) fn begin_write(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    out: &mut Buffers,
+) -> Result<Option<Write>, Failure> {
     check_writable(local)?;
     let range = range(&local.disk, cdb.blocks())?;
-    let bytes = length(range, &data.out)?;
-    let mut out = data.out;
+    let bytes = length(range, out)?;
     out.truncate(bytes);
     // WRITE (6) has an address in place of the bit.
     let asks = cdb.opcode() != 0x0a && cdb.byte(1) & FUA != 0;
     let fua = asks || !local.unit.has_write_cache();
-    if bytes == 0 {
-        return Ok(0);
-    }
-    match local.disk.write(range.offset, out, fua).await {
-        Ok(()) => Ok(bytes),
+    Ok((bytes > 0).then_some(Write { range, fua }))
+}
+
+#[inline]
+pub(super) fn end_write(range: Range, result: io::Result<()>) -> Moved {
+    match result {
+        Ok(()) => Ok(iomem::fits(range.bytes, "bytes of a command")),
         Err(error) => Err(disk_error(DiskUse::writes("write", range.lba), error)),
     }
+}
+
+pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, mut out: Buffers) -> Moved {
+    let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
+    end_write(range, local.disk.write(range.offset, out, fua).await)
 }
 
 /// Brings all writes to stable storage, whatever blocks the initiator asks for.

@@ -2,9 +2,9 @@
 
 use super::sense::Sense;
 
-/// Bytes of a CDB as the device takes it. Drivers may choose another size; what is longer is not
-/// used by any command here.
-pub(crate) const CDB_BYTES: usize = 32;
+/// The bytes of a CDB that are looked at: the commands here have at most 16. With what is before a
+/// CDB in a request they are five words, which are read as such.
+pub(crate) const KEPT_BYTES: usize = 21;
 
 /// What a command does, whatever the length of its CDB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -182,9 +182,9 @@ static FIRST: [u8; 256] = {
 };
 const NOWHERE: u8 = 255;
 
-/// A CDB, followed by zeroes.
+/// The front of a CDB, followed by zeroes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Cdb(pub(crate) [u8; CDB_BYTES]);
+pub(crate) struct Cdb(pub(crate) [u8; KEPT_BYTES]);
 
 impl Cdb {
     #[inline]
@@ -214,7 +214,7 @@ impl Cdb {
 
     #[inline]
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
-        std::array::from_fn(|index| self.0[at + index])
+        *self.0[at..].first_chunk().expect("a field of the longest CDB")
     }
 
     /// The command that it is. Its fields are not [checked](Self::check).
@@ -292,7 +292,7 @@ mod tests {
     use super::*;
 
     fn cdb(bytes: &[u8]) -> Cdb {
-        let mut cdb = [0; CDB_BYTES];
+        let mut cdb = [0; KEPT_BYTES];
         cdb[..bytes.len()].copy_from_slice(bytes);
         Cdb(cdb)
     }
@@ -318,7 +318,7 @@ mod tests {
     #[test]
     fn each_bit_that_is_no_field_is_pointed_to() {
         for command in COMMANDS {
-            let mut good = [0; CDB_BYTES];
+            let mut good = [0; KEPT_BYTES];
             good[0] = command.usage[0];
             if command.has_service_action {
                 good[1] = command.usage[1] & SERVICE_ACTION;

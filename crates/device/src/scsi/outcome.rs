@@ -79,6 +79,12 @@ pub(crate) struct Data {
 }
 
 impl Data {
+    /// Whether there is data in both directions, which no command has.
+    #[inline]
+    pub(crate) fn is_both_ways(&self) -> bool {
+        !self.out.is_empty() && !self.into.is_empty()
+    }
+
     /// Answers with `data`, as far as the CDB allows.
     pub(crate) fn answer(&self, data: &[u8], allocation_length: usize) -> Moved {
         let wanted = data.len().min(allocation_length);
@@ -100,6 +106,8 @@ impl Data {
 }
 
 impl Failure {
+    pub(crate) const BOTH_WAYS: Self = Self::Malformed("it has data in both directions");
+
     /// Bytes of data that were transferred even so.
     pub(crate) fn moved(&self) -> usize {
         if let Self::Disk { moved, .. } = self { *moved } else { 0 }

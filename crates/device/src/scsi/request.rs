@@ -1,22 +1,23 @@
 //! One command (virtio 1.3, section 5.6.6.1), from its chain to its response.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use blockio::Io;
-use iomem::Buffers;
+use iomem::{Buffers, SharedBytes};
 use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_S_ABORTED, VIRTIO_SCSI_S_BAD_TARGET, VIRTIO_SCSI_S_FAILURE, VIRTIO_SCSI_S_OK,
     VIRTIO_SCSI_S_OVERRUN, VIRTIO_SCSI_S_RESET,
 };
-use virtqueue::Chain;
+use virtqueue::{Chain, LocalMemory};
 
 use super::address::{Address, UnitAddress};
-use super::cdb::{CDB_BYTES, Cdb, Op};
+use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::{Format, Sense};
-use super::task_set::{Abort, Ended};
+use super::task_set::Abort;
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve};
@@ -27,11 +28,13 @@ use crate::stats::RequestKind;
 
 /// Bytes before the CDB.
 const FIXED_HEADER_BYTES: usize = 19;
-const HEADER_BYTES: usize = FIXED_HEADER_BYTES + CDB_BYTES;
+const KEPT_HEADER_BYTES: usize = FIXED_HEADER_BYTES + KEPT_BYTES;
 /// Bytes of a response before the sense data.
 const FIXED_RESPONSE_BYTES: usize = 12;
 /// Sense data of the default size.
 const SENSE_BYTES: usize = 96;
+/// Where a response has the bytes that were not transferred.
+const RESIDUAL: Range<usize> = 4..8;
 
 /// Responses, which are a byte each.
 const S_OK: u8 = byte(VIRTIO_SCSI_S_OK);
@@ -52,9 +55,6 @@ pub(crate) struct Scsi {
     queue: Rc<RequestQueue>,
 }
 
-/// What has come of a request, and how it counts.
-type Served = (RequestKind, Result<Done, Failure>);
-
 /// What a request says besides its CDB.
 struct Header {
     address: Address,
@@ -71,62 +71,60 @@ impl Scsi {
     #[inline]
     fn header(&self, readable: &mut Buffers) -> Option<Header> {
         let cdb_size: usize = iomem::fits(self.device.cdb_size(), "a size of CDBs");
-        if cdb_size == CDB_BYTES {
-            return readable.take_front::<HEADER_BYTES>().map(|bytes| split(&bytes));
+        let whole = FIXED_HEADER_BYTES + cdb_size;
+        if cdb_size >= KEPT_BYTES {
+            return readable.take_front_of::<KEPT_HEADER_BYTES>(whole).map(|bytes| split(&bytes));
         }
-        if readable.bytes() < FIXED_HEADER_BYTES + cdb_size {
+        if readable.bytes() < whole {
             return None;
         }
-        let mut bytes = [0; HEADER_BYTES];
-        let used = FIXED_HEADER_BYTES + cdb_size.min(CDB_BYTES);
-        readable.copy_to(0, &mut bytes[..used]);
-        readable.advance(FIXED_HEADER_BYTES + cdb_size);
+        let mut bytes = [0; KEPT_HEADER_BYTES];
+        readable.copy_to(0, &mut bytes[..whole]);
+        readable.advance(whole);
         Some(split(&bytes))
     }
 
-    /// Carries out a command at an address where no tasks are.
-    fn answer_at_once(&self, header: &Header, data: &Data) -> Moved {
-        check_direction(data)?;
-        match header.address {
-            Address::ReportLuns => report::well_known(self.device.units(), &header.cdb, data),
-            Address::Invalid => Err(Failure::BadTarget),
-            Address::Unit(_) => unreachable!("what is for a unit is a task"),
-        }
-    }
-
-    /// Carries out a command that is a task of a unit.
-    async fn execute_task(
+    /// How a task goes on that has begun; `None` if it is no unit that has the answer.
+    #[inline]
+    fn way(
         &self,
-        queue: &Queue,
         address: UnitAddress,
-        header: &Header,
-        data: Data,
-    ) -> (Served, Ended) {
-        let tasks = &self.queue.tasks;
-        let number = tasks.begin(address, header.tag, queue.next_avail());
-        let task = Task { tasks, number };
-        // It may have been aborted before it has begun.
-        let (kind, done) = match task.check().and_then(|()| check_direction(&data)) {
-            Err(failure) => (RequestKind::Other, Err(failure)),
-            Ok(()) => match self.queue.unit(address) {
-                Some(local) => self.serve_unit(&local, header, task, data).await,
-                None => other(report::no_unit(self.device.units(), address, &header.cdb, &data)),
-            },
+        cdb: &Cdb,
+        room: [usize; 2],
+        task: usize,
+    ) -> Result<(Rc<LocalUnit>, Way), Option<Refused>> {
+        self.queue.tasks.check(task).map_err(|abort| refused(Failure::Aborted(abort)))?;
+        let is_both_ways = !room.contains(&0);
+        let Some(local) = self.queue.unit(address).filter(|_| !is_both_ways) else {
+            return Err(None);
         };
-        let ended = tasks.end(number);
-        let done = ended.abort.map_or(done, |abort| Err(Failure::Aborted(abort)));
-        ((kind, done), ended)
+        let way = self.admit(&local, cdb, task)?;
+        Ok((local, way))
     }
 
-    /// The format in which the sender of a command wants sense data.
-    #[cold]
-    fn sense_format(&self, header: Option<&Header>) -> Format {
-        match header {
-            Some(Header { address: Address::Unit(address), .. }) => {
-                self.queue.unit(*address).map_or(Format::Fixed, |local| local.unit.sense_format())
-            }
-            _ => Format::Fixed,
+    /// How a task goes on, if the unit carries out its command now.
+    #[inline]
+    fn admit(&self, local: &LocalUnit, cdb: &Cdb, task: usize) -> Result<Way, Refused> {
+        let unit = &local.unit;
+        let command = cdb.command().map_err(refused)?;
+        let op = command.op;
+        let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
+        if hears_first && let Some(sense) = unit.attentions.take() {
+            return Err(refused(sense));
         }
+        reserve::check(unit, op, cdb).map_err(refused)?;
+        cdb.check(command).map_err(refused)?;
+        if op.uses_medium() {
+            if unit.access.is_exclusive() {
+                return Ok(Way::Other(op));
+            }
+            self.queue.tasks.takes_medium(task);
+        }
+        Ok(match op {
+            Op::Read => Way::Read,
+            Op::Write => Way::Write,
+            _ => Way::Other(op),
+        })
     }
 
     /// Waits for the medium, if another command has it to itself.
@@ -138,85 +136,95 @@ impl Scsi {
         task.check()
     }
 
-    /// Carries out a command for a logical unit.
-    async fn serve_unit(
+    /// Carries out a command that is no plain transfer, or is one that has to wait for others.
+    async fn execute(
         &self,
-        local: &LocalUnit,
-        header: &Header,
-        task: Task<'_>,
+        local: Rc<LocalUnit>,
+        op: Op,
+        header: Header,
+        number: usize,
         data: Data,
     ) -> Served {
-        let (unit, cdb) = (&local.unit, &header.cdb);
-        let refused = |failure: Failure| (RequestKind::Other, Err(failure));
-        let command = match cdb.command() {
-            Ok(command) => command,
-            Err(sense) => return refused(sense.into()),
-        };
-        let op = command.op;
-        let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
-        if hears_first && let Some(sense) = unit.attentions.take() {
-            return refused(sense.into());
-        }
-        if let Err(failure) = reserve::check(unit, op, cdb) {
-            return refused(failure);
-        }
-        if let Err(sense) = cdb.check(command) {
-            return refused(sense.into());
-        }
+        let (local, cdb) = (&*local, &header.cdb);
+        let task = Task { tasks: &self.queue.tasks, number };
         if op.uses_medium() {
-            if unit.access.is_exclusive()
-                && let Err(failure) = Box::pin(self.wait_for_medium(local, task)).await
-            {
-                return refused(failure);
+            if let Err(failure) = self.wait_for_medium(local, task).await {
+                return (RequestKind::Other, Err(refused(failure)));
             }
-            self.queue.tasks.takes_medium(task.number);
+            self.queue.tasks.takes_medium(number);
         }
-        match op {
-            Op::Read => (RequestKind::Read, block::read(local, cdb, data).await.map(Done::from)),
-            Op::Write => (RequestKind::Write, block::write(local, cdb, data).await.map(Done::from)),
+        let plain = |moved: Moved| moved.map(Done::from);
+        let (kind, done) = match op {
+            Op::Read => (RequestKind::Read, plain(block::read(local, cdb, data.into).await)),
+            Op::Write => (RequestKind::Write, plain(block::write(local, cdb, data.out).await)),
             Op::SynchronizeCache => {
-                (RequestKind::Flush, block::synchronize(local, cdb).await.map(Done::from))
+                (RequestKind::Flush, plain(block::synchronize(local, cdb).await))
             }
-            Op::Unmap => {
-                (RequestKind::Discard, Box::pin(block::unmap(local, cdb, task, data)).await)
+            Op::Unmap => (RequestKind::Discard, block::unmap(local, cdb, task, data).await),
+            Op::WriteSame => {
+                (RequestKind::WriteZeroes, block::write_same(local, cdb, task, data).await)
             }
-            Op::WriteSame => (
-                RequestKind::WriteZeroes,
-                Box::pin(block::write_same(local, cdb, task, data)).await,
-            ),
             Op::WriteAndVerify => {
-                let write = block::write_and_verify(local, cdb, task, data);
-                (RequestKind::Write, Box::pin(write).await.map(Done::from))
+                let moved = block::write_and_verify(local, cdb, task, data).await;
+                (RequestKind::Write, plain(moved))
             }
             Op::CompareAndWrite => {
-                let write = block::compare_and_write(local, cdb, header.tag, task, data);
-                (RequestKind::Write, Box::pin(write).await)
+                let done = block::compare_and_write(local, cdb, header.tag, task, data).await;
+                (RequestKind::Write, done)
             }
-            Op::Verify => {
-                (RequestKind::Read, Box::pin(block::verify(local, cdb, task, data)).await)
+            Op::Verify => (RequestKind::Read, block::verify(local, cdb, task, data).await),
+            Op::StartStopUnit => (RequestKind::Other, plain(block::start_stop(local, cdb).await)),
+            Op::ModeSelect => {
+                let moved = mode::select(local, cdb, header.tag, data).await;
+                (RequestKind::Other, plain(moved))
             }
-            Op::StartStopUnit => other(Box::pin(block::start_stop(local, cdb)).await),
-            Op::ModeSelect => other(Box::pin(mode::select(local, cdb, header.tag, data)).await),
             Op::ReserveOut => {
                 let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
-                other(Box::pin(out).await)
+                (RequestKind::Other, plain(out.await))
             }
-            _ => other(answer(self.device.units(), unit, op, cdb, &data)),
+            _ => {
+                let moved = answer(self.device.units(), &local.unit, op, cdb, &data);
+                (RequestKind::Other, plain(moved))
+            }
+        };
+        (kind, done.map_err(refused))
+    }
+
+    /// Answers what no unit carries out.
+    #[cold]
+    fn answer_alone(&self, header: Option<&Header>, data: &Data) -> Result<Done, Refused> {
+        let Some(header) = header else {
+            return Err(refused(Failure::Malformed("the header is incomplete")));
+        };
+        if data.is_both_ways() {
+            return Err(refused(Failure::BOTH_WAYS));
         }
+        let units = self.device.units();
+        let moved = match header.address {
+            Address::ReportLuns => report::well_known(units, &header.cdb, data),
+            Address::Invalid => Err(Failure::BadTarget),
+            Address::Unit(address) => report::no_unit(units, address, &header.cdb, data),
+        };
+        moved.map(Done::from).map_err(refused)
     }
 }
 
-/// What does not count as a use of the medium.
-fn other(moved: Moved) -> Served {
-    (RequestKind::Other, moved.map(Done::from))
+/// How a task goes on.
+enum Way {
+    Read,
+    Write,
+    Other(Op),
 }
 
-#[inline]
-fn check_direction(data: &Data) -> Result<(), Failure> {
-    if !data.out.is_empty() && !data.into.is_empty() {
-        return Err(Failure::Malformed("it has data in both directions"));
-    }
-    Ok(())
+/// Why a command is not carried out: a pointer, since results are passed on with each one that is.
+type Refused = Box<Failure>;
+
+/// What has come of a command, and what it counts as.
+type Served = (RequestKind, Result<Done, Refused>);
+
+#[cold]
+fn refused(failure: impl Into<Failure>) -> Refused {
+    Box::new(failure.into())
 }
 
 /// Carries out a command that waits for nothing.
@@ -260,7 +268,7 @@ impl Handler for Scsi {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
         let head = chain.head;
         let sense_bytes: usize = iomem::fits(self.device.sense_size(), "a size of sense data");
-        let response = chain.writable.split_front(FIXED_RESPONSE_BYTES + sense_bytes);
+        let response = chain.writable.take_shared_bytes(FIXED_RESPONSE_BYTES + sense_bytes);
         let (Some(response), None) = (response, &chain.fault) else {
             // It cannot be answered: what the driver finds in its response must not be a success.
             self.queue.tasks.skip(queue.next_avail());
@@ -268,34 +276,57 @@ impl Handler for Scsi {
             return;
         };
         let header = self.header(&mut chain.readable);
-        let data = Data { out: chain.readable, into: chain.writable };
-        let room = [data.out.bytes(), data.into.bytes()];
-        let ((kind, done), ended) = match &header {
-            Some(header @ Header { address: Address::Unit(address), .. }) => {
-                let (served, ended) = self.execute_task(&queue, *address, header, data).await;
-                (served, Some(ended))
+        let room = [chain.readable.bytes(), chain.writable.bytes()];
+        let answer =
+            Answer { scsi: &self, queue: &queue, head, response, room, memory: chain.memory };
+        let tasks = &self.queue.tasks;
+        let Some(header @ Header { address: Address::Unit(address), tag, .. }) = header else {
+            tasks.skip(queue.next_avail());
+            let data = Data { out: chain.readable, into: chain.writable };
+            answer.give(None, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)));
+            return;
+        };
+        let task = tasks.begin(address, tag, queue.next_avail());
+        let (kind, done) = match self.way(address, &header.cdb, room, task) {
+            Ok((local, Way::Read)) => {
+                let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
+                let moved = match range.map_err(refused) {
+                    Ok(Some(range)) => {
+                        let result = local.disk.read(range.offset, chain.writable).await;
+                        block::end_read(&local, range, result).map_err(refused)
+                    }
+                    Ok(None) => Ok(0),
+                    Err(refused) => Err(refused),
+                };
+                (RequestKind::Read, moved.map(Done::from))
             }
-            Some(header) => {
-                self.queue.tasks.skip(queue.next_avail());
-                (other(self.answer_at_once(header, &data)), None)
+            Ok((local, Way::Write)) => {
+                let write = block::begin_write(&local, &header.cdb, &mut chain.readable);
+                let moved = match write.map_err(refused) {
+                    Ok(Some(write)) => {
+                        let offset = write.range.offset;
+                        let result = local.disk.write(offset, chain.readable, write.fua).await;
+                        block::end_write(write.range, result).map_err(refused)
+                    }
+                    Ok(None) => Ok(0),
+                    Err(refused) => Err(refused),
+                };
+                (RequestKind::Write, moved.map(Done::from))
             }
-            None => {
-                self.queue.tasks.skip(queue.next_avail());
-                (other(Err(Failure::Malformed("the header is incomplete"))), None)
+            Ok((local, Way::Other(op))) => {
+                let data = Data { out: chain.readable, into: chain.writable };
+                Box::pin(self.execute(local, op, header, task, data)).await
+            }
+            Err(Some(refused)) => (RequestKind::Other, Err(refused)),
+            Err(None) => {
+                let data = Data { out: chain.readable, into: chain.writable };
+                (RequestKind::Other, self.answer_alone(Some(&header), &data))
             }
         };
-        // What was read from memory that is gone were zeroes, and what was written there is lost.
-        let done = match done {
-            Ok(_) if !chain.memory.is_intact() => Err(Failure::MemoryGone),
-            done => done,
-        };
-        let format = match done {
-            Ok(_) => Format::Fixed,
-            Err(_) => self.sense_format(header.as_ref()),
-        };
-        let written = respond(&response, kind, &done, format, room, &queue);
-        queue.push(head, written);
-        if ended.as_ref().is_some_and(Ended::is_awaited) {
+        let ended = tasks.end(task);
+        let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
+        answer.give(Some(address), (kind, done));
+        if ended.is_awaited() {
             // Whoever waits answers on another queue, and this answer comes first.
             queue.publish_early();
         }
@@ -303,39 +334,64 @@ impl Handler for Scsi {
     }
 }
 
-/// Writes the response, counts the request, and returns how many bytes were written from the first
-/// on.
-fn respond(
-    response: &Buffers,
-    kind: RequestKind,
-    done: &Result<Done, Failure>,
-    format: Format,
+/// What is needed to answer a chain.
+struct Answer<'a> {
+    scsi: &'a Scsi,
+    queue: &'a Queue,
+    head: u16,
+    response: SharedBytes,
+    /// Bytes of data in both directions.
     room: [usize; 2],
-    queue: &Queue,
-) -> u32 {
-    let [out, into] = room;
-    let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
-    let moved = match done {
-        Ok(done) => {
-            queue.count(kind, done.medium_bytes);
-            done.moved
-        }
-        Err(failure) => {
-            put(failure, format, response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
-            if failure.is_usual() {
-                queue.refuse(kind);
-            } else {
-                queue.fail(kind, failure);
+    memory: LocalMemory,
+}
+
+impl Answer<'_> {
+    /// Answers a command for a unit or for none: counts it, writes its response, pushes its chain.
+    #[inline]
+    fn give(self, unit: Option<UnitAddress>, (kind, done): Served) {
+        let [out, into] = self.room;
+        let all = out + into;
+        let response_bytes = self.response.bytes();
+        let moved = match done {
+            Ok(done) if self.memory.is_intact() => {
+                self.queue.count(kind, done.medium_bytes);
+                // Whole words are written faster.
+                let mut bytes = [0; FIXED_RESPONSE_BYTES.next_multiple_of(8)];
+                bytes[RESIDUAL].copy_from_slice(&residual(all - done.moved));
+                self.response.write(&bytes);
+                done.moved
             }
-            failure.moved()
+            // What was read from memory that is gone were zeroes, and what was written is lost.
+            Ok(_) => self.fail(unit, kind, &Failure::MemoryGone),
+            Err(failure) => self.fail(unit, kind, &failure),
+        };
+        let data = if into > 0 { moved } else { 0 };
+        self.queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
+    }
+
+    /// Writes the response of a command that has failed. Returns what it has transferred even so.
+    #[cold]
+    fn fail(&self, unit: Option<UnitAddress>, kind: RequestKind, failure: &Failure) -> usize {
+        let moved = failure.moved();
+        let local = unit.and_then(|unit| self.scsi.queue.unit(unit));
+        let format = local.map_or(Format::Fixed, |local| local.unit.sense_format());
+        let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
+        put(failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
+        let [out, into] = self.room;
+        bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
+        self.response.write(&bytes);
+        if failure.is_usual() {
+            self.queue.refuse(kind);
+        } else {
+            self.queue.fail(kind, failure);
         }
-    };
-    let residual = u32::try_from(out + into - moved).unwrap_or(u32::MAX);
-    bytes[4..8].copy_from_slice(&residual.to_le_bytes());
-    response.copy_from(0, &bytes);
-    response.zero_from(bytes.len());
-    let data = if into > 0 { moved } else { 0 };
-    iomem::fits(response.bytes() + data, "bytes of a chain")
+        moved
+    }
+}
+
+#[inline]
+fn residual(bytes: usize) -> [u8; 4] {
+    u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes()
 }
 
 /// Writes what the driver learns about a failure: the one place where it is chosen.
@@ -369,7 +425,7 @@ fn put(
 }
 
 #[inline]
-fn split(bytes: &[u8; HEADER_BYTES]) -> Header {
+fn split(bytes: &[u8; KEPT_HEADER_BYTES]) -> Header {
     Header {
         address: Address::parse(part(bytes, 0)),
         tag: u64::from_le_bytes(part(bytes, 8)),
@@ -379,5 +435,5 @@ fn split(bytes: &[u8; HEADER_BYTES]) -> Header {
 
 #[inline]
 fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    std::array::from_fn(|index| bytes[at + index])
+    *bytes[at..].first_chunk().expect("it is in there")
 }

@@ -59,8 +59,11 @@ struct Task {
     /// It may use the medium.
     has_medium: bool,
     abort: Option<Abort>,
-    waiting: Vec<Left>,
+    waiting: Awaited,
 }
+
+/// Those who wait for a task, as hardly ever anybody does.
+type Awaited = Option<Box<Vec<Left>>>;
 
 /// Tasks that are meant, as far as they are still to be popped.
 struct Cover {
@@ -95,7 +98,7 @@ impl Tasks {
     /// A task begins, whose chain was the one before avail entry `next_avail`. Returns its number.
     #[inline]
     pub(crate) fn begin(&self, unit: UnitAddress, tag: u64, next_avail: u16) -> usize {
-        let mut task = Task { unit, tag, has_medium: false, abort: None, waiting: Vec::new() };
+        let mut task = Task { unit, tag, has_medium: false, abort: None, waiting: None };
         if self.has_covers.get() {
             self.meet_covers(&mut task, next_avail);
         }
@@ -195,20 +198,20 @@ impl Task {
             How::Drain => {}
             How::Abort(abort) => self.abort = self.abort.or(Some(abort)),
         }
-        self.waiting.push(left.clone());
+        self.waiting.get_or_insert_default().push(left.clone());
     }
 }
 
 /// A task that has ended. Those who wait for it hear that when this is dropped.
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
-    waiting: Vec<Left>,
+    waiting: Awaited,
 }
 
 impl Ended {
     #[inline]
     pub(crate) fn is_awaited(&self) -> bool {
-        !self.waiting.is_empty()
+        self.waiting.is_some()
     }
 }
 
