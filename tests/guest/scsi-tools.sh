@@ -1,7 +1,7 @@
 # Asks the units of a virtio-scsi device with the tools of sg3-utils, and checks what they say.
 # $A is LUN 0 (writable, solid-state, serial $SERIAL), $B LUN 1 (read-only), $C LUN 2
-# (rotational, no discard), $D is target 1, LUN 300 with the WWN 3000000000000abc. Linux finds them
-# in any order, and shows an address of LUN 300 as 16384 more.
+# (rotational, no discard, with names of its own), $D is target 1, LUN 300 with the WWN
+# 3000000000000abc. Linux finds them in any order, and shows an address of LUN 300 as 16384 more.
 at() {
     echo /dev/$(ls -d /sys/bus/scsi/devices/*:0:$1/block/* | sed 's,.*/,,')
 }
@@ -26,6 +26,11 @@ refuse() {
 }
 
 say 'Vendor identification: Ringhaul' sg_inq "$A"
+say 'Vendor identification: ACME' sg_inq "$C"
+say 'Product identification: Old Disk' sg_inq "$C"
+say 'Product revision level: 7.1' sg_inq "$C"
+say 'vendor id: ACME' sg_vpd -p di "$C"
+say 'Old Disk' cat /sys/block/${C#/dev/}/device/model
 say "Unit serial number: $SERIAL" sg_vpd -p sn "$A"
 say 'NAA' sg_vpd -p di "$A"
 say '0x3000000000000abc' sg_vpd -p di "$D"

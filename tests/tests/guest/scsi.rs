@@ -13,7 +13,9 @@ const TOOLS: &str = include_str!("../../guest/scsi-tools.sh");
 
 /// Units beside LUN 0.
 fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
-    let more = ["read-only=on", "rotational=on,discard=off", "wwn=3000000000000abc"];
+    let names = "vendor=ACME,product=Old Disk,revision=7.1";
+    let rotates = format!("rotational=on,discard=off,{names}");
+    let more = ["read-only=on", &rotates, "wwn=3000000000000abc"];
     let addresses = ["1", "2", "1:300"];
     let mut units = Vec::new();
     for (address, more) in addresses.into_iter().zip(more) {

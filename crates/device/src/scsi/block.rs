@@ -71,7 +71,7 @@ fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     Ok(Range { lba, offset: lba << shift, bytes: u64::from(count) << shift })
 }
 
-/// What the initiator is told of an error of the disk.
+/// What an error of the disk is for the initiator.
 #[cold]
 fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
     disk_error_after(0, asked, source)
