@@ -22,8 +22,9 @@ pub trait Source {
     /// End of a turn, or of a round of several tasks: makes results visible to the other side, and
     /// tells it at most once.
     fn notify(&self);
-    /// Before sleep: asks the other side to write the eventfd from now on.
-    fn arm(&self) -> Armed;
+    /// Before sleep: asks the other side to write the eventfd from now on. `now` is not older than
+    /// the end of the last turn's work.
+    fn arm(&self, now: Instant) -> Armed;
     /// Tells the other side that it need not write the eventfd for now.
     fn disarm(&self);
     /// A cheap look for work, for busy-polling while the source is not armed.
@@ -180,14 +181,15 @@ impl Reactor {
         }
     }
 
-    /// Arms all sources that are not. Appends the tasks of those that have work already.
-    pub(crate) fn arm(&mut self, woken: &mut Vec<TaskKey>) {
+    /// Arms all sources that are not. Appends the tasks of those that have work already. `now`:
+    /// the time, if it is known.
+    pub(crate) fn arm(&mut self, mut now: Option<Instant>, woken: &mut Vec<TaskKey>) {
         let sources = &mut self.sources;
         self.disarmed.retain(|&id| {
             let Some(Some(entry)) = sources.get_mut(id as usize) else {
                 return false;
             };
-            let armed = entry.source.arm();
+            let armed = entry.source.arm(*now.get_or_insert_with(clock::now));
             entry.armed = armed == Armed::Yes;
             if armed == Armed::HasWork {
                 entry.source.disarm();
@@ -256,7 +258,7 @@ mod tests {
             self.notified.set(self.notified.get() + 1);
         }
 
-        fn arm(&self) -> Armed {
+        fn arm(&self, _: Instant) -> Armed {
             Armed::Yes
         }
 
@@ -283,7 +285,7 @@ mod tests {
                 reactor.sources.push(Some(entry));
             }
             reactor.disarmed.extend([0, 1]);
-            reactor.arm(&mut Vec::new());
+            reactor.arm(None, &mut Vec::new());
             reactor.notify_at_end(SourceId(0));
             reactor.notify(polls);
             assert_eq!((told.notified.get(), quiet.notified.get()), (1, 0));

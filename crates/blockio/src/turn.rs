@@ -261,7 +261,7 @@ impl Io {
             self.look_at_sources();
         } else {
             clock::preempt();
-            self.reactor.borrow_mut().arm(woken);
+            self.reactor.borrow_mut().arm(since, woken);
             busy = self.arm_mailbox() || !woken.is_empty();
         }
         let look_is_due = self.look_is_due();

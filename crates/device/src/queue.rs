@@ -8,6 +8,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
+use std::time::Instant;
 
 use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
@@ -459,13 +460,13 @@ impl Source for Queue {
         self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.runs.borrow_mut());
     }
 
-    fn arm(&self) -> Armed {
+    fn arm(&self, now: Instant) -> Armed {
         if self.halted.get() || self.stopping.get() {
             Armed::Full
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
         } else {
-            self.runs.borrow_mut().sleeps(clock::now());
+            self.runs.borrow_mut().sleeps(now);
             Armed::Yes
         }
     }

@@ -64,7 +64,7 @@ struct Noting(Cell<bool>);
 impl Source for Noting {
     fn notify(&self) {}
 
-    fn arm(&self) -> Armed {
+    fn arm(&self, _: Instant) -> Armed {
         self.0.set(true);
         Armed::Yes
     }

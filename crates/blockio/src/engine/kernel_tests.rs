@@ -51,7 +51,7 @@ struct Silent;
 
 impl Source for Silent {
     fn notify(&self) {}
-    fn arm(&self) -> Armed {
+    fn arm(&self, _: Instant) -> Armed {
         Armed::Yes
     }
     fn disarm(&self) {}

@@ -277,7 +277,7 @@ impl Source for Ring {
     fn notify(&self) {
         self.notified.set(self.notified.get() + 1);
     }
-    fn arm(&self) -> Armed {
+    fn arm(&self, _: Instant) -> Armed {
         self.armed.set(true);
         if self.work.get() > 0 { Armed::HasWork } else { Armed::Yes }
     }
