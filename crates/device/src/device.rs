@@ -17,6 +17,7 @@ use crate::queue::{Queue, QueueHandle};
 use crate::queue_setup::{QueueSetup, StartError};
 use crate::queue_task::{self, Handler};
 use crate::scsi::ScsiDevice;
+use crate::scsi::access::DiskAccess;
 use crate::scsi::config::{FIRST_REQUEST_QUEUE, ScsiOptions};
 use crate::scsi::control_queue::Control;
 use crate::scsi::event_queue::EventQueue;
@@ -55,7 +56,19 @@ impl Device {
     /// A virtio-blk device on a disk. `events` receives what goes wrong.
     #[must_use]
     pub fn blk(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
-        Self::Blk(BlkDevice::new(source, options, events))
+        Self::blk_sharing(source, options, Arc::default(), events)
+    }
+
+    /// As [`blk`](Self::blk), on a disk that may also be that of logical units, with the same
+    /// `access`: it heeds their persistent reservations, and commands that exclude all others.
+    #[must_use]
+    pub fn blk_sharing(
+        source: DiskSource,
+        options: BlkOptions,
+        access: Arc<DiskAccess>,
+        events: Arc<dyn Events>,
+    ) -> Self {
+        Self::Blk(BlkDevice::new(source, options, access, events))
     }
 
     /// A virtio-scsi device without logical units. `events` receives what goes wrong.
@@ -248,6 +261,7 @@ impl Device {
         let (queue, handle) = Queue::new(setup, io, self.common().queue_options(index))?;
         match (self, role) {
             (Self::Blk(blk), QueueRole::Request) => {
+                blk.start_queue(index, io, &queue);
                 self.spawn(io, queue, Rc::new(Blk::new(blk, io)));
             }
             (Self::Blk(_), _) => unreachable!("virtio-blk has no such queue"),

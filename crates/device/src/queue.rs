@@ -1,5 +1,6 @@
 //! One virtqueue of a device: the ring, its eventfds, and the commands that it carries out.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::io;
@@ -16,6 +17,7 @@ use virtqueue::{Chain, LocalMemory, QueueError, SplitQueue};
 
 use crate::call_watch::{CallTrust, Caller};
 use crate::events::{Events, QueueFault};
+use crate::fence::Fence;
 use crate::lists::Lists;
 use crate::queue_setup::{QueueSetup, StartError};
 use crate::queue_watch::{QueueWatch, Shown, Unheard};
@@ -136,8 +138,12 @@ pub(crate) struct Queue {
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or the lists of another chain have no room.
     halted: Cell<bool>,
-    /// An answer takes more than to push it: long lists end, or each has a notify of its own.
+    /// An answer takes more than to push it: long lists end, somebody waits for it, or each has a
+    /// notify of its own.
     answers_slowly: Cell<bool>,
+    /// Requests look whether they may use the disk.
+    pub(crate) fenced: Cell<bool>,
+    pub(crate) fence: Fence,
     /// No more chains are taken, so those that are available do not count as work.
     stopping: Cell<bool>,
     /// Off: each pushed element has its own notify.
@@ -177,6 +183,8 @@ impl Queue {
             broken: Cell::new(false),
             halted: Cell::new(false),
             answers_slowly: Cell::new(!options.notify_batch),
+            fenced: Cell::new(false),
+            fence: Fence::default(),
             stopping: Cell::new(false),
             notify_batch: options.notify_batch,
             runs: RefCell::new(Runs::new(options.run_max)),
@@ -284,10 +292,18 @@ impl Queue {
     fn after_push(&self, head: u16) {
         let has_lists = self.lists.remove(head);
         self.set_halted();
-        self.answers_slowly.set(has_lists || !self.notify_batch);
+        let is_awaited = self.fence.look(self.in_device());
+        self.answers_slowly.set(has_lists || is_awaited || !self.notify_batch);
         if !self.notify_batch {
             self.notify();
         }
+    }
+
+    /// Has requests look from now on, and keeps `token` until those are answered that have begun.
+    pub(crate) fn raise_fence(&self, token: Box<dyn Any>) {
+        self.fenced.set(true);
+        self.fence.keep(token, self.in_device());
+        self.answers_slowly.set(true);
     }
 
     /// Plans the next run.

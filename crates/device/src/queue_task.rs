@@ -230,6 +230,7 @@ mod tests {
     struct Gate {
         is_open: Cell<bool>,
         popped: Cell<u32>,
+        queue: RefCell<Option<Rc<Queue>>>,
         wakers: RefCell<Vec<Waker>>,
     }
 
@@ -261,6 +262,7 @@ mod tests {
     impl Handler for Gated {
         async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
             self.0.popped.set(self.0.popped.get() + 1);
+            *self.0.queue.borrow_mut() = Some(Rc::clone(&queue));
             poll_fn(|cx| {
                 if self.0.is_open.get() {
                     return Poll::Ready(());
@@ -320,6 +322,26 @@ mod tests {
         }
         assert_eq!(scene.driver.take_used(), None);
         assert_eq!(watch.requests(), 0);
+    }
+
+    #[test]
+    fn who_raises_a_fence_waits_for_the_requests_that_have_begun() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.offer(&buffer());
+        scene.offer(&buffer());
+        scene.turn(10);
+        let queue = gate.queue.take().unwrap();
+        let token = Rc::new(());
+        queue.raise_fence(Box::new(Rc::clone(&token)));
+        scene.turn(10);
+        assert!(queue.fenced.get() && Rc::strong_count(&token) == 2);
+        gate.open();
+        scene.turn(10);
+        assert_eq!(Rc::strong_count(&token), 1);
+        drop((gate.queue.take(), queue));
+        assert_eq!(scene.wait(&handle.begin_stop()), 2);
     }
 
     #[test]

@@ -65,7 +65,8 @@ impl ExportSpec {
                     fixed_buffers: settings.fixed_buffers,
                     ..BlkOptions::default()
                 };
-                Ok(Device::blk(source, options, events))
+                let access = accesses.of(source.identity());
+                Ok(Device::blk_sharing(source, options, access, events))
             }
             DeviceSpec::Scsi(units) => {
                 let options = ScsiOptions {

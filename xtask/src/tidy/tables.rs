@@ -166,13 +166,10 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/device/src",
         modules: &[
             (0, &["config_space", "eventfd", "events", "lists", "queue_setup", "runs", "stats"]),
-            (0, &["queue_watch"]),
+            (0, &["fence", "queue_watch", "reach"]),
             (1, &["blk::config", "call_watch"]),
             (2, &["queue"]),
             (3, &["common", "queue_task"]),
-            (4, &["blk::device"]),
-            (5, &["blk::request"]),
-            (6, &["blk"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
             (1, &["scsi::address", "scsi::sense"]),
             (1, &["scsi::persist::own_file"]),
@@ -189,6 +186,10 @@ pub(super) const FLOORS: &[Floors] = &[
             (12, &["scsi::report"]),
             (13, &["scsi::device"]),
             (14, &["scsi::control_queue", "scsi::request"]),
+            // virtio-blk, which heeds what initiators on its disk do.
+            (7, &["blk::device"]),
+            (8, &["blk::request"]),
+            (9, &["blk"]),
             (15, &["scsi"]),
             (16, &["device"]),
         ],

@@ -2,15 +2,20 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use blockio::DiskSource;
+use blockio::{DiskSource, Io};
 
 use super::config::{self, BlkOptions};
 use crate::common::{Common, Working};
 use crate::events::Events;
+use crate::queue::Queue;
+use crate::reach::Reach;
+use crate::scsi::access::{DiskAccess, Stranger};
+use crate::scsi::task_set::{Left, Waiting};
 
 /// A virtio-blk device: what is its own, beside what devices of all kinds have.
 #[derive(Clone)]
@@ -22,6 +27,9 @@ struct Shared {
     common: Common,
     source: DiskSource,
     options: BlkOptions,
+    /// What it shares with other devices on the disk.
+    access: Arc<DiskAccess>,
+    queues: Arc<Reach<Queue>>,
     /// The `writeback` byte of the configuration space.
     writeback: AtomicBool,
 }
@@ -31,7 +39,12 @@ impl BlkDevice {
     pub(crate) const WRITABLE_FIELDS: [Range<usize>; 1] =
         [Range { start: config::WRITEBACK_OFFSET, end: config::WRITEBACK_OFFSET + 1 }];
 
-    pub(crate) fn new(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
+    pub(crate) fn new(
+        source: DiskSource,
+        options: BlkOptions,
+        access: Arc<DiskAccess>,
+        events: Arc<dyn Events>,
+    ) -> Self {
         let working = Working {
             notify_batch: options.notify_batch,
             run_max: options.run_max,
@@ -40,7 +53,21 @@ impl BlkDevice {
         };
         let common = Common::new(working, events);
         let writeback = AtomicBool::new(options.write_cache);
-        Self { shared: Arc::new(Shared { common, source, options, writeback }) }
+        let queues = Arc::default();
+        access.introduce_stranger(Arc::new(BlkQueues(Arc::downgrade(&queues))));
+        Self { shared: Arc::new(Shared { common, source, options, access, queues, writeback }) }
+    }
+
+    /// A queue starts on this IoThread.
+    pub(crate) fn start_queue(&self, index: u16, io: &Io, queue: &Rc<Queue>) {
+        self.shared.queues.set(index, io, queue);
+        // Whoever raises fences from now on finds the queue.
+        queue.fenced.set(self.access().is_fenced());
+    }
+
+    /// What it shares with other devices on the disk.
+    pub(super) fn access(&self) -> &DiskAccess {
+        &self.shared.access
     }
 
     pub(crate) fn common(&self) -> &Common {
@@ -133,6 +160,30 @@ impl BlkDevice {
             self.has(config::F_FLUSH) && self.shared.options.write_cache
         };
         !cached
+    }
+}
+
+/// The queues of a device, for those who have the disk to themselves or reserve it.
+struct BlkQueues(Weak<Reach<Queue>>);
+
+impl Stranger for BlkQueues {
+    fn is_gone(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+
+    fn fence(&self) -> Waiting {
+        let (waiting, left) = Waiting::new();
+        if let Some(queues) = self.0.upgrade() {
+            queues.tell_each(|| {
+                let left: Left = left.clone();
+                Box::new(move |queue| {
+                    if let Some(queue) = queue {
+                        queue.raise_fence(Box::new(left));
+                    }
+                })
+            });
+        }
+        waiting
     }
 }
 

@@ -19,6 +19,7 @@ use super::device::BlkDevice;
 use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
+use crate::scsi::persist::CommandClass;
 use crate::stats::RequestKind;
 
 /// Statuses, which are a byte each (virtio 1.3, section 5.2.6).
@@ -44,6 +45,8 @@ enum RequestError {
     Flags(u32),
     #[error("guest memory is gone: its file was truncated")]
     MemoryGone,
+    #[error("an initiator has reserved the disk")]
+    Reserved,
     #[error("{action} at byte {offset}: {source}")]
     Disk { action: &'static str, offset: u64, source: io::Error },
 }
@@ -97,7 +100,7 @@ impl Handler for Blk {
         let (kind, result, written) = match chain.fault {
             None => {
                 let Outcome { kind, result, rest } =
-                    execute(&self, chain.readable, chain.writable).await;
+                    execute(&self, &queue, chain.readable, chain.writable).await;
                 (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
             }
             Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
@@ -136,7 +139,7 @@ fn settle_rest(room: usize, rest: &Buffers) -> usize {
     if is_short { room + 1 } else { room - left }
 }
 
-async fn execute(blk: &Blk, mut readable: Buffers, writable: Buffers) -> Outcome {
+async fn execute(blk: &Blk, queue: &Queue, mut readable: Buffers, writable: Buffers) -> Outcome {
     let Some(header) = readable.take_front::<HEADER_BYTES>() else {
         let result = Err(RequestError::Header(readable.bytes()));
         let rest = (!writable.is_empty()).then_some(writable);
@@ -144,7 +147,13 @@ async fn execute(blk: &Blk, mut readable: Buffers, writable: Buffers) -> Outcome
     };
     let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
     let sector = u64::from_le_bytes(sector);
-    let (kind, result) = match u32::from_le_bytes([t0, t1, t2, t3]) {
+    let request = u32::from_le_bytes([t0, t1, t2, t3]);
+    if queue.fenced.get()
+        && let Err(refused) = Box::pin(pass(blk, queue, request)).await
+    {
+        return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
+    }
+    let (kind, result) = match request {
         VIRTIO_BLK_T_IN => return read(blk, sector, writable).await,
         VIRTIO_BLK_T_OUT => {
             let result = write(blk, sector, readable).await;
@@ -167,6 +176,31 @@ async fn execute(blk: &Blk, mut readable: Buffers, writable: Buffers) -> Outcome
     };
     // None of these answers with data.
     Outcome { kind, result, rest: (!writable.is_empty()).then_some(writable) }
+}
+
+/// Waits while an initiator has the disk to itself, and fails if one has reserved it. Flushes go
+/// on: they change nothing, and they were promised for what was written before.
+#[cold]
+async fn pass(blk: &Blk, queue: &Queue, request: u32) -> Result<(), Outcome> {
+    let (kind, class) = match request {
+        VIRTIO_BLK_T_IN => (RequestKind::Read, CommandClass::Reads),
+        VIRTIO_BLK_T_OUT => (RequestKind::Write, CommandClass::Writes),
+        VIRTIO_BLK_T_DISCARD => (RequestKind::Discard, CommandClass::Writes),
+        VIRTIO_BLK_T_WRITE_ZEROES => (RequestKind::WriteZeroes, CommandClass::Writes),
+        _ => return Ok(()),
+    };
+    let access = blk.device.access();
+    while access.is_exclusive() {
+        queue.fence.hold(queue.in_device());
+        access.pass().await;
+        queue.fence.release();
+    }
+    if !access.admits(class) {
+        return Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None });
+    }
+    // Whoever needs it again raises it again.
+    queue.fenced.set(access.is_fenced());
+    Ok(())
 }
 
 /// The byte offset of a sector.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
 pub use super::persist::KeptIn;
-use super::persist::{Attached, FileError, Nexus, PortInUse, PortName, Reservations};
+use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
 use super::sense::Sense;
 use super::task_set::{Abort, How, Waiting};
 
@@ -27,6 +27,16 @@ pub(crate) trait Peer: Send + Sync {
     fn refresh(&self);
 }
 
+/// A device on the disk that is no initiator, as a virtio-blk device is not.
+pub(crate) trait Stranger: Send + Sync {
+    /// The device has been removed.
+    fn is_gone(&self) -> bool;
+
+    /// From now on its requests ask before they use the disk. The result is
+    /// ready when that is so, and those that have begun are answered.
+    fn fence(&self) -> Waiting;
+}
+
 /// The tasks of a nexus that were looked for, when they have ended.
 pub(crate) struct Covered {
     pub(crate) nexus: Nexus,
@@ -42,6 +52,7 @@ pub(crate) struct Covered {
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
+    strangers: Mutex<Vec<Arc<dyn Stranger>>>,
     /// A PERSISTENT RESERVE OUT is in progress.
     is_changing: AtomicBool,
     /// One command has the medium to itself.
@@ -72,7 +83,10 @@ impl DiskAccess {
     /// without it would let hosts write that were fenced off. When other exports of the disk have
     /// said that they are kept elsewhere.
     pub fn keep_reservations(&self, place: KeptIn) -> Result<(), ReservationsError> {
-        Ok(self.reservations.keep_in(place)?)
+        self.reservations.keep_in(place)?;
+        // A reservation that was loaded holds at once, and nobody waits for what has begun.
+        drop(self.fence());
+        Ok(())
     }
 
     pub(crate) fn attach(&self, port: PortName) -> Result<Attached, PortInUse> {
@@ -84,6 +98,39 @@ impl DiskAccess {
         let mut peers = lock(&self.peers);
         peers.retain(|(_, peer)| !peer.is_gone());
         peers.push((nexus, peer));
+    }
+
+    /// A device that is no initiator can be reached from now on.
+    pub(crate) fn introduce_stranger(&self, stranger: Arc<dyn Stranger>) {
+        let mut strangers = lock(&self.strangers);
+        strangers.retain(|stranger| !stranger.is_gone());
+        strangers.push(stranger);
+    }
+
+    /// Whether requests of devices that are no initiators have to ask before they use the disk.
+    pub(crate) fn is_fenced(&self) -> bool {
+        // Whoever may not read may not write.
+        self.is_exclusive() || !self.admits(CommandClass::Writes)
+    }
+
+    /// Whether the reservation lets a device use the disk that is no initiator.
+    pub(crate) fn admits(&self, class: CommandClass) -> bool {
+        !self.reservations.keeps_strangers_from(class)
+    }
+
+    /// Has all devices that are no initiators heed what there is now.
+    fn fence(&self) -> Vec<Waiting> {
+        lock(&self.strangers).iter().map(|stranger| stranger.fence()).collect()
+    }
+
+    /// There may be another reservation. Returns when no device that is no initiator uses the disk
+    /// in spite of it.
+    pub(crate) async fn reservation_changed(&self) {
+        if !self.admits(CommandClass::Writes) {
+            for fenced in self.fence() {
+                poll_fn(|cx| fenced.poll(cx)).await;
+            }
+        }
     }
 
     /// Has the initiator of a nexus learn of something, unless its unit has gone.
@@ -231,7 +278,11 @@ impl DiskAccess {
         })
         .await;
         let exclusive = Exclusive(Arc::clone(self));
+        let fenced = self.fence();
         self.cover(|other| Some((How::Drain, (other == nexus).then_some(tag)))).await;
+        for fenced in fenced {
+            poll_fn(|cx| fenced.poll(cx)).await;
+        }
         exclusive
     }
 }

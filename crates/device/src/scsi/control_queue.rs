@@ -47,6 +47,7 @@ enum ControlError {
 
 impl Control {
     pub(crate) fn new(device: &ScsiDevice) -> Self {
+        device.queues().begin();
         Self { device: device.clone() }
     }
 

@@ -65,6 +65,8 @@ pub(crate) struct Reservations {
     file: Mutex<Kept>,
     /// Never locked while somebody waits for a disk.
     state: Mutex<State>,
+    /// Classes of commands that conflict for those who cannot register.
+    strangers: AtomicU8,
 }
 
 /// Where the reservations of a disk are kept.
@@ -132,7 +134,7 @@ impl Reservations {
         *kept = Kept::In(file);
         let mut state = lock(&self.state);
         state.persists = true;
-        state.set(registry);
+        state.set(registry, &self.strangers);
         Ok(())
     }
 
@@ -151,6 +153,11 @@ impl Reservations {
         let conflicts = Arc::new(AtomicU8::new(state.registry.conflicts(port)));
         state.attached.push(AttachedPort { nexus, port, conflicts: Arc::clone(&conflicts) });
         Ok(Attached { reservations: Arc::clone(self), nexus, port, conflicts })
+    }
+
+    /// Whether the reservation keeps those who cannot register from commands of this class.
+    pub(crate) fn keeps_strangers_from(&self, class: CommandClass) -> bool {
+        self.strangers.load(Ordering::Relaxed) & class as u8 != 0
     }
 
     /// PERSISTENT RESERVE IN: its whole data, of which the initiator gets as much as its allocation
@@ -195,7 +202,7 @@ impl Attached {
     ///
     /// When the command is not carried out. Then nothing has changed.
     pub(crate) fn reserve_out(&self, cdb: &[u8; CDB_BYTES], list: &[u8]) -> Result<Done, Refusal> {
-        let Reservations { file, state } = &*self.reservations;
+        let Reservations { file, state, strangers } = &*self.reservations;
         let mut file = lock(file);
         let persists = matches!(*file, Kept::In(_));
         let request = Request::parse(cdb, list, persists)?;
@@ -209,7 +216,7 @@ impl Attached {
         if let Kept::In(file) = &mut *file {
             file.keep(&registry)?;
         }
-        Ok(lock(state).replace(registry, effects))
+        Ok(lock(state).replace(registry, effects, strangers))
     }
 }
 
@@ -221,17 +228,18 @@ impl Drop for Attached {
 
 impl State {
     /// What there is from now on, for all who are attached.
-    fn set(&mut self, registry: Registry) {
+    fn set(&mut self, registry: Registry, strangers: &AtomicU8) {
         self.registry = registry;
+        strangers.store(self.registry.conflicts_of_strangers(), Ordering::Relaxed);
         for AttachedPort { port, conflicts, .. } in &self.attached {
             conflicts.store(self.registry.conflicts(*port), Ordering::Relaxed);
         }
     }
 
     /// What is there from now on. Returns the effects for the nexuses that are attached.
-    fn replace(&mut self, registry: Registry, effects: Effects) -> Done {
+    fn replace(&mut self, registry: Registry, effects: Effects, strangers: &AtomicU8) -> Done {
         self.generation = self.generation.wrapping_add(u32::from(effects.is_counted));
-        self.set(registry);
+        self.set(registry, strangers);
         let nexus_of = |port| {
             let found = self.attached.iter().find(|other| other.port == port);
             found.map(|other| other.nexus)

@@ -2,18 +2,17 @@
 //! thread. Other threads reach all those of a device.
 
 use std::cell::{Cell, OnceCell, RefCell};
-use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use blockio::{Disk, Io, Remote};
+use blockio::{Disk, Io};
 
 use super::address::UnitAddress;
 use super::task_set::{How, Left, Tasks, Waiting, Which};
 use super::unit::Unit;
 use super::units::Units;
 use crate::queue::Queue;
+use crate::reach::Reach;
 
 /// A logical unit with its disk on this IoThread.
 pub(crate) struct LocalUnit {
@@ -77,18 +76,9 @@ impl RequestQueue {
     }
 }
 
-thread_local! {
-    /// The request queues of this thread, for calls that come from others.
-    static QUEUES: RefCell<Vec<(usize, Weak<RequestQueue>)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Numbers of queues that have started, in the whole process.
-static NEXT: AtomicUsize = AtomicUsize::new(0);
-
-/// The request queues of a device, for any thread: by index, the number of the last one that has
-/// started, and its thread.
+/// The request queues of a device, for any thread.
 #[derive(Default)]
-pub(crate) struct RequestQueues(Mutex<BTreeMap<u16, (usize, Remote)>>);
+pub(crate) struct RequestQueues(Reach<RequestQueue>);
 
 impl RequestQueues {
     /// Queue `index` starts on this IoThread.
@@ -99,46 +89,38 @@ impl RequestQueues {
         queue: &Rc<Queue>,
         units: Arc<Units>,
     ) -> Rc<RequestQueue> {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let started = Rc::new(RequestQueue::new(io, queue, units));
-        QUEUES.with_borrow_mut(|queues| {
-            queues.retain(|(_, queue)| queue.strong_count() > 0);
-            queues.push((number, Rc::downgrade(&started)));
-        });
-        let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        running.insert(index, (number, io.remote()));
+        self.0.set(index, io, &started);
         started
     }
 
-    /// Has the thread of each queue do something with it. What was for queues that have gone is
-    /// dropped.
-    fn tell_each(&self, mut call: impl FnMut() -> Box<dyn FnOnce(&RequestQueue) + Send>) {
-        let running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for &(number, ref thread) in running.values() {
-            let call = call();
-            thread.post(move |_| {
-                let find = |queues: &Vec<(usize, Weak<RequestQueue>)>| {
-                    queues.iter().find(|(other, _)| *other == number)?.1.upgrade()
-                };
-                if let Some(queue) = QUEUES.with_borrow(find) {
-                    call(&queue);
-                }
-            });
-        }
+    /// A driver begins: what queues have left behind that stopped before is not its concern.
+    pub(crate) fn begin(&self) {
+        self.0.forget_gone();
     }
 
     /// Releases disks whose units have been removed.
     pub(crate) fn refresh(&self) {
-        self.tell_each(|| Box::new(RequestQueue::refresh));
+        self.0.tell_each(|| {
+            Box::new(|queue| {
+                if let Some(queue) = queue {
+                    queue.refresh();
+                }
+            })
+        });
     }
 
     /// Looks for tasks on all queues, and does what `how` says with them. The result is ready, with
     /// their number, when those have ended that are waited for.
     pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
-        self.tell_each(|| {
+        self.0.tell_each(|| {
             let left: Left = left.clone();
-            Box::new(move |queue| queue.tasks.cover(which, how, queue.chains(), left))
+            Box::new(move |queue| match queue {
+                Some(queue) => queue.tasks.cover(which, how, queue.chains(), left),
+                // It has stopped, and nobody knows what it has left in its ring.
+                None => left.lose(),
+            })
         });
         waiting
     }

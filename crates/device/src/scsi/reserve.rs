@@ -109,6 +109,7 @@ pub(super) async fn reserve_out(
 /// What others learn, and whose tasks end.
 async fn follow(unit: &Unit, done: Done, tag: u64) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
+    shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
     let ended = shared.end_tasks(own, (Abort::Aborted, Some(tag)), is_meant).await;
     access::tell_cleared(&ended, own);

@@ -79,7 +79,7 @@ struct Cover {
 impl Drop for Cover {
     fn drop(&mut self) {
         if !self.is_passed {
-            self.left.0.has_lost.store(true, Ordering::Relaxed);
+            self.left.lose();
         }
     }
 }
@@ -228,6 +228,13 @@ struct Wait {
 
 /// One of those that are waited for. Dropping it says that it has ended.
 pub(crate) struct Left(Arc<Wait>);
+
+impl Left {
+    /// Tasks that are meant may be popped later.
+    pub(crate) fn lose(&self) {
+        self.0.has_lost.store(true, Ordering::Relaxed);
+    }
+}
 
 impl Clone for Left {
     fn clone(&self) -> Self {

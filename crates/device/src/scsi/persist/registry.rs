@@ -201,19 +201,23 @@ impl Registry {
 
     /// What a port may not do now.
     pub(super) fn conflicts(&self, port: PortName) -> Conflicts {
-        let Some(held) = self.reservation else { return 0 };
-        let reservation_type = held.reservation_type;
         // Registrants are exempt from the types that are named after them.
-        let is_exempt = if reservation_type.is_registrants_only() {
-            self.key_of(port).is_some()
-        } else {
-            self.is_holder(port)
+        let is_exempt = match self.reservation {
+            Some(held) if held.reservation_type.is_registrants_only() => {
+                self.key_of(port).is_some()
+            }
+            _ => self.is_holder(port),
         };
+        if is_exempt { 0 } else { self.conflicts_of_strangers() }
+    }
+
+    /// What those may not do now who are not registered.
+    pub(super) fn conflicts_of_strangers(&self) -> Conflicts {
         let [reads, writes] = [CommandClass::Reads as u8, CommandClass::Writes as u8];
-        match (is_exempt, reservation_type.is_exclusive_access()) {
-            (true, _) => 0,
-            (false, false) => writes,
-            (false, true) => reads | writes,
+        match self.reservation {
+            None => 0,
+            Some(held) if held.reservation_type.is_exclusive_access() => reads | writes,
+            Some(_) => writes,
         }
     }
 }

@@ -1,0 +1,82 @@
+//! What IoThreads have for each queue of a device, reached from other threads.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::rc::{Rc, Weak};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blockio::{Io, Remote};
+
+thread_local! {
+    /// What others reach on this thread, by number.
+    static HERE: RefCell<Vec<(usize, Weak<dyn Any>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Numbers of what was ever reached, in the whole process.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+/// By the index of a queue, the number of what it had last, and its thread.
+type Places = BTreeMap<u16, (usize, Remote)>;
+
+/// A `T` of each queue that has started, on its IoThread, for any thread.
+pub(crate) struct Reach<T> {
+    places: Arc<Mutex<Places>>,
+    kind: PhantomData<fn(T)>,
+}
+
+impl<T> Default for Reach<T> {
+    fn default() -> Self {
+        Self { places: Arc::default(), kind: PhantomData }
+    }
+}
+
+impl<T: 'static> Reach<T> {
+    /// Queue `index` starts on this IoThread, and has `value`.
+    pub(crate) fn set(&self, index: u16, io: &Io, value: &Rc<T>) {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let value: Weak<dyn Any> = Rc::downgrade(&(Rc::clone(value) as Rc<dyn Any>));
+        HERE.with_borrow_mut(|here| {
+            here.retain(|(_, value)| value.strong_count() > 0);
+            here.push((number, value));
+        });
+        lock(&self.places).insert(index, (number, io.remote()));
+    }
+
+    /// Has the thread of each do something with it: with `None` where it has gone. If the thread
+    /// has ended, the call is dropped.
+    pub(crate) fn tell_each(&self, mut call: impl FnMut() -> Box<dyn FnOnce(Option<&T>) + Send>) {
+        for &(number, ref thread) in lock(&self.places).values() {
+            let call = call();
+            thread.post(move |_| call(find(number).as_deref()));
+        }
+    }
+
+    /// Forgets what has gone.
+    pub(crate) fn forget_gone(&self) {
+        for (&index, &(number, ref thread)) in &*lock(&self.places) {
+            let places = Arc::clone(&self.places);
+            thread.post(move |_| {
+                let mut places = lock(&places);
+                if find::<T>(number).is_none()
+                    && places.get(&index).is_some_and(|(last, _)| *last == number)
+                {
+                    places.remove(&index);
+                }
+            });
+        }
+    }
+}
+
+fn find<T: 'static>(number: usize) -> Option<Rc<T>> {
+    let find = |here: &Vec<(usize, Weak<dyn Any>)>| {
+        here.iter().find(|(other, _)| *other == number)?.1.upgrade()
+    };
+    HERE.with_borrow(find)?.downcast().ok()
+}
+
+fn lock(places: &Mutex<Places>) -> MutexGuard<'_, Places> {
+    places.lock().unwrap_or_else(PoisonError::into_inner)
+}
