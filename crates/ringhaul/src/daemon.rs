@@ -250,6 +250,7 @@ impl Ending {
 fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
     let what = match (&spec.device, disks) {
         (DeviceSpec::Blk(_), [disk]) => disk.summary.clone(),
+        (_, [_]) => "virtio-scsi, 1 logical unit".to_owned(),
         (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
     };
     match &spec.endpoint {

@@ -18,12 +18,17 @@ fn attribute(device: u64, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// The unit in which the block device that `file` is takes discards, in bytes; `None` if it takes
-/// none.
+/// The unit in which the block device that `file` is takes discards, in bytes; 0 if nobody says,
+/// `None` if it takes none.
 pub(super) fn discard_bytes(file: &File) -> Option<u32> {
-    let number = |name| device_attribute(file, name)?.parse::<u32>().ok();
-    let takes_any = device_attribute(file, "queue/discard_max_bytes")? != "0";
-    takes_any.then(|| number("queue/discard_granularity").unwrap_or(0))
+    unit_of_discards(|name| device_attribute(file, name))
+}
+
+/// The same, where `attribute` says what the kernel does.
+fn unit_of_discards(attribute: impl Fn(&str) -> Option<String>) -> Option<u32> {
+    let takes_any = attribute("queue/discard_max_bytes")? != "0";
+    let granularity = attribute("queue/discard_granularity").and_then(|text| text.parse().ok());
+    takes_any.then(|| granularity.unwrap_or(0))
 }
 
 /// Whether the kernel says that the medium rotates that `file` is, or is on. Without a block device
@@ -32,4 +37,25 @@ pub(super) fn is_rotational(file: &File) -> bool {
     let Ok(metadata) = file.metadata() else { return false };
     let device = if metadata.rdev() != 0 { metadata.rdev() } else { metadata.dev() };
     attribute(device, "queue/rotational").is_some_and(|text| text == "1")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_takes_discards_if_the_kernel_has_a_maximum_for_them() {
+        let unit = |maximum: Option<&str>, granularity: Option<&str>| {
+            unit_of_discards(|name| {
+                let text = if name == "queue/discard_max_bytes" { maximum } else { granularity };
+                text.map(str::to_owned)
+            })
+        };
+        assert_eq!(unit(Some("2147450880"), Some("4096")), Some(4096));
+        // More than 32 bits have room for.
+        assert_eq!(unit(Some("4398046511104"), Some("512")), Some(512));
+        assert_eq!(unit(Some("4096"), None), Some(0));
+        assert_eq!(unit(Some("0"), Some("4096")), None);
+        assert_eq!(unit(None, None), None);
+    }
 }
