@@ -153,7 +153,7 @@ impl<'a> Run<'a> {
             1 => self.add_unit(device, input.u8() & 7),
             2 => {
                 let address = UnitAddress { target: 0, lun: u16::from(input.u8() & 7) };
-                scsi(&self.devices[device]).remove_unit(address);
+                drop(scsi(&self.devices[device]).remove_unit(address));
             }
             3 => {
                 let address = UnitAddress { target: 0, lun: u16::from(input.u8() & 7) };

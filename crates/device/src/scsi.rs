@@ -21,7 +21,7 @@ pub(crate) mod task_set;
 pub mod unit;
 pub(crate) mod units;
 
-pub use device::{ScsiDevice, UnitError};
+pub use device::{RemovedUnit, ScsiDevice, UnitError};
 
 #[cfg(test)]
 mod tests;

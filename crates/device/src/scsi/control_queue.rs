@@ -116,10 +116,7 @@ impl Control {
         let which = Which::Target(target);
         let covered = self.device.queues().cover(which, How::Abort(Abort::Reset));
         poll_fn(|cx| covered.poll(cx)).await;
-        for unit in self.device.units().all().values().filter(|unit| unit.address.target == target)
-        {
-            unit.attentions.add(Sense::NEXUS_LOST);
-        }
+        self.device.units().tell_target(target, Sense::NEXUS_LOST);
         answer(covered.has_lost())
     }
 }

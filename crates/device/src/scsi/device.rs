@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Wake, Waker};
+use std::thread::Thread;
 use std::time::Instant;
 
 use blockio::{DiskSource, Io};
@@ -117,14 +119,13 @@ impl ScsiDevice {
     }
 
     /// Takes a logical unit away. Requests that are in progress are finished; later ones find no
-    /// unit. Returns whether there was one.
-    pub fn remove_unit(&self, address: UnitAddress) -> bool {
-        let had = self.shared.units.remove(address);
-        if had {
-            self.shared.queues.refresh();
-            self.tell(|| self.shared.events.removed(address));
-        }
-        had
+    /// unit. `None`: there was none.
+    #[must_use]
+    pub fn remove_unit(&self, address: UnitAddress) -> Option<RemovedUnit> {
+        let unit = self.shared.units.remove(address)?;
+        let used = self.shared.queues.release(address);
+        self.tell(|| self.shared.events.removed(address));
+        Some(RemovedUnit { unit, used })
     }
 
     /// The disk of a unit has another size: its driver is told, and those of all other units on the
@@ -240,6 +241,40 @@ impl ScsiDevice {
     #[inline]
     pub(super) fn cdb_size(&self) -> u32 {
         self.shared.sizes[1].load(Ordering::Relaxed)
+    }
+}
+
+/// A logical unit that has been removed. It keeps the disk open while requests use it, so that no
+/// IoThread closes it: that waits for as long as a file system does.
+pub struct RemovedUnit {
+    unit: Arc<Unit>,
+    used: Waiting,
+}
+
+impl RemovedUnit {
+    /// Whether no request uses the disk any more, so that dropping this closes it, unless others
+    /// have it.
+    #[must_use]
+    pub fn is_unused(&self) -> bool {
+        self.used.poll(&Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    /// Waits for that, and closes the disk. It can be opened again then.
+    pub fn close(self) {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        while self.used.poll(&Context::from_waker(&waker)).is_pending() {
+            std::thread::park();
+        }
+        drop(self.unit);
+    }
+}
+
+/// Wakes a thread.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 

@@ -99,15 +99,20 @@ impl RequestQueues {
         self.0.forget_gone();
     }
 
-    /// Releases disks whose units have been removed.
-    pub(crate) fn refresh(&self) {
+    /// Releases the disk of a unit that has been removed. The result is ready when no request uses
+    /// it any more.
+    pub(crate) fn release(&self, address: UnitAddress) -> Waiting {
+        let (waiting, left) = Waiting::new();
         self.0.tell_each(|| {
-            Box::new(|queue| {
+            let left: Left = left.clone();
+            Box::new(move |queue| {
                 if let Some(queue) = queue {
                     queue.refresh();
+                    queue.tasks.cover(Which::Unit(address), How::Finish, [0, 0], left);
                 }
             })
         });
+        waiting
     }
 
     /// Looks for tasks on all queues, and does what `how` says with them. The result is ready, with

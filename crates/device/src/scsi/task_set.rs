@@ -30,6 +30,8 @@ pub(crate) enum How {
     Abort(Abort),
     /// Those that have the medium are waited for.
     Drain,
+    /// Those that have begun are waited for.
+    Finish,
 }
 
 /// Which tasks are meant.
@@ -174,7 +176,7 @@ impl Tasks {
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
-    /// and, unless they are drained, those of the `chains` from the first up to the second.
+    /// and, if they are counted or aborted, those of the `chains` from the first up to the second.
     pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) {
         for task in self.tasks.borrow_mut().iter_mut().flatten() {
             if which.covers(task.unit, task.tag) {
@@ -182,7 +184,8 @@ impl Tasks {
             }
         }
         let [next_avail, until] = chains;
-        if next_avail != until && how != How::Drain {
+        let meant = matches!(how, How::Look | How::Abort(_));
+        if next_avail != until && meant {
             self.covers.borrow_mut().push(Cover { which, how, until, is_passed: false, left });
             self.has_covers.set(true);
         }
@@ -195,7 +198,7 @@ impl Task {
         match how {
             How::Look => return,
             How::Drain if !self.has_medium => return,
-            How::Drain => {}
+            How::Drain | How::Finish => {}
             How::Abort(abort) => self.abort = self.abort.or(Some(abort)),
         }
         self.waiting.get_or_insert_default().push(left.clone());

@@ -30,7 +30,7 @@ struct Initiator {
     scene: Scene,
     device: Device,
     disk: Arc<NamedTempFile>,
-    _queue: QueueHandle,
+    queue: QueueHandle,
     /// A command was answered, and nobody has looked how.
     used: Option<Used>,
 }
@@ -89,7 +89,7 @@ impl Initiator {
         Self::scsi(&device).add_unit(UNIT, source, options).unwrap();
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 2);
-        let mut initiator = Self { scene, device, disk, _queue: queue, used: None };
+        let mut initiator = Self { scene, device, disk, queue, used: None };
         let heard = initiator.run(&[0; 6], &[], 0);
         assert_eq!(heard.sense, [6, 0x29, 0], "the first command learns of the power-on");
         initiator
@@ -359,7 +359,7 @@ fn units_that_come_and_go_are_told_by_the_others() {
     assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [6, 0x29, 0]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).status, 0);
-    assert!(scsi.remove_unit(added) && !scsi.remove_unit(added));
+    assert!(scsi.remove_unit(added).is_some() && scsi.remove_unit(added).is_none());
     assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
 }

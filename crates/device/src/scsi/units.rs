@@ -48,15 +48,20 @@ impl Units {
         Ok(())
     }
 
-    /// Takes a unit away, of which the others tell. False: there is none.
-    pub(crate) fn remove(&self, address: UnitAddress) -> bool {
+    /// Takes a unit away, of which the others tell.
+    pub(crate) fn remove(&self, address: UnitAddress) -> Option<Arc<Unit>> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        if all.remove(&address).is_none() {
-            return false;
-        }
+        let removed = all.remove(&address)?;
         all.values().for_each(|other| other.attentions.add(Sense::UNITS_CHANGED));
         self.generation.fetch_add(1, Ordering::Release);
-        true
+        Some(removed)
+    }
+
+    /// The initiator learns of something with its next command to each unit of a target.
+    pub(crate) fn tell_target(&self, target: u8, sense: Sense) {
+        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
+        let meant = all.values().filter(|unit| unit.address.target == target);
+        meant.for_each(|unit| unit.attentions.add(sense));
     }
 
     /// The units there are now, by address.

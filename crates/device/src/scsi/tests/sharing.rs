@@ -19,6 +19,8 @@ const UNIT_RESET: u32 = 5;
 const OK: u8 = 0;
 const RESET: u8 = 4;
 const ABORTED: u8 = 2;
+const BAD_TARGET: u8 = 3;
+const FAILURE: u8 = 9;
 
 /// Unit attentions.
 const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
@@ -101,31 +103,67 @@ fn begin_reads(all: &mut [Initiator]) {
     }
 }
 
+/// The control queue of an initiator.
+struct Control {
+    scene: Scene,
+    _queue: QueueHandle,
+}
+
+impl Control {
+    fn start(device: &Device) -> Self {
+        let scene = Scene::new();
+        let queue = scene.start_queue_of(device, 0);
+        Self { scene, _queue: queue }
+    }
+
+    fn begin(&mut self, function: u32) {
+        let mut request = vec![0; 24];
+        request[4..8].copy_from_slice(&function.to_le_bytes());
+        request[8..16].copy_from_slice(&UNIT.bytes());
+        self.scene.memory.write(DATA, &request).unwrap();
+        self.scene.memory.write(RESPONSE, &[0xee]).unwrap();
+        self.scene.offer(&[Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1)]);
+    }
+
+    /// The response, if there is one after a turn of all.
+    fn turn(&mut self, others: &[&Scene]) -> Option<u8> {
+        self.scene.turn(1);
+        others.iter().for_each(|other| other.turn(1));
+        self.scene.driver.take_used()?;
+        let mut response = [0];
+        self.scene.memory.read(RESPONSE, &mut response).unwrap();
+        Some(response[0])
+    }
+
+    /// Sends a task management function. Returns its response.
+    fn send(&mut self, others: &[&Scene], function: u32) -> u8 {
+        self.begin(function);
+        self.end(others)
+    }
+
+    fn end(&mut self, others: &[&Scene]) -> u8 {
+        let start = Instant::now();
+        loop {
+            if let Some(response) = self.turn(others) {
+                return response;
+            }
+            assert!(start.elapsed() < HOPELESS, "nothing more happens");
+            std::thread::yield_now();
+        }
+    }
+}
+
 /// Has the first initiator send a task management function while reads wait for the disk. Returns
 /// its response.
 fn manage(all: &mut [Initiator], function: u32, held: Exclusive) -> u8 {
-    let mut control = Scene::new();
-    let queue = control.start_queue_of(&all[0].device, 0);
-    let mut request = vec![0; 24];
-    request[4..8].copy_from_slice(&function.to_le_bytes());
-    request[8..16].copy_from_slice(&UNIT.bytes());
-    control.memory.write(DATA, &request).unwrap();
-    control.memory.write(RESPONSE, &[0xee]).unwrap();
-    control.offer(&[Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1)]);
+    let mut control = Control::start(&all[0].device);
+    control.begin(function);
+    let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
     for _ in 0..10 {
-        control.turn(1);
-        all.iter().for_each(|initiator| initiator.scene.turn(1));
+        assert_eq!(control.turn(&scenes), None, "tasks have not ended");
     }
-    assert_eq!(control.driver.take_used(), None, "tasks have not ended");
     drop(held);
-    turn_until(all, |_| {
-        control.turn(1);
-        control.driver.take_used().is_some()
-    });
-    let mut response = [0];
-    control.memory.read(RESPONSE, &mut response).unwrap();
-    control.wait(&queue.begin_stop());
-    response[0]
+    control.end(&scenes)
 }
 
 fn responses(all: &mut [Initiator]) -> Vec<u8> {
@@ -297,6 +335,53 @@ fn nobody_writes_between_the_two_halves_of_compare_and_write() {
     turn_until(&mut all, |all| all[0].has_answer());
     assert_eq!(responses(&mut all[..2]), [OK; 2]);
     assert_eq!(all[0].on_disk(0), [1; BLOCK]);
+}
+
+#[test]
+fn the_disk_of_a_unit_that_is_removed_is_closed_by_whoever_removed_it() {
+    let disk = NamedTempFile::new().unwrap();
+    disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+    let folder = std::fs::canonicalize(disk.path()).unwrap();
+    // The test has it open, too.
+    let count = || {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let open = open.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+        open.filter(|path| *path == folder).count()
+    };
+    let mut all = [Initiator::on(Arc::new(disk), &DiskOptions::default(), options())];
+    let held = hold(&mut all);
+    begin_reads(&mut all);
+    let removed = Initiator::scsi(&all[0].device).remove_unit(UNIT).unwrap();
+    all[0].scene.turn(20);
+    assert!(!removed.is_unused(), "a read is in progress");
+    drop(held);
+    turn_until(&mut all, |all| all[0].has_answer() && removed.is_unused());
+    assert_eq!((all[0].end().status, count()), (0, 2));
+    removed.close();
+    assert_eq!(count(), 1);
+    let answer = all[0].run(&TEST_UNIT_READY, &[], 0);
+    assert_eq!((answer.response, answer.sense), (BAD_TARGET, [0; 3]));
+}
+
+/// What such a queue has left in its ring may be carried out when it starts again.
+#[test]
+fn a_function_does_not_say_complete_while_a_queue_is_stopped() {
+    let mut initiator = Initiator::new();
+    let mut control = Control::start(&initiator.device);
+    assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
+    let stopped = initiator.queue.begin_stop();
+    initiator.scene.wait(&stopped);
+    for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
+        assert_eq!(control.send(&[&initiator.scene], function), FAILURE);
+    }
+    initiator.queue = initiator.scene.start_queue_of(&initiator.device, 2);
+    assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
+    let stopped = initiator.queue.begin_stop();
+    initiator.scene.wait(&stopped);
+    // Another driver, which does not use that queue.
+    let mut control = Control::start(&initiator.device);
+    initiator.scene.turn(5);
+    assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
 }
 
 /// A guest with a virtio-blk device on the disk of initiators.
