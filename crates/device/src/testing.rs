@@ -1,6 +1,7 @@
 //! A driver, a queue and its IoThread, all on the thread of a test.
 
 use std::error::Error;
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -9,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
-use virtqueue::{GuestMemory, QueueConfig};
+use virtqueue::{GuestMemory, MappingRules, QueueConfig, RegionConfig};
 
 use crate::call_watch::CallTrust;
 use crate::device::Device;
@@ -64,6 +66,8 @@ impl Events for Heard {
 pub(crate) struct Scene {
     pub(crate) thread: IoThread,
     pub(crate) memory: Arc<GuestMemory>,
+    /// The file behind it.
+    pub(crate) memory_file: Arc<File>,
     pub(crate) driver: Driver<Arc<GuestMemory>>,
     pub(crate) events: Arc<Heard>,
     pub(crate) stats: Arc<QueueStats>,
@@ -79,7 +83,17 @@ impl Scene {
             embedded: true,
             ..IoThreadConfig::default()
         };
-        let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)]).unwrap());
+        let memory_file = memfd_create("memory", MemfdFlags::CLOEXEC).unwrap();
+        let memory_file = Arc::new(File::from(memory_file));
+        memory_file.set_len(MEMORY_BYTES).unwrap();
+        let region = RegionConfig {
+            guest_addr: 0,
+            size: MEMORY_BYTES,
+            user_addr: 0,
+            file: Arc::clone(&memory_file),
+            file_offset: 0,
+        };
+        let memory = Arc::new(GuestMemory::new(&[region], &MappingRules::default()).unwrap());
         let ring = QueueConfig {
             size: RING.size,
             desc_table: RING.desc_table,
@@ -93,6 +107,7 @@ impl Scene {
             thread: IoThread::new(&config).unwrap(),
             driver: Driver::new(Arc::clone(&memory), ring),
             memory,
+            memory_file,
             events: Arc::default(),
             stats: Arc::default(),
             err: new_eventfd(),

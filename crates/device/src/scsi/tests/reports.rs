@@ -113,3 +113,29 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
         assert_eq!([unmap.sense, same.sense], expected);
     }
 }
+
+/// The kernel cannot write to memory whose file was cut, so it stops there.
+#[test]
+fn a_read_that_fails_halfway_says_so_by_residual_and_address() {
+    const ROOM: u32 = 64 * 512;
+    const KEPT: u64 = RESPONSE + 0x2000;
+    let mut initiator = Initiator::new();
+    std::fs::write(initiator.disk.path(), vec![7; 2048 * BLOCK]).unwrap();
+    let mut request = vec![0; REQUEST_BYTES];
+    request[..8].copy_from_slice(&UNIT.bytes());
+    request[19..29].copy_from_slice(&cdb10(0x28, 0, 100, 64));
+    initiator.scene.memory.write(DATA, &request).unwrap();
+    initiator.scene.memory_file.set_len(KEPT).unwrap();
+    let request = Desc::readable(DATA, u32::try_from(REQUEST_BYTES).unwrap());
+    initiator.scene.offer(&[request, Desc::writable(RESPONSE, RESPONSE_BYTES + ROOM)]);
+    let used = initiator.scene.answer();
+    let blocks = u32::try_from((KEPT - RESPONSE) / 512).unwrap() - 1;
+    assert_eq!(used.bytes, RESPONSE_BYTES + blocks * 512);
+    let mut seen = vec![0; used.bytes as usize];
+    initiator.scene.memory.read(RESPONSE, &mut seen).unwrap();
+    assert_eq!(seen[4..8], (ROOM - blocks * 512).to_le_bytes());
+    let sense = initiator.raw_sense();
+    assert_eq!((sense[0], sense[2], sense[12]), (0xf0, 3, 0x11));
+    assert_eq!(sense[3..7], (100 + blocks).to_be_bytes());
+    assert_eq!(seen[RESPONSE_BYTES as usize..], vec![7; blocks as usize * 512]);
+}
