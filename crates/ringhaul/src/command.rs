@@ -4,7 +4,7 @@
 use device::{RequestCounts, RequestKind, RequestTotals};
 use serde::{Deserialize, Serialize};
 
-use crate::spec::ExportSpec;
+use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// What a daemon is asked to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +17,15 @@ pub enum Command {
     Remove(String),
     /// Describe the exports.
     Show,
+    /// Give the virtio-scsi device of the export of this name one more logical unit, of which its
+    /// driver is told.
+    AddUnit(String, Box<UnitSpec>),
+    /// Take a logical unit away from a virtio-scsi device. Its driver is told, and the requests
+    /// that the device has taken are finished.
+    RemoveUnit(String, UnitPlace),
+    /// Look how large the file or device behind a logical unit is now, or give a null disk the
+    /// size in bytes, and tell the drivers.
+    ResizeUnit(String, UnitPlace, Option<u64>),
     /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
     /// does not wait for requests any longer.
     End(EndCause),
@@ -30,6 +39,8 @@ pub enum EndCause {
     Sigterm,
     /// Somebody at a terminal does.
     Sigint,
+    /// Somebody does over the control socket.
+    Control,
     /// The terminal has gone. Never counts as the second time: service managers send it together
     /// with SIGTERM.
     Sighup,
@@ -42,6 +53,7 @@ impl EndCause {
             Self::Sigterm => "SIGTERM",
             Self::Sigint => "SIGINT",
             Self::Sighup => "SIGHUP",
+            Self::Control => "a request on the control socket",
         }
     }
 }
@@ -56,6 +68,12 @@ pub enum Reply {
     Removed(Box<ExportStatus>),
     /// The exports, in the order in which they were added.
     Exports(Vec<ExportStatus>),
+    /// The logical unit is there.
+    UnitAdded,
+    /// The logical unit has gone.
+    UnitRemoved,
+    /// The disk has this size in bytes.
+    Resized(u64),
     /// The daemon ends.
     Ending,
 }
@@ -72,6 +90,15 @@ pub enum CommandError {
     /// It is too early, or too late, to end this export.
     #[error("the export {0} is {1}")]
     Busy(String, ExportState),
+    /// The export is no virtio-scsi device.
+    #[error("the export {0} is a virtio-blk device, which has no logical units; use device=scsi")]
+    NoUnits(String),
+    /// The device has a unit at this place.
+    #[error("the export {0} has a unit {1} already; choose another number or remove that one")]
+    UnitExists(String, UnitPlace),
+    /// The device has no unit at this place.
+    #[error("the export {0} has no unit {1}; its units are listed with it")]
+    UnknownUnit(String, UnitPlace),
     /// Exports come and go no longer.
     #[error("the daemon is ending")]
     Ending,

@@ -13,13 +13,15 @@ use std::task::Waker;
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
+use blockio::DiskSource;
 use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::command::{CommandError, ExportStatus};
-use crate::spec::ExportSpec;
+use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::Exports;
 pub use order::ExportSetup;
+pub(crate) use order::ExportUnits;
 use order::{Alarm, Answered, Order};
 
 /// The thread that controls all exports. When this is dropped, they stop.
@@ -92,6 +94,33 @@ impl Control {
     /// When all have ended.
     pub(crate) fn show(&self) -> Answered<Vec<ExportStatus>> {
         self.ask(Order::Show)
+    }
+
+    /// The logical units of an export.
+    ///
+    /// # Errors
+    ///
+    /// When there is none of this name, it has no such units, or it is stopping.
+    pub(crate) fn units(&self, name: String) -> Answered<ExportUnits> {
+        self.ask(|answer| Order::Units(name, answer))?
+    }
+
+    /// The device of an export has one more unit.
+    pub(crate) fn unit_added(&self, name: String, unit: UnitSpec, disk: DiskSource) {
+        self.order(Order::UnitAdded(name, Box::new(unit), disk));
+    }
+
+    /// The device of an export has lost a unit. Returns its disk.
+    ///
+    /// # Errors
+    ///
+    /// When all exports have ended.
+    pub(crate) fn unit_removed(
+        &self,
+        name: String,
+        place: UnitPlace,
+    ) -> Answered<Option<DiskSource>> {
+        self.ask(|answer| Order::UnitRemoved(name, place, answer))
     }
 
     /// Begins to disconnect all front-ends, each of which sees the end when its requests are

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use device::CallWatch;
 
 use crate::command::{Command, CommandError, Reply};
-use crate::control::{Control, ExportSetup};
+use crate::control::{Control, ExportSetup, ExportUnits};
 use crate::disk_accesses::DiskAccesses;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Thread, Threads, choose, set_up};
@@ -17,7 +17,7 @@ use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::side_by_side::side_by_side;
-use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec};
+use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::thread_watch::ThreadWatch;
 
 /// Serves disks. It has any number of exports, each known by its name, that of its socket.
@@ -31,6 +31,7 @@ pub struct Daemon {
     /// What the parent of this program has left open, by its number, until it is served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
     accesses: DiskAccesses,
+    unit_changes: Mutex<()>,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
@@ -83,6 +84,7 @@ impl Daemon {
             limits,
             inherited: Mutex::new(inherited),
             accesses: DiskAccesses::default(),
+            unit_changes: Mutex::default(),
             pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
@@ -113,6 +115,9 @@ impl Daemon {
             Command::Add(specs) => self.add(specs),
             Command::Remove(name) => Ok(Reply::Removed(Box::new(self.control.remove(name)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
+            Command::AddUnit(export, unit) => self.add_unit(export, *unit),
+            Command::RemoveUnit(export, place) => self.remove_unit(export, place),
+            Command::ResizeUnit(export, place, size) => self.resize_unit(export, place, size),
             Command::End(cause) => {
                 // One that nobody waits for any more has ended.
                 let _ = self.events.send(Event::Asked(cause));
@@ -187,6 +192,67 @@ impl Daemon {
         Ok(Reply::Added)
     }
 
+    fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
+        let ExportUnits { device, settings, units } = self.control.units(export.clone())?;
+        let place = unit.place();
+        if units.iter().any(|(other, _)| other.place() == place) {
+            return Err(CommandError::UnitExists(export, place));
+        }
+        let mut disk = OpenDisk::open(&unit.disk(&settings))?;
+        let choice = choose(&self.args, std::slice::from_ref(&disk)).pop();
+        let choice = choice.expect("one choice for each disk");
+        let threads = self.all_threads(&settings)?;
+        disk.source =
+            disk.source.clone().prefer_engine(set_up(&self.args, &threads, &disk, choice)?);
+        let change = self.unit_changes();
+        unit.add_to(&device, &export, &disk, &self.accesses)?;
+        tracing::info!(export, "{}: {}; logical unit {place}", disk.name, disk.summary);
+        self.control.unit_added(export, unit, disk.source);
+        drop(change);
+        Ok(Reply::UnitAdded)
+    }
+
+    fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
+        let change = self.unit_changes();
+        let ExportUnits { device, units, .. } = self.control.units(export.clone())?;
+        // Whoever asks closes the disk, which may take long, and no IoThread.
+        drop(units);
+        if !device.remove_unit(place.address()) {
+            return Err(CommandError::UnknownUnit(export, place));
+        }
+        let disk = self.control.unit_removed(export.clone(), place)?;
+        drop(change);
+        tracing::info!(export, "logical unit {place} is removed");
+        drop(disk);
+        Ok(Reply::UnitRemoved)
+    }
+
+    fn resize_unit(
+        &self,
+        export: String,
+        place: UnitPlace,
+        size: Option<u64>,
+    ) -> Result<Reply, CommandError> {
+        let ExportUnits { device, units, .. } = self.control.units(export.clone())?;
+        let Some((_, disk)) = units.iter().find(|(unit, _)| unit.place() == place) else {
+            return Err(CommandError::UnknownUnit(export, place));
+        };
+        let before = disk.info().size_bytes;
+        let resized = size.map_or_else(|| disk.refresh().map(drop), |size| disk.set_size(size));
+        resized.map_err(anyhow::Error::from)?;
+        let size = disk.info().size_bytes;
+        if size != before {
+            tracing::info!(export, "logical unit {place} has {size} bytes, not {before}");
+            device.capacity_changed(place.address());
+        }
+        Ok(Reply::Resized(size))
+    }
+
+    /// One change of units at a time: each is one of the device and one of what is listed.
+    fn unit_changes(&self) -> MutexGuard<'_, ()> {
+        self.unit_changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The socket of an export. `None`: the inherited one, which is taken when nothing else can
     /// fail.
     fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
@@ -205,16 +271,22 @@ impl Daemon {
 
     /// The IoThreads of an export: first that of its first queue.
     fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Thread>, CommandError> {
+        let mut threads = self.all_threads(&spec.settings)?;
         let mut pool = self.pool();
-        let mut threads = pool.threads.as_mut().ok_or(CommandError::Ending)?.all()?;
         // The first queues of all exports would otherwise meet on the first thread.
         let first = pool.exports % threads.len();
         pool.exports += 1;
-        threads.rotate_left(spec.settings.iothread.map_or(first, usize::from));
-        if spec.settings.iothread.is_some() {
-            threads.truncate(1);
-        }
+        threads.rotate_left(first);
         Ok(threads)
+    }
+
+    /// The IoThreads of an export, in no particular order.
+    fn all_threads(&self, settings: &ExportSettings) -> Result<Vec<Thread>, CommandError> {
+        let mut threads = self.pool().threads.as_mut().ok_or(CommandError::Ending)?.all()?;
+        match settings.iothread {
+            Some(only) => Ok(vec![threads.swap_remove(only.into())]),
+            None => Ok(threads),
+        }
     }
 
     fn pool(&self) -> MutexGuard<'_, Pool> {

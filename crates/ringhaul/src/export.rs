@@ -60,13 +60,12 @@ impl Endpoint {
         if bytes > SOCKET_PATH_BYTES {
             bail!(
                 "cannot listen on {shown}: the path is too long for a socket, {bytes} bytes and \
-                 not at most {SOCKET_PATH_BYTES}; choose another --socket-path"
+                 not at most {SOCKET_PATH_BYTES}; choose another path"
             );
         }
         clear_socket_path(path)?;
-        let listener = UnixListener::bind(path).map_err(|error| {
-            anyhow!("cannot listen on {shown}: {error}; choose another --socket-path")
-        })?;
+        let listener = UnixListener::bind(path)
+            .map_err(|error| anyhow!("cannot listen on {shown}: {error}; choose another path"))?;
         listener
             .set_nonblocking(true)
             .with_context(|| format!("cannot set up the new socket {shown}"))?;
@@ -135,7 +134,7 @@ fn clear_socket_path(path: &Path) -> Result<()> {
         Err(error) => return Err(error).with_context(|| format!("cannot look at {shown}")),
     };
     if !metadata.file_type().is_socket() {
-        bail!("{shown} exists and is not a socket; choose another --socket-path");
+        bail!("{shown} exists and is not a socket; choose another path");
     }
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -145,7 +144,7 @@ fn clear_socket_path(path: &Path) -> Result<()> {
         }
         Err(error) => Err(error).with_context(|| format!("cannot find out who listens on {shown}")),
         Ok(_) => {
-            bail!("another program listens on {shown}; stop it or choose another --socket-path")
+            bail!("another program listens on {shown}; stop it or choose another path")
         }
     }
 }
@@ -181,7 +180,7 @@ mod tests {
             (path("in use"), Some("another program listens on")),
             (path("file"), Some("is not a socket")),
             (path("folder"), Some("is not a socket")),
-            (path("no folder/socket"), Some("choose another --socket-path")),
+            (path("no folder/socket"), Some("choose another path")),
             (path(&"x".repeat(SOCKET_PATH_BYTES)), Some("the path is too long")),
         ] {
             let there = std::fs::symlink_metadata(&place).map(|metadata| metadata.ino()).ok();

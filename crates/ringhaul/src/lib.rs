@@ -5,6 +5,8 @@
 
 pub mod command;
 pub mod control;
+mod control_socket;
+pub mod ctl;
 pub mod daemon;
 mod descriptor_limit;
 mod disk_accesses;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use ringhaul::ctl::CtlArgs;
 use ringhaul::log::{self, LogFormat, parse_filter};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities};
 use ringhaul_bench::BenchError;
@@ -43,6 +44,8 @@ enum Command {
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
     Bench(Box<ringhaul_bench::BenchArgs>),
+    /// Ask a daemon that was started with `--control`, or tell it to change something.
+    Ctl(CtlArgs),
 }
 
 fn check_filter(text: &str) -> Result<String, String> {
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
     let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args),
         Command::Bench(args) => ringhaul_bench::run(&args),
+        Command::Ctl(args) => ringhaul::ctl::run(&args),
     });
     let code = result.unwrap_or_else(|error| {
         log::report_failure(cli.log_format, &with_advice(&error));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use device::blk::config::BlkOptions;
+use device::scsi::ScsiDevice;
 use device::scsi::access::KeptIn;
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
@@ -14,7 +15,7 @@ use device::{Device, Events};
 use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
 use crate::open_disk::OpenDisk;
-use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitSpec};
+use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
 /// The version as INQUIRY has it, in at most 4 bytes.
 const VERSION: &str =
@@ -80,10 +81,7 @@ impl ExportSpec {
                 let device = Device::scsi(options, events);
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
-                        let options = unit.options(disk, &self.name(), accesses)?;
-                        let adding = || format!("cannot export {} as a unit", unit.address());
-                        scsi.add_unit(unit.address(), disk.source.clone(), options)
-                            .with_context(adding)?;
+                        unit.add_to(scsi, &self.name(), disk, accesses)?;
                     }
                 }
                 Ok(device)
@@ -92,13 +90,37 @@ impl ExportSpec {
     }
 }
 
+impl UnitPlace {
+    /// As the device has it.
+    pub(crate) fn address(self) -> UnitAddress {
+        UnitAddress { target: self.target, lun: self.lun }
+    }
+}
+
 impl UnitSpec {
     fn address(&self) -> UnitAddress {
-        UnitAddress { target: self.target, lun: self.lun }
+        self.place().address()
+    }
+
+    /// Adds the unit to the device of the export of this name.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be as it was asked for.
+    pub(crate) fn add_to(
+        &self,
+        device: &ScsiDevice,
+        export: &str,
+        disk: &OpenDisk,
+        accesses: &DiskAccesses,
+    ) -> Result<()> {
+        let options = self.options(disk, export, accesses)?;
+        let adding = || format!("cannot export {} as a unit", self.address());
+        device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
 
     /// The disk behind it, and how it is opened.
-    fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
+    pub(crate) fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
         let own = &self.settings;
         let settings = ExportSettings {
             read_only: own.read_only.unwrap_or(export.read_only),

@@ -16,6 +16,7 @@ use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
 use switches::Switches;
+pub(crate) use unit::{parse_lun, parse_place};
 
 use crate::spec::{CacheMode, check_queue_size, check_text};
 
@@ -57,6 +58,10 @@ pub struct ServeArgs {
     /// comma in a value twice.
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub export: Vec<String>,
+    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there is
+    /// and change it. Only root and the user of the daemon can connect.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
     /// Refuse writes.
     #[arg(long)]
     pub read_only: bool,

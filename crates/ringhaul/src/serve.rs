@@ -9,6 +9,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 use crate::command::{Command, EndCause};
+use crate::control_socket::ControlSocket;
 use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
@@ -42,6 +43,9 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let _watch = daemon.watch()?;
     let daemon = Arc::new(daemon);
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon))?;
+    let control = args.control.as_deref();
+    let _control =
+        control.map(|path| ControlSocket::start(path, Arc::downgrade(&daemon))).transpose()?;
     let opening = daemon.begin_add(exports)?;
     let outcome = ending.wait(&daemon)?;
     opening.settle();

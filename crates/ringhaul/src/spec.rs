@@ -68,6 +68,31 @@ pub struct UnitSpec {
     pub settings: UnitSettings,
 }
 
+/// Where a logical unit is in its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitPlace {
+    /// 0 to 255.
+    #[serde(default)]
+    pub target: u8,
+    /// 0 to 16,383.
+    pub lun: u16,
+}
+
+impl std::fmt::Display for UnitPlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.target, self.lun)
+    }
+}
+
+impl UnitSpec {
+    /// Where it is.
+    #[must_use]
+    pub fn place(&self) -> UnitPlace {
+        UnitPlace { target: self.target, lun: self.lun }
+    }
+}
+
 /// How a logical unit is shown, where it differs from what is usual.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]

@@ -226,7 +226,11 @@ pub(super) const FLOORS: &[Floors] = &[
             (16, &["ending"]),
             (17, &["engines"]),
             (18, &["daemon"]),
-            (19, &["serve"]),
+            (19, &["control_socket::message"]),
+            (20, &["control_socket::methods"]),
+            (21, &["control_socket"]),
+            (22, &["serve"]),
+            (5, &["ctl"]),
         ],
     },
 ];

@@ -7,18 +7,18 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
-use device::Answer;
+use device::{Answer, Device};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
 use super::closing::Closing;
-use super::order::{Answered, ExportSetup};
-use crate::command::{DiskState, ExportState, ExportStatus, Served};
+use super::order::{Answered, ExportSetup, ExportUnits};
+use crate::command::{CommandError, DiskState, ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
-use crate::spec::ExportSpec;
+use crate::spec::{DeviceSpec, ExportSpec, UnitPlace, UnitSpec};
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
@@ -114,6 +114,37 @@ impl Export {
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
             served: self.served(),
         }
+    }
+
+    /// The logical units, and their device.
+    pub(super) fn units(&self) -> Answered<ExportUnits> {
+        let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
+            (&self.setup.device, &self.spec.device)
+        else {
+            return Err(CommandError::NoUnits(self.spec.name()));
+        };
+        if self.state() != ExportState::Serving {
+            return Err(CommandError::Busy(self.spec.name(), self.state()));
+        }
+        let units = units.iter().cloned().zip(self.disks.iter().cloned()).collect();
+        let settings = self.spec.settings.clone();
+        Ok(ExportUnits { device: device.clone(), settings, units })
+    }
+
+    /// The device has one more unit.
+    pub(super) fn add_unit(&mut self, unit: UnitSpec, disk: DiskSource) {
+        if let DeviceSpec::Scsi(units) = &mut self.spec.device {
+            units.push(unit);
+            self.disks.push(disk);
+        }
+    }
+
+    /// The device has lost a unit. Returns its disk.
+    pub(super) fn remove_unit(&mut self, place: UnitPlace) -> Option<DiskSource> {
+        let DeviceSpec::Scsi(units) = &mut self.spec.device else { return None };
+        let index = units.iter().position(|unit| unit.place() == place)?;
+        units.remove(index);
+        Some(self.disks.remove(index))
     }
 
     /// That of the disk that is doing worst.

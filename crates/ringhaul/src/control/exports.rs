@@ -98,6 +98,19 @@ impl Exports {
                 Err(error) => answer.send(Err(error)),
             },
             Order::Show(answer) => answer.send(self.show()),
+            Order::Units(name, answer) => {
+                answer.send(self.find(&name).and_then(|export| export.units()));
+            }
+            Order::UnitAdded(name, unit, disk) => {
+                // If the export has ended meanwhile, its device has, with all units.
+                if let Ok(export) = self.find(&name) {
+                    export.add_unit(*unit, disk);
+                }
+            }
+            Order::UnitRemoved(name, place, answer) => {
+                let export = self.find(&name).ok();
+                answer.send(export.and_then(|export| export.remove_unit(place)));
+            }
             Order::Stop if self.stopping.is_none() => {
                 (self.stopping, self.reported) = (Some(now), Some(now));
                 self.list.iter_mut().for_each(Export::begin_stop);

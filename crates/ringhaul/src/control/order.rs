@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::Wake;
 
 use blockio::{DiskSource, Remote};
+use device::scsi::ScsiDevice;
 use device::{Answer, Device};
 use rustix::fd::OwnedFd;
 
@@ -12,7 +13,7 @@ use crate::command::{CommandError, ExportStatus};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::memory_limits::MemoryLimits;
-use crate::spec::ExportSpec;
+use crate::spec::{ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
 /// One device and where its front-ends come from.
 pub struct ExportSetup {
@@ -32,6 +33,14 @@ pub struct ExportSetup {
     pub limits: MemoryLimits,
 }
 
+/// The logical units of an export, and their device.
+pub(crate) struct ExportUnits {
+    pub(crate) device: ScsiDevice,
+    pub(crate) settings: ExportSettings,
+    /// With the disk behind each.
+    pub(crate) units: Vec<(UnitSpec, DiskSource)>,
+}
+
 pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 
 /// What the control thread is asked to do.
@@ -43,6 +52,12 @@ pub(super) enum Order {
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
     Remove(String, Answer<Answered<ExportStatus>>),
     Show(Answer<Vec<ExportStatus>>),
+    /// To hand out what is needed to change the units of an export.
+    Units(String, Answer<Answered<ExportUnits>>),
+    /// To note that an export has one more unit, on this disk.
+    UnitAdded(String, Box<UnitSpec>, DiskSource),
+    /// To forget a unit. The answer is its disk, for whoever closes it.
+    UnitRemoved(String, UnitPlace, Answer<Option<DiskSource>>),
     Stop,
     Abandon,
 }

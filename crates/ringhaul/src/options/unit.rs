@@ -9,13 +9,36 @@ use ringhaul_options::parse_size;
 
 use super::disk::{Keys, parse_cache, split_at_commas};
 use super::parse_on_off;
-use crate::spec::{DiskSpec, UnitSettings, UnitSpec, check_text};
+use crate::spec::{DiskSpec, UnitPlace, UnitSettings, UnitSpec, check_text};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
     let parse =
         |text: &String| parse_unit(text).with_context(|| format!("cannot understand --lun {text}"));
     apart(texts.iter().map(parse).collect::<Result<_>>()?)
+}
+
+/// A value of `--lun`.
+///
+/// # Errors
+///
+/// When it makes no sense.
+pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
+    parse_unit(text).with_context(|| format!("cannot understand the unit {text}"))
+}
+
+/// The address of a unit, with its target or without.
+///
+/// # Errors
+///
+/// When it is none.
+pub(crate) fn parse_place(text: &str) -> Result<UnitPlace> {
+    let (target, lun) = text.split_once(':').unwrap_or(("0", text));
+    let target = target.parse().context("the target must be a number from 0 to 255")?;
+    match lun.parse() {
+        Ok(lun @ 0..=LUN_MAX) => Ok(UnitPlace { target, lun }),
+        _ => bail!("'{text}' is no LUN, a number from 0 to {LUN_MAX}, and no TARGET:LUN"),
+    }
 }
 
 fn parse_unit(text: &str) -> Result<UnitSpec> {
@@ -41,12 +64,7 @@ pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
 }
 
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
-    let (target, lun) = address.split_once(':').unwrap_or(("0", address));
-    let target = target.parse().context("the target must be a number from 0 to 255")?;
-    let lun = match lun.parse() {
-        Ok(lun @ 0..=LUN_MAX) => lun,
-        _ => bail!("it begins with a LUN, a number from 0 to {LUN_MAX}, or TARGET:LUN"),
-    };
+    let UnitPlace { target, lun } = parse_place(address)?;
     let (mut disk, mut settings, mut keys) = (None, UnitSettings::default(), Keys::default());
     for part in parts {
         let (key, value) = part

@@ -1,0 +1,176 @@
+//! The control socket: a daemon that is asked and told things while it runs (docs/control.md).
+//!
+//! Each connection has a thread, and waits for its own requests alone: IoThreads and the control
+//! thread never wait for a client. What a client sends has a bound, and one that does not read its
+//! answers is dropped.
+
+mod message;
+mod methods;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fd::OwnedFd;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
+
+use crate::daemon::Daemon;
+use crate::export::Endpoint;
+use message::{Code, Problem, Request, answer_line};
+
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 16;
+/// The longest request, in bytes.
+const LINE_MAX: usize = 1 << 20;
+/// A client that has not taken an answer for so long is dropped.
+const WRITE_MAX: Duration = Duration::from_secs(5);
+/// Nobody can connect for so long when no descriptor is left.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Listens until it is dropped, which removes the socket.
+pub(crate) struct ControlSocket {
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlSocket {
+    /// Listens on `path`. Only this user and root may connect.
+    ///
+    /// # Errors
+    ///
+    /// When the socket cannot be made, or the kernel has no thread or descriptor left.
+    pub(crate) fn start(path: &Path, daemon: Weak<Daemon>) -> Result<Self> {
+        let endpoint = Endpoint::bind(path)?;
+        // Whoever has come before is refused by his credentials.
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+            .with_context(|| format!("cannot keep others from {}", path.display()))?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::Builder::new()
+            .name("ringhaul-rpc".into())
+            .spawn(move || listen(&endpoint, &stopped, &daemon))
+            .context("cannot start the thread of the control socket")?;
+        tracing::info!("control socket {}", path.display());
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Takes in clients until `stop` is written.
+fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
+    let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
+    let connections = Arc::new(());
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        if poll(&mut fds, None).is_err() {
+            continue;
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        let stream = match endpoint.accept() {
+            Some(Ok(stream)) => stream,
+            Some(Err(error)) => {
+                tracing::warn!("cannot take in a client of the control socket: {error}");
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
+            }
+            None => continue,
+        };
+        let (daemon, connection) = (Weak::clone(daemon), Arc::clone(&connections));
+        // With the listener's own.
+        let is_full = Arc::strong_count(&connections) > CONNECTIONS_MAX + 1;
+        let serve = move || {
+            let _connection = connection;
+            if let Err(error) = converse(&stream, &daemon, is_full) {
+                tracing::debug!("a client of the control socket is dropped: {error:#}");
+            }
+        };
+        let _ = std::thread::Builder::new().name("ringhaul-client".into()).spawn(serve);
+    }
+}
+
+/// Answers the requests of one client until it leaves.
+fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_write_timeout(Some(WRITE_MAX))?;
+    let user = socket_peercred(stream).context("cannot tell who it is")?.uid;
+    let mut writer = stream;
+    let mut refuse = |code, text: &str| {
+        let line = answer_line(None, Err(Problem::new(code, text)));
+        writer.write_all(line.as_bytes())
+    };
+    if !user.is_root() && user != geteuid() {
+        refuse(Code::Refused, "only root and the user of this daemon may ask it anything")?;
+        return Ok(());
+    }
+    if is_full {
+        let text = format!("{CONNECTIONS_MAX} clients are connected; close one of them");
+        refuse(Code::Refused, &text)?;
+        return Ok(());
+    }
+    let mut reader = BufReader::new(stream);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let bytes = reader.by_ref().take(LINE_MAX as u64 + 1).read_until(b'\n', &mut line)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        if bytes > LINE_MAX {
+            refuse(Code::NoRequest, &format!("a request has at most {LINE_MAX} bytes"))?;
+            return Ok(());
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        serve(&line, stream, daemon)?;
+    }
+}
+
+/// Carries out one request, and answers it unless it is a notification.
+fn serve(line: &[u8], mut stream: &UnixStream, daemon: &Weak<Daemon>) -> Result<()> {
+    let request = match Request::parse(line) {
+        Ok(request) => request,
+        Err((id, problem)) => {
+            stream.write_all(answer_line(id, Err(problem)).as_bytes())?;
+            return Ok(());
+        }
+    };
+    let Request { id, method, params } = request;
+    let ending = || Problem::new(Code::Ending, "the daemon is ending");
+    let call = methods::parse(&method, params);
+    let ends = matches!(call, Ok(methods::Call::Command(crate::command::Command::End(_))));
+    let mut tell = |result| match &id {
+        Some(id) => stream.write_all(answer_line(Some(id.clone()), result).as_bytes()),
+        None => Ok(()),
+    };
+    if ends {
+        // The process may end before there is time for it.
+        tell(Ok(serde_json::json!({})))?;
+    }
+    let result = call.and_then(|call| {
+        let daemon = daemon.upgrade().ok_or_else(ending)?;
+        methods::carry_out(&daemon, call)
+    });
+    if !ends {
+        tell(result)?;
+    }
+    Ok(())
+}

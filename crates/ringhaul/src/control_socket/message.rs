@@ -1,0 +1,161 @@
+//! Requests and answers: JSON-RPC 2.0, an object for each line.
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+/// What a client asks for.
+#[derive(Debug, PartialEq)]
+pub(super) struct Request {
+    /// `None`: a notification, which has no answer.
+    pub(super) id: Option<Value>,
+    pub(super) method: String,
+    pub(super) params: Value,
+}
+
+/// What went wrong, for programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Code {
+    /// The line is no JSON.
+    NoJson,
+    /// It is no request.
+    NoRequest,
+    /// There is no such method.
+    NoMethod,
+    /// The parameters are not those of the method.
+    Params,
+    /// What was asked for was tried, and failed.
+    Failed,
+    /// There is no export, or no unit, of this name.
+    Unknown,
+    /// There is one already.
+    Exists,
+    /// It is too early or too late for that.
+    Busy,
+    /// The export is of another kind.
+    WrongKind,
+    /// The daemon is ending.
+    Ending,
+    /// This client is not served.
+    Refused,
+}
+
+impl Code {
+    /// The first four are JSON-RPC's.
+    fn number(self) -> i32 {
+        match self {
+            Self::NoJson => -32700,
+            Self::NoRequest => -32600,
+            Self::NoMethod => -32601,
+            Self::Params => -32602,
+            Self::Failed => 1,
+            Self::Unknown => 2,
+            Self::Exists => 3,
+            Self::Busy => 4,
+            Self::WrongKind => 5,
+            Self::Ending => 6,
+            Self::Refused => 7,
+        }
+    }
+}
+
+/// Why a request was not carried out, and what to do about it.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Problem {
+    code: i32,
+    message: String,
+}
+
+impl Problem {
+    pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code: code.number(), message: message.into() }
+    }
+}
+
+impl Request {
+    /// What a line asks for.
+    ///
+    /// # Errors
+    ///
+    /// When it is no request; with its id, as far as it has one.
+    pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<Value>, Problem)> {
+        let value: Value = serde_json::from_slice(line)
+            .map_err(|error| (None, Problem::new(Code::NoJson, format!("no JSON: {error}"))))?;
+        let Value::Object(mut object) = value else {
+            let text = "a request is one object on one line; there are no batches";
+            return Err((None, Problem::new(Code::NoRequest, text)));
+        };
+        let id = object.remove("id");
+        let wrong = |text: String| (id.clone(), Problem::new(Code::NoRequest, text));
+        if id.as_ref().is_some_and(|id| id.is_object() || id.is_array() || id.is_boolean()) {
+            let text = "the id must be a string, a number or null";
+            return Err((None, Problem::new(Code::NoRequest, text)));
+        }
+        if object.remove("jsonrpc") != Some(json!("2.0")) {
+            return Err(wrong(r#"it lacks "jsonrpc": "2.0""#.into()));
+        }
+        let Some(Value::String(method)) = object.remove("method") else {
+            return Err(wrong("it has no method, or one that is no string".into()));
+        };
+        let params = object.remove("params").unwrap_or_else(|| Value::Object(Map::new()));
+        if !params.is_object() {
+            let text = "the parameters must be an object, by name";
+            return Err((id, Problem::new(Code::Params, text)));
+        }
+        if let Some((key, _)) = object.iter().next() {
+            return Err(wrong(format!("a request has no member '{key}'")));
+        }
+        Ok(Self { id, method, params })
+    }
+}
+
+/// An answer, with the end of its line.
+pub(super) fn answer_line(id: Option<Value>, result: Result<Value, Problem>) -> String {
+    let id = id.unwrap_or(Value::Null);
+    let answer = match result {
+        Ok(result) => json!({ "jsonrpc": "2.0", "id": id, "result": result }),
+        Err(problem) => json!({ "jsonrpc": "2.0", "id": id, "error": problem }),
+    };
+    format!("{answer}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_read_and_others_are_refused() {
+        let good = br#"{"jsonrpc": "2.0", "id": 7, "method": "ping", "params": {"a": 1}}"#;
+        let request = Request::parse(good).unwrap();
+        assert_eq!((request.id, &*request.method), (Some(json!(7)), "ping"));
+        assert_eq!(request.params, json!({ "a": 1 }));
+        let notification = Request::parse(br#"{"jsonrpc": "2.0", "method": "ping"}"#).unwrap();
+        assert_eq!((notification.id, notification.params), (None, json!({})));
+        for (bad, code) in [
+            (&b"{"[..], Code::NoJson),
+            (b"\xff", Code::NoJson),
+            (b"[]", Code::NoRequest),
+            (br#"{"id": 1, "method": "ping"}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "1.0", "id": 1, "method": "ping"}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": 1, "method": 3}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": {}, "method": "ping"}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": 1, "method": "ping", "x": 1}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": 1, "method": "ping", "params": [1]}"#, Code::Params),
+        ] {
+            let (_, problem) = Request::parse(bad).unwrap_err();
+            assert_eq!(problem.code, code.number(), "{}", String::from_utf8_lossy(bad));
+        }
+        let (id, _) = Request::parse(br#"{"id": 3, "method": "ping"}"#).unwrap_err();
+        assert_eq!(id, Some(json!(3)), "the client knows which request it was");
+    }
+
+    #[test]
+    fn answers_are_one_line() {
+        let good = answer_line(Some(json!("a")), Ok(json!({ "text": "one\ntwo" })));
+        assert_eq!(good.matches('\n').count(), 1);
+        let value: Value = serde_json::from_str(&good).unwrap();
+        assert_eq!((&value["id"], &value["result"]["text"]), (&json!("a"), &json!("one\ntwo")));
+        let bad = answer_line(None, Err(Problem::new(Code::Unknown, "none")));
+        let value: Value = serde_json::from_str(&bad).unwrap();
+        assert_eq!((&value["id"], &value["error"]["code"]), (&Value::Null, &json!(2)));
+    }
+}
