@@ -47,7 +47,7 @@ impl ControlSocket {
     ///
     /// When the socket cannot be made, or the kernel has no thread or descriptor left.
     pub(crate) fn start(path: &Path, daemon: Weak<Daemon>) -> Result<Self> {
-        let endpoint = Endpoint::bind(path)?;
+        let endpoint = Endpoint::bind(path, "--control")?;
         // Whoever has come before is refused by his credentials.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
             .with_context(|| format!("cannot keep others from {}", path.display()))?;

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
-use crate::options::{parse_lun, parse_place};
+use crate::options::unit::{parse_lun, parse_place};
 
 /// The daemon has refused.
 const EXIT_REFUSED: u8 = 1;

@@ -215,15 +215,17 @@ impl Daemon {
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
         let change = self.unit_changes();
         let ExportUnits { device, units, .. } = self.control.units(export.clone())?;
-        // Whoever asks closes the disk, which may take long, and no IoThread.
         drop(units);
-        if !device.remove_unit(place.address()) {
+        let Some(unit) = device.remove_unit(place.address()) else {
             return Err(CommandError::UnknownUnit(export, place));
-        }
+        };
         let disk = self.control.unit_removed(export.clone(), place)?;
         drop(change);
-        tracing::info!(export, "logical unit {place} is removed");
         drop(disk);
+        // Whoever asks waits for that, however long the file system takes. Then the disk can be
+        // opened again.
+        unit.close();
+        tracing::info!(export, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
     }
 
@@ -257,7 +259,7 @@ impl Daemon {
     /// fail.
     fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
         match &spec.endpoint {
-            EndpointSpec::Path(path) => Endpoint::bind(path).map(Some),
+            EndpointSpec::Path(path) => Endpoint::bind(path, "--socket-path").map(Some),
             EndpointSpec::Fd(fd) => match &*self.inherited() {
                 Some((number, _)) if number == fd => Ok(None),
                 _ => bail!("descriptor {fd} was not inherited, or an export has taken it"),

@@ -49,23 +49,24 @@ pub struct OwnSocket {
 }
 
 impl Endpoint {
-    /// Listens on `path`. A socket there that nobody listens on is replaced.
+    /// Listens on `path`, which `option` names. A socket there that nobody listens on is replaced.
     ///
     /// # Errors
     ///
     /// When a program listens there, something else exists there, or it cannot be created.
-    pub fn bind(path: &Path) -> Result<Self> {
+    pub fn bind(path: &Path, option: &str) -> Result<Self> {
         let shown = path.display();
         let bytes = path.as_os_str().len();
         if bytes > SOCKET_PATH_BYTES {
             bail!(
                 "cannot listen on {shown}: the path is too long for a socket, {bytes} bytes and \
-                 not at most {SOCKET_PATH_BYTES}; choose another path"
+                 not at most {SOCKET_PATH_BYTES}; choose another {option}"
             );
         }
-        clear_socket_path(path)?;
-        let listener = UnixListener::bind(path)
-            .map_err(|error| anyhow!("cannot listen on {shown}: {error}; choose another path"))?;
+        clear_socket_path(path, option)?;
+        let listener = UnixListener::bind(path).map_err(|error| {
+            anyhow!("cannot listen on {shown}: {error}; choose another {option}")
+        })?;
         listener
             .set_nonblocking(true)
             .with_context(|| format!("cannot set up the new socket {shown}"))?;
@@ -126,7 +127,7 @@ impl Endpoint {
 }
 
 /// Makes way for a socket: removes one that was left over, refuses anything else.
-fn clear_socket_path(path: &Path) -> Result<()> {
+fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     let shown = path.display();
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
@@ -134,7 +135,7 @@ fn clear_socket_path(path: &Path) -> Result<()> {
         Err(error) => return Err(error).with_context(|| format!("cannot look at {shown}")),
     };
     if !metadata.file_type().is_socket() {
-        bail!("{shown} exists and is not a socket; choose another path");
+        bail!("{shown} exists and is not a socket; choose another {option}");
     }
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -144,7 +145,7 @@ fn clear_socket_path(path: &Path) -> Result<()> {
         }
         Err(error) => Err(error).with_context(|| format!("cannot find out who listens on {shown}")),
         Ok(_) => {
-            bail!("another program listens on {shown}; stop it or choose another path")
+            bail!("another program listens on {shown}; stop it or choose another {option}")
         }
     }
 }
@@ -180,11 +181,11 @@ mod tests {
             (path("in use"), Some("another program listens on")),
             (path("file"), Some("is not a socket")),
             (path("folder"), Some("is not a socket")),
-            (path("no folder/socket"), Some("choose another path")),
+            (path("no folder/socket"), Some("choose another {option}")),
             (path(&"x".repeat(SOCKET_PATH_BYTES)), Some("the path is too long")),
         ] {
             let there = std::fs::symlink_metadata(&place).map(|metadata| metadata.ino()).ok();
-            let bound = Endpoint::bind(&place).map(|endpoint| {
+            let bound = Endpoint::bind(&place, "").map(|endpoint| {
                 assert!(UnixStream::connect(&place).is_ok(), "{}", place.display());
                 assert!(endpoint.accept().is_some_and(|accepted| accepted.is_ok()));
                 drop(endpoint);
@@ -207,7 +208,7 @@ mod tests {
     fn what_others_have_put_in_the_place_of_a_socket_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let endpoint = Endpoint::bind(&path).unwrap();
+        let endpoint = Endpoint::bind(&path, "").unwrap();
         std::fs::rename(&path, folder.path().join("moved")).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(endpoint);

@@ -3,7 +3,7 @@
 mod disk;
 mod export;
 pub mod switches;
-mod unit;
+pub(crate) mod unit;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +16,6 @@ use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
 use switches::Switches;
-pub(crate) use unit::{parse_lun, parse_place};
 
 use crate::spec::{CacheMode, check_queue_size, check_text};
 
@@ -58,8 +57,8 @@ pub struct ServeArgs {
     /// comma in a value twice.
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub export: Vec<String>,
-    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there is
-    /// and change it. Only root and the user of the daemon can connect.
+    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
+    /// is and change it. Only root and the user of the daemon can connect.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
     /// Refuse writes.

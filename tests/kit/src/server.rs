@@ -138,6 +138,14 @@ pub struct Export {
     pub units: Option<Vec<String>>,
 }
 
+impl Export {
+    /// The control socket of a server for virtio-scsi.
+    #[must_use]
+    pub fn control(&self) -> PathBuf {
+        self.socket.with_extension("control")
+    }
+}
+
 /// A running server. Dropping it kills it and removes its socket; its messages are shown if the
 /// test is failing.
 pub struct Server {
@@ -203,6 +211,18 @@ impl Server {
             // It always announces this one.
             Program::StorageDaemon => "write through",
         }
+    }
+
+    /// Runs `ringhaul ctl` on the server's control socket: a command, the export, and what else it
+    /// takes. Returns what it prints.
+    pub fn ctl(&self, command: &str, arguments: &[&str]) -> Result<String> {
+        let mut ctl = bound_to_test();
+        ctl.arg(ringhaul_binary()?).args(["ctl", "--control"]).arg(self.export.control());
+        ctl.arg(command).arg(&self.export.socket).args(arguments);
+        let output = ctl.output().context("running ringhaul ctl")?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "ctl {command} {arguments:?}: {said}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
     /// Fails if the server has ended on its own.
@@ -289,6 +309,7 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         let (file, serial) = (export.file.display(), &export.serial);
         let first = format!("0,blk-file={file},serial={serial},rotational=off");
         command.args(["--device", "scsi", "--lun", &first]);
+        command.arg("--control").arg(export.control());
         for unit in units {
             command.args(["--lun", unit]);
         }

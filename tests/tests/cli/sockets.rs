@@ -50,7 +50,7 @@ fn socket_paths_that_do_not_work_are_refused() -> Result<()> {
 
     let regular = scene.socket("regular");
     fs::write(&regular, "precious")?;
-    let words = [&*regular.to_string_lossy(), "not a socket", "choose another path"];
+    let words = [&*regular.to_string_lossy(), "not a socket", "choose another --socket-path"];
     refusals.check("regular file", serve(&regular, &file), &words);
     ensure!(fs::read(&regular)? == b"precious", "the file was touched");
 
@@ -90,7 +90,7 @@ fn a_socket_in_use_is_left_to_who_has_it() -> Result<()> {
     let (file, other) = (scene.disk("a.img", DISK_BYTES)?, scene.disk("b.img", DISK_BYTES)?);
     let socket = scene.socket("disk.sock");
     let mut daemon = Running::serve(&mut serve(&socket, &file)?)?;
-    let words = ["disk.sock", "another program listens", "choose another path"];
+    let words = ["disk.sock", "another program listens", "choose another --socket-path"];
     let mut refusals = Refusals::default();
     refusals.check("in use", serve(&socket, &other), &words);
     refusals.finish()?;

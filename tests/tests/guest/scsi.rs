@@ -1,5 +1,7 @@
 //! A virtio-scsi device with four units.
 
+use std::fs::File;
+
 use anyhow::Result;
 use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export};
@@ -75,4 +77,53 @@ fn scsi_with_aio() -> Result<()> {
 #[test]
 fn scsi_with_threads_in_the_page_cache() -> Result<()> {
     scenario(|| data(Engine::Threads, Cache::Writeback))
+}
+
+/// Units that come, grow and go while the guest runs.
+#[test]
+fn scsi_units_come_and_go() -> Result<()> {
+    scenario(|| {
+        let scene = Scene::new()?;
+        let export = scene.export("scsi-hotplug", Engine::IoUring, Cache::None)?;
+        let export = Export { units: Some(Vec::new()), ..export };
+        let mut server = scene.serve(&export)?;
+        let mut vm = boot(&[&export])?;
+        let file = scene.export("scsi-hotplug-more", Engine::IoUring, Cache::None)?.file;
+        let unit = format!("7,blk-file={},discard=on", file.display());
+        for _ in 0..3 {
+            File::options().write(true).open(&file)?.set_len(64 << 20)?;
+            server.ctl("add-lun", &[&unit])?;
+            let disk = appears(&mut vm, "0:7")?;
+            has_mebibytes(&mut vm, &disk, 64)?;
+            File::options().write(true).open(&file)?.set_len(96 << 20)?;
+            server.ctl("resize", &["7"])?;
+            has_mebibytes(&mut vm, &disk, 96)?;
+            let data = "dd if=/dev/urandom of=/tmp/data bs=1M count=1 2> /dev/null";
+            let end = "bs=1M seek=95 count=1 oflag=direct conv=fsync";
+            vm.check(&format!("{data} && dd if=/tmp/data of=/dev/{disk} {end}"), LIMIT)?;
+            check_same_bytes(&mut vm, &disk, &file)?;
+            // A unit that is in use finishes what it has taken.
+            let read = format!("cat /dev/{disk} > /dev/null");
+            vm.check(&format!("({read}; true) & echo"), LIMIT)?;
+            server.ctl("remove-lun", &["7"])?;
+            vm.check(&format!("while [ -e /sys/block/{disk} ]; do sleep 0.1; done"), LIMIT)?;
+        }
+        assert!(server.ctl("remove-lun", &["7"]).is_err(), "it was removed twice");
+        vm.power_off(LIMIT)?;
+        check_clean_exit(&mut server)
+    })
+}
+
+/// Waits until the guest has a disk at an address, and returns what it calls it.
+fn appears(vm: &mut Vm, address: &str) -> Result<String> {
+    let nodes = format!("/sys/bus/scsi/devices/*:0:{address}/block/sd*");
+    vm.check(&format!("until ls -d {nodes} > /dev/null 2>&1; do sleep 0.1; done"), LIMIT)?;
+    node(vm, address)
+}
+
+/// Waits until a disk has this size.
+fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
+    let sectors = size << 11;
+    let has = format!("[ $(cat /sys/block/{disk}/size) = {sectors} ]");
+    vm.check(&format!("until {has}; do sleep 0.1; done"), LIMIT).map(drop)
 }

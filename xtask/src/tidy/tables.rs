@@ -207,6 +207,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["options"]),
             (3, &["options::unit"]),
             (4, &["options::export"]),
+            (5, &["ctl"]),
             // Sessions.
             (3, &["vhost_user::examiner", "vhost_user::message"]),
             (4, &["vhost_user::foreign", "vhost_user::ring", "vhost_user::setup"]),
@@ -230,7 +231,6 @@ pub(super) const FLOORS: &[Floors] = &[
             (20, &["control_socket::methods"]),
             (21, &["control_socket"]),
             (22, &["serve"]),
-            (5, &["ctl"]),
         ],
     },
 ];

@@ -487,7 +487,7 @@ mod tests {
     fn front_ends_are_served_one_after_the_other() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let mut scene = Scene::new(Endpoint::bind(&path).unwrap());
+        let mut scene = Scene::new(Endpoint::bind(&path, "").unwrap());
         let mut export = scene.export();
         run(&mut export);
         let seen = |export: &Export| {
@@ -530,7 +530,7 @@ mod tests {
     #[test]
     fn an_export_pauses_when_no_front_end_can_be_accepted() {
         let folder = tempfile::tempdir().unwrap();
-        let mut scene = Scene::new(Endpoint::bind(&folder.path().join("socket")).unwrap());
+        let mut scene = Scene::new(Endpoint::bind(&folder.path().join("socket"), "").unwrap());
         let mut export = scene.export();
         let now = Instant::now();
         let polls = |export: &Export, now: Instant| {

@@ -37,7 +37,7 @@ pub(crate) fn parse_place(text: &str) -> Result<UnitPlace> {
     let target = target.parse().context("the target must be a number from 0 to 255")?;
     match lun.parse() {
         Ok(lun @ 0..=LUN_MAX) => Ok(UnitPlace { target, lun }),
-        _ => bail!("'{text}' is no LUN, a number from 0 to {LUN_MAX}, and no TARGET:LUN"),
+        _ => bail!("a unit begins with a LUN, a number from 0 to {LUN_MAX}, or TARGET:LUN"),
     }
 }
 

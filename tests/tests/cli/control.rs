@@ -1,0 +1,139 @@
+//! The control socket.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use serde_json::{Value, json};
+
+use super::scene;
+
+/// A connection to a daemon.
+struct Client(BufReader<UnixStream>);
+
+impl Client {
+    fn new(path: &Path) -> Result<Self> {
+        Ok(Self(BufReader::new(UnixStream::connect(path)?)))
+    }
+
+    fn send(&mut self, line: &[u8]) -> Result<()> {
+        Ok(self.0.get_mut().write_all(line)?)
+    }
+
+    /// The next answer. `None`: the daemon has hung up.
+    fn answer(&mut self) -> Result<Option<Value>> {
+        let mut line = String::new();
+        let bytes = self.0.read_line(&mut line)?;
+        Ok((bytes > 0).then(|| serde_json::from_str(&line)).transpose()?)
+    }
+
+    fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        self.send(format!("{request}\n").as_bytes())?;
+        self.answer()?.context("the daemon has hung up")
+    }
+}
+
+fn serve(scene: &Scene) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.args(["--device", "scsi", "--lun", "0,null=1M"]);
+    command.arg("--control").arg(scene.socket("control"));
+    Running::serve(&mut command)
+}
+
+#[test]
+fn exports_and_units_come_and_go_by_request() -> Result<()> {
+    let scene = scene()?;
+    let daemon = serve(&scene)?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    let vm = scene.socket("vm.sock").display().to_string();
+    let disk = scene.disk("more.img", 1 << 20)?;
+    let unit = json!({ "lun": 3, "disk": { "file": disk } });
+    let of_unit = json!({ "export": vm, "lun": 3 });
+    for _ in 0..3 {
+        let added = client.call("lun.add", &json!({ "export": vm, "unit": unit }))?;
+        ensure!(added["result"] == json!({}), "{added}");
+        let again = client.call("lun.add", &json!({ "export": vm, "unit": unit }))?;
+        ensure!(again["error"]["code"] == 3, "{again}");
+        let shown = client.call("export.show", &json!({ "export": vm }))?;
+        ensure!(shown["result"]["size-bytes"] == 2 << 20, "{shown}");
+        fs::File::options().write(true).open(&disk)?.set_len(3 << 20)?;
+        let resized = client.call("disk.resize", &of_unit)?;
+        ensure!(resized["result"]["size-bytes"] == 3 << 20, "{resized}");
+        let removed = client.call("lun.remove", &of_unit)?;
+        ensure!(removed["result"] == json!({}), "{removed}");
+        let removed = client.call("lun.remove", &of_unit)?;
+        ensure!(removed["error"]["code"] == 2, "{removed}");
+        fs::File::options().write(true).open(&disk)?.set_len(1 << 20)?;
+    }
+    let other = scene.socket("other.sock");
+    let spec = json!({ "endpoint": { "path": other }, "device": { "blk": { "file": disk } } });
+    let added = client.call("export.add", &spec)?;
+    ensure!(added["result"] == json!({}) && other.exists(), "{added}");
+    let no_units = json!({ "export": other, "unit": unit });
+    ensure!(client.call("lun.add", &no_units)?["error"]["code"] == 5, "blk has no units");
+    let removed = client.call("export.remove", &json!({ "export": other }))?;
+    ensure!(removed["result"]["name"] == json!(other) && !other.exists(), "{removed}");
+    let ended = client.call("shutdown", &json!({}))?;
+    ensure!(ended["result"] == json!({}), "{ended}");
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    Ok(())
+}
+
+#[test]
+fn what_is_no_request_is_refused_and_harms_nobody() -> Result<()> {
+    let scene = scene()?;
+    let daemon = serve(&scene)?;
+    let path = scene.socket("control");
+    ensure!(fs::metadata(&path)?.permissions().mode() & 0o777 == 0o600, "others may connect");
+    let mut client = Client::new(&path)?;
+    for (line, code) in [
+        (&b"nonsense\n"[..], -32700),
+        (b"[1, 2]\n", -32600),
+        (b"{\"jsonrpc\": \"2.0\", \"id\": 1, \"method\": \"format\"}\n", -32601),
+        (b"{\"jsonrpc\": \"2.0\", \"id\": 1, \"method\": \"export.show\"}\n", -32602),
+    ] {
+        client.send(line)?;
+        let answer = client.answer()?.context("no answer")?;
+        ensure!(answer["error"]["code"] == code, "{answer}");
+    }
+    // A notification has no answer, and an empty line is none.
+    client.send(b"\n{\"jsonrpc\": \"2.0\", \"method\": \"ping\"}\n")?;
+    ensure!(client.call("ping", &json!({}))?["result"]["version"].is_string(), "no version");
+
+    let mut long = Client::new(&path)?;
+    // The daemon hangs up in the middle.
+    let _ = long.send(&vec![b' '; 2 << 20]);
+    if let Ok(Some(answer)) = long.answer() {
+        ensure!(answer["error"]["code"] == -32600, "{answer}");
+    }
+
+    let mut others = Vec::new();
+    let refused = loop {
+        let mut other = Client::new(&path)?;
+        // One that is refused may have been hung up on already.
+        let _ = other.send(b"{\"jsonrpc\": \"2.0\", \"id\": 1, \"method\": \"ping\"}\n");
+        let answer = other.answer()?.context("no answer")?;
+        others.push(other);
+        if answer["error"]["code"] == 7 {
+            break others.len();
+        }
+        ensure!(others.len() < 32, "any number of clients is served");
+    };
+    ensure!(refused >= 14, "client {refused} was refused");
+    ensure!(client.call("ping", &json!({}))?["result"].is_object(), "the first is not served");
+    drop(others);
+
+    let mut ctl = ringhaul()?;
+    ctl.args(["ctl", "--control"]).arg(&path).args(["show", "nobody"]);
+    run(&mut ctl)?.expect_code(1)?;
+    client.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
