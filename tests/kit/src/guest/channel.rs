@@ -64,6 +64,12 @@ impl Console {
         })
     }
 
+    /// How many lines say something like `wanted`.
+    pub(crate) fn count(&self, wanted: &str) -> usize {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().filter(|line| line.text.contains(wanted)).count()
+    }
+
     /// The last lines, for an error.
     pub(crate) fn tail(&self) -> String {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);

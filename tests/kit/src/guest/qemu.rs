@@ -102,6 +102,11 @@ impl Qemu {
         wait_child(&mut self.child, deadline).context("waiting for QEMU")
     }
 
+    /// How often the guest's kernel has said that a processor stands still.
+    pub(super) fn stalls(&self) -> usize {
+        self.console.count("rcu: INFO")
+    }
+
     /// `error` with the console and, if QEMU has ended, its status; a [`QemuCrashed`] if it died
     /// of itself.
     pub(super) fn explain(&mut self, error: &anyhow::Error) -> anyhow::Error {

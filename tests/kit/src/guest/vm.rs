@@ -67,7 +67,8 @@ pub struct VmOptions {
     /// How often a kernel that does not come as far as its init is started, and QEMU when it dies
     /// of itself before the guest is ready. Under TCG the timer of a guest's first processor stops
     /// now and then while its kernel boots, with no disk in sight, and an assertion of TCG fails.
-    /// A guest that hangs later than that is not helped.
+    /// So it is when a kernel that has come to its init reports that a processor stands still. A
+    /// guest that hangs later than that, or waits for a disk, is not helped.
     pub boot_attempts: u32,
     /// Whether the console is shown on stderr and the output of scripts on stdout as they come.
     pub echo: bool,
@@ -238,12 +239,16 @@ impl Vm {
     fn boot_again_until_ready(&mut self) -> Result<()> {
         for attempt in 1..=self.options.boot_attempts {
             let deadline = Instant::now() + self.options.boot_limit;
+            let stalls = self.qemu.stalls();
             if self.wait_for(STARTED, deadline)? {
-                ensure!(self.wait_for(READY, deadline)?, "its init hangs");
-                return Ok(());
+                if self.wait_for(READY, deadline)? {
+                    return Ok(());
+                }
+                // What waits for a disk stops no processor.
+                ensure!(self.qemu.stalls() > stalls, "its init hangs");
             }
             if attempt < self.options.boot_attempts {
-                eprintln!("guest: the kernel hangs before its init; it is started again");
+                eprintln!("guest: the kernel hangs while it boots; it is started again");
                 self.monitor.execute("system_reset")?;
             }
         }
