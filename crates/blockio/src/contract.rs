@@ -450,6 +450,10 @@ mod simulated {
             unreachable!("no ring has a submission thread");
         }
 
+        fn run_thread(&self, work: Box<dyn FnOnce()>) {
+            work();
+        }
+
         fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
             while !is_over() {
                 if !self.answer_one() {

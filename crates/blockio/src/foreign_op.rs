@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use iomem::{Buffers, fits};
 
+use crate::engine::kernel::start_thread;
 use crate::io::Io;
 use crate::mailbox::Mailbox;
 use crate::op::Completion;
@@ -35,6 +36,15 @@ impl Io {
         let slot = self.ops.borrow_mut().slots.insert_foreign(buffers);
         let completer = ForeignCompleter::new(&self.mailbox, slot);
         (ForeignOp { io: Rc::clone(self), slot: Some(slot) }, completer)
+    }
+
+    /// Starts a thread for work that may block, which completes a foreign op in the end.
+    ///
+    /// # Errors
+    ///
+    /// When there is no thread for it.
+    pub fn start_thread(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        start_thread(name, Box::new(work))
     }
 
     /// What a future gets when nobody harvests any more: memory stays where it is.

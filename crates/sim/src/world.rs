@@ -2,6 +2,7 @@
 
 mod hung;
 mod kernel;
+mod power;
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
@@ -27,6 +28,8 @@ use crate::rng::Rng;
 pub(crate) struct Counts {
     pub(crate) started: u64,
     pub(crate) rejected: u64,
+    /// What threads were to do, each of which completes an op of its own.
+    pub(crate) threads: u64,
     /// Discards that io_uring could not do, and that were to come again.
     pub(crate) discards_twice: u64,
     pub(crate) read_bytes: u64,
@@ -41,6 +44,8 @@ enum Event {
     Signal(u64),
     /// A submission thread of io_uring looks for entries.
     SqThread(u64),
+    /// A thread does its work.
+    Thread(u64),
 }
 
 /// A disk of the simulated kernel.
@@ -81,6 +86,7 @@ struct Inner {
     ops: BTreeMap<u64, Running>,
     signals: BTreeMap<u64, Signal>,
     sq_threads: BTreeMap<u64, SqThread>,
+    threads: BTreeMap<u64, Box<dyn FnOnce()>>,
     /// Time, a number that mixes events of the same time, and the event.
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     next_id: u64,
@@ -167,6 +173,7 @@ impl World {
             ops: BTreeMap::new(),
             signals: BTreeMap::new(),
             sq_threads: BTreeMap::new(),
+            threads: BTreeMap::new(),
             events: BinaryHeap::new(),
             next_id: 1,
             refusals_to_come: 0,
@@ -267,6 +274,13 @@ impl World {
             Event::Effect(id, from, to) => self.effect(id, from, to),
             Event::Answer(id) => self.answer(id),
             Event::SqThread(id) => self.sq_thread(id),
+            Event::Thread(id) => {
+                let work = self.inner.borrow_mut().threads.remove(&id);
+                self.trace(|| format!("kernel: thread {id} runs"));
+                if let Some(work) = work {
+                    work();
+                }
+            }
             Event::Signal(id) => {
                 let signal = self.inner.borrow_mut().signals.remove(&id);
                 self.trace(|| format!("kernel: the eventfd for op {id} is written"));
@@ -329,36 +343,15 @@ impl World {
         self.turn.end.set(end);
     }
 
-    /// The power goes. Ops get answers that nobody will see.
-    pub(crate) fn power_off(&self) {
-        self.inner.borrow_mut().power_is_off = true;
-        let ids: Vec<u64> = self.inner.borrow().ops.keys().copied().collect();
-        for id in ids {
-            self.answer(id);
-        }
-        while self.run_event() {}
-    }
-
-    /// The power is back; what is on the disk has been decided.
-    pub(crate) fn power_on(&self) {
-        let Inner { rng, disks, power_is_off, .. } = &mut *self.inner.borrow_mut();
-        disks.iter_mut().for_each(|disk| disk.device.lose_power(rng));
-        *power_is_off = false;
-    }
-
-    /// Everything that was written is on stable storage. No op may be in the kernel.
-    pub(crate) fn settle(&self) {
-        let disks = &mut self.inner.borrow_mut().disks;
-        disks.iter_mut().for_each(|disk| disk.device.settle());
-    }
-
     /// Drops ops and eventfds, which refer to this world.
     pub(crate) fn clear(&self) {
         self.set_others(None);
         let mut inner = self.inner.borrow_mut();
         inner.events.clear();
         inner.sq_threads.clear();
+        let threads = std::mem::take(&mut inner.threads);
         let _ = (std::mem::take(&mut inner.ops), std::mem::take(&mut inner.signals));
+        drop((inner, threads));
     }
 
     fn effect(&self, id: u64, from: usize, to: usize) {

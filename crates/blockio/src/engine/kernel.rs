@@ -1,6 +1,7 @@
 //! What the engines call: Linux, or with `--cfg ringhaul_sim` a simulated kernel.
 //!
-//! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`] and [`takes_jobs`].
+//! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`], [`start_thread`] and
+//! [`takes_jobs`].
 
 pub(super) mod aio_abi;
 #[cfg(not(ringhaul_sim))]
@@ -10,6 +11,10 @@ pub(super) mod ring_abi;
 pub mod sim;
 
 #[cfg(not(ringhaul_sim))]
+pub(crate) use linux::start_thread;
+#[cfg(not(ringhaul_sim))]
 pub(super) use linux::{AioContext, Ring, sleep, takes_jobs};
+#[cfg(ringhaul_sim)]
+pub(crate) use sim::start_thread;
 #[cfg(ringhaul_sim)]
 pub(super) use sim::{AioContext, Ring, sleep, takes_jobs};

@@ -86,8 +86,7 @@ pub(super) async fn reserve_out(
         drop(unit);
         completer.complete(Ok(0));
     };
-    let thread = std::thread::Builder::new().name("ringhaul-reserve".into()).spawn(carry_out);
-    if thread.is_err() {
+    if io.start_thread("ringhaul-reserve", carry_out).is_err() {
         // The completer has gone with the closure, which nobody has called.
         return Err(Failure::Busy);
     }

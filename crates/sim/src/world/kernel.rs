@@ -166,6 +166,16 @@ impl sim::World for World {
         self.schedule(inner, delay, Event::SqThread(id));
     }
 
+    fn run_thread(&self, work: Box<dyn FnOnce()>) {
+        let inner = &mut *self.inner.borrow_mut();
+        let id = inner.next_id;
+        inner.next_id += 1;
+        inner.threads.insert(id, work);
+        inner.counts.threads += 1;
+        let delay = inner.rng.below(self.plan.latency_us * 2000);
+        self.schedule(inner, delay, Event::Thread(id));
+    }
+
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
         if self.turn.runs.get() {
             return self.sleep_in_turn(deadline, is_over);

@@ -3,7 +3,9 @@
 mod aio;
 mod ring;
 
+use std::io;
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use rustix::event::Timespec;
@@ -29,4 +31,9 @@ pub(in crate::engine) fn sleep(
     timeout: Option<Timespec>,
 ) -> Option<Timespec> {
     timeout
+}
+
+/// Starts a thread for work that may block.
+pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+    thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }

@@ -18,4 +18,5 @@ pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use pool::takes_jobs;
 pub(in crate::engine) use ring::Ring;
 pub(in crate::engine) use world::sleep;
+pub(crate) use world::start_thread;
 pub use world::{Installed, KernelOp, RingSetup, Signal, SqThread, World, install, is_readable};

@@ -1,8 +1,10 @@
 //! What stands in for the kernel and for time, and the ops that it gets.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::rc::{Rc, Weak};
+use std::thread;
 use std::time::Instant;
 
 use libc::iovec;
@@ -45,6 +47,9 @@ pub trait World {
     /// Lets a submission thread of io_uring run: some time it must [work](SqThread::work), until it
     /// [sleeps](SqThread::sleep) or is gone. It comes here again when it is woken.
     fn run_sq_thread(&self, thread: SqThread);
+
+    /// Has a thread of its own do this some time.
+    fn run_thread(&self, work: Box<dyn FnOnce()>);
 
     /// Moves time on until `is_over` says so, or `deadline` has come. It may return earlier, as if
     /// a signal had come.
@@ -116,6 +121,15 @@ fn spin() {
     if let Some(world) = world() {
         as_other(|| world.spin());
     }
+}
+
+/// Hands the work of a thread to the simulated kernel, or to a thread if nothing is simulated.
+pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+    match world() {
+        Some(world) => world.run_thread(work),
+        None => drop(thread::Builder::new().name(name.to_owned()).spawn(work)?),
+    }
+    Ok(())
 }
 
 /// Sleeps in simulated time until `fd` is readable or `deadline` has come. Returns the time-out
