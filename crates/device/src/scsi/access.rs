@@ -222,16 +222,17 @@ impl DiskAccess {
 
     /// Has tasks of the nexuses that are meant end: those of `by` as `own` says, but for the one
     /// with the tag, and those of others as a reset ends them: their drivers then begin them again.
-    /// Returns when they have ended.
+    /// `how` says which of them. Returns when they have ended.
     pub(crate) async fn end_tasks(
         &self,
         by: Nexus,
         own: (Abort, Option<u64>),
+        how: fn(Abort) -> How,
         is_meant: impl Fn(Nexus) -> bool,
     ) -> Vec<Covered> {
         let how = |nexus| {
             let (abort, except) = if nexus == by { own } else { (Abort::Reset, None) };
-            is_meant(nexus).then_some((How::Abort(abort), except))
+            is_meant(nexus).then_some((how(abort), except))
         };
         self.cover(how).await
     }

@@ -130,7 +130,8 @@ fn answer(has_lost: bool) -> u32 {
 impl UnitNexus {
     /// The logical unit begins anew for all initiators, and tells them.
     async fn reset_unit(&self) -> u32 {
-        let ended = self.access.end_tasks(self.nexus, (Abort::Reset, None), |_| true).await;
+        let own = (Abort::Reset, None);
+        let ended = self.access.end_tasks(self.nexus, own, How::Abort, |_| true).await;
         self.access.reset();
         self.access.tell_all(Sense::UNIT_WAS_RESET);
         answer(self.has_lost(&ended))
@@ -138,7 +139,8 @@ impl UnitNexus {
 
     /// Ends the tasks of all initiators: the control mode page says that they are in one task set.
     async fn clear_task_set(&self) -> u32 {
-        let ended = self.access.end_tasks(self.nexus, (Abort::Aborted, None), |_| true).await;
+        let own = (Abort::Aborted, None);
+        let ended = self.access.end_tasks(self.nexus, own, How::Abort, |_| true).await;
         access::tell_cleared(&ended, self.nexus);
         answer(self.has_lost(&ended))
     }

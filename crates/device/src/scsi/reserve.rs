@@ -12,7 +12,7 @@ use super::outcome::{Data, Failure, Moved};
 use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
-use super::task_set::Abort;
+use super::task_set::{Abort, How};
 use super::unit::Unit;
 
 /// START STOP UNIT starts.
@@ -110,7 +110,8 @@ async fn follow(unit: &Unit, done: Done, tag: u64) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
-    let ended = shared.end_tasks(own, (Abort::Aborted, Some(tag)), is_meant).await;
+    let tasks = (Abort::Aborted, Some(tag));
+    let ended = shared.end_tasks(own, tasks, How::AbortBegun, is_meant).await;
     access::tell_cleared(&ended, own);
     for (nexus, sense) in done.attentions {
         shared.tell(nexus, sense);

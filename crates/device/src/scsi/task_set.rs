@@ -28,6 +28,9 @@ pub(crate) enum How {
     Look,
     /// They end like this, and are waited for.
     Abort(Abort),
+    /// The same of those that have begun. Commands that abort others ask for this: a queue may pop
+    /// no chain before the command has ended that waits for it.
+    AbortBegun(Abort),
     /// Those that have the medium are waited for.
     Drain,
     /// Those that have begun are waited for.
@@ -176,7 +179,8 @@ impl Tasks {
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
-    /// and, if they are counted or aborted, those of the `chains` from the first up to the second.
+    /// and, if they are counted or all aborted, those of the `chains` from the first up to the
+    /// second.
     pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) {
         for task in self.tasks.borrow_mut().iter_mut().flatten() {
             if which.covers(task.unit, task.tag) {
@@ -199,7 +203,7 @@ impl Task {
             How::Look => return,
             How::Drain if !self.has_medium => return,
             How::Drain | How::Finish => {}
-            How::Abort(abort) => self.abort = self.abort.or(Some(abort)),
+            How::Abort(abort) | How::AbortBegun(abort) => self.abort = self.abort.or(Some(abort)),
         }
         self.waiting.get_or_insert_default().push(left.clone());
     }
@@ -341,6 +345,22 @@ mod tests {
         assert_eq!(tasks.end(one).abort, None);
         assert!(poll(&waiting).is_ready());
         assert_eq!([two, own].map(|number| tasks.check(number)), [Ok(()); 2]);
+    }
+
+    #[test]
+    fn a_command_aborts_tasks_that_have_begun() {
+        let tasks = Tasks::default();
+        let begun = tasks.begin(UNIT, 1, 1);
+        let (waiting, left) = Waiting::new();
+        let how = How::AbortBegun(Abort::Reset);
+        tasks.cover(Which::Others(UNIT, 3), how, [1, 9], left);
+        let later = tasks.begin(UNIT, 2, 2);
+        let found = [begun, later].map(|number| tasks.check(number));
+        assert_eq!(found, [Err(Abort::Reset), Ok(())]);
+        assert_eq!(poll(&waiting), Poll::Pending);
+        drop(tasks.end(begun));
+        assert_eq!(poll(&waiting), Poll::Ready(1));
+        assert!(!waiting.has_lost());
     }
 
     #[test]
