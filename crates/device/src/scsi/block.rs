@@ -71,6 +71,14 @@ fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     Ok(Range { lba, offset: lba << shift, bytes: u64::from(count) << shift })
 }
 
+/// Whether the medium still has blocks: it may have become smaller while the command waited.
+fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
+    if range.offset + range.bytes > disk.info().size_bytes {
+        return Err(Sense::LBA_OUT_OF_RANGE.into());
+    }
+    Ok(())
+}
+
 /// What an error of the disk is for the initiator.
 #[cold]
 fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
@@ -259,8 +267,9 @@ pub(super) async fn unmap(
         }
         ranges.push(range);
     }
-    for Range { lba, offset, bytes } in ranges {
+    for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;
+        check_still(&local.disk, range)?;
         let result = local.disk.discard(offset, bytes).await;
         result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
     }
@@ -297,6 +306,7 @@ pub(super) async fn write_same(
     if pattern.iter().all(|byte| *byte == 0) {
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
+            check_still(&local.disk, step)?;
             let result = local.disk.write_zeroes(step.offset, step.bytes, unmaps).await;
             result.map_err(|error| disk_error(DiskUse::writes("write zeroes", step.lba), error))?;
         }
@@ -305,6 +315,7 @@ pub(super) async fn write_same(
         let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed(lba))?;
         while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
             task.check()?;
+            check_still(&local.disk, step)?;
             let length = iomem::fits(step.bytes, "bytes of a step");
             let piece = copies.buffers(length, ()).map_err(failed(step.lba))?;
             local.disk.write(step.offset, piece, false).await.map_err(failed(step.lba))?;
@@ -370,6 +381,7 @@ pub(super) async fn compare_and_write(
     let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
     let exclusive = local.unit.access.exclude(local.unit.attached.nexus(), tag).await;
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
+    check_still(&local.disk, range)?;
     let result = local.disk.write(range.offset, wanted, fua).await;
     result.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
     drop(exclusive);
@@ -436,6 +448,7 @@ async fn compare(
     while done < range.bytes {
         task.check()?;
         let lba = range.lba + done / block as u64;
+        check_still(disk, range)?;
         let result = disk.read_part(range.offset + done, range.bytes - done).await;
         let part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
         let length = part.bytes();
