@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use blockio::Remote;
 
+use crate::disk::Disk;
 use crate::export::Export;
 use crate::failure::Failure;
 use crate::guest::Guest;
@@ -23,6 +24,10 @@ pub(crate) enum Change {
     SetCall,
     /// The driver switches the write cache.
     Writeback,
+    /// A unit is removed, or added again.
+    Hotplug,
+    /// A disk has another size.
+    Resize,
     /// The power goes.
     Crash,
     /// The IoThreads end, and others come.
@@ -39,6 +44,7 @@ impl Change {
 pub(crate) struct Control {
     rng: Rng,
     pub(crate) exports: Vec<Export>,
+    pub(crate) disks: Vec<Rc<Disk>>,
     /// Where queues can be started. None while the IoThreads are exchanged.
     pub(crate) threads: Vec<Remote>,
     /// How often each change may still be made.
@@ -47,19 +53,21 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    pub(crate) fn new(plan: &Plan, exports: Vec<Export>) -> Self {
+    pub(crate) fn new(plan: &Plan, exports: Vec<Export>, disks: Vec<Rc<Disk>>) -> Self {
         let changes = vec![
             (Change::Stop, plan.stops),
             (Change::Remap, plan.remaps),
             (Change::Reset, plan.resets),
             (Change::SetCall, plan.set_calls),
             (Change::Writeback, plan.writebacks),
+            (Change::Hotplug, plan.hotplugs),
+            (Change::Resize, plan.resizes),
             (Change::Crash, plan.crashes),
             (Change::Kill, plan.kills),
         ];
         let rng = Rng::new(plan.seed ^ plan.schedule << 40, 5);
         let has_sessions = exports.iter().any(|export| export.front_end.is_some());
-        Self { rng, exports, threads: Vec::new(), changes, has_sessions }
+        Self { rng, exports, disks, threads: Vec::new(), changes, has_sessions }
     }
 
     pub(crate) fn guests(&self) -> impl Iterator<Item = &Rc<Guest>> {
@@ -106,8 +114,22 @@ impl Control {
         if change.is_of_all() || able.is_empty() {
             return Ok(());
         }
+        if change == Change::Resize {
+            self.resize();
+            return Ok(());
+        }
         let device = self.rng.pick(&able);
         self.exports[device].change(change, &mut self.rng)
+    }
+
+    /// One of the disks has another size, of which all devices tell.
+    fn resize(&mut self) {
+        let disk = Rc::clone(&self.disks[self.rng.index(self.disks.len())]);
+        let blocks = self.rng.between(1, disk.plan.blocks);
+        disk.resize(blocks * disk.plan.block_sectors());
+        self.guests().for_each(|guest| guest.capacity_changed(disk.index));
+        // One of them tells all.
+        let _ = self.exports.iter().any(|export| export.resized(disk.index));
     }
 
     /// The guest whose first queue is always busy goes on with that.

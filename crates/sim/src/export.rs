@@ -1,36 +1,25 @@
 //! A device, its queues and its guest, and what is done to them while they run: what a VMM does.
 
-use std::num::NonZeroU16;
-use std::os::fd::OwnedFd;
+mod units;
+
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::DiskInfo;
-use blockio::{DiskSource, EngineKind, ROUNDS_UNTIL_SERVED, Remote};
-use device::blk::config::{
-    BlkOptions, F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET,
-};
-use device::{Device, LogEvents, Pending, QueueHandle, QueueSetup, StartError};
-use iomem::fits;
+use blockio::{ROUNDS_UNTIL_SERVED, Remote};
+use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
+use device::scsi::RemovedUnit;
+use device::{Device, Pending, QueueHandle, QueueSetup, StartError};
+use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
 use virtqueue::GuestMemory;
 
 use crate::control::Change;
+use crate::disk::Disk;
 use crate::failure::Failure;
 use crate::front_end::{Event, FrontEnd};
 use crate::guest::Guest;
 use crate::plan::Plan;
-use crate::request::serial;
 use crate::rng::Rng;
 use crate::world::World;
-
-/// An engine by its number in a plan.
-fn engine(number: u64) -> EngineKind {
-    match number {
-        0 => EngineKind::Aio,
-        1 => EngineKind::Threads,
-        _ => EngineKind::IoUring,
-    }
-}
 
 /// A chain that is available, and was not popped yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,11 +40,11 @@ enum Service {
 
 pub(crate) struct Export {
     plan: Plan,
-    /// Its number, and that of its disk.
+    /// Its number.
     index: usize,
     world: Rc<World>,
     pub(crate) guest: Rc<Guest>,
-    source: DiskSource,
+    disks: Vec<Rc<Disk>>,
     device: Device,
     memory: Arc<GuestMemory>,
     services: Vec<Service>,
@@ -63,6 +52,8 @@ pub(crate) struct Export {
     pub(crate) front_end: Option<FrontEnd>,
     /// For each queue, the IoThread that it is on, and what waits there.
     places: Vec<(usize, Option<Waiting>)>,
+    /// Units that were removed, until nobody uses their disks.
+    removed: Vec<RemovedUnit>,
     /// What is done once all queues have stopped.
     waiting: Option<Change>,
     /// All queues are to stay stopped.
@@ -71,35 +62,27 @@ pub(crate) struct Export {
 
 impl Export {
     /// Export number `index`, whose plan this is.
-    pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disk: OwnedFd) -> Self {
-        let block = fits(plan.block_bytes(), "the size of a block");
-        let info = DiskInfo {
-            size_bytes: plan.sectors() * 512,
-            logical_block_bytes: block,
-            physical_block_bytes: block,
-            read_only: plan.read_only > 0,
-            direct: plan.direct > 0,
-        };
-        let (memory_align, request_align) =
-            if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
-        let is_block = plan.block_device > 0;
-        let source = DiskSource::simulated(disk, info, is_block, memory_align, request_align)
-            .prefer_engine(engine(plan.engine_of(index)));
-        let guest = Rc::new(Guest::new(plan, world, index));
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disks: &[Rc<Disk>]) -> Self {
+        let guest = Rc::new(Guest::new(plan, world, index, disks));
+        disks.iter().for_each(|disk| disk.add_guest(&guest));
         let mut export = Self {
             plan: plan.clone(),
             index,
             world: Rc::clone(world),
-            device: device(plan, index, &source),
-            source,
+            device: units::device(plan, index, disks),
+            disks: disks.to_vec(),
             memory: Arc::new(guest.layout().map()),
             guest,
             services: stopped(plan),
             places: places(plan),
+            removed: Vec::new(),
             waiting: None,
             ending: false,
             front_end: None,
         };
+        if plan.scsi > 0 {
+            export.guest.units_begin();
+        }
         if plan.session > 0 {
             let Self { guest, device, .. } = &export;
             let features = export.features();
@@ -117,11 +100,14 @@ impl Export {
 
     /// What the driver negotiates.
     fn features(&self) -> u64 {
+        let (is_blk, no_events) = (self.plan.scsi == 0, self.plan.no_events > 0);
         let left_out = [
             (F_EVENT_IDX, self.plan.event_idx == 0),
             (F_INDIRECT_DESC, self.plan.indirect == 0),
-            (F_FLUSH, self.plan.no_flush > 0),
-            (F_CONFIG_WCE, self.plan.no_wce > 0),
+            (F_FLUSH, is_blk && self.plan.no_flush > 0),
+            (F_CONFIG_WCE, is_blk && self.plan.no_wce > 0),
+            (VIRTIO_SCSI_F_HOTPLUG, !is_blk && no_events),
+            (VIRTIO_SCSI_F_CHANGE, !is_blk && no_events),
         ];
         let left_out = left_out.iter().filter(|(_, is_out)| *is_out);
         left_out.fold(self.device.features(), |all, (feature, _)| all & !(1 << feature))
@@ -137,12 +123,16 @@ impl Export {
     /// Tells the guest whether writes are on stable storage when they are answered.
     fn note_write_through(&self) {
         let plan = &self.plan;
+        if plan.scsi > 0 {
+            // What units do is theirs.
+            return;
+        }
         let cached = if plan.no_wce == 0 {
             self.device.config_space()[WRITEBACK_OFFSET] == 1
         } else {
             plan.no_flush == 0 && plan.no_write_cache == 0
         };
-        self.guest.set_write_through(!cached);
+        self.disks[0].set_write_through(!cached);
     }
 
     /// Goes on with what IoThreads have answered meanwhile.
@@ -152,6 +142,7 @@ impl Export {
                 Service::Starting(Some(pending)) => pending.poll().map(|started| {
                     let handle = started.map_err(|e| Failure::new("no start", e.to_string()))?;
                     self.trace(|| format!("queue {index} runs"));
+                    self.guest.set_running(index, true);
                     Ok(Service::Running(Some(handle)))
                 }),
                 Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
@@ -172,6 +163,7 @@ impl Export {
             }
         }
         self.take_events();
+        self.close_unused();
         match self.waiting {
             Some(change) if self.is_stopped() => {
                 self.waiting = None;
@@ -195,7 +187,7 @@ impl Export {
                         *service = Service::Stopped(self.guest.indexes(queue).0);
                     }
                 }
-                Event::Cached(is_cached) => self.guest.set_write_through(!is_cached),
+                Event::Cached(is_cached) => self.disks[0].set_write_through(!is_cached),
             }
         }
     }
@@ -244,6 +236,7 @@ impl Export {
     }
 
     fn stop(&mut self, queue: usize) {
+        self.guest.set_running(queue, false);
         let service = &mut self.services[queue];
         *service = match std::mem::replace(service, Service::Stopped(0)) {
             Service::Running(handle) => Service::Stopping(handle.map(QueueHandle::begin_stop)),
@@ -274,6 +267,7 @@ impl Export {
                 let is_heard = |f: &FrontEnd| f.is_open() && f.has_protocol();
                 self.plan.no_wce == 0 && self.front_end.as_ref().is_none_or(is_heard)
             }
+            Change::Hotplug | Change::Resize => !self.ending && self.plan.scsi > 0,
             Change::Stop | Change::SetCall => !self.ending && !self.running().is_empty(),
             Change::Remap | Change::Reset => {
                 !self.ending && self.is_settled() && !self.running().is_empty()
@@ -300,7 +294,7 @@ impl Export {
             Change::Writeback => {
                 let value = rng.next().to_le_bytes()[0] & 1;
                 // Before the device takes it, the guest may not count on it.
-                self.guest.set_write_through(false);
+                self.disks[0].set_write_through(false);
                 let written = self.device.write_config(WRITEBACK_OFFSET, &[value]);
                 written.map_err(|error| Failure::new("config", error.to_string()))?;
                 self.note_write_through();
@@ -309,7 +303,8 @@ impl Export {
                 (0..self.services.len()).for_each(|queue| self.stop(queue));
                 self.waiting = Some(change);
             }
-            Change::Crash | Change::Kill => {}
+            Change::Hotplug => self.plug(rng),
+            Change::Resize | Change::Crash | Change::Kill => {}
         }
         Ok(())
     }
@@ -327,16 +322,16 @@ impl Export {
             Change::SetCall => front_end.replace_eventfd(rng.pick(&running)),
             Change::Writeback => {
                 // Before the device takes it, the guest may not count on it.
-                self.guest.set_write_through(false);
+                self.disks[0].set_write_through(false);
                 front_end.write_cache(rng.next().to_le_bytes()[0] & 1);
             }
             Change::Remap => front_end.remap(),
             Change::Reset => {
-                self.guest.set_write_through(false);
+                self.disks[0].set_write_through(false);
                 front_end.reset();
                 self.services.iter_mut().for_each(|service| *service = Service::Stopping(None));
             }
-            Change::Crash | Change::Kill => {}
+            Change::Hotplug | Change::Resize | Change::Crash | Change::Kill => {}
         }
     }
 
@@ -345,6 +340,9 @@ impl Export {
         self.check_memory()?;
         if change == Change::Reset {
             self.device.reset();
+            if self.plan.scsi > 0 {
+                self.guest.was_reset();
+            }
             self.negotiate();
         }
         self.memory = Arc::new(self.guest.layout().map());
@@ -355,32 +353,26 @@ impl Export {
     /// The IoThreads go: nobody knows of the queues any more.
     pub(crate) fn leave(&mut self) {
         self.services.clear();
+        self.removed.clear();
         self.waiting = None;
         if let Some(front_end) = &mut self.front_end {
             front_end.disconnect();
         }
     }
 
-    /// What was answered before the IoThreads went.
-    pub(crate) fn check_answers(&self) -> Result<(), Failure> {
-        self.guest.check()?;
-        self.check_memory()
-    }
-
     /// Goes on with what is on the disk, once the IoThreads are gone.
-    pub(crate) fn restart(&mut self, power_lost: bool) -> Result<(), Failure> {
-        self.guest.check_left(power_lost)?;
-        self.source.open_anew();
-        self.world.forget_loss(self.index);
+    pub(crate) fn restart(&mut self) {
         self.guest.reboot();
-        self.device = device(&self.plan, self.index, &self.source);
+        self.device = units::device(&self.plan, self.index, &self.disks);
+        if self.plan.scsi > 0 {
+            self.guest.units_begin();
+        }
         self.services = stopped(&self.plan);
         self.places = places(&self.plan);
         match &mut self.front_end {
             Some(front_end) => front_end.restart(&self.device),
             None => self.negotiate(),
         }
-        Ok(())
     }
 
     /// A number that changes when requests are answered.
@@ -465,24 +457,9 @@ fn number(queue: usize) -> u16 {
 }
 
 fn stopped(plan: &Plan) -> Vec<Service> {
-    (0..plan.queues).map(|_| Service::Stopped(plan.first_index())).collect()
+    (0..plan.queue_count()).map(|_| Service::Stopped(plan.first_index())).collect()
 }
 
 fn places(plan: &Plan) -> Vec<(usize, Option<Waiting>)> {
-    (0..plan.queues).map(|_| (0, None)).collect()
-}
-
-fn device(plan: &Plan, index: usize, source: &DiskSource) -> Device {
-    let options = BlkOptions {
-        serial: serial(index),
-        num_queues: fits(plan.queues, "a number of queues"),
-        queue_size: plan.queue_size(),
-        write_cache: plan.no_write_cache == 0,
-        notify_batch: plan.no_notify_batch == 0,
-        run_max: NonZeroU16::new(fits(plan.run_max, "chains of a run")),
-        fixed_buffers: plan.fixed_buffers > 0,
-        // A few long chains reach it.
-        long_lists_bytes: 1024,
-    };
-    Device::blk(source.clone(), options, Arc::new(LogEvents::new(format!("sim-{index}"))))
+    (0..plan.queue_count()).map(|_| (0, None)).collect()
 }

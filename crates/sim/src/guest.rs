@@ -1,6 +1,8 @@
 //! The model guest: it makes requests on all its queues, sleeps on the calls, and checks answers.
 
 mod answers;
+mod outcomes;
+mod scsi;
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,18 +12,19 @@ use blockio::engine::kernel::sim::is_readable;
 use device::Ring;
 use iomem::fits;
 use rustix::event::{EventfdFlags, eventfd};
-use virtqueue::driver::{Driver, Used};
+use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{GuestMemory, QueueConfig};
 
-use crate::blame::Failed;
-use crate::content::{Value, initial, value_of};
+use crate::asked::Asked;
+use crate::disk::Disk;
 use crate::failure::Failure;
-use crate::history::{History, NEVER};
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
 use crate::plan::Plan;
-use crate::request::{Kind, Outstanding, Request};
+use crate::request::Request;
 use crate::rng::Rng;
+use crate::scsi::{CONTROL_QUEUE, EVENT_QUEUE};
 use crate::world::World;
+use scsi::Scsi;
 
 /// What the guest's side of a queue is doing about used elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +37,16 @@ enum Attention {
     Asleep,
 }
 
+/// A request that is out.
+struct Outstanding {
+    asked: Asked,
+    pieces: Vec<Desc>,
+    area: u64,
+    /// The area as the guest left it.
+    image: Vec<u8>,
+    begin: u64,
+}
+
 pub(crate) struct GuestQueue {
     ring: Ring,
     driver: Driver<Rc<GuestMemory>>,
@@ -43,28 +56,29 @@ pub(crate) struct GuestQueue {
     /// The avail idx before chains that were published, for which the kick is not yet decided.
     published_from: Option<u16>,
     outstanding: Vec<Option<Outstanding>>,
+    /// By head: the area as it was when its last request was answered. Nobody writes there since.
+    left: Vec<Option<Vec<u8>>>,
 }
 
 struct State {
     rng: Rng,
     queues: Vec<GuestQueue>,
-    history: History,
     left: u64,
+    /// Task management functions to come.
+    functions_left: u64,
+    scsi: Scsi,
     /// Requests that the first queue makes besides, one after the other without a pause.
     rush_left: u64,
-    failed: Vec<Failed>,
     failure: Option<Failure>,
-    /// Since when each write is on stable storage when it is answered.
-    write_through_since: u64,
-    /// When the last request was answered that began before data was lost.
-    loss_told: u64,
 }
 
 pub(crate) struct Guest {
     /// Of the guest's device.
     plan: Plan,
-    /// The number of the device and of its disk.
+    /// The number of the device.
     device: usize,
+    /// One of its own, or with virtio-scsi all that there are.
+    disks: Vec<Rc<Disk>>,
     world: Rc<World>,
     layout: Layout,
     memory: Rc<GuestMemory>,
@@ -83,29 +97,22 @@ pub(crate) fn duplicate(fd: Option<&OwnedFd>) -> Option<OwnedFd> {
 
 impl Guest {
     /// The guest of device number `device`, whose plan this is.
-    pub(crate) fn new(plan: &Plan, world: &Rc<World>, device: usize) -> Self {
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, device: usize, disks: &[Rc<Disk>]) -> Self {
         let layout = Layout::new(plan);
         let memory = Rc::new(layout.map());
-        let content = (0..plan.sectors()).map(|sector| {
-            match value_of(&world.content(device, sector), sector) {
-                Some(value) if value == initial(device) => value,
-                _ => Value::Zero,
-            }
-        });
         let state = State {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 3 + 100 * device as u64),
             queues: Vec::new(),
-            history: History::new(content),
             left: plan.requests,
+            functions_left: plan.functions,
+            scsi: Scsi::default(),
             rush_left: plan.rush,
-            failed: Vec::new(),
             failure: None,
-            write_through_since: NEVER,
-            loss_told: 0,
         };
         let guest = Self {
             plan: plan.clone(),
             device,
+            disks: disks.to_vec(),
             world: Rc::clone(world),
             layout,
             memory,
@@ -119,7 +126,7 @@ impl Guest {
 
     /// The guest starts anew: nothing is out, and the rings are empty.
     pub(crate) fn reboot(&self) {
-        let queues = fits(self.plan.queues, "a number of queues");
+        let queues = fits(self.plan.queue_count(), "a number of queues");
         let queue = |index| {
             let ring = self.layout.ring(index, self.plan.first_index());
             let memory = Rc::clone(&self.memory);
@@ -131,9 +138,12 @@ impl Guest {
                 attention: Attention::Awake,
                 published_from: None,
                 outstanding: (0..ring.size).map(|_| None).collect(),
+                left: vec![None; ring.size.into()],
             }
         };
-        self.state.borrow_mut().queues = (0..queues).map(queue).collect();
+        let state = &mut *self.state.borrow_mut();
+        state.queues = (0..queues).map(queue).collect();
+        state.scsi = self.new_scsi();
     }
 
     /// What the driver knows of a ring.
@@ -197,29 +207,24 @@ impl Guest {
         (driver.ring().used_idx(), driver.avail_idx())
     }
 
-    /// Says whether a write is now on stable storage when it is answered.
-    pub(crate) fn set_write_through(&self, write_through: bool) {
-        let since = &mut self.state.borrow_mut().write_through_since;
-        match (write_through, *since) {
-            (true, NEVER) => *since = self.world.tick(),
-            (true, _) => {}
-            (false, _) => *since = NEVER,
-        }
-    }
-
     pub(crate) fn failure(&self) -> Option<Failure> {
         self.state.borrow().failure.clone()
     }
 
-    /// Requests that are out, on all queues.
-    pub(crate) fn outstanding(&self) -> usize {
+    /// Whether everything was asked and answered, and told.
+    pub(crate) fn is_done(&self) -> bool {
         let state = self.state.borrow();
-        state.queues.iter().flat_map(|queue| &queue.outstanding).flatten().count()
+        let queues = state.queues.iter().enumerate();
+        // Buffers for events are out for ever.
+        let mut queues = queues.filter(|(index, _)| !self.is_for_events(*index));
+        state.left == 0
+            && state.functions_left == 0
+            && !(self.plan.events > 0 && state.scsi.events.is_due())
+            && queues.all(|(_, queue)| queue.outstanding.iter().all(Option::is_none))
     }
 
-    /// Whether everything was asked and answered.
-    pub(crate) fn is_done(&self) -> bool {
-        self.state.borrow().left == 0 && self.outstanding() == 0
+    fn is_for_events(&self, queue: usize) -> bool {
+        self.plan.scsi > 0 && queue == EVENT_QUEUE
     }
 
     pub(crate) fn describe_outstanding(&self) -> String {
@@ -227,11 +232,8 @@ impl Guest {
         let mut text = format!("\n  guest {}: {} requests to come", self.device, state.left);
         for (index, queue) in state.queues.iter().enumerate() {
             for outstanding in queue.outstanding.iter().flatten() {
-                let Outstanding { request, begin, .. } = outstanding;
-                text += &format!(
-                    "\n  queue {index}: request {} ({:?} {:?}), out since {begin}",
-                    request.id, request.kind, request.ranges
-                );
+                let Outstanding { asked, begin, .. } = outstanding;
+                text += &format!("\n  queue {index}: {asked}, out since {begin}");
             }
             text += &format!(
                 "\n  queue {index}: guest {:?}, avail idx {}, used idx {}, looked at {}",
@@ -247,8 +249,22 @@ impl Guest {
     /// Whether the guest's CPU has something to do for a queue.
     pub(crate) fn can_step(&self, queue: usize) -> bool {
         let state = self.state.borrow();
+        let wants = self.wants(&state, queue);
         let queue = &state.queues[queue];
-        queue.published_from.is_some() || queue.attends() || queue.can_submit(state.left)
+        queue.published_from.is_some() || queue.attends() || (wants && queue.can_submit())
+    }
+
+    /// Whether there is something to ask on a queue.
+    fn wants(&self, state: &State, index: usize) -> bool {
+        match index {
+            _ if self.plan.scsi == 0 => state.left > 0,
+            CONTROL_QUEUE => self.is_function_due(state),
+            EVENT_QUEUE => {
+                let out = state.queues[index].outstanding.iter().flatten().count();
+                (out as u64) < self.plan.events
+            }
+            _ => state.left > 0,
+        }
     }
 
     /// One step of the guest's CPU on some queue, at a point within a turn of an IoThread.
@@ -293,7 +309,7 @@ impl Guest {
         let mut steps: Vec<fn(&Self, &mut State, usize)> = Vec::new();
         if queue.published_from.is_some() {
             steps.push(Self::decide_kick);
-        } else if queue.can_submit(state.left) {
+        } else if queue.can_submit() && self.wants(state, index) {
             steps.push(Self::submit);
         }
         if queue.attends() || state.rng.chance(self.plan.polls) {
@@ -308,8 +324,13 @@ impl Guest {
         let batch = state.rng.between(1, self.plan.batch.max(1));
         let mut added = 0;
         for _ in 0..batch {
-            if state.left > 0 && self.add(state, index) {
-                state.left -= 1;
+            if self.wants(state, index) && self.add(state, index) {
+                match index {
+                    _ if self.plan.scsi == 0 => state.left -= 1,
+                    CONTROL_QUEUE => state.functions_left -= 1,
+                    EVENT_QUEUE => {}
+                    _ => state.left -= 1,
+                }
                 added += 1;
             }
         }
@@ -322,49 +343,59 @@ impl Guest {
 
     /// Makes one request a chain. False when it does not fit now.
     fn add(&self, state: &mut State, index: usize) -> bool {
-        let State { rng, queues, history, .. } = state;
-        let taken: Vec<(u64, u64)> = queues
-            .iter()
-            .flat_map(|queue| queue.outstanding.iter().flatten())
-            .flat_map(|outstanding| outstanding.request.ranges.iter().copied())
-            .collect();
-        let no_overlap = self.plan.no_overlap > 0;
-        let is_free = |first: u64, count: u64| {
-            !no_overlap || !taken.iter().any(|&(f, c)| first < f + c && f < first + count)
-        };
+        let Some(head) = state.queues[index].driver.next_head() else { return false };
+        let asked = self.draw(state, index);
+        let State { rng, queues, failure, scsi, .. } = state;
         let queue = &mut queues[index];
-        let Some(head) = queue.driver.next_head() else { return false };
-        let request = Request::draw(&self.plan, rng, self.next_id.get(), &is_free);
-        self.next_id.set(self.next_id.get() + 1);
         let area = self.layout.area(index, head);
+        if let Err(text) = self.check_left(&mut queue.left[usize::from(head)], area) {
+            failure.get_or_insert(Failure::new("late write", text));
+        }
         let mut image = vec![0; fits(AREA_BYTES, "the size of an area")];
         let fill = rng.next().to_le_bytes()[0] | 1;
         image.fill(fill);
         let indirect = self.plan.indirect > 0 && rng.chance(600);
         let room = if indirect { 60 } else { queue.driver.room() };
-        let pieces = request.lay_out(&self.plan, rng, area, &mut image, room);
+        let pieces = asked.message().lay_out(&self.plan, rng, area, &mut image, room);
         let Some(pieces) = pieces else { return false };
         self.memory.write(area, &image).expect("areas are mapped");
         let begin = self.world.tick();
         queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
         // The table is part of what the device must leave alone.
         self.memory.read(area, &mut image).expect("areas are mapped");
-        let value = match request.kind {
-            Kind::Write => Some(Value::Id(request.id)),
-            Kind::Discard | Kind::WriteZeroes => Some(Value::Zero),
-            _ => None,
-        };
-        let sectors = request.ranges.iter().flat_map(|&(first, count)| first..first + count);
-        let writes =
-            sectors.filter_map(|sector| Some(history.begin_write(sector, value?, begin))).collect();
-        self.trace(|| {
-            let Request { id, kind, ranges, .. } = &request;
-            let pieces = pieces.len();
-            format!("queue {index}: request {id}: {kind:?} {ranges:?}, {pieces} buffers")
-        });
-        let outstanding = Outstanding { request, pieces, area, image, begin, writes };
+        match &asked {
+            Asked::Blk(request) => self.disks[0].begin(&request.touch(), begin),
+            asked => self.begin_scsi(scsi, asked, begin),
+        }
+        self.trace(|| format!("queue {index}: {asked}, {} buffers", pieces.len()));
+        let outstanding = Outstanding { asked, pieces, area, image, begin };
         queue.outstanding[usize::from(head)] = Some(outstanding);
         true
+    }
+
+    fn draw(&self, state: &mut State, index: usize) -> Asked {
+        if self.plan.scsi > 0 {
+            return self.draw_scsi(state, index);
+        }
+        let disk = &self.disks[0];
+        let is_free =
+            |first: u64, count: u64| self.plan.no_overlap == 0 || disk.is_free(first, count);
+        let request = Request::draw(&self.plan, &mut state.rng, self.next_id.get(), &is_free);
+        self.next_id.set(self.next_id.get() + 1);
+        Asked::Blk(request)
+    }
+
+    /// Whether an area is as it was when its last request was answered.
+    fn check_left(&self, left: &mut Option<Vec<u8>>, area: u64) -> Result<(), String> {
+        let Some(left) = left.take() else { return Ok(()) };
+        let now = self.area(area);
+        match now.iter().zip(&left).position(|(now, left)| now != left) {
+            Some(at) => Err(format!(
+                "device {}: byte {at} of the area at {area:#x} was written after its answer",
+                self.device
+            )),
+            None => Ok(()),
+        }
     }
 
     fn decide_kick(&self, state: &mut State, index: usize) {
@@ -417,13 +448,21 @@ impl Guest {
             return;
         };
         let end = self.world.tick();
-        if let Err(text) = self.check_answer(state, &outstanding, len, end) {
-            let Request { id, kind, ranges, .. } = &outstanding.request;
-            let text = format!(
-                "device {device}, queue {index}: request {id} ({kind:?} {ranges:?}): {text}"
-            );
-            state.failure.get_or_insert(Failure::new("bad answer", text));
+        match self.check_answer(state, &outstanding, len, end) {
+            Ok(found) => state.queues[index].left[fits::<_, usize>(id, "a head")] = Some(found),
+            Err(text) => {
+                let asked = &outstanding.asked;
+                let text = format!("device {device}, queue {index}: {asked}: {text}");
+                state.failure.get_or_insert(Failure::new("bad answer", text));
+            }
         }
+    }
+
+    /// What is in an area now.
+    fn area(&self, area: u64) -> Vec<u8> {
+        let mut bytes = vec![0; fits(AREA_BYTES, "the size of an area")];
+        self.memory.read(area, &mut bytes).expect("areas are mapped");
+        bytes
     }
 }
 
@@ -440,8 +479,16 @@ impl GuestQueue {
         }
     }
 
-    fn can_submit(&self, left: u64) -> bool {
-        left > 0 && self.published_from.is_none() && self.driver.room() >= 2
+    fn can_submit(&self) -> bool {
+        self.published_from.is_none() && self.driver.room() >= 2
+    }
+
+    /// Whether the device has answered the chain with this head, which the guest has not seen.
+    fn is_answered(&self, head: usize) -> bool {
+        let ring = self.driver.ring();
+        let unseen = ring.used_idx().wrapping_sub(ring.next_used);
+        let mut used = (0..unseen).map(|at| ring.used(ring.next_used.wrapping_add(at)).head);
+        used.any(|used| usize::try_from(used) == Ok(head))
     }
 }
 

@@ -32,10 +32,14 @@ struct Read {
     end: u64,
 }
 
+/// What COMPARE AND WRITE has found, and what it has written.
+type Swap = (Value, Value);
+
 #[derive(Debug, Default, Clone)]
 struct Sector {
     writes: Vec<Write>,
     reads: Vec<Read>,
+    swaps: Vec<Swap>,
 }
 
 /// All that was asked of the disk since it was last known what is on it.
@@ -53,7 +57,7 @@ impl History {
     pub(crate) fn new(content: impl Iterator<Item = Value>) -> Self {
         let sector = |value| {
             let first = Write { value, begin: 0, end: 0, certain: true, durable: true };
-            Sector { writes: vec![first], reads: Vec::new() }
+            Sector { writes: vec![first], ..Sector::default() }
         };
         Self { sectors: content.map(sector).collect(), last_flush: 0 }
     }
@@ -73,8 +77,38 @@ impl History {
         (write.end, write.certain, write.durable) = (end, certain, durable);
     }
 
+    /// The request was refused: it must have had no effect.
+    pub(crate) fn take_back(&mut self, write: WriteRef) {
+        let write = &mut self.sector(write.0).writes[write.1];
+        (write.begin, write.end) = (NEVER, NEVER);
+    }
+
     pub(crate) fn read(&mut self, sector: u64, value: Value, begin: u64, end: u64) {
         self.sector(sector).reads.push(Read { value, begin, end });
+    }
+
+    /// COMPARE AND WRITE has found `was` and written `value`, with nothing between.
+    pub(crate) fn swapped(&mut self, sector: u64, was: Value, value: Value, begin: u64, end: u64) {
+        self.read(sector, was, begin, end);
+        self.sector(sector).swaps.push((was, value));
+    }
+
+    /// What was written last and has been answered, or is there from the start.
+    pub(crate) fn last_value(&self, sector: u64) -> Value {
+        let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
+        writes.iter().rev().find(|write| write.certain).map_or(Value::Zero, |write| write.value)
+    }
+
+    /// Whether a sector had this content from `begin` to `end`, whatever the order of requests.
+    pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
+        let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
+        let is_it = |write: &&Write| write.certain && write.value == value && write.end < begin;
+        writes.iter().any(|write| {
+            is_it(&write)
+                && writes.iter().all(|other| {
+                    other.value == value || other.end < write.begin || end < other.begin
+                })
+        })
     }
 
     pub(crate) fn flushed(&mut self, begin: u64) {
@@ -88,6 +122,7 @@ impl History {
                 sector.check_read(read).map_err(|text| fail("bad read", index, &text))?;
             }
             sector.check_order().map_err(|text| fail("no order", index, &text))?;
+            sector.check_swaps().map_err(|text| fail("no exclusion", index, &text))?;
         }
         Ok(())
     }
@@ -105,6 +140,7 @@ impl History {
         let durable = |w: &Write| self.sectors[sector].has_happened(w) && is_kept(w);
         let possible = writes.iter().any(|write| {
             write.value == value
+                && write.begin != NEVER
                 && !writes.iter().any(|later| durable(later) && write.end < later.begin)
         });
         if possible {
@@ -178,6 +214,36 @@ impl Sector {
         Ok(())
     }
 
+    /// Whether nothing came between what COMPARE AND WRITE found and what it wrote. Zeroes have
+    /// many writers, so nothing is known of them.
+    fn check_swaps(&self) -> Result<(), String> {
+        let swaps = self.swaps.iter().filter(|(was, _)| *was != Value::Zero);
+        let zone = |value: Value| {
+            let write = self.writes.iter().find(|write| write.value == value);
+            write.and_then(|write| self.zone(write))
+        };
+        // Whether one value certainly came before the other.
+        let precedes = |one: Value, other: Value| match (zone(one), zone(other)) {
+            (Some((first, _, _)), Some((_, last, _))) => first < last,
+            _ => false,
+        };
+        for &(was, value) in swaps {
+            let between = |write: &&Write| {
+                let other = write.value;
+                ![was, value, Value::Zero].contains(&other)
+                    && precedes(was, other)
+                    && precedes(other, value)
+            };
+            if let Some(write) = self.writes.iter().find(between) {
+                return Err(format!("{write:?} came between {was:?} and {value:?}"));
+            }
+            if self.swaps.iter().any(|other| other.0 == was && other.1 != value) {
+                return Err(format!("{was:?} was replaced twice, once by {value:?}"));
+            }
+        }
+        Ok(())
+    }
+
     /// The first answer and the last begin of what has to do with a write. Zeroes have many
     /// writers, so of them it is known only when they certainly came.
     fn zone(&self, write: &Write) -> Option<(u64, u64, Value)> {
@@ -236,6 +302,39 @@ mod tests {
         assert!(history(&zeroed, &[(A, 50, 60)]).check().is_err());
         assert!(history(&zeroed, &[(Value::Zero, 50, 60)]).check().is_ok());
         assert!(history(&zeroed, &[(Value::Zero, 21, 25)]).check().is_err());
+    }
+
+    #[test]
+    fn nothing_comes_between_what_was_expected_and_what_was_written() {
+        let initial = Value::Id(1);
+        let swapped = |writes: &[(Value, u64, u64)], reads: &[(Value, u64, u64)]| {
+            let mut history = history(writes, reads);
+            let write = history.begin_write(0, B, 10);
+            history.swapped(0, initial, B, 10, 30);
+            history.end_write(write, 30, true, false);
+            history.check()
+        };
+        assert!(swapped(&[], &[]).is_ok());
+        // The other came before, and was seen before, what was written last.
+        assert!(swapped(&[(A, 12, 20)], &[(A, 35, 40)]).is_ok());
+        assert!(swapped(&[(A, 12, 20)], &[(A, 22, 25), (B, 35, 40)]).is_err());
+    }
+
+    #[test]
+    fn one_value_is_replaced_once() {
+        let mut history = history(&[(A, 10, 20), (B, 10, 20)], &[]);
+        history.swapped(0, Value::Id(1), A, 10, 20);
+        assert!(history.check().is_ok());
+        history.swapped(0, Value::Id(1), B, 10, 20);
+        assert!(history.check().is_err());
+    }
+
+    #[test]
+    fn content_is_sure_if_nobody_else_may_have_written() {
+        let history = history(&[(A, 10, 20), (B, 40, 50)], &[]);
+        assert!(history.surely_has(0, A, 25, 35));
+        assert!(!history.surely_has(0, A, 15, 35) && !history.surely_has(0, A, 25, 45));
+        assert!(!history.surely_has(0, B, 25, 60));
     }
 
     #[test]

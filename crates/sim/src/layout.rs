@@ -13,7 +13,7 @@ use crate::plan::Plan;
 /// Each queue's rings are in so many bytes.
 const RINGS_BYTES: u64 = 0x4000;
 /// The rings of all queues have another place, so far from the first.
-const RINGS_MOVE: u64 = 0x1_0000;
+const RINGS_MOVE: u64 = 0x2_0000;
 const RINGS_END: u64 = 2 * RINGS_MOVE;
 /// Guest address of the first area.
 const AREAS: u64 = 0x10_0000;
@@ -35,7 +35,7 @@ impl Layout {
     pub(crate) fn new(plan: &Plan) -> Self {
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC);
         let file = File::from(file.expect("the simulation needs a memory file"));
-        let areas_bytes = plan.queues * u64::from(plan.queue_size()) * AREA_BYTES;
+        let areas_bytes = plan.queue_count() * u64::from(plan.queue_size()) * AREA_BYTES;
         file.set_len(RINGS_END + areas_bytes).expect("the simulation needs memory");
         let region_bytes = if plan.region_kib > 0 { plan.region_kib << 10 } else { areas_bytes };
         let queue_size = plan.queue_size();

@@ -8,10 +8,12 @@
 
 #![cfg(ringhaul_sim)]
 
+mod asked;
 mod blame;
 mod content;
 mod control;
 mod device;
+mod disk;
 mod export;
 mod failure;
 mod faults;
@@ -19,12 +21,15 @@ mod front_end;
 mod guest;
 mod history;
 mod layout;
+mod message;
 mod plan;
 mod request;
 mod rng;
 mod run;
+mod scsi;
 mod shrink;
 mod stack;
+mod timeline;
 mod workers;
 mod world;
 

@@ -1,10 +1,12 @@
 //! What a run is made of: numbers drawn from its seed, each of which can be set by hand.
 
+mod draw;
 mod text;
 
 use iomem::fits;
 
-use crate::rng::{Rng, flag, some};
+use crate::rng::{Rng, some};
+use crate::scsi::FIRST_REQUEST_QUEUE;
 
 macro_rules! knobs {
     ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {
@@ -36,6 +38,10 @@ knobs! {
     requests: 1,
     /// Devices, at most 5, each with a guest, a disk and IoThreads that others may use too.
     devices: 1,
+    /// Devices are virtio-scsi, and have a unit on each of the disks.
+    scsi: 0,
+    /// Disks of virtio-scsi devices, at most 3.
+    disks: 0,
     /// Devices differ in their disks, their queues, and what their guests do.
     mixed: 0,
     /// On the disks of so many devices, the last ones, nothing goes wrong.
@@ -149,8 +155,20 @@ knobs! {
     discards: 0,
     /// Weight of write-zeroes requests.
     zeroes: 0,
-    /// Weight of requests for the id.
+    /// Weight of requests for the id, or whether a unit is ready.
     ids: 0,
+    /// Weight of COMPARE AND WRITE.
+    swaps: 0,
+    /// Weight of MODE SELECT, which switches the write cache.
+    selects: 0,
+    /// PERSISTENT RESERVE OUT, of commands per mille.
+    reserves: 0,
+    /// Task management functions of a guest.
+    functions: 0,
+    /// Buffers for events that a guest makes available.
+    events: 0,
+    /// The driver does not negotiate HOTPLUG and CHANGE.
+    no_events: 0,
     /// Weight of bad requests.
     bads: 0,
     /// Logical blocks of a request at most.
@@ -221,6 +239,10 @@ knobs! {
     set_calls: 0,
     /// How often the write cache is switched.
     writebacks: 0,
+    /// How often a unit is removed or added.
+    hotplugs: 0,
+    /// How often a disk of virtio-scsi devices gets another size.
+    resizes: 0,
     /// How often the machine loses power.
     crashes: 0,
     /// How often the IoThreads end with requests out.
@@ -242,6 +264,7 @@ impl Plan {
         plan.session = some(&mut Rng::new(seed, 6), 250, &[1, 1, 2, 3]);
         plan.draw_scale(&mut Rng::new(seed, 7));
         plan.draw_mix(&mut Rng::new(seed, 8));
+        plan.draw_scsi(&mut Rng::new(seed, 9));
         plan.tidied()
     }
 
@@ -256,6 +279,7 @@ impl Plan {
             plan = plan.tidied();
         }
         plan.requests = (self.requests / self.devices).max(1);
+        plan.functions = self.functions.div_ceil(self.devices);
         plan.rush = if device == 0 { self.rush } else { 0 };
         let mut is_sound = device + self.sound_disks >= self.devices;
         if self.troubled > 0 {
@@ -275,153 +299,6 @@ impl Plan {
         plan
     }
 
-    fn draw_stack(&mut self, rng: &mut Rng) {
-        self.devices = rng.pick(&[1, 1, 2, 3]);
-        self.mixed = flag(rng, 600);
-        self.sound_disks = some(rng, 400, &[1, 2]);
-        self.requests = rng.pick(&[20, 50, 100, 200, 300]);
-        self.io_threads = rng.between(1, 3);
-        self.depth = rng.pick(&[1, 2, 3, 4, 8, 64]);
-        self.engine = rng.pick(&[0, 0, 0, 1, 2, 2, 2, 2]);
-        self.defers = flag(rng, 500);
-        self.sqpoll = flag(rng, 300);
-        self.sq_entries = some(rng, 500, &[1, 2, 4, 16]);
-        self.no_uring_cmd = flag(rng, 300);
-        self.poll_ends = some(rng, 300, &[20, 300]);
-        self.fixed_buffers = flag(rng, 300);
-        self.own_loop = flag(rng, 600);
-        self.poll_us = some(rng, 700, &[4, 20, 64, 500]);
-        self.poll_percent = some(rng, 200, &[5, 50]);
-        self.no_harvest_on_submit = flag(rng, 100);
-        self.bounce_kib = some(rng, 500, &[16, 64]);
-        self.submit_max = some(rng, 150, &[1, 2, 5]);
-        self.getevents = flag(rng, 70);
-        self.no_notify_batch = flag(rng, 100);
-        self.run_max = some(rng, 200, &[1, 2, 16]);
-        self.ring_unknown = flag(rng, 100);
-        self.ring_slack = rng.pick(&[0, 0, 1, 2, 7, 61]);
-        self.no_fdsync = flag(rng, 200);
-    }
-
-    fn draw_disk(&mut self, rng: &mut Rng) {
-        self.block_4k = flag(rng, 200);
-        self.blocks = rng.pick(&[4, 8, 16, 24, 64]);
-        self.direct = flag(rng, 700);
-        self.small_align = flag(rng, 300);
-        self.block_device = flag(rng, 400);
-        self.read_only = flag(rng, 30);
-        self.cut_sectors = if rng.chance(120) { rng.between(1, 12) } else { 0 };
-        self.no_punch = flag(rng, 200);
-        self.no_zero_range = flag(rng, 300);
-        self.no_dsync = flag(rng, 200);
-    }
-
-    fn draw_guest(&mut self, rng: &mut Rng) {
-        self.queues = rng.between(1, 4);
-        self.queue_log2 = rng.between(1, 5);
-        self.first_index = rng.pick(&[0, 0, 1, 65_500, 65_535]);
-        self.event_idx = flag(rng, 600);
-        self.indirect = flag(rng, 600);
-        self.no_write_cache = flag(rng, 200);
-        self.no_flush = flag(rng, 150);
-        self.no_wce = flag(rng, 300);
-        self.no_kick = flag(rng, 30);
-        self.no_call = flag(rng, 50);
-        self.polls = some(rng, 200, &[50, 300]);
-        self.batch = rng.pick(&[1, 1, 2, 4, 16]);
-        self.reads = rng.pick(&[0, 5, 10, 20]);
-        self.writes = rng.pick(&[3, 10, 10, 20]);
-        self.flushes = some(rng, 600, &[1, 3, 10]);
-        self.discards = some(rng, 300, &[1, 3]);
-        self.zeroes = some(rng, 300, &[1, 3]);
-        self.ids = some(rng, 200, &[1]);
-        self.bads = some(rng, 300, &[1, 4]);
-        self.request_blocks = rng.pick(&[1, 2, 4, 8, 16]);
-        self.pieces = rng.pick(&[1, 2, 4, 9, 24]);
-        self.aligned = rng.pick(&[0, 500, 1000]);
-        self.odd_ranges = some(rng, 300, &[200, 1000]);
-        self.region_kib = rng.pick(&[0, 0, 12, 20, 64]);
-        self.no_overlap = flag(rng, 200);
-    }
-
-    fn draw_faults(&mut self, rng: &mut Rng) {
-        self.short_reads = some(rng, 400, &[50, 300]);
-        self.short_writes = some(rng, 400, &[50, 300]);
-        self.odd_shorts = flag(rng, 300);
-        self.eio = some(rng, 250, &[5, 30, 100]);
-        self.enospc = some(rng, 150, &[5, 30]);
-        self.flush_eio = some(rng, 100, &[50, 300]);
-        self.eintr = some(rng, 250, &[20, 100]);
-        self.eagain = some(rng, 250, &[20, 100]);
-        self.stuck = some(rng, 30, &[5]);
-        self.entry_reject = some(rng, 250, &[5, 30, 200]);
-        self.no_submit_all = flag(rng, 400);
-        self.submit_eagain = some(rng, 250, &[30, 200]);
-        self.submit_eagain_burst = some(rng, 150, &[5, 30]);
-        self.submit_partial = some(rng, 300, &[100, 500]);
-        self.submit_reject = some(rng, 150, &[5, 20]);
-        self.submit_eintr = some(rng, 200, &[50]);
-        self.hang = some(rng, 200, &[5, 20]);
-        self.sync = some(rng, 500, &[100, 500, 950, 990, 1000]);
-        self.late_signal = some(rng, 500, &[100, 500, 1000]);
-        self.tear = some(rng, 400, &[200, 1000]);
-        self.latency_us = rng.pick(&[1, 20, 100, 100, 2000]);
-        self.preempt = some(rng, 600, &[20, 100, 300]);
-    }
-
-    fn draw_control(&mut self, rng: &mut Rng) {
-        self.stops = some(rng, 400, &[1, 4]);
-        self.remaps = some(rng, 250, &[1, 3]);
-        self.resets = some(rng, 250, &[1, 2]);
-        self.set_calls = some(rng, 200, &[1, 3]);
-        self.writebacks = some(rng, 250, &[1, 4]);
-        self.crashes = some(rng, 400, &[1, 3]);
-        self.kills = some(rng, 150, &[1, 2]);
-    }
-
-    /// One queue that is always busy, beside others.
-    fn draw_rush(&mut self, rng: &mut Rng) {
-        self.rush = some(rng, 100, &[200, 600]);
-        if self.rush > 0 {
-            self.sync = rng.pick(&[950, 1000, 1000]);
-            // Each of so many requests would be tried again for seconds.
-            self.stuck = 0;
-            self.io_threads = rng.pick(&[1, 1, 2]);
-            if self.devices == 1 {
-                self.queues = self.queues.max(2);
-            }
-        }
-    }
-
-    /// The product's own numbers, and some runs that are long enough for them.
-    fn draw_scale(&mut self, rng: &mut Rng) {
-        self.real_pacing = flag(rng, 300);
-        if self.real_pacing > 0 && self.troubled == 0 && rng.chance(20) {
-            self.requests = 8000;
-        }
-    }
-
-    /// Several engines on each IoThread.
-    fn draw_mix(&mut self, rng: &mut Rng) {
-        self.mix_engines = flag(rng, 300);
-        if self.mix_engines > 0 {
-            self.devices = self.devices.max(rng.pick(&[2, 2, 3]));
-        }
-    }
-
-    /// A hung, a slow and a full disk beside healthy ones.
-    fn draw_trouble(&mut self, rng: &mut Rng) {
-        self.troubled = flag(rng, 60);
-        if self.troubled > 0 {
-            self.devices = rng.pick(&[4, 5]);
-            self.requests = self.requests.max(50);
-            // A disk can keep a share of its own only where there is more than one for each.
-            self.depth = rng.pick(&[16, 64]);
-            (self.rush, self.odd_shorts, self.stuck) = (0, 0, 0);
-            self.io_threads = rng.pick(&[1, 1, 2]);
-        }
-    }
-
     /// Takes out what does not go together.
     fn tidied(mut self) -> Self {
         if self.odd_shorts > 0 {
@@ -439,6 +316,10 @@ impl Plan {
             // A bad entry is answered with a completion.
             self.submit_reject = 0;
         }
+        if self.scsi > 0 && self.region_kib > 0 {
+            // There are two queues more, and a map has 509 regions at most.
+            self.region_kib = self.region_kib.max(20);
+        }
         if self.block_device > 0 {
             self.cut_sectors = 0;
         }
@@ -455,15 +336,25 @@ impl Plan {
         if is_late { 20_000_000 } else { 0 }
     }
 
-    /// The engine of a device.
-    pub(crate) fn engine_of(&self, device: usize) -> u64 {
-        let later = if self.mix_engines > 0 { device as u64 } else { 0 };
+    /// How many disks there are.
+    pub(crate) fn disks(&self) -> u64 {
+        if self.scsi > 0 { self.disks.max(1) } else { self.devices }
+    }
+
+    /// Queues of a device, those that are not for requests included.
+    pub(crate) fn queue_count(&self) -> u64 {
+        if self.scsi > 0 { self.queues + FIRST_REQUEST_QUEUE as u64 } else { self.queues }
+    }
+
+    /// The engine of a disk.
+    pub(crate) fn engine_of(&self, disk: usize) -> u64 {
+        let later = if self.mix_engines > 0 { disk as u64 } else { 0 };
         (self.engine + later) % 3
     }
 
-    /// Whether a device has this engine, and so each IoThread.
+    /// Whether a disk has this engine, and so each IoThread.
     pub(crate) fn has_engine(&self, engine: u64) -> bool {
-        (0..self.devices).any(|device| self.engine_of(fits(device, "a disk's number")) == engine)
+        (0..self.disks()).any(|disk| self.engine_of(fits(disk, "a disk's number")) == engine)
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
@@ -17,6 +17,7 @@ use blockio::engine::kernel::sim::{self, is_readable};
 use iomem::fits;
 
 use crate::control::{Change, Control};
+use crate::disk::Disk;
 use crate::export::Export;
 use crate::failure::Failure;
 use crate::guest::Guest;
@@ -80,21 +81,26 @@ impl fmt::Display for Report {
 
 /// Runs a plan. The inner result is that of the run, the outer one whether there could be one.
 pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> {
-    let mut disks = Vec::new();
-    for device in 0..fits(plan.devices, "a number of disks") {
-        let disk = File::options().read(true).write(true).open("/dev/null");
-        let disk = OwnedFd::from(disk.context("opening /dev/null, which stands for a disk")?);
-        disks.push((plan.of_device(device), disk));
+    let count = fits(plan.disks(), "a number of disks");
+    let plans: Vec<Plan> = (0..count).map(|disk| plan.of_device(disk)).collect();
+    let mut files = Vec::new();
+    for _ in &plans {
+        let file = File::options().read(true).write(true).open("/dev/null");
+        files.push(OwnedFd::from(file.context("opening /dev/null, which stands for a disk")?));
     }
-    let known: Vec<(Plan, RawFd)> =
-        disks.iter().map(|(plan, disk)| (plan.clone(), disk.as_raw_fd())).collect();
-    let world = Rc::new(World::new(plan, &known, traced));
+    let known = plans.iter().cloned().zip(files.iter().map(AsRawFd::as_raw_fd));
+    let world = Rc::new(World::new(plan, &known.collect::<Vec<_>>(), traced));
     let installed = sim::install(Rc::<World>::clone(&world));
-    let disks = disks.into_iter().enumerate();
-    let exports: Vec<Export> =
-        disks.map(|(device, (plan, disk))| Export::new(&plan, &world, device, disk)).collect();
+    let disks = plans.iter().zip(files).enumerate();
+    let disks: Vec<Rc<Disk>> =
+        disks.map(|(index, (plan, file))| Rc::new(Disk::new(plan, &world, index, file))).collect();
+    let exports = (0..fits(plan.devices, "a number of devices")).map(|device| {
+        let own = if plan.scsi > 0 { &disks[..] } else { &disks[device..=device] };
+        Export::new(&plan.of_device(device), &world, device, own)
+    });
+    let exports: Vec<Export> = exports.collect();
     let guests = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
-    let stack = Stack::new(plan, &world, Control::new(plan, exports))?;
+    let stack = Stack::new(plan, &world, Control::new(plan, exports, disks))?;
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
     let control = Rc::clone(&stack.control);
     let others = Rc::clone(&world);
@@ -151,15 +157,18 @@ impl Run {
     }
 
     fn holds_ops(&self) -> bool {
-        (0..self.guests.len()).any(|device| self.world.holds_ops(device))
+        self.world.holds_ops()
     }
 
     /// A disk that hangs answers once the guests of all others have had their answers. So these
     /// may not need anything of it, however many ops it has.
     fn release_hung(&self) {
+        if !self.holds_ops() {
+            return;
+        }
         let others = |device: &usize| !self.world.hangs(*device);
         let mut healthy = (0..self.guests.len()).filter(others);
-        if self.holds_ops() && healthy.all(|device| self.guests[device].is_done()) {
+        if healthy.all(|device| self.guests[device].is_done()) {
             self.world.trace(|| "kernel: the disk that hung goes on".to_owned());
             self.world.release();
         }

@@ -14,6 +14,7 @@ use blockio::{
 use iomem::fits;
 
 use crate::control::Control;
+use crate::export::Export;
 use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};
@@ -193,25 +194,35 @@ impl Stack {
             control.exports.iter_mut().for_each(|export| export.leave());
         }
         self.threads.clear();
-        let exports = |check: &mut dyn FnMut(&mut crate::export::Export) -> Result<(), Failure>| {
-            self.control.borrow_mut().exports.iter_mut().try_for_each(check)
-        };
-        exports(&mut |export| export.check_answers())?;
+        self.check_answers()?;
         if power_lost {
             self.world.power_on();
         } else {
             // So that what is found there now is also what a later loss of power must leave.
             self.world.settle();
         }
-        exports(&mut |export| export.restart(power_lost))?;
+        {
+            let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
+            disks.iter().try_for_each(|disk| disk.restart(power_lost))?;
+            exports.iter_mut().for_each(Export::restart);
+        }
         self.restarted = true;
         self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
     }
 
+    /// Whether what was answered can be explained, and nobody holds the memory of guests.
+    fn check_answers(&self) -> Result<(), Failure> {
+        let control = self.control.borrow();
+        control.disks.iter().try_for_each(|disk| disk.check())?;
+        control.exports.iter().try_for_each(Export::check_memory)
+    }
+
     /// All queues are stopped: nothing is left of them, and all answers can be explained.
     pub(crate) fn check_end(&self) -> Result<(), Failure> {
+        self.check_answers()?;
         let control = self.control.borrow();
-        control.exports.iter().try_for_each(|export| export.check_answers())?;
+        control.disks.iter().try_for_each(|disk| disk.check_end())?;
+        control.exports.iter().try_for_each(Export::check_removed)?;
         for (index, thread) in self.threads.iter().enumerate() {
             let io = thread.io_thread.io();
             let lists = io.stats().lists.bytes.get();
@@ -254,10 +265,11 @@ fn check_counts(all: &[Arc<Stats>], counts: Counts) -> Result<(), Failure> {
     let ops = kinds.iter().map(|kind| sum(&|stats| kind(stats).ops.get())).sum::<u64>();
     // A discard that io_uring cannot do goes to the kernel once more, and is one op.
     let once = counts.started - counts.discards_twice;
+    let harvested = counts.started + counts.threads;
     let checks = [
         ("ops", ops, once + counts.rejected),
         ("submitted ops", sum(&|stats| stats.submitted_at_once.sum()), counts.started),
-        ("harvested ops", sum(&|stats| stats.harvested_at_once.sum()), counts.started),
+        ("harvested ops", sum(&|stats| stats.harvested_at_once.sum()), harvested),
         ("bytes read", sum(&|stats| stats.read.bytes.get()), counts.read_bytes),
         ("bytes written", sum(&|stats| stats.write.bytes.get()), counts.written_bytes),
     ];

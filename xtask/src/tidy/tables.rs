@@ -78,7 +78,6 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
 /// Public items that no other crate, test, example or fuzz target names: the crate, the item, and
 /// who needs it.
 pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[
-    ("crates/device/", "is_unused", "a VMM that removes units on the thread that serves them"),
     ("crates/device/", "queue_role", "a VMM whose transport sets queues up by their roles"),
     ("crates/device/", "queue_stats", "a VMM that shows what each queue does"),
     ("crates/iomem/", "with_log", "a VMM that migrates: it logs what was written"),

@@ -41,4 +41,9 @@ impl DiskSource {
             file.file.loss().forget();
         }
     }
+
+    /// As if its file had this size, which a refresh has found.
+    pub fn resize_simulated(&self, size_bytes: u64) {
+        self.shared.set_size_bytes(size_bytes);
+    }
 }

@@ -3,10 +3,10 @@
 use super::{Event, World};
 
 impl World {
-    /// Whether this disk has ops that it does not answer.
-    pub(crate) fn holds_ops(&self, disk: usize) -> bool {
-        let held = &self.inner.borrow().disks[disk].held;
-        held.as_ref().is_some_and(|ops| !ops.is_empty())
+    /// Whether a disk has ops that it does not answer.
+    pub(crate) fn holds_ops(&self) -> bool {
+        let disks = &self.inner.borrow().disks;
+        disks.iter().filter_map(|disk| disk.held.as_ref()).any(|ops| !ops.is_empty())
     }
 
     /// Whether this disk hangs, or would if it had ops.

@@ -1,0 +1,309 @@
+//! A disk as its guests know it: what they have asked of it, and what was answered.
+
+use std::cell::{Ref, RefCell, RefMut};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::rc::{Rc, Weak};
+
+use blockio::disk::DiskInfo;
+use blockio::{DiskSource, EngineKind};
+use iomem::fits;
+
+use crate::blame::{self, Failed};
+use crate::content::{Value, describe, initial, value_of};
+use crate::failure::Failure;
+use crate::faults::Class;
+use crate::guest::Guest;
+use crate::history::{History, NEVER, WriteRef};
+use crate::plan::Plan;
+use crate::scsi::shared::Shared;
+use crate::world::World;
+
+/// What a request does with a disk.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Touch {
+    /// The classes of ops whose errors are the request's.
+    pub(crate) classes: &'static [Class],
+    /// First sectors and counts.
+    pub(crate) ranges: Vec<(u64, u64)>,
+    /// What is in the sectors then.
+    pub(crate) leaves: Option<Value>,
+    /// It may leave sectors as they are.
+    pub(crate) is_optional: bool,
+    /// It is answered when all that was answered before is on stable storage.
+    pub(crate) flushes: bool,
+    /// Its own data is on stable storage when it is answered, whatever the cache.
+    pub(crate) fua: bool,
+}
+
+/// How a request comes to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    Done,
+    /// With an error that has a cause.
+    Failed,
+    /// It was carried out to any part.
+    Aborted,
+    /// It was not carried out.
+    Refused,
+}
+
+/// A request that is out.
+struct Open {
+    touch: Touch,
+    writes: Vec<WriteRef>,
+}
+
+struct State {
+    history: History,
+    /// By when they began.
+    open: BTreeMap<u64, Open>,
+    failed: Vec<Failed>,
+    /// Since when each write is on stable storage when it is answered.
+    write_through_since: u64,
+    /// When the last request was answered that began before data was lost.
+    loss_told: u64,
+}
+
+pub(crate) struct Disk {
+    pub(crate) plan: Plan,
+    pub(crate) index: usize,
+    world: Rc<World>,
+    pub(crate) source: DiskSource,
+    state: RefCell<State>,
+    /// What the nexuses of virtio-scsi share.
+    shared: RefCell<Shared>,
+    guests: RefCell<Vec<Weak<Guest>>>,
+}
+
+/// An engine by its number in a plan.
+fn engine(number: u64) -> EngineKind {
+    match number {
+        0 => EngineKind::Aio,
+        1 => EngineKind::Threads,
+        _ => EngineKind::IoUring,
+    }
+}
+
+impl Disk {
+    /// Disk number `index`, whose plan this is, and what stands for it.
+    pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, file: OwnedFd) -> Self {
+        let block = fits(plan.block_bytes(), "the size of a block");
+        let info = DiskInfo {
+            size_bytes: plan.sectors() * 512,
+            logical_block_bytes: block,
+            physical_block_bytes: block,
+            read_only: plan.read_only > 0,
+            direct: plan.direct > 0,
+        };
+        let (memory_align, request_align) =
+            if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
+        let is_block = plan.block_device > 0;
+        let source = DiskSource::simulated(file, info, is_block, memory_align, request_align)
+            .prefer_engine(engine(plan.engine_of(index)));
+        let content = (0..plan.sectors()).map(|sector| {
+            match value_of(&world.content(index, sector), sector) {
+                Some(value) if value == initial(index) => value,
+                _ => Value::Zero,
+            }
+        });
+        let state = State {
+            history: History::new(content),
+            open: BTreeMap::new(),
+            failed: Vec::new(),
+            write_through_since: NEVER,
+            loss_told: 0,
+        };
+        let (plan, world) = (plan.clone(), Rc::clone(world));
+        let shared = RefCell::new(Shared::new(plan.sectors()));
+        Self {
+            plan,
+            index,
+            world,
+            source,
+            state: RefCell::new(state),
+            shared,
+            guests: RefCell::default(),
+        }
+    }
+
+    /// A guest has it.
+    pub(crate) fn add_guest(&self, guest: &Rc<Guest>) {
+        self.guests.borrow_mut().push(Rc::downgrade(guest));
+    }
+
+    pub(crate) fn guests(&self) -> Vec<Rc<Guest>> {
+        self.guests.borrow().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    pub(crate) fn shared(&self) -> Ref<'_, Shared> {
+        self.shared.borrow()
+    }
+
+    pub(crate) fn shared_mut(&self) -> RefMut<'_, Shared> {
+        self.shared.borrow_mut()
+    }
+
+    /// It has so many sectors from now on.
+    pub(crate) fn resize(&self, sectors: u64) {
+        let now = self.world.tick();
+        self.world.trace(|| format!("control: disk {} has {sectors} sectors", self.index));
+        self.shared.borrow_mut().size.set(now, sectors);
+        self.source.resize_simulated(sectors * 512);
+        self.world.tick();
+    }
+
+    /// Says whether a write is now on stable storage when it is answered.
+    pub(crate) fn set_write_through(&self, write_through: bool) {
+        let since = &mut self.state.borrow_mut().write_through_since;
+        match (write_through, *since) {
+            (true, NEVER) => *since = self.world.tick(),
+            (true, _) => {}
+            (false, _) => *since = NEVER,
+        }
+    }
+
+    /// Whether nobody has a request out that is about these sectors.
+    pub(crate) fn is_free(&self, first: u64, count: u64) -> bool {
+        let state = self.state.borrow();
+        let mut taken = state.open.values().flat_map(|open| &open.touch.ranges);
+        !taken.any(|&(f, c)| first < f + c && f < first + count)
+    }
+
+    /// A request goes out.
+    pub(crate) fn begin(&self, touch: &Touch, begin: u64) {
+        let State { history, open, .. } = &mut *self.state.borrow_mut();
+        let sectors = touch.ranges.iter().flat_map(|&(first, count)| first..first + count);
+        let value = touch.leaves;
+        let writes =
+            sectors.filter_map(|sector| Some(history.begin_write(sector, value?, begin))).collect();
+        open.insert(begin, Open { touch: touch.clone(), writes });
+    }
+
+    /// The request is answered that began then. `through`: it was sent without a write cache.
+    pub(crate) fn end(
+        &self,
+        begin: u64,
+        end: u64,
+        how: Ending,
+        through: bool,
+    ) -> Result<(), String> {
+        let state = &mut *self.state.borrow_mut();
+        let Some(mut open) = state.open.remove(&begin) else { return Ok(()) };
+        open.touch.fua |= through;
+        let done = how == Ending::Done;
+        self.check_promise(state, &open.touch, begin, end, done)?;
+        let Open { touch, writes } = open;
+        let is_stable = touch.fua || state.write_through_since < begin;
+        for write in writes {
+            if how == Ending::Refused {
+                state.history.take_back(write);
+                continue;
+            }
+            // What was discarded may be there or not.
+            state.history.end_write(write, end, done && !touch.is_optional, done && is_stable);
+        }
+        if done && touch.flushes {
+            state.history.flushed(begin);
+        }
+        if matches!(how, Ending::Failed | Ending::Aborted) {
+            let Touch { classes, ranges, .. } = touch;
+            let answered = how == Ending::Failed;
+            state.failed.push(Failed { classes, begin, end, ranges, answered });
+        }
+        Ok(())
+    }
+
+    /// Once a request was told that data was lost, none that begins later may be told that data is
+    /// on stable storage: whether it is so, nobody knows.
+    fn check_promise(
+        &self,
+        state: &mut State,
+        touch: &Touch,
+        begin: u64,
+        end: u64,
+        done: bool,
+    ) -> Result<(), String> {
+        let Some(lost_at) = self.world.lost_at(self.index) else { return Ok(()) };
+        if begin < lost_at {
+            state.loss_told = end;
+            return Ok(());
+        }
+        let writes = touch.leaves.is_some() && !touch.is_optional;
+        let is_through = touch.fua || state.write_through_since < begin;
+        let is_stable = touch.flushes || (writes && is_through);
+        let has_older = state.open.first_key_value().is_some_and(|(other, _)| *other < lost_at);
+        if done && is_stable && state.loss_told < begin && !has_older {
+            return Err(format!("data was lost at {lost_at}, and this is said to be stable"));
+        }
+        Ok(())
+    }
+
+    /// A request has found this in a sector.
+    pub(crate) fn read(
+        &self,
+        sector: u64,
+        bytes: &[u8],
+        begin: u64,
+        end: u64,
+    ) -> Result<(), String> {
+        let value = value_of(bytes, sector)
+            .ok_or_else(|| format!("sector {sector} {}", describe(bytes)))?;
+        self.state.borrow_mut().history.read(sector, value, begin, end);
+        Ok(())
+    }
+
+    /// What was written to a sector last, as far as it is known.
+    pub(crate) fn last_value(&self, sector: u64) -> Value {
+        self.state.borrow().history.last_value(sector)
+    }
+
+    /// COMPARE AND WRITE has found this in a sector, and written what has its number.
+    pub(crate) fn swapped(&self, sector: u64, was: Value, id: u64, begin: u64, end: u64) {
+        self.state.borrow_mut().history.swapped(sector, was, Value::Id(id), begin, end);
+    }
+
+    /// Whether a sector had this content all the time.
+    pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
+        self.state.borrow().history.surely_has(sector, value, begin, end)
+    }
+
+    /// Whether the answers so far can be explained, errors included.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
+        history.check()?;
+        let end = self.world.tick();
+        failed.extend(std::mem::take(open).into_iter().map(|(begin, open)| {
+            let Touch { classes, ranges, .. } = open.touch;
+            Failed { classes, begin, end, ranges, answered: false }
+        }));
+        blame::check(&self.world.injected(self.index), failed)
+    }
+
+    /// Everything is answered: whether guests have heard all that they must.
+    pub(crate) fn check_end(&self) -> Result<(), Failure> {
+        let heard = self.shared.borrow().check_end();
+        heard.map_err(|text| Failure::new("lost attention", format!("disk {}: {text}", self.index)))
+    }
+
+    /// Checks what is there after the IoThreads have gone, and goes on from there, as if it were
+    /// opened anew. With `power_lost`, only what was on stable storage must be there.
+    pub(crate) fn restart(&self, power_lost: bool) -> Result<(), Failure> {
+        let mut state = self.state.borrow_mut();
+        let mut left = Vec::new();
+        for sector in 0..self.plan.sectors() {
+            let bytes = self.world.content(self.index, sector);
+            let value = value_of(&bytes, sector).ok_or_else(|| {
+                Failure::new("lost data", format!("sector {sector} {}", describe(&bytes)))
+            })?;
+            state.history.check_left(left.len(), value, power_lost)?;
+            left.push(value);
+        }
+        state.history = History::new(left.into_iter());
+        self.source.open_anew();
+        self.world.forget_loss(self.index);
+        let size = self.source.info().size_bytes / 512;
+        *self.shared.borrow_mut() = Shared::new(size);
+        Ok(())
+    }
+}

@@ -1,0 +1,123 @@
+//! What is behind an export: its disk, or the logical units on all disks.
+
+use std::num::NonZeroU16;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use device::blk::config::BlkOptions;
+use device::scsi::config::ScsiOptions;
+use device::scsi::unit::UnitOptions;
+use device::scsi::{RemovedUnit, UnitError};
+use device::{Device, LogEvents};
+use iomem::fits;
+
+use super::Export;
+use crate::disk::Disk;
+use crate::failure::Failure;
+use crate::plan::Plan;
+use crate::request::serial;
+use crate::rng::Rng;
+use crate::scsi::unit::address;
+
+/// A few long chains reach it.
+const LONG_LISTS_BYTES: u64 = 1024;
+
+/// The device of an export.
+pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
+    let num_queues = fits(plan.queues, "a number of queues");
+    let queue_size = plan.queue_size();
+    let notify_batch = plan.no_notify_batch == 0;
+    let run_max = NonZeroU16::new(fits(plan.run_max, "chains of a run"));
+    let fixed_buffers = plan.fixed_buffers > 0;
+    let long_lists_bytes = LONG_LISTS_BYTES;
+    let events = Arc::new(LogEvents::new(format!("sim-{index}")));
+    if plan.scsi == 0 {
+        let options = BlkOptions {
+            serial: serial(index),
+            num_queues,
+            queue_size,
+            write_cache: plan.no_write_cache == 0,
+            notify_batch,
+            run_max,
+            fixed_buffers,
+            long_lists_bytes,
+        };
+        return Device::blk(disks[0].source.clone(), options, events);
+    }
+    let options = ScsiOptions {
+        num_queues,
+        queue_size,
+        notify_batch,
+        run_max,
+        fixed_buffers,
+        long_lists_bytes,
+    };
+    let device = Device::scsi(options, events);
+    for disk in disks {
+        add(&device, index, disk).expect("a new device has no unit");
+    }
+    device
+}
+
+/// Adds the unit of device number `index` on a disk.
+fn add(device: &Device, index: usize, disk: &Disk) -> Result<(), UnitError> {
+    let Device::Scsi(scsi) = device else { unreachable!("it has units") };
+    let byte = |number: usize| u8::try_from(number).expect("plans have a few of each");
+    let options = UnitOptions {
+        vendor: "RINGHAUL".into(),
+        product: "sim".into(),
+        revision: "1".into(),
+        serial: serial(disk.index),
+        naa: [0x31, 0, 0, 0, 0, 0, 0, byte(disk.index)],
+        rotational: false,
+        discard: true,
+        write_cache: disk.plan.no_write_cache == 0,
+        access: Arc::clone(&disk.shared().access),
+        port: [0x32, 0, 0, 0, 0, 0, byte(disk.index), byte(index)],
+    };
+    scsi.add_unit(address(index, disk.index), disk.source.clone(), options)
+}
+
+impl Export {
+    /// Removes a unit, or adds it again.
+    pub(super) fn plug(&mut self, rng: &mut Rng) {
+        let disk = rng.index(self.disks.len());
+        let is_there = self.guest.unit_is_there(disk);
+        let Device::Scsi(scsi) = &self.device else { return };
+        if is_there {
+            self.guest.unit_changed(disk, false);
+            let removed = scsi.remove_unit(address(self.index, disk));
+            self.removed.push(removed.expect("the device has the unit"));
+        } else {
+            // Commands that have begun may still have the port.
+            match add(&self.device, self.index, &self.disks[disk]) {
+                Ok(()) => self.guest.unit_changed(disk, true),
+                Err(UnitError::Port(_)) => {}
+                Err(error) => panic!("a unit cannot be added: {error}"),
+            }
+        }
+        self.trace(|| format!("disk {disk} has a unit: {}", self.guest.unit_is_there(disk)));
+    }
+
+    /// Closes disks of units that were removed, as soon as nobody uses them.
+    pub(super) fn close_unused(&mut self) {
+        self.removed.retain(|unit| !unit.is_unused());
+    }
+
+    /// Fails when somebody uses the disk of a unit that was removed though no queue runs.
+    pub(crate) fn check_removed(&self) -> Result<(), Failure> {
+        match self.removed.iter().all(RemovedUnit::is_unused) {
+            true => Ok(()),
+            false => Err(Failure::new("leak", "the disk of a unit that was removed is in use")),
+        }
+    }
+
+    /// A disk has another size, of which all devices are to tell that have a unit there. False:
+    /// this one has none.
+    pub(crate) fn resized(&self, disk: usize) -> bool {
+        let Device::Scsi(scsi) = &self.device else { return false };
+        let is_there = self.guest.unit_is_there(disk);
+        scsi.capacity_changed(address(self.index, disk));
+        is_there
+    }
+}

@@ -1,0 +1,216 @@
+//! What a guest of virtio-scsi knows of its device, and asks it.
+
+use device::scsi::address::UnitAddress;
+
+use super::{Guest, State};
+use crate::asked::Asked;
+use crate::scsi::command::{Command, Target};
+use crate::scsi::events::{Events, Happening};
+use crate::scsi::function::Function;
+use crate::scsi::shared::Told;
+use crate::scsi::unit::{Unit, address};
+use crate::scsi::{CAPACITY_CHANGED, CONTROL_QUEUE, EVENT_QUEUE, POWER_ON, UNITS_CHANGED};
+use crate::timeline::Timeline;
+
+/// Tags are few, so that different units have tasks with the same one.
+const TAGS: u64 = 12;
+
+/// A task management function that was asked for.
+pub(super) struct Managed {
+    pub(super) function: Function,
+    pub(super) begin: u64,
+    /// When it was answered.
+    pub(super) end: u64,
+    /// Who is to hear of it: the disk, and what.
+    pub(super) told: Vec<(usize, Told)>,
+}
+
+/// A command that was answered.
+pub(super) struct Done {
+    pub(super) address: UnitAddress,
+    pub(super) tag: u64,
+    pub(super) begin: u64,
+    pub(super) end: u64,
+}
+
+/// What the guest knows of its device; nothing if that is another.
+#[derive(Default)]
+pub(super) struct Scsi {
+    /// By the number of their disks.
+    pub(super) units: Vec<Unit>,
+    pub(super) managed: Vec<Managed>,
+    pub(super) done: Vec<Done>,
+    pub(super) events: Events,
+    /// Whether each queue runs.
+    pub(super) runs: Vec<Timeline<bool>>,
+}
+
+impl Guest {
+    /// What the guest knows of a device that has just been made.
+    pub(super) fn new_scsi(&self) -> Scsi {
+        let units = (0..self.disks.len()).map(|disk| Unit::new(address(self.device, disk)));
+        let runs = (0..self.plan.queue_count()).map(|_| Timeline::new(false)).collect();
+        Scsi { units: units.collect(), runs, ..Scsi::default() }
+    }
+
+    /// A queue of the device runs from now on, or not.
+    pub(crate) fn set_running(&self, queue: usize, runs: bool) {
+        let now = self.world.tick();
+        if let Some(line) = self.state.borrow_mut().scsi.runs.get_mut(queue) {
+            line.set(now, runs);
+        }
+    }
+
+    /// The device has a unit on this disk now, or has it no more.
+    pub(crate) fn unit_changed(&self, disk: usize, is_there: bool) {
+        let now = self.world.tick();
+        let scsi = &mut self.state.borrow_mut().scsi;
+        scsi.units[disk].present.set(now, is_there);
+        {
+            let mut shared = self.disks[disk].shared_mut();
+            let attentions = shared.nexus(self.device);
+            attentions.forget(now);
+            if is_there {
+                attentions.raise(POWER_ON, now);
+            }
+        }
+        for (other, unit) in scsi.units.iter().enumerate() {
+            if other != disk && *unit.present.now() {
+                self.disks[other].shared_mut().nexus(self.device).raise(UNITS_CHANGED, now);
+            }
+        }
+        if self.plan.no_events == 0 {
+            let what = if is_there { Happening::Added } else { Happening::Removed };
+            scsi.events.tell(what, scsi.units[disk].address);
+        }
+        self.world.tick();
+    }
+
+    /// Units are there from the beginning.
+    pub(crate) fn units_begin(&self) {
+        let now = self.world.tick();
+        for (later, disk) in (0..self.disks.len()).rev().zip(&self.disks) {
+            let mut shared = disk.shared_mut();
+            let attentions = shared.nexus(self.device);
+            attentions.raise(POWER_ON, now);
+            if later > 0 {
+                // Units are added one after the other.
+                attentions.raise(UNITS_CHANGED, now);
+            }
+        }
+        self.world.tick();
+    }
+
+    /// A disk has another size.
+    pub(crate) fn capacity_changed(&self, disk: usize) {
+        let now = self.world.tick();
+        let scsi = &mut self.state.borrow_mut().scsi;
+        let unit = &scsi.units[disk];
+        if *unit.present.now() {
+            self.disks[disk].shared_mut().nexus(self.device).raise(CAPACITY_CHANGED, now);
+            if self.plan.no_events == 0 {
+                scsi.events.tell(Happening::CapacityChanged, unit.address);
+            }
+        }
+        self.world.tick();
+    }
+
+    /// The device has forgotten its driver. No queue runs.
+    pub(crate) fn was_reset(&self) {
+        let now = self.world.tick();
+        let State { scsi, queues, .. } = &mut *self.state.borrow_mut();
+        let queue = &queues[EVENT_QUEUE];
+        let told = queue.outstanding.iter().enumerate().filter(|(head, outstanding)| {
+            let answer = outstanding.as_ref().filter(|_| queue.is_answered(*head));
+            let bytes = answer.and_then(|outstanding| self.collect(outstanding).ok());
+            bytes.is_some_and(|(_, bytes)| bytes.iter().any(|byte| *byte != 0))
+        });
+        scsi.events.forget(told.count());
+        for (unit, disk) in scsi.units.iter().zip(&self.disks) {
+            let mut shared = disk.shared_mut();
+            shared.may_cache(now);
+            if *unit.present.now() {
+                shared.nexus(self.device).raise(POWER_ON, now);
+            }
+        }
+        self.world.tick();
+    }
+
+    /// Whether the device has a unit on this disk.
+    pub(crate) fn unit_is_there(&self, disk: usize) -> bool {
+        *self.state.borrow().scsi.units[disk].present.now()
+    }
+
+    /// Whether a task management function is due: they are spread over the commands.
+    pub(super) fn is_function_due(&self, state: &State) -> bool {
+        let (all, total) = (self.plan.functions, self.plan.requests);
+        let done = all - state.functions_left;
+        let made = total.saturating_sub(state.left);
+        state.functions_left > 0 && (state.left == 0 || made * all >= done * total)
+    }
+
+    /// Draws what goes into a queue.
+    pub(super) fn draw_scsi(&self, state: &mut State, index: usize) -> Asked {
+        let State { rng, queues, scsi, .. } = state;
+        let outstanding = queues.iter().flat_map(|queue| queue.outstanding.iter().flatten());
+        let tasks = outstanding.filter_map(|outstanding| match &outstanding.asked {
+            Asked::Command(command) => Some((scsi.units[command.unit].address, command.tag)),
+            _ => None,
+        });
+        let tasks: Vec<(UnitAddress, u64)> = tasks.collect();
+        match index {
+            CONTROL_QUEUE => {
+                let units: Vec<UnitAddress> = scsi.units.iter().map(|unit| unit.address).collect();
+                Asked::Function(Function::draw(rng, &units, &tasks))
+            }
+            EVENT_QUEUE => Asked::event(),
+            _ => {
+                let id = self.next_id.get();
+                self.next_id.set(id + 1);
+                let unit = rng.index(scsi.units.len());
+                let address = scsi.units[unit].address;
+                let first = rng.below(TAGS);
+                let free =
+                    (first..TAGS).chain(0..first).find(|tag| !tasks.contains(&(address, *tag)));
+                let (tag, device, disk) = (free.unwrap_or(id), self.device, &*self.disks[unit]);
+                let target = Target { unit, address, disk, tag, device };
+                Asked::Command(Command::draw(&self.plan, rng, id, &target))
+            }
+        }
+    }
+
+    /// What was drawn goes out.
+    pub(super) fn begin_scsi(&self, scsi: &mut Scsi, asked: &Asked, begin: u64) {
+        match asked {
+            Asked::Command(command) => {
+                let disk = &self.disks[command.unit];
+                disk.begin(&command.touch(), begin);
+                disk.shared_mut().begin(self.device, command, begin);
+            }
+            Asked::Function(function) => {
+                let mut told = Vec::new();
+                let units = scsi.units.iter().enumerate();
+                let meant = units.filter(|(_, unit)| function.covers(unit.address, function.tag));
+                let [own, others] = function.attentions();
+                for (disk, _) in meant.filter(|_| own.is_some() || others.is_some()) {
+                    let mut shared = self.disks[disk].shared_mut();
+                    shared.may_cache(begin);
+                    if let Some(code) = own {
+                        let id = shared.nexus(self.device).expect(code, begin);
+                        told.push((disk, (self.device, code, id)));
+                    }
+                    if let Some(code) = others {
+                        let heard = shared.expect_of_others(self.device, code, begin);
+                        told.extend(heard.into_iter().map(|told| (disk, told)));
+                    }
+                    if function.is_of_all() {
+                        shared.begin_sweep(self.device, begin);
+                    }
+                }
+                let function = function.clone();
+                scsi.managed.push(Managed { function, begin, end: u64::MAX, told });
+            }
+            Asked::Blk(_) | Asked::Event(_) => {}
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! What a chain carries, whatever the device, and how it lies in guest memory.
+
+use iomem::fits;
+use virtqueue::driver::Desc;
+
+use crate::content::SECTOR;
+use crate::layout::{TABLE_OFFSET, UNMAPPED};
+use crate::plan::Plan;
+use crate::rng::Rng;
+
+/// What a chain carries.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Message {
+    /// What the device reads.
+    pub(crate) readable: Vec<u8>,
+    /// Bytes of it before the data.
+    pub(crate) header: usize,
+    /// Bytes that the device may write.
+    pub(crate) writable: usize,
+    /// The data in these: where it begins, and its bytes.
+    pub(crate) data_in: (usize, usize),
+    /// One of its buffers is not in guest memory.
+    pub(crate) unmapped: bool,
+}
+
+impl Message {
+    /// Lays the message out in the guest's memory from `area` on, in at most `room` buffers.
+    /// `image` is the memory there. Returns `None` if there are too few.
+    pub(crate) fn lay_out(
+        &self,
+        plan: &Plan,
+        rng: &mut Rng,
+        area: u64,
+        image: &mut [u8],
+        room: usize,
+    ) -> Option<Vec<Desc>> {
+        let most = fits::<_, usize>(plan.pieces, "a number that was drawn").min(room / 2);
+        if most == 0 || (self.unmapped && room < 3) {
+            return None;
+        }
+        let aligned = rng.chance(plan.aligned);
+        let is_odd = rng.chance(plan.odd_ranges);
+        let align = u64::from(plan.memory_align());
+        let mut lay = Lay { area, image, align, at: 0, pieces: Vec::new() };
+        let parts = |rng: &mut Rng, total: usize, (before, data): (usize, usize)| {
+            let rest = [(before, false), (total - before - data, false)];
+            let rest = rest.map(|part| Some(part).filter(|(len, _)| *len > 0));
+            match odd_cut(plan, rng, data, most.saturating_sub(1)).filter(|_| is_odd) {
+                Some(parts) => rest[0].into_iter().chain(parts).chain(rest[1]).collect(),
+                None => {
+                    let keep = aligned && data > 0 && most > 1;
+                    let border = if before > 0 { before } else { data };
+                    let lengths = cut(rng, total, most, keep, border);
+                    let parts = lengths.into_iter().map(|len| (len, aligned && len >= SECTOR));
+                    parts.collect::<Vec<_>>()
+                }
+            }
+        };
+        let header = self.header.min(self.readable.len());
+        let out = parts(rng, self.readable.len(), (header, self.readable.len() - header));
+        let mut from = 0;
+        for (len, aligned) in out {
+            lay.place(rng, len, false, aligned);
+            lay.fill(&self.readable[from..from + len]);
+            from += len;
+        }
+        if self.unmapped {
+            lay.pieces.push(Desc::writable(UNMAPPED, 512));
+            lay.place(rng, 1, true, false);
+            return Some(lay.pieces);
+        }
+        for (len, aligned) in parts(rng, self.writable, self.data_in) {
+            lay.place(rng, len, true, aligned);
+        }
+        Some(lay.pieces)
+    }
+}
+
+/// Cuts `total` bytes into at most `most` parts; with `keep`, only at `border`.
+fn cut(rng: &mut Rng, total: usize, most: usize, keep: bool, border: usize) -> Vec<usize> {
+    if total == 0 {
+        return Vec::new();
+    }
+    if keep {
+        return vec![border, total - border];
+    }
+    let mut cuts: Vec<usize> = (1..rng.between(1, most as u64)).map(|_| rng.index(total)).collect();
+    cuts.extend([0, total]);
+    cuts.sort_unstable();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
+/// Cuts data into at least three ranges and at most `most`, with whether each is to be aligned: all
+/// are, and are whole blocks long, but for one place, which may be any. `None`: it is too small.
+fn odd_cut(plan: &Plan, rng: &mut Rng, data: usize, most: usize) -> Option<Vec<(usize, bool)>> {
+    let block = fits(plan.block_bytes(), "the size of a block");
+    let blocks = data / block;
+    if !data.is_multiple_of(block) || blocks < 3 || most < 3 {
+        return None;
+    }
+    let count = fits(rng.between(3, blocks.min(most) as u64), "a number that was drawn");
+    // Each has a block; what is left goes to the last.
+    let mut parts = vec![(block, true); count];
+    parts[count - 1].0 += (blocks - count) * block;
+    let odd = rng.index(count);
+    if odd + 1 < count && rng.chance(500) {
+        // The address may be aligned; the length, and that of the next, is not.
+        let moved = fits::<_, usize>(rng.between(1, block as u64 - 1), "a number that was drawn");
+        parts[odd].0 -= moved;
+        parts[odd + 1].0 += moved;
+    } else {
+        parts[odd].1 = false;
+    }
+    Some(parts)
+}
+
+/// Buffers being placed one after the other, with gaps.
+struct Lay<'a> {
+    area: u64,
+    image: &'a mut [u8],
+    /// What aligned ranges start at multiples of.
+    align: u64,
+    at: u64,
+    pieces: Vec<Desc>,
+}
+
+impl Lay<'_> {
+    fn place(&mut self, rng: &mut Rng, len: usize, writable: bool, aligned: bool) {
+        self.at += rng.below(9);
+        if aligned {
+            self.at = self.at.next_multiple_of(self.align);
+        }
+        let piece_len = fits(len, "a number that was drawn");
+        let desc = if writable { Desc::writable } else { Desc::readable };
+        self.pieces.push(desc(self.area + self.at, piece_len));
+        self.at += len as u64;
+        assert!(self.at <= TABLE_OFFSET, "the area of a chain is too small");
+    }
+
+    /// Writes the piece placed last into the image.
+    fn fill(&mut self, bytes: &[u8]) {
+        let end = fits(self.at, "a number that was drawn");
+        self.image[end - bytes.len()..end].copy_from_slice(bytes);
+    }
+}

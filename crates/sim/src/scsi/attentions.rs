@@ -1,0 +1,197 @@
+//! Unit attentions of an I_T nexus: each is heard once, and before anything else.
+//!
+//! Commands that overlap may be carried out in any order, and whatever brings an attention about
+//! takes a while. So an attention is expected from some time on, is there for sure from a later
+//! one, and one that a command was answered without must have been heard by another command
+//! that began before that answer.
+
+use super::{Code, POWER_ON};
+
+const NEVER: u64 = u64::MAX;
+
+#[derive(Debug, Clone)]
+struct Attention {
+    id: u64,
+    code: Code,
+    /// It may be there from then on.
+    begin: u64,
+    /// It is there from then on, if it was not heard.
+    sure_since: u64,
+    /// Commands that begin later do not hear it.
+    gone_by: u64,
+    /// When a command was answered first that would have heard it.
+    missed: u64,
+    /// When whatever brings it about has come to its end.
+    settled_at: u64,
+    /// When the command began and was answered that has heard it.
+    heard: Option<(u64, u64)>,
+    /// Another one of the same code was heard, which may have been this one.
+    is_doubtful: bool,
+}
+
+/// What has become of something that brings attentions about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Came {
+    Surely,
+    Maybe,
+    Not,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Attentions {
+    all: Vec<Attention>,
+    next_id: u64,
+    /// When the last reset ended.
+    last_reset: u64,
+}
+
+/// Resets come before all others (SAM-5, section 5.14.1).
+fn is_reset(code: Code) -> bool {
+    code[0] == POWER_ON[0]
+}
+
+impl Attentions {
+    /// Something has begun that may bring this about.
+    pub(crate) fn expect(&mut self, code: Code, begin: u64) -> u64 {
+        self.next_id += 1;
+        self.all.push(Attention {
+            id: self.next_id,
+            code,
+            begin,
+            sure_since: NEVER,
+            gone_by: NEVER,
+            missed: NEVER,
+            settled_at: NEVER,
+            heard: None,
+            is_doubtful: false,
+        });
+        self.next_id
+    }
+
+    /// It has ended.
+    pub(crate) fn settle(&mut self, id: u64, end: u64, came: Came) -> Result<(), String> {
+        let Some(at) = self.all.iter().position(|one| one.id == id) else { return Ok(()) };
+        let Attention { code, begin, heard, is_doubtful, .. } = self.all[at];
+        if came == Came::Not {
+            self.all.remove(at);
+            // If there are others of that code, it was one of these.
+            return heard.map_or(Ok(()), |(begin, end)| self.heard(code, begin, end));
+        }
+        // Two of the same are one, and a reset clears what was there before.
+        let has_other = self.all.iter().any(|one| one.id != id && one.code == code);
+        let is_sure = came == Came::Surely && !has_other && !is_doubtful && self.last_reset < begin;
+        if is_reset(code) {
+            self.clear(Some(id), (begin, end), came == Came::Surely);
+            self.last_reset = end;
+        }
+        let one = self.all.iter_mut().find(|one| one.id == id).expect("it was there");
+        one.settled_at = end;
+        one.sure_since = if is_sure { end } else { NEVER };
+        self.all.retain(|one| one.settled_at == NEVER || one.heard.is_none());
+        Ok(())
+    }
+
+    /// At once.
+    pub(crate) fn raise(&mut self, code: Code, now: u64) {
+        let id = self.expect(code, now);
+        self.settle(id, now + 1, Came::Surely).expect("it has happened");
+    }
+
+    /// What is there may be gone, and what was there at the `begin` surely is at the `end` if
+    /// `is_sure`.
+    fn clear(&mut self, except: Option<u64>, (begin, end): (u64, u64), is_sure: bool) {
+        for one in self.all.iter_mut().filter(|one| Some(one.id) != except) {
+            (one.sure_since, one.missed) = (NEVER, NEVER);
+            if is_sure && one.settled_at < begin {
+                one.gone_by = one.gone_by.min(end);
+            }
+        }
+    }
+
+    /// Whoever was to hear of them is gone.
+    pub(crate) fn forget(&mut self, now: u64) {
+        self.clear(None, (now, now), true);
+    }
+
+    /// A command has heard it.
+    pub(crate) fn heard(&mut self, code: Code, begin: u64, end: u64) -> Result<(), String> {
+        let fits = |one: &Attention| {
+            one.code == code
+                && one.heard.is_none()
+                && one.begin < end
+                && begin < one.gone_by
+                && begin < one.missed
+        };
+        let found = self.all.iter().position(|one| fits(one) && one.sure_since != NEVER);
+        let Some(found) = found.or_else(|| self.all.iter().position(fits)) else {
+            return Err(format!("attention {code:02x?} was not to be heard: {:?}", self.all));
+        };
+        // Two of the same are one, so that whatever else was there has been heard with it.
+        for other in self.all.iter_mut().filter(|one| fits(one)) {
+            (other.sure_since, other.missed, other.is_doubtful) = (NEVER, NEVER, true);
+        }
+        self.all[found].heard = Some((begin, end));
+        if !is_reset(code) {
+            self.pass(begin, end, is_reset);
+        }
+        self.all.retain(|one| one.settled_at == NEVER || one.heard.is_none());
+        Ok(())
+    }
+
+    /// A command that hears attentions was carried out without one.
+    pub(crate) fn passed(&mut self, begin: u64, end: u64) {
+        self.pass(begin, end, |_| true);
+    }
+
+    fn pass(&mut self, begin: u64, end: u64, is_meant: impl Fn(Code) -> bool) {
+        for one in self.all.iter_mut().filter(|one| one.heard.is_none() && is_meant(one.code)) {
+            if one.sure_since < begin {
+                one.missed = one.missed.min(end);
+            }
+        }
+    }
+
+    /// Everything is answered: none may be lost.
+    pub(crate) fn check_end(&self) -> Result<(), String> {
+        match self.all.iter().find(|one| one.missed != NEVER && one.heard.is_none()) {
+            Some(one) => Err(format!("{one:?} was passed over, and nobody has heard it")),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scsi::{CAPACITY_CHANGED, UNIT_RESET};
+
+    #[test]
+    fn each_is_heard_once_and_by_the_first_that_comes() {
+        let mut attentions = Attentions::default();
+        attentions.raise(CAPACITY_CHANGED, 10);
+        assert!(attentions.heard(UNIT_RESET, 20, 30).is_err());
+        assert!(attentions.heard(CAPACITY_CHANGED, 20, 30).is_ok());
+        assert!(attentions.heard(CAPACITY_CHANGED, 20, 30).is_err());
+        attentions.raise(CAPACITY_CHANGED, 40);
+        attentions.passed(50, 60);
+        assert!(attentions.check_end().is_err());
+        assert!(attentions.heard(CAPACITY_CHANGED, 70, 80).is_err(), "it was passed over");
+        assert!(attentions.heard(CAPACITY_CHANGED, 55, 80).is_ok());
+        assert!(attentions.check_end().is_ok());
+    }
+
+    #[test]
+    fn a_reset_comes_first_and_clears_what_was_there() {
+        let mut attentions = Attentions::default();
+        attentions.raise(CAPACITY_CHANGED, 10);
+        let id = attentions.expect(UNIT_RESET, 20);
+        assert!(attentions.settle(id, 30, Came::Surely).is_ok());
+        assert!(attentions.heard(CAPACITY_CHANGED, 40, 50).is_err());
+        attentions.raise(CAPACITY_CHANGED, 51);
+        assert!(attentions.heard(CAPACITY_CHANGED, 60, 70).is_ok());
+        assert!(attentions.check_end().is_err(), "the reset was to be heard first");
+        let id = attentions.expect(CAPACITY_CHANGED, 80);
+        assert!(attentions.heard(CAPACITY_CHANGED, 81, 82).is_ok());
+        assert!(attentions.settle(id, 83, Came::Not).is_err());
+    }
+}

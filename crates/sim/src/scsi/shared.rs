@@ -1,0 +1,226 @@
+//! What all nexuses of a disk share.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use device::scsi::access::DiskAccess;
+
+use super::attentions::{Attentions, Came};
+use super::command::{Command, Kind};
+use super::reservations::{Effect, Order, Reservations};
+use super::{COMMANDS_CLEARED, Code, MODE_CHANGED, Outcome};
+use crate::timeline::Timeline;
+
+/// A device, and what it may hear: the code, and the number of the attention.
+pub(crate) type Told = (usize, Code, u64);
+
+#[derive(Debug, Clone, Copy)]
+struct Sweep {
+    by: usize,
+    begin: u64,
+    end: u64,
+}
+
+pub(crate) struct Shared {
+    pub(crate) access: Arc<DiskAccess>,
+    pub(crate) reservations: Reservations,
+    /// By the number of the device.
+    nexuses: BTreeMap<usize, Attentions>,
+    /// Sectors.
+    pub(crate) size: Timeline<u64>,
+    /// Who has ended commands of all initiators, and when that began and ended.
+    sweeps: Vec<Sweep>,
+    /// Of the order in progress: when it began, and who may hear of it.
+    order: Option<(u64, Vec<Told>)>,
+    /// Who may hear that modes have changed: by when the command began that changes them.
+    selects: BTreeMap<u64, Vec<Told>>,
+    /// Since when there is no write cache for sure.
+    through_since: u64,
+    /// When something began or ended last that may switch a cache on.
+    last_on: u64,
+}
+
+impl Shared {
+    pub(crate) fn new(sectors: u64) -> Self {
+        Self {
+            access: Arc::default(),
+            reservations: Reservations::default(),
+            nexuses: BTreeMap::new(),
+            size: Timeline::new(sectors),
+            sweeps: Vec::new(),
+            order: None,
+            selects: BTreeMap::new(),
+            through_since: u64::MAX,
+            last_on: 0,
+        }
+    }
+
+    /// The attentions of a device's unit.
+    pub(crate) fn nexus(&mut self, device: usize) -> &mut Attentions {
+        self.nexuses.entry(device).or_default()
+    }
+
+    /// Since when writes are surely on stable storage when they are answered.
+    pub(crate) fn through_since(&self) -> u64 {
+        self.through_since
+    }
+
+    /// Something begins or ends that may switch the write cache on.
+    pub(crate) fn may_cache(&mut self, now: u64) {
+        (self.through_since, self.last_on) = (u64::MAX, now);
+    }
+
+    /// A device begins to switch the write cache.
+    fn begin_select(&mut self, device: usize, is_on: bool, begin: u64) {
+        if is_on {
+            self.may_cache(begin);
+        }
+        let told = self.expect_of_others(device, MODE_CHANGED, begin);
+        self.selects.insert(begin, told);
+    }
+
+    /// It has ended; `None`: it may have done so or not.
+    fn end_select(
+        &mut self,
+        is_on: bool,
+        is_done: Option<bool>,
+        (begin, end): (u64, u64),
+    ) -> Result<(), String> {
+        if is_on {
+            self.may_cache(end);
+        } else if is_done == Some(true) && self.last_on < begin {
+            self.through_since = self.through_since.min(end);
+        }
+        // If it was so before, nobody is told.
+        let came = if is_done == Some(false) { Came::Not } else { Came::Maybe };
+        let told = self.selects.remove(&begin).unwrap_or_default();
+        self.settle(&told, end, came)
+    }
+
+    /// Others may hear of something that a device begins.
+    pub(crate) fn expect_of_others(&mut self, device: usize, code: Code, begin: u64) -> Vec<Told> {
+        let others = self.nexuses.iter_mut().filter(|(other, _)| **other != device);
+        others.map(|(other, nexus)| (*other, code, nexus.expect(code, begin))).collect()
+    }
+
+    /// It has ended.
+    pub(crate) fn settle(&mut self, told: &[Told], end: u64, came: Came) -> Result<(), String> {
+        told.iter().try_for_each(|&(device, _, id)| self.nexus(device).settle(id, end, came))
+    }
+
+    /// A device begins to end commands of all initiators.
+    pub(crate) fn begin_sweep(&mut self, by: usize, begin: u64) {
+        self.sweeps.push(Sweep { by, begin, end: u64::MAX });
+    }
+
+    /// It has ended.
+    pub(crate) fn end_sweep(&mut self, begin: u64, end: u64) {
+        let found = self.sweeps.iter_mut().find(|sweep| sweep.begin == begin);
+        found.into_iter().for_each(|sweep| sweep.end = end);
+    }
+
+    /// Whether commands of a device that were out then may have been ended by another one, or by
+    /// its own order.
+    pub(crate) fn may_be_swept(
+        &self,
+        device: usize,
+        by_itself: bool,
+        begin: u64,
+        end: u64,
+    ) -> bool {
+        let meant = |sweep: &&Sweep| (sweep.by == device) == by_itself;
+        let mut sweeps = self.sweeps.iter().filter(meant);
+        sweeps.any(|sweep| sweep.begin < end && begin < sweep.end)
+    }
+
+    /// A PERSISTENT RESERVE OUT begins.
+    fn begin_order(&mut self, order: Order, begin: u64) {
+        let mut told: Vec<(usize, Code)> = Vec::new();
+        for effect in self.reservations.begin(order, begin) {
+            told.extend(&effect.told);
+        }
+        told.sort_unstable();
+        told.dedup();
+        let told = told.into_iter().map(|(device, code)| {
+            (device, code, self.nexuses.entry(device).or_default().expect(code, begin))
+        });
+        let mut told: Vec<Told> = told.collect();
+        if order.aborts() {
+            self.begin_sweep(order.from, begin);
+            told.extend(self.expect_of_others(order.from, COMMANDS_CLEARED, begin));
+        }
+        self.order = Some((begin, told));
+    }
+
+    /// It has ended like this; `None`: it may have taken effect or not.
+    fn end_order(&mut self, outcome: Option<Outcome>, end: u64) -> Result<(), String> {
+        let effects = self.reservations.end(outcome, end)?;
+        let Some((begin, told)) = self.order.take() else { return Ok(()) };
+        self.end_sweep(begin, end);
+        for (device, code, id) in told {
+            let tells = |effect: &Effect| match code {
+                // If it had commands.
+                COMMANDS_CLEARED => effect.aborted.contains(&device),
+                _ => effect.told.contains(&(device, code)),
+            };
+            let came = match effects.iter().filter(|effect| tells(effect)).count() {
+                0 => Came::Not,
+                count
+                    if count == effects.len() && outcome.is_some() && code != COMMANDS_CLEARED =>
+                {
+                    Came::Surely
+                }
+                _ => Came::Maybe,
+            };
+            self.nexus(device).settle(id, end, came)?;
+        }
+        Ok(())
+    }
+
+    /// It was not carried out.
+    fn refuse_order(&mut self, end: u64) -> Result<(), String> {
+        self.reservations.refuse(end);
+        let Some((begin, told)) = self.order.take() else { return Ok(()) };
+        self.end_sweep(begin, end);
+        self.settle(&told, end, Came::Not)
+    }
+
+    /// A command begins.
+    pub(crate) fn begin(&mut self, device: usize, command: &Command, begin: u64) {
+        match command.kind {
+            Kind::Reserve(order) => self.begin_order(order, begin),
+            Kind::Select(is_on) => self.begin_select(device, is_on, begin),
+            _ => {}
+        }
+    }
+
+    /// A command has come to this; `None`: it was aborted, in the middle or not.
+    pub(crate) fn end(
+        &mut self,
+        command: &Command,
+        outcome: Option<Outcome>,
+        span: (u64, u64),
+    ) -> Result<(), String> {
+        match command.kind {
+            Kind::Reserve(_) => self.end_order(outcome, span.1),
+            Kind::Select(is_on) => {
+                self.end_select(is_on, outcome.map(|outcome| outcome == Outcome::Good), span)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A command was not carried out.
+    pub(crate) fn refuse(&mut self, command: &Command, span: (u64, u64)) -> Result<(), String> {
+        match command.kind {
+            Kind::Reserve(_) => self.refuse_order(span.1),
+            Kind::Select(is_on) => self.end_select(is_on, Some(false), span),
+            _ => Ok(()),
+        }
+    }
+
+    /// Everything is answered.
+    pub(crate) fn check_end(&self) -> Result<(), String> {
+        self.nexuses.values().try_for_each(Attentions::check_end)
+    }
+}

@@ -1,0 +1,43 @@
+//! What something was, and when it changed.
+
+/// Values, each with the time from which on it holds.
+#[derive(Debug, Clone)]
+pub(crate) struct Timeline<T>(Vec<(u64, T)>);
+
+impl<T> Timeline<T> {
+    /// It has always been this.
+    pub(crate) fn new(first: T) -> Self {
+        Self(vec![(0, first)])
+    }
+
+    pub(crate) fn set(&mut self, now: u64, value: T) {
+        self.0.push((now, value));
+    }
+
+    pub(crate) fn now(&self) -> &T {
+        &self.0[self.0.len() - 1].1
+    }
+
+    /// All that it was at some time from `begin` to `end`.
+    pub(crate) fn during(&self, begin: u64, end: u64) -> impl Iterator<Item = &T> {
+        let first = self.0.partition_point(|(since, _)| *since <= begin).max(1) - 1;
+        self.0[first..].iter().take_while(move |(since, _)| *since <= end).map(|(_, value)| value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_has_what_was_there_at_its_begin_and_all_that_came_until_its_end() {
+        let mut line = Timeline::new('a');
+        line.set(10, 'b');
+        line.set(20, 'c');
+        let during = |begin, end| line.during(begin, end).collect::<String>();
+        assert_eq!(
+            [during(1, 9), during(1, 10), during(12, 15), during(15, 99), during(5, 30)],
+            ["a", "ab", "b", "bc", "abc"]
+        );
+    }
+}
