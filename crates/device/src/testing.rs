@@ -162,9 +162,15 @@ impl Scene {
 
     /// Makes a chain available and kicks.
     pub(crate) fn offer(&mut self, buffers: &[Desc]) -> u16 {
+        let head = self.offer_silently(buffers);
+        self.offer_nothing();
+        head
+    }
+
+    /// Makes a chain available, and does not kick.
+    pub(crate) fn offer_silently(&mut self, buffers: &[Desc]) -> u16 {
         let head = self.driver.add(buffers, None);
         self.driver.publish();
-        self.offer_nothing();
         head
     }
 

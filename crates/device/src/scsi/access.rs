@@ -222,7 +222,8 @@ impl DiskAccess {
 
     /// Has tasks of the nexuses that are meant end: those of `by` as `own` says, but for the one
     /// with the tag, and those of others as a reset ends them: their drivers then begin them again.
-    /// `how` says which of them. Returns when they have ended.
+    /// `how` says which of its own. What others have not yet given to the device is no task, and
+    /// it is theirs to say when they do. Returns when those have ended that are meant.
     pub(crate) async fn end_tasks(
         &self,
         by: Nexus,
@@ -231,8 +232,11 @@ impl DiskAccess {
         is_meant: impl Fn(Nexus) -> bool,
     ) -> Vec<Covered> {
         let how = |nexus| {
-            let (abort, except) = if nexus == by { own } else { (Abort::Reset, None) };
-            is_meant(nexus).then_some((how(abort), except))
+            let (abort, except) = own;
+            is_meant(nexus).then(|| match nexus == by {
+                true => (how(abort), except),
+                false => (How::AbortBegun(Abort::Reset), None),
+            })
         };
         self.cover(how).await
     }

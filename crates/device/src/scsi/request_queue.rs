@@ -70,9 +70,16 @@ impl RequestQueue {
         *self.local.borrow_mut() = local;
     }
 
-    /// Avail entries of chains that were not popped: the first, and the one behind the last.
-    fn chains(&self) -> [u16; 2] {
-        self.ring.get().and_then(Weak::upgrade).map_or([0, 0], |queue| queue.chains())
+    /// Does what `how` says with tasks, and with those whose chains nobody has popped.
+    fn cover(&self, which: Which, how: How, left: Left) {
+        let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
+            self.tasks.cover(which, how, [0, 0], left);
+            return;
+        };
+        if self.tasks.cover(which, how, ring.chains(), left) {
+            // The driver need not have kicked for them, and may never do.
+            ring.wake();
+        }
     }
 }
 
@@ -122,7 +129,7 @@ impl RequestQueues {
         self.0.tell_each(|| {
             let left: Left = left.clone();
             Box::new(move |queue| match queue {
-                Some(queue) => queue.tasks.cover(which, how, queue.chains(), left),
+                Some(queue) => queue.cover(which, how, left),
                 // It has stopped, and nobody knows what it has left in its ring.
                 None => left.lose(),
             })

@@ -181,7 +181,8 @@ impl Tasks {
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
     /// and, if they are counted or all aborted, those of the `chains` from the first up to the
     /// second.
-    pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) {
+    /// Returns whether it waits for chains.
+    pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) -> bool {
         for task in self.tasks.borrow_mut().iter_mut().flatten() {
             if which.covers(task.unit, task.tag) {
                 task.add(how, &left);
@@ -189,10 +190,12 @@ impl Tasks {
         }
         let [next_avail, until] = chains;
         let meant = matches!(how, How::Look | How::Abort(_));
-        if next_avail != until && meant {
-            self.covers.borrow_mut().push(Cover { which, how, until, is_passed: false, left });
-            self.has_covers.set(true);
+        if next_avail == until || !meant {
+            return false;
         }
+        self.covers.borrow_mut().push(Cover { which, how, until, is_passed: false, left });
+        self.has_covers.set(true);
+        true
     }
 }
 

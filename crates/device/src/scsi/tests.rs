@@ -17,6 +17,7 @@ use crate::testing::{DATA, Scene};
 
 mod reports;
 mod sharing;
+mod silent;
 
 const BLOCKS: u64 = 2048;
 const BLOCK: usize = 512;
@@ -114,6 +115,12 @@ impl Initiator {
 
     /// Makes a command available.
     fn begin(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) {
+        let chain = self.put(lun, cdb, out, room);
+        self.scene.offer(&chain);
+    }
+
+    /// Writes a command, and returns its chain.
+    fn put(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) -> Vec<Desc> {
         let mut request = vec![0; REQUEST_BYTES];
         request[..8].copy_from_slice(&lun);
         request[19..19 + cdb.len()].copy_from_slice(cdb);
@@ -125,7 +132,7 @@ impl Initiator {
         // The response is cut in two.
         chain.push(Desc::writable(RESPONSE, 11));
         chain.push(Desc::writable(RESPONSE + 11, RESPONSE_BYTES - 11 + room));
-        self.scene.offer(&chain);
+        chain
     }
 
     /// Whether the command is answered, as far as was found without a turn.

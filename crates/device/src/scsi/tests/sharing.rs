@@ -10,15 +10,15 @@ use crate::scsi::persist::{CommandClass, Nexus};
 use crate::scsi::unit::Unit;
 use crate::testing::HOPELESS;
 
-const ABORT_TASK_SET: u32 = 1;
-const CLEAR_TASK_SET: u32 = 3;
-const NEXUS_RESET: u32 = 4;
-const UNIT_RESET: u32 = 5;
+pub(super) const ABORT_TASK_SET: u32 = 1;
+pub(super) const CLEAR_TASK_SET: u32 = 3;
+pub(super) const NEXUS_RESET: u32 = 4;
+pub(super) const UNIT_RESET: u32 = 5;
 
 /// Responses.
-const OK: u8 = 0;
-const RESET: u8 = 4;
-const ABORTED: u8 = 2;
+pub(super) const OK: u8 = 0;
+pub(super) const RESET: u8 = 4;
+pub(super) const ABORTED: u8 = 2;
 const BAD_TARGET: u8 = 3;
 const FAILURE: u8 = 9;
 
@@ -46,7 +46,7 @@ impl Initiator {
 }
 
 /// Three initiators of one disk.
-fn three() -> [Initiator; 3] {
+pub(super) fn three() -> [Initiator; 3] {
     with_caches([true; 3])
 }
 
@@ -62,7 +62,7 @@ fn with_caches(caches: [bool; 3]) -> [Initiator; 3] {
     })
 }
 
-fn read() -> Vec<u8> {
+pub(super) fn read() -> Vec<u8> {
     cdb10(0x28, 0, 0, 1)
 }
 
@@ -104,13 +104,13 @@ fn begin_reads(all: &mut [Initiator]) {
 }
 
 /// The control queue of an initiator.
-struct Control {
+pub(super) struct Control {
     scene: Scene,
     _queue: QueueHandle,
 }
 
 impl Control {
-    fn start(device: &Device) -> Self {
+    pub(super) fn start(device: &Device) -> Self {
         let scene = Scene::new();
         let queue = scene.start_queue_of(device, 0);
         Self { scene, _queue: queue }
@@ -136,7 +136,7 @@ impl Control {
     }
 
     /// Sends a task management function. Returns its response.
-    fn send(&mut self, others: &[&Scene], function: u32) -> u8 {
+    pub(super) fn send(&mut self, others: &[&Scene], function: u32) -> u8 {
         self.begin(function);
         self.end(others)
     }
