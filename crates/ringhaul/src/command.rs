@@ -96,6 +96,9 @@ pub enum CommandError {
     /// The device has a unit at this place.
     #[error("the export {0} has a unit {1} already; choose another number or remove that one")]
     UnitExists(String, UnitPlace),
+    /// Somebody else changes the unit at this place.
+    #[error("the unit {1} of the export {0} is being added, resized or removed; try again later")]
+    UnitBusy(String, UnitPlace),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),

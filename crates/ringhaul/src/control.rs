@@ -21,8 +21,8 @@ use crate::command::{CommandError, ExportStatus};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::Exports;
 pub use order::ExportSetup;
-pub(crate) use order::ExportUnits;
 use order::{Alarm, Answered, Order};
+pub(crate) use order::{ChangingUnit, UnitChange};
 
 /// The thread that controls all exports. When this is dropped, they stop.
 pub struct Control {
@@ -96,31 +96,22 @@ impl Control {
         self.ask(Order::Show)
     }
 
-    /// The logical units of an export.
+    /// Begins to change a logical unit of an export. Its place is nobody else's until what this
+    /// returns is dropped.
     ///
     /// # Errors
     ///
-    /// When there is none of this name, it has no such units, or it is stopping.
-    pub(crate) fn units(&self, name: String) -> Answered<ExportUnits> {
-        self.ask(|answer| Order::Units(name, answer))?
-    }
-
-    /// The device of an export has one more unit.
-    pub(crate) fn unit_added(&self, name: String, unit: UnitSpec, disk: DiskSource) {
-        self.order(Order::UnitAdded(name, Box::new(unit), disk));
-    }
-
-    /// The device of an export has lost a unit. Returns its disk.
-    ///
-    /// # Errors
-    ///
-    /// When all exports have ended.
-    pub(crate) fn unit_removed(
+    /// When there is no export of this name, it is stopping, or it has no such unit, or has one
+    /// already.
+    pub(crate) fn begin_unit(
         &self,
         name: String,
         place: UnitPlace,
-    ) -> Answered<Option<DiskSource>> {
-        self.ask(|answer| Order::UnitRemoved(name, place, answer))
+        change: UnitChange,
+    ) -> Answered<(ChangingUnit, UnitTurn<'_>)> {
+        let unit = self.ask(|answer| Order::BeginUnit(name, place, change, answer))??;
+        let turn = UnitTurn { control: self, id: unit.id, place, has_ended: false };
+        Ok((unit, turn))
     }
 
     /// Begins to disconnect all front-ends, each of which sees the end when its requests are
@@ -185,6 +176,34 @@ impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if !self.names.is_empty() {
             self.control.order(Order::Release(std::mem::take(&mut self.names)));
+        }
+    }
+}
+
+/// The place of a logical unit that is changing.
+pub(crate) struct UnitTurn<'a> {
+    control: &'a Control,
+    id: u64,
+    place: UnitPlace,
+    has_ended: bool,
+}
+
+impl UnitTurn<'_> {
+    /// Ends with a unit on this disk. Returns false when its export has ended meanwhile.
+    pub(crate) fn end_with(mut self, unit: UnitSpec, disk: DiskSource) -> bool {
+        self.has_ended = true;
+        let unit = Some((Box::new(unit), disk));
+        let order = |answer| Order::EndUnit(self.id, self.place, unit, answer);
+        matches!(self.control.ask(order), Ok(None))
+    }
+}
+
+impl Drop for UnitTurn<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            // Whoever asks next finds the place free.
+            let order = |answer| Order::EndUnit(self.id, self.place, None, answer);
+            let _ = self.control.ask(order);
         }
     }
 }

@@ -133,7 +133,7 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result
         if bytes == 0 {
             return Ok(());
         }
-        if bytes > LINE_MAX {
+        if bytes > LINE_MAX && line.last() != Some(&b'\n') {
             refuse(Code::NoRequest, &format!("a request has at most {LINE_MAX} bytes"))?;
             return Ok(());
         }
@@ -146,7 +146,7 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result
 
 /// Carries out one request, and answers it unless it is a notification.
 fn serve(line: &[u8], mut stream: &UnixStream, daemon: &Weak<Daemon>) -> Result<()> {
-    let request = match Request::parse(line) {
+    let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
             stream.write_all(answer_line(id, Err(problem)).as_bytes())?;

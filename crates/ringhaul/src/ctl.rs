@@ -103,11 +103,12 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     }
     let result = answer.remove("result").context("the answer has neither result nor error")?;
     match (&args.what, &result) {
-        (What::List, Value::Array(exports)) => exports.iter().for_each(|export| {
-            println!("{}", line_of(export));
-        }),
+        (What::List, Value::Array(exports)) => {
+            let lines: Vec<String> = exports.iter().map(line_of).collect();
+            print(&lines.concat())?;
+        }
         (_, Value::Object(object)) if object.is_empty() => {}
-        _ => println!("{}", serde_json::to_string_pretty(&result)?),
+        _ => print(&format!("{}\n", serde_json::to_string_pretty(&result)?))?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -137,6 +138,10 @@ fn of_unit(export: &str, unit: &str) -> Result<Value> {
     Ok(json!({ "export": export, "target": place.target, "lun": place.lun }))
 }
 
+fn print(text: &str) -> Result<()> {
+    std::io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")
+}
+
 /// An export in one line.
 fn line_of(export: &Value) -> String {
     let text = |key: &str| export[key].as_str().unwrap_or("?").to_owned();
@@ -149,7 +154,7 @@ fn line_of(export: &Value) -> String {
         "ready" => String::new(),
         other => format!(", disk {other}"),
     };
-    format!("{}  {}, {size} MiB, {guest}{disk}", text("name"), text("state"))
+    format!("{}  {}, {size} MiB, {guest}{disk}\n", text("name"), text("state"))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use device::CallWatch;
 
 use crate::command::{Command, CommandError, Reply};
-use crate::control::{Control, ExportSetup, ExportUnits};
+use crate::control::{ChangingUnit, Control, ExportSetup, UnitChange};
 use crate::disk_accesses::DiskAccesses;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Thread, Threads, choose, set_up};
@@ -31,7 +31,6 @@ pub struct Daemon {
     /// What the parent of this program has left open, by its number, until it is served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
     accesses: DiskAccesses,
-    unit_changes: Mutex<()>,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
@@ -84,7 +83,6 @@ impl Daemon {
             limits,
             inherited: Mutex::new(inherited),
             accesses: DiskAccesses::default(),
-            unit_changes: Mutex::default(),
             pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
@@ -193,38 +191,37 @@ impl Daemon {
     }
 
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
-        let ExportUnits { device, settings, units } = self.control.units(export.clone())?;
         let place = unit.place();
-        if units.iter().any(|(other, _)| other.place() == place) {
-            return Err(CommandError::UnitExists(export, place));
-        }
+        let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
+        let ChangingUnit { device, settings, .. } = changing;
         let mut disk = OpenDisk::open(&unit.disk(&settings))?;
         let choice = choose(&self.args, std::slice::from_ref(&disk)).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;
-        disk.source =
-            disk.source.clone().prefer_engine(set_up(&self.args, &threads, &disk, choice)?);
-        let change = self.unit_changes();
+        let engine = set_up(&self.args, &threads, &disk, choice)?;
+        disk.source = disk.source.prefer_engine(engine);
         unit.add_to(&device, &export, &disk, &self.accesses)?;
+        if !turn.end_with(unit, disk.source) {
+            if let Some(unit) = device.remove_unit(place.address()) {
+                unit.close();
+            }
+            return Err(CommandError::Unknown(export));
+        }
         tracing::info!(export, "{}: {}; logical unit {place}", disk.name, disk.summary);
-        self.control.unit_added(export, unit, disk.source);
-        drop(change);
         Ok(Reply::UnitAdded)
     }
 
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
-        let change = self.unit_changes();
-        let ExportUnits { device, units, .. } = self.control.units(export.clone())?;
-        drop(units);
-        let Some(unit) = device.remove_unit(place.address()) else {
-            return Err(CommandError::UnknownUnit(export, place));
-        };
-        let disk = self.control.unit_removed(export.clone(), place)?;
-        drop(change);
-        drop(disk);
-        // Whoever asks waits for that, however long the file system takes. Then the disk can be
-        // opened again.
-        unit.close();
+        let (changing, turn) =
+            self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
+        let unit = changing.device.remove_unit(place.address());
+        // Whoever asks waits for the end of its requests, and for the file system, however long
+        // they take. Then the disk can be opened again.
+        drop(changing);
+        if let Some(unit) = unit {
+            unit.close();
+        }
+        drop(turn);
         tracing::info!(export, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
     }
@@ -235,24 +232,21 @@ impl Daemon {
         place: UnitPlace,
         size: Option<u64>,
     ) -> Result<Reply, CommandError> {
-        let ExportUnits { device, units, .. } = self.control.units(export.clone())?;
-        let Some((_, disk)) = units.iter().find(|(unit, _)| unit.place() == place) else {
-            return Err(CommandError::UnknownUnit(export, place));
-        };
+        let (changing, turn) =
+            self.control.begin_unit(export.clone(), place, UnitChange::Resize)?;
+        let ChangingUnit { device, unit, .. } = changing;
+        let (_, disk) = unit.expect("what is resized is there");
         let before = disk.info().size_bytes;
         let resized = size.map_or_else(|| disk.refresh().map(drop), |size| disk.set_size(size));
         resized.map_err(anyhow::Error::from)?;
         let size = disk.info().size_bytes;
+        drop(disk);
         if size != before {
             tracing::info!(export, "logical unit {place} has {size} bytes, not {before}");
             device.capacity_changed(place.address());
         }
+        drop(turn);
         Ok(Reply::Resized(size))
-    }
-
-    /// One change of units at a time: each is one of the device and one of what is listed.
-    fn unit_changes(&self) -> MutexGuard<'_, ()> {
-        self.unit_changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The socket of an export. `None`: the inherited one, which is taken when nothing else can

@@ -181,11 +181,11 @@ mod tests {
             (path("in use"), Some("another program listens on")),
             (path("file"), Some("is not a socket")),
             (path("folder"), Some("is not a socket")),
-            (path("no folder/socket"), Some("choose another {option}")),
+            (path("no folder/socket"), Some("choose another --there")),
             (path(&"x".repeat(SOCKET_PATH_BYTES)), Some("the path is too long")),
         ] {
             let there = std::fs::symlink_metadata(&place).map(|metadata| metadata.ino()).ok();
-            let bound = Endpoint::bind(&place, "").map(|endpoint| {
+            let bound = Endpoint::bind(&place, "--there").map(|endpoint| {
                 assert!(UnixStream::connect(&place).is_ok(), "{}", place.display());
                 assert!(endpoint.accept().is_some_and(|accepted| accepted.is_ok()));
                 drop(endpoint);

@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
 use super::closing::Closing;
-use super::order::{Answered, ExportSetup, ExportUnits};
+use super::order::{Answered, ChangingUnit, ExportSetup, UnitChange};
 use crate::command::{CommandError, DiskState, ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
@@ -37,8 +37,12 @@ pub(super) enum Polled {
 
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {
+    /// No other export of the daemon has or had it.
+    pub(super) id: u64,
     pub(super) spec: ExportSpec,
     disks: Vec<DiskSource>,
+    /// Places of logical units that somebody is changing.
+    changing: Vec<UnitPlace>,
     log: Arc<ExportLog>,
     setup: SessionSetup,
     limits: MemoryLimits,
@@ -62,14 +66,16 @@ pub(super) struct Export {
 }
 
 impl Export {
-    pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
+    pub(super) fn new(setup: ExportSetup, id: u64, waker: &Waker) -> Self {
         let ExportSetup { spec, log, disks, device, endpoint, threads, limits } = setup;
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.of_front_end(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
         Self {
+            id,
             spec,
             disks,
+            changing: Vec::new(),
             log,
             setup,
             limits,
@@ -116,35 +122,59 @@ impl Export {
         }
     }
 
-    /// The logical units, and their device.
-    pub(super) fn units(&self) -> Answered<ExportUnits> {
+    /// Begins to change a logical unit.
+    pub(super) fn begin_unit(
+        &mut self,
+        place: UnitPlace,
+        change: UnitChange,
+    ) -> Answered<ChangingUnit> {
+        let (name, state) = (self.spec.name(), self.state());
         let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
-            (&self.setup.device, &self.spec.device)
+            (&self.setup.device, &mut self.spec.device)
         else {
-            return Err(CommandError::NoUnits(self.spec.name()));
+            return Err(CommandError::NoUnits(name));
         };
-        if self.state() != ExportState::Serving {
-            return Err(CommandError::Busy(self.spec.name(), self.state()));
+        if state != ExportState::Serving {
+            return Err(CommandError::Busy(name, state));
         }
-        let units = units.iter().cloned().zip(self.disks.iter().cloned()).collect();
+        if self.changing.contains(&place) {
+            return Err(CommandError::UnitBusy(name, place));
+        }
+        let index = units.iter().position(|unit| unit.place() == place);
+        let unit = match (change, index) {
+            (UnitChange::Add, None) => None,
+            (UnitChange::Add, Some(_)) => return Err(CommandError::UnitExists(name, place)),
+            (UnitChange::Remove, Some(index)) => {
+                Some((units.remove(index), self.disks.remove(index)))
+            }
+            (UnitChange::Resize, Some(index)) => {
+                Some((units[index].clone(), self.disks[index].clone()))
+            }
+            (_, None) => return Err(CommandError::UnknownUnit(name, place)),
+        };
+        self.changing.push(place);
         let settings = self.spec.settings.clone();
-        Ok(ExportUnits { device: device.clone(), settings, units })
+        Ok(ChangingUnit { id: self.id, device: device.clone(), settings, unit })
     }
 
-    /// The device has one more unit.
-    pub(super) fn add_unit(&mut self, unit: UnitSpec, disk: DiskSource) {
-        if let DeviceSpec::Scsi(units) = &mut self.spec.device {
-            units.push(unit);
-            self.disks.push(disk);
+    /// A logical unit has changed, and is there now if this says what it is. Returns its disk if it
+    /// cannot be.
+    pub(super) fn end_unit(
+        &mut self,
+        place: UnitPlace,
+        unit: Option<(Box<UnitSpec>, DiskSource)>,
+    ) -> Option<DiskSource> {
+        self.changing.retain(|other| *other != place);
+        let (unit, disk) = unit?;
+        let has_ended = self.has_ended();
+        match &mut self.spec.device {
+            DeviceSpec::Scsi(units) if !has_ended => {
+                units.push(*unit);
+                self.disks.push(disk);
+                None
+            }
+            _ => Some(disk),
         }
-    }
-
-    /// The device has lost a unit. Returns its disk.
-    pub(super) fn remove_unit(&mut self, place: UnitPlace) -> Option<DiskSource> {
-        let DeviceSpec::Scsi(units) = &mut self.spec.device else { return None };
-        let index = units.iter().position(|unit| unit.place() == place)?;
-        units.remove(index);
-        Some(self.disks.remove(index))
     }
 
     /// That of the disk that is doing worst.
@@ -455,7 +485,7 @@ mod tests {
         }
 
         fn export(&mut self) -> Export {
-            Export::new(self.setup.take().unwrap(), Waker::noop())
+            Export::new(self.setup.take().unwrap(), 0, Waker::noop())
         }
     }
 

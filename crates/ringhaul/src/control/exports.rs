@@ -26,6 +26,7 @@ const CLOSE_MAX: Duration = Duration::from_millis(100);
 pub(super) struct Exports {
     /// In the order in which they were added.
     list: Vec<Export>,
+    next_id: u64,
     /// Those that have ended and whose disks are being closed. Their names are taken.
     closing: Vec<Closing>,
     /// Those that are being opened. Their names are taken.
@@ -51,6 +52,7 @@ impl Exports {
     pub(super) fn new(orders: mpsc::Receiver<Order>, alarm: Arc<Alarm>, waker: Waker) -> Self {
         Self {
             list: Vec::new(),
+            next_id: 0,
             closing: Vec::new(),
             opening: Vec::new(),
             orders,
@@ -98,18 +100,15 @@ impl Exports {
                 Err(error) => answer.send(Err(error)),
             },
             Order::Show(answer) => answer.send(self.show()),
-            Order::Units(name, answer) => {
-                answer.send(self.find(&name).and_then(|export| export.units()));
+            Order::BeginUnit(name, place, change, answer) => {
+                answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
-            Order::UnitAdded(name, unit, disk) => {
-                // If the export has ended meanwhile, its device has, with all units.
-                if let Ok(export) = self.find(&name) {
-                    export.add_unit(*unit, disk);
-                }
-            }
-            Order::UnitRemoved(name, place, answer) => {
-                let export = self.find(&name).ok();
-                answer.send(export.and_then(|export| export.remove_unit(place)));
+            Order::EndUnit(id, place, unit, answer) => {
+                let export = self.list.iter_mut().find(|export| export.id == id);
+                answer.send(match export {
+                    Some(export) => export.end_unit(place, unit),
+                    None => unit.map(|(_, disk)| disk),
+                });
             }
             Order::Stop if self.stopping.is_none() => {
                 (self.stopping, self.reported) = (Some(now), Some(now));
@@ -146,7 +145,8 @@ impl Exports {
         }
         for setup in setups {
             self.opening.retain(|spec| *spec != setup.spec);
-            self.list.push(Export::new(setup, &self.waker));
+            self.list.push(Export::new(setup, self.next_id, &self.waker));
+            self.next_id += 1;
         }
         self.share_descriptors();
         Ok(())

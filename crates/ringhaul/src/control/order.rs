@@ -33,12 +33,22 @@ pub struct ExportSetup {
     pub limits: MemoryLimits,
 }
 
-/// The logical units of an export, and their device.
-pub(crate) struct ExportUnits {
+/// How a logical unit is to change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum UnitChange {
+    Add,
+    Remove,
+    Resize,
+}
+
+/// A logical unit that is changing.
+pub(crate) struct ChangingUnit {
+    /// Of the export: its name may be another's by the end.
+    pub(crate) id: u64,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
-    /// With the disk behind each.
-    pub(crate) units: Vec<(UnitSpec, DiskSource)>,
+    /// What is there, unless it is being added. What is being removed is no longer listed.
+    pub(crate) unit: Option<(UnitSpec, DiskSource)>,
 }
 
 pub(super) type Answered<T> = std::result::Result<T, CommandError>;
@@ -52,12 +62,11 @@ pub(super) enum Order {
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
     Remove(String, Answer<Answered<ExportStatus>>),
     Show(Answer<Vec<ExportStatus>>),
-    /// To hand out what is needed to change the units of an export.
-    Units(String, Answer<Answered<ExportUnits>>),
-    /// To note that an export has one more unit, on this disk.
-    UnitAdded(String, Box<UnitSpec>, DiskSource),
-    /// To forget a unit. The answer is its disk, for whoever closes it.
-    UnitRemoved(String, UnitPlace, Answer<Option<DiskSource>>),
+    /// To begin to change a unit of an export. Nobody else does with its place until that ends.
+    BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
+    /// A change of a unit has ended, and it is there now if this says what it is. The answer is its
+    /// disk, for whoever closes it, if the export has ended meanwhile.
+    EndUnit(u64, UnitPlace, Option<(Box<UnitSpec>, DiskSource)>, Answer<Option<DiskSource>>),
     Stop,
     Abandon,
 }

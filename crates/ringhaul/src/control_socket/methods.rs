@@ -130,7 +130,7 @@ impl From<&CommandError> for Problem {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
-            CommandError::Busy(..) => Code::Busy,
+            CommandError::Busy(..) | CommandError::UnitBusy(..) => Code::Busy,
             CommandError::NoUnits(_) => Code::WrongKind,
             CommandError::Ending => Code::Ending,
             CommandError::Failed(_) => Code::Failed,
