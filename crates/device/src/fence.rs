@@ -9,8 +9,25 @@ use std::cell::{Cell, RefCell};
 pub(crate) struct Fence {
     /// Chains in the device that wait for the disk.
     held: Cell<u16>,
-    /// They are dropped when no other chain is in the device.
-    tokens: RefCell<Vec<Box<dyn Any>>>,
+    tokens: RefCell<Vec<Token>>,
+    /// Tokens that were ever kept.
+    raised: Cell<u64>,
+    later: RefCell<Vec<Later>>,
+}
+
+/// Somebody waits for the chains that had begun.
+struct Token {
+    number: u64,
+    /// Chains in the device that have begun since.
+    later: u16,
+    _kept: Box<dyn Any>,
+}
+
+/// A chain that has begun while somebody waited for others.
+struct Later {
+    head: u16,
+    /// The last of those who do not wait for it.
+    after: u64,
 }
 
 impl Fence {
@@ -20,23 +37,58 @@ impl Fence {
         self.look(in_device);
     }
 
-    /// It goes on.
+    /// It goes on, and may begin.
     pub(crate) fn release(&self) {
         self.held.set(self.held.get() - 1);
     }
 
-    /// Keeps `token` until all `in_device` chains that do not wait for the disk are answered.
+    /// The chain with this head begins. Those who wait already do not wait for it.
+    pub(crate) fn begin(&self, head: u16) {
+        let mut tokens = self.tokens.borrow_mut();
+        if !tokens.is_empty() {
+            tokens.iter_mut().for_each(|token| token.later += 1);
+            self.later.borrow_mut().push(Later { head, after: self.raised.get() });
+        }
+    }
+
+    /// A chain with this head was answered, which leaves `in_device` of them. Returns whether
+    /// somebody waits for others.
+    ///
+    /// A driver may give a head to several chains at once. Then those who wait do so until the last
+    /// of these is answered, since the chains that have begun later are only counted.
+    pub(crate) fn answered(&self, head: u16, in_device: u16) -> bool {
+        let mut later = self.later.borrow_mut();
+        if let Some(place) = later.iter().position(|chain| chain.head == head) {
+            let after = later.swap_remove(place).after;
+            let mut tokens = self.tokens.borrow_mut();
+            let meant = tokens.iter_mut().filter(|token| token.number <= after);
+            meant.for_each(|token| token.later -= 1);
+        }
+        drop(later);
+        self.look(in_device)
+    }
+
+    /// Keeps `token` until those of the `in_device` chains are answered that do not wait for the
+    /// disk.
     pub(crate) fn keep(&self, token: Box<dyn Any>, in_device: u16) {
+        self.raised.set(self.raised.get() + 1);
+        let token = Token { number: self.raised.get(), later: 0, _kept: token };
         self.tokens.borrow_mut().push(token);
         self.look(in_device);
     }
 
-    /// Whether somebody waits for chains to be answered, of which `in_device` are left.
-    pub(crate) fn look(&self, in_device: u16) -> bool {
-        if in_device == self.held.get() {
-            self.tokens.take();
-        }
+    /// Whether somebody waits for chains to be answered.
+    pub(crate) fn is_awaited(&self) -> bool {
         !self.tokens.borrow().is_empty()
+    }
+
+    fn look(&self, in_device: u16) -> bool {
+        let mut tokens = self.tokens.borrow_mut();
+        tokens.retain(|token| in_device != self.held.get() + token.later);
+        if tokens.is_empty() {
+            self.later.borrow_mut().clear();
+        }
+        !tokens.is_empty()
     }
 }
 
@@ -52,15 +104,54 @@ mod tests {
         let is_kept = || Rc::strong_count(&token) > 1;
         fence.hold(1);
         fence.keep(Box::new(Rc::clone(&token)), 4);
-        assert!(is_kept() && fence.look(3));
+        assert!(is_kept() && fence.answered(1, 3));
         fence.hold(3);
         assert!(is_kept(), "one has begun");
-        assert!(!fence.look(2) && !is_kept());
+        assert!(!fence.answered(2, 2) && !is_kept());
         fence.release();
         fence.keep(Box::new(Rc::clone(&token)), 2);
         assert!(is_kept(), "one goes on");
-        assert!(!fence.look(1) && !is_kept());
+        assert!(!fence.answered(3, 1) && !is_kept());
         fence.keep(Box::new(Rc::clone(&token)), 1);
         assert!(!is_kept(), "nothing has begun");
+    }
+
+    #[test]
+    fn who_waits_for_requests_does_not_wait_for_those_that_begin_later() {
+        let fence = Fence::default();
+        let tokens = [(); 2].map(|()| Rc::new(()));
+        let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
+        let keep = |token: usize, in_device| {
+            fence.keep(Box::new(Rc::clone(&tokens[token])), in_device);
+        };
+        keep(0, 1);
+        fence.begin(8);
+        fence.begin(9);
+        keep(1, 3);
+        fence.begin(10);
+        assert!(fence.answered(9, 3));
+        fence.begin(9);
+        assert_eq!(are_kept(), [true; 2]);
+        assert!(fence.answered(7, 3));
+        assert_eq!(are_kept(), [false, true], "8 had begun when the second came");
+        // One that waits goes on.
+        fence.hold(4);
+        fence.release();
+        fence.begin(11);
+        assert!(!fence.answered(8, 3));
+        assert_eq!(are_kept(), [false; 2]);
+        keep(0, 3);
+        assert!(fence.answered(11, 2) && fence.answered(9, 1) && !fence.answered(10, 0));
+        assert_eq!(are_kept(), [false; 2]);
+    }
+
+    /// Two chains of a driver that breaks the rules have the same head.
+    #[test]
+    fn nobody_waits_for_less_because_a_head_is_used_twice() {
+        let (fence, token) = (Fence::default(), Rc::new(()));
+        fence.keep(Box::new(Rc::clone(&token)), 1);
+        fence.begin(5);
+        assert!(fence.answered(5, 1) && Rc::strong_count(&token) == 2);
+        assert!(!fence.answered(5, 0) && Rc::strong_count(&token) == 1);
     }
 }

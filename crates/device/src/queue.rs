@@ -292,7 +292,7 @@ impl Queue {
     fn after_push(&self, head: u16) {
         let has_lists = self.lists.remove(head);
         self.set_halted();
-        let is_awaited = self.fence.look(self.in_device());
+        let is_awaited = self.fence.answered(head, self.in_device());
         self.answers_slowly.set(has_lists || is_awaited || !self.notify_batch);
         if !self.notify_batch {
             self.notify();

@@ -100,7 +100,7 @@ impl Handler for Blk {
         let (kind, result, written) = match chain.fault {
             None => {
                 let Outcome { kind, result, rest } =
-                    execute(&self, &queue, chain.readable, chain.writable).await;
+                    execute(&self, &queue, head, chain.readable, chain.writable).await;
                 (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
             }
             Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
@@ -139,7 +139,13 @@ fn settle_rest(room: usize, rest: &Buffers) -> usize {
     if is_short { room + 1 } else { room - left }
 }
 
-async fn execute(blk: &Blk, queue: &Queue, mut readable: Buffers, writable: Buffers) -> Outcome {
+async fn execute(
+    blk: &Blk,
+    queue: &Queue,
+    head: u16,
+    mut readable: Buffers,
+    writable: Buffers,
+) -> Outcome {
     let Some(header) = readable.take_front::<HEADER_BYTES>() else {
         let result = Err(RequestError::Header(readable.bytes()));
         let rest = (!writable.is_empty()).then_some(writable);
@@ -149,7 +155,7 @@ async fn execute(blk: &Blk, queue: &Queue, mut readable: Buffers, writable: Buff
     let sector = u64::from_le_bytes(sector);
     let request = u32::from_le_bytes([t0, t1, t2, t3]);
     if queue.fenced.get()
-        && let Err(refused) = Box::pin(pass(blk, queue, request)).await
+        && let Err(refused) = Box::pin(pass(blk, queue, head, request)).await
     {
         return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
     }
@@ -181,25 +187,28 @@ async fn execute(blk: &Blk, queue: &Queue, mut readable: Buffers, writable: Buff
 /// Waits while an initiator has the disk to itself, and fails if one has reserved it. Flushes go
 /// on: they change nothing, and they were promised for what was written before.
 #[cold]
-async fn pass(blk: &Blk, queue: &Queue, request: u32) -> Result<(), Outcome> {
-    let (kind, class) = match request {
-        VIRTIO_BLK_T_IN => (RequestKind::Read, CommandClass::Reads),
-        VIRTIO_BLK_T_OUT => (RequestKind::Write, CommandClass::Writes),
-        VIRTIO_BLK_T_DISCARD => (RequestKind::Discard, CommandClass::Writes),
-        VIRTIO_BLK_T_WRITE_ZEROES => (RequestKind::WriteZeroes, CommandClass::Writes),
-        _ => return Ok(()),
+async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), Outcome> {
+    let asks = match request {
+        VIRTIO_BLK_T_IN => Some((RequestKind::Read, CommandClass::Reads)),
+        VIRTIO_BLK_T_OUT => Some((RequestKind::Write, CommandClass::Writes)),
+        VIRTIO_BLK_T_DISCARD => Some((RequestKind::Discard, CommandClass::Writes)),
+        VIRTIO_BLK_T_WRITE_ZEROES => Some((RequestKind::WriteZeroes, CommandClass::Writes)),
+        _ => None,
     };
     let access = blk.device.access();
-    while access.is_exclusive() {
-        queue.fence.hold(queue.in_device());
-        access.pass().await;
-        queue.fence.release();
+    if let Some((kind, class)) = asks {
+        while access.is_exclusive() {
+            queue.fence.hold(queue.in_device());
+            access.pass().await;
+            queue.fence.release();
+        }
+        if !access.admits(class) {
+            return Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None });
+        }
     }
-    if !access.admits(class) {
-        return Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None });
-    }
+    queue.fence.begin(head);
     // Whoever needs it again raises it again.
-    queue.fenced.set(access.is_fenced());
+    queue.fenced.set(access.is_fenced() || queue.fence.is_awaited());
     Ok(())
 }
 
@@ -347,6 +356,10 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::future::poll_fn;
+    use std::task::{Poll, Waker};
+
     use blockio::{DiskOptions, DiskSource};
     use iomem::BufferMemory;
     use proptest::prelude::*;
@@ -472,6 +485,85 @@ mod tests {
             assert_eq!(status_of(VIRTIO_BLK_T_OUT, sectors - 1, &[7; 512]), S_OK, "{sectors}");
             assert_eq!(status_of(VIRTIO_BLK_T_WRITE_ZEROES, 0, &zeroes), status, "{sectors}");
             assert_eq!(file.as_file().metadata().unwrap().len(), sectors * SECTOR_BYTES);
+        }
+    }
+
+    /// Asks whether each chain may begin, and answers it when its turn comes.
+    struct Paused {
+        blk: Blk,
+        request: u32,
+        begun: Cell<u32>,
+        answered: Cell<u32>,
+        queue: RefCell<Option<Rc<Queue>>>,
+        waiting: RefCell<Vec<Waker>>,
+    }
+
+    struct Served(Rc<Paused>);
+
+    impl Handler for Served {
+        async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+            let paused = &self.0;
+            *paused.queue.borrow_mut() = Some(Rc::clone(&queue));
+            if queue.fenced.get() {
+                let passed = pass(&paused.blk, &queue, chain.head, paused.request).await;
+                assert!(passed.is_ok(), "nobody has reserved the disk");
+            }
+            let turn = paused.begun.replace(paused.begun.get() + 1);
+            poll_fn(|cx| {
+                if turn < paused.answered.get() {
+                    return Poll::Ready(());
+                }
+                paused.waiting.borrow_mut().push(cx.waker().clone());
+                Poll::Pending
+            })
+            .await;
+            queue.push(chain.head, 0);
+        }
+    }
+
+    #[test]
+    fn who_raises_a_fence_does_not_wait_for_requests_that_pass_it_later() {
+        for request in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, 99] {
+            let mut scene = Scene::new();
+            let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
+            let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+            let Device::Blk(blk) = &device else { unreachable!() };
+            let paused = Rc::new(Paused {
+                blk: Blk::new(blk, scene.thread.io()),
+                request,
+                begun: Cell::new(0),
+                answered: Cell::new(0),
+                queue: RefCell::default(),
+                waiting: RefCell::default(),
+            });
+            let answer = |scene: &mut Scene| {
+                paused.answered.set(paused.answered.get() + 1);
+                paused.waiting.take().into_iter().for_each(Waker::wake);
+                scene.answer();
+            };
+            let begin = |scene: &mut Scene| {
+                let expected = paused.begun.get() + 1;
+                scene.offer(&[Desc::readable(DATA, 16), Desc::writable(DATA + 0x1000, 1)]);
+                scene.turn(10);
+                assert_eq!(paused.begun.get(), expected);
+            };
+            let handle = scene.start(Served(Rc::clone(&paused)));
+            begin(&mut scene);
+            let queue = paused.queue.borrow().clone().unwrap();
+            let tokens = [(); 2].map(|()| Rc::new(()));
+            let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
+            queue.raise_fence(Box::new(Rc::clone(&tokens[0])));
+            begin(&mut scene);
+            queue.raise_fence(Box::new(Rc::clone(&tokens[1])));
+            begin(&mut scene);
+            assert_eq!(are_kept(), [true; 2]);
+            answer(&mut scene);
+            assert_eq!(are_kept(), [false, true], "request {request}");
+            answer(&mut scene);
+            assert_eq!(are_kept(), [false; 2], "request {request}");
+            answer(&mut scene);
+            drop((paused.queue.take(), queue));
+            assert_eq!(scene.wait(&handle.begin_stop()), 3);
         }
     }
 
