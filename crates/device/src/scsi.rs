@@ -9,6 +9,7 @@ pub(crate) mod control_queue;
 pub(crate) mod device;
 pub(crate) mod event_queue;
 pub(crate) mod inquiry;
+pub(crate) mod medium;
 pub(crate) mod mode;
 pub(crate) mod outcome;
 pub(crate) mod persist;

@@ -5,8 +5,8 @@
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
 
+use super::medium::Medium;
 pub use super::persist::KeptIn;
 use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
 use super::sense::Sense;
@@ -55,16 +55,13 @@ pub struct DiskAccess {
     strangers: Mutex<Vec<Arc<dyn Stranger>>>,
     /// A PERSISTENT RESERVE OUT is in progress.
     is_changing: AtomicBool,
-    /// One command has the medium to itself.
-    is_exclusive: AtomicBool,
+    medium: Medium,
     /// STOP UNIT was the last that was heard.
     is_stopped: AtomicBool,
     /// An initiator has cleared WCE of the caching mode page.
     cache_is_off: AtomicBool,
     /// D_SENSE of the control mode page.
     has_descriptor_sense: AtomicBool,
-    /// Those who wait for that to end.
-    waiting: Mutex<Vec<Waker>>,
 }
 
 /// The file with the persistent reservations of a disk cannot be used.
@@ -251,20 +248,12 @@ impl DiskAccess {
     /// Whether commands on the medium wait.
     #[inline]
     pub(crate) fn is_exclusive(&self) -> bool {
-        self.is_exclusive.load(Ordering::Relaxed)
+        self.medium.is_taken()
     }
 
-    /// Waits while a command has the medium to itself.
+    /// Waits while a command has the medium to itself. Use it before anything else that waits.
     pub(crate) async fn pass(&self) {
-        poll_fn(|cx| {
-            let mut waiting = lock(&self.waiting);
-            if !self.is_exclusive() {
-                return Poll::Ready(());
-            }
-            waiting.push(cx.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        self.medium.pass().await;
     }
 
     /// Gives the command with this tag of a nexus the medium to itself: commands that begin wait,
@@ -273,15 +262,7 @@ impl DiskAccess {
     /// A thread that does not see the flag yet has its commands found by the look at its queues: it
     /// sees the flag after that, as it does with all that was written before a call to it.
     pub(crate) async fn exclude(self: &Arc<Self>, nexus: Nexus, tag: u64) -> Exclusive {
-        poll_fn(|cx| {
-            let mut waiting = lock(&self.waiting);
-            if !self.is_exclusive.swap(true, Ordering::Relaxed) {
-                return Poll::Ready(());
-            }
-            waiting.push(cx.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        self.medium.take().await;
         let exclusive = Exclusive(Arc::clone(self));
         let fenced = self.fence();
         self.cover(|other| Some((How::Drain, (other == nexus).then_some(tag)))).await;
@@ -312,9 +293,7 @@ pub(crate) struct Exclusive(Arc<DiskAccess>);
 
 impl Drop for Exclusive {
     fn drop(&mut self) {
-        let mut waiting = lock(&self.0.waiting);
-        self.0.is_exclusive.store(false, Ordering::Relaxed);
-        waiting.drain(..).for_each(Waker::wake);
+        self.0.medium.release();
     }
 }
 

@@ -130,7 +130,7 @@ impl Scsi {
     /// Waits for the medium, if another command has it to itself.
     #[cold]
     async fn wait_for_medium(&self, local: &LocalUnit, task: Task<'_>) -> Result<(), Failure> {
-        while local.unit.access.is_exclusive() {
+        if local.unit.access.is_exclusive() {
             local.unit.access.pass().await;
         }
         task.check()

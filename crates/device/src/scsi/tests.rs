@@ -18,6 +18,7 @@ use crate::testing::{DATA, Scene};
 mod reports;
 mod sharing;
 mod silent;
+mod strangers;
 
 const BLOCKS: u64 = 2048;
 const BLOCK: usize = 512;

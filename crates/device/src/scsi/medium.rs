@@ -1,0 +1,233 @@
+//! One command at a time may have the medium of a disk to itself, while all others wait. Each gets
+//! its turn: those who have waited to pass do so before another takes the medium, and those who
+//! want it for themselves take it in the order in which they have come.
+
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+/// Who has the medium, and who waits for it.
+#[derive(Default)]
+pub(super) struct Medium {
+    /// Changes only while `waiting` is locked.
+    is_taken: AtomicBool,
+    waiting: Mutex<Waiting>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    last_number: u64,
+    /// In the order in which they came.
+    all: Vec<Waiter>,
+}
+
+struct Waiter {
+    number: u64,
+    wants: Wants,
+    waker: Waker,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wants {
+    /// To have the medium to itself.
+    Medium,
+    /// To go on when nobody has it.
+    Pass,
+    /// To go on: it has waited for the last one that had it.
+    PassNow,
+}
+
+impl Medium {
+    #[inline]
+    pub(super) fn is_taken(&self) -> bool {
+        self.is_taken.load(Ordering::Relaxed)
+    }
+
+    /// Waits while somebody has the medium. Whoever takes it after this finds a command that begins
+    /// to use it before it waits for anything else.
+    pub(super) async fn pass(&self) {
+        self.wait(Wants::Pass).await;
+    }
+
+    /// Takes the medium, until [`release`](Self::release).
+    pub(super) async fn take(&self) {
+        self.wait(Wants::Medium).await;
+    }
+
+    /// Whoever has taken the medium needs it no more.
+    pub(super) fn release(&self) {
+        let mut waiting = self.waiting();
+        self.is_taken.store(false, Ordering::Relaxed);
+        for waiter in waiting.all.iter_mut().filter(|waiter| waiter.wants == Wants::Pass) {
+            waiter.wants = Wants::PassNow;
+            waiter.waker.wake_by_ref();
+        }
+        self.wake_next(&waiting);
+    }
+
+    async fn wait(&self, wants: Wants) {
+        let mut turn = Turn { medium: self, number: None };
+        poll_fn(|cx| turn.poll(wants, cx)).await;
+    }
+
+    /// Wakes the one that may take the medium, if there is one.
+    fn wake_next(&self, waiting: &Waiting) {
+        if let Some(next) = waiting.next().filter(|_| !self.is_taken()) {
+            next.waker.wake_by_ref();
+        }
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Waiting {
+    /// Who takes the medium next when nobody has it; `None` while others are to pass before.
+    fn next(&self) -> Option<&Waiter> {
+        let mut all = self.all.iter();
+        let is_free = all.all(|waiter| waiter.wants != Wants::PassNow);
+        is_free.then(|| self.all.iter().find(|waiter| waiter.wants == Wants::Medium)).flatten()
+    }
+}
+
+/// One that waits, or does not yet.
+struct Turn<'a> {
+    medium: &'a Medium,
+    number: Option<u64>,
+}
+
+impl Turn<'_> {
+    fn poll(&mut self, wants: Wants, cx: &Context<'_>) -> Poll<()> {
+        let mut waiting = self.medium.waiting();
+        let number = *self.number.get_or_insert_with(|| {
+            waiting.last_number += 1;
+            let number = waiting.last_number;
+            let wants = match wants {
+                Wants::Pass if !self.medium.is_taken() => Wants::PassNow,
+                other => other,
+            };
+            waiting.all.push(Waiter { number, wants, waker: cx.waker().clone() });
+            number
+        });
+        let place = waiting.all.iter().position(|waiter| waiter.number == number);
+        let place = place.expect("it waits until it goes on");
+        let may_go = match waiting.all[place].wants {
+            Wants::PassNow => true,
+            Wants::Pass => false,
+            Wants::Medium => {
+                let is_next = waiting.next().is_some_and(|next| next.number == number);
+                is_next && !self.medium.is_taken()
+            }
+        };
+        if !may_go {
+            waiting.all[place].waker.clone_from(cx.waker());
+            return Poll::Pending;
+        }
+        waiting.all.remove(place);
+        self.number = None;
+        if wants == Wants::Medium {
+            self.medium.is_taken.store(true, Ordering::Relaxed);
+        }
+        self.medium.wake_next(&waiting);
+        Poll::Ready(())
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            let mut waiting = self.medium.waiting();
+            waiting.all.retain(|waiter| waiter.number != number);
+            self.medium.wake_next(&waiting);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::Pin;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU32;
+    use std::task::Wake;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Woken(AtomicU32);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Somebody, polled when it was woken and the test wants it to run.
+    struct Somebody<'a> {
+        future: Pin<Box<dyn Future<Output = ()> + 'a>>,
+        woken: Arc<Woken>,
+    }
+
+    impl<'a> Somebody<'a> {
+        fn new(future: impl Future<Output = ()> + 'a) -> Self {
+            Self { future: Box::pin(future), woken: Arc::default() }
+        }
+
+        fn has_gone_on(&mut self) -> bool {
+            let waker = Waker::from(Arc::clone(&self.woken));
+            self.future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready()
+        }
+
+        fn was_woken(&self) -> bool {
+            self.woken.0.swap(0, Ordering::Relaxed) > 0
+        }
+    }
+
+    #[test]
+    fn those_who_have_waited_go_on_before_another_takes_the_medium() {
+        let medium = Medium::default();
+        assert!(Somebody::new(medium.take()).has_gone_on() && medium.is_taken());
+        let mut passes = [(); 2].map(|()| Somebody::new(medium.pass()));
+        let mut takes = [(); 2].map(|()| Somebody::new(medium.take()));
+        assert!(!passes.iter_mut().chain(&mut takes).any(Somebody::has_gone_on));
+        medium.release();
+        assert_eq!(passes.each_ref().map(Somebody::was_woken), [true; 2]);
+        assert_eq!(takes.each_ref().map(Somebody::was_woken), [false; 2]);
+        // Whoever has had it wants it again at once.
+        let mut again = Somebody::new(medium.take());
+        assert!(passes[0].has_gone_on() && !again.has_gone_on() && !takes[0].has_gone_on());
+        assert!(Somebody::new(medium.pass()).has_gone_on(), "nobody has it");
+        assert!(passes[1].has_gone_on() && takes[0].was_woken());
+        assert!(!again.has_gone_on() && !takes[1].has_gone_on() && takes[0].has_gone_on());
+        let mut last = Somebody::new(medium.pass());
+        assert!(medium.is_taken() && !last.has_gone_on());
+        for next in [&mut takes[1], &mut again] {
+            medium.release();
+            assert!(!medium.is_taken());
+            if last.was_woken() {
+                assert!(!next.has_gone_on() && last.has_gone_on());
+            }
+            assert!(next.was_woken() && next.has_gone_on());
+        }
+        medium.release();
+        assert!(!medium.is_taken() && medium.waiting().all.is_empty());
+    }
+
+    #[test]
+    fn nobody_waits_for_those_who_have_gone() {
+        let medium = Medium::default();
+        assert!(Somebody::new(medium.take()).has_gone_on());
+        let mut pass = Somebody::new(medium.pass());
+        let mut takes = [(); 2].map(|()| Somebody::new(medium.take()));
+        assert!(!pass.has_gone_on() && !takes.iter_mut().any(Somebody::has_gone_on));
+        medium.release();
+        drop(pass);
+        let [first, mut second] = takes;
+        assert!(first.was_woken());
+        drop(first);
+        assert!(second.was_woken() && second.has_gone_on());
+        medium.release();
+        assert!(medium.waiting().all.is_empty());
+    }
+}

@@ -1,0 +1,120 @@
+//! Guests with a virtio-blk device on the disk of initiators.
+
+use std::task::{Context, Poll, Waker};
+
+use super::sharing::{three, turn_until};
+use super::*;
+use crate::blk::config::BlkOptions;
+use crate::scsi::persist::Nexus;
+
+/// A guest with a virtio-blk device on the disk of initiators.
+struct BlkGuest {
+    scene: Scene,
+    _queue: QueueHandle,
+}
+
+const BLK_IN: u32 = 0;
+const BLK_OUT: u32 = 1;
+const BLK_FLUSH: u32 = 4;
+const BLK_OK: u8 = 0;
+const BLK_ERROR: u8 = 1;
+
+impl BlkGuest {
+    fn beside(initiator: &Initiator) -> Self {
+        let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let source = DiskSource::file(initiator.disk.path(), &disk_options).unwrap();
+        let (scene, access) = (Scene::new(), initiator.access());
+        let events = scene.events.clone();
+        let device = Device::blk_sharing(source, BlkOptions::default(), access, events);
+        device.set_features(device.features()).unwrap();
+        let queue = scene.start_queue_of(&device, 0);
+        Self { scene, _queue: queue }
+    }
+
+    fn begin(&mut self, request: u32, value: u8) {
+        let mut header = request.to_le_bytes().to_vec();
+        header.resize(16, 0);
+        header.extend([value; BLOCK]);
+        self.scene.memory.write(DATA, &header).unwrap();
+        let data = match request {
+            BLK_IN => Desc::writable(RESPONSE, 512),
+            BLK_OUT => Desc::readable(DATA + 16, 512),
+            _ => Desc::readable(DATA + 16, 0),
+        };
+        let status = Desc::writable(RESPONSE + 512, 1);
+        let (header, length) = (Desc::readable(DATA, 16), data.len);
+        let chain = if length > 0 { vec![header, data, status] } else { vec![header, status] };
+        self.scene.offer(&chain);
+    }
+
+    fn end(&mut self) -> u8 {
+        self.scene.answer();
+        let mut status = [0xee];
+        self.scene.memory.read(RESPONSE + 512, &mut status).unwrap();
+        status[0]
+    }
+
+    fn run(&mut self, request: u32, value: u8) -> u8 {
+        self.begin(request, value);
+        self.end()
+    }
+}
+
+#[test]
+fn guests_of_virtio_blk_heed_reservations() {
+    const REGISTER: u8 = 0;
+    const RESERVE: u8 = 1;
+    const RELEASE: u8 = 2;
+    let mut all = three();
+    let mut guest = BlkGuest::beside(&all[0]);
+    let change = |all: &mut [Initiator], guest: &BlkGuest, action, kind, keys| {
+        let (cdb, list) = reserve_out(action, kind, keys);
+        all[0].begin(UNIT.bytes(), &cdb, &list, 0);
+        turn_until(all, |all| {
+            guest.scene.turn(1);
+            all[0].has_answer()
+        });
+        assert_eq!(all[0].end().status, 0);
+    };
+    let seen = |guest: &mut BlkGuest| [BLK_IN, BLK_OUT, BLK_FLUSH].map(|kind| guest.run(kind, 7));
+    change(&mut all, &guest, REGISTER, 0, [0, 1]);
+    assert_eq!(seen(&mut guest), [BLK_OK; 3]);
+    for (kind, expected) in
+        [(1, [BLK_OK, BLK_ERROR, BLK_OK]), (3, [BLK_ERROR, BLK_ERROR, BLK_OK]), (6, [1, 1, 0])]
+    {
+        change(&mut all, &guest, RESERVE, kind, [1, 0]);
+        assert_eq!(seen(&mut guest), expected, "type {kind}");
+        // One that comes later.
+        assert_eq!(seen(&mut BlkGuest::beside(&all[0])), expected, "type {kind}");
+        change(&mut all, &guest, RELEASE, kind, [1, 0]);
+        assert_eq!(seen(&mut guest), [BLK_OK; 3], "type {kind}");
+    }
+}
+
+#[test]
+fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
+    let mut all = three();
+    let mut guest = BlkGuest::beside(&all[0]);
+    let access = all[0].access();
+    for value in 1..20 {
+        // It may have begun when the disk is taken: then it ends before.
+        guest.begin(BLK_OUT, value);
+        let mut exclude = Box::pin(access.exclude(Nexus(u64::MAX), 0));
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut exclusive = None;
+        turn_until(&mut all, |_| {
+            if let Poll::Ready(held) = exclude.as_mut().poll(&mut cx) {
+                exclusive = Some(held);
+            }
+            guest.scene.turn(1);
+            exclusive.is_some()
+        });
+        let before = all[0].on_disk(0);
+        guest.scene.turn(20);
+        assert_eq!(all[0].on_disk(0), before, "somebody else has the disk");
+        drop((exclude, exclusive));
+        assert_eq!(guest.end(), BLK_OK);
+        assert_eq!(all[0].on_disk(0), [value; BLOCK]);
+        assert_eq!(guest.run(BLK_IN, 0), BLK_OK);
+    }
+}
