@@ -25,8 +25,10 @@ use crate::daemon::Daemon;
 use crate::export::Endpoint;
 use message::{Code, Problem, Request, answer_line};
 
-/// Connections at a time.
+/// Connections at a time. Requests of clients that have gone may hang, so those that come next may
+/// ask for what does not wait.
 const CONNECTIONS_MAX: usize = 16;
+const HURRIED_MAX: usize = 16;
 /// The longest request, in bytes.
 const LINE_MAX: usize = 1 << 20;
 /// A client that has not taken an answer for so long is dropped.
@@ -94,11 +96,11 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
             None => continue,
         };
         let (daemon, connection) = (Weak::clone(daemon), Arc::clone(&connections));
-        // With the listener's own.
-        let is_full = Arc::strong_count(&connections) > CONNECTIONS_MAX + 1;
+        // Without the listener's own.
+        let connected = Arc::strong_count(&connections) - 1;
         let serve = move || {
             let _connection = connection;
-            if let Err(error) = converse(&stream, &daemon, is_full) {
+            if let Err(error) = converse(&stream, &daemon, connected) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -106,8 +108,8 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
     }
 }
 
-/// Answers the requests of one client until it leaves.
-fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result<()> {
+/// Answers the requests of one client until it leaves. So many are `connected`, with this one.
+fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_MAX))?;
     let user = socket_peercred(stream).context("cannot tell who it is")?.uid;
@@ -120,11 +122,11 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result
         refuse(Code::Refused, "only root and the user of this daemon may ask it anything")?;
         return Ok(());
     }
-    if is_full {
-        let text = format!("{CONNECTIONS_MAX} clients are connected; close one of them");
-        refuse(Code::Refused, &text)?;
+    if connected > CONNECTIONS_MAX + HURRIED_MAX {
+        refuse(Code::Refused, &too_many())?;
         return Ok(());
     }
+    let may_wait = connected <= CONNECTIONS_MAX;
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
     loop {
@@ -140,12 +142,21 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, is_full: bool) -> Result
         if line.trim_ascii().is_empty() {
             continue;
         }
-        serve(&line, stream, daemon)?;
+        serve(&line, stream, daemon, may_wait)?;
     }
 }
 
+fn too_many() -> String {
+    format!("{CONNECTIONS_MAX} clients are connected, or their requests hang; close one of them")
+}
+
 /// Carries out one request, and answers it unless it is a notification.
-fn serve(line: &[u8], mut stream: &UnixStream, daemon: &Weak<Daemon>) -> Result<()> {
+fn serve(
+    line: &[u8],
+    mut stream: &UnixStream,
+    daemon: &Weak<Daemon>,
+    may_wait: bool,
+) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
@@ -166,6 +177,9 @@ fn serve(line: &[u8], mut stream: &UnixStream, daemon: &Weak<Daemon>) -> Result<
         tell(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|call| {
+        if !may_wait && call.may_wait() {
+            return Err(Problem::new(Code::Refused, too_many()));
+        }
         let daemon = daemon.upgrade().ok_or_else(ending)?;
         methods::carry_out(&daemon, call)
     });

@@ -18,6 +18,13 @@ pub(super) enum Call {
     Command(Command),
 }
 
+impl Call {
+    /// Whether it may wait for a disk or a guest.
+    pub(super) fn may_wait(&self) -> bool {
+        !matches!(self, Self::Ping | Self::Show(_) | Self::Command(Command::Show | Command::End(_)))
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Nothing {}
