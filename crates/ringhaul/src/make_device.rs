@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use device::blk::config::BlkOptions;
 use device::scsi::ScsiDevice;
-use device::scsi::access::KeptIn;
+use device::scsi::access::{DiskAccess, KeptIn};
 use device::scsi::address::UnitAddress;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::UnitOptions;
@@ -52,7 +52,7 @@ impl ExportSpec {
     ) -> Result<Device> {
         let settings = &self.settings;
         match &self.device {
-            DeviceSpec::Blk(_) => {
+            DeviceSpec::Blk(spec) => {
                 let disk = disks.first().context("virtio-blk without a disk")?;
                 let source = disk.source.clone();
                 let default_serial = || disk_names::serial(source.identity());
@@ -67,6 +67,10 @@ impl ExportSpec {
                     ..BlkOptions::default()
                 };
                 let access = accesses.of(source.identity());
+                // Those that initiators have left behind hold before one comes back.
+                if let Some(path) = usual_reservations(spec) {
+                    drop(access.keep_reservations(KeptIn::Found(path))?);
+                }
                 Ok(Device::blk_sharing(source, options, access, events))
             }
             DeviceSpec::Scsi(units) => {
@@ -114,7 +118,9 @@ impl UnitSpec {
         disk: &OpenDisk,
         accesses: &DiskAccesses,
     ) -> Result<()> {
-        let options = self.options(disk, export, accesses)?;
+        let access = accesses.of(disk.source.identity());
+        let _kept = access.keep_reservations(self.reservations())?;
+        let options = self.options(disk, export, access)?;
         let adding = || format!("cannot export {} as a unit", self.address());
         device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
@@ -137,12 +143,10 @@ impl UnitSpec {
         &self,
         disk: &OpenDisk,
         export: &str,
-        accesses: &DiskAccesses,
+        access: Arc<DiskAccess>,
     ) -> Result<UnitOptions> {
         let own = &self.settings;
         let path = format!("{export} {}", self.address());
-        let access = accesses.of(disk.source.identity());
-        access.keep_reservations(self.reservations())?;
         let identity = match disk.source.identity() {
             // Disks without content are told apart by where they are.
             "" => path.clone(),
@@ -172,21 +176,26 @@ impl UnitSpec {
         Ok(self.settings.discard.unwrap_or(is_taken))
     }
 
-    /// Where persistent reservations are kept: beside a file, if nothing else is said. A block
-    /// device has no such place.
+    /// Where persistent reservations are kept.
     fn reservations(&self) -> KeptIn {
-        if let Some(path) = &self.settings.reservations {
-            return KeptIn::File(by_one_name(path));
+        match &self.settings.reservations {
+            Some(path) => KeptIn::File(by_one_name(path)),
+            None => KeptIn::Usual(usual_reservations(&self.disk)),
         }
-        KeptIn::Usual(match &self.disk {
-            DiskSpec::File(path) if path.is_file() => {
-                let path = path.canonicalize().unwrap_or(path.clone());
-                let mut beside = path.into_os_string();
-                beside.push(".reservations");
-                Some(beside.into())
-            }
-            _ => None,
-        })
+    }
+}
+
+/// Where the persistent reservations of a disk are kept if nothing else is said: beside a file. A
+/// block device has no such place.
+fn usual_reservations(disk: &DiskSpec) -> Option<PathBuf> {
+    match disk {
+        DiskSpec::File(path) if path.is_file() => {
+            let path = path.canonicalize().unwrap_or(path.clone());
+            let mut beside = path.into_os_string();
+            beside.push(".reservations");
+            Some(beside.into())
+        }
+        _ => None,
     }
 }
 
@@ -197,5 +206,42 @@ fn by_one_name(path: &Path) -> PathBuf {
         (Ok(folder), Some(name)) => folder.join(name),
         // What is wrong with it shows when it is used.
         _ => path.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::export_log::ExportLog;
+    use crate::spec::{EndpointSpec, UnitSettings};
+
+    fn make(device: DeviceSpec, accesses: &DiskAccesses) -> Result<Device> {
+        let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
+        let spec =
+            ExportSpec { endpoint: EndpointSpec::Path("test.sock".into()), device, settings };
+        let disks = spec.disks().iter().map(OpenDisk::open).collect::<Result<Vec<_>>>()?;
+        spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses)
+    }
+
+    #[test]
+    fn virtio_blk_finds_reservations_beside_its_disk_and_makes_no_file_for_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, beside, other] =
+            ["disk", "disk.reservations", "other"].map(|name| folder.path().join(name));
+        fs::write(&disk, [0; 4096]).unwrap();
+        let blk = DeviceSpec::Blk(DiskSpec::File(disk.clone()));
+        let settings = UnitSettings { reservations: Some(other), ..UnitSettings::default() };
+        let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk), settings };
+        let accesses = DiskAccesses::default();
+        let first = make(blk.clone(), &accesses).unwrap();
+        let second = make(DeviceSpec::Scsi(vec![unit]), &accesses).unwrap();
+        assert!(!beside.exists());
+        drop((first, second));
+        fs::write(&beside, "{}").unwrap();
+        let error = make(blk, &DiskAccesses::default()).err().unwrap().to_string();
+        assert!(error.contains("cannot load the persistent reservations in"), "{error}");
+        assert!(error.contains("disk.reservations"), "{error}");
     }
 }

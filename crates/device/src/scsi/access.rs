@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::medium::Medium;
-pub use super::persist::KeptIn;
 use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
+pub use super::persist::{Keeping, KeptIn};
 use super::sense::Sense;
 use super::task_set::{Abort, How, Waiting};
 
@@ -72,18 +72,20 @@ pub struct ReservationsError(#[from] FileError);
 impl DiskAccess {
     /// Has persistent reservations kept, where initiators ask for that (APTPL), and loads those
     /// that were. Without this they are lost when the process ends. The file exists while there is
-    /// something to keep, and is nobody else's then. This waits for its file system.
+    /// something to keep, and is nobody else's then. They stay there while there are some, or a
+    /// unit is on the disk: keep the result until the unit is added. This waits for its file
+    /// system.
     ///
     /// # Errors
     ///
     /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
     /// without it would let hosts write that were fenced off. When other exports of the disk have
     /// said that they are kept elsewhere.
-    pub fn keep_reservations(&self, place: KeptIn) -> Result<(), ReservationsError> {
-        self.reservations.keep_in(place)?;
+    pub fn keep_reservations(&self, place: KeptIn) -> Result<Keeping, ReservationsError> {
+        let keeping = self.reservations.keep_in(place)?;
         // A reservation that was loaded holds at once, and nobody waits for what has begun.
         drop(self.fence());
-        Ok(())
+        Ok(keeping)
     }
 
     pub(crate) fn attach(&self, port: PortName) -> Result<Attached, PortInUse> {

@@ -56,6 +56,9 @@ pub enum KeptIn {
     File(PathBuf),
     /// Where other exports of the disk keep them. If there are none, in this file, or nowhere.
     Usual(Option<PathBuf>),
+    /// The same for an export that has none of its own to keep: in this file if it is there, and
+    /// else wherever a later one says.
+    Found(PathBuf),
 }
 
 /// The registrations and the reservation of a disk, shared by all its exports.
@@ -88,6 +91,8 @@ struct State {
     generation: u32,
     last_nexus: u64,
     attached: Vec<AttachedPort>,
+    /// Those who have a [`Keeping`].
+    keeping: usize,
 }
 
 #[derive(Debug)]
@@ -108,34 +113,51 @@ pub(crate) struct Attached {
 }
 
 impl Reservations {
-    /// Has them kept, where initiators ask for that (APTPL), and loads those that were. This waits
+    /// Has them kept, where initiators ask for that (APTPL), and loads those that were. They stay
+    /// there while there are some, a port is attached, or somebody has a result of this. This waits
     /// for the disk with that file, and for others that do.
     ///
     /// # Errors
     ///
     /// When the file is there but cannot be read, is broken, or is somebody else's: to go on
     /// without it would let hosts write that were fenced off. When they are kept elsewhere already.
-    pub(crate) fn keep_in(&self, place: KeptIn) -> Result<(), FileError> {
+    pub(crate) fn keep_in(self: &Arc<Self>, place: KeptIn) -> Result<Keeping, FileError> {
         let mut kept = lock(&self.file);
+        if lock(&self.state).forget_unused() {
+            *kept = Kept::Unsaid;
+        }
+        let has_to_exist = matches!(place, KeptIn::Found(_));
         let path = match (&*kept, place) {
-            (Kept::Unsaid, KeptIn::File(path) | KeptIn::Usual(Some(path))) => path,
             (Kept::Unsaid, KeptIn::Usual(None)) => {
                 *kept = Kept::Nowhere;
-                return Ok(());
+                return Ok(self.keeping());
             }
-            (_, KeptIn::Usual(_)) => return Ok(()),
+            (
+                Kept::Unsaid,
+                KeptIn::File(path) | KeptIn::Usual(Some(path)) | KeptIn::Found(path),
+            ) => path,
+            (_, KeptIn::Usual(_) | KeptIn::Found(_)) => return Ok(self.keeping()),
             (Kept::Nowhere, KeptIn::File(path)) => return Err(FileError::elsewhere(&path, None)),
-            (Kept::In(file), KeptIn::File(path)) if file.path() == path => return Ok(()),
+            (Kept::In(file), KeptIn::File(path)) if file.path() == path => {
+                return Ok(self.keeping());
+            }
             (Kept::In(file), KeptIn::File(path)) => {
                 return Err(FileError::elsewhere(&path, Some(file.path())));
             }
         };
         let (file, registry) = StateFile::load(path)?;
-        *kept = Kept::In(file);
-        let mut state = lock(&self.state);
-        state.persists = true;
-        state.set(registry, &self.strangers);
-        Ok(())
+        if !(has_to_exist && file.is_absent()) {
+            *kept = Kept::In(file);
+            let mut state = lock(&self.state);
+            state.persists = true;
+            state.set(registry, &self.strangers);
+        }
+        Ok(self.keeping())
+    }
+
+    fn keeping(self: &Arc<Self>) -> Keeping {
+        lock(&self.state).keeping += 1;
+        Keeping(Arc::clone(self))
     }
 
     /// Attaches an initiator port. It has the registration under its name, if there is one.
@@ -226,7 +248,25 @@ impl Drop for Attached {
     }
 }
 
+/// Where reservations are kept stays the same while somebody has this.
+#[derive(Debug)]
+pub struct Keeping(Arc<Reservations>);
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        lock(&self.0.state).keeping -= 1;
+    }
+}
+
 impl State {
+    /// Forgets where reservations are kept, if nobody would miss it. Returns whether that is so.
+    fn forget_unused(&mut self) -> bool {
+        let is_empty = self.registry.registrations().is_empty();
+        let is_unused = is_empty && self.attached.is_empty() && self.keeping == 0;
+        self.persists &= !is_unused;
+        is_unused
+    }
+
     /// What there is from now on, for all who are attached.
     fn set(&mut self, registry: Registry, strangers: &AtomicU8) {
         self.registry = registry;

@@ -107,6 +107,11 @@ impl StateFile {
         self.file.path()
     }
 
+    /// Whether there was no file, and none was made.
+    pub(super) fn is_absent(&self) -> bool {
+        self.content == Content::Absent
+    }
+
     /// Has the file hold this, durably: or nothing, if it need not persist. Waits for the disk.
     ///
     /// # Errors

@@ -16,7 +16,7 @@ const APTPL: u8 = 1;
 
 pub(super) fn load(path: PathBuf) -> Result<Arc<Reservations>, FileError> {
     let reservations = Arc::<Reservations>::default();
-    reservations.keep_in(KeptIn::File(path))?;
+    drop(reservations.keep_in(KeptIn::File(path))?);
     Ok(reservations)
 }
 
@@ -186,20 +186,78 @@ fn exports_of_a_disk_keep_its_reservations_in_one_place() {
     let chosen = |path: &PathBuf| KeptIn::File(path.clone());
     for first in [usual(&one), chosen(&one)] {
         let reservations = Arc::<Reservations>::default();
-        reservations.keep_in(first).unwrap();
+        let _kept = reservations.keep_in(first).unwrap();
         for same in [usual(&one), usual(&other), chosen(&one), KeptIn::Usual(None)] {
-            reservations.keep_in(same).unwrap();
+            drop(reservations.keep_in(same).unwrap());
         }
+        drop(reservations.keep_in(KeptIn::Found(other.clone())).unwrap());
         let error = reservations.keep_in(chosen(&other)).unwrap_err().to_string();
         for part in ["cannot keep", &other.display().to_string(), &one.display().to_string()] {
             assert!(error.contains(part), "{error}");
         }
     }
     let reservations = Arc::<Reservations>::default();
-    reservations.keep_in(KeptIn::Usual(None)).unwrap();
-    reservations.keep_in(usual(&one)).unwrap();
+    let _kept = reservations.keep_in(KeptIn::Usual(None)).unwrap();
+    drop(reservations.keep_in(usual(&one)).unwrap());
     let error = reservations.keep_in(chosen(&one)).unwrap_err().to_string();
     assert!(error.contains("other exports of the disk do not keep them"), "{error}");
+}
+
+/// A unit that cannot be added, or that was removed.
+#[test]
+fn where_reservations_are_kept_is_open_again_when_nobody_needs_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
+    let chosen = |path: &PathBuf| KeptIn::File(path.clone());
+    for first in [chosen(&one), KeptIn::Usual(Some(one.clone())), KeptIn::Usual(None)] {
+        let reservations = Arc::<Reservations>::default();
+        let persists = || lock(&reservations.state).persists;
+        let kept = reservations.keep_in(first.clone()).unwrap();
+        assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+        let nexus = reservations.attach(PORTS[0]).unwrap();
+        drop(kept);
+        assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+        if persists() {
+            send(&nexus, REGISTER, 0, [0, 1], APTPL).unwrap();
+            drop(nexus);
+            assert!(reservations.keep_in(chosen(&other)).is_err(), "{first:?}");
+            let nexus = reservations.attach(PORTS[0]).unwrap();
+            send(&nexus, CLEAR, 0, [1, 0], 0).unwrap();
+        } else {
+            drop(nexus);
+        }
+        drop(reservations.keep_in(chosen(&other)).unwrap());
+        assert!(persists());
+        drop(reservations.keep_in(KeptIn::Usual(None)).unwrap());
+        assert!(!persists());
+    }
+}
+
+/// Those that initiators have left behind, for an export that is no initiator.
+#[test]
+fn reservations_that_are_found_hold_and_none_leave_the_place_open() {
+    let directory = tempfile::tempdir().unwrap();
+    let [path, other] = ["found", "other"].map(|name| directory.path().join(name));
+    let find = || {
+        let reservations = Arc::<Reservations>::default();
+        let kept = reservations.keep_in(KeptIn::Found(path.clone()));
+        kept.map(|_| reservations)
+    };
+    let none = find().unwrap();
+    assert!(!path.exists());
+    let _kept = none.keep_in(KeptIn::File(other.clone())).unwrap();
+    let before = load(path.clone()).unwrap();
+    let nexuses = three(&before, APTPL);
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+    assert!(find().is_err(), "another program has it");
+    drop((before, nexuses));
+    let found = find().unwrap();
+    assert!(found.keeps_strangers_from(CommandClass::Writes));
+    assert!(found.keep_in(KeptIn::File(other)).is_err(), "two files say who may write");
+    drop(found.keep_in(KeptIn::Usual(Some(path.clone()))).unwrap());
+    drop(found);
+    fs::write(&path, "{}").unwrap();
+    assert!(find().unwrap_err().to_string().contains("remove it when no host"));
 }
 
 #[test]
@@ -230,7 +288,7 @@ fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
     let reservations = Arc::<Reservations>::default();
     let early = reservations.attach(PORTS[2]).unwrap();
     assert!(!early.conflicts(CommandClass::Writes));
-    reservations.keep_in(KeptIn::File(path)).unwrap();
+    drop(reservations.keep_in(KeptIn::File(path)).unwrap());
     assert!(early.conflicts(CommandClass::Writes));
 }
 
