@@ -82,6 +82,10 @@ pub(super) async fn reserve_out(
     let there = Arc::clone(&result);
     let carry_out = move || {
         let done = unit.attached.reserve_out(&cdb, &list);
+        if let Ok(done) = &done {
+            // Commands of others meet the new state already, whatever this one waits for.
+            done.attentions.iter().for_each(|(nexus, sense)| unit.access.tell(*nexus, *sense));
+        }
         *there.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
         drop(unit);
         completer.complete(Ok(0));
@@ -94,7 +98,7 @@ pub(super) async fn reserve_out(
     let done = result.lock().unwrap_or_else(PoisonError::into_inner).take();
     match done {
         Some(Ok(done)) => {
-            follow(&local.unit, done, tag).await;
+            end_aborted(&local.unit, &done, tag).await;
             drop(change);
             Ok(moved)
         }
@@ -105,15 +109,13 @@ pub(super) async fn reserve_out(
     }
 }
 
-/// What others learn, and whose tasks end.
-async fn follow(unit: &Unit, done: Done, tag: u64) {
+/// Returns when nobody uses the disk in spite of the new state, and the tasks have ended of those
+/// who were preempted: these learn of that.
+async fn end_aborted(unit: &Unit, done: &Done, tag: u64) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
     let tasks = (Abort::Aborted, Some(tag));
     let ended = shared.end_tasks(own, tasks, How::AbortBegun, is_meant).await;
     access::tell_cleared(&ended, own);
-    for (nexus, sense) in done.attentions {
-        shared.tell(nexus, sense);
-    }
 }
