@@ -10,7 +10,7 @@ use super::medium::Medium;
 use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
 pub use super::persist::{Keeping, KeptIn};
 use super::sense::Sense;
-use super::task_set::{Abort, How, Waiting};
+use super::task_set::{Abort, How, TaskId, Waiting};
 
 /// A unit on the disk, as those in other devices reach it.
 pub(crate) trait Peer: Send + Sync {
@@ -20,8 +20,8 @@ pub(crate) trait Peer: Send + Sync {
     /// Has its initiator learn of something with its next command.
     fn add_attention(&self, sense: Sense);
 
-    /// Does what `how` says with its tasks, except the one with this tag.
-    fn cover(&self, how: How, except: Option<u64>) -> Option<Waiting>;
+    /// Does what `how` says with its tasks, except this one.
+    fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting>;
 
     /// The file or device behind the disk may have another size.
     fn refresh(&self);
@@ -201,14 +201,14 @@ impl DiskAccess {
     }
 
     /// Looks for tasks of all nexuses and does with them what `how` says of each, if anything: with
-    /// all but the one with the tag. Returns when those have ended that are waited for.
+    /// all but the one that is excepted. Returns when those have ended that are waited for.
     pub(crate) async fn cover(
         &self,
-        how: impl Fn(Nexus) -> Option<(How, Option<u64>)>,
+        except: Option<TaskId>,
+        how: impl Fn(Nexus) -> Option<How>,
     ) -> Vec<Covered> {
         let look = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
-            let (how, except) = how(*nexus)?;
-            Some((*nexus, Arc::clone(peer), peer.cover(how, except)?))
+            Some((*nexus, Arc::clone(peer), peer.cover(how(*nexus)?, except)?))
         };
         let all: Vec<_> = lock(&self.peers).iter().filter_map(look).collect();
         let mut covered = Vec::new();
@@ -220,24 +220,21 @@ impl DiskAccess {
     }
 
     /// Has tasks of the nexuses that are meant end: those of `by` as `own` says, but for the one
-    /// with the tag, and those of others as a reset ends them: their drivers then begin them again.
-    /// `how` says which of its own. What others have not yet given to the device is no task, and
-    /// it is theirs to say when they do. Returns when those have ended that are meant.
+    /// that is excepted, and those of others as a reset ends them: their drivers then begin them
+    /// again. `how` says which of its own. What others have not yet given to the device is no task,
+    /// and it is theirs to say when they do. Returns when those have ended that are meant.
     pub(crate) async fn end_tasks(
         &self,
         by: Nexus,
-        own: (Abort, Option<u64>),
+        (own, except): (Abort, Option<TaskId>),
         how: fn(Abort) -> How,
         is_meant: impl Fn(Nexus) -> bool,
     ) -> Vec<Covered> {
         let how = |nexus| {
-            let (abort, except) = own;
-            is_meant(nexus).then(|| match nexus == by {
-                true => (how(abort), except),
-                false => (How::AbortBegun(Abort::Reset), None),
-            })
+            let theirs = How::AbortBegun(Abort::Reset);
+            is_meant(nexus).then(|| if nexus == by { how(own) } else { theirs })
         };
-        self.cover(how).await
+        self.cover(except, how).await
     }
 
     /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
@@ -258,16 +255,16 @@ impl DiskAccess {
         self.medium.pass().await;
     }
 
-    /// Gives the command with this tag of a nexus the medium to itself: commands that begin wait,
-    /// and those that have begun have ended when this returns.
+    /// Gives a command the medium to itself: commands that begin wait, and those that have begun
+    /// have ended when this returns.
     ///
     /// A thread that does not see the flag yet has its commands found by the look at its queues: it
     /// sees the flag after that, as it does with all that was written before a call to it.
-    pub(crate) async fn exclude(self: &Arc<Self>, nexus: Nexus, tag: u64) -> Exclusive {
+    pub(crate) async fn exclude(self: &Arc<Self>, own: TaskId) -> Exclusive {
         self.medium.take().await;
         let exclusive = Exclusive(Arc::clone(self));
         let fenced = self.fence();
-        self.cover(|other| Some((How::Drain, (other == nexus).then_some(tag)))).await;
+        self.cover(Some(own), |_| Some(How::Drain)).await;
         for fenced in fenced {
             poll_fn(|cx| fenced.poll(cx)).await;
         }

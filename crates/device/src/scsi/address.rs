@@ -1,6 +1,8 @@
 //! Logical units of a device, and how requests name them (virtio 1.3, section 5.6.6.1).
 
 use std::fmt;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The most LUNs of a target: a single level has 14 bits.
 pub const LUN_MAX: u16 = 0x3fff;
@@ -12,6 +14,19 @@ pub struct UnitAddress {
     pub target: u8,
     /// 0 to [`LUN_MAX`].
     pub lun: u16,
+}
+
+/// A unit, among all that are ever made: another may come to the same address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct UnitNumber(NonZeroU64);
+
+impl UnitNumber {
+    /// One that no other unit has.
+    pub(crate) fn next() -> Self {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        let last = LAST.fetch_add(1, Ordering::Relaxed);
+        Self(NonZeroU64::MIN.checked_add(last).expect("nobody makes 2^64 units"))
+    }
 }
 
 /// Where a request goes.

@@ -356,7 +356,6 @@ pub(super) async fn write_and_verify(
 pub(super) async fn compare_and_write(
     local: &LocalUnit,
     cdb: &Cdb,
-    tag: u64,
     task: Task<'_>,
     data: Data,
 ) -> Result<Done, Failure> {
@@ -379,7 +378,7 @@ pub(super) async fn compare_and_write(
     wanted.advance(bytes);
     out.truncate(bytes);
     let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
-    let exclusive = local.unit.access.exclude(local.unit.attached.nexus(), tag).await;
+    let exclusive = local.unit.access.exclude(task.id()).await;
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
     let result = local.disk.write(range.offset, wanted, fua).await;
@@ -490,7 +489,7 @@ mod tests {
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
         let tasks = Tasks::default();
         let unit = UnitAddress { target: 0, lun: 0 };
-        let task = Task { tasks: &tasks, number: tasks.begin(unit, 7, 1) };
+        let task = Task { tasks: &tasks, number: tasks.begin(unit, None, 7, 1) };
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
         let ended = thread.block_on(async {
@@ -498,7 +497,7 @@ mod tests {
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
             let (_waiting, left) = Waiting::new();
-            tasks.cover(Which::Unit(unit), How::Abort(Abort::Aborted), [1, 1], left);
+            tasks.cover(Which::At(unit), How::Abort(Abort::Aborted), [1, 1], left);
             compare.await
         });
         assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));

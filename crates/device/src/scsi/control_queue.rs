@@ -98,9 +98,9 @@ impl Control {
         let aborted = How::Abort(Abort::Aborted);
         let (which, how) = match function {
             VIRTIO_SCSI_T_TMF_ABORT_TASK => (Which::Task(address, tag), aborted),
-            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET => (Which::Unit(address), aborted),
+            VIRTIO_SCSI_T_TMF_ABORT_TASK_SET => (Which::At(address), aborted),
             VIRTIO_SCSI_T_TMF_QUERY_TASK => (Which::Task(address, tag), How::Look),
-            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::Unit(address), How::Look),
+            VIRTIO_SCSI_T_TMF_QUERY_TASK_SET => (Which::At(address), How::Look),
             _ => return VIRTIO_SCSI_S_FUNCTION_REJECTED,
         };
         let covered = self.device.queues().cover(which, how);

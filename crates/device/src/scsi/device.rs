@@ -12,12 +12,12 @@ use std::time::Instant;
 use blockio::{DiskSource, Io};
 
 use super::access::Peer;
-use super::address::{LUN_MAX, UnitAddress};
+use super::address::{LUN_MAX, UnitAddress, UnitNumber};
 use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
 use super::request_queue::{RequestQueue, RequestQueues};
 use super::sense::Sense;
-use super::task_set::{How, Waiting, Which};
+use super::task_set::{How, TaskId, Waiting, Which};
 use super::unit::{Attentions, Unit, UnitOptions};
 use super::units::{NoPlace, Units};
 use crate::common::{Common, Working};
@@ -104,6 +104,7 @@ impl ScsiDevice {
         let unit = Arc::new(unit.map_err(|error| UnitError::Port(error.to_string()))?);
         let peer = Arc::new(UnitPeer {
             address,
+            number: unit.number,
             attentions: Arc::downgrade(&unit.attentions),
             queues: Arc::downgrade(&self.shared.queues),
             device: Arc::downgrade(&self.shared),
@@ -123,7 +124,7 @@ impl ScsiDevice {
     #[must_use]
     pub fn remove_unit(&self, address: UnitAddress) -> Option<RemovedUnit> {
         let unit = self.shared.units.remove(address)?;
-        let used = self.shared.queues.release(address);
+        let used = self.shared.queues.release(unit.number);
         self.tell(|| self.shared.events.removed(address));
         Some(RemovedUnit { unit, used })
     }
@@ -281,6 +282,7 @@ impl Wake for Unpark {
 /// A unit of a device, for those of other devices. IoThreads use it, so it keeps no disk open.
 struct UnitPeer {
     address: UnitAddress,
+    number: UnitNumber,
     attentions: Weak<Attentions>,
     queues: Weak<RequestQueues>,
     device: Weak<Shared>,
@@ -297,15 +299,16 @@ impl Peer for UnitPeer {
         }
     }
 
-    fn cover(&self, how: How, except: Option<u64>) -> Option<Waiting> {
-        let address = self.address;
-        let which = except.map_or(Which::Unit(address), |tag| Which::Others(address, tag));
+    fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting> {
+        let unit = self.number;
+        let which = except.map_or(Which::Unit(unit), |task| Which::Others(unit, task));
         Some(self.queues.upgrade()?.cover(which, how))
     }
 
     fn refresh(&self) {
         let Some(device) = self.device.upgrade() else { return };
-        let Some(unit) = device.units.all().remove(&self.address) else { return };
+        let unit = device.units.all().remove(&self.address);
+        let Some(unit) = unit.filter(|unit| unit.number == self.number) else { return };
         // Where it fails, the disk has the size that it had.
         let _ = unit.source.refresh();
         unit.attentions.add(Sense::CAPACITY_CHANGED);

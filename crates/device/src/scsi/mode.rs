@@ -2,7 +2,7 @@
 
 use super::block;
 use super::cdb::Cdb;
-use super::outcome::{Data, Failure, Moved};
+use super::outcome::{Data, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::unit::Unit;
@@ -147,7 +147,7 @@ fn exceptions() -> [u8; 12] {
     page
 }
 
-pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -> Moved {
+pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: Data) -> Moved {
     let (unit, form) = (&local.unit, Form::of(cdb));
     if cdb.byte(1) & 0x10 == 0 {
         // Pages in the format of the standard are all there is.
@@ -166,7 +166,7 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -
     let write_cache = write_cache.filter(|wanted| *wanted != unit.has_write_cache());
     match write_cache {
         Some(true) => unit.set_write_cache(true),
-        Some(false) => switch_cache_off(local, tag).await?,
+        Some(false) => switch_cache_off(local, task).await?,
         None => {}
     }
     let sense_format = sense_format.filter(|wanted| *wanted != unit.sense_format());
@@ -181,9 +181,9 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, tag: u64, data: Data) -
 
 /// Without a cache initiators flush no more, so what they have written is flushed first, and nobody
 /// writes meanwhile.
-async fn switch_cache_off(local: &LocalUnit, tag: u64) -> Result<(), Failure> {
+async fn switch_cache_off(local: &LocalUnit, task: Task<'_>) -> Result<(), Failure> {
     let unit = &local.unit;
-    let exclusive = unit.access.exclude(unit.attached.nexus(), tag).await;
+    let exclusive = unit.access.exclude(task.id()).await;
     block::flush(local).await?;
     unit.set_write_cache(false);
     drop(exclusive);

@@ -4,7 +4,7 @@ use iomem::Buffers;
 
 use super::persist::FileError;
 use super::sense::{DiskUse, Sense};
-use super::task_set::{Abort, Tasks};
+use super::task_set::{Abort, TaskId, Tasks};
 
 /// Data that commands other than those on the medium take or answer with, at most.
 const DATA_MAX: usize = 64 << 10;
@@ -64,6 +64,10 @@ pub(crate) struct Task<'a> {
 }
 
 impl Task<'_> {
+    pub(crate) fn id(self) -> TaskId {
+        self.tasks.id(self.number)
+    }
+
     /// Whether it goes on: asked between the steps of what takes long.
     pub(crate) fn check(self) -> Result<(), Failure> {
         self.tasks.check(self.number).map_err(Failure::Aborted)

@@ -88,14 +88,14 @@ impl Scsi {
     #[inline]
     fn way(
         &self,
-        address: UnitAddress,
+        local: Option<Rc<LocalUnit>>,
         cdb: &Cdb,
         room: [usize; 2],
         task: usize,
     ) -> Result<(Rc<LocalUnit>, Way), Option<Refused>> {
         self.queue.tasks.check(task).map_err(|abort| refused(Failure::Aborted(abort)))?;
         let is_both_ways = !room.contains(&0);
-        let Some(local) = self.queue.unit(address).filter(|_| !is_both_ways) else {
+        let Some(local) = local.filter(|_| !is_both_ways) else {
             return Err(None);
         };
         let way = self.admit(&local, cdb, task)?;
@@ -169,17 +169,17 @@ impl Scsi {
                 (RequestKind::Write, plain(moved))
             }
             Op::CompareAndWrite => {
-                let done = block::compare_and_write(local, cdb, header.tag, task, data).await;
+                let done = block::compare_and_write(local, cdb, task, data).await;
                 (RequestKind::Write, done)
             }
             Op::Verify => (RequestKind::Read, block::verify(local, cdb, task, data).await),
             Op::StartStopUnit => (RequestKind::Other, plain(block::start_stop(local, cdb).await)),
             Op::ModeSelect => {
-                let moved = mode::select(local, cdb, header.tag, data).await;
+                let moved = mode::select(local, cdb, task, data).await;
                 (RequestKind::Other, plain(moved))
             }
             Op::ReserveOut => {
-                let out = reserve::reserve_out(&self.queue.io, local, cdb, header.tag, data);
+                let out = reserve::reserve_out(&self.queue.io, local, cdb, task, data);
                 (RequestKind::Other, plain(out.await))
             }
             _ => {
@@ -286,8 +286,10 @@ impl Handler for Scsi {
             answer.give(None, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)));
             return;
         };
-        let task = tasks.begin(address, tag, queue.next_avail());
-        let (kind, done) = match self.way(address, &header.cdb, room, task) {
+        let local = self.queue.unit(address);
+        let unit = local.as_ref().map(|local| local.unit.number);
+        let task = tasks.begin(address, unit, tag, queue.next_avail());
+        let (kind, done) = match self.way(local, &header.cdb, room, task) {
             Ok((local, Way::Read)) => {
                 let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
                 let moved = match range.map_err(refused) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blockio::{Disk, Io};
 
-use super::address::UnitAddress;
+use super::address::{UnitAddress, UnitNumber};
 use super::task_set::{How, Left, Tasks, Waiting, Which};
 use super::unit::Unit;
 use super::units::Units;
@@ -108,14 +108,14 @@ impl RequestQueues {
 
     /// Releases the disk of a unit that has been removed. The result is ready when no request uses
     /// it any more.
-    pub(crate) fn release(&self, address: UnitAddress) -> Waiting {
+    pub(crate) fn release(&self, unit: UnitNumber) -> Waiting {
         let (waiting, left) = Waiting::new();
         self.0.tell_each(|| {
             let left: Left = left.clone();
             Box::new(move |queue| {
                 if let Some(queue) = queue {
                     queue.refresh();
-                    queue.tasks.cover(Which::Unit(address), How::Finish, [0, 0], left);
+                    queue.tasks.cover(Which::Unit(unit), How::Finish, [0, 0], left);
                 }
             })
         });

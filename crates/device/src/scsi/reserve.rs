@@ -8,11 +8,11 @@ use blockio::{Buffers, Io};
 
 use super::access;
 use super::cdb::{Cdb, Op};
-use super::outcome::{Data, Failure, Moved};
+use super::outcome::{Data, Failure, Moved, Task};
 use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
-use super::task_set::{Abort, How};
+use super::task_set::{Abort, How, TaskId};
 use super::unit::Unit;
 
 /// START STOP UNIT starts.
@@ -69,7 +69,7 @@ pub(super) async fn reserve_out(
     io: &Rc<Io>,
     local: &LocalUnit,
     cdb: &Cdb,
-    tag: u64,
+    task: Task<'_>,
     data: Data,
 ) -> Moved {
     let cdb = short(cdb);
@@ -98,7 +98,7 @@ pub(super) async fn reserve_out(
     let done = result.lock().unwrap_or_else(PoisonError::into_inner).take();
     match done {
         Some(Ok(done)) => {
-            end_aborted(&local.unit, &done, tag).await;
+            end_aborted(&local.unit, &done, task.id()).await;
             drop(change);
             Ok(moved)
         }
@@ -111,11 +111,11 @@ pub(super) async fn reserve_out(
 
 /// Returns when nobody uses the disk in spite of the new state, and the tasks have ended of those
 /// who were preempted: these learn of that.
-async fn end_aborted(unit: &Unit, done: &Done, tag: u64) {
+async fn end_aborted(unit: &Unit, done: &Done, task: TaskId) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
-    let tasks = (Abort::Aborted, Some(tag));
+    let tasks = (Abort::Aborted, Some(task));
     let ended = shared.end_tasks(own, tasks, How::AbortBegun, is_meant).await;
     access::tell_cleared(&ended, own);
 }

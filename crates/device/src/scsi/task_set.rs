@@ -6,11 +6,11 @@
 //! popped yet, are meant too (virtio 1.3, section 5.6.6.2).
 
 use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use super::address::UnitAddress;
+use super::address::{UnitAddress, UnitNumber};
 
 /// How a task ends that somebody has aborted: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,26 +40,49 @@ pub(crate) enum How {
 /// Which tasks are meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
+    /// As initiators name them: by tag, unit or target.
     Task(UnitAddress, u64),
-    Unit(UnitAddress),
-    /// All of a unit but the one with this tag.
-    Others(UnitAddress, u64),
+    At(UnitAddress),
     Target(u8),
+    /// All of a unit, and of none that comes to its address after it.
+    Unit(UnitNumber),
+    /// All of a unit but this one.
+    Others(UnitNumber, TaskId),
 }
 
+/// A task, among those of all queues. Drivers may give a tag to several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TaskId {
+    queue: u64,
+    number: usize,
+}
+
+impl TaskId {
+    /// For a test that is no task.
+    #[cfg(test)]
+    pub(crate) const NONE: Self = Self { queue: 0, number: 0 };
+}
+
+/// Numbers of queues, in the whole process.
+static LAST_QUEUE: AtomicU64 = AtomicU64::new(0);
+
 impl Which {
-    fn covers(self, unit: UnitAddress, tag: u64) -> bool {
+    /// Whether it means a task, which has an `id` once it has begun.
+    fn covers(self, task: &Task, id: Option<TaskId>) -> bool {
         match self {
-            Self::Task(its, its_tag) => unit == its && tag == its_tag,
-            Self::Unit(its) => unit == its,
-            Self::Others(its, its_tag) => unit == its && tag != its_tag,
-            Self::Target(target) => unit.target == target,
+            Self::Task(address, tag) => task.address == address && task.tag == tag,
+            Self::At(address) => task.address == address,
+            Self::Target(target) => task.address.target == target,
+            Self::Unit(unit) => task.unit == Some(unit),
+            Self::Others(unit, own) => task.unit == Some(unit) && id != Some(own),
         }
     }
 }
 
 struct Task {
-    unit: UnitAddress,
+    address: UnitAddress,
+    /// The unit that is there when it begins.
+    unit: Option<UnitNumber>,
     tag: u64,
     /// It may use the medium.
     has_medium: bool,
@@ -90,8 +113,8 @@ impl Drop for Cover {
 }
 
 /// The tasks of one request queue, on its IoThread.
-#[derive(Default)]
 pub(crate) struct Tasks {
+    queue: u64,
     /// By the number of the task; `None`: the number is free.
     tasks: RefCell<Vec<Option<Task>>>,
     free: RefCell<Vec<usize>>,
@@ -99,11 +122,29 @@ pub(crate) struct Tasks {
     has_covers: Cell<bool>,
 }
 
+impl Default for Tasks {
+    fn default() -> Self {
+        Self {
+            queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
+            tasks: RefCell::default(),
+            free: RefCell::default(),
+            covers: RefCell::default(),
+            has_covers: Cell::default(),
+        }
+    }
+}
+
 impl Tasks {
     /// A task begins, whose chain was the one before avail entry `next_avail`. Returns its number.
     #[inline]
-    pub(crate) fn begin(&self, unit: UnitAddress, tag: u64, next_avail: u16) -> usize {
-        let mut task = Task { unit, tag, has_medium: false, abort: None, waiting: None };
+    pub(crate) fn begin(
+        &self,
+        address: UnitAddress,
+        unit: Option<UnitNumber>,
+        tag: u64,
+        next_avail: u16,
+    ) -> usize {
+        let mut task = Task { address, unit, tag, has_medium: false, abort: None, waiting: None };
         if self.has_covers.get() {
             self.meet_covers(&mut task, next_avail);
         }
@@ -133,7 +174,7 @@ impl Tasks {
     #[cold]
     fn meet_covers(&self, task: &mut Task, next_avail: u16) {
         for cover in self.covers.borrow().iter() {
-            if cover.which.covers(task.unit, task.tag) {
+            if cover.which.covers(task, None) {
                 task.add(cover.how, &cover.left);
             }
         }
@@ -148,6 +189,11 @@ impl Tasks {
         }
         covers.retain(|cover| !cover.is_passed);
         self.has_covers.set(!covers.is_empty());
+    }
+
+    /// The task with this number, for all queues.
+    pub(crate) fn id(&self, number: usize) -> TaskId {
+        TaskId { queue: self.queue, number }
     }
 
     /// Whether the task goes on.
@@ -183,8 +229,10 @@ impl Tasks {
     /// second.
     /// Returns whether it waits for chains.
     pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) -> bool {
-        for task in self.tasks.borrow_mut().iter_mut().flatten() {
-            if which.covers(task.unit, task.tag) {
+        for (number, task) in self.tasks.borrow_mut().iter_mut().enumerate() {
+            if let Some(task) = task
+                && which.covers(task, Some(self.id(number)))
+            {
                 task.add(how, &left);
             }
         }
@@ -291,10 +339,18 @@ impl Waiting {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
 
     const UNIT: UnitAddress = UnitAddress { target: 0, lun: 1 };
     const OTHER: UnitAddress = UnitAddress { target: 0, lun: 2 };
+
+    static NUMBER: LazyLock<UnitNumber> = LazyLock::new(UnitNumber::next);
+
+    fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> usize {
+        tasks.begin(UNIT, Some(*NUMBER), tag, next_avail)
+    }
 
     fn poll(waiting: &Waiting) -> Poll<usize> {
         waiting.poll(&Context::from_waker(Waker::noop()))
@@ -304,9 +360,9 @@ mod tests {
     fn whoever_aborts_tasks_waits_until_they_have_ended() {
         let tasks = Tasks::default();
         let [one, two, three] =
-            [(UNIT, 1), (UNIT, 2), (OTHER, 1)].map(|(unit, tag)| tasks.begin(unit, tag, 1));
+            [(UNIT, 1), (UNIT, 2), (OTHER, 1)].map(|(unit, tag)| tasks.begin(unit, None, tag, 1));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Unit(UNIT), How::Abort(Abort::Aborted), [3, 3], left);
+        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), [3, 3], left);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(three).abort, None);
         assert_eq!(tasks.end(one).abort, Some(Abort::Aborted));
@@ -323,9 +379,9 @@ mod tests {
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::Task(UNIT, 7), How::Abort(Abort::Reset), [0xffff, 1], left);
         assert_eq!(poll(&waiting), Poll::Pending);
-        let other = tasks.begin(UNIT, 8, 0);
-        let meant = tasks.begin(UNIT, 7, 1);
-        let later = tasks.begin(UNIT, 7, 2);
+        let other = begin(&tasks, 8, 0);
+        let meant = begin(&tasks, 7, 1);
+        let later = begin(&tasks, 7, 2);
         assert_eq!(
             [other, meant, later].map(|number| tasks.check(number)),
             [Ok(()), Err(Abort::Reset), Ok(())]
@@ -339,25 +395,47 @@ mod tests {
     #[test]
     fn only_tasks_that_have_the_medium_are_drained() {
         let tasks = Tasks::default();
-        let [one, two, own] = [1, 2, 3].map(|tag| tasks.begin(UNIT, tag, 1));
+        // A tag tells tasks apart only where a driver keeps to the rules.
+        let [one, two, own] = [3, 2, 3].map(|tag| begin(&tasks, tag, 1));
+        let elsewhere = Tasks::default();
+        let other = begin(&elsewhere, 3, 1);
+        elsewhere.takes_medium(other);
         tasks.takes_medium(one);
         tasks.takes_medium(own);
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Others(UNIT, 3), How::Drain, [1, 9], left);
+        let which = Which::Others(*NUMBER, tasks.id(own));
+        tasks.cover(which, How::Drain, [1, 9], left.clone());
+        elsewhere.cover(which, How::Drain, [1, 9], left);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(one).abort, None);
+        assert_eq!(poll(&waiting), Poll::Pending);
+        elsewhere.end(other);
         assert!(poll(&waiting).is_ready());
         assert_eq!([two, own].map(|number| tasks.check(number)), [Ok(()); 2]);
     }
 
     #[test]
+    fn what_is_done_with_tasks_of_a_unit_is_nothing_to_its_successor() {
+        let tasks = Tasks::default();
+        let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
+        let [one, two] = [before, after].map(|unit| tasks.begin(UNIT, unit, 1, 1));
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), [1, 2], left);
+        let three = tasks.begin(UNIT, after, 1, 2);
+        assert_eq!(tasks.check(one), Err(Abort::Reset));
+        assert_eq!([two, three].map(|number| tasks.check(number)), [Ok(()); 2]);
+        drop(tasks.end(one));
+        assert_eq!(poll(&waiting), Poll::Ready(1));
+    }
+
+    #[test]
     fn a_command_aborts_tasks_that_have_begun() {
         let tasks = Tasks::default();
-        let begun = tasks.begin(UNIT, 1, 1);
+        let begun = begin(&tasks, 1, 1);
         let (waiting, left) = Waiting::new();
         let how = How::AbortBegun(Abort::Reset);
-        tasks.cover(Which::Others(UNIT, 3), how, [1, 9], left);
-        let later = tasks.begin(UNIT, 2, 2);
+        tasks.cover(Which::Unit(*NUMBER), how, [1, 9], left);
+        let later = begin(&tasks, 2, 2);
         let found = [begun, later].map(|number| tasks.check(number));
         assert_eq!(found, [Err(Abort::Reset), Ok(())]);
         assert_eq!(poll(&waiting), Poll::Pending);
@@ -369,7 +447,7 @@ mod tests {
     #[test]
     fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
         let tasks = Tasks::default();
-        tasks.begin(UNIT, 1, 1);
+        begin(&tasks, 1, 1);
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::Target(0), How::Look, [1, 1], left);
         assert_eq!(poll(&waiting), Poll::Ready(1));

@@ -8,7 +8,7 @@ use blockio::DiskSource;
 use blockio::disk::DiskInfo;
 
 use super::access::DiskAccess;
-use super::address::UnitAddress;
+use super::address::{UnitAddress, UnitNumber};
 use super::persist::{Attached, PortInUse, PortName};
 use super::sense::{Format, Sense};
 
@@ -56,6 +56,7 @@ pub struct UnitOptions {
 /// A logical unit, shared by all queues of its device.
 pub(crate) struct Unit {
     pub(crate) address: UnitAddress,
+    pub(crate) number: UnitNumber,
     pub(crate) source: DiskSource,
     pub(crate) options: UnitOptions,
     /// What it shares with other units on the disk.
@@ -100,6 +101,7 @@ impl Unit {
         let attached = options.access.attach(PortName(options.port))?;
         let unit = Self {
             address,
+            number: UnitNumber::next(),
             source,
             access: Arc::clone(&options.access),
             attached,

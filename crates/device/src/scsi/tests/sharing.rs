@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use super::*;
 use crate::scsi::access::Exclusive;
-use crate::scsi::persist::{CommandClass, Nexus};
+use crate::scsi::persist::CommandClass;
+use crate::scsi::task_set::TaskId;
 use crate::scsi::unit::Unit;
 use crate::testing::HOPELESS;
 
@@ -82,7 +83,7 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
 /// Takes the disk from all, so that commands that begin wait.
 fn hold(all: &mut [Initiator]) -> Exclusive {
     let access = all[0].access();
-    let mut exclude = Box::pin(access.exclude(Nexus(u64::MAX), 0));
+    let mut exclude = Box::pin(access.exclude(TaskId::NONE));
     let mut exclusive = None;
     turn_until(all, |_| {
         let mut cx = Context::from_waker(Waker::noop());
@@ -306,6 +307,29 @@ fn a_unit_that_one_initiator_stops_is_stopped_for_all_while_there_are_others() {
     left.good(&read(), &[], 512);
 }
 
+/// What is done with it is nothing to the unit that has its address now, on another disk.
+#[test]
+fn a_unit_that_was_removed_has_no_part_in_its_successor() {
+    let mut all = three();
+    let removed = Initiator::scsi(&all[0].device).remove_unit(UNIT).unwrap();
+    let other = NamedTempFile::new().unwrap();
+    other.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
+    let source = DiskSource::file(other.path(), &DiskOptions::default()).unwrap();
+    Initiator::scsi(&all[0].device).add_unit(UNIT, source, options()).unwrap();
+    assert_eq!(heard(&mut all[..1]), [[6, 0x29, 0]]);
+    let held = hold(&mut all);
+    begin_reads(&mut all[..1]);
+    let mut control = Control::start(&all[1].device);
+    let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
+    assert_eq!(control.send(&scenes, UNIT_RESET), OK);
+    Initiator::scsi(&all[1].device).capacity_changed(UNIT);
+    assert!(!all[0].has_answer(), "its disk is held");
+    drop(held);
+    assert_eq!(responses(&mut all[..1]), [OK]);
+    hear_nothing(&mut all[..1]);
+    drop(removed);
+}
+
 #[test]
 fn another_size_is_told_to_all() {
     let mut all = three();
@@ -390,7 +414,7 @@ fn a_command_that_has_waited_for_the_disk_goes_before_another_that_wants_it() {
     let held = hold(&mut all);
     begin_reads(&mut all[1..2]);
     let access = all[0].access();
-    let mut next = Box::pin(access.exclude(Nexus(u64::MAX), 0));
+    let mut next = Box::pin(access.exclude(TaskId::NONE));
     let mut cx = Context::from_waker(Waker::noop());
     drop(held);
     assert!(next.as_mut().poll(&mut cx).is_pending() && !access.is_exclusive());

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 use super::sharing::{three, turn_until};
 use super::*;
 use crate::blk::config::BlkOptions;
-use crate::scsi::persist::Nexus;
+use crate::scsi::task_set::TaskId;
 
 /// A guest with a virtio-blk device on the disk of initiators.
 struct BlkGuest {
@@ -99,7 +99,7 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
     for value in 1..20 {
         // It may have begun when the disk is taken: then it ends before.
         guest.begin(BLK_OUT, value);
-        let mut exclude = Box::pin(access.exclude(Nexus(u64::MAX), 0));
+        let mut exclude = Box::pin(access.exclude(TaskId::NONE));
         let mut cx = Context::from_waker(Waker::noop());
         let mut exclusive = None;
         turn_until(&mut all, |_| {
