@@ -1,6 +1,8 @@
 //! Commands on the medium (SBC-4).
 
+use std::future::poll_fn;
 use std::io;
+use std::task::Poll;
 
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
@@ -21,6 +23,8 @@ pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
 /// The most bytes of one VERIFY: it reads them one piece after the other, and no other command has
 /// the disk to itself meanwhile.
 const VERIFY_BYTES_MAX: u64 = 256 << 20;
+/// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
+const COMPARE_TURN_BYTES: u64 = 4 << 20;
 /// A pattern is written in steps of this many bytes, and zeroes in steps of so many.
 const PATTERN_STEP_BYTES: u64 = 256 << 10;
 const ZEROES_STEP_BYTES: u64 = 4 << 20;
@@ -443,34 +447,52 @@ async fn compare(
 ) -> Result<(), Failure> {
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
     let (mut found, mut expected) = (vec![0; block], vec![0; block]);
-    let mut done = 0;
+    let mut rest = with.again();
+    let (mut done, mut turn_ends) = (0, COMPARE_TURN_BYTES);
     while done < range.bytes {
+        if done >= turn_ends {
+            turn_ends = done + COMPARE_TURN_BYTES;
+            let_others_run().await;
+        }
         task.check()?;
         let lba = range.lba + done / block as u64;
         check_still(disk, range)?;
         let result = disk.read_part(range.offset + done, range.bytes - done).await;
-        let part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
-        let length = part.bytes();
-        if how != Check::Medium {
-            for at in (0..length).step_by(block) {
-                part.copy_to(at, &mut found);
-                let offset = if how == Check::OneBlock { 0 } else { done + at as u64 };
-                with.copy_to(iomem::fits(offset, "an offset in a request"), &mut expected);
-                if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
-                    return Err(Sense::MISCOMPARE.about(offset + place as u64).into());
-                }
+        let mut part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
+        let length = part.bytes() as u64;
+        while how != Check::Medium && !part.is_empty() {
+            part.copy_to(0, &mut found);
+            rest.copy_to(0, &mut expected);
+            if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
+                let before = with.bytes() - rest.bytes();
+                return Err(Sense::MISCOMPARE.about((before + place) as u64).into());
+            }
+            part.advance(block);
+            if how == Check::Blocks {
+                rest.advance(block);
             }
         }
-        done += length as u64;
+        done += length;
     }
     Ok(())
 }
 
+/// Goes on in the next round.
+async fn let_others_run() {
+    let mut has_waited = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut has_waited, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 #[cfg(test)]
 mod tests {
-    use std::future::poll_fn;
     use std::pin::pin;
-    use std::task::Poll;
 
     use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 
@@ -502,6 +524,34 @@ mod tests {
         });
         assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));
         assert_eq!(thread.io().stats().read.ops.get(), 1, "no further piece is read");
+    }
+
+    #[test]
+    fn others_run_between_pieces_of_what_waits_for_nothing() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let bytes = 3 * COMPARE_TURN_BYTES + 512;
+        let source = DiskSource::null(bytes, &DiskOptions::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let tasks = Tasks::default();
+        let unit = UnitAddress { target: 0, lun: 0 };
+        let task = Task { tasks: &tasks, number: tasks.begin(unit, None, 7, 1) };
+        let range = Range { lba: 0, offset: 0, bytes };
+        for (how, data) in [
+            (Check::Medium, Buffers::empty()),
+            (Check::Blocks, Buffers::aligned(usize::try_from(bytes).unwrap(), 1)),
+            (Check::OneBlock, Buffers::aligned(512, 1)),
+        ] {
+            let mut polls = 0;
+            let compared = thread.block_on(async {
+                let mut compare = pin!(compare(&disk, range, how, task, &data));
+                poll_fn(|cx| {
+                    polls += 1;
+                    compare.as_mut().poll(cx)
+                })
+                .await
+            });
+            assert!(matches!(compared, Ok(Ok(()))) && polls == 4, "{how:?}: {polls}");
+        }
     }
 
     #[test]
