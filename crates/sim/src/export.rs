@@ -389,6 +389,9 @@ impl Export {
             if place != thread {
                 continue;
             }
+            if let (1, Service::Running(Some(handle))) = (self.plan.scsi, &self.services[queue]) {
+                self.guest.set_popped(queue, handle.next_avail());
+            }
             let next_avail = match (&self.services[queue], &self.front_end) {
                 // It may have no room for chains.
                 (Service::Running(Some(handle)), _) if handle.is_full() => None,

@@ -326,10 +326,12 @@ mod tests {
     fn a_full_submission_ring_holds_nobody_up_beside_a_disk_that_hangs() {
         for seed in 0..150 {
             let mut plan = Plan::new(seed);
-            for setting in ["engine=2", "sqpoll=1", "sq_entries=1", "troubled=1", "devices=4"] {
+            for setting in ["scsi=0", "engine=2", "sqpoll=1", "sq_entries=1", "troubled=1"] {
                 plan.set(setting).unwrap();
             }
-            for setting in ["depth=64", "requests=60", "rush=0", "odd_shorts=0", "stuck=0"] {
+            let rest =
+                ["devices=4", "depth=64", "requests=60", "rush=0", "odd_shorts=0", "stuck=0"];
+            for setting in rest {
                 plan.set(setting).unwrap();
             }
             if let Err(failure) = run(&plan, false).unwrap() {
@@ -359,7 +361,7 @@ mod tests {
             for setting in [format!("engine={engine}"), format!("mix_engines={mix}")] {
                 plan.set(&setting).unwrap();
             }
-            for setting in ["devices=3", "sound_disks=2", "io_threads=1", "eio=1000"] {
+            for setting in ["scsi=0", "devices=3", "sound_disks=2", "io_threads=1", "eio=1000"] {
                 plan.set(setting).unwrap();
             }
             for setting in ["crashes=0", "kills=0", "odd_shorts=0", "writes=5", "no_overlap=0"] {

@@ -8,6 +8,7 @@ use super::{Guest, Outstanding, State};
 use crate::asked::Asked;
 use crate::content::SECTOR;
 use crate::disk::Ending;
+use crate::layout::AREA_BYTES;
 use crate::request::{Kind, Request, serial};
 
 impl Guest {
@@ -98,5 +99,25 @@ impl Guest {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Whether an area is as it was when its last request was answered.
+    pub(super) fn check_left(&self, left: &mut Option<Vec<u8>>, area: u64) -> Result<(), String> {
+        let Some(left) = left.take() else { return Ok(()) };
+        let now = self.area(area);
+        match now.iter().zip(&left).position(|(now, left)| now != left) {
+            Some(at) => Err(format!(
+                "device {}: byte {at} of the area at {area:#x} was written after its answer",
+                self.device
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// What is in an area now.
+    fn area(&self, area: u64) -> Vec<u8> {
+        let mut bytes = vec![0; fits(AREA_BYTES, "the size of an area")];
+        self.memory.read(area, &mut bytes).expect("areas are mapped");
+        bytes
     }
 }

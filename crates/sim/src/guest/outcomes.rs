@@ -227,8 +227,8 @@ impl Guest {
         let is_paused = queues.any(|line| line.during(begin, end).any(|runs| !runs));
         let is_right = match response {
             COMPLETE => {
-                match self.left_behind(state, |unit, tag| function.covers(unit, tag), (begin, end))
-                {
+                let covers = |_: &Outstanding, unit, tag| function.covers(unit, tag);
+                match self.left_behind(state, covers, (begin, end)) {
                     Some(text) if is_queried => return Err(format!("it does not find {text}")),
                     Some(text) => return Err(format!("it is answered before {text}")),
                     None => true,
@@ -300,7 +300,11 @@ impl Guest {
                 continue;
             }
             let address = state.scsi.units[disk].address;
-            let is_meant = |unit, _| unit == address;
+            // What others have not yet given to the device is no task.
+            let is_meant = |outstanding: &Outstanding, unit, _| {
+                let popped = outstanding.popped.is_some_and(|popped| popped < span.0);
+                popped && unit == address
+            };
             if let Some(text) = guest.left_behind(&state, is_meant, span) {
                 return Err(format!("it is answered before {text} of device {}", guest.device));
             }
@@ -312,21 +316,22 @@ impl Guest {
     fn left_behind(
         &self,
         state: &State,
-        covers: impl Fn(UnitAddress, u64) -> bool,
+        covers: impl Fn(&Outstanding, UnitAddress, u64) -> bool,
         (begin, end): Span,
     ) -> Option<String> {
         let scsi = &state.scsi;
         let queues = state.queues.iter().zip(&scsi.runs).skip(FIRST_REQUEST_QUEUE);
         for (queue, _) in queues.filter(|(_, runs)| runs.during(begin, end).all(|runs| *runs)) {
             for (head, outstanding) in queue.outstanding.iter().enumerate() {
-                let Some(Outstanding { asked, begin: since, .. }) = outstanding else { continue };
+                let Some(outstanding) = outstanding else { continue };
+                let Outstanding { asked, begin: since, .. } = outstanding;
                 let Asked::Command(command) = asked else { continue };
                 let address = scsi.units[command.unit].address;
                 // Those that name no unit are no tasks of one.
                 let is_task = !matches!(command.kind, Kind::Bad(NO_UNIT | NO_TARGET));
                 if is_task
                     && *since < begin
-                    && covers(address, command.tag)
+                    && covers(outstanding, address, command.tag)
                     && !queue.is_answered(head)
                 {
                     return Some(asked.to_string());

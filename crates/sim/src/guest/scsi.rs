@@ -61,6 +61,17 @@ impl Guest {
         }
     }
 
+    /// The device has taken all chains of a queue before this avail entry.
+    pub(crate) fn set_popped(&self, queue: usize, next_avail: u16) {
+        let now = self.world.tick();
+        let queue = &mut self.state.borrow_mut().queues[queue];
+        for outstanding in queue.outstanding.iter_mut().flatten() {
+            if next_avail.wrapping_sub(outstanding.entry).cast_signed() > 0 {
+                outstanding.popped.get_or_insert(now);
+            }
+        }
+    }
+
     /// The device has a unit on this disk now, or has it no more.
     pub(crate) fn unit_changed(&self, disk: usize, is_there: bool) {
         let now = self.world.tick();

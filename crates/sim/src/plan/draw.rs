@@ -171,5 +171,15 @@ impl Plan {
         self.hotplugs = some(rng, 400, &[2, 6, 100]);
         self.resizes = some(rng, 300, &[1, 4]);
         self.writebacks = 0;
+        if rng.chance(150) {
+            // All want the same few blocks, some of them for themselves.
+            (self.swaps, self.reads, self.writes) = (20, 20, 20);
+            (self.blocks, self.request_blocks, self.disks, self.mixed) = (4, 2, 1, 0);
+            (self.sync, self.latency_us) = (0, 100);
+            // Nothing else keeps them from it.
+            (self.functions, self.hotplugs, self.resizes, self.reserves) = (0, 0, 0, 0);
+            (self.no_overlap, self.read_only, self.block_4k, self.requests) = (0, 0, 0, 300);
+            (self.eio, self.enospc, self.stuck, self.bads) = (0, 0, 0, 0);
+        }
     }
 }
