@@ -32,6 +32,7 @@ const ADVICE_READ: &str = "make the file readable to this user";
 const ADVICE_BROKEN: &str = "restore or mend the file, or remove it when no host that was fenced \
                              off can still write to the disk";
 const ADVICE_BUSY: &str = "stop that, or have this disk keep its reservations in another file";
+const ADVICE_DESCRIPTORS: &str = "raise the limit on open files (ulimit -n)";
 const ADVICE_VERSION: &str = "use the version that wrote the file";
 const ADVICE_SAVE: &str = "make the directory writable to this user and see that it has room; \
                            until then commands that change reservations fail";
@@ -160,6 +161,9 @@ fn reason(error: &io::Error, usual: &'static str) -> (String, &'static str) {
     match error.kind() {
         io::ErrorKind::InvalidData => ("it is not text".to_owned(), ADVICE_BROKEN),
         io::ErrorKind::ResourceBusy => (error.to_string(), ADVICE_BUSY),
+        _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+            (error.to_string(), ADVICE_DESCRIPTORS)
+        }
         _ => (error.to_string(), usual),
     }
 }
