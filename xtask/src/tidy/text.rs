@@ -138,7 +138,9 @@ mod tests {
                 [format!("2 {mark} in the text")]
             );
         }
-        assert!(found("a.sh", "mktemp -d /tmp/a.XXXXXX").is_empty());
+        // It is no mark as a part of a word.
+        let word = format!("mktemp -d /tmp/a.{}", "X".repeat(6));
+        assert!(found("a.sh", &word).is_empty());
     }
 
     #[test]

@@ -7,9 +7,10 @@ use std::task::Poll;
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
-use super::cdb::{Cdb, UNMAP};
+use super::cdb::{Cdb, Op, UNMAP};
 use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
+use super::reserve;
 use super::sense::{DiskUse, Sense};
 use super::unit::Unit;
 
@@ -381,8 +382,10 @@ pub(super) async fn compare_and_write(
     let mut wanted = out.again();
     wanted.advance(bytes);
     out.truncate(bytes);
-    let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
     let exclusive = local.unit.access.exclude(task.id()).await;
+    // As it is after the wait, like the cache.
+    reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
+    let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
     let result = local.disk.write(range.offset, wanted, fua).await;

@@ -127,13 +127,21 @@ impl Scsi {
         })
     }
 
-    /// Waits for the medium, if another command has it to itself.
+    /// Waits for the medium, which another command has to itself. What may have changed until then
+    /// is looked at again.
     #[cold]
-    async fn wait_for_medium(&self, local: &LocalUnit, task: Task<'_>) -> Result<(), Failure> {
-        if local.unit.access.is_exclusive() {
-            local.unit.access.pass().await;
-        }
-        task.check()
+    async fn wait_for_medium(
+        &self,
+        local: &LocalUnit,
+        op: Op,
+        cdb: &Cdb,
+        task: Task<'_>,
+    ) -> Result<(), Failure> {
+        local.unit.access.pass().await;
+        task.check()?;
+        reserve::check(&local.unit, op, cdb)?;
+        self.queue.tasks.takes_medium(task.number);
+        Ok(())
     }
 
     /// Carries out a command that is no plain transfer, or is one that has to wait for others.
@@ -147,11 +155,11 @@ impl Scsi {
     ) -> Served {
         let (local, cdb) = (&*local, &header.cdb);
         let task = Task { tasks: &self.queue.tasks, number };
-        if op.uses_medium() {
-            if let Err(failure) = self.wait_for_medium(local, task).await {
-                return (RequestKind::Other, Err(refused(failure)));
-            }
-            self.queue.tasks.takes_medium(number);
+        if op.uses_medium()
+            && local.unit.access.is_exclusive()
+            && let Err(failure) = self.wait_for_medium(local, op, cdb, task).await
+        {
+            return (RequestKind::Other, Err(refused(failure)));
         }
         let plain = |moved: Moved| moved.map(Done::from);
         let (kind, done) = match op {

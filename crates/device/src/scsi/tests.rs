@@ -19,6 +19,7 @@ mod reports;
 mod sharing;
 mod silent;
 mod strangers;
+mod waiting;
 
 const BLOCKS: u64 = 2048;
 const BLOCK: usize = 512;

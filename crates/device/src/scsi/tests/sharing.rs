@@ -66,7 +66,7 @@ pub(super) fn read() -> Vec<u8> {
     cdb10(0x28, 0, 0, 1)
 }
 
-fn write() -> Vec<u8> {
+pub(super) fn write() -> Vec<u8> {
     cdb10(0x2a, 0, 0, 1)
 }
 
@@ -81,7 +81,7 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
 }
 
 /// Takes the disk from all, so that commands that begin wait.
-fn hold(all: &mut [Initiator]) -> Exclusive {
+pub(super) fn hold(all: &mut [Initiator]) -> Exclusive {
     let access = all[0].access();
     let mut exclude = Box::pin(access.exclude(TaskId::NONE));
     let mut exclusive = None;

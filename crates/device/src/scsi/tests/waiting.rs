@@ -1,0 +1,33 @@
+//! Commands that wait while another one has the medium to itself.
+
+use super::sharing::{hold, three, turn_until, write};
+use super::*;
+
+const RESERVATION_CONFLICT: u8 = 0x18;
+
+/// What was allowed when a command came may not be any more when it is carried out.
+#[test]
+fn a_reservation_holds_for_commands_that_wait_for_the_medium() {
+    let compare_and_write = {
+        let mut cdb = vec![0x89];
+        cdb.resize(16, 0);
+        cdb[13] = 1;
+        cdb
+    };
+    for (cdb, bytes) in [(write(), BLOCK), (compare_and_write, 2 * BLOCK)] {
+        let mut all = three();
+        let (register, list) = reserve_out(0, 0, [0, 1]);
+        all[0].good(&register, &list, 0);
+        let held = hold(&mut all);
+        all[1].begin(UNIT.bytes(), &cdb, &vec![0; bytes], 0);
+        all[1].scene.turn(10);
+        let (reserve, list) = reserve_out(1, 1, [1, 0]);
+        all[0].begin(UNIT.bytes(), &reserve, &list, 0);
+        turn_until(&mut all, |all| all[0].has_answer());
+        assert_eq!(all[0].end().status, 0);
+        assert!(!all[1].has_answer(), "it waits");
+        drop(held);
+        turn_until(&mut all, |all| all[1].has_answer());
+        assert_eq!(all[1].end().status, RESERVATION_CONFLICT, "{cdb:02x?}");
+    }
+}
