@@ -7,17 +7,19 @@
 mod message;
 mod methods;
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use iomem::fits;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 
@@ -33,8 +35,8 @@ const HURRIED_MAX: usize = 16;
 const LINE_MAX: usize = 1 << 20;
 /// A client that has not taken an answer for so long is dropped.
 const WRITE_MAX: Duration = Duration::from_secs(5);
-/// Nobody can connect for so long when no descriptor is left.
-const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+/// Nobody can connect for so long when the kernel lacks descriptors or memory.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Listens until it is dropped, which removes the socket.
 pub(crate) struct ControlSocket {
@@ -78,19 +80,15 @@ impl Drop for ControlSocket {
 fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
     let connections = Arc::new(());
-    loop {
-        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-        if poll(&mut fds, None).is_err() {
-            continue;
-        }
-        if !fds[1].revents().is_empty() {
-            return;
-        }
+    while !wait(Some(listener), stop) {
         let stream = match endpoint.accept() {
             Some(Ok(stream)) => stream,
+            Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Some(Err(error)) => {
                 tracing::warn!("cannot take in a client of the control socket: {error}");
-                std::thread::sleep(ACCEPT_PAUSE);
+                if wait(None, stop) {
+                    return;
+                }
                 continue;
             }
             None => continue,
@@ -104,7 +102,31 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
-        let _ = std::thread::Builder::new().name("ringhaul-client".into()).spawn(serve);
+        // Without a thread the client sees its connection closed.
+        if let Err(error) = std::thread::Builder::new().name("ringhaul-client".into()).spawn(serve)
+        {
+            tracing::warn!(
+                "a client of the control socket is not served, its thread cannot start: {error}; \
+                 raise the limit on processes (ulimit -u)"
+            );
+        }
+    }
+}
+
+/// Waits until a client comes, or without a listener for a while. True when the socket is to stop.
+fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
+    let pause = Timespec { tv_sec: fits(PAUSE.as_secs(), "a pause in seconds"), tv_nsec: 0 };
+    let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
+    fds.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
+    match poll(&mut fds, listener.is_none().then_some(&pause)) {
+        Ok(_) => !fds[0].revents().is_empty(),
+        Err(Errno::INTR) => false,
+        Err(error) => {
+            tracing::error!("cannot wait for clients of the control socket: {error}");
+            std::thread::sleep(PAUSE);
+            // What poll cannot say, a read does: it does not wait.
+            rustix::io::read(stop, &mut [0; 8]).is_ok()
+        }
     }
 }
 
@@ -187,4 +209,16 @@ fn serve(
         tell(result)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_pauses_can_be_stopped() {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        rustix::io::write(&stop, &1_u64.to_ne_bytes()).unwrap();
+        assert!(wait(None, &stop));
+    }
 }

@@ -151,7 +151,7 @@ impl From<Wwn> for String {
 
 /// A disk by its kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
 pub enum DiskSpec {
     /// A regular file or a block device.
     File(PathBuf),
@@ -319,13 +319,13 @@ mod tests {
         assert!(with(file, r#", "read-only": true"#).unwrap().settings.read_only);
         let error = with(file, r#", "read_only": true"#).unwrap_err();
         assert!(error.contains("unknown field `read_only`"), "{error}");
-        assert!(with(r#"{"null": {"size_bytes": 512, "size": 1}}"#, "").is_err());
+        assert!(with(r#"{"null": {"size-bytes": 512, "size": 1}}"#, "").is_err());
     }
 
     #[test]
     fn an_export_can_be_written_down_and_read_with_what_is_usual_left_out() {
         let text = r#"{"endpoint": {"path": "/a.sock"}, "cache": "directsync",
-                       "device": {"blk": {"null": {"size_bytes": 512}}}}"#;
+                       "device": {"blk": {"null": {"size-bytes": 512}}}}"#;
         let spec: ExportSpec = serde_json::from_str(text).unwrap();
         let settings =
             ExportSettings { cache: Some(CacheMode::Directsync), ..ExportSettings::default() };

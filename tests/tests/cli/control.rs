@@ -103,8 +103,9 @@ fn what_is_no_request_is_refused_and_harms_nobody() -> Result<()> {
         let answer = client.answer()?.context("no answer")?;
         ensure!(answer["error"]["code"] == code, "{answer}");
     }
-    // A notification has no answer, and an empty line is none.
+    // A notification has no answer, whatever is wrong with it, and an empty line is none.
     client.send(b"\n{\"jsonrpc\": \"2.0\", \"method\": \"ping\"}\n")?;
+    client.send(b"{\"jsonrpc\": \"2.0\", \"method\": \"ping\", \"params\": [1]}\n")?;
     ensure!(client.call("ping", &json!({}))?["result"]["version"].is_string(), "no version");
 
     let mut long = Client::new(&path)?;

@@ -103,6 +103,9 @@ pub(super) fn parse(method: &str, params: Value) -> Result<Call, Problem> {
 }
 
 fn of<T: DeserializeOwned>(params: Value) -> Result<T, Problem> {
+    if !params.is_object() {
+        return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
+    }
     serde_json::from_value(params).map_err(|error| Problem::new(Code::Params, error.to_string()))
 }
 
@@ -152,7 +155,7 @@ mod tests {
 
     #[test]
     fn methods_take_their_own_parameters_and_no_others() {
-        let unit = json!({ "lun": 3, "disk": { "null": { "size_bytes": 512 } } });
+        let unit = json!({ "lun": 3, "disk": { "null": { "size-bytes": 512 } } });
         let add = json!({ "export": "/a", "unit": unit });
         let Ok(Call::Command(Command::AddUnit(export, unit))) = parse("lun.add", add) else {
             panic!("it was not understood");
@@ -160,6 +163,8 @@ mod tests {
         assert_eq!((&*export, unit.place()), ("/a", UnitPlace { target: 0, lun: 3 }));
         for (method, params) in [
             ("ping", json!({ "a": 1 })),
+            ("ping", json!([1])),
+            ("export.show", json!(["/a"])),
             ("export.remove", json!({})),
             ("export.remove", json!({ "export": 3 })),
             ("export.list", json!({ "export": "/a" })),
