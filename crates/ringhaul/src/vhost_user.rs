@@ -15,6 +15,7 @@ mod outcome;
 mod ring;
 mod session;
 mod setup;
+mod shared_memory;
 mod undo;
 
 pub use config::PROTOCOL_FEATURES;

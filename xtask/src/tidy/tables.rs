@@ -210,7 +210,7 @@ pub(super) const FLOORS: &[Floors] = &[
             // Sessions.
             (3, &["vhost_user::examiner", "vhost_user::message"]),
             (4, &["vhost_user::foreign", "vhost_user::ring", "vhost_user::setup"]),
-            (5, &["vhost_user::channel", "vhost_user::undo"]),
+            (5, &["vhost_user::channel", "vhost_user::shared_memory", "vhost_user::undo"]),
             (6, &["vhost_user::outcome"]),
             (7, &["vhost_user::config"]),
             (8, &["vhost_user::connection"]),

@@ -9,24 +9,24 @@ use std::task::Poll;
 use device::Pending;
 use iomem::fits;
 use rustix::net::{SendFlags, send};
-use virtqueue::{GuestMemory, MAX_REGIONS, MemoryFiles, RegionConfig};
+use virtqueue::{MAX_REGIONS, MemoryFiles};
 
 use super::channel::Message;
 use super::config;
-use super::foreign::{Files, ForeignFd};
+use super::foreign::ForeignFd;
 use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, Header, Region, Request, code, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
 use super::setup::SessionSetup;
+use super::shared_memory::SharedMemory;
 use super::undo::Undo;
-use crate::memory_limits;
 
 /// One front-end's device.
 pub(super) struct Connection {
     setup: SessionSetup,
-    memory: Arc<GuestMemory>,
+    memory: SharedMemory,
     rings: Vec<RingState>,
     protocol_features: u64,
     /// Whether rings start disabled, as the protocol features make them.
@@ -44,7 +44,7 @@ impl Connection {
         let rings = (0..setup.device.num_queues()).map(|_| RingState::default()).collect();
         Self {
             setup,
-            memory: Arc::new(GuestMemory::empty()),
+            memory: SharedMemory::empty(),
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -68,9 +68,9 @@ impl Connection {
             .fold((0, true), |(sum, all), (requests, heard)| (sum + requests, all && heard))
     }
 
-    /// How many descriptors that the front-end has brought are open for its rings.
+    /// How many descriptors that the front-end has brought are open for its rings and its memory.
     pub(super) fn descriptors(&self) -> usize {
-        self.rings.iter().map(RingState::descriptors).sum()
+        self.rings.iter().map(RingState::descriptors).sum::<usize>() + self.memory.files.len()
     }
 
     pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
@@ -145,13 +145,11 @@ impl Connection {
             Request::ResetDevice => Ok(self.begin(Change::Reset { keep_writeback: false })),
             Request::ResetOwner => Ok(self.begin(Change::ResetOwner)),
             Request::SetFeatures(features) => self.set_features(features),
-            Request::SetMemTable(regions) => Ok(self.map(None, &regions, fds)),
-            Request::AddMemReg(region) => {
-                Ok(self.map(Some(Arc::clone(&self.memory)), &[region], fds))
-            }
-            Request::RemMemReg(Region { guest_addr, user_addr, size, .. }) => {
-                let memory = self.memory.without_region(guest_addr, user_addr, size);
-                Ok(self.begin(Change::Memory(memory.map_err(Refusal::to_be_heard)?)))
+            Request::SetMemTable(regions) => Ok(self.map(false, regions, fds)),
+            Request::AddMemReg(region) => Ok(self.map(true, vec![region], fds)),
+            Request::RemMemReg(region) => {
+                let memory = self.memory.without(&region).map_err(Refusal::to_be_heard)?;
+                Ok(self.begin(Change::Memory(memory)))
             }
             ring => self.change_ring(ring, fds.into_iter().next()),
         }
@@ -256,35 +254,15 @@ impl Connection {
         Ok(Outcome::Done)
     }
 
-    /// Maps regions: alone, or beside those of `memory`.
-    fn map(
-        &mut self,
-        memory: Option<Arc<GuestMemory>>,
-        regions: &[Region],
-        fds: Vec<ForeignFd>,
-    ) -> Outcome {
+    /// Maps regions: alone, or beside those that there are.
+    fn map(&mut self, beside: bool, regions: Vec<Region>, fds: Vec<ForeignFd>) -> Outcome {
         // By these rules nothing is asked of a file before it is known to be memory.
         let waits =
             self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(ForeignFd::is_sealable);
         let rules = self.setup.rules.clone();
-        let regions = regions.to_vec();
-        let map = move || {
-            let files = Files::new(fds);
-            let configs = regions.iter().zip(&files.list).map(|(region, file)| RegionConfig {
-                guest_addr: region.guest_addr,
-                size: region.size,
-                user_addr: region.user_addr,
-                file: Arc::clone(file),
-                file_offset: region.file_offset,
-            });
-            let configs: Vec<RegionConfig> = configs.collect();
-            let memory = match (memory, &configs[..]) {
-                (Some(memory), [config]) => memory.with_region(config, &rules),
-                (_, configs) => GuestMemory::new(configs, &rules),
-            };
-            drop(configs);
-            memory.map_err(memory_limits::refusal)
-        };
+        let SharedMemory { map, files } = &self.memory;
+        let before = beside.then(|| (Arc::clone(map), files.clone()));
+        let map = move || SharedMemory::map(before, &regions, fds, &rules);
         if waits {
             let map = self.setup.examiner.map(map);
             map.wake(&self.setup.waker);
@@ -336,7 +314,7 @@ impl Connection {
                 self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
             }
             Change::Memory(memory) => {
-                let before = std::mem::replace(&mut self.memory, Arc::new(memory));
+                let before = std::mem::replace(&mut self.memory, memory);
                 unmapped = self.unmap(before);
                 // Rings may not fit: a region that grows is removed and added again.
                 undo = None;
@@ -387,7 +365,7 @@ impl Connection {
         let all = (0..device.num_queues()).zip(&mut self.rings);
         for (index, ring) in all.take(rings.end).skip(rings.start) {
             let thread = &threads[usize::from(index) % threads.len()];
-            if let Err(error) = ring.begin_start(index, device, &self.memory, thread, waker) {
+            if let Err(error) = ring.begin_start(index, device, &self.memory.map, thread, waker) {
                 self.failure.get_or_insert(error);
             }
         }
@@ -440,7 +418,7 @@ impl Connection {
     /// Drops all that the front-end has brought, and what its driver has negotiated. An
     /// answer comes when its memory is unmapped; none: it is.
     pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
-        let memory = std::mem::replace(&mut self.memory, Arc::new(GuestMemory::empty()));
+        let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
         if let Some(channel) = self.backend_channel.take() {
             drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));
@@ -449,8 +427,8 @@ impl Connection {
         self.unmap(memory)
     }
 
-    fn unmap(&self, memory: Arc<GuestMemory>) -> Option<Pending<()>> {
-        let unmapped = self.setup.examiner.unmap(memory);
+    fn unmap(&self, memory: SharedMemory) -> Option<Pending<()>> {
+        let unmapped = self.setup.examiner.unmap(memory.map);
         unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }
 }

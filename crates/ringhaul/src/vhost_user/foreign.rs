@@ -58,8 +58,10 @@ impl ForeignFd {
         fcntl_get_seals(self.as_fd()).is_ok()
     }
 
-    fn into_file(mut self) -> Option<(Arc<File>, Counted)> {
-        Some((Arc::new(self.fd.take()?.into()), self.counted.take()?))
+    /// The file, to be kept open. It does not count as one that is to be closed meanwhile.
+    pub(super) fn into_held(mut self) -> Option<HeldFile> {
+        let examiner = Arc::clone(self.counted.take()?.examiner());
+        Some(HeldFile { file: Some(Arc::new(self.fd.take()?.into())), examiner })
     }
 
     /// What the kernel calls it: a path, or the kind of what has none.
@@ -134,25 +136,26 @@ impl Drop for PeerSocket {
     }
 }
 
-/// Files of one message, for as long as they are needed. Dropping it does not wait.
-pub(super) struct Files {
-    pub(super) list: Vec<Arc<File>>,
-    /// One for each.
-    counted: Vec<Counted>,
+/// A file of the front-end's that stays open. Dropping it does not wait.
+pub(super) struct HeldFile {
+    file: Option<Arc<File>>,
+    examiner: Arc<Examiner>,
 }
 
-impl Files {
-    pub(super) fn new(fds: Vec<ForeignFd>) -> Self {
-        let (list, counted) = fds.into_iter().filter_map(ForeignFd::into_file).unzip();
-        Self { list, counted }
+impl HeldFile {
+    /// The file, for no longer than this is kept.
+    pub(super) fn file(&self) -> Arc<File> {
+        match &self.file {
+            Some(file) => Arc::clone(file),
+            None => unreachable!("only its drop takes the file"),
+        }
     }
 }
 
-impl Drop for Files {
+impl Drop for HeldFile {
     fn drop(&mut self) {
-        for (file, counted) in self.list.drain(..).zip(self.counted.drain(..)) {
-            let fd = Arc::into_inner(file).map(OwnedFd::from);
-            drop(ForeignFd { fd, counted: Some(counted) });
+        if let Some(file) = self.file.take().and_then(Arc::into_inner) {
+            drop(ForeignFd::new(file.into(), Arc::clone(&self.examiner)));
         }
     }
 }
@@ -209,7 +212,7 @@ mod tests {
         drop(foreign());
         assert!(foreign().into_eventfd("a kick").is_err());
         assert!(foreign().into_unix_socket().is_err());
-        drop(Files::new(vec![foreign(), foreign()]));
+        drop([foreign(), foreign()].map(ForeignFd::into_held));
         // Nobody waited for it, and it is open still.
         assert_eq!(descriptors_of(&path), 6);
         drop(hang);

@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use device::Pending;
-use virtqueue::GuestMemory;
 
 use super::message::RingAddresses;
+use super::shared_memory::SharedMemory;
 use super::undo::Undo;
 
 /// The result of a message.
@@ -50,7 +50,7 @@ impl From<io::Error> for Refusal {
 /// What a message waits for.
 pub(super) enum Work {
     /// Its memory is examined and mapped.
-    Map(Pending<io::Result<GuestMemory>>),
+    Map(Pending<io::Result<SharedMemory>>),
     /// Rings stop; then this is done.
     Stop(Change),
     /// Rings start, as far as they can; then it is answered.
@@ -62,7 +62,7 @@ pub(super) enum Work {
 /// What can be done only while rings do not run.
 pub(super) enum Change {
     Features(u64),
-    Memory(GuestMemory),
+    Memory(SharedMemory),
     Size(usize, u16),
     Addresses(usize, RingAddresses),
     Base(usize, u16),

@@ -141,7 +141,7 @@ impl Scene {
         let Connection { protocol_features, rings_need_enable, status, memory, .. } =
             &self.connection;
         let negotiated = self.device.negotiated();
-        let regions = memory.num_regions();
+        let regions = memory.map.num_regions();
         format!(
             "{rings:#?} {protocol_features:#x} {rings_need_enable} {status} {regions} \
              {negotiated:?}"
@@ -380,7 +380,7 @@ proptest! {
             for ring in &scene.connection.rings {
                 let RingSettings { size, addresses, started, enabled, .. } = &ring.settings;
                 let may_run = *started && *enabled && *size > 0 && addresses.is_some()
-                    && scene.connection.memory.num_regions() > 0;
+                    && scene.connection.memory.map.num_regions() > 0;
                 prop_assert!(may_run || ring.is_stopped(), "after {:?}", request);
             }
         }

@@ -1,0 +1,82 @@
+//! The memory that a front-end shares: the map, and the files behind it.
+//!
+//! The files stay open so that a process that takes over from this one can map them too.
+
+use std::io;
+use std::sync::Arc;
+
+use virtqueue::{GuestMemory, MappingRules, MemoryError, RegionConfig};
+
+use super::foreign::{ForeignFd, HeldFile};
+use super::message::Region;
+use crate::memory_limits;
+
+/// The memory of one front-end.
+pub(super) struct SharedMemory {
+    pub(super) map: Arc<GuestMemory>,
+    /// One for each region, in the order in which they came.
+    pub(super) files: Vec<MemoryFile>,
+}
+
+/// A region of the map, and what is mapped there.
+#[derive(Clone)]
+pub(super) struct MemoryFile {
+    pub(super) region: Region,
+    pub(super) file: Arc<HeldFile>,
+}
+
+impl SharedMemory {
+    /// Without regions.
+    pub(super) fn empty() -> Self {
+        Self { map: Arc::new(GuestMemory::empty()), files: Vec::new() }
+    }
+
+    /// Maps regions, each with the descriptor that came for it: alone, or beside those of `before`.
+    /// What is not mapped is closed; neither waits longer than the mapping itself.
+    ///
+    /// # Errors
+    ///
+    /// When they are no memory, or against the rules.
+    pub(super) fn map(
+        before: Option<(Arc<GuestMemory>, Vec<MemoryFile>)>,
+        regions: &[Region],
+        fds: Vec<ForeignFd>,
+        rules: &MappingRules,
+    ) -> io::Result<Self> {
+        let held = regions.iter().zip(fds).filter_map(|(region, fd)| {
+            Some(MemoryFile { region: *region, file: Arc::new(fd.into_held()?) })
+        });
+        let held: Vec<MemoryFile> = held.collect();
+        let configs: Vec<RegionConfig> = held.iter().map(MemoryFile::config).collect();
+        let (map, mut files) = match (before, &configs[..]) {
+            (Some((map, files)), [config]) => (map.with_region(config, rules), files),
+            (_, configs) => (GuestMemory::new(configs, rules), Vec::new()),
+        };
+        drop(configs);
+        let map = Arc::new(map.map_err(memory_limits::refusal)?);
+        files.extend(held);
+        Ok(Self { map, files })
+    }
+
+    /// This memory without a region.
+    ///
+    /// # Errors
+    ///
+    /// When there is none with these addresses and this size.
+    pub(super) fn without(&self, gone: &Region) -> Result<Self, MemoryError> {
+        let Region { guest_addr, user_addr, size, .. } = *gone;
+        let map = Arc::new(self.map.without_region(guest_addr, user_addr, size)?);
+        let mut files = self.files.clone();
+        files.retain(|MemoryFile { region, .. }| {
+            (region.guest_addr, region.user_addr, region.size) != (guest_addr, user_addr, size)
+        });
+        Ok(Self { map, files })
+    }
+}
+
+impl MemoryFile {
+    fn config(&self) -> RegionConfig {
+        let Region { guest_addr, size, user_addr, file_offset } = self.region;
+        RegionConfig { guest_addr, size, user_addr, file: self.file.file(), file_offset }
+    }
+}
