@@ -26,6 +26,7 @@ use rustix::process::geteuid;
 use crate::daemon::Daemon;
 use crate::export::Endpoint;
 use message::{Code, Problem, Request, answer_line};
+use methods::{Client, Entry};
 
 /// Connections at a time. Requests of clients that have gone may hang, so those that come next may
 /// ask for what does not wait.
@@ -188,22 +189,20 @@ fn serve(
     };
     let Request { id, method, params } = request;
     let ending = || Problem::new(Code::Ending, "the daemon is ending");
-    let call = methods::parse(&method, params);
-    let ends = matches!(call, Ok(methods::Call::Command(crate::command::Command::End(_))));
+    let call = Entry::find(&method).and_then(|entry| Ok((entry, entry.with(params)?)));
+    let ends = matches!(call, Ok((entry, _)) if entry.ends);
     let mut tell = |result| match &id {
         Some(id) => stream.write_all(answer_line(Some(id.clone()), result).as_bytes()),
         None => Ok(()),
     };
     if ends {
-        // The process may end before there is time for it.
         tell(Ok(serde_json::json!({})))?;
     }
-    let result = call.and_then(|call| {
-        if !may_wait && call.may_wait() {
+    let result = call.and_then(|(entry, call)| {
+        if !may_wait && entry.may_wait {
             return Err(Problem::new(Code::Refused, too_many()));
         }
-        let daemon = daemon.upgrade().ok_or_else(ending)?;
-        methods::carry_out(&daemon, call)
+        call(&Client { daemon: daemon.upgrade().ok_or_else(ending)? })
     });
     if !ends {
         tell(result)?;

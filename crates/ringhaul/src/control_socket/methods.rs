@@ -1,38 +1,191 @@
 //! The methods: which there are, their parameters, and what they answer.
 
-use serde::Deserialize;
+use std::sync::Arc;
+
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::message::{Code, Problem};
-use crate::command::{Command, CommandError, EndCause, Reply};
+use crate::command::{Command, CommandError, EndCause, ExportStatus, Reply};
 use crate::daemon::Daemon;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
-/// What a method does.
-#[derive(Debug)]
-pub(super) enum Call {
-    Ping,
-    /// Describes one export.
-    Show(String),
-    Command(Command),
+/// All methods.
+const METHODS: [Entry; 9] = [
+    Entry::of::<Ping>(),
+    Entry::of::<List>(),
+    Entry::of::<Show>(),
+    Entry::of::<Add>(),
+    Entry::of::<Remove>(),
+    Entry::of::<AddUnit>(),
+    Entry::of::<RemoveUnit>(),
+    Entry::of::<Resize>(),
+    Entry::of::<Shutdown>(),
+];
+
+/// A method, which is what its parameters are read into.
+trait Method: DeserializeOwned + 'static {
+    const NAME: &'static str;
+    /// Whether it may wait for a disk or a guest.
+    const MAY_WAIT: bool;
+    /// The process may end before there is time for an answer, so that comes first: an empty one.
+    const ENDS: bool = false;
+    type Answer: Serialize;
+
+    /// Does what is asked for, and waits for that.
+    fn carry_out(self, client: &Client) -> Result<Self::Answer, Problem>;
 }
 
-impl Call {
+/// What methods work with.
+pub(super) struct Client {
+    pub(super) daemon: Arc<Daemon>,
+}
+
+/// A method in the list of all.
+pub(super) struct Entry {
+    name: &'static str,
     /// Whether it may wait for a disk or a guest.
-    pub(super) fn may_wait(&self) -> bool {
-        !matches!(self, Self::Ping | Self::Show(_) | Self::Command(Command::Show | Command::End(_)))
+    pub(super) may_wait: bool,
+    /// Its answer comes before what it does: an empty one.
+    pub(super) ends: bool,
+    call: fn(Value) -> Result<Call, Problem>,
+}
+
+/// A method with its parameters.
+pub(super) type Call = Box<dyn FnOnce(&Client) -> Result<Value, Problem>>;
+
+impl Entry {
+    const fn of<M: Method>() -> Self {
+        Self { name: M::NAME, may_wait: M::MAY_WAIT, ends: M::ENDS, call: call::<M> }
+    }
+
+    /// The method of this name.
+    pub(super) fn find(name: &str) -> Result<&'static Self, Problem> {
+        METHODS.iter().find(|entry| entry.name == name).ok_or_else(|| {
+            let names = METHODS.each_ref().map(|entry| entry.name).join(", ");
+            Problem::new(Code::NoMethod, format!("there is no method '{name}'; there are {names}"))
+        })
+    }
+
+    /// The method with these parameters.
+    pub(super) fn with(&self, params: Value) -> Result<Call, Problem> {
+        (self.call)(params)
+    }
+}
+
+fn call<M: Method>(params: Value) -> Result<Call, Problem> {
+    if !params.is_object() {
+        return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
+    }
+    let method: M = serde_json::from_value(params)
+        .map_err(|error| Problem::new(Code::Params, error.to_string()))?;
+    Ok(Box::new(|client| {
+        let answer = serde_json::to_value(method.carry_out(client)?);
+        answer.map_err(|error| {
+            Problem::new(Code::Failed, format!("the answer cannot be written as JSON: {error}"))
+        })
+    }))
+}
+
+impl Client {
+    fn handle(&self, command: Command) -> Result<Reply, Problem> {
+        self.daemon.handle(command).map_err(|error| Problem::from(&error))
+    }
+
+    fn exports(&self) -> Result<Vec<ExportStatus>, Problem> {
+        match self.handle(Command::Show)? {
+            Reply::Exports(exports) => Ok(exports),
+            other => unreachable!("{other:?} is no list of exports"),
+        }
+    }
+}
+
+/// An answer that says only that something was done.
+#[derive(Serialize)]
+struct Done {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Ping {}
+
+#[derive(Serialize)]
+struct Version {
+    version: &'static str,
+}
+
+impl Method for Ping {
+    const NAME: &'static str = "ping";
+    const MAY_WAIT: bool = false;
+    type Answer = Version;
+
+    fn carry_out(self, _: &Client) -> Result<Version, Problem> {
+        Ok(Version { version: env!("CARGO_PKG_VERSION") })
     }
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Nothing {}
+struct List {}
+
+impl Method for List {
+    const NAME: &'static str = "export.list";
+    const MAY_WAIT: bool = false;
+    type Answer = Vec<ExportStatus>;
+
+    fn carry_out(self, client: &Client) -> Result<Vec<ExportStatus>, Problem> {
+        client.exports()
+    }
+}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Named {
+struct Show {
     export: String,
+}
+
+impl Method for Show {
+    const NAME: &'static str = "export.show";
+    const MAY_WAIT: bool = false;
+    type Answer = ExportStatus;
+
+    fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
+        let found = client.exports()?.into_iter().find(|export| export.name == self.export);
+        found.ok_or_else(|| Problem::from(&CommandError::Unknown(self.export)))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct Add(ExportSpec);
+
+impl Method for Add {
+    const NAME: &'static str = "export.add";
+    const MAY_WAIT: bool = true;
+    type Answer = Done;
+
+    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+        client.handle(Command::Add(vec![self.0])).map(|_| Done {})
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Remove {
+    export: String,
+}
+
+impl Method for Remove {
+    const NAME: &'static str = "export.remove";
+    const MAY_WAIT: bool = true;
+    type Answer = ExportStatus;
+
+    fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
+        match client.handle(Command::Remove(self.export))? {
+            Reply::Removed(status) => Ok(*status),
+            other => unreachable!("{other:?} is no end of an export"),
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -42,13 +195,35 @@ struct AddUnit {
     unit: UnitSpec,
 }
 
+impl Method for AddUnit {
+    const NAME: &'static str = "lun.add";
+    const MAY_WAIT: bool = true;
+    type Answer = Done;
+
+    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+        let command = Command::AddUnit(self.export, Box::new(self.unit));
+        client.handle(command).map(|_| Done {})
+    }
+}
+
 #[derive(Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct OfUnit {
+#[serde(deny_unknown_fields)]
+struct RemoveUnit {
     export: String,
     #[serde(default)]
     target: u8,
     lun: u16,
+}
+
+impl Method for RemoveUnit {
+    const NAME: &'static str = "lun.remove";
+    const MAY_WAIT: bool = true;
+    type Answer = Done;
+
+    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+        let Self { export, target, lun } = self;
+        client.handle(Command::RemoveUnit(export, UnitPlace { target, lun })).map(|_| Done {})
+    }
 }
 
 #[derive(Deserialize)]
@@ -62,77 +237,40 @@ struct Resize {
     size_bytes: Option<u64>,
 }
 
-/// The call that a method and its parameters make.
-pub(super) fn parse(method: &str, params: Value) -> Result<Call, Problem> {
-    Ok(Call::Command(match method {
-        "ping" => {
-            of::<Nothing>(params)?;
-            return Ok(Call::Ping);
-        }
-        "export.show" => return Ok(Call::Show(of::<Named>(params)?.export)),
-        "export.list" => {
-            of::<Nothing>(params)?;
-            Command::Show
-        }
-        "export.add" => Command::Add(vec![of::<ExportSpec>(params)?]),
-        "export.remove" => Command::Remove(of::<Named>(params)?.export),
-        "lun.add" => {
-            let AddUnit { export, unit } = of(params)?;
-            Command::AddUnit(export, Box::new(unit))
-        }
-        "lun.remove" => {
-            let OfUnit { export, target, lun } = of(params)?;
-            Command::RemoveUnit(export, UnitPlace { target, lun })
-        }
-        "disk.resize" => {
-            let Resize { export, target, lun, size_bytes } = of(params)?;
-            Command::ResizeUnit(export, UnitPlace { target, lun }, size_bytes)
-        }
-        "shutdown" => {
-            of::<Nothing>(params)?;
-            Command::End(EndCause::Control)
-        }
-        other => {
-            let text = format!(
-                "there is no method '{other}'; there are ping, export.add, export.remove, \
-                 export.list, export.show, lun.add, lun.remove, disk.resize and shutdown"
-            );
-            return Err(Problem::new(Code::NoMethod, text));
-        }
-    }))
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Resized {
+    size_bytes: u64,
 }
 
-fn of<T: DeserializeOwned>(params: Value) -> Result<T, Problem> {
-    if !params.is_object() {
-        return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
-    }
-    serde_json::from_value(params).map_err(|error| Problem::new(Code::Params, error.to_string()))
-}
+impl Method for Resize {
+    const NAME: &'static str = "disk.resize";
+    const MAY_WAIT: bool = true;
+    type Answer = Resized;
 
-/// Does what a call says, and waits for that.
-pub(super) fn carry_out(daemon: &Daemon, call: Call) -> Result<Value, Problem> {
-    let (command, only) = match call {
-        Call::Ping => return Ok(json!({ "version": env!("CARGO_PKG_VERSION") })),
-        Call::Show(name) => (Command::Show, Some(name)),
-        Call::Command(command) => (command, None),
-    };
-    let reply = daemon.handle(command).map_err(|error| Problem::from(&error))?;
-    match (reply, only) {
-        (Reply::Exports(exports), Some(name)) => {
-            let found = exports.iter().find(|export| export.name == name);
-            let found = found.ok_or_else(|| Problem::from(&CommandError::Unknown(name)))?;
-            value(found)
+    fn carry_out(self, client: &Client) -> Result<Resized, Problem> {
+        let Self { export, target, lun, size_bytes } = self;
+        let command = Command::ResizeUnit(export, UnitPlace { target, lun }, size_bytes);
+        match client.handle(command)? {
+            Reply::Resized(size_bytes) => Ok(Resized { size_bytes }),
+            other => unreachable!("{other:?} is no size"),
         }
-        (Reply::Exports(exports), None) => value(&exports),
-        (Reply::Removed(status), _) => value(&*status),
-        (Reply::Resized(size_bytes), _) => Ok(json!({ "size-bytes": size_bytes })),
-        (Reply::Added | Reply::UnitAdded | Reply::UnitRemoved | Reply::Ending, _) => Ok(json!({})),
     }
 }
 
-fn value(status: &impl serde::Serialize) -> Result<Value, Problem> {
-    let told = serde_json::to_value(status);
-    told.map_err(|error| Problem::new(Code::Failed, format!("it cannot be told in JSON: {error}")))
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Shutdown {}
+
+impl Method for Shutdown {
+    const NAME: &'static str = "shutdown";
+    const MAY_WAIT: bool = false;
+    const ENDS: bool = true;
+    type Answer = Done;
+
+    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+        client.handle(Command::End(EndCause::Control)).map(|_| Done {})
+    }
 }
 
 impl From<&CommandError> for Problem {
@@ -151,16 +289,19 @@ impl From<&CommandError> for Problem {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    fn problem_of(method: &str, params: Value) -> Option<Problem> {
+        Entry::find(method).and_then(|entry| entry.with(params)).err()
+    }
 
     #[test]
     fn methods_take_their_own_parameters_and_no_others() {
         let unit = json!({ "lun": 3, "disk": { "null": { "size-bytes": 512 } } });
         let add = json!({ "export": "/a", "unit": unit });
-        let Ok(Call::Command(Command::AddUnit(export, unit))) = parse("lun.add", add) else {
-            panic!("it was not understood");
-        };
-        assert_eq!((&*export, unit.place()), ("/a", UnitPlace { target: 0, lun: 3 }));
+        assert_eq!(problem_of("lun.add", add), None);
         for (method, params) in [
             ("ping", json!({ "a": 1 })),
             ("ping", json!([1])),
@@ -173,11 +314,12 @@ mod tests {
             ("lun.add", json!({ "export": "/a", "unit": { "lun": 1 } })),
             ("disk.resize", json!({ "export": "/a", "lun": 0, "size": 1 })),
         ] {
-            let problem = parse(method, params).unwrap_err();
+            let problem = problem_of(method, params).unwrap();
             assert_eq!(problem, Problem::new(Code::Params, message_of(&problem)), "{method}");
         }
-        let problem = parse("lun.new", json!({})).unwrap_err();
+        let problem = problem_of("lun.new", json!({})).unwrap();
         assert_eq!(problem, Problem::new(Code::NoMethod, message_of(&problem)));
+        assert!(message_of(&problem).contains("lun.add, lun.remove"));
     }
 
     fn message_of(problem: &Problem) -> String {
