@@ -85,6 +85,7 @@ fn run(threads: &IoThreads, mut input: Input) {
     let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
     let (sender, ended) = channel();
     let spec = ExportSpec {
+        name: None,
         endpoint: EndpointSpec::Fd(3),
         device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
         settings: ExportSettings::default(),

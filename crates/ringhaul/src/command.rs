@@ -82,10 +82,10 @@ pub enum Reply {
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     /// There is an export of this name.
-    #[error("{0} serves another export, or one that is ending; choose another socket")]
+    #[error("{0} is another export, or one that is ending; choose another name and socket")]
     Exists(String),
     /// There is none.
-    #[error("there is no export {0}; exports are named by their sockets: PATH or `descriptor FD`")]
+    #[error("there is no export {0}; an export is called by its name or its socket")]
     Unknown(String),
     /// It is too early, or too late, to end this export.
     #[error("the export {0} is {1}")]
@@ -152,9 +152,7 @@ impl std::fmt::Display for ExportState {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportStatus {
-    /// Its name.
-    pub name: String,
-    /// What it was asked to be.
+    /// What it was asked to be. It has a name.
     #[serde(flatten)]
     pub spec: ExportSpec,
     /// What it is at.
@@ -174,11 +172,16 @@ pub struct ExportStatus {
 }
 
 impl ExportStatus {
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.spec.name()
+    }
+
     /// Of an export that is being opened.
     pub(crate) fn opening(spec: ExportSpec) -> Self {
         Self {
-            name: spec.name(),
-            spec,
+            spec: spec.named(),
             state: ExportState::Opening,
             size_bytes: 0,
             disk_state: DiskState::Ready,

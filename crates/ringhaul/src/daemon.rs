@@ -147,7 +147,7 @@ impl Daemon {
     }
 
     fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
-        specs.iter().try_for_each(|spec| spec.settings.check(self.args.iothreads))?;
+        specs.iter().try_for_each(|spec| spec.check(self.args.iothreads))?;
         let names = self.control.reserve(&specs)?;
         let wanted: Vec<_> = specs.iter().flat_map(ExportSpec::disks).collect();
         let disks =

@@ -34,7 +34,7 @@ impl ExportSpec {
     /// What the log calls it, of whose disks this is the first.
     pub(crate) fn log_name(&self, first: Option<&OpenDisk>) -> String {
         match (&self.device, first) {
-            (DeviceSpec::Blk(_), Some(disk)) => disk.name.clone(),
+            (DeviceSpec::Blk(_), Some(disk)) if self.name.is_none() => disk.name.clone(),
             _ => self.name(),
         }
     }
@@ -219,8 +219,8 @@ mod tests {
 
     fn make(device: DeviceSpec, accesses: &DiskAccesses) -> Result<Device> {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
-        let spec =
-            ExportSpec { endpoint: EndpointSpec::Path("test.sock".into()), device, settings };
+        let endpoint = EndpointSpec::Path("test.sock".into());
+        let spec = ExportSpec { name: None, endpoint, device, settings };
         let disks = spec.disks().iter().map(OpenDisk::open).collect::<Result<Vec<_>>>()?;
         spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses)
     }

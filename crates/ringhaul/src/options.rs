@@ -17,18 +17,18 @@ use virtqueue::MemoryFiles;
 
 use switches::Switches;
 
-use crate::spec::{CacheMode, check_queue_size, check_text};
+use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
-/// Options of `ringhaul serve`.
+/// Options that say what is exported, and how.
 #[derive(Debug, Clone, Args)]
-pub struct ServeArgs {
+pub struct ExportArgs {
     /// Listen on this Unix socket. It is created at the start and removed at the end.
-    #[arg(long, value_name = "PATH", conflicts_with = "fd")]
+    #[arg(long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
-    /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
-    /// to.
-    #[arg(long, value_name = "FD", allow_negative_numbers = true)]
-    pub fd: Option<i32>,
+    /// What commands call the export: 1 to 100 characters, and no other export's name or socket.
+    /// Default: the path of its socket.
+    #[arg(long, value_name = "NAME", value_parser = parse_name)]
+    pub name: Option<String>,
     /// What the guest sees: a virtio-blk device with one disk, or a virtio-scsi device with those
     /// that `--lun` names.
     #[arg(long, value_name = "DEVICE", default_value = "blk")]
@@ -51,16 +51,12 @@ pub struct ServeArgs {
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH`, and
     /// `blk-file=PATH` or `null=SIZE`; or `device=scsi` and units, each of which begins with
-    /// `lun=[T:]LUN`, followed by its keys. `read-only=on|off`, `lock`, `cache`, `serial`,
+    /// `lun=[T:]LUN`, followed by its keys. `name`, `read-only=on|off`, `lock`, `cache`, `serial`,
     /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
-    /// names, which hold for exports that leave them out (except `serial` and `iothread`). Write a
-    /// comma in a value twice.
+    /// names, which hold for exports that leave them out (except `name`, `serial` and `iothread`).
+    /// Write a comma in a value twice.
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub export: Vec<String>,
-    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
-    /// is and change it. Only root and the user of the daemon can connect.
-    #[arg(long, value_name = "PATH")]
-    pub control: Option<PathBuf>,
     /// Refuse writes.
     #[arg(long)]
     pub read_only: bool,
@@ -68,12 +64,6 @@ pub struct ServeArgs {
     /// either. With `off`, make sure yourself that no other program writes to it.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub lock: OnOff,
-    /// Print what this program can do, as JSON, and exit; other options than `--device` are
-    /// ignored.
-    // Only for the help text: other options must not matter even if they are wrong, so the
-    // program looks for this one before it parses them, and never sets it.
-    #[arg(long)]
-    pub print_capabilities: bool,
     /// The most queues that a front-end may use. Queues that it does not use cost nothing.
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX,
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
@@ -82,15 +72,56 @@ pub struct ServeArgs {
     /// The front-end may use any size up to 1024.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
     pub queue_size: u16,
+    /// Serve all queues on this one thread, 0 to N - 1. A disk that hangs, or whose
+    /// submits wait for it, then does not affect exports on other threads.
+    #[arg(long, value_name = "K")]
+    pub iothread: Option<u16>,
+    /// With io_uring, register the guest's memory, which saves the kernel work for each request.
+    /// It pins all of that memory. Only for guests without a memory balloon, free page
+    /// reporting or virtio-mem: when the front-end replaces pages, data would go to the old ones.
+    #[arg(long)]
+    pub fixed_buffers: bool,
+    /// The cache between guest and disk, with QEMU's names. `none` and `directsync` bypass
+    /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
+    /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
+    /// Default: `none`, or `writeback` where the file system has no direct I/O.
+    #[arg(long, value_name = "MODE")]
+    pub cache: Option<CacheMode>,
+    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: one derived
+    /// from what the disk is: the file in its file system, or the block device.
+    #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
+    pub serial: Option<String>,
+    /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
+    /// a block device asks for, and 512 for a regular file.
+    #[arg(long, value_name = "BYTES")]
+    pub logical_block_size: Option<u32>,
+}
+
+/// Options of `ringhaul serve`.
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    /// What is exported.
+    #[command(flatten)]
+    pub exports: ExportArgs,
+    /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
+    /// to.
+    #[arg(long, value_name = "FD", allow_negative_numbers = true, conflicts_with = "socket_path")]
+    pub fd: Option<i32>,
+    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
+    /// is and change it. Only root and the user of the daemon can connect.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+    /// Print what this program can do, as JSON, and exit; other options than `--device` are
+    /// ignored.
+    // Only for the help text: other options must not matter even if they are wrong, so the
+    // program looks for this one before it parses them, and never sets it.
+    #[arg(long)]
+    pub print_capabilities: bool,
     /// Threads that serve queues, whatever the engines of their disks; thread E + I modulo N serves
     /// queue I of export E.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
-    /// Serve all queues on this one thread, 0 to N - 1. A disk that hangs, or whose
-    /// submits wait for it, then does not affect exports on other threads.
-    #[arg(long, value_name = "K")]
-    pub iothread: Option<u16>,
     /// The longest time in microseconds, 0 to 10000, that an IoThread busy-polls before it sleeps.
     /// It does so only while that pays: for a disk, while the CPU time that it takes is worth the
     /// latency that it saves. 0 disables it.
@@ -113,11 +144,6 @@ pub struct ServeArgs {
     /// takes a core each. Other disks use interrupts as usual, and the log says why.
     #[arg(long)]
     pub iopoll: bool,
-    /// With io_uring, register the guest's memory, which saves the kernel work for each request.
-    /// It pins all of that memory. Only for guests without a memory balloon, free page
-    /// reporting or virtio-mem: when the front-end replaces pages, data would go to the old ones.
-    #[arg(long)]
-    pub fixed_buffers: bool,
     /// The most memory that one front-end may share with the daemon. SIZE is as for `--disk`. A new
     /// map of its memory counts in addition to the old one until it has replaced it.
     #[arg(long, value_name = "SIZE", default_value = "16T", value_parser = parse_memory_size)]
@@ -134,20 +160,6 @@ pub struct ServeArgs {
     /// Options for measurement.
     #[command(flatten)]
     pub switches: Switches,
-    /// The cache between guest and disk, with QEMU's names. `none` and `directsync` bypass
-    /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
-    /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
-    /// Default: `none`, or `writeback` where the file system has no direct I/O.
-    #[arg(long, value_name = "MODE")]
-    pub cache: Option<CacheMode>,
-    /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: one derived
-    /// from what the disk is: the file in its file system, or the block device.
-    #[arg(long, value_name = "TEXT", value_parser = parse_serial)]
-    pub serial: Option<String>,
-    /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: what
-    /// a block device asks for, and 512 for a regular file.
-    #[arg(long, value_name = "BYTES")]
-    pub logical_block_size: Option<u32>,
 }
 
 /// Values of `--device`.
@@ -211,7 +223,7 @@ impl ServeArgs {
         [
             ("--sqpoll", self.sqpoll),
             ("--iopoll", self.iopoll),
-            ("--fixed-buffers", self.fixed_buffers),
+            ("--fixed-buffers", self.exports.fixed_buffers),
         ]
     }
 
@@ -249,6 +261,11 @@ fn parse_memory_size(text: &str) -> Result<u64, String> {
 
 fn parse_serial(text: &str) -> Result<String, String> {
     check_text(text, SERIAL_BYTES).map_err(|error| error.to_string())?;
+    Ok(text.to_owned())
+}
+
+fn parse_name(text: &str) -> Result<String, String> {
+    check_name(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
 }
 

@@ -8,10 +8,16 @@ use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use serde::{Deserialize, Serialize};
 
+/// The longest name of an export.
+const NAME_CHARACTERS: usize = 100;
+
 /// What one export is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportSpec {
+    /// What commands call it, up to 100 characters. `None`: the path of its socket.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Where front-ends come from.
     pub endpoint: EndpointSpec,
     /// What is exported.
@@ -22,13 +28,40 @@ pub struct ExportSpec {
 }
 
 impl ExportSpec {
-    /// Names the export among all of a daemon: no two are at one place.
+    /// Names the export among all of a daemon.
     #[must_use]
     pub fn name(&self) -> String {
-        match &self.endpoint {
-            EndpointSpec::Path(path) => path.display().to_string(),
-            EndpointSpec::Fd(fd) => format!("descriptor {fd}"),
+        self.name.clone().unwrap_or_else(|| self.endpoint.to_string())
+    }
+
+    /// The same, with the name that it has if none is given.
+    #[must_use]
+    pub fn named(&self) -> Self {
+        Self { name: Some(self.name()), ..self.clone() }
+    }
+
+    /// Whether `text` is its name, or the path of its socket, by which commands may call it too.
+    #[must_use]
+    pub(crate) fn is_called(&self, text: &str) -> bool {
+        self.name.as_deref() == Some(text) || self.endpoint.to_string() == text
+    }
+
+    /// What it has in common with another that no two exports may: a name, or a socket.
+    pub(crate) fn clashes_with(&self, other: &Self) -> Option<String> {
+        let own = [self.name(), self.endpoint.to_string()];
+        own.into_iter().find(|name| other.is_called(name))
+    }
+
+    /// Checks what no type does, for a daemon with this many IoThreads.
+    ///
+    /// # Errors
+    ///
+    /// When a setting is out of its range.
+    pub(crate) fn check(&self, iothreads: u16) -> Result<()> {
+        if let Some(name) = &self.name {
+            check_name(name).context("the name of an export")?;
         }
+        self.settings.check(iothreads)
     }
 }
 
@@ -40,6 +73,15 @@ pub enum EndpointSpec {
     Path(PathBuf),
     /// A descriptor that was inherited.
     Fd(i32),
+}
+
+impl std::fmt::Display for EndpointSpec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Path(path) => write!(f, "{}", path.display()),
+            Self::Fd(fd) => write!(f, "descriptor {fd}"),
+        }
+    }
 }
 
 /// A device by its kind.
@@ -232,6 +274,14 @@ impl ExportSettings {
     }
 }
 
+/// Checks the name of an export.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    if !(1..=NAME_CHARACTERS).contains(&name.chars().count()) || name.contains(char::is_control) {
+        bail!("it must have 1 to {NAME_CHARACTERS} characters, none of which controls a terminal");
+    }
+    Ok(())
+}
+
 /// Checks what the guest is to see, such as a serial number.
 pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
     if text.len() > bytes || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
@@ -305,6 +355,32 @@ mod tests {
             let error = settings.check(3).unwrap_err();
             assert!(format!("{error:#}").contains(expected), "{error:#}");
         }
+    }
+
+    #[test]
+    fn an_export_has_a_name_and_a_socket_and_shares_neither() {
+        let named = |name: Option<&str>, path: &str| ExportSpec {
+            name: name.map(str::to_owned),
+            endpoint: EndpointSpec::Path(path.into()),
+            device: DeviceSpec::Scsi(Vec::new()),
+            settings: ExportSettings::default(),
+        };
+        let (plain, vm) = (named(None, "/a"), named(Some("vm"), "/b"));
+        assert!(plain.is_called("/a") && vm.is_called("vm") && vm.is_called("/b"));
+        assert!(!vm.is_called("/a") && plain.clashes_with(&vm).is_none());
+        for (other, what) in [
+            (named(Some("vm"), "/c"), "vm"),
+            (named(Some("x"), "/b"), "/b"),
+            (named(Some("/b"), "/c"), "/b"),
+            (named(None, "vm"), "vm"),
+        ] {
+            assert_eq!(other.clashes_with(&vm).as_deref(), Some(what));
+            assert_eq!(vm.clashes_with(&other).as_deref(), Some(what));
+        }
+        for bad in ["", "a\nb", &"x".repeat(101)] {
+            assert!(named(Some(bad), "/a").check(1).is_err(), "{bad}");
+        }
+        assert!(named(Some(&"\u{e9}".repeat(100)), "/a").check(1).is_ok());
     }
 
     /// `read_only` in place of `read-only` must not make a disk writable.

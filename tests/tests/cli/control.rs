@@ -72,13 +72,24 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
         fs::File::options().write(true).open(&disk)?.set_len(1 << 20)?;
     }
     let other = scene.socket("other.sock");
-    let spec = json!({ "endpoint": { "path": other }, "device": { "blk": { "file": disk } } });
+    let blk = json!({ "blk": { "file": disk } });
+    let spec = json!({ "name": "vm2", "endpoint": { "path": other }, "device": blk });
     let added = client.call("export.add", &spec)?;
     ensure!(added["result"] == json!({}) && other.exists(), "{added}");
+    for called in [&json!("vm2"), &json!(other)] {
+        let shown = client.call("export.show", &json!({ "export": called }))?;
+        ensure!(shown["result"]["name"] == "vm2", "{called}: {shown}");
+    }
+    let unused = scene.socket("unused.sock");
+    for (name, path) in [("vm2", &unused), ("vm3", &other)] {
+        let spec = json!({ "name": name, "endpoint": { "path": path }, "device": blk });
+        let again = client.call("export.add", &spec)?;
+        ensure!(again["error"]["code"] == 3 && !unused.exists(), "{again}");
+    }
     let no_units = json!({ "export": other, "unit": unit });
     ensure!(client.call("lun.add", &no_units)?["error"]["code"] == 5, "blk has no units");
     let removed = client.call("export.remove", &json!({ "export": other }))?;
-    ensure!(removed["result"]["name"] == json!(other) && !other.exists(), "{removed}");
+    ensure!(removed["result"]["name"] == "vm2" && !other.exists(), "{removed}");
     let ended = client.call("shutdown", &json!({}))?;
     ensure!(ended["result"] == json!({}), "{ended}");
     daemon.finish()?.expect_code(0)?;

@@ -110,8 +110,7 @@ impl Export {
 
     pub(super) fn status(&self) -> ExportStatus {
         ExportStatus {
-            name: self.spec.name(),
-            spec: self.spec.clone(),
+            spec: self.spec.named(),
             state: self.state(),
             size_bytes: self.disks.iter().map(|disk| disk.info().size_bytes).sum(),
             disk_state: self.disk_state(),
@@ -468,6 +467,7 @@ mod tests {
             let events = Arc::<ExportLog>::clone(&log);
             let device = Device::blk(disk.clone(), BlkOptions::default(), events);
             let spec = ExportSpec {
+                name: None,
                 endpoint: EndpointSpec::Fd(3),
                 device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
                 settings: ExportSettings::default(),

@@ -126,10 +126,10 @@ impl Exports {
         }
         let before = self.opening.len();
         for spec in specs {
-            let name = spec.name();
-            let is_open = self.list.iter().any(|export| export.spec.name() == name);
-            let is_closing = self.closing.iter().any(|closing| closing.status.name == name);
-            if is_open || is_closing || self.opening.iter().any(|spec| spec.name() == name) {
+            let open = self.list.iter().map(|export| &export.spec);
+            let closing = self.closing.iter().map(|closing| &closing.status.spec);
+            let mut others = open.chain(closing).chain(&self.opening);
+            if let Some(name) = others.find_map(|other| spec.clashes_with(other)) {
                 self.opening.truncate(before);
                 return Err(CommandError::Exists(name));
             }
@@ -160,13 +160,13 @@ impl Exports {
     }
 
     fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
-        if self.opening.iter().any(|spec| spec.name() == name) {
+        if self.opening.iter().any(|spec| spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Opening));
         }
-        if self.closing.iter().any(|closing| closing.status.name == name) {
+        if self.closing.iter().any(|closing| closing.status.spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Stopping));
         }
-        let found = self.list.iter_mut().find(|export| export.spec.name() == name);
+        let found = self.list.iter_mut().find(|export| export.spec.is_called(name));
         found.ok_or_else(|| CommandError::Unknown(name.to_owned()))
     }
 

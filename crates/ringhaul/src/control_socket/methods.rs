@@ -150,7 +150,8 @@ impl Method for Show {
     type Answer = ExportStatus;
 
     fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
-        let found = client.exports()?.into_iter().find(|export| export.name == self.export);
+        let found =
+            client.exports()?.into_iter().find(|export| export.spec.is_called(&self.export));
         found.ok_or_else(|| Problem::from(&CommandError::Unknown(self.export)))
     }
 }

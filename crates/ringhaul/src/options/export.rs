@@ -7,7 +7,9 @@ use ringhaul_options::parse_size;
 
 use super::disk::{Keys, parse_cache, parse_disk, split_at_commas};
 use super::unit::{parse_all, parse_units};
-use super::{DeviceKind, ServeArgs, parse_on_off, parse_queue_size, parse_serial};
+use super::{
+    DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
+};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
@@ -17,11 +19,29 @@ impl ServeArgs {
     ///
     /// When there is none, or one makes no sense.
     pub fn exports(&self) -> Result<Vec<ExportSpec>> {
+        let mut exports = self.exports.specs(self.fd)?;
+        for export in &mut exports {
+            export.settings.notify_batch = self.switches.notify_batch.is_on();
+            export.settings.run_max = self.switches.run_max;
+            export.check(self.iothreads)?;
+        }
+        Ok(exports)
+    }
+}
+
+impl ExportArgs {
+    /// Every export that the options name, at least one: the first on this inherited descriptor, if
+    /// there is one.
+    ///
+    /// # Errors
+    ///
+    /// When there is none, or one makes no sense.
+    pub(crate) fn specs(&self, fd: Option<i32>) -> Result<Vec<ExportSpec>> {
         let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
-        let has_socket = self.socket_path.is_some() || self.fd.is_some();
+        let has_socket = self.socket_path.is_some() || fd.is_some();
         let mut exports = Vec::new();
         if has_disk || has_socket || self.export.is_empty() {
-            exports.push(self.main_export()?);
+            exports.push(self.main_export(fd)?);
         }
         for text in &self.export {
             let export = self
@@ -29,7 +49,6 @@ impl ServeArgs {
                 .with_context(|| format!("cannot understand --export {text}"))?;
             exports.push(export);
         }
-        exports.iter().try_for_each(|export| export.settings.check(self.iothreads))?;
         Ok(exports)
     }
 
@@ -56,14 +75,14 @@ impl ServeArgs {
         Ok(DeviceSpec::Blk(disk))
     }
 
-    fn main_export(&self) -> Result<ExportSpec> {
+    fn main_export(&self, fd: Option<i32>) -> Result<ExportSpec> {
         let device = self.main_device()?;
-        let endpoint = match (&self.socket_path, self.fd) {
+        let endpoint = match (&self.socket_path, fd) {
             (Some(path), _) => EndpointSpec::Path(path.clone()),
             (None, Some(fd)) => EndpointSpec::Fd(fd),
             (None, None) => bail!("no socket is given; use --socket-path PATH or --fd FD"),
         };
-        Ok(ExportSpec { endpoint, device, settings: self.settings() })
+        Ok(ExportSpec { name: self.name.clone(), endpoint, device, settings: self.settings() })
     }
 
     /// The options that hold for all exports.
@@ -77,9 +96,8 @@ impl ServeArgs {
             num_queues: self.num_queues,
             queue_size: self.queue_size,
             iothread: self.iothread,
-            notify_batch: self.switches.notify_batch.is_on(),
-            run_max: self.switches.run_max,
             fixed_buffers: self.fixed_buffers,
+            ..ExportSettings::default()
         }
     }
 
@@ -87,7 +105,7 @@ impl ServeArgs {
         // A serial number that holds for all would be that of several disks, and one IoThread for
         // all is what `--iothreads 1` is.
         let mut settings = ExportSettings { serial: None, iothread: None, ..self.settings() };
-        let (mut endpoint, mut disk) = (None, None);
+        let (mut name, mut endpoint, mut disk) = (None, None, None);
         let mut keys = Keys::default();
         let mut parts = split_at_commas(text);
         let units = parts.iter().position(|part| part.starts_with("lun="));
@@ -103,6 +121,7 @@ impl ServeArgs {
                 bail!("it names both blk-file and null; an export has one disk");
             }
             match key {
+                "name" => name = Some(parse_name(value).map_err(anyhow::Error::msg)?),
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
                 "device" => {
                     let kind = DeviceKind::from_str(value, false).map_err(anyhow::Error::msg);
@@ -132,7 +151,7 @@ impl ServeArgs {
                 DeviceSpec::Blk(disk.context("it lacks blk-file=PATH or null=SIZE")?)
             }
         };
-        Ok(ExportSpec { endpoint, device, settings })
+        Ok(ExportSpec { name, endpoint, device, settings })
     }
 }
 
@@ -163,7 +182,7 @@ impl ExportSettings {
                 self.iothread = Some(value.parse().context("it must be a number")?);
             }
             _ => bail!(
-                "unknown key '{key}' (expected: socket-path, device, lun, blk-file, null, \
+                "unknown key '{key}' (expected: socket-path, name, device, lun, blk-file, null, \
                  read-only, lock, cache, serial, logical-block-size, num-queues, queue-size, \
                  iothread)"
             ),
@@ -199,9 +218,10 @@ mod tests {
             "--export",
             "socket-path=/a,,b.sock,blk-file=/srv/x=y.img,read-only=on",
             "--export",
-            "socket-path=/c.sock,null=1G,cache=writeback,num-queues=7,serial=s",
+            "socket-path=/c.sock,null=1G,cache=writeback,num-queues=7,serial=s,name=vm1",
         ])
         .unwrap();
+        assert_eq!((&*all[0].name(), &*all[1].name()), ("/a,b.sock", "vm1"));
         assert_eq!(all.len(), 2);
         assert_eq!(all[0].endpoint, EndpointSpec::Path("/a,b.sock".into()));
         let file = DiskSpec::File("/srv/x=y.img".into());
@@ -289,6 +309,9 @@ mod tests {
             "socket-path=/a,null=1M,null=1M",
             "socket-path=/a,null=1M,blk-file=/x",
             "socket-path=/a,null=1M,serial=a,serial=b",
+            "socket-path=/a,null=1M,name=",
+            "socket-path=/a,null=1M,name=a\tb",
+            "socket-path=/a,null=1M,name=a,name=b",
         ] {
             assert!(exports(&["--export", bad]).is_err(), "{bad} was taken");
         }

@@ -69,12 +69,12 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
     let exports = scene.show()?;
     let [status] = &exports[..] else { bail!("{exports:?}") };
     let expected = (busy.name(), ExportState::Serving, true, 1, 0);
-    let seen = (&status.name, status.state, status.connected, status.sessions, status.unfinished);
+    let seen = (&status.name(), status.state, status.connected, status.sessions, status.unfinished);
     ensure!(seen == (&expected.0, expected.1, expected.2, expected.3, expected.4), "{status:?}");
     let count = rounds.load(Ordering::Relaxed);
     let (reads, writes) = (status.served.reads, status.served.writes);
     ensure!((reads.requests, writes.requests) == (count, count), "{status:?} after {count}");
-    ensure!(status.spec == busy && status.size_bytes == SECTORS * 512, "{status:?}");
+    ensure!(status.spec == busy.named() && status.size_bytes == SECTORS * 512, "{status:?}");
     ensure!(status.disk_state == DiskState::Ready, "{status:?}");
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     loaded.channel.wait_closed()
@@ -110,7 +110,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
         (&missing, "absent.img"),
         (&nowhere, "no folder"),
         (&misplaced, "IoThread 7"),
-        (&good, "serves another export"),
+        (&good, "is another export"),
     ] {
         let added = scene.daemon.handle(Command::Add(vec![good.clone(), bad.clone()]));
         let error = added.err().context("it was added")?.to_string();
@@ -124,7 +124,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
     let removed = scene.daemon.handle(Command::Remove(other.name()));
     ensure!(matches!(removed, Err(CommandError::Unknown(_))), "{removed:?}");
     scene.add(&[&other])?;
-    let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name).collect();
+    let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name()).collect();
     ensure!(names == [good.name(), other.name()], "{names:?}");
     Frontend::attach(&scene.socket("good"), &Setup::default())?.write(0, 0, &[1; 512])?;
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");

@@ -60,7 +60,8 @@ impl Scene {
 
     fn spec(&self, name: &str, disk: PathBuf, settings: ExportSettings) -> ExportSpec {
         let endpoint = EndpointSpec::Path(self.socket(name));
-        ExportSpec { endpoint, device: DeviceSpec::Blk(DiskSpec::File(disk)), settings }
+        let device = DeviceSpec::Blk(DiskSpec::File(disk));
+        ExportSpec { name: None, endpoint, device, settings }
     }
 
     /// An export of a new file.
