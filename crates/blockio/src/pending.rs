@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 /// The waker that the answer wakes. In one place for both sides.
 type WakerSlot = Arc<Mutex<Option<Waker>>>;
@@ -35,6 +36,15 @@ impl<T> Pending<T> {
     #[must_use]
     pub fn wait(self) -> Option<T> {
         self.answer.recv().ok()
+    }
+
+    /// As [`wait`](Self::wait), for at most so long: `Pending` when the answer is not there then.
+    pub fn wait_for(&self, time: Duration) -> Poll<Option<T>> {
+        match self.answer.recv_timeout(time) {
+            Ok(answer) => Poll::Ready(Some(answer)),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Poll::Ready(None),
+            Err(mpsc::RecvTimeoutError::Timeout) => Poll::Pending,
+        }
     }
 
     /// The answer if it is there. It is given once.
@@ -110,6 +120,10 @@ mod tests {
         answer.send(7);
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         assert_eq!(pending.check(), Poll::Ready(Some(7)));
+        let (answer, pending) = Pending::new();
+        assert_eq!(pending.wait_for(Duration::ZERO), Poll::Pending);
+        answer.send(8);
+        assert_eq!(pending.wait_for(Duration::MAX), Poll::Ready(Some(8)));
     }
 
     #[test]
@@ -120,6 +134,7 @@ mod tests {
         drop(answer);
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         assert_eq!(pending.check(), Poll::Ready(None));
+        assert_eq!(pending.wait_for(Duration::MAX), Poll::Ready(None));
         assert_eq!(pending.wait(), None);
     }
 }

@@ -12,9 +12,8 @@ use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 pub enum Command {
     /// Open these disks and serve them: all of them or, where one fails, none.
     Add(Vec<ExportSpec>),
-    /// End the export of this name. Its front-end sees the end when its requests are answered, and
-    /// that is when this is.
-    Remove(String),
+    /// End an export, and wait for that.
+    Remove(Removal),
     /// Describe the exports.
     Show,
     /// Give the virtio-scsi device of the export of this name one more logical unit, of which its
@@ -29,6 +28,30 @@ pub enum Command {
     /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
     /// does not wait for requests any longer.
     End(EndCause),
+}
+
+/// How an export is to end.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Removal {
+    /// Its name or its socket.
+    pub export: String,
+    /// Disconnect the front-end at once. Otherwise it sees the end when its requests are answered.
+    /// Either way, requests that were taken are finished before the disks are closed and the name
+    /// is free.
+    #[serde(default)]
+    pub force: bool,
+    /// Wait for at most so many milliseconds. The answer is an error then that says what the end
+    /// waits for, and the export goes on ending.
+    #[serde(default)]
+    pub deadline_ms: Option<u64>,
+}
+
+impl Removal {
+    /// Of an export that may take its time.
+    pub fn of(export: impl Into<String>) -> Self {
+        Self { export: export.into(), force: false, deadline_ms: None }
+    }
 }
 
 /// Why a daemon is to end.
@@ -90,6 +113,12 @@ pub enum CommandError {
     /// It is too early, or too late, to end this export.
     #[error("the export {0} is {1}")]
     Busy(String, ExportState),
+    /// The export has not ended by the deadline, for this reason.
+    #[error(
+        "the export {0} has not ended: {1}; it goes on ending, and its name is free when a removal \
+         without a deadline returns"
+    )]
+    NotEnded(String, String),
     /// The export is no virtio-scsi device.
     #[error("the export {0} is a virtio-blk device, which has no logical units; use device=scsi")]
     NoUnits(String),
@@ -169,6 +198,9 @@ pub struct ExportStatus {
     pub unfinished: u32,
     /// Requests that were answered.
     pub served: Served,
+    /// What keeps it from ending, while it is stopping.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
 }
 
 impl ExportStatus {
@@ -189,6 +221,7 @@ impl ExportStatus {
             sessions: 0,
             unfinished: 0,
             served: Served::default(),
+            waits_for: None,
         }
     }
 }
@@ -291,7 +324,7 @@ mod tests {
         let add = r#"{"add": [{"endpoint": {"path": "/a"}, "device": {"blk": {"file": "/b"}}}]}"#;
         for (text, is_good) in [
             (add, true),
-            (r#"{"remove": "/a"}"#, true),
+            (r#"{"remove": {"export": "/a", "force": true}}"#, true),
             (r#""show""#, true),
             (r#"{"end": "sigterm"}"#, true),
             (r#"{"end": "sigkill"}"#, false),

@@ -9,15 +9,16 @@ mod exports;
 mod order;
 
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::task::Waker;
+use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::command::{CommandError, ExportStatus};
+use crate::command::{CommandError, ExportStatus, Removal};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::Exports;
 pub use order::ExportSetup;
@@ -78,13 +79,28 @@ impl Control {
         self.ask(|answer| Order::Serve(exports, answer))?
     }
 
-    /// Ends an export, as [`begin_stop`](Self::begin_stop) does with all, and waits for that.
+    /// Ends an export, as [`begin_stop`](Self::begin_stop) does with all, and waits for that. One
+    /// that is stopping already is waited for.
     ///
     /// # Errors
     ///
-    /// When there is none of this name, or it is stopping already.
-    pub(crate) fn remove(&self, name: String) -> Answered<ExportStatus> {
-        self.ask(|answer| Order::Remove(name, answer))?
+    /// When there is none of this name, it is being opened, or it has not ended by the deadline.
+    pub(crate) fn remove(&self, removal: Removal) -> Answered<ExportStatus> {
+        let Removal { export, force, deadline_ms } = removal;
+        let (answer, pending) = Pending::new();
+        self.order(Order::Remove(export.clone(), force, answer));
+        let Some(time) = deadline_ms else {
+            return pending.wait().ok_or(CommandError::Ending)?;
+        };
+        if let Poll::Ready(ended) = pending.wait_for(Duration::from_millis(time)) {
+            return ended.ok_or(CommandError::Ending)?;
+        }
+        let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
+        match shown.map(|status| (status.name(), status.waits_for)) {
+            Some((name, Some(waits_for))) => Err(CommandError::NotEnded(name, waits_for)),
+            // It has ended meanwhile.
+            _ => pending.wait().ok_or(CommandError::Ending)?,
+        }
     }
 
     /// Describes the exports.

@@ -111,7 +111,7 @@ impl Daemon {
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
         match command {
             Command::Add(specs) => self.add(specs),
-            Command::Remove(name) => Ok(Reply::Removed(Box::new(self.control.remove(name)?))),
+            Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),

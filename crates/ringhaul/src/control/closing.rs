@@ -8,6 +8,9 @@ use device::{Answer, Device, Pending};
 use super::order::{Answered, ExportSetup};
 use crate::command::ExportStatus;
 
+/// What an export waits for that has ended.
+pub(super) const NOT_CLOSED: &str = "its disk is not closed";
+
 /// An export that has ended. `close` waits for as long as a file system does (FUSE, NFS) or a
 /// block device, so it has a thread.
 pub(super) struct Closing {
@@ -15,7 +18,8 @@ pub(super) struct Closing {
     pub(super) status: ExportStatus,
     /// What the log calls it.
     pub(super) log_name: String,
-    removed: Option<Answer<Answered<ExportStatus>>>,
+    /// Who waits for its end.
+    pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     closed: Pending<()>,
 }
 
@@ -23,13 +27,14 @@ impl Closing {
     pub(super) fn new(
         status: ExportStatus,
         log_name: String,
-        removed: Option<Answer<Answered<ExportStatus>>>,
+        removed: Vec<Answer<Answered<ExportStatus>>>,
         disks: (Vec<DiskSource>, Device),
         waker: &Waker,
     ) -> Self {
         let (answer, closed) = Pending::new();
         closed.wake(waker);
         close(disks, answer);
+        let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
         Self { status, log_name, removed, closed }
     }
 
@@ -37,11 +42,13 @@ impl Closing {
         self.closed.check().is_ready()
     }
 
-    /// Answers whoever waits for the end. False when nobody does.
+    /// Answers all who wait for the end. False when nobody does.
     pub(super) fn answer(&mut self) -> bool {
-        let Some(answer) = self.removed.take() else { return false };
-        answer.send(Ok(self.status.clone()));
-        true
+        self.status.waits_for = None;
+        let removed = std::mem::take(&mut self.removed);
+        let is_awaited = !removed.is_empty();
+        removed.into_iter().for_each(|answer| answer.send(Ok(self.status.clone())));
+        is_awaited
     }
 }
 

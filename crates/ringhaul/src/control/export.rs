@@ -52,7 +52,7 @@ pub(super) struct Export {
     /// How many there were.
     sessions: u64,
     /// Who waits for it to end.
-    pub(super) removed: Option<Answer<Answered<ExportStatus>>>,
+    pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     /// The log has a line on the connection, so it gets one on the disconnection.
     is_shown: bool,
     /// For lines on front-ends that wait for others.
@@ -84,7 +84,7 @@ impl Export {
             endpoint: Some(endpoint),
             session: None,
             sessions: 0,
-            removed: None,
+            removed: Vec::new(),
             is_shown: false,
             waiting: LogLimit::default(),
             waiting_is_told: false,
@@ -109,15 +109,17 @@ impl Export {
     }
 
     pub(super) fn status(&self) -> ExportStatus {
+        let state = self.state();
         ExportStatus {
             spec: self.spec.named(),
-            state: self.state(),
+            state,
             size_bytes: self.disks.iter().map(|disk| disk.info().size_bytes).sum(),
             disk_state: self.disk_state(),
             connected: self.session.is_some(),
             sessions: self.sessions,
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
             served: self.served(),
+            waits_for: (state == ExportState::Stopping).then(|| self.what_is_left()),
         }
     }
 
@@ -214,6 +216,12 @@ impl Export {
         } else {
             self.tell_totals();
         }
+    }
+
+    /// Has the front-end of an export that is stopping see the end at once, whatever of its
+    /// requests is not answered.
+    pub(super) fn cut_off(&self) {
+        self.session.iter().for_each(Session::cut_off);
     }
 
     /// Removes the socket and gives up the session.

@@ -4,13 +4,14 @@ use std::sync::{Arc, mpsc};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use device::Answer;
 use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::closing::{Closing, refuse};
+use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
-use super::order::{Alarm, ExportSetup, Order};
+use super::order::{Alarm, Answered, ExportSetup, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
 use crate::log_limit::LogLimit;
@@ -88,17 +89,7 @@ impl Exports {
             Order::Reserve(specs, answer) => answer.send(self.reserve(specs)),
             Order::Release(names) => self.opening.retain(|spec| !names.contains(&spec.name())),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
-            Order::Remove(name, answer) => match self.find(&name) {
-                Ok(export) if export.state() == ExportState::Serving => {
-                    export.begin_stop();
-                    export.removed = Some(answer);
-                }
-                Ok(export) => {
-                    let state = export.state();
-                    answer.send(Err(CommandError::Busy(name, state)));
-                }
-                Err(error) => answer.send(Err(error)),
-            },
+            Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
@@ -150,6 +141,24 @@ impl Exports {
         }
         self.share_descriptors();
         Ok(())
+    }
+
+    fn remove(&mut self, name: &str, force: bool, answer: Answer<Answered<ExportStatus>>) {
+        let mut closing = self.closing.iter_mut();
+        if let Some(closing) = closing.find(|closing| closing.status.spec.is_called(name)) {
+            closing.removed.push(answer);
+            return;
+        }
+        match self.find(name) {
+            Ok(export) => {
+                export.begin_stop();
+                if force {
+                    export.cut_off();
+                }
+                export.removed.push(answer);
+            }
+            Err(error) => answer.send(Err(error)),
+        }
     }
 
     /// Gives each export its part of the descriptors that this process may have open.
@@ -268,7 +277,8 @@ impl Exports {
         let serving = self.list.iter().filter(|export| !export.has_ended());
         let closing = self.closing.iter().filter(|closing| !closing.is_closed());
         let serving = serving.map(|export| (export.name(), export.what_is_left()));
-        serving.chain(closing.map(|closing| (&*closing.log_name, "its disk is not closed".into())))
+        let closing = closing.map(|closing| (&*closing.log_name, NOT_CLOSED.to_owned()));
+        serving.chain(closing)
     }
 
     /// Gives up what has not ended, and logs what that is.

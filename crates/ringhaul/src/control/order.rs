@@ -60,7 +60,9 @@ pub(super) enum Order {
     /// To forget them: they will not be served.
     Release(Vec<String>),
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
-    Remove(String, Answer<Answered<ExportStatus>>),
+    /// To end an export, and answer when it has ended; to disconnect its front-end at once if this
+    /// is so.
+    Remove(String, bool, Answer<Answered<ExportStatus>>),
     Show(Answer<Vec<ExportStatus>>),
     /// To begin to change a unit of an export. Nobody else does with its place until that ends.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),

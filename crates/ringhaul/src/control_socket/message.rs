@@ -37,6 +37,8 @@ pub(super) enum Code {
     Ending,
     /// This client is not served.
     Refused,
+    /// It is being done, and was not finished by the deadline.
+    Unfinished,
 }
 
 impl Code {
@@ -54,6 +56,7 @@ impl Code {
             Self::WrongKind => 5,
             Self::Ending => 6,
             Self::Refused => 7,
+            Self::Unfinished => 8,
         }
     }
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::message::{Code, Problem};
-use crate::command::{Command, CommandError, EndCause, ExportStatus, Reply};
+use crate::command::{Command, CommandError, EndCause, ExportStatus, Removal, Reply};
 use crate::daemon::Daemon;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
@@ -17,7 +17,7 @@ const METHODS: [Entry; 9] = [
     Entry::of::<List>(),
     Entry::of::<Show>(),
     Entry::of::<Add>(),
-    Entry::of::<Remove>(),
+    Entry::of::<Removal>(),
     Entry::of::<AddUnit>(),
     Entry::of::<RemoveUnit>(),
     Entry::of::<Resize>(),
@@ -170,19 +170,13 @@ impl Method for Add {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Remove {
-    export: String,
-}
-
-impl Method for Remove {
+impl Method for Removal {
     const NAME: &'static str = "export.remove";
     const MAY_WAIT: bool = true;
     type Answer = ExportStatus;
 
     fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
-        match client.handle(Command::Remove(self.export))? {
+        match client.handle(Command::Remove(self))? {
             Reply::Removed(status) => Ok(*status),
             other => unreachable!("{other:?} is no end of an export"),
         }
@@ -280,6 +274,7 @@ impl From<&CommandError> for Problem {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
             CommandError::Busy(..) | CommandError::UnitBusy(..) => Code::Busy,
+            CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) => Code::WrongKind,
             CommandError::Ending => Code::Ending,
             CommandError::Failed(_) => Code::Failed,

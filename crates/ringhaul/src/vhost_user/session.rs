@@ -145,6 +145,12 @@ impl Session {
         self.end(End::Asked);
     }
 
+    /// Closes the connection of a session that ends, before its requests are answered. They are
+    /// finished anyway; a front-end that reads from the rings where to continue may repeat them.
+    pub(crate) fn cut_off(&self) {
+        self.channel.shut_down();
+    }
+
     /// What to poll the socket for: nothing, where a hang-up still shows; `None`: not even that.
     #[must_use]
     pub fn interest(&self) -> Option<PollFlags> {

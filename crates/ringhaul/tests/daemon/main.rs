@@ -6,7 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul::command::{Command, CommandError, DiskState, EndCause, ExportState, Reply};
+use ringhaul::command::{
+    Command, CommandError, DiskState, EndCause, ExportState, ExportStatus, Removal, Reply,
+};
 use ringhaul::ending::Outcome;
 use ringhaul::export::Endpoint;
 use ringhaul::spec::{
@@ -50,7 +52,8 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
             ensure!(data == pattern(before, 4096), "what was written has gone");
         }
         frontend.write(0, 8, &pattern(turn, 4096))?;
-        let Reply::Removed(status) = scene.handle(Command::Remove(other.name()))? else {
+        let Reply::Removed(status) = scene.handle(Command::Remove(Removal::of(other.name())))?
+        else {
             bail!("another answer");
         };
         let served = status.served;
@@ -66,6 +69,9 @@ fn exports_come_and_go_beside_one_under_load() -> Result<()> {
         stop.store(true, Ordering::Relaxed);
         load.join().expect("the load does not panic").and(visited)
     })?;
+    // The driver sees an answer before the end of the run, at which requests are counted.
+    let is_idle = |exports: &[ExportStatus]| exports.iter().all(|export| export.unfinished == 0);
+    scene.wait_until(|| scene.show().is_ok_and(|exports| is_idle(&exports)))?;
     let exports = scene.show()?;
     let [status] = &exports[..] else { bail!("{exports:?}") };
     let expected = (busy.name(), ExportState::Serving, true, 1, 0);
@@ -87,7 +93,7 @@ fn a_daemon_goes_on_without_exports() -> Result<()> {
     for _ in 0..2 {
         ensure!(scene.show()?.is_empty(), "something is left");
         scene.add(&[&export])?;
-        scene.handle(Command::Remove(export.name()))?;
+        scene.handle(Command::Remove(Removal::of(export.name())))?;
     }
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     let late = scene.daemon.handle(Command::Add(vec![export]));
@@ -121,7 +127,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
     scene.add(&[&good])?;
     let added = scene.daemon.handle(Command::Add(vec![other.clone(), good.clone()]));
     ensure!(matches!(&added, Err(CommandError::Exists(name)) if *name == good.name()), "{added:?}");
-    let removed = scene.daemon.handle(Command::Remove(other.name()));
+    let removed = scene.daemon.handle(Command::Remove(Removal::of(other.name())));
     ensure!(matches!(removed, Err(CommandError::Unknown(_))), "{removed:?}");
     scene.add(&[&other])?;
     let names: Vec<String> = scene.show()?.into_iter().map(|status| status.name()).collect();
@@ -168,7 +174,7 @@ fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other() -> Result<()> {
             let exports = scene.show()?;
             let states: Vec<_> = exports.iter().map(|export| export.state).collect();
             ensure!(states == [ExportState::Serving, ExportState::Opening], "{exports:?}");
-            let removed = scene.daemon.handle(Command::Remove(hung.name()));
+            let removed = scene.daemon.handle(Command::Remove(Removal::of(hung.name())));
             let error = removed.err().context("it was removed")?.to_string();
             ensure!(error.ends_with("is opening"), "{error}");
             let again = scene.daemon.handle(Command::Add(vec![hung.clone()]));
@@ -196,7 +202,8 @@ fn a_disk_that_hangs_while_it_is_closed_holds_up_no_other() -> Result<()> {
     scene.add(&[&hung, &other])?;
     fuse.withhold(rustix::process::getpid(), &[opcode::FLUSH]);
     std::thread::scope(|threads| -> Result<()> {
-        let removed = threads.spawn(|| scene.daemon.handle(Command::Remove(hung.name())));
+        let removed =
+            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::of(hung.name()))));
         let serves_other = || -> Result<()> {
             fuse.wait_for(opcode::FLUSH)?;
             Frontend::attach(&scene.socket("other"), &Setup::default())?.write(0, 0, &[1; 512])?;
@@ -256,16 +263,18 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
     })?;
     let [first, ..] = &exports;
     std::thread::scope(|threads| -> Result<()> {
-        let removed = threads.spawn(|| scene.daemon.handle(Command::Remove(first.name())));
+        let removed =
+            threads.spawn(|| scene.daemon.handle(Command::Remove(Removal::of(first.name()))));
         let states = || -> Vec<ExportState> {
             scene.show().unwrap_or_default().iter().map(|export| export.state).collect()
         };
         use ExportState::{Serving, Stopping};
         let stop_all = || -> Result<()> {
             scene.wait_until(|| states() == [Stopping, Serving, Serving])?;
-            let again = scene.daemon.handle(Command::Remove(first.name()));
-            let error = again.err().context("it was removed twice")?.to_string();
-            ensure!(error.ends_with("is stopping"), "{error}");
+            let again = Removal { deadline_ms: Some(0), ..Removal::of(first.name()) };
+            let again = scene.daemon.handle(Command::Remove(again));
+            let error = again.err().context("it has ended")?.to_string();
+            ensure!(error.contains("has not ended: 1 request is not finished"), "{error}");
             scene.begin_end(EndCause::Sigterm);
             scene.wait_until(|| states() == [Stopping; 3])?;
             for frontend in &frontends {
@@ -285,6 +294,42 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
         frontend.channel.wait_closed()?;
         frontend.rings[0].wait_used().context("a request was not answered")?;
     }
+    Ok(())
+}
+
+/// The front-end goes at once, and its request is finished anyway.
+#[test]
+fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let mut scene = Scene::new(&["--engine", "threads"])?;
+    let export = scene.on_fuse("hung", &fuse);
+    scene.add(&[&export])?;
+    let mut frontend = Frontend::attach(&scene.socket("hung"), &Setup::default())?;
+    fuse.withhold(rustix::process::getpid(), &[opcode::READ]);
+    scene::begin_read(&mut frontend)?;
+    scene.wait_until(|| scene.show().is_ok_and(|exports| exports[0].unfinished == 1))?;
+    let removal = |force| Removal { deadline_ms: Some(0), force, ..Removal::of(export.name()) };
+    let mut cut_off = || -> Result<()> {
+        for force in [false, true] {
+            ensure!(!frontend.channel.is_closed()?, "the front-end saw the end too early");
+            let removed = scene.daemon.handle(Command::Remove(removal(force)));
+            ensure!(matches!(removed, Err(CommandError::NotEnded(..))), "{removed:?}");
+        }
+        frontend.channel.wait_closed()?;
+        let waits_for = scene.show()?.remove(0).waits_for.context("it waits for nothing")?;
+        ensure!(waits_for == "1 request is not finished", "{waits_for}");
+        let again = scene.daemon.handle(Command::Add(vec![export.clone()]));
+        ensure!(matches!(again, Err(CommandError::Exists(_))), "{again:?}");
+        Ok(())
+    };
+    let cut_off = cut_off();
+    fuse.release();
+    cut_off?;
+    frontend.rings[0].wait_used().context("the request was not answered")?;
+    scene.handle(Command::Remove(Removal::of(export.name())))?;
+    ensure!(scene.show()?.is_empty(), "it is still there");
+    scene.add(&[&export])?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     Ok(())
 }
 
