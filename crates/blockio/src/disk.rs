@@ -11,6 +11,7 @@ mod holder;
 mod identity;
 mod info;
 mod lock;
+mod outside;
 mod retries;
 mod shared;
 #[cfg(ringhaul_sim)]
@@ -31,6 +32,7 @@ use file::FileDisk;
 use info::check_logical_block;
 pub use info::{DiskInfo, DiskOptions, DiskState, Unfinished};
 use iomem::{Buffers, Repeated};
+pub use outside::Outside;
 use shared::Shared;
 use source::FileSource;
 
@@ -110,20 +112,55 @@ impl DiskSource {
         Ok(self.shared.size_bytes())
     }
 
-    /// Gives a null disk another size, on all IoThreads.
+    /// The larger of the size that the disk has and that of its file or device, which may have
+    /// changed.
     ///
     /// # Errors
     ///
-    /// When it is no null disk, or none of that size is possible.
-    pub fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
-        if let SourceKind::File(source) = &self.kind {
-            let path = source.file.path().to_owned();
-            let reason = "only its file or device has a size; change that, then refresh the disk";
-            return Err(Error::Unusable { path, reason: reason.into() });
+    /// When it cannot be determined.
+    pub fn covered_bytes(&self) -> Result<u64, Error> {
+        let size_bytes = self.shared.size_bytes();
+        match &self.kind {
+            SourceKind::File(source) => Ok(source.any_size_bytes()?.max(size_bytes)),
+            SourceKind::Null => Ok(size_bytes),
         }
-        check_size(size_bytes, self.info.logical_block_bytes)?;
+    }
+
+    /// Gives the disk another size, and its file with it, on all IoThreads. What is cut off is
+    /// lost. No request begins beyond the new end from when `settle` is called, which must wait for
+    /// those that have begun: one of them could make the file longer again.
+    ///
+    /// # Errors
+    ///
+    /// When it is a block device, is read-only, or can have no such size; when the file system
+    /// refuses. The disk is as it was then.
+    pub fn set_size(&self, size_bytes: u64, settle: impl FnOnce()) -> Result<(), Error> {
+        let before = self.shared.size_bytes();
+        match &self.kind {
+            SourceKind::Null => check_size(size_bytes, self.info.logical_block_bytes)?,
+            SourceKind::File(source) => {
+                source.check_new_size(size_bytes, &self.info)?;
+                if size_bytes < before {
+                    self.shared.set_size_bytes(size_bytes);
+                    settle();
+                }
+                if let Err(error) = source.truncate(size_bytes) {
+                    self.shared.set_size_bytes(before);
+                    return Err(error);
+                }
+            }
+        }
         self.shared.set_size_bytes(size_bytes);
         Ok(())
+    }
+
+    /// What sees from outside how large its file or device is. `None`: it has none.
+    #[must_use]
+    pub fn outside(&self) -> Option<Arc<Outside>> {
+        match &self.kind {
+            SourceKind::File(source) => source.outside.clone(),
+            SourceKind::Null => None,
+        }
     }
 
     /// How the disk is doing, as its IoThreads have found it lately.

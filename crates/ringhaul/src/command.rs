@@ -22,9 +22,9 @@ pub enum Command {
     /// Take a logical unit away from a virtio-scsi device. Its driver is told, and the requests
     /// that the device has taken are finished.
     RemoveUnit(String, UnitPlace),
-    /// Look how large the file or device behind a logical unit is now, or give a null disk the
-    /// size in bytes, and tell the drivers.
-    ResizeUnit(String, UnitPlace, Option<u64>),
+    /// Give a disk of an export another size, and tell the drivers: that of a logical unit or,
+    /// without a place, that of a virtio-blk device.
+    Resize(String, Option<UnitPlace>, NewSize),
     /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
     /// does not wait for requests any longer.
     End(EndCause),
@@ -52,6 +52,16 @@ impl Removal {
     pub fn of(export: impl Into<String>) -> Self {
         Self { export: export.into(), force: false, deadline_ms: None }
     }
+}
+
+/// How large a disk is to be.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
+pub struct NewSize {
+    /// In bytes: a regular file is made so long. `None`: as large as its file or device is now.
+    pub size_bytes: Option<u64>,
+    /// That size may be smaller than what there is, which is lost beyond it.
+    pub shrink: bool,
 }
 
 /// Why a daemon is to end.
@@ -122,12 +132,18 @@ pub enum CommandError {
     /// The export is no virtio-scsi device.
     #[error("the export {0} is a virtio-blk device, which has no logical units; use device=scsi")]
     NoUnits(String),
+    /// The export is a virtio-scsi device, and it is not said which of its disks is meant.
+    #[error("the export {0} is a virtio-scsi device; name one of its logical units")]
+    NoDisk(String),
     /// The device has a unit at this place.
     #[error("the export {0} has a unit {1} already; choose another number or remove that one")]
     UnitExists(String, UnitPlace),
     /// Somebody else changes the unit at this place.
     #[error("the unit {1} of the export {0} is being added, resized or removed; try again later")]
     UnitBusy(String, UnitPlace),
+    /// Somebody else changes the disk.
+    #[error("the disk of the export {0} is being resized; try again later")]
+    DiskBusy(String),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),

@@ -22,8 +22,8 @@ use crate::command::{CommandError, ExportStatus, Removal};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::Exports;
 pub use order::ExportSetup;
-use order::{Alarm, Answered, Order};
-pub(crate) use order::{ChangingUnit, UnitChange};
+use order::{Alarm, Answered, Changed, Order};
+pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 
 /// The thread that controls all exports. When this is dropped, they stop.
 pub struct Control {
@@ -124,10 +124,35 @@ impl Control {
         name: String,
         place: UnitPlace,
         change: UnitChange,
-    ) -> Answered<(ChangingUnit, UnitTurn<'_>)> {
+    ) -> Answered<(ChangingUnit, Turn<'_>)> {
         let unit = self.ask(|answer| Order::BeginUnit(name, place, change, answer))??;
-        let turn = UnitTurn { control: self, id: unit.id, place, has_ended: false };
+        let turn = Turn { control: self, id: unit.id, place: Some(place), has_ended: false };
         Ok((unit, turn))
+    }
+
+    /// Begins to give a disk of an export another size. It is nobody else's to change until what
+    /// this returns is dropped.
+    ///
+    /// # Errors
+    ///
+    /// When there is no export of this name, it is stopping, or it has no such disk.
+    pub(crate) fn begin_resize(
+        &self,
+        name: String,
+        place: Option<UnitPlace>,
+    ) -> Answered<(ResizingDisk, Turn<'_>)> {
+        let disk = self.ask(|answer| Order::BeginResize(name, place, answer))??;
+        let turn = Turn { control: self, id: disk.id, place, has_ended: false };
+        Ok((disk, turn))
+    }
+
+    /// The disks whose size may change from outside.
+    ///
+    /// # Errors
+    ///
+    /// When all exports have ended.
+    pub(crate) fn watched_disks(&self) -> Answered<Vec<WatchedDisk>> {
+        self.ask(Order::Watch)
     }
 
     /// Begins to disconnect all front-ends, each of which sees the end when its requests are
@@ -196,30 +221,37 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// The place of a logical unit that is changing.
-pub(crate) struct UnitTurn<'a> {
+/// A disk of an export, or the place for one, that somebody is changing.
+pub(crate) struct Turn<'a> {
     control: &'a Control,
     id: u64,
-    place: UnitPlace,
+    place: Option<UnitPlace>,
     has_ended: bool,
 }
 
-impl UnitTurn<'_> {
+impl Turn<'_> {
     /// Ends with a unit on this disk. Returns false when its export has ended meanwhile.
     pub(crate) fn end_with(mut self, unit: UnitSpec, disk: DiskSource) -> bool {
+        matches!(self.end(Changed::Unit(Box::new(unit), disk)), Ok(None))
+    }
+
+    /// Ends with another size of the disk, which a driver of virtio-blk is told.
+    pub(crate) fn end_resized(mut self) {
+        // Without the export there is nobody to tell.
+        let _ = self.end(Changed::Size);
+    }
+
+    fn end(&mut self, changed: Changed) -> Answered<Option<DiskSource>> {
         self.has_ended = true;
-        let unit = Some((Box::new(unit), disk));
-        let order = |answer| Order::EndUnit(self.id, self.place, unit, answer);
-        matches!(self.control.ask(order), Ok(None))
+        self.control.ask(|answer| Order::EndChange(self.id, self.place, changed, answer))
     }
 }
 
-impl Drop for UnitTurn<'_> {
+impl Drop for Turn<'_> {
     fn drop(&mut self) {
         if !self.has_ended {
             // Whoever asks next finds the place free.
-            let order = |answer| Order::EndUnit(self.id, self.place, None, answer);
-            let _ = self.control.ask(order);
+            let _ = self.end(Changed::Nothing);
         }
     }
 }

@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use device::CallWatch;
+use blockio::DiskSource;
+use device::{CallWatch, Device};
 
-use crate::command::{Command, CommandError, Reply};
-use crate::control::{ChangingUnit, Control, ExportSetup, UnitChange};
+use crate::command::{Command, CommandError, NewSize, Reply};
+use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
 use crate::disk_accesses::DiskAccesses;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Thread, Threads, choose, set_up};
@@ -115,7 +116,7 @@ impl Daemon {
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
-            Command::ResizeUnit(export, place, size) => self.resize_unit(export, place, size),
+            Command::Resize(export, place, size) => self.resize(export, place, size),
             Command::End(cause) => {
                 // One that nobody waits for any more has ended.
                 let _ = self.events.send(Event::Asked(cause));
@@ -214,10 +215,11 @@ impl Daemon {
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
         let (changing, turn) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
-        let unit = changing.device.remove_unit(place.address());
+        let ChangingUnit { device, removed, .. } = changing;
+        let unit = device.remove_unit(place.address());
         // Whoever asks waits for the end of its requests, and for the file system, however long
         // they take. Then the disk can be opened again.
-        drop(changing);
+        drop((device, removed));
         if let Some(unit) = unit {
             unit.close();
         }
@@ -226,27 +228,37 @@ impl Daemon {
         Ok(Reply::UnitRemoved)
     }
 
-    fn resize_unit(
+    fn resize(
         &self,
         export: String,
-        place: UnitPlace,
-        size: Option<u64>,
+        place: Option<UnitPlace>,
+        wanted: NewSize,
     ) -> Result<Reply, CommandError> {
-        let (changing, turn) =
-            self.control.begin_unit(export.clone(), place, UnitChange::Resize)?;
-        let ChangingUnit { device, unit, .. } = changing;
-        let (_, disk) = unit.expect("what is resized is there");
+        let (resizing, turn) = self.control.begin_resize(export.clone(), place)?;
+        let ResizingDisk { device, disk, .. } = resizing;
         let before = disk.info().size_bytes;
-        let resized = size.map_or_else(|| disk.refresh().map(drop), |size| disk.set_size(size));
-        resized.map_err(anyhow::Error::from)?;
-        let size = disk.info().size_bytes;
+        let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
+        let resized = resize_disk(&disk, wanted, || finish_begun(&device, place));
+        let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
         drop(disk);
-        if size != before {
-            tracing::info!(export, "logical unit {place} has {size} bytes, not {before}");
+        if size == before {
+            return Ok(Reply::Resized(size));
+        }
+        tracing::info!(export, "{what} has {size} bytes, not {before}");
+        if let (Device::Scsi(device), Some(place)) = (&device, place) {
             device.capacity_changed(place.address());
         }
-        drop(turn);
+        turn.end_resized();
         Ok(Reply::Resized(size))
+    }
+
+    /// The disks whose size may change from outside.
+    ///
+    /// # Errors
+    ///
+    /// When all exports have ended.
+    pub(crate) fn watched_disks(&self) -> Result<Vec<WatchedDisk>, CommandError> {
+        self.control.watched_disks()
     }
 
     /// The socket of an export. `None`: the inherited one, which is taken when nothing else can
@@ -311,6 +323,32 @@ impl Ending {
             std::mem::forget(threads);
         }
         Ok(outcome)
+    }
+}
+
+/// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `settle`
+/// waits for the requests that have begun.
+fn resize_disk(disk: &DiskSource, wanted: NewSize, settle: impl FnOnce()) -> Result<u64> {
+    let Some(size) = wanted.size_bytes else { return Ok(disk.refresh()?) };
+    let covered = disk.covered_bytes()?;
+    if size < covered && !wanted.shrink {
+        bail!(
+            "it has {covered} bytes, and what lies beyond {size} would be lost; ask with `shrink` \
+             to cut it off"
+        );
+    }
+    disk.set_size(size, settle)?;
+    Ok(size)
+}
+
+/// Waits for the requests that have begun on a disk of a device.
+fn finish_begun(device: &Device, place: Option<UnitPlace>) {
+    match (device, place) {
+        (Device::Blk(device), None) => device.finish_begun(),
+        (Device::Scsi(device), Some(place)) => device.finish_begun(place.address()),
+        (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => {
+            unreachable!("a disk was found at this place")
+        }
     }
 }
 

@@ -27,6 +27,7 @@ mod open_disk;
 pub mod options;
 pub mod serve;
 mod side_by_side;
+mod size_watch;
 pub mod spec;
 mod thread_watch;
 pub mod vhost_user;

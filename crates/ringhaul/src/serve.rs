@@ -14,6 +14,7 @@ use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
 use crate::options::ServeArgs;
+use crate::size_watch::SizeWatch;
 
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
@@ -46,6 +47,7 @@ pub fn run(args: &ServeArgs) -> Result<ExitCode> {
     let control = args.control.as_deref();
     let _control =
         control.map(|path| ControlSocket::start(path, Arc::downgrade(&daemon))).transpose()?;
+    let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_add(exports)?;
     let outcome = ending.wait(&daemon)?;
     opening.settle();

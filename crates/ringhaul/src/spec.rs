@@ -111,7 +111,7 @@ pub struct UnitSpec {
 }
 
 /// Where a logical unit is in its device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnitPlace {
     /// 0 to 255.

@@ -51,6 +51,8 @@ const WRITE_BYTES: u32 = 4096;
 /// Larger than any request that comes.
 const REQUEST_BYTES: usize = 64 << 10;
 const HEADER_BYTES: usize = 40;
+/// The number of a message to the kernel (`FUSE_NOTIFY_INVAL_INODE`).
+const NOTIFY_INVAL_INODE: i32 = 2;
 
 /// Where the kernel's requests are, of which some wait.
 #[derive(Default)]
@@ -164,6 +166,22 @@ impl Fuse {
     #[must_use]
     pub fn is_waiting(&self, opcode: u32) -> bool {
         self.shared.state().waiting.iter().any(|request| request.opcode == opcode)
+    }
+
+    /// Has the kernel ask for the attributes of the file again.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn forget_attributes(&self) -> Result<()> {
+        // `struct fuse_notify_inval_inode_out` behind a header without a request; a negative offset
+        // is that of no content.
+        let mut bytes = 40_u32.to_ne_bytes().to_vec();
+        bytes.extend(NOTIFY_INVAL_INODE.to_ne_bytes());
+        bytes.extend(0_u64.to_ne_bytes());
+        bytes.extend(FILE.to_ne_bytes());
+        bytes.extend([-1_i64, 0].map(i64::to_ne_bytes).concat());
+        let written = (&self.shared.device).write(&bytes);
+        written.map(drop).context("telling the kernel that attributes have changed")
     }
 
     /// Answers all that waits, and all that comes.

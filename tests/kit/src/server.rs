@@ -3,7 +3,7 @@
 //! The server is Ringhaul, or qemu-storage-daemon when `RINGHAUL_TEST_SERVER` says so: what then
 //! fails is a fault of the tests or of the guest, not of Ringhaul.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::File;
 use std::io::ErrorKind;
@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::{is_listening, wait_child};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use serde_json::Value;
 
 /// Says which server is to be tested: the name of its program.
 const SERVER_VARIABLE: &str = "RINGHAUL_TEST_SERVER";
@@ -139,7 +140,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// The control socket of a server for virtio-scsi.
+    /// The control socket of its server.
     #[must_use]
     pub fn control(&self) -> PathBuf {
         self.socket.with_extension("control")
@@ -216,12 +217,24 @@ impl Server {
     /// Runs `ringhaul ctl` on the server's control socket: a command, the export, and what else it
     /// takes. Returns what it prints.
     pub fn ctl(&self, command: &str, arguments: &[&str]) -> Result<String> {
+        let mut words = vec![OsStr::new(command), self.export.socket.as_os_str()];
+        words.extend(arguments.iter().map(OsStr::new));
+        self.run_ctl(&words)
+    }
+
+    /// Calls a method of the server's control socket, and returns its answer.
+    pub fn call(&self, method: &str, params: &Value) -> Result<Value> {
+        let params = params.to_string();
+        let said = self.run_ctl(&["call", method, &params].map(OsStr::new))?;
+        serde_json::from_str(&said).with_context(|| format!("{method} answers {said:?}"))
+    }
+
+    fn run_ctl(&self, words: &[&OsStr]) -> Result<String> {
         let mut ctl = bound_to_test();
         ctl.arg(ringhaul_binary()?).args(["ctl", "--control"]).arg(self.export.control());
-        ctl.arg(command).arg(&self.export.socket).args(arguments);
-        let output = ctl.output().context("running ringhaul ctl")?;
+        let output = ctl.args(words).output().context("running ringhaul ctl")?;
         let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "ctl {command} {arguments:?}: {said}");
+        ensure!(output.status.success(), "ctl {words:?}: {said}");
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
@@ -301,7 +314,9 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .args(["--engine", &export.engine.to_string()])
         .args(["--cache", &export.cache.to_string()])
         .args(["--queue-size", &export.queue_size.to_string()])
-        .args(["--logical-block-size", &export.logical_block_bytes.to_string()]);
+        .args(["--logical-block-size", &export.logical_block_bytes.to_string()])
+        .arg("--control")
+        .arg(export.control());
     if export.read_only {
         command.arg("--read-only");
     }
@@ -309,7 +324,6 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         let (file, serial) = (export.file.display(), &export.serial);
         let first = format!("0,blk-file={file},serial={serial},rotational=off");
         command.args(["--device", "scsi", "--lun", &first]);
-        command.arg("--control").arg(export.control());
         for unit in units {
             command.args(["--lun", unit]);
         }

@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use super::scene;
 
 /// A connection to a daemon.
-struct Client(BufReader<UnixStream>);
+pub(crate) struct Client(BufReader<UnixStream>);
 
 impl Client {
-    fn new(path: &Path) -> Result<Self> {
+    pub(crate) fn new(path: &Path) -> Result<Self> {
         Ok(Self(BufReader::new(UnixStream::connect(path)?)))
     }
 
@@ -31,7 +31,7 @@ impl Client {
         Ok((bytes > 0).then(|| serde_json::from_str(&line)).transpose()?)
     }
 
-    fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
+    pub(crate) fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
         self.send(format!("{request}\n").as_bytes())?;
         self.answer()?.context("the daemon has hung up")

@@ -10,6 +10,7 @@ mod ends;
 mod locks;
 mod log;
 mod options;
+mod resize;
 mod sockets;
 mod units;
 

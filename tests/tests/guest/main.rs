@@ -5,6 +5,7 @@
 
 mod conformance;
 mod polling;
+mod resize;
 mod scsi;
 mod scsi_boot;
 mod scsi_names;

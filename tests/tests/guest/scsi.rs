@@ -6,6 +6,7 @@ use anyhow::Result;
 use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export};
 
+use super::resize::has_mebibytes;
 use super::{
     FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, boot, check_clean_exit, check_file_system,
     check_same_bytes, scenario, with,
@@ -119,11 +120,4 @@ fn appears(vm: &mut Vm, address: &str) -> Result<String> {
     let nodes = format!("/sys/bus/scsi/devices/*:0:{address}/block/sd*");
     vm.check(&format!("until ls -d {nodes} > /dev/null 2>&1; do sleep 0.1; done"), LIMIT)?;
     node(vm, address)
-}
-
-/// Waits until a disk has this size.
-fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
-    let sectors = size << 11;
-    let has = format!("[ $(cat /sys/block/{disk}/size) = {sectors} ]");
-    vm.check(&format!("until {has}; do sleep 0.1; done"), LIMIT).map(drop)
 }

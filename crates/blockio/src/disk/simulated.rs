@@ -30,6 +30,7 @@ impl DiskSource {
             discard_bytes: Some(info.logical_block_bytes),
             align,
             identity: "".into(),
+            outside: None,
             blocks,
         };
         Self::new(info, SourceKind::File(file))

@@ -31,12 +31,37 @@ fn the_size_of_a_disk_may_change() {
         assert_eq!((source.info().size_bytes, disk.info().size_bytes), (expected, expected));
         assert!(can_read(expected - 512) && !can_read(expected), "{bytes}");
     }
-    assert!(source.set_size(MIB).unwrap_err().to_string().contains("then refresh"));
     let null = DiskSource::null(MIB, &DiskOptions::default()).unwrap();
-    assert!(null.set_size(MIB + 1).is_err() && null.set_size(0).is_err());
-    null.set_size(MIB + 512).unwrap();
+    assert!(null.set_size(MIB + 1, || ()).is_err() && null.set_size(0, || ()).is_err());
+    null.set_size(MIB + 512, || ()).unwrap();
     assert_eq!(null.refresh().unwrap(), MIB + 512);
     assert_eq!(null.state(), DiskState::Ready);
+}
+
+/// A file follows its disk. It is cut only when no request begins beyond the new end any more.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_file_is_given_the_size_that_its_disk_is_to_have() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(MIB).unwrap();
+    let length = || file.as_file().metadata().unwrap().len();
+    let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+    source.set_size(4 * MIB, || panic!("nothing is cut off")).unwrap();
+    assert_eq!((source.info().size_bytes, length()), (4 * MIB, 4 * MIB));
+    let mut seen = None;
+    source.set_size(2 * MIB, || seen = Some((source.info().size_bytes, length()))).unwrap();
+    assert_eq!(seen, Some((2 * MIB, 4 * MIB)));
+    assert_eq!((source.info().size_bytes, length()), (2 * MIB, 2 * MIB));
+    for bad in [0, 2 * MIB + 100, u64::MAX - 511] {
+        assert!(source.set_size(bad, || ()).is_err(), "{bad}");
+        assert_eq!((source.info().size_bytes, length()), (2 * MIB, 2 * MIB), "{bad}");
+    }
+    file.as_file().set_len(3 * MIB).unwrap();
+    assert_eq!(source.covered_bytes().unwrap(), 3 * MIB);
+    drop(source);
+    let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+    let source = DiskSource::file(file.path(), &options).unwrap();
+    assert!(source.set_size(MIB, || ()).unwrap_err().to_string().contains("for reading only"));
 }
 
 #[test]

@@ -14,6 +14,7 @@ use super::blocks::Blocks;
 use super::identity;
 use super::info::{DiskInfo, DiskOptions, check_logical_block};
 use super::lock::{Attempt, Conflict, lock, patiently};
+use super::outside::Outside;
 use super::sysfs;
 use crate::error::Error;
 use crate::op::OpenFile;
@@ -29,6 +30,8 @@ pub(super) struct FileSource {
     pub(super) align: Alignment,
     /// See [`DiskSource::identity`](super::DiskSource::identity).
     pub(super) identity: Arc<str>,
+    /// See [`DiskSource::outside`](super::DiskSource::outside).
+    pub(super) outside: Option<Arc<Outside>>,
     /// Where requests may be smaller than what direct I/O takes.
     pub(super) blocks: Option<Arc<Blocks>>,
 }
@@ -75,23 +78,69 @@ impl FileSource {
         } else {
             identity::of_file(&file)
         };
+        let outside = file.metadata().ok();
+        let outside = outside.map(|data| Arc::new(Outside::new(path, &data, is_block_device)));
         let is_rotational = sysfs::is_rotational(&file);
         let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         let identity = identity.into();
-        let source =
-            Self { file, is_block_device, is_rotational, discard_bytes, align, identity, blocks };
+        let source = Self {
+            file,
+            is_block_device,
+            is_rotational,
+            discard_bytes,
+            align,
+            identity,
+            outside,
+            blocks,
+        };
         Ok((source, info))
     }
 
     /// The size that it has now, if the disk can have it that was opened as `info` says.
     pub(super) fn size_bytes(&self, info: &DiskInfo) -> Result<u64, Error> {
-        let unusable = |reason| Error::Unusable { path: self.file.path().to_owned(), reason };
-        let size_bytes = size_of(self.file.as_ref()).map_err(unusable)?;
-        let blocks = self.blocks.as_ref().map(|_| self.align.request);
-        check_size(size_bytes, info.logical_block_bytes, blocks).map_err(unusable)?;
+        let size_bytes = size_of(self.file.as_ref()).map_err(|reason| self.unusable(reason))?;
+        self.check_size(size_bytes, info)?;
         Ok(size_bytes)
+    }
+
+    /// The size of its file or device as it is now, whether or not a disk can have it.
+    pub(super) fn any_size_bytes(&self) -> Result<u64, Error> {
+        let end = rustix::fs::seek(self.file.as_ref(), SeekFrom::End(0));
+        end.map_err(|errno| self.unusable(format!("its size cannot be determined: {errno}")))
+    }
+
+    /// Checks that the disk that was opened as `info` says can be given this size.
+    pub(super) fn check_new_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
+        let reason = if self.is_block_device {
+            "a block device is resized by what made it (lvextend, losetup --set-capacity); do \
+             that, and ask again without a size"
+        } else if info.read_only {
+            "it is open for reading only; resize it yourself, and ask again without a size"
+        } else if size_bytes == 0 {
+            "a disk of no bytes is not possible; choose another size"
+        } else {
+            return self.check_size(size_bytes, info);
+        };
+        Err(self.unusable(reason.into()))
+    }
+
+    /// Gives the file this length.
+    pub(super) fn truncate(&self, size_bytes: u64) -> Result<(), Error> {
+        rustix::fs::ftruncate(self.file.as_ref(), size_bytes).map_err(|errno| {
+            self.unusable(format!("it cannot be given {size_bytes} bytes: {errno}"))
+        })
+    }
+
+    fn check_size(&self, size_bytes: u64, info: &DiskInfo) -> Result<(), Error> {
+        let blocks = self.blocks.as_ref().map(|_| self.align.request);
+        let checked = check_size(size_bytes, info.logical_block_bytes, blocks);
+        checked.map_err(|reason| self.unusable(reason))
+    }
+
+    fn unusable(&self, reason: String) -> Error {
+        Error::Unusable { path: self.file.path().to_owned(), reason }
     }
 
     /// A character device, which `open` would refuse: some of them fail in useful ways.
@@ -108,6 +157,7 @@ impl FileSource {
             discard_bytes: None,
             align,
             identity,
+            outside: None,
             blocks: None,
         }
     }

@@ -18,6 +18,12 @@ fn attribute(device: u64, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
+/// How large the block device with this number is. The kernel counts in units of 512 bytes,
+/// whatever the logical block.
+pub(super) fn size_bytes(device: u64) -> Option<u64> {
+    attribute(device, "size")?.parse::<u64>().ok()?.checked_mul(512)
+}
+
 /// The unit in which the block device that `file` is takes discards, in bytes; 0 if nobody says,
 /// `None` if it takes none.
 pub(super) fn discard_bytes(file: &File) -> Option<u32> {

@@ -65,6 +65,12 @@ impl BlkDevice {
         queue.fenced.set(self.access().is_fenced());
     }
 
+    /// Waits until the requests are answered that have begun. IoThreads answer them, so this is
+    /// nothing for one.
+    pub fn finish_begun(&self) {
+        BlkQueues(Arc::downgrade(&self.shared.queues)).fence().wait();
+    }
+
     /// What it shares with other devices on the disk.
     pub(super) fn access(&self) -> &DiskAccess {
         &self.shared.access

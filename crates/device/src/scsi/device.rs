@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Wake, Waker};
-use std::thread::Thread;
+use std::task::{Context, Waker};
 use std::time::Instant;
 
 use blockio::{DiskSource, Io};
@@ -138,6 +137,15 @@ impl ScsiDevice {
         }
     }
 
+    /// Waits until the requests of a unit are answered that have begun. IoThreads answer them, so
+    /// this is nothing for one.
+    pub fn finish_begun(&self, address: UnitAddress) {
+        let number = self.units().all().get(&address).map(|unit| unit.number);
+        if let Some(number) = number {
+            self.shared.queues.cover(Which::Unit(number), How::Finish).wait();
+        }
+    }
+
     fn tell(&self, event: impl FnOnce()) {
         if self.common().has(config::F_HOTPLUG) {
             event();
@@ -262,20 +270,8 @@ impl RemovedUnit {
 
     /// Waits for that, and closes the disk. It can be opened again then.
     pub fn close(self) {
-        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-        while self.used.poll(&Context::from_waker(&waker)).is_pending() {
-            std::thread::park();
-        }
+        self.used.wait();
         drop(self.unit);
-    }
-}
-
-/// Wakes a thread.
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
     }
 }
 

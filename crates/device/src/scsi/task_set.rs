@@ -8,7 +8,8 @@
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
 
 use super::address::{UnitAddress, UnitNumber};
 
@@ -331,9 +332,26 @@ impl Waiting {
         Poll::Ready(self.0.found.load(Ordering::Relaxed))
     }
 
+    /// Waits on this thread, which must not be an IoThread.
+    pub(crate) fn wait(&self) {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        while self.poll(&Context::from_waker(&waker)).is_pending() {
+            std::thread::park();
+        }
+    }
+
     /// Whether chains that are meant may be popped later, as if nobody had asked.
     pub(crate) fn has_lost(&self) -> bool {
         self.0.has_lost.load(Ordering::Relaxed)
+    }
+}
+
+/// Wakes a thread.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 

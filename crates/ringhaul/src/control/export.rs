@@ -1,24 +1,26 @@
 //! One export, as the control thread sees it: where its front-ends come from, and the session of
 //! the current one.
 
+mod changes;
+
 use std::io;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
-use device::{Answer, Device};
+use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
 use super::closing::Closing;
-use super::order::{Answered, ChangingUnit, ExportSetup, UnitChange};
-use crate::command::{CommandError, DiskState, ExportState, ExportStatus, Served};
+use super::order::{Answered, ExportSetup};
+use crate::command::{DiskState, ExportState, ExportStatus, Served};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
-use crate::spec::{DeviceSpec, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{ExportSpec, UnitPlace};
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
@@ -41,8 +43,8 @@ pub(super) struct Export {
     pub(super) id: u64,
     pub(super) spec: ExportSpec,
     disks: Vec<DiskSource>,
-    /// Places of logical units that somebody is changing.
-    changing: Vec<UnitPlace>,
+    /// Places of disks that somebody is changing; that of virtio-blk has no address.
+    changing: Vec<Option<UnitPlace>>,
     log: Arc<ExportLog>,
     setup: SessionSetup,
     limits: MemoryLimits,
@@ -120,61 +122,6 @@ impl Export {
             unfinished: self.session.as_ref().map_or(0, |session| session.load().requests),
             served: self.served(),
             waits_for: (state == ExportState::Stopping).then(|| self.what_is_left()),
-        }
-    }
-
-    /// Begins to change a logical unit.
-    pub(super) fn begin_unit(
-        &mut self,
-        place: UnitPlace,
-        change: UnitChange,
-    ) -> Answered<ChangingUnit> {
-        let (name, state) = (self.spec.name(), self.state());
-        let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
-            (&self.setup.device, &mut self.spec.device)
-        else {
-            return Err(CommandError::NoUnits(name));
-        };
-        if state != ExportState::Serving {
-            return Err(CommandError::Busy(name, state));
-        }
-        if self.changing.contains(&place) {
-            return Err(CommandError::UnitBusy(name, place));
-        }
-        let index = units.iter().position(|unit| unit.place() == place);
-        let unit = match (change, index) {
-            (UnitChange::Add, None) => None,
-            (UnitChange::Add, Some(_)) => return Err(CommandError::UnitExists(name, place)),
-            (UnitChange::Remove, Some(index)) => {
-                Some((units.remove(index), self.disks.remove(index)))
-            }
-            (UnitChange::Resize, Some(index)) => {
-                Some((units[index].clone(), self.disks[index].clone()))
-            }
-            (_, None) => return Err(CommandError::UnknownUnit(name, place)),
-        };
-        self.changing.push(place);
-        let settings = self.spec.settings.clone();
-        Ok(ChangingUnit { id: self.id, device: device.clone(), settings, unit })
-    }
-
-    /// A logical unit has changed, and is there now if this says what it is. Returns its disk if it
-    /// cannot be.
-    pub(super) fn end_unit(
-        &mut self,
-        place: UnitPlace,
-        unit: Option<(Box<UnitSpec>, DiskSource)>,
-    ) -> Option<DiskSource> {
-        self.changing.retain(|other| *other != place);
-        let (unit, disk) = unit?;
-        let has_ended = self.has_ended();
-        match &mut self.spec.device {
-            DeviceSpec::Scsi(units) if !has_ended => {
-                units.push(*unit);
-                self.disks.push(disk);
-                None
-            }
-            _ => Some(disk),
         }
     }
 
@@ -542,7 +489,7 @@ mod tests {
         run(&mut export);
         assert_eq!(seen(&export), (ExportState::Serving, true, 2));
         assert!(!export.waiting_is_told);
-        scene.disk.set_size(1 << 21).unwrap();
+        scene.disk.set_size(1 << 21, || ()).unwrap();
         assert_eq!(export.status().size_bytes, 1 << 21);
         export.begin_stop();
         assert_eq!(seen(&export), (ExportState::Stopping, true, 2));

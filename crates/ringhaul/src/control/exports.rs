@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
-use super::order::{Alarm, Answered, ExportSetup, Order};
+use super::order::{Alarm, Answered, Changed, ExportSetup, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
 use crate::log_limit::LogLimit;
@@ -94,12 +94,19 @@ impl Exports {
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
-            Order::EndUnit(id, place, unit, answer) => {
+            Order::BeginResize(name, place, answer) => {
+                answer.send(self.find(&name).and_then(|export| export.begin_resize(place)));
+            }
+            Order::EndChange(id, place, changed, answer) => {
                 let export = self.list.iter_mut().find(|export| export.id == id);
-                answer.send(match export {
-                    Some(export) => export.end_unit(place, unit),
-                    None => unit.map(|(_, disk)| disk),
+                answer.send(match (export, changed) {
+                    (Some(export), changed) => export.end_change(place, changed),
+                    (None, Changed::Unit(_, disk)) => Some(disk),
+                    (None, Changed::Nothing | Changed::Size) => None,
                 });
+            }
+            Order::Watch(answer) => {
+                answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
             }
             Order::Stop if self.stopping.is_none() => {
                 (self.stopping, self.reported) = (Some(now), Some(now));

@@ -4,6 +4,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::task::Wake;
 
+use blockio::disk::Outside;
 use blockio::{DiskSource, Remote};
 use device::scsi::ScsiDevice;
 use device::{Answer, Device};
@@ -38,7 +39,6 @@ pub struct ExportSetup {
 pub(crate) enum UnitChange {
     Add,
     Remove,
-    Resize,
 }
 
 /// A logical unit that is changing.
@@ -47,8 +47,35 @@ pub(crate) struct ChangingUnit {
     pub(crate) id: u64,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
-    /// What is there, unless it is being added. What is being removed is no longer listed.
-    pub(crate) unit: Option<(UnitSpec, DiskSource)>,
+    /// The disk of a unit that is being removed, which is no longer listed.
+    pub(crate) removed: Option<DiskSource>,
+}
+
+/// A disk whose size is changing.
+pub(crate) struct ResizingDisk {
+    /// Of the export: its name may be another's by the end.
+    pub(crate) id: u64,
+    pub(crate) device: Device,
+    pub(crate) disk: DiskSource,
+}
+
+/// A disk of an export whose size may change from outside.
+pub(crate) struct WatchedDisk {
+    pub(crate) export: String,
+    /// `None`: that of a virtio-blk device.
+    pub(crate) place: Option<UnitPlace>,
+    pub(crate) outside: Arc<Outside>,
+    /// What its drivers know.
+    pub(crate) size_bytes: u64,
+}
+
+/// What a change has come to.
+pub(super) enum Changed {
+    Nothing,
+    /// There is one more unit.
+    Unit(Box<UnitSpec>, DiskSource),
+    /// The disk has another size.
+    Size,
 }
 
 pub(super) type Answered<T> = std::result::Result<T, CommandError>;
@@ -66,9 +93,13 @@ pub(super) enum Order {
     Show(Answer<Vec<ExportStatus>>),
     /// To begin to change a unit of an export. Nobody else does with its place until that ends.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
-    /// A change of a unit has ended, and it is there now if this says what it is. The answer is its
-    /// disk, for whoever closes it, if the export has ended meanwhile.
-    EndUnit(u64, UnitPlace, Option<(Box<UnitSpec>, DiskSource)>, Answer<Option<DiskSource>>),
+    /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.
+    BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
+    /// What was begun at a place has ended. The answer is the disk of a unit that was added, for
+    /// whoever closes it, if the export has ended meanwhile.
+    EndChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    /// To list the disks whose size may change from outside.
+    Watch(Answer<Vec<WatchedDisk>>),
     Stop,
     Abandon,
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::message::{Code, Problem};
-use crate::command::{Command, CommandError, EndCause, ExportStatus, Removal, Reply};
+use crate::command::{Command, CommandError, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::daemon::Daemon;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
@@ -225,11 +225,12 @@ impl Method for RemoveUnit {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Resize {
     export: String,
-    #[serde(default)]
-    target: u8,
-    lun: u16,
-    /// Of a null disk; others have the size of their file or device.
+    target: Option<u8>,
+    /// `None`: the disk of a virtio-blk device.
+    lun: Option<u16>,
     size_bytes: Option<u64>,
+    #[serde(default)]
+    shrink: bool,
 }
 
 #[derive(Serialize)]
@@ -244,8 +245,12 @@ impl Method for Resize {
     type Answer = Resized;
 
     fn carry_out(self, client: &Client) -> Result<Resized, Problem> {
-        let Self { export, target, lun, size_bytes } = self;
-        let command = Command::ResizeUnit(export, UnitPlace { target, lun }, size_bytes);
+        let Self { export, target, lun, size_bytes, shrink } = self;
+        if lun.is_none() && target.is_some() {
+            return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
+        }
+        let place = lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun });
+        let command = Command::Resize(export, place, NewSize { size_bytes, shrink });
         match client.handle(command)? {
             Reply::Resized(size_bytes) => Ok(Resized { size_bytes }),
             other => unreachable!("{other:?} is no size"),
@@ -273,9 +278,11 @@ impl From<&CommandError> for Problem {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
-            CommandError::Busy(..) | CommandError::UnitBusy(..) => Code::Busy,
+            CommandError::Busy(..) | CommandError::UnitBusy(..) | CommandError::DiskBusy(_) => {
+                Code::Busy
+            }
             CommandError::NotEnded(..) => Code::Unfinished,
-            CommandError::NoUnits(_) => Code::WrongKind,
+            CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
             CommandError::Ending => Code::Ending,
             CommandError::Failed(_) => Code::Failed,
         };

@@ -1,0 +1,125 @@
+//! The disks of an export come, go and change their size.
+
+use blockio::DiskSource;
+use device::Device;
+
+use super::Export;
+use crate::command::{CommandError, ExportState};
+use crate::control::order::{
+    Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
+};
+use crate::spec::{DeviceSpec, UnitPlace};
+
+impl Export {
+    /// Begins to change a logical unit.
+    pub(in crate::control) fn begin_unit(
+        &mut self,
+        place: UnitPlace,
+        change: UnitChange,
+    ) -> Answered<ChangingUnit> {
+        let (name, state) = (self.spec.name(), self.state());
+        let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
+            (&self.setup.device, &mut self.spec.device)
+        else {
+            return Err(CommandError::NoUnits(name));
+        };
+        if state != ExportState::Serving {
+            return Err(CommandError::Busy(name, state));
+        }
+        if self.changing.contains(&Some(place)) {
+            return Err(CommandError::UnitBusy(name, place));
+        }
+        let index = units.iter().position(|unit| unit.place() == place);
+        let removed = match (change, index) {
+            (UnitChange::Add, None) => None,
+            (UnitChange::Add, Some(_)) => return Err(CommandError::UnitExists(name, place)),
+            (UnitChange::Remove, Some(index)) => {
+                units.remove(index);
+                Some(self.disks.remove(index))
+            }
+            (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
+        };
+        self.changing.push(Some(place));
+        let settings = self.spec.settings.clone();
+        Ok(ChangingUnit { id: self.id, device: device.clone(), settings, removed })
+    }
+
+    /// Begins to give a disk another size.
+    pub(in crate::control) fn begin_resize(
+        &mut self,
+        place: Option<UnitPlace>,
+    ) -> Answered<ResizingDisk> {
+        let (name, state) = (self.spec.name(), self.state());
+        if state != ExportState::Serving {
+            return Err(CommandError::Busy(name, state));
+        }
+        let index = match (&self.spec.device, place) {
+            (DeviceSpec::Blk(_), None) => Some(0),
+            (DeviceSpec::Blk(_), Some(_)) => return Err(CommandError::NoUnits(name)),
+            (DeviceSpec::Scsi(_), None) => return Err(CommandError::NoDisk(name)),
+            (DeviceSpec::Scsi(units), Some(place)) => {
+                units.iter().position(|unit| unit.place() == place)
+            }
+        };
+        match (index.and_then(|index| self.disks.get(index)), place) {
+            (_, Some(place)) if self.changing.contains(&Some(place)) => {
+                Err(CommandError::UnitBusy(name, place))
+            }
+            (_, None) if self.changing.contains(&None) => Err(CommandError::DiskBusy(name)),
+            (Some(disk), place) => {
+                self.changing.push(place);
+                let device = self.setup.device.clone();
+                Ok(ResizingDisk { id: self.id, device, disk: disk.clone() })
+            }
+            (None, Some(place)) => Err(CommandError::UnknownUnit(name, place)),
+            (None, None) => unreachable!("virtio-blk without a disk"),
+        }
+    }
+
+    /// What was begun at a place has ended. Returns the disk of a unit that cannot be added.
+    pub(in crate::control) fn end_change(
+        &mut self,
+        place: Option<UnitPlace>,
+        changed: Changed,
+    ) -> Option<DiskSource> {
+        self.changing.retain(|other| *other != place);
+        let has_ended = self.has_ended();
+        match (changed, &mut self.spec.device) {
+            (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
+                units.push(*unit);
+                self.disks.push(disk);
+                None
+            }
+            (Changed::Unit(_, disk), _) => Some(disk),
+            (Changed::Size, DeviceSpec::Blk(_)) => {
+                self.tell_front_end();
+                None
+            }
+            (Changed::Size, DeviceSpec::Scsi(_)) | (Changed::Nothing, _) => None,
+        }
+    }
+
+    /// Has the front-end read the configuration space again.
+    fn tell_front_end(&self) {
+        if self.session.as_ref().is_some_and(|session| !session.send_config_change()) {
+            tracing::warn!(
+                export = self.log.name(),
+                "the front-end does not take the news of another size; the guest sees it when it \
+                 starts again"
+            );
+        }
+    }
+
+    /// Its disks whose size may change from outside.
+    pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
+        let places: Vec<Option<UnitPlace>> = match &self.spec.device {
+            DeviceSpec::Blk(_) => vec![None],
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
+        };
+        let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
+            let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
+            Some(WatchedDisk { export, place, outside: disk.outside()?, size_bytes })
+        };
+        places.into_iter().zip(&self.disks).filter_map(watched).collect()
+    }
+}

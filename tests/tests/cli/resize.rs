@@ -1,0 +1,137 @@
+//! Disks whose size changes while they are served.
+
+use std::fs::File;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::system::{self, LoopDevice, may_change};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::control::Client;
+use super::scene;
+
+const MIB: u64 = 1 << 20;
+
+/// A daemon with these exports, and a client of it.
+fn serve(scene: &Scene, exports: &[String]) -> Result<(Running, Client)> {
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--control").arg(&control);
+    for export in exports {
+        command.args(["--export", export]);
+    }
+    let daemon = Running::serve(&mut command)?;
+    Ok((daemon, Client::new(&control)?))
+}
+
+fn export(socket: &Path, file: &Path, more: &str) -> String {
+    format!("socket-path={},blk-file={}{more}", socket.display(), file.display())
+}
+
+fn set_len(file: &Path, bytes: u64) -> Result<()> {
+    Ok(File::options().write(true).open(file)?.set_len(bytes)?)
+}
+
+#[test]
+fn a_disk_is_resized_by_request() -> Result<()> {
+    let scene = scene()?;
+    let (file, read_only) = (scene.disk("disk.img", MIB)?, scene.disk("read-only.img", MIB)?);
+    let [blk, other, scsi] = ["blk", "read-only", "scsi"].map(|name| scene.socket(name));
+    let units = format!("socket-path={},device=scsi,lun=3,null=1M", scsi.display());
+    let all = [export(&blk, &file, ""), export(&other, &read_only, ",read-only=on"), units];
+    let (mut daemon, mut client) = serve(&scene, &all)?;
+    let mut resize = |params: Value| client.call("disk.resize", &params);
+    for (params, size) in [
+        (json!({ "export": blk, "size-bytes": 4 * MIB }), 4 * MIB),
+        (json!({ "export": blk, "size-bytes": 4 * MIB }), 4 * MIB),
+        (json!({ "export": blk, "size-bytes": 2 * MIB, "shrink": true }), 2 * MIB),
+        (json!({ "export": blk }), 2 * MIB),
+        (json!({ "export": scsi, "lun": 3, "size-bytes": 3 * MIB }), 3 * MIB),
+    ] {
+        let answer = resize(params.clone())?;
+        ensure!(answer["result"] == json!({ "size-bytes": size }), "{params}: {answer}");
+    }
+    ensure!(std::fs::metadata(&file)?.len() == 2 * MIB, "the file has another size");
+    for (params, code, words) in [
+        (json!({ "export": blk, "size-bytes": MIB }), 1, "would be lost"),
+        (json!({ "export": scsi, "lun": 3, "size-bytes": MIB }), 1, "would be lost"),
+        (json!({ "export": blk, "size-bytes": 4 * MIB + 100 }), 1, "not a multiple"),
+        (json!({ "export": blk, "size-bytes": 0, "shrink": true }), 1, "of no bytes"),
+        (json!({ "export": other, "size-bytes": 2 * MIB }), 1, "for reading only"),
+        (json!({ "export": blk, "lun": 0 }), 5, "has no logical units"),
+        (json!({ "export": scsi }), 5, "name one of its logical units"),
+        (json!({ "export": scsi, "target": 1 }), -32602, "names no disk"),
+        (json!({ "export": scsi, "lun": 4 }), 2, "has no unit 0:4"),
+    ] {
+        let answer = resize(params.clone())?;
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        let is_expected = answer["error"]["code"] == code && message.contains(words);
+        ensure!(is_expected, "{params}: {answer}");
+    }
+    ensure!(std::fs::metadata(&file)?.len() == 2 * MIB, "the file has another size");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Growth is passed on. Less than what the guest knows is not, unless somebody asks for that.
+#[test]
+fn the_size_of_a_file_that_others_change_is_noticed() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", 2 * MIB)?;
+    let socket = scene.socket("disk.sock");
+    let (mut daemon, mut client) = serve(&scene, &[export(&socket, &file, "")])?;
+    let mut size = |method: &str| -> Result<Value> {
+        let answer = client.call(method, &json!({ "export": socket }))?;
+        Ok(answer["result"]["size-bytes"].clone())
+    };
+    set_len(&file, 3 * MIB)?;
+    daemon.wait_for(&format!("the disk has {} bytes, not {}", 3 * MIB, 2 * MIB))?;
+    ensure!(size("export.show")? == 3 * MIB, "it is not passed on");
+    set_len(&file, 4 * MIB + 1)?;
+    daemon.wait_for("not a multiple of the logical block")?;
+    set_len(&file, MIB)?;
+    daemon.wait_for(&format!("has shrunk to {MIB} bytes, and the guest knows {}", 3 * MIB))?;
+    ensure!(size("export.show")? == 3 * MIB, "it is passed on");
+    ensure!(size("disk.resize")? == MIB && size("export.show")? == MIB, "it is not passed on");
+    daemon.signal(Signal::TERM)?;
+    let finished = daemon.finish()?.expect_code(0)?;
+    ensure!(finished.stderr.matches("shrunk").count() == 1, "{}", finished.stderr);
+    Ok(())
+}
+
+#[test]
+fn a_device_that_grows_is_noticed_while_a_file_system_hangs() -> Result<()> {
+    if !may_change("a loop device") {
+        return Ok(());
+    }
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let file = scene.disk("device.img", 2 * MIB)?;
+    let device = LoopDevice::attach(&file)?;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let hangs = export(&hung, &fuse.file(), ",read-only=on,lock=off,cache=writeback");
+    let (mut daemon, mut client) = serve(&scene, &[hangs, export(&healthy, device.path(), "")])?;
+    fuse.withhold(daemon.pid(), &[opcode::GETATTR]);
+    fuse.forget_attributes()?;
+    fuse.wait_for(opcode::GETATTR)?;
+    for times in 2..4 {
+        set_len(&file, 2 * times * MIB)?;
+        system::run("losetup", &["--set-capacity", &device.path().display().to_string()])?;
+        daemon.wait_for(&format!("the disk has {} bytes", 2 * times * MIB))?;
+    }
+    let shown = client.call("export.show", &json!({ "export": healthy }))?;
+    ensure!(shown["result"]["size-bytes"] == 6 * MIB, "{shown}");
+    let size = json!({ "export": healthy, "size-bytes": MIB, "shrink": true });
+    let refused = client.call("disk.resize", &size)?;
+    let words = refused["error"]["message"].as_str().unwrap_or_default();
+    ensure!(words.contains("by what made it"), "{refused}");
+    daemon.signal(Signal::TERM)?;
+    daemon.wait_for("finishing requests")?;
+    fuse.release();
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}

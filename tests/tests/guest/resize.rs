@@ -1,0 +1,73 @@
+//! A guest sees that its disk has another size, while it uses it.
+
+use std::fs::File;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::guest::Vm;
+use ringhaul_kit::server::{Cache, Engine, Export};
+use serde_json::json;
+
+use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
+
+const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
+const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
+
+/// Waits until the guest knows this size of a disk.
+pub(super) fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
+    let sectors = size << 11;
+    let has = format!("[ $(cat /sys/block/{disk}/size) = {sectors} ]");
+    vm.check(&format!("until {has}; do sleep 0.1; done"), LIMIT).map(drop)
+}
+
+/// Grows and shrinks a disk under verified load: by request, and by a file that others change.
+fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("resize-{engine}"), engine, Cache::None)?;
+    let export = Export { units: is_scsi.then(Vec::new), ..export };
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+    let (disk, lun) = if is_scsi { ("sda", Some(0)) } else { ("vda", None) };
+    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+
+    for (mebibytes, by_request) in
+        [(144, true), (160, false), (176, true), (192, false), (136, true), (256, true)]
+    {
+        let bytes = mebibytes << 20;
+        if by_request {
+            let params = json!({
+                "export": export.socket, "lun": lun, "size-bytes": bytes,
+                "shrink": mebibytes == 136,
+            });
+            let answer = server.call("disk.resize", &params)?;
+            ensure!(answer["size-bytes"] == bytes, "{answer}");
+        } else {
+            File::options().write(true).open(&export.file)?.set_len(bytes)?;
+        }
+        has_mebibytes(&mut vm, disk, mebibytes)?;
+        let last = format!("bs=1M seek={} count=1 oflag=direct conv=fsync", mebibytes - 1);
+        vm.check(&format!("dd if=/dev/urandom of=/dev/{disk} {last} 2> /dev/null"), LIMIT)?;
+        ensure!(export.file.metadata()?.len() == bytes, "the file has another size");
+    }
+
+    vm.check(VERIFY_STOP, LIMIT)?;
+    check_same_bytes(&mut vm, disk, &export.file)?;
+    vm.power_off(LIMIT)?;
+    let errors = server.messages().lines().filter(|line| line.contains("failed")).count();
+    ensure!(errors == 0, "{}", server.messages());
+    check_clean_exit(&mut server)
+}
+
+#[test]
+fn blk_with_io_uring_is_resized_under_load() -> Result<()> {
+    scenario(|| resize(Engine::IoUring, false))
+}
+
+#[test]
+fn blk_with_aio_is_resized_under_load() -> Result<()> {
+    scenario(|| resize(Engine::Aio, false))
+}
+
+#[test]
+fn scsi_is_resized_under_load() -> Result<()> {
+    scenario(|| resize(Engine::Threads, true))
+}
