@@ -153,12 +153,94 @@ impl fmt::Display for RingPart {
     }
 }
 
+/// Why an inflight region, or the account of a queue in it, cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum InflightError {
+    /// It is for no queues, or for none that there can be.
+    #[error("an inflight region for {queues} queues of {queue_size} entries")]
+    Shape {
+        /// Queues that it is for.
+        queues: u16,
+        /// Entries of each.
+        queue_size: u16,
+    },
+    /// The memory ends before the last account does.
+    #[error(
+        "an inflight region of {bytes} bytes; {queues} queues of {queue_size} entries take {needed}"
+    )]
+    TooShort {
+        /// Bytes of the memory.
+        bytes: u64,
+        /// Bytes of the accounts.
+        needed: u64,
+        /// Queues that it is for.
+        queues: u16,
+        /// Entries of each.
+        queue_size: u16,
+    },
+    /// A queue is served without an account, so that its requests would be lost with the process.
+    #[error("queue {index} has no place in the inflight region, which is for {queues} queues")]
+    NoAccount {
+        /// The number of the queue.
+        index: u16,
+        /// Queues that the region is for.
+        queues: u16,
+    },
+    /// The ring has more descriptors than the account.
+    #[error("a ring of {size} entries has an inflight region for {entries}")]
+    RingTooLong {
+        /// Entries of the account.
+        entries: u16,
+        /// Entries of the ring.
+        size: u16,
+    },
+    /// The account was written by a back-end that took the region for one of another size.
+    #[error("the inflight region was used for queues of {entries} entries, not {expected}")]
+    OtherSize {
+        /// What the account says.
+        entries: u16,
+        /// What the front-end says.
+        expected: u16,
+    },
+    /// The account is of a version that is not known.
+    #[error("the inflight region is of version {version}, which is unknown")]
+    Version {
+        /// The version.
+        version: u16,
+    },
+    /// A request is marked whose descriptor the ring does not have.
+    #[error("the inflight region has a request {head}, and the ring has {size} entries")]
+    MarkOutOfRange {
+        /// Head of the request.
+        head: u16,
+        /// Entries of the ring.
+        size: u16,
+    },
+    /// The list of used elements leads out of the account.
+    #[error("the inflight region links to {head}, and has {entries} entries")]
+    LinkOutOfRange {
+        /// What the link says.
+        head: u16,
+        /// Entries of the account.
+        entries: u16,
+    },
+    /// The region does not begin where numbers can be read at once.
+    #[error("the inflight region is misaligned")]
+    Misaligned,
+    /// The front-end has truncated the region's file.
+    #[error("the memory of the inflight region is gone: its file was truncated")]
+    Gone,
+}
+
 /// The ring is bad: the device must stop this queue, and this queue alone.
 ///
 /// After an error from [`SplitQueue::pop`](crate::SplitQueue::pop) nothing more can be learned from
 /// the ring. Chains that were popped before may still be pushed and published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum QueueError {
+    /// What the process before has left of the queue is not known for certain.
+    #[error("{0}; requests would be lost or done twice, so the queue cannot start")]
+    Inflight(#[from] InflightError),
     /// The queue size is not a power of two, or out of range.
     #[error("queue size {size} is not a power of two between 1 and {max}")]
     Size {

@@ -56,16 +56,19 @@ mod chain;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod error;
+mod inflight;
 mod limits;
 mod mapping;
 mod memory;
 mod region;
+mod rings;
 mod sigbus;
 mod split;
 
 pub use budget::MappingBudget;
 pub use chain::Chain;
-pub use error::{ChainFault, MemoryError, QueueError, RingPart};
+pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
+pub use inflight::{InflightQueue, InflightRegion, Recovery, RingLayout};
 pub use limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use memory::{GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};

@@ -4,27 +4,17 @@
 //! The avail idx is read when all chains that it announced have been popped, or somebody asks; the
 //! used idx is written once for each batch.
 
-use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
 use crate::error::{QueueError, RingPart};
+use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
+use crate::rings::{RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
-const AVAIL_RING_ALIGN: usize = 2;
-const USED_RING_ALIGN: usize = 4;
-
-/// Offset of `idx` in both rings; `flags` is at 0.
-const RING_IDX: usize = 2;
-/// Offset of the entries in both rings.
-const RING_ENTRIES: usize = 4;
-const AVAIL_ENTRY_BYTES: usize = 2;
-const USED_ENTRY_BYTES: usize = 8;
-/// `used_event` after the avail ring's entries, `avail_event` after the used ring's.
-const RING_EVENT_BYTES: usize = 2;
 
 /// The driver wants no calls; not used with event idx (virtio 1.3, section 2.7.6).
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
@@ -73,6 +63,8 @@ pub struct SplitQueue {
     in_device: u16,
     /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
+    /// Where requests are marked while they are in the device.
+    inflight: Option<Inflight>,
 }
 
 impl SplitQueue {
@@ -102,9 +94,52 @@ impl SplitQueue {
             checked_used: next_used,
             in_device: 0,
             call_forced: true,
+            inflight: None,
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
         Ok(queue)
+    }
+
+    /// As [`new`](Self::new), for a queue whose requests are marked in an inflight region. If the
+    /// region knows the ring, it says where to continue, and the queue begins with
+    /// [`pop_again`](Self::pop_again) until there is nothing to pop.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and when the region cannot be understood.
+    pub fn with_inflight(
+        memory: LocalMemory,
+        config: QueueConfig,
+        inflight: &InflightQueue,
+    ) -> Result<(Self, Recovery), QueueError> {
+        let mut queue = Self::new(memory, config)?;
+        let ring = RingNow {
+            size: config.size,
+            used_idx: queue.next_used,
+            avail_idx: queue.rings.load_avail_idx(),
+        };
+        let (inflight, recovery) = Inflight::open(inflight, ring)?;
+        if let Recovery::Known { requests } = recovery {
+            queue.next_avail = queue.next_used.wrapping_add(requests);
+            queue.avail_shadow = queue.next_avail;
+        }
+        queue.inflight = Some(inflight);
+        Ok((queue, recovery))
+    }
+
+    /// Takes the next chain that was in the device when the process before this one ended, in the
+    /// order in which they were taken then.
+    ///
+    /// # Errors
+    ///
+    /// As [`pop`](Self::pop).
+    pub fn pop_again(&mut self) -> Result<Option<Chain>, QueueError> {
+        let Some(head) = self.inflight.as_mut().and_then(Inflight::take_again) else {
+            return Ok(None);
+        };
+        let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
+        self.in_device += 1;
+        Ok(Some(chain::finish(&mut self.translator, head, fault)))
     }
 
     /// Takes the next chain that the driver made available, if there is one.
@@ -127,9 +162,12 @@ impl SplitQueue {
         &mut self,
         popped: Result<Option<Chain>, QueueError>,
     ) -> Result<Option<Chain>, QueueError> {
-        if let Ok(Some(_)) = popped {
+        if let Ok(Some(chain)) = popped {
             self.next_avail = self.next_avail.wrapping_sub(1);
             self.in_device -= 1;
+            if let Some(inflight) = &mut self.inflight {
+                inflight.not_taken(chain.head);
+            }
         }
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
         let memory = self.translator.memory();
@@ -151,6 +189,9 @@ impl SplitQueue {
         let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
         self.next_avail = self.next_avail.wrapping_add(1);
         self.in_device += 1;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.taken(head);
+        }
         Ok(Some(match fault {
             None => chain::finish(&mut self.translator, head, None),
             Some(fault) => chain::finish(&mut self.translator, head, Some(fault)),
@@ -172,6 +213,9 @@ impl SplitQueue {
         self.rings.store_used_entry(self.next_used, head, written_bytes);
         self.next_used = self.next_used.wrapping_add(1);
         self.in_device -= 1;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.pushed(head);
+        }
     }
 
     /// Makes all pushed elements visible, and returns how many are new. A driver that sleeps sees
@@ -182,6 +226,9 @@ impl SplitQueue {
         if count > 0 {
             self.rings.store_used_idx(self.next_used);
             self.published_used = self.next_used;
+            if let Some(inflight) = &mut self.inflight {
+                inflight.published(self.next_used);
+            }
         }
         let unchecked = self.next_used.wrapping_sub(self.checked_used);
         assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
@@ -338,7 +385,8 @@ fn need_event(event: u16, new: u16, old: u16) -> bool {
 fn map_parts(memory: LocalMemory, config: &QueueConfig) -> Result<(Translator, Rings), QueueError> {
     let desc_table_bytes = usize::from(config.size) * DESCRIPTOR_BYTES;
     map_part(&memory, RingPart::DescTable, config.desc_table, desc_table_bytes, DESC_TABLE_ALIGN)?;
-    let rings = Rings::new(&memory, config)?;
+    let QueueConfig { size, avail_ring, used_ring, event_idx, .. } = *config;
+    let rings = Rings::new(&memory, &RingParts { size, avail_ring, used_ring, event_idx })?;
     let translator =
         Translator::new(memory, config.desc_table, config.size).ok_or(QueueError::Unmapped {
             part: RingPart::DescTable,
@@ -346,153 +394,6 @@ fn map_parts(memory: LocalMemory, config: &QueueConfig) -> Result<(Translator, R
             len: desc_table_bytes,
         })?;
     Ok((translator, rings))
-}
-
-/// Checks a part of the ring. The host address is what must be aligned for atomic accesses; it is
-/// when the guest address is, unless a front-end placed a region at an odd address.
-fn map_part(
-    memory: &LocalMemory,
-    part: RingPart,
-    addr: u64,
-    len: usize,
-    align: usize,
-) -> Result<*mut u8, QueueError> {
-    let host = memory.host_of(addr, len).ok_or(QueueError::Unmapped { part, addr, len })?;
-    if !addr.is_multiple_of(align as u64) || !host.addr().is_multiple_of(align) {
-        return Err(QueueError::Misaligned { part, addr, align });
-    }
-    Ok(host)
-}
-
-/// Host pointers of the avail and used rings.
-///
-/// Both were checked to be aligned and within one memory region each, with as many entries as
-/// `mask` lets through and with their event if event idx is on. The queue's translator keeps the
-/// map, and [`SplitQueue::set_memory`] replaces both together, so the pointers are good while the
-/// queue has them. The driver accesses the same memory, so every access is atomic or volatile.
-#[derive(Debug)]
-struct Rings {
-    avail: *mut u8,
-    used: *mut u8,
-    /// Null without event idx.
-    used_event: *mut u8,
-    /// Null without event idx.
-    avail_event: *mut u8,
-    /// Queue size - 1.
-    mask: u16,
-}
-
-impl Rings {
-    fn new(memory: &LocalMemory, config: &QueueConfig) -> Result<Self, QueueError> {
-        let event_bytes = if config.event_idx { RING_EVENT_BYTES } else { 0 };
-        let size = usize::from(config.size);
-        let avail_event_offset = RING_ENTRIES + size * USED_ENTRY_BYTES;
-        let used_event_offset = RING_ENTRIES + size * AVAIL_ENTRY_BYTES;
-        let avail = map_part(
-            memory,
-            RingPart::AvailRing,
-            config.avail_ring,
-            used_event_offset + event_bytes,
-            AVAIL_RING_ALIGN,
-        )?;
-        let used = map_part(
-            memory,
-            RingPart::UsedRing,
-            config.used_ring,
-            avail_event_offset + event_bytes,
-            USED_RING_ALIGN,
-        )?;
-        let event = |ring: *mut u8, offset| {
-            if config.event_idx { ring.wrapping_add(offset) } else { ptr::null_mut() }
-        };
-        Ok(Self {
-            avail,
-            used,
-            used_event: event(avail, used_event_offset),
-            avail_event: event(used, avail_event_offset),
-            mask: config.size - 1,
-        })
-    }
-
-    #[inline]
-    fn load_avail_idx(&self) -> u16 {
-        // SAFETY: the avail ring is mapped and aligned, see `Rings`.
-        unsafe { load(self.avail.add(RING_IDX), Ordering::Acquire) }
-    }
-
-    #[inline]
-    fn load_avail_flags(&self) -> u16 {
-        // SAFETY: the avail ring is mapped and aligned, see `Rings`.
-        unsafe { load(self.avail, Ordering::Relaxed) }
-    }
-
-    #[inline]
-    fn avail_entry(&self, index: u16) -> u16 {
-        let offset = RING_ENTRIES + usize::from(index & self.mask) * AVAIL_ENTRY_BYTES;
-        // SAFETY: the avail ring is mapped and aligned and has `mask` + 1 entries, see `Rings`.
-        unsafe { load(self.avail.add(offset), Ordering::Relaxed) }
-    }
-
-    /// Only with event idx.
-    #[inline]
-    fn load_used_event(&self) -> u16 {
-        // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
-        unsafe { load(self.used_event, Ordering::Relaxed) }
-    }
-
-    fn load_used_idx(&self) -> u16 {
-        // SAFETY: the used ring is mapped and aligned, see `Rings`.
-        unsafe { load(self.used.add(RING_IDX), Ordering::Relaxed) }
-    }
-
-    /// Release: a driver that sees the idx also sees the entries, and the data from the device.
-    #[inline]
-    fn store_used_idx(&self, index: u16) {
-        // SAFETY: the used ring is mapped and aligned, see `Rings`.
-        unsafe { store(self.used.add(RING_IDX), index, Ordering::Release) }
-    }
-
-    #[inline]
-    fn store_used_entry(&self, index: u16, head: u16, written_bytes: u32) {
-        let offset = RING_ENTRIES + usize::from(index & self.mask) * USED_ENTRY_BYTES;
-        // SAFETY: the used ring is mapped and aligned to 4 and has `mask` + 1 entries of two u32,
-        // see `Rings`.
-        unsafe {
-            let entry = self.used.add(offset).cast::<u32>();
-            entry.write_volatile(u32::from(head).to_le());
-            entry.add(1).write_volatile(written_bytes.to_le());
-        }
-    }
-
-    fn store_used_flags(&self, flags: u16) {
-        // SAFETY: the used ring is mapped and aligned, see `Rings`.
-        unsafe { store(self.used, flags, Ordering::Relaxed) }
-    }
-
-    /// Only with event idx.
-    fn store_avail_event(&self, index: u16) {
-        // SAFETY: with event idx the event is mapped and aligned, see `Rings`.
-        unsafe { store(self.avail_event, index, Ordering::Relaxed) }
-    }
-}
-
-/// # Safety
-///
-/// `host` must be two bytes of mapped guest memory, aligned to two.
-#[inline]
-unsafe fn load(host: *mut u8, order: Ordering) -> u16 {
-    // SAFETY: the caller vouches for the bytes. A reference to an atomic claims nothing about what
-    // others do to it, and this one ends with the statement.
-    u16::from_le(unsafe { AtomicU16::from_ptr(host.cast()) }.load(order))
-}
-
-/// # Safety
-///
-/// `host` must be two bytes of mapped guest memory, aligned to two.
-#[inline]
-unsafe fn store(host: *mut u8, value: u16, order: Ordering) {
-    // SAFETY: as in `load`.
-    unsafe { AtomicU16::from_ptr(host.cast()) }.store(value.to_le(), order);
 }
 
 #[cfg(test)]

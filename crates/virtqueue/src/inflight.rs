@@ -1,0 +1,434 @@
+//! The inflight region: which requests are in the device, told to whoever serves the queue after
+//! this process (vhost-user specification, "Inflight I/O tracking").
+//!
+//! A front-end keeps the region while its back-end is away. Each queue has an account in it: a mark
+//! for each head, set before its request has any effect and taken away when its used element is
+//! visible. The device may die between any two stores, and the account must hold at each of these
+//! moments:
+//!
+//! - Before the mark: the request is popped from the avail ring.
+//! - After the mark and before used idx: the request is executed again.
+//! - After used idx and before the mark is gone: the ring's used idx is ahead of the account's. The
+//!   heads between them are linked from the one that was pushed last, and lose their marks.
+//!
+//! A process that is killed has carried out its stores up to one of them in program order, so the
+//! compiler alone has to keep their order.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence};
+
+use crate::error::{InflightError, QueueError};
+use crate::limits::MAX_QUEUE_SIZE;
+use crate::memory::GuestMemory;
+
+/// What the accounts of the queues are aligned to.
+const ALIGN: usize = 64;
+
+/// The version of an account. A new one has 0.
+const VERSION: u16 = 1;
+
+/// Offsets in the account of a split ring; its features, which are none, are at 0.
+const OFFSET_VERSION: usize = 8;
+const OFFSET_ENTRIES: usize = 10;
+const OFFSET_LAST_HEAD: usize = 12;
+const OFFSET_USED_IDX: usize = 14;
+/// Where the entries begin, one for each descriptor of the ring.
+const SPLIT_HEADER_BYTES: usize = 16;
+const SPLIT_ENTRY_BYTES: usize = 16;
+/// Offsets in an entry; its mark is at 0.
+const OFFSET_NEXT: usize = 6;
+const OFFSET_COUNTER: usize = 8;
+
+/// Of a packed ring: the two used indices and wrap counters, and entries with copies of
+/// descriptors.
+const PACKED_HEADER_BYTES: usize = 32;
+const PACKED_ENTRY_BYTES: usize = 32;
+
+/// The layout of a ring, by which accounts differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RingLayout {
+    /// Three parts (virtio 1.3, section 2.7).
+    Split,
+    /// One (virtio 1.3, section 2.8).
+    Packed,
+}
+
+/// The region of a device: an account for each of its queues.
+#[derive(Debug, Clone)]
+pub struct InflightRegion {
+    memory: Arc<GuestMemory>,
+    queues: u16,
+    queue_size: u16,
+}
+
+/// The account of one queue, which a [`SplitQueue`](crate::SplitQueue) is given.
+#[derive(Debug, Clone)]
+pub struct InflightQueue {
+    memory: Arc<GuestMemory>,
+    start: u64,
+    entries: u16,
+}
+
+impl InflightRegion {
+    /// Bytes of a region for `queues` queues of `queue_size` entries each.
+    #[must_use]
+    pub const fn bytes(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
+        queues as u64 * account_bytes(layout, queue_size) as u64
+    }
+
+    /// The region for `queues` split rings of at most `queue_size` entries that `memory` holds from
+    /// address 0 on.
+    ///
+    /// # Errors
+    ///
+    /// When there are no queues, their size is not of a ring, or the memory is too short.
+    pub fn new(
+        memory: Arc<GuestMemory>,
+        queues: u16,
+        queue_size: u16,
+    ) -> Result<Self, InflightError> {
+        if queues == 0 || queue_size == 0 || queue_size > MAX_QUEUE_SIZE {
+            return Err(InflightError::Shape { queues, queue_size });
+        }
+        let needed = Self::bytes(RingLayout::Split, queues, queue_size);
+        let bytes = memory.bytes();
+        if bytes < needed {
+            return Err(InflightError::TooShort { bytes, needed, queues, queue_size });
+        }
+        Ok(Self { memory, queues, queue_size })
+    }
+
+    /// The account of queue `index`.
+    ///
+    /// # Errors
+    ///
+    /// When the region has none for it.
+    pub fn queue(&self, index: u16) -> Result<InflightQueue, InflightError> {
+        let Self { queues, queue_size, .. } = *self;
+        if index >= queues {
+            return Err(InflightError::NoAccount { index, queues });
+        }
+        let memory = Arc::clone(&self.memory);
+        let start = Self::bytes(RingLayout::Split, index, queue_size);
+        Ok(InflightQueue { memory, start, entries: queue_size })
+    }
+}
+
+const fn account_bytes(layout: RingLayout, queue_size: u16) -> usize {
+    let (header, entry) = match layout {
+        RingLayout::Split => (SPLIT_HEADER_BYTES, SPLIT_ENTRY_BYTES),
+        RingLayout::Packed => (PACKED_HEADER_BYTES, PACKED_ENTRY_BYTES),
+    };
+    (header + entry * queue_size as usize).next_multiple_of(ALIGN)
+}
+
+/// The ring that an account is opened for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RingNow {
+    pub(crate) size: u16,
+    pub(crate) used_idx: u16,
+    pub(crate) avail_idx: u16,
+}
+
+/// What an account says about the process before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recovery {
+    /// Nothing: it is new.
+    New,
+    /// The ring is the one that it is about, and so many requests are to be executed again.
+    Known {
+        /// Requests that had been taken and not answered.
+        requests: u16,
+    },
+    /// It is about another ring, which a driver has set up before, and has been begun anew.
+    Stale {
+        /// Requests of that ring that had been taken and not answered.
+        requests: u16,
+    },
+}
+
+impl Recovery {
+    /// What a log says of it; none when no requests were left.
+    #[must_use]
+    pub fn describe(self) -> Option<String> {
+        let count = |requests| match requests {
+            1 => "1 request".to_owned(),
+            _ => format!("{requests} requests"),
+        };
+        match self {
+            Self::New | Self::Known { requests: 0 } | Self::Stale { requests: 0 } => None,
+            Self::Known { requests } => {
+                Some(format!("{} of an earlier process are done again", count(requests)))
+            }
+            Self::Stale { requests } => {
+                let requests = count(requests);
+                Some(format!("{requests} of a ring that was set up anew since are forgotten"))
+            }
+        }
+    }
+}
+
+/// The account of a queue that is served.
+#[derive(Debug)]
+pub(crate) struct Inflight {
+    account: Account,
+    /// The next number of a request.
+    counter: u64,
+    /// The element that was pushed last.
+    last_head: u16,
+    /// Heads that were pushed since used idx was published.
+    pushed: Vec<u16>,
+    /// Heads to be executed again, the first one last.
+    again: Vec<u16>,
+}
+
+impl Inflight {
+    /// Opens the account for a ring: makes it hold if the last process died while it did not, or
+    /// begins it anew.
+    pub(crate) fn open(
+        queue: &InflightQueue,
+        ring: RingNow,
+    ) -> Result<(Self, Recovery), QueueError> {
+        let account = Account::of(queue)?;
+        if ring.size > account.entries {
+            return Err(
+                InflightError::RingTooLong { entries: account.entries, size: ring.size }.into()
+            );
+        }
+        let recovery = account.recover(ring)?;
+        if !account.memory.is_intact() {
+            return Err(InflightError::Gone.into());
+        }
+        let mut again = account.marked();
+        again.sort_unstable_by_key(|head| std::cmp::Reverse((account.counter(*head), *head)));
+        let counter = again.first().map_or(0, |head| account.counter(*head).wrapping_add(1));
+        let last_head = account.load(OFFSET_LAST_HEAD);
+        let pushed = Vec::with_capacity(ring.size.into());
+        Ok((Self { account, counter, last_head, pushed, again }, recovery))
+    }
+
+    /// The next request that the process before had taken and not answered.
+    pub(crate) fn take_again(&mut self) -> Option<u16> {
+        self.again.pop()
+    }
+
+    /// A chain was taken. Nothing of its request may have happened yet.
+    #[inline]
+    pub(crate) fn taken(&mut self, head: u16) {
+        self.account.set_counter(head, self.counter);
+        compiler_fence(Ordering::SeqCst);
+        self.account.set_mark(head, 1);
+        compiler_fence(Ordering::SeqCst);
+        self.counter = self.counter.wrapping_add(1);
+    }
+
+    /// A chain was not taken after all.
+    pub(crate) fn not_taken(&mut self, head: u16) {
+        self.account.set_mark(head, 0);
+    }
+
+    /// The used element of a chain was written. Used idx does not show it yet.
+    #[inline]
+    pub(crate) fn pushed(&mut self, head: u16) {
+        self.account.set_next(head, self.last_head);
+        self.account.store(OFFSET_LAST_HEAD, head);
+        self.last_head = head;
+        self.pushed.push(head);
+    }
+
+    /// Used idx shows all elements that were pushed.
+    #[inline]
+    pub(crate) fn published(&mut self, used_idx: u16) {
+        compiler_fence(Ordering::SeqCst);
+        for head in self.pushed.drain(..) {
+            self.account.set_mark(head, 0);
+        }
+        compiler_fence(Ordering::SeqCst);
+        self.account.store(OFFSET_USED_IDX, used_idx);
+    }
+}
+
+/// The account itself, in memory that the front-end shares.
+///
+/// `start` is aligned to [`ALIGN`] and mapped by `memory` with as many entries as `entries` says.
+/// Others may write there at any time, so every access is atomic and what is read is checked.
+#[derive(Debug)]
+struct Account {
+    memory: Arc<GuestMemory>,
+    start: *mut u8,
+    entries: u16,
+}
+
+impl Account {
+    fn of(queue: &InflightQueue) -> Result<Self, InflightError> {
+        let InflightQueue { ref memory, start, entries } = *queue;
+        let len = account_bytes(RingLayout::Split, entries);
+        let host = memory.host_of(start, len).ok_or(InflightError::Gone)?;
+        if !host.addr().is_multiple_of(align_of::<u64>()) {
+            return Err(InflightError::Misaligned);
+        }
+        Ok(Self { memory: Arc::clone(memory), start: host, entries })
+    }
+
+    fn recover(&self, ring: RingNow) -> Result<Recovery, InflightError> {
+        match (self.load(OFFSET_VERSION), self.load(OFFSET_ENTRIES)) {
+            (0, _) => {
+                self.begin(ring.used_idx);
+                return Ok(Recovery::New);
+            }
+            (VERSION, entries) if entries != self.entries => {
+                return Err(InflightError::OtherSize { entries, expected: self.entries });
+            }
+            (VERSION, _) => {}
+            (version, _) => return Err(InflightError::Version { version }),
+        }
+        let marked = self.marked();
+        let Some(seen) = self.seen_by_driver(ring.used_idx)? else {
+            self.begin(ring.used_idx);
+            return Ok(Recovery::Stale { requests: iomem::fits(marked.len(), "marks") });
+        };
+        let again = marked.iter().filter(|head| !seen.contains(head));
+        let requests: u16 = iomem::fits(again.clone().count(), "marks");
+        // All that the driver has made available was answered, is marked, or is still to be popped.
+        let waiting = ring.avail_idx.wrapping_sub(ring.used_idx.wrapping_add(requests));
+        if requests > ring.size || waiting > ring.size - requests {
+            self.begin(ring.used_idx);
+            return Ok(Recovery::Stale { requests });
+        }
+        if let Some(&head) = again.max().filter(|head| **head >= ring.size) {
+            return Err(InflightError::MarkOutOfRange { head, size: ring.size });
+        }
+        seen.into_iter().for_each(|head| self.set_mark(head, 0));
+        compiler_fence(Ordering::SeqCst);
+        self.store(OFFSET_USED_IDX, ring.used_idx);
+        Ok(Recovery::Known { requests })
+    }
+
+    /// Heads whose used elements the driver sees and whose marks the last process may not have
+    /// taken away. None: the ring's used idx cannot have come from the account's.
+    fn seen_by_driver(&self, used_idx: u16) -> Result<Option<Vec<u16>>, InflightError> {
+        let count = used_idx.wrapping_sub(self.load(OFFSET_USED_IDX));
+        if count > self.entries {
+            return Ok(None);
+        }
+        let mut head = self.load(OFFSET_LAST_HEAD);
+        let mut seen = Vec::with_capacity(count.into());
+        for _ in 0..count {
+            if head >= self.entries {
+                return Err(InflightError::LinkOutOfRange { head, entries: self.entries });
+            }
+            seen.push(head);
+            head = self.next(head);
+        }
+        Ok(Some(seen))
+    }
+
+    /// Begins an account without requests.
+    fn begin(&self, used_idx: u16) {
+        for head in 0..self.entries {
+            self.set_mark(head, 0);
+        }
+        self.store(OFFSET_LAST_HEAD, 0);
+        self.store(OFFSET_ENTRIES, self.entries);
+        compiler_fence(Ordering::SeqCst);
+        self.store(OFFSET_USED_IDX, used_idx);
+        compiler_fence(Ordering::SeqCst);
+        self.store(OFFSET_VERSION, VERSION);
+    }
+
+    fn marked(&self) -> Vec<u16> {
+        (0..self.entries).filter(|head| self.is_marked(*head)).collect()
+    }
+
+    #[inline]
+    fn entry(&self, head: u16) -> *mut u8 {
+        assert!(head < self.entries, "chain {head} of {} has no entry", self.entries);
+        self.start.wrapping_add(SPLIT_HEADER_BYTES + usize::from(head) * SPLIT_ENTRY_BYTES)
+    }
+
+    #[inline]
+    fn set_mark(&self, head: u16, mark: u8) {
+        #[cfg(test)]
+        death::before_store();
+        // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
+        unsafe { AtomicU8::from_ptr(self.entry(head)) }.store(mark, Ordering::Relaxed);
+    }
+
+    fn is_marked(&self, head: u16) -> bool {
+        // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
+        unsafe { AtomicU8::from_ptr(self.entry(head)) }.load(Ordering::Relaxed) != 0
+    }
+
+    #[inline]
+    fn set_next(&self, head: u16, next: u16) {
+        #[cfg(test)]
+        death::before_store();
+        let field = self.entry(head).wrapping_add(OFFSET_NEXT).cast();
+        // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
+        unsafe { AtomicU16::from_ptr(field) }.store(next, Ordering::Relaxed);
+    }
+
+    fn next(&self, head: u16) -> u16 {
+        let field = self.entry(head).wrapping_add(OFFSET_NEXT).cast();
+        // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
+        unsafe { AtomicU16::from_ptr(field) }.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn set_counter(&self, head: u16, counter: u64) {
+        #[cfg(test)]
+        death::before_store();
+        let field = self.entry(head).wrapping_add(OFFSET_COUNTER).cast();
+        // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
+        unsafe { AtomicU64::from_ptr(field) }.store(counter, Ordering::Relaxed);
+    }
+
+    fn counter(&self, head: u16) -> u64 {
+        let field = self.entry(head).wrapping_add(OFFSET_COUNTER).cast();
+        // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
+        unsafe { AtomicU64::from_ptr(field) }.load(Ordering::Relaxed)
+    }
+
+    fn load(&self, offset: usize) -> u16 {
+        let field = self.start.wrapping_add(offset).cast();
+        // SAFETY: the offset is of a field of the account, which is aligned, see `Account`.
+        unsafe { AtomicU16::from_ptr(field) }.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn store(&self, offset: usize, value: u16) {
+        #[cfg(test)]
+        death::before_store();
+        let field = self.start.wrapping_add(offset).cast();
+        // SAFETY: the offset is of a field of the account, which is aligned, see `Account`.
+        unsafe { AtomicU16::from_ptr(field) }.store(value, Ordering::Relaxed);
+    }
+}
+
+/// Where a test has the process die.
+#[cfg(test)]
+pub(crate) mod death {
+    use std::cell::Cell;
+
+    /// What it dies of.
+    pub(super) struct Died;
+
+    thread_local! {
+        static LEFT: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    /// The process dies before it makes one more store than this.
+    pub(super) fn after(stores: Option<u32>) {
+        LEFT.set(stores);
+    }
+
+    pub(crate) fn before_store() {
+        match LEFT.get() {
+            Some(0) => std::panic::resume_unwind(Box::new(Died)),
+            left => LEFT.set(left.map(|left| left - 1)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,296 @@
+//! A process that dies before each of its stores, and accounts that are wrong.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use super::*;
+use crate::driver::{Desc, Driver};
+use crate::memory::LocalMemory;
+use crate::split::{QueueConfig, SplitQueue};
+
+const SIZE: u16 = 8;
+const RING: QueueConfig = QueueConfig {
+    size: SIZE,
+    desc_table: 0x1000,
+    avail_ring: 0x2000,
+    used_ring: 0x3000,
+    event_idx: false,
+    indirect: false,
+    next_avail: 0,
+};
+
+/// What outlives a process: guest memory with a driver in it, and the region.
+struct World {
+    memory: Arc<GuestMemory>,
+    driver: Driver<Arc<GuestMemory>>,
+    region: InflightRegion,
+    random: u64,
+    /// Requests by the heads that they have now. A request's number is the length of its buffer.
+    waiting: BTreeMap<u32, u32>,
+    offered: u32,
+    answered: u32,
+    /// Requests that a process has begun, in that order, and the driver has no answer to.
+    begun: Vec<u32>,
+}
+
+/// A process that serves the queue.
+struct Life {
+    queue: SplitQueue,
+    /// Head and number of what it has to answer.
+    tasks: Vec<(u16, u32)>,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)]).unwrap());
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        Self {
+            driver: Driver::new(Arc::clone(&memory), RING),
+            memory,
+            region: InflightRegion::new(region, 2, SIZE).unwrap(),
+            random: seed * 2 + 1,
+            waiting: BTreeMap::new(),
+            offered: 0,
+            answered: 0,
+            begun: Vec::new(),
+        }
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        ((self.random >> 33) as usize) % end
+    }
+
+    fn open(&self) -> Result<(SplitQueue, Recovery), QueueError> {
+        let account = self.region.queue(1).unwrap();
+        // What front-ends say that have heard nothing of the last process.
+        let next_avail = self.driver.ring().used_idx();
+        let config = QueueConfig { next_avail, ..RING };
+        SplitQueue::with_inflight(LocalMemory::new(Arc::clone(&self.memory)), config, &account)
+    }
+
+    /// A process begins: what the last one had begun comes first, in that order, without what the
+    /// driver has an answer to.
+    fn live(&mut self) -> Life {
+        let (queue, recovery) = self.open().unwrap();
+        assert!(!matches!(recovery, Recovery::Stale { .. }), "{recovery:?}");
+        let mut life = Life { queue, tasks: Vec::new() };
+        self.take_answers();
+        let before = std::mem::take(&mut self.begun);
+        while let Some(chain) = life.queue.pop_again().unwrap() {
+            self.begin(&mut life, &chain);
+        }
+        // One more may have been marked by a process that died before it heard of it.
+        assert!(self.begun.starts_with(&before), "{before:?} became {:?}", self.begun);
+        assert!(self.begun.len() <= before.len() + 1, "{before:?} became {:?}", self.begun);
+        life
+    }
+
+    fn begin(&mut self, life: &mut Life, chain: &crate::chain::Chain) {
+        let number: u32 = iomem::fits(chain.writable.bytes(), "a number");
+        assert_eq!(self.waiting.get(&chain.head.into()), Some(&number), "it was answered");
+        assert!(!self.begun.contains(&number), "{number} was begun twice");
+        self.begun.push(number);
+        life.tasks.push((chain.head, number));
+    }
+
+    fn take_answers(&mut self) {
+        while let Some(used) = self.driver.take_used() {
+            let number = self.waiting.remove(&used.head).expect("it was answered before");
+            assert_eq!(used.bytes, number);
+            self.begun.retain(|begun| *begun != number);
+            self.answered += 1;
+        }
+    }
+
+    fn step(&mut self, life: &mut Life) {
+        match self.below(6) {
+            0 | 1 if self.driver.room() > 0 => {
+                self.offered += 1;
+                let head = self.driver.add(&[Desc::writable(0x8000, self.offered)], None);
+                self.waiting.insert(head.into(), self.offered);
+                self.driver.publish();
+            }
+            0..=2 => {
+                if let Some(chain) = life.queue.pop().unwrap() {
+                    self.begin(life, &chain);
+                }
+            }
+            3 if !life.tasks.is_empty() => {
+                let at = self.below(life.tasks.len());
+                let (head, number) = life.tasks[at];
+                life.queue.push(head, number);
+                life.tasks.remove(at);
+            }
+            4 => drop(life.queue.publish_quietly()),
+            _ => self.take_answers(),
+        }
+    }
+
+    fn finish(&mut self, life: &mut Life) {
+        while let Some(chain) = life.queue.pop().unwrap() {
+            self.begin(life, &chain);
+        }
+        for (head, number) in life.tasks.drain(..) {
+            life.queue.push(head, number);
+        }
+        let _ = life.queue.publish();
+        self.take_answers();
+        assert_eq!((self.answered, self.waiting.len()), (self.offered, 0));
+    }
+}
+
+/// Lives and dies until all of its steps are done: for the first time before store `first`, then
+/// after some more. Whether it has died.
+fn run(seed: u64, first: u32) -> bool {
+    let mut world = World::new(seed);
+    let mut left = 60;
+    let mut lives = 0;
+    death::after(Some(first));
+    loop {
+        let life = catch_unwind(AssertUnwindSafe(|| {
+            let mut life = world.live();
+            while left > 0 {
+                left -= 1;
+                world.step(&mut life);
+            }
+            life
+        }));
+        match life {
+            Ok(mut life) => {
+                death::after(None);
+                world.finish(&mut life);
+                return lives > 0;
+            }
+            Err(cause) if !cause.is::<death::Died>() => resume_unwind(cause),
+            Err(_) => {}
+        }
+        lives += 1;
+        let more: u32 = iomem::fits(world.below(40), "a number");
+        death::after((lives < 6).then_some(more));
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "takes long")]
+fn nothing_is_lost_or_done_twice_whenever_the_process_dies() {
+    for seed in 0..40 {
+        let mut first = 0;
+        while run(seed, first) {
+            first += 1;
+        }
+        assert!(first > 50, "it has died before {first} stores only");
+    }
+}
+
+fn fresh() -> World {
+    let mut world = World::new(3);
+    let mut life = world.live();
+    // Three are taken, the second is answered, one is left in the ring.
+    for number in 1..=4 {
+        world.driver.add(&[Desc::writable(0x8000, number)], None);
+        world.driver.publish();
+    }
+    let heads: Vec<u16> = (0..3).map(|_| life.queue.pop().unwrap().unwrap().head).collect();
+    life.queue.push(heads[1], 2);
+    let _ = life.queue.publish();
+    world
+}
+
+fn account_of(world: &World) -> Account {
+    Account::of(&world.region.queue(1).unwrap()).unwrap()
+}
+
+#[test]
+fn an_account_says_where_to_continue() {
+    let world = fresh();
+    let (mut queue, recovery) = world.open().unwrap();
+    assert_eq!(recovery, Recovery::Known { requests: 2 });
+    assert_eq!((queue.next_avail(), queue.in_device()), (3, 0));
+    let again: Vec<usize> = std::iter::from_fn(|| queue.pop_again().unwrap())
+        .map(|chain| chain.writable.bytes())
+        .collect();
+    assert_eq!(again, [1, 3]);
+    assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), 4);
+    assert!(queue.pop().unwrap().is_none());
+}
+
+#[test]
+fn an_account_of_another_ring_is_begun_anew() {
+    // The driver has set the ring up anew, or one at a place further on.
+    for (used_idx, avail_idx) in [(0, 0), (0, 1), (900, 901), (1, 1)] {
+        let world = fresh();
+        world.driver.ring().put_used_idx(used_idx);
+        world.driver.ring().put_avail_idx(avail_idx);
+        let (mut queue, recovery) = world.open().unwrap();
+        assert!(matches!(recovery, Recovery::Stale { requests: 2 }), "{used_idx}: {recovery:?}");
+        assert_eq!(queue.next_avail(), used_idx, "as the front-end says");
+        assert!(queue.pop_again().unwrap().is_none());
+        drop(queue);
+        let (_, recovery) = world.open().unwrap();
+        assert_eq!(recovery, Recovery::Known { requests: 0 });
+    }
+}
+
+#[test]
+fn an_account_that_makes_no_sense_is_refused() {
+    type Spoil = fn(&Account);
+    let cases: [(Spoil, InflightError); 4] = [
+        (|account| account.store(OFFSET_VERSION, 7), InflightError::Version { version: 7 }),
+        (
+            |account| account.store(OFFSET_ENTRIES, 16),
+            InflightError::OtherSize { entries: 16, expected: SIZE },
+        ),
+        (
+            |account| {
+                account.store(OFFSET_USED_IDX, 0);
+                account.store(OFFSET_LAST_HEAD, 99);
+            },
+            InflightError::LinkOutOfRange { head: 99, entries: SIZE },
+        ),
+        (|_| {}, InflightError::RingTooLong { entries: SIZE, size: 16 }),
+    ];
+    for (spoil, expected) in cases {
+        let world = fresh();
+        spoil(&account_of(&world));
+        let size = if matches!(expected, InflightError::RingTooLong { .. }) { 16 } else { SIZE };
+        let config = QueueConfig { size, ..RING };
+        let memory = LocalMemory::new(Arc::clone(&world.memory));
+        let account = world.region.queue(1).unwrap();
+        let result = SplitQueue::with_inflight(memory, config, &account);
+        assert_eq!(result.err(), Some(QueueError::Inflight(expected)));
+    }
+    let world = fresh();
+    account_of(&world).set_mark(7, 1);
+    let config = QueueConfig { size: 4, ..RING };
+    let memory = LocalMemory::new(Arc::clone(&world.memory));
+    let account = world.region.queue(1).unwrap();
+    let result = SplitQueue::with_inflight(memory, config, &account);
+    let expected = InflightError::MarkOutOfRange { head: 7, size: 4 };
+    assert_eq!(result.err(), Some(QueueError::Inflight(expected)));
+}
+
+#[test]
+fn a_region_has_room_for_its_accounts_and_for_no_others() {
+    // An account of 8 split entries: 16 bytes and 8 times 16, in units of 64.
+    assert_eq!(InflightRegion::bytes(RingLayout::Split, 1, 8), 192);
+    assert_eq!(InflightRegion::bytes(RingLayout::Split, 3, 128), 3 * (2048 + 64));
+    assert_eq!(InflightRegion::bytes(RingLayout::Packed, 2, 128), 2 * (4096 + 64));
+    let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+    let region = |queues, size| InflightRegion::new(Arc::clone(&memory), queues, size);
+    let longest = 0x1000 / 192;
+    assert!(region(longest, 8).is_ok());
+    let needed = u64::from(longest + 1) * 192;
+    assert_eq!(
+        region(longest + 1, 8).err(),
+        Some(InflightError::TooShort { bytes: 0x1000, needed, queues: longest + 1, queue_size: 8 })
+    );
+    for (queues, queue_size) in [(0, 8), (1, 0), (1, MAX_QUEUE_SIZE + 1)] {
+        assert_eq!(
+            region(queues, queue_size).err(),
+            Some(InflightError::Shape { queues, queue_size })
+        );
+    }
+    let none = region(2, 8).unwrap().queue(2).err();
+    assert_eq!(none, Some(InflightError::NoAccount { index: 2, queues: 2 }));
+}
