@@ -219,6 +219,7 @@ impl<'a> Run<'a> {
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
             ring,
+            inflight: None,
             kick: kick.as_ref().map(|fd| fd.try_clone().expect("a descriptor")),
             call,
             err: Some(new_eventfd()),

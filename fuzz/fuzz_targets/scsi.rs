@@ -299,6 +299,7 @@ impl<'a> Run<'a> {
             memory: Arc::clone(&self.memory),
             ring: queue.ring,
             // It is looked at now and then.
+            inflight: None,
             kick: None,
             call: None,
             err: None,

@@ -55,6 +55,7 @@ pub(crate) fn main() -> Result<()> {
     let setup = QueueSetup {
         memory: memory_of_queue,
         ring: RING,
+        inflight: None,
         kick: Some(kicked),
         call: Some(called),
         err,

@@ -159,6 +159,7 @@ impl Guest {
         let setup = QueueSetup {
             memory: Arc::clone(&memory),
             ring: RING,
+            inflight: None,
             kick: Some(kick.try_clone().context("duplicating the kick")?),
             call: Some(call.try_clone().context("duplicating the call")?),
             err: None,

@@ -9,7 +9,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 
 use crate::call_watch::CallTrust;
 use crate::events::Events;
-use crate::queue::QueueOptions;
+use crate::queue_setup::QueueOptions;
 use crate::stats::{QueueStats, RequestTotals};
 
 /// A status or a response, which has one byte in the ring and more in the headers of Linux.

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io;
 
-use virtqueue::QueueError;
+use virtqueue::{QueueError, Recovery};
 
 /// Receives what goes wrong with a device. Guests can cause most of it at will, so what logs it
 /// should set a limit.
@@ -16,6 +16,9 @@ pub trait Events: Send + Sync {
 
     /// A queue takes no more chains until it is stopped and started again.
     fn queue_stopped(&self, queue: u16, fault: &QueueFault);
+
+    /// A queue starts with an inflight region, which tells this of the process before.
+    fn queue_recovered(&self, queue: u16, recovery: Recovery);
 
     /// The driver's memory cannot be registered with the engine of a queue's IoThread. The queue
     /// is served without.
@@ -64,6 +67,12 @@ impl Events for LogEvents {
 
     fn queue_stopped(&self, queue: u16, fault: &QueueFault) {
         tracing::error!(device = self.name, queue, "{fault}");
+    }
+
+    fn queue_recovered(&self, queue: u16, recovery: Recovery) {
+        if let Some(text) = recovery.describe() {
+            tracing::info!(device = self.name, queue, "{text}");
+        }
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

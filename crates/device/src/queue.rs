@@ -4,7 +4,6 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::error::Error;
 use std::io;
-use std::num::NonZeroU16;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,11 +14,11 @@ use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, cloc
 use rustix::fd::OwnedFd;
 use virtqueue::{Chain, LocalMemory, QueueError, SplitQueue};
 
-use crate::call_watch::{CallTrust, Caller};
+use crate::call_watch::Caller;
 use crate::events::{Events, QueueFault};
 use crate::fence::Fence;
 use crate::lists::Lists;
-use crate::queue_setup::{QueueSetup, StartError};
+use crate::queue_setup::{QueueOptions, QueueSetup, StartError};
 use crate::queue_watch::{QueueWatch, Shown, Unheard};
 use crate::runs::{Run, Runs, View};
 use crate::stats::{QueueStats, RequestKind};
@@ -104,19 +103,6 @@ impl QueueHandle {
     }
 }
 
-/// What was negotiated for a queue, and how it works.
-pub(crate) struct QueueOptions {
-    pub(crate) index: u16,
-    pub(crate) event_idx: bool,
-    pub(crate) indirect: bool,
-    pub(crate) notify_batch: bool,
-    pub(crate) run_max: Option<NonZeroU16>,
-    pub(crate) long_lists_bytes: u64,
-    pub(crate) events: Arc<dyn Events>,
-    pub(crate) trust: Arc<CallTrust>,
-    pub(crate) stats: Arc<QueueStats>,
-}
-
 /// A queue on its IoThread.
 pub(crate) struct Queue {
     ring: RefCell<SplitQueue>,
@@ -162,9 +148,8 @@ impl Queue {
         io: &Io,
         options: QueueOptions,
     ) -> Result<(Rc<Self>, QueueHandle), StartError> {
-        let memory = LocalMemory::new(setup.memory);
-        let config = setup.ring.config(options.event_idx, options.indirect);
-        let ring = SplitQueue::new(memory.clone(), config)?;
+        let memory = LocalMemory::new(Arc::clone(&setup.memory));
+        let ring = setup.open_ring(memory.clone(), &options)?;
         let shown = Arc::new(Shown::default());
         shown.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Rc::new(Self {
@@ -276,6 +261,11 @@ impl Queue {
             return Ok(None);
         }
         self.ring.borrow_mut().pop()
+    }
+
+    /// The next chain that was in the device when an earlier process ended.
+    pub(crate) fn pop_again(&self) -> Result<Option<Chain>, QueueError> {
+        self.ring.borrow_mut().pop_again()
     }
 
     /// Answers a chain. The driver sees it after the next publish.

@@ -1,9 +1,14 @@
 //! What a queue starts with, and why one does not.
 
+use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use rustix::fd::OwnedFd;
-use virtqueue::{GuestMemory, QueueConfig, QueueError};
+use virtqueue::{GuestMemory, InflightQueue, LocalMemory, QueueConfig, QueueError, SplitQueue};
+
+use crate::call_watch::CallTrust;
+use crate::events::Events;
+use crate::stats::QueueStats;
 
 /// What a queue starts with.
 pub struct QueueSetup {
@@ -11,12 +16,42 @@ pub struct QueueSetup {
     pub memory: Arc<GuestMemory>,
     /// Where the ring is.
     pub ring: Ring,
+    /// Where requests are marked while they are in the device, for the process after this one.
+    pub inflight: Option<InflightQueue>,
     /// Written by the driver when it has made chains available. `None`: the driver never kicks.
     pub kick: Option<OwnedFd>,
     /// An eventfd, added to when the driver should look at the used ring. `None`: the driver polls.
     pub call: Option<OwnedFd>,
     /// An eventfd, added to when the ring is bad.
     pub err: Option<OwnedFd>,
+}
+
+/// What was negotiated for a queue, and how it works.
+pub(crate) struct QueueOptions {
+    pub(crate) index: u16,
+    pub(crate) event_idx: bool,
+    pub(crate) indirect: bool,
+    pub(crate) notify_batch: bool,
+    pub(crate) run_max: Option<NonZeroU16>,
+    pub(crate) long_lists_bytes: u64,
+    pub(crate) events: Arc<dyn Events>,
+    pub(crate) trust: Arc<CallTrust>,
+    pub(crate) stats: Arc<QueueStats>,
+}
+
+impl QueueSetup {
+    /// The ring, as it was left: by an earlier process, where there is an inflight region.
+    pub(crate) fn open_ring(
+        &self,
+        memory: LocalMemory,
+        options: &QueueOptions,
+    ) -> Result<SplitQueue, QueueError> {
+        let config = self.ring.config(options.event_idx, options.indirect);
+        let Some(inflight) = &self.inflight else { return SplitQueue::new(memory, config) };
+        let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
+        options.events.queue_recovered(options.index, recovery);
+        Ok(ring)
+    }
 }
 
 /// A split virtqueue's place in guest memory.
@@ -30,7 +65,7 @@ pub struct Ring {
     pub avail_ring: u64,
     /// Guest address of the used ring.
     pub used_ring: u64,
-    /// The avail entry to begin with.
+    /// The avail entry to begin with, unless the inflight region knows better.
     pub next_avail: u16,
 }
 

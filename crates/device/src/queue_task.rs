@@ -47,8 +47,13 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         }
     };
     let mut requests = TaskSet::new(Rc::clone(&io));
+    let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
+    poll_fn(|cx| {
+        begin_again(&queue, serve, &mut requests, cx);
+        Poll::Ready(())
+    })
+    .await;
     let stop = loop {
-        let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
         let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
         let (popped, more) = poll_fn(run).await;
         if queue.is_broken() {
@@ -80,6 +85,26 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
     drop(source);
     stop.of(&queue)
+}
+
+/// Starts what an earlier process had taken and not answered, all of it before anything else: the
+/// driver has given it room in the ring, and that process had found room for its lists.
+fn begin_again<F: Future<Output = ()>>(
+    queue: &Queue,
+    serve: impl Fn(Chain) -> F,
+    requests: &mut TaskSet<F>,
+    cx: &mut Context<'_>,
+) {
+    loop {
+        match queue.pop_again() {
+            Ok(Some(chain)) => {
+                queue.count_lists(&chain);
+                requests.spawn(cx, serve(chain));
+            }
+            Ok(None) => return,
+            Err(error) => return queue.ring_is_bad(error),
+        }
+    }
 }
 
 /// Continues requests, and pops and starts others. Returns how many it popped, and whether there

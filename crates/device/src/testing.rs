@@ -12,14 +12,14 @@ use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
-use virtqueue::{GuestMemory, MappingRules, QueueConfig, RegionConfig};
+use virtqueue::{GuestMemory, MappingRules, QueueConfig, Recovery, RegionConfig};
 
 use crate::call_watch::CallTrust;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
 use crate::lists::LONG_LISTS_BYTES;
-use crate::queue::{Queue, QueueHandle, QueueOptions};
-use crate::queue_setup::{QueueSetup, Ring, StartError};
+use crate::queue::{Queue, QueueHandle};
+use crate::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
 use crate::queue_task::{self, Handler};
 use crate::stats::QueueStats;
 
@@ -52,6 +52,10 @@ impl Events for Heard {
 
     fn queue_stopped(&self, queue: u16, fault: &QueueFault) {
         self.add(format!("queue {queue}: {fault}"));
+    }
+
+    fn queue_recovered(&self, queue: u16, recovery: Recovery) {
+        self.add(format!("queue {queue}: {recovery:?}"));
     }
 
     fn memory_not_registered(&self, error: &io::Error) {
@@ -121,6 +125,7 @@ impl Scene {
         QueueSetup {
             memory: Arc::clone(&self.memory),
             ring: Ring { next_avail, ..RING },
+            inflight: None,
             kick: clone(&self.kick),
             call: clone(&self.call),
             err: clone(&self.err),

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::io;
 
 use device::{Events, QueueFault};
+use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
 
@@ -52,6 +53,14 @@ impl Events for ExportLog {
         match fault {
             QueueFault::NotServed(_) => tracing::error!(export, left_out, "{fault}"),
             _ => tracing::warn!(export, left_out, "{fault}"),
+        }
+    }
+
+    fn queue_recovered(&self, queue: u16, recovery: Recovery) {
+        if let Some(text) = recovery.describe()
+            && let Some(left_out) = self.sessions.permit()
+        {
+            tracing::info!(export = self.name, queue, left_out, "{text}");
         }
     }
 

@@ -226,6 +226,7 @@ impl Export {
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
             ring: self.guest.ring(queue, next_avail),
+            inflight: None,
             kick,
             call,
             err: None,
