@@ -5,11 +5,13 @@
 //! set up and what messages change of it, and [`Session`] puts them together. None of it ever
 //! waits: one thread can drive the sessions of all exports, and a simulation can drive one by hand.
 
+mod body;
 mod channel;
 mod config;
 mod connection;
 mod examiner;
 mod foreign;
+mod inflight;
 pub mod message;
 mod outcome;
 mod ring;

@@ -1,6 +1,6 @@
 //! The connection to a front-end: messages in, answers out, and never a wait.
 
-use std::io::{self, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{AsFd, BorrowedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, recvmsg, send,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, send, sendmsg,
 };
 
 use super::examiner::Examiner;
@@ -59,6 +60,8 @@ pub(super) struct Channel {
     input_since: Option<Instant>,
     /// What is left of the answer. The next message is not read before it is taken.
     output: Vec<u8>,
+    /// Goes with the first byte of it.
+    output_fd: Option<OwnedFd>,
     output_since: Option<Instant>,
 }
 
@@ -73,6 +76,7 @@ impl Channel {
             lost_fds: None,
             input_since: None,
             output: Vec::new(),
+            output_fd: None,
             output_since: None,
         }
     }
@@ -155,18 +159,27 @@ impl Channel {
     }
 
     /// Sends an answer, as far as the socket has room. One at a time.
-    pub(super) fn send(&mut self, header: Header, body: &[u8], now: Instant) -> io::Result<()> {
+    pub(super) fn send(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        fd: Option<OwnedFd>,
+        now: Instant,
+    ) -> io::Result<()> {
         self.output.extend(header.encode());
         self.output.extend(body);
+        self.output_fd = fd;
         self.flush(now).map(|_| ())
     }
 
     /// Continues to write the answer. True when nothing is left of it.
     pub(super) fn flush(&mut self, now: Instant) -> io::Result<bool> {
         while !self.output.is_empty() {
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match send(&self.socket, &self.output, flags) {
-                Ok(count) => drop(self.output.drain(..count)),
+            match self.send_some() {
+                Ok(count) => {
+                    self.output.drain(..count);
+                    self.output_fd = None;
+                }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     self.output_since = self.output_since.or(Some(now));
@@ -177,6 +190,17 @@ impl Channel {
         }
         self.output_since = None;
         Ok(true)
+    }
+
+    fn send_some(&self) -> Result<usize, Errno> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let Some(fd) = &self.output_fd else { return send(&self.socket, &self.output, flags) };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [fd.as_fd()];
+        let has_room = control.push(SendAncillaryMessage::ScmRights(&fds));
+        assert!(has_room, "there is room for one descriptor");
+        sendmsg(&self.socket, &[IoSlice::new(&self.output)], &mut control, flags)
     }
 
     /// Whether there is an answer that the front-end has not taken.

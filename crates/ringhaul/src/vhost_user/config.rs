@@ -12,6 +12,7 @@ pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
     | protocol_feature::REPLY_ACK
     | protocol_feature::BACKEND_REQ
     | protocol_feature::CONFIG
+    | protocol_feature::INFLIGHT_SHMFD
     | protocol_feature::RESET_DEVICE
     | protocol_feature::CONFIGURE_MEM_SLOTS
     | protocol_feature::STATUS;

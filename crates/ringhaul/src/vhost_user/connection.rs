@@ -14,10 +14,11 @@ use virtqueue::{MAX_REGIONS, MemoryFiles};
 use super::channel::Message;
 use super::config;
 use super::foreign::ForeignFd;
+use super::inflight::{self, Inflight};
 use super::message::{
-    DecodeError, F_PROTOCOL_FEATURES, Header, Region, Request, code, protocol_feature,
+    DecodeError, F_PROTOCOL_FEATURES, Header, InflightArea, Region, Request, code, protocol_feature,
 };
-use super::outcome::{Change, Outcome, Refusal, Start, Work};
+use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
@@ -27,6 +28,8 @@ use super::undo::Undo;
 pub(super) struct Connection {
     setup: SessionSetup,
     memory: SharedMemory,
+    /// Where requests are marked while they are in the device, if the front-end keeps that.
+    inflight: Option<Inflight>,
     rings: Vec<RingState>,
     protocol_features: u64,
     /// Whether rings start disabled, as the protocol features make them.
@@ -45,6 +48,7 @@ impl Connection {
         Self {
             setup,
             memory: SharedMemory::empty(),
+            inflight: None,
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -106,10 +110,10 @@ impl Connection {
                 return Outcome::Refuse(Refusal::to_be_heard(text));
             }
         };
-        if needed_features(&request) & !self.protocol_features != 0 {
+        if request.needed_features() & !self.protocol_features != 0 {
             return not_offered(header.code);
         }
-        let expected = expected_fds(&request);
+        let expected = request.expected_fds();
         if !expected.contains(&fds.len()) {
             let text = format!("message {} with {} descriptors", header.code, fds.len());
             return Outcome::Refuse(Refusal::to_be_heard(text));
@@ -145,8 +149,17 @@ impl Connection {
             Request::ResetDevice => Ok(self.begin(Change::Reset { keep_writeback: false })),
             Request::ResetOwner => Ok(self.begin(Change::ResetOwner)),
             Request::SetFeatures(features) => self.set_features(features),
-            Request::SetMemTable(regions) => Ok(self.map(false, regions, fds)),
-            Request::AddMemReg(region) => Ok(self.map(true, vec![region], fds)),
+            Request::SetMemTable(regions) => Ok(self.map(false, regions, fds, Purpose::Guest)),
+            Request::AddMemReg(region) => Ok(self.map(true, vec![region], fds, Purpose::Guest)),
+            Request::GetInflightFd(area) => {
+                let (area, file) = inflight::make(area, &self.setup.device)?;
+                Ok(Outcome::AnswerWith(area.encode().to_vec(), file))
+            }
+            Request::SetInflightFd(area) => {
+                let InflightArea { size, file_offset, .. } = area;
+                let region = Region { guest_addr: 0, size, user_addr: 0, file_offset };
+                Ok(self.map(false, vec![region], fds, Purpose::Inflight(area)))
+            }
             Request::RemMemReg(region) => {
                 let memory = self.memory.without(&region).map_err(Refusal::to_be_heard)?;
                 Ok(self.begin(Change::Memory(memory)))
@@ -255,7 +268,13 @@ impl Connection {
     }
 
     /// Maps regions: alone, or beside those that there are.
-    fn map(&mut self, beside: bool, regions: Vec<Region>, fds: Vec<ForeignFd>) -> Outcome {
+    fn map(
+        &mut self,
+        beside: bool,
+        regions: Vec<Region>,
+        fds: Vec<ForeignFd>,
+        purpose: Purpose,
+    ) -> Outcome {
         // By these rules nothing is asked of a file before it is known to be memory.
         let waits =
             self.setup.rules.files == MemoryFiles::Any && !fds.iter().all(ForeignFd::is_sealable);
@@ -266,11 +285,20 @@ impl Connection {
         if waits {
             let map = self.setup.examiner.map(map);
             map.wake(&self.setup.waker);
-            return Outcome::Later(Work::Map(map));
+            return Outcome::Later(Work::Map(map, purpose));
         }
         match map() {
-            Ok(memory) => self.begin(Change::Memory(memory)),
+            Ok(memory) => self.mapped(memory, purpose),
             Err(error) => Outcome::Refuse(error.into()),
+        }
+    }
+
+    /// Continues with memory that was mapped.
+    pub(super) fn mapped(&mut self, memory: SharedMemory, purpose: Purpose) -> Outcome {
+        let Purpose::Inflight(area) = purpose else { return self.begin(Change::Memory(memory)) };
+        match Inflight::new(area, memory) {
+            Ok(inflight) => self.begin(Change::Inflight(inflight)),
+            Err(error) => Outcome::Refuse(Refusal::to_be_heard(error)),
         }
     }
 
@@ -285,9 +313,11 @@ impl Connection {
     fn rings_of(&self, change: &Change) -> Range<usize> {
         match *change {
             Change::Restore(ref undo, _) => undo.rings.clone(),
-            Change::Features(_) | Change::Memory(_) | Change::ResetOwner | Change::Reset { .. } => {
-                0..self.rings.len()
-            }
+            Change::Features(_)
+            | Change::Memory(_)
+            | Change::Inflight(_)
+            | Change::ResetOwner
+            | Change::Reset { .. } => 0..self.rings.len(),
             Change::Size(index, _)
             | Change::Addresses(index, _)
             | Change::Base(index, _)
@@ -319,6 +349,7 @@ impl Connection {
                 // Rings may not fit: a region that grows is removed and added again.
                 undo = None;
             }
+            Change::Inflight(inflight) => self.inflight = Some(inflight),
             Change::Size(index, size) => self.rings[index].settings.size = size,
             Change::Addresses(index, addresses) => {
                 self.rings[index].settings.addresses = Some(addresses);
@@ -349,6 +380,7 @@ impl Connection {
                 }
             }
             Change::Restore(before, refusal) => {
+                self.inflight = (*before.inflight).clone();
                 self.rings_need_enable = before.restore(&mut self.rings, &self.setup.device);
                 (undo, answer) = (None, Err(refusal));
             }
@@ -357,7 +389,8 @@ impl Connection {
     }
 
     fn undo(&self, rings: Range<usize>) -> Undo {
-        Undo::of(&self.rings, rings, &self.setup.device, self.rings_need_enable)
+        let Self { inflight, setup, rings_need_enable, .. } = self;
+        Undo::of(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
     }
 
     fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
@@ -365,7 +398,9 @@ impl Connection {
         let all = (0..device.num_queues()).zip(&mut self.rings);
         for (index, ring) in all.take(rings.end).skip(rings.start) {
             let thread = &threads[usize::from(index) % threads.len()];
-            if let Err(error) = ring.begin_start(index, device, &self.memory.map, thread, waker) {
+            let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
+            let memory = &self.memory.map;
+            if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
                 self.failure.get_or_insert(error);
             }
         }
@@ -420,6 +455,7 @@ impl Connection {
     pub(super) fn let_go(&mut self) -> Option<Pending<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
+        self.inflight = None;
         if let Some(channel) = self.backend_channel.take() {
             drop(ForeignFd::new(channel, Arc::clone(&self.setup.examiner)));
         }
@@ -435,35 +471,6 @@ impl Connection {
 
 fn not_offered(code: u32) -> Outcome {
     Outcome::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
-}
-
-/// The protocol features that a message belongs to.
-fn needed_features(request: &Request) -> u64 {
-    match request {
-        Request::GetQueueNum => protocol_feature::MQ,
-        Request::GetConfig(_) | Request::SetConfig(_) => protocol_feature::CONFIG,
-        Request::SetBackendReqFd => protocol_feature::BACKEND_REQ,
-        Request::ResetDevice => protocol_feature::RESET_DEVICE,
-        Request::SetStatus(_) | Request::GetStatus => protocol_feature::STATUS,
-        Request::GetMaxMemSlots | Request::AddMemReg(_) | Request::RemMemReg(_) => {
-            protocol_feature::CONFIGURE_MEM_SLOTS
-        }
-        _ => 0,
-    }
-}
-
-/// How many descriptors come with a message. Some front-ends send one to remove a region.
-fn expected_fds(request: &Request) -> std::ops::RangeInclusive<usize> {
-    let exactly = |count: usize| count..=count;
-    match request {
-        Request::SetMemTable(regions) => exactly(regions.len()),
-        Request::AddMemReg(_) | Request::SetBackendReqFd => exactly(1),
-        Request::RemMemReg(_) => 0..=1,
-        Request::SetVringKick { has_fd, .. }
-        | Request::SetVringCall { has_fd, .. }
-        | Request::SetVringErr { has_fd, .. } => exactly(usize::from(*has_fd)),
-        _ => exactly(0),
-    }
 }
 
 #[cfg(test)]

@@ -2,12 +2,14 @@
 //!
 //! All numbers are in the byte order of the machine ("Message Specification").
 
+pub use super::body::{Config, InflightArea, Region, RingAddresses};
+use super::body::{
+    MAX_BODY_BYTES, NO_FD, number, regions, ring_addresses, ring_fd, single_region, size_of_body,
+    words,
+};
+
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 12;
-
-/// The longest body that any message has: what a front-end announces beyond it is no message of
-/// this protocol.
-pub(crate) const MAX_BODY_BYTES: usize = 4096;
 
 /// Numbers of messages ("Front-end message types").
 #[expect(missing_docs, reason = "the names are the specification's")]
@@ -31,6 +33,8 @@ pub mod code {
     pub(crate) const SET_BACKEND_REQ_FD: u32 = 21;
     pub const GET_CONFIG: u32 = 24;
     pub const SET_CONFIG: u32 = 25;
+    pub(crate) const GET_INFLIGHT_FD: u32 = 31;
+    pub(crate) const SET_INFLIGHT_FD: u32 = 32;
     pub const RESET_DEVICE: u32 = 34;
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
@@ -51,6 +55,7 @@ pub mod protocol_feature {
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
+    pub(crate) const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
@@ -63,9 +68,6 @@ const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 /// In flags of a header: the sender wants to know whether the message was carried out.
 const NEED_REPLY: u32 = 1 << 3;
-
-/// In the index of a ring: no descriptor comes with the message.
-const NO_FD: u64 = 1 << 8;
 
 /// What all messages start with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,6 +116,7 @@ impl Header {
                 | code::GET_QUEUE_NUM
                 | code::GET_VRING_BASE
                 | code::GET_CONFIG
+                | code::GET_INFLIGHT_FD
                 | code::GET_MAX_MEM_SLOTS
                 | code::GET_STATUS
         )
@@ -151,45 +154,6 @@ impl Header {
         }
         None
     }
-}
-
-fn size_of_body(bytes: usize) -> u32 {
-    u32::try_from(bytes).unwrap_or_else(|_| unreachable!("a body is at most {MAX_BODY_BYTES}"))
-}
-
-/// A region of memory ("Memory region description").
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Region {
-    /// Start in guest memory.
-    pub guest_addr: u64,
-    /// Bytes.
-    pub size: u64,
-    /// Start in the front-end's address space.
-    pub user_addr: u64,
-    /// Start in the file that comes with it, in bytes.
-    pub file_offset: u64,
-}
-
-/// Where a ring is, in the front-end's address space ("Vring address description").
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RingAddresses {
-    /// The descriptor table.
-    pub desc_table: u64,
-    /// The avail ring.
-    pub avail_ring: u64,
-    /// The used ring.
-    pub used_ring: u64,
-}
-
-/// A part of the configuration space ("Virtio device config space").
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// The first byte.
-    pub offset: u32,
-    /// Who writes: 0 the driver, 1 a migration.
-    pub flags: u32,
-    /// The bytes. In a read only their number matters: so many are wanted.
-    pub data: Vec<u8>,
 }
 
 /// What a front-end asks for. Descriptors come beside it.
@@ -243,6 +207,10 @@ pub enum Request {
     SetBackendReqFd,
     GetConfig(Config),
     SetConfig(Config),
+    /// Only the queues and their size matter. The answer brings a descriptor.
+    GetInflightFd(InflightArea),
+    /// With a descriptor.
+    SetInflightFd(InflightArea),
     ResetDevice,
     GetMaxMemSlots,
     /// With a descriptor.
@@ -319,6 +287,8 @@ impl Request {
             code::SET_VRING_ERR => {
                 ring_fd(body).map(|(index, has_fd)| Self::SetVringErr { index, has_fd })?
             }
+            code::GET_INFLIGHT_FD => Self::GetInflightFd(InflightArea::decode(body)?),
+            code::SET_INFLIGHT_FD => Self::SetInflightFd(InflightArea::decode(body)?),
             code::GET_CONFIG => Self::GetConfig(Config::decode(body)?),
             code::SET_CONFIG => Self::SetConfig(Config::decode(body)?),
             _ => return None,
@@ -365,9 +335,43 @@ impl Request {
             Self::SetVringKick { index, has_fd } => ring_fd(code::SET_VRING_KICK, *index, *has_fd),
             Self::SetVringCall { index, has_fd } => ring_fd(code::SET_VRING_CALL, *index, *has_fd),
             Self::SetVringErr { index, has_fd } => ring_fd(code::SET_VRING_ERR, *index, *has_fd),
+            Self::GetInflightFd(area) => (code::GET_INFLIGHT_FD, area.encode().to_vec()),
+            Self::SetInflightFd(area) => (code::SET_INFLIGHT_FD, area.encode().to_vec()),
             Self::GetConfig(config) => (code::GET_CONFIG, config.encode()),
             Self::SetConfig(config) => (code::SET_CONFIG, config.encode()),
             _ => unreachable!("the others have no body"),
+        }
+    }
+}
+
+impl Request {
+    /// The protocol features that a message belongs to.
+    pub(super) fn needed_features(&self) -> u64 {
+        match self {
+            Self::GetQueueNum => protocol_feature::MQ,
+            Self::GetConfig(_) | Self::SetConfig(_) => protocol_feature::CONFIG,
+            Self::SetBackendReqFd => protocol_feature::BACKEND_REQ,
+            Self::GetInflightFd(_) | Self::SetInflightFd(_) => protocol_feature::INFLIGHT_SHMFD,
+            Self::ResetDevice => protocol_feature::RESET_DEVICE,
+            Self::SetStatus(_) | Self::GetStatus => protocol_feature::STATUS,
+            Self::GetMaxMemSlots | Self::AddMemReg(_) | Self::RemMemReg(_) => {
+                protocol_feature::CONFIGURE_MEM_SLOTS
+            }
+            _ => 0,
+        }
+    }
+
+    /// How many descriptors come with a message. Some front-ends send one to remove a region.
+    pub(super) fn expected_fds(&self) -> std::ops::RangeInclusive<usize> {
+        let exactly = |count: usize| count..=count;
+        match self {
+            Self::SetMemTable(regions) => exactly(regions.len()),
+            Self::AddMemReg(_) | Self::SetBackendReqFd | Self::SetInflightFd(_) => exactly(1),
+            Self::RemMemReg(_) => 0..=1,
+            Self::SetVringKick { has_fd, .. }
+            | Self::SetVringCall { has_fd, .. }
+            | Self::SetVringErr { has_fd, .. } => exactly(usize::from(*has_fd)),
+            _ => exactly(0),
         }
     }
 }
@@ -393,89 +397,9 @@ fn is_known(number: u32) -> bool {
             | code::SET_BACKEND_REQ_FD
             | code::GET_CONFIG
             | code::SET_CONFIG
+            | code::GET_INFLIGHT_FD
+            | code::SET_INFLIGHT_FD
             | code::RESET_DEVICE
             | code::GET_MAX_MEM_SLOTS..=code::GET_STATUS
     )
-}
-
-impl Region {
-    /// Bytes of a region in a message.
-    const BYTES: usize = 32;
-
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        let [guest_addr, size, user_addr, file_offset] = numbers(bytes)?;
-        Some(Self { guest_addr, size, user_addr, file_offset })
-    }
-
-    fn encode(&self) -> Vec<u8> {
-        let Self { guest_addr, size, user_addr, file_offset } = *self;
-        [guest_addr, size, user_addr, file_offset].map(u64::to_ne_bytes).concat()
-    }
-
-    /// As the body of a message about one region.
-    fn encode_single(&self) -> Vec<u8> {
-        [vec![0; 8], self.encode()].concat()
-    }
-}
-
-impl Config {
-    const HEAD_BYTES: usize = 12;
-
-    fn decode(body: &[u8]) -> Option<Self> {
-        let (head, data) = body.split_first_chunk::<{ Self::HEAD_BYTES }>()?;
-        let [offset, size, flags] = words(head);
-        (size as usize == data.len()).then(|| Self { offset, flags, data: data.to_vec() })
-    }
-
-    /// The body of the message, or of the answer to a read.
-    #[must_use]
-    pub fn encode(&self) -> Vec<u8> {
-        let head = [self.offset, size_of_body(self.data.len()), self.flags].map(u32::to_ne_bytes);
-        [head.concat(), self.data.clone()].concat()
-    }
-}
-
-/// The table of regions: their number, and the regions. It has at least one.
-fn regions(body: &[u8]) -> Option<Vec<Region>> {
-    let (head, table) = body.split_first_chunk::<8>()?;
-    let [count, _padding] = words(head);
-    if count == 0 || (count as usize).checked_mul(Region::BYTES)? != table.len() {
-        return None;
-    }
-    table.chunks_exact(Region::BYTES).map(Region::decode).collect()
-}
-
-fn single_region(body: &[u8]) -> Option<Region> {
-    let (_padding, region) = body.split_first_chunk::<8>()?;
-    Region::decode(region)
-}
-
-fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
-    let (head, rest) = body.split_first_chunk::<8>()?;
-    // Its flags ask for a log of writes, which belongs to a feature that is not offered.
-    let [index, _flags] = words(head);
-    let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
-    Some((index, RingAddresses { desc_table, avail_ring, used_ring }))
-}
-
-fn ring_fd(body: &[u8]) -> Option<(u8, bool)> {
-    let value = number(body)?;
-    let index = u8::try_from(value & !NO_FD).ok()?;
-    Some((index, value & NO_FD == 0))
-}
-
-fn number(body: &[u8]) -> Option<u64> {
-    body.try_into().ok().map(u64::from_ne_bytes)
-}
-
-/// `N` numbers of 8 bytes each; `None` if there are more or fewer bytes.
-fn numbers<const N: usize>(bytes: &[u8]) -> Option<[u64; N]> {
-    let numbers: Vec<u64> = bytes.chunks(8).map(number).collect::<Option<_>>()?;
-    numbers.try_into().ok()
-}
-
-/// `BYTES` is four times `N`.
-fn words<const N: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u32; N] {
-    const { assert!(BYTES == 4 * N) };
-    std::array::from_fn(|at| u32::from_ne_bytes(std::array::from_fn(|byte| bytes[4 * at + byte])))
 }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use device::Pending;
 
-use super::message::RingAddresses;
+use super::inflight::Inflight;
+use super::message::{InflightArea, RingAddresses};
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
 
@@ -15,6 +16,8 @@ use super::undo::Undo;
 pub(super) enum Outcome {
     /// It has an answer of its own.
     Answer(Vec<u8>),
+    /// It has one that brings a descriptor.
+    AnswerWith(Vec<u8>, OwnedFd),
     /// It was carried out.
     Done,
     /// It was not, and the connection continues.
@@ -50,7 +53,7 @@ impl From<io::Error> for Refusal {
 /// What a message waits for.
 pub(super) enum Work {
     /// Its memory is examined and mapped.
-    Map(Pending<io::Result<SharedMemory>>),
+    Map(Pending<io::Result<SharedMemory>>, Purpose),
     /// Rings stop; then this is done.
     Stop(Change),
     /// Rings start, as far as they can; then it is answered.
@@ -59,10 +62,18 @@ pub(super) enum Work {
     Unmap(Pending<()>),
 }
 
+/// What memory is mapped for.
+#[derive(Clone, Copy)]
+pub(super) enum Purpose {
+    Guest,
+    Inflight(InflightArea),
+}
+
 /// What can be done only while rings do not run.
 pub(super) enum Change {
     Features(u64),
     Memory(SharedMemory),
+    Inflight(Inflight),
     Size(usize, u16),
     Addresses(usize, RingAddresses),
     Base(usize, u16),

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use device::{Device, Pending, QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
-use virtqueue::{GuestMemory, MAX_QUEUE_SIZE};
+use virtqueue::{GuestMemory, InflightError, InflightRegion, MAX_QUEUE_SIZE};
 
 use super::message::RingAddresses;
 
@@ -74,6 +74,7 @@ impl RingState {
         index: u16,
         device: &Device,
         memory: &Arc<GuestMemory>,
+        inflight: Option<&InflightRegion>,
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
@@ -89,6 +90,7 @@ impl RingState {
         let setup = QueueSetup {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
+            inflight: inflight.map(|region| region.queue(index)).transpose().map_err(other)?,
             kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref())?,
             err: clone(self.err.as_ref())?,
@@ -208,6 +210,10 @@ impl RingState {
             next_avail: self.next_avail,
         })
     }
+}
+
+fn other(error: InflightError) -> io::Error {
+    invalid(error.to_string())
 }
 
 /// The size of a ring, if a ring can have it.

@@ -1,6 +1,6 @@
 //! One front-end's connection, from its first byte to its end, as a machine that never waits.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::task::Poll;
@@ -12,7 +12,7 @@ use rustix::event::PollFlags;
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
 use super::message::{Header, code};
-use super::outcome::{Change, Outcome, Refusal, Work};
+use super::outcome::{Outcome, Refusal, Work};
 use super::setup::SessionSetup;
 
 /// How long a front-end may be connected without a message, while others wait for its place.
@@ -167,7 +167,7 @@ impl Session {
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
             Stage::Ready => self.patience_ends().map(|(deadline, _)| deadline),
-            Stage::Working { work: Work::Map(_) | Work::Unmap(_), since, .. }
+            Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
             | Stage::Leaving { since, .. } => Some(*since + MESSAGE_LIMIT),
             Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
         }
@@ -256,6 +256,9 @@ impl Session {
                     }
                 },
                 Outcome::Answer(body) => return self.answer(header, &body, None, now),
+                Outcome::AnswerWith(body, fd) => {
+                    return self.answer_with(header, &body, Some(fd), None, now);
+                }
                 Outcome::Done if self.wants_ack(header) => {
                     return self.answer(header, &ACK, None, now);
                 }
@@ -285,9 +288,9 @@ impl Session {
     /// Takes the next step of what waits; on an error it still waits.
     fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
         match work {
-            Work::Map(map) => match map.check() {
-                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Map(map)),
-                Poll::Ready(Some(Ok(memory))) => Ok(self.connection.begin(Change::Memory(memory))),
+            Work::Map(map, purpose) => match map.check() {
+                Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Map(map, purpose)),
+                Poll::Ready(Some(Ok(memory))) => Ok(self.connection.mapped(memory, purpose)),
                 Poll::Ready(Some(Err(error))) => Ok(Outcome::Refuse(error.into())),
                 Poll::Pending | Poll::Ready(None) => {
                     let text = "its memory does not answer: the file system behind it hangs";
@@ -321,8 +324,19 @@ impl Session {
         refused: Option<String>,
         now: Instant,
     ) -> Progress {
+        self.answer_with(header, body, None, refused, now)
+    }
+
+    fn answer_with(
+        &mut self,
+        header: Header,
+        body: &[u8],
+        fd: Option<OwnedFd>,
+        refused: Option<String>,
+        now: Instant,
+    ) -> Progress {
         self.stage = Stage::Ready;
-        if let Err(error) = self.channel.send(header.reply(body.len()), body, now) {
+        if let Err(error) = self.channel.send(header.reply(body.len()), body, fd, now) {
             self.end(End::Gone(Some(error.to_string())));
             return self.progress(now);
         }

@@ -4,11 +4,14 @@ use std::ops::Range;
 
 use device::{Device, Negotiated};
 
+use super::inflight::Inflight;
 use super::ring::{RingSettings, RingState};
 
 /// What rings and device were set to before a change. A refusal means that nothing has changed.
 pub(super) struct Undo {
     pub(super) rings: Range<usize>,
+    /// Where the requests of all rings were marked.
+    pub(super) inflight: Box<Option<Inflight>>,
     settings: Vec<RingSettings>,
     /// Where the one ring would have gone on. Where others go on follows from what they did.
     base: Option<u16>,
@@ -22,11 +25,13 @@ impl Undo {
         all: &[RingState],
         rings: Range<usize>,
         device: &Device,
+        inflight: Option<&Inflight>,
         rings_need_enable: bool,
     ) -> Self {
         let settings = all[rings.clone()].iter().map(|ring| ring.settings.clone()).collect();
         let negotiated = Box::new(device.negotiated());
-        Self { rings, settings, base: None, negotiated, rings_need_enable }
+        let inflight = Box::new(inflight.cloned());
+        Self { rings, inflight, settings, base: None, negotiated, rings_need_enable }
     }
 
     /// The same for a change of where the one ring continues.

@@ -13,7 +13,7 @@ use virtqueue::MappingRules;
 
 use super::super::config::PROTOCOL_FEATURES;
 use super::super::examiner::Examiner;
-use super::super::message::{Config, RingAddresses};
+use super::super::message::{Config, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::*;
 
@@ -29,6 +29,8 @@ struct Scene {
     examiner: Arc<Examiner>,
     connection: Connection,
     memory: OwnedFd,
+    /// The descriptor that came with the last answer that had one.
+    brought: Option<OwnedFd>,
 }
 
 /// How a message has ended.
@@ -58,7 +60,7 @@ impl Scene {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let memory = rustix::fs::memfd_create("test", flags).unwrap();
         rustix::fs::ftruncate(&memory, MEMORY_BYTES).unwrap();
-        let mut scene = Self { io, device, examiner, connection, memory };
+        let mut scene = Self { io, device, examiner, connection, memory, brought: None };
         let request = Request::SetProtocolFeatures(protocol_features);
         assert_eq!(scene.tell(&request, vec![]), Ended::Done);
         scene
@@ -74,6 +76,10 @@ impl Scene {
         loop {
             outcome = match outcome {
                 Outcome::Answer(body) => return Ended::Answer(body),
+                Outcome::AnswerWith(body, fd) => {
+                    self.brought = Some(fd);
+                    return Ended::Answer(body);
+                }
                 Outcome::Done => return Ended::Done,
                 Outcome::Refuse(Refusal { text, must_be_heard }) => {
                     return Ended::Refused { text, must_be_heard };
@@ -90,7 +96,7 @@ impl Scene {
                     let _ = unmapped.wait();
                     Outcome::Done
                 }
-                Outcome::Later(Work::Map(_)) => unreachable!("memory of this kind never waits"),
+                Outcome::Later(Work::Map(..)) => unreachable!("memory of this kind never waits"),
             }
         }
     }
@@ -138,13 +144,14 @@ impl Scene {
             format!("{size} {addresses:?} {started} {enabled} {kick:?} {next_avail:?}")
         });
         let rings: Vec<String> = rings.collect();
-        let Connection { protocol_features, rings_need_enable, status, memory, .. } =
+        let Connection { protocol_features, rings_need_enable, status, memory, inflight, .. } =
             &self.connection;
         let negotiated = self.device.negotiated();
         let regions = memory.map.num_regions();
         format!(
             "{rings:#?} {protocol_features:#x} {rings_need_enable} {status} {regions} \
-             {negotiated:?}"
+             {negotiated:?} {}",
+            inflight.is_some()
         )
     }
 
@@ -157,6 +164,11 @@ impl Scene {
         assert_eq!(self.connection.descriptors(), 0);
         assert_eq!((self.io.io().ops(), self.io.io().tasks()), (0, 0));
     }
+}
+
+/// A region for the queues of a scene.
+fn inflight_area() -> InflightArea {
+    InflightArea { size: 0, file_offset: 0, queues: QUEUES, queue_size: 128 }
 }
 
 fn region() -> Region {
@@ -237,6 +249,10 @@ fn messages_that_are_refused() {
         (GetConfig(Config { flags: 4, ..config(0, &[0]) }), false, "flags 0x4"),
         (SetConfig(config(0, &[1])), false, "1 bytes at 0"),
         (SetConfig(Config { offset: far, ..config(0, &[0]) }), false, "1 bytes at"),
+        (GetInflightFd(InflightArea { queues: 0, ..inflight_area() }), true, "for 0 queues"),
+        (GetInflightFd(InflightArea { queues: 3, ..inflight_area() }), true, "there are 2"),
+        (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
+        (SetInflightFd(inflight_area()), true, "with 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
     ];
     for (request, is_grave, words) in table {
@@ -260,6 +276,8 @@ fn messages_of_features_that_were_not_negotiated() {
         (GetConfig(config(0, &[0])), protocol_feature::CONFIG),
         (SetConfig(config(WRITEBACK_OFFSET, &[0])), protocol_feature::CONFIG),
         (ResetDevice, protocol_feature::RESET_DEVICE),
+        (GetInflightFd(inflight_area()), protocol_feature::INFLIGHT_SHMFD),
+        (SetInflightFd(inflight_area()), protocol_feature::INFLIGHT_SHMFD),
         (SetStatus(1), protocol_feature::STATUS),
         (GetStatus, protocol_feature::STATUS),
         (GetMaxMemSlots, protocol_feature::CONFIGURE_MEM_SLOTS),
@@ -305,12 +323,59 @@ fn a_queue_runs_when_all_has_been_said_in_whatever_order() {
     }
 }
 
+#[test]
+fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let area = InflightArea::decode(&body).unwrap();
+    assert_eq!(InflightArea { size: 0, ..area }, inflight_area());
+    let file = scene.brought.take().unwrap();
+    assert_eq!(rustix::fs::fstat(&file).unwrap().st_size, i64::try_from(area.size).unwrap());
+    assert!(rustix::fs::ftruncate(&file, 0).is_err(), "nobody can take it away");
+    // Whoever sends no bytes for the alignment is understood as well.
+    assert_eq!(InflightArea::decode(&body[..20]), Some(area));
+
+    let bring = |scene: &mut Scene, area: InflightArea| {
+        scene.tell(&Request::SetInflightFd(area), vec![file.try_clone().unwrap()])
+    };
+    for wrong in [
+        InflightArea { size: area.size - 1, ..area },
+        InflightArea { queues: 0, ..area },
+        InflightArea { file_offset: area.size, ..area },
+    ] {
+        assert!(matches!(bring(&mut scene, wrong), Ended::Refused { must_be_heard: true, .. }));
+        assert!(scene.connection.inflight.is_none());
+    }
+    assert_eq!(bring(&mut scene, area), Ended::Done);
+    scene.start();
+    let version_of_second = || {
+        let mut version = [0; 2];
+        rustix::io::pread(&file, &mut version, area.size / 2 + 8).unwrap();
+        u16::from_ne_bytes(version)
+    };
+    assert_eq!(version_of_second(), 1, "its queue does not use it");
+
+    // One that is of no use to queues that run is refused, and they run as before.
+    let small = InflightArea { queue_size: 8, ..area };
+    let before = scene.state();
+    let Ended::Refused { text, must_be_heard: true } = bring(&mut scene, small) else {
+        panic!("it was taken");
+    };
+    assert!(text.contains("a ring of 16 entries has an inflight region for 8"), "{text}");
+    assert_eq!(scene.state(), before);
+    assert!(scene.connection.rings.iter().all(RingState::is_running));
+    scene.end();
+}
+
 /// A message with which kind of descriptor.
 #[derive(Debug, Clone)]
 enum Fd {
     None,
     Event,
     Memory,
+    Inflight,
     Pipe,
 }
 
@@ -343,6 +408,9 @@ fn messages() -> impl Strategy<Value = (Request, Fd)> {
         Just((SetFeatures(F_PROTOCOL_FEATURES | 1 << 32), Fd::None)),
         Just((SetFeatures(1 << 32), Fd::None)),
         Just((SetFeatures(1 << 63), Fd::None)),
+        Just((GetInflightFd(inflight_area()), Fd::None)),
+        Just((SetInflightFd(InflightArea { size: MEMORY_BYTES, ..inflight_area() }), Fd::Inflight)),
+        Just((SetInflightFd(InflightArea { size: 64, ..inflight_area() }), Fd::Inflight)),
         Just((SetStatus(0), Fd::None)),
         Just((SetStatus(7), Fd::None)),
         Just((ResetDevice, Fd::None)),
@@ -370,6 +438,7 @@ proptest! {
                 Fd::None => vec![],
                 Fd::Event => vec![new_eventfd()],
                 Fd::Memory => scene.memory(),
+                Fd::Inflight => Scene::new(0).memory(),
                 Fd::Pipe => vec![rustix::pipe::pipe().unwrap().0],
             };
             let before = scene.state();

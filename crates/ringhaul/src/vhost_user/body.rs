@@ -1,0 +1,175 @@
+//! Bodies of messages, as plain data with their encoding.
+
+/// The longest body that any message has: what a front-end announces beyond it is no message of
+/// this protocol.
+pub(crate) const MAX_BODY_BYTES: usize = 4096;
+
+/// In the index of a ring: no descriptor comes with the message.
+pub(super) const NO_FD: u64 = 1 << 8;
+
+/// A region of memory ("Memory region description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// Start in guest memory.
+    pub guest_addr: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Start in the front-end's address space.
+    pub user_addr: u64,
+    /// Start in the file that comes with it, in bytes.
+    pub file_offset: u64,
+}
+
+/// Where a ring is, in the front-end's address space ("Vring address description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingAddresses {
+    /// The descriptor table.
+    pub desc_table: u64,
+    /// The avail ring.
+    pub avail_ring: u64,
+    /// The used ring.
+    pub used_ring: u64,
+}
+
+/// A part of the configuration space ("Virtio device config space").
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The first byte.
+    pub offset: u32,
+    /// Who writes: 0 the driver, 1 a migration.
+    pub flags: u32,
+    /// The bytes. In a read only their number matters: so many are wanted.
+    pub data: Vec<u8>,
+}
+
+/// Where the inflight region is in its file, and what it is for ("Inflight description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InflightArea {
+    /// Bytes.
+    pub size: u64,
+    /// Start in the file that comes with it, in bytes.
+    pub file_offset: u64,
+    /// Queues that it is for.
+    pub queues: u16,
+    /// Entries of the longest of them.
+    pub queue_size: u16,
+}
+
+pub(super) fn size_of_body(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or_else(|_| unreachable!("a body is at most {MAX_BODY_BYTES}"))
+}
+
+impl InflightArea {
+    /// Bytes of its fields. Most front-ends send four more, for the alignment.
+    const BYTES: usize = 20;
+    const PADDED_BYTES: usize = 24;
+
+    /// The body of a message of this area.
+    #[must_use]
+    pub fn encode(&self) -> [u8; Self::PADDED_BYTES] {
+        let mut body = [0; Self::PADDED_BYTES];
+        body[..8].copy_from_slice(&self.size.to_ne_bytes());
+        body[8..16].copy_from_slice(&self.file_offset.to_ne_bytes());
+        body[16..18].copy_from_slice(&self.queues.to_ne_bytes());
+        body[18..20].copy_from_slice(&self.queue_size.to_ne_bytes());
+        body
+    }
+
+    /// The area of a body, with or without the bytes for the alignment.
+    #[must_use]
+    pub fn decode(body: &[u8]) -> Option<Self> {
+        if ![Self::BYTES, Self::PADDED_BYTES].contains(&body.len()) {
+            return None;
+        }
+        let number = |at: usize| Some(u64::from_ne_bytes(body.get(at..at + 8)?.try_into().ok()?));
+        let count = |at: usize| Some(u16::from_ne_bytes(body.get(at..at + 2)?.try_into().ok()?));
+        Some(Self {
+            size: number(0)?,
+            file_offset: number(8)?,
+            queues: count(16)?,
+            queue_size: count(18)?,
+        })
+    }
+}
+
+impl Region {
+    /// Bytes of a region in a message.
+    const BYTES: usize = 32;
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let [guest_addr, size, user_addr, file_offset] = numbers(bytes)?;
+        Some(Self { guest_addr, size, user_addr, file_offset })
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let Self { guest_addr, size, user_addr, file_offset } = *self;
+        [guest_addr, size, user_addr, file_offset].map(u64::to_ne_bytes).concat()
+    }
+
+    /// As the body of a message about one region.
+    pub(super) fn encode_single(&self) -> Vec<u8> {
+        [vec![0; 8], self.encode()].concat()
+    }
+}
+
+impl Config {
+    const HEAD_BYTES: usize = 12;
+
+    pub(super) fn decode(body: &[u8]) -> Option<Self> {
+        let (head, data) = body.split_first_chunk::<{ Self::HEAD_BYTES }>()?;
+        let [offset, size, flags] = words(head);
+        (size as usize == data.len()).then(|| Self { offset, flags, data: data.to_vec() })
+    }
+
+    /// The body of the message, or of the answer to a read.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let head = [self.offset, size_of_body(self.data.len()), self.flags].map(u32::to_ne_bytes);
+        [head.concat(), self.data.clone()].concat()
+    }
+}
+
+/// The table of regions: their number, and the regions. It has at least one.
+pub(super) fn regions(body: &[u8]) -> Option<Vec<Region>> {
+    let (head, table) = body.split_first_chunk::<8>()?;
+    let [count, _padding] = words(head);
+    if count == 0 || (count as usize).checked_mul(Region::BYTES)? != table.len() {
+        return None;
+    }
+    table.chunks_exact(Region::BYTES).map(Region::decode).collect()
+}
+
+pub(super) fn single_region(body: &[u8]) -> Option<Region> {
+    let (_padding, region) = body.split_first_chunk::<8>()?;
+    Region::decode(region)
+}
+
+pub(super) fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
+    let (head, rest) = body.split_first_chunk::<8>()?;
+    // Its flags ask for a log of writes, which belongs to a feature that is not offered.
+    let [index, _flags] = words(head);
+    let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
+    Some((index, RingAddresses { desc_table, avail_ring, used_ring }))
+}
+
+pub(super) fn ring_fd(body: &[u8]) -> Option<(u8, bool)> {
+    let value = number(body)?;
+    let index = u8::try_from(value & !NO_FD).ok()?;
+    Some((index, value & NO_FD == 0))
+}
+
+pub(super) fn number(body: &[u8]) -> Option<u64> {
+    body.try_into().ok().map(u64::from_ne_bytes)
+}
+
+/// `N` numbers of 8 bytes each; `None` if there are more or fewer bytes.
+pub(super) fn numbers<const N: usize>(bytes: &[u8]) -> Option<[u64; N]> {
+    let numbers: Vec<u64> = bytes.chunks(8).map(number).collect::<Option<_>>()?;
+    numbers.try_into().ok()
+}
+
+/// `BYTES` is four times `N`.
+pub(super) fn words<const N: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u32; N] {
+    const { assert!(BYTES == 4 * N) };
+    std::array::from_fn(|at| u32::from_ne_bytes(std::array::from_fn(|byte| bytes[4 * at + byte])))
+}

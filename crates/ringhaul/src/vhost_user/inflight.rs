@@ -1,0 +1,51 @@
+//! The inflight region: made for a front-end, which keeps it and brings it with every start.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use device::Device;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use virtqueue::{InflightError, InflightRegion, MAX_QUEUE_SIZE, RingLayout};
+
+use super::message::InflightArea;
+use super::ring::invalid;
+use super::shared_memory::SharedMemory;
+
+/// The region that a front-end has brought.
+#[derive(Clone)]
+pub(super) struct Inflight {
+    pub(super) region: InflightRegion,
+}
+
+impl Inflight {
+    /// The region that this memory holds.
+    pub(super) fn new(area: InflightArea, memory: SharedMemory) -> Result<Self, InflightError> {
+        let region = InflightRegion::new(memory.map, area.queues, area.queue_size)?;
+        Ok(Self { region })
+    }
+}
+
+/// Makes a region for as many queues as `area` says, and a file that holds it alone.
+pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightArea, OwnedFd)> {
+    let InflightArea { queues, queue_size, .. } = area;
+    let count = device.num_queues();
+    if !(1..=count).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
+        let text = format!(
+            "an inflight region for {queues} queues of {queue_size} entries; there are {count} \
+             queues of up to {MAX_QUEUE_SIZE}"
+        );
+        return Err(invalid(text));
+    }
+    let size = InflightRegion::bytes(RingLayout::Split, queues, queue_size);
+    let file = file_of(size)
+        .map_err(|error| io::Error::other(format!("cannot make an inflight region: {error}")))?;
+    Ok((InflightArea { size, file_offset: 0, ..area }, file))
+}
+
+/// Memory that keeps its size, so that nobody takes it away from those who have it mapped.
+fn file_of(bytes: u64) -> rustix::io::Result<OwnedFd> {
+    let file = memfd_create("ringhaul-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&file, bytes)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
+}
