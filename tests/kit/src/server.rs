@@ -261,6 +261,17 @@ impl Server {
             .with_context(|| format!("after SIGTERM; its messages:\n{}", self.messages()))
     }
 
+    /// Kills it: it has no moment to finish anything.
+    ///
+    /// # Errors
+    /// When the server had ended before.
+    pub fn kill(&mut self) -> Result<()> {
+        self.check_running()?;
+        self.child.kill().context("killing the server")?;
+        self.child.wait().context("waiting for the server that was killed")?;
+        Ok(())
+    }
+
     fn wait_until_listening(&mut self) -> Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         let process = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())

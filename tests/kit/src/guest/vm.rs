@@ -324,7 +324,7 @@ fn qemu_command(
 ) -> Result<Command> {
     let qemu = find_program("qemu-system-x86_64", "qemu-system-x86")?;
     let reconnect =
-        if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=1000" };
+        if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=100" };
     let memory = options.memory_mib;
     // QEMU shall not outlive us, however we end.
     let mut command = Command::new(find_program("setpriv", "util-linux")?);

@@ -1,0 +1,92 @@
+//! The daemon is killed again and again under verified load, and the guest does not notice.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::guest::Vm;
+use ringhaul_kit::server::{Cache, Engine, Export, Server};
+use serde_json::{Value, json};
+
+use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
+
+const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
+const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
+
+const KILLS: u64 = 30;
+
+/// How many requests the server has answered since it started.
+fn served(server: &Server) -> Result<u64> {
+    let shown = server.call("export.show", &json!({ "export": server.export().socket }))?;
+    let kinds = shown["served"].as_object().context("the export has served nothing")?;
+    let count = |kind: &Value| kind["requests"].as_u64();
+    kinds.values().map(count).sum::<Option<u64>>().context("a kind of requests has no count")
+}
+
+/// Waits until the server has answered this many requests.
+fn wait_served(server: &Server, wanted: u64) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while served(server)? < wanted {
+        ensure!(Instant::now() < deadline, "the guest does not go on:\n{}", server.messages());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+fn kills(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("kills-{engine}"), engine, cache)?;
+    let export = Export { units: is_scsi.then(Vec::new), ..export };
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+    let disk = if is_scsi { "sda" } else { "vda" };
+    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+
+    let mut done_again = 0;
+    for kill in 0..KILLS {
+        // At once, and later and later.
+        wait_served(&server, kill * 7)?;
+        server.kill()?;
+        drop(server);
+        server = scene.serve(&export)?;
+        wait_served(&server, 1)?;
+        done_again += server.messages().matches("are done again").count();
+    }
+    eprintln!("{done_again} starts did requests again");
+    ensure!(done_again > 0, "no kill has left a request behind, so nothing was tried");
+
+    vm.check(VERIFY_STOP, LIMIT)?;
+    check_no_errors(&mut vm)?;
+    check_same_bytes(&mut vm, disk, &export.file)?;
+    vm.power_off(LIMIT)?;
+    ensure!(!server.messages().contains("failed"), "{}", server.messages());
+    check_clean_exit(&mut server)
+}
+
+/// The guest's kernel has reported no error of its disks. That a logical unit was switched on is
+/// none: what it may have lost of its state is reported so (SAM-5, unit attention conditions).
+fn check_no_errors(vm: &mut Vm) -> Result<()> {
+    let errors = "i/o error|blocked for more|timed out|abort|reset|offline|rejecting";
+    let is_none = "Power-on or device reset occurred";
+    vm.check(&format!("! dmesg | grep -v '{is_none}' | grep -iE '{errors}'"), LIMIT)?;
+    Ok(())
+}
+
+#[test]
+fn blk_with_io_uring_is_killed_thirty_times() -> Result<()> {
+    scenario(|| kills(Engine::IoUring, Cache::None, false))
+}
+
+#[test]
+fn blk_with_aio_is_killed_thirty_times() -> Result<()> {
+    scenario(|| kills(Engine::Aio, Cache::None, false))
+}
+
+#[test]
+fn blk_with_threads_is_killed_thirty_times() -> Result<()> {
+    scenario(|| kills(Engine::Threads, Cache::Writeback, false))
+}
+
+#[test]
+fn scsi_is_killed_thirty_times() -> Result<()> {
+    scenario(|| kills(Engine::IoUring, Cache::None, true))
+}
