@@ -19,7 +19,9 @@ mod simulated;
 mod source;
 mod sysfs;
 
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -65,6 +67,17 @@ impl DiskSource {
     /// has a size or an alignment that does not fit the options.
     pub fn file(path: &Path, options: &DiskOptions) -> Result<Self, Error> {
         let (file, info) = FileSource::open(path, options)?;
+        Ok(Self::new(info, SourceKind::File(file)))
+    }
+
+    /// A disk whose open file another process has handed over, with the lock and with what the
+    /// kernel has yet to report of its write-back. `path` is what led to it.
+    ///
+    /// # Errors
+    ///
+    /// When it was not opened as the options say, or as [`file`](Self::file).
+    pub fn handed_over(file: File, path: &Path, options: &DiskOptions) -> Result<Self, Error> {
+        let (file, info) = FileSource::handed_over(file, path, options)?;
         Ok(Self::new(info, SourceKind::File(file)))
     }
 
@@ -172,6 +185,27 @@ impl DiskSource {
         }
     }
 
+    /// The errno of the loss of data, if [there was one](DiskState::Lost).
+    #[must_use]
+    pub fn loss(&self) -> Option<i32> {
+        let lost = self.open_file()?.loss().check().err()?;
+        lost.raw_os_error()
+    }
+
+    /// Data may be lost, as the process has learnt that has handed the disk over.
+    pub fn inherit_loss(&self, errno: i32) {
+        if let Some(file) = self.open_file() {
+            file.loss().inherit(errno);
+        }
+    }
+
+    /// The open file, to be [handed over](Self::handed_over) to another process. `None`: a null
+    /// disk has none.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.open_file().map(AsFd::as_fd)
+    }
+
     /// A text that is the same whenever this disk is opened, and another one for another disk: the
     /// id of the file system and the number of the file in it, or what a block device says of
     /// itself. It may name files. Empty for a null disk. Where the file system has no id of its
@@ -238,6 +272,12 @@ impl DiskSource {
     #[must_use]
     pub fn prefer_engine(self, engine: EngineKind) -> Self {
         Self { engine: Some(engine), ..self }
+    }
+
+    /// The engine that it [is to use](Self::prefer_engine).
+    #[must_use]
+    pub fn preferred_engine(&self) -> Option<EngineKind> {
+        self.engine
     }
 
     /// The engine that the disk has on `io`. A null disk has none.

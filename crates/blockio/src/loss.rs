@@ -222,6 +222,16 @@ impl Loss {
         .await;
     }
 
+    /// The file comes from another process, whose writes no flush may have covered.
+    pub(crate) fn others_have_written(&self) {
+        self.note_written(None);
+    }
+
+    /// Data may be lost from now on, as another process has learnt from the file.
+    pub(crate) fn inherit(&self, errno: i32) {
+        self.remember(errno);
+    }
+
     fn remember(&self, errno: i32) -> bool {
         self.errno.compare_exchange(0, errno, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockio::{DiskSource, EngineKind, Io, Pending, RegisteredMemory, Remote};
+use serde::{Deserialize, Serialize};
 
 use crate::blk::config::BlkOptions;
 use crate::blk::device::BlkDevice;
@@ -23,6 +24,9 @@ use crate::scsi::control_queue::Control;
 use crate::scsi::event_queue::EventQueue;
 use crate::scsi::request::Scsi;
 use crate::stats::{QueueStats, RequestTotals};
+
+/// The capacity, at the start of virtio-blk's configuration space (virtio 1.3, section 5.2.4).
+const CAPACITY_BYTES: usize = 8;
 
 /// A virtio device, shared by its queues and its controller. Clones are handles of the same
 /// device.
@@ -46,7 +50,8 @@ pub enum QueueRole {
 }
 
 /// What a driver has negotiated, and written to the configuration space.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Negotiated {
     features: u64,
     space: Vec<u8>,
@@ -144,6 +149,28 @@ impl Device {
             Self::Blk(blk) => blk.restore(&negotiated.space),
             Self::Scsi(scsi) => scsi.restore(&negotiated.space),
         }
+    }
+
+    /// Takes what the driver has negotiated with this device in another process. Call it while no
+    /// queue runs. True: the driver should read the configuration space again.
+    ///
+    /// # Errors
+    ///
+    /// When the driver relies on what this device does not have. The device is as after a
+    /// [`reset`](Self::reset) then.
+    pub fn take_over(&self, negotiated: &Negotiated) -> io::Result<bool> {
+        // What may change under a driver.
+        let changes = match self {
+            Self::Blk(_) => CAPACITY_BYTES,
+            Self::Scsi(_) => 0,
+        };
+        let taken = self.set_features(negotiated.features).and_then(|()| {
+            let (_, fixed) = negotiated.space.split_at_checked(changes).unwrap_or_default();
+            self.restore_config(changes, fixed)
+        });
+        taken.inspect_err(|_| self.reset())?;
+        let space = self.config_space();
+        Ok(!negotiated.space.starts_with(&space[..changes]))
     }
 
     /// Back to the state before any driver: call it when a driver goes away.

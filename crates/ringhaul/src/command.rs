@@ -147,6 +147,15 @@ pub enum CommandError {
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),
+    /// Another process takes the exports over, or was about to.
+    #[error("another process is taking the exports over; try again when it has, or has failed")]
+    HandingOver,
+    /// The exports are not those that were described.
+    #[error("exports were added, changed or removed meanwhile; try again")]
+    Changed,
+    /// Queues have not stopped, so that no other process can go on with them.
+    #[error("requests were not finished in time ({0}); try again when the disk answers")]
+    NotPaused(String),
     /// Exports come and go no longer.
     #[error("the daemon is ending")]
     Ending,

@@ -6,6 +6,8 @@
 mod closing;
 mod export;
 mod exports;
+mod hand_over;
+pub(crate) mod handed;
 mod order;
 
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -19,10 +21,12 @@ use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::command::{CommandError, ExportStatus, Removal};
+use crate::handed_fds::HandedFds;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::Exports;
+use handed::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
-use order::{Alarm, Answered, Changed, Order};
+use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 
 /// The thread that controls all exports. When this is dropped, they stop.
@@ -153,6 +157,50 @@ impl Control {
     /// When all exports have ended.
     pub(crate) fn watched_disks(&self) -> Answered<Vec<WatchedDisk>> {
         self.ask(Order::Watch)
+    }
+
+    /// Describes the exports for another process.
+    ///
+    /// # Errors
+    ///
+    /// When one of them cannot be handed over now.
+    pub(crate) fn describe(&self) -> Answered<Described> {
+        self.ask(|answer| Order::HandOver(HandOverOrder::Describe(answer)))?
+    }
+
+    /// Has all queues stop for another process, which goes on with them; if not,
+    /// [`resume`](Self::resume) them.
+    ///
+    /// # Errors
+    ///
+    /// When the exports are not those that were described, or do not stop. They go on then.
+    pub(crate) fn pause(&self, generation: u64) -> Answered<Paused> {
+        self.ask(|answer| Order::HandOver(HandOverOrder::Pause(generation, answer)))?
+    }
+
+    /// Has the queues start again, and waits for that.
+    pub(crate) fn resume(&self) {
+        // A thread that has ended has no queues.
+        let _ = self.ask(|answer| Order::HandOver(HandOverOrder::Resume(answer)));
+    }
+
+    /// Goes on with the exports of another process. They are paused until they are
+    /// [resumed](Self::resume).
+    ///
+    /// # Errors
+    ///
+    /// When that is not possible. The other process has lost nothing.
+    pub(crate) fn take_over(
+        &self,
+        taken: Vec<(ExportSetup, ExportProgress)>,
+        fds: HandedFds,
+    ) -> Result<()> {
+        self.ask(|answer| Order::HandOver(HandOverOrder::TakeOver(taken, fds, answer)))?
+    }
+
+    /// Leaves the exports, which are paused, to another process. This one must end.
+    pub(crate) fn leave(&self) {
+        self.order(Order::HandOver(HandOverOrder::Leave));
     }
 
     /// Begins to disconnect all front-ends, each of which sees the end when its requests are

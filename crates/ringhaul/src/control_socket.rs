@@ -25,6 +25,7 @@ use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
 use crate::export::Endpoint;
+use crate::takeover;
 use message::{Code, Problem, Request, answer_line};
 use methods::{Client, Entry};
 
@@ -46,16 +47,26 @@ pub(crate) struct ControlSocket {
 }
 
 impl ControlSocket {
-    /// Listens on `path`. Only this user and root may connect.
+    /// A socket at `path`. Only this user and root may connect.
     ///
     /// # Errors
     ///
-    /// When the socket cannot be made, or the kernel has no thread or descriptor left.
-    pub(crate) fn start(path: &Path, daemon: Weak<Daemon>) -> Result<Self> {
+    /// When it cannot be made.
+    pub(crate) fn bind(path: &Path) -> Result<Endpoint> {
         let endpoint = Endpoint::bind(path, "--control")?;
         // Whoever has come before is refused by his credentials.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
             .with_context(|| format!("cannot keep others from {}", path.display()))?;
+        tracing::info!("control socket {}", path.display());
+        Ok(endpoint)
+    }
+
+    /// Listens.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread or descriptor left.
+    pub(crate) fn start(endpoint: Arc<Endpoint>, daemon: Weak<Daemon>) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
@@ -63,7 +74,6 @@ impl ControlSocket {
             .name("ringhaul-rpc".into())
             .spawn(move || listen(&endpoint, &stopped, &daemon))
             .context("cannot start the thread of the control socket")?;
-        tracing::info!("control socket {}", path.display());
         Ok(Self { stop, thread: Some(thread) })
     }
 }
@@ -164,6 +174,10 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Res
         }
         if line.trim_ascii().is_empty() {
             continue;
+        }
+        if let Some(asked) = takeover::give::asked(&line) {
+            let daemon = daemon.upgrade().context("the daemon is ending")?;
+            return takeover::give::give(&daemon, asked, &mut reader, stream);
         }
         serve(&line, stream, daemon, may_wait)?;
     }

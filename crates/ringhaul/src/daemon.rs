@@ -1,6 +1,8 @@
 //! The daemon: exports by name, and the commands that make them come and go.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+pub(crate) mod hand_over;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -11,7 +13,7 @@ use crate::command::{Command, CommandError, NewSize, Reply};
 use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
 use crate::disk_accesses::DiskAccesses;
 use crate::ending::{Event, Outcome, wait_for_end};
-use crate::engines::{Thread, Threads, choose, set_up};
+use crate::engines::{Chosen, Thread, Threads, choose, set_up};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::memory_limits::MemoryLimits;
@@ -19,6 +21,7 @@ use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::side_by_side::side_by_side;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
 
 /// Serves disks. It has any number of exports, each known by its name, that of its socket.
@@ -35,6 +38,28 @@ pub struct Daemon {
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
+    /// How this process was started, and its control socket: what another one needs to take over.
+    life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
+}
+
+/// An export that is ready to be served.
+struct Opened {
+    spec: ExportSpec,
+    disks: Vec<OpenDisk>,
+    log: Arc<ExportLog>,
+    device: Device,
+    threads: Vec<Thread>,
+    /// Says that it is served.
+    line: String,
+}
+
+impl Opened {
+    fn into_setup(self, endpoint: Option<Endpoint>, limits: MemoryLimits) -> ExportSetup {
+        let Self { spec, disks, log, device, threads, .. } = self;
+        let disks = disks.into_iter().map(|disk| disk.source).collect();
+        let threads = threads.into_iter().map(|thread| thread.remote).collect();
+        ExportSetup { spec, log, disks, device, endpoint, threads, limits }
+    }
 }
 
 /// The threads that serve exports.
@@ -87,6 +112,7 @@ impl Daemon {
             pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
+            life: OnceLock::new(),
         };
         Ok((daemon, Ending(received)))
     }
@@ -153,13 +179,37 @@ impl Daemon {
         let wanted: Vec<_> = specs.iter().flat_map(ExportSpec::disks).collect();
         let disks =
             side_by_side(&wanted, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
-        let choices = choose(&self.args, &disks);
+        let choices = choose(&self.args, &disks, &[]);
         // Behind what disks may hang in, so that no socket is left behind then, and before the
         // threads, which say what they chose: what is refused is refused in one line.
         let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
-        let (mut opened_all, mut ready) = (Vec::new(), Vec::new());
+        let opened = self.set_up(specs, disks, choices)?;
+        let mut ready = Vec::new();
+        let set_up = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
+            let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
+            // Its name is reserved, so nobody else has taken it.
+            let endpoint = endpoint.context("the inherited descriptor serves another export")?;
+            ready.push((opened.log.name().to_owned(), opened.line.clone()));
+            Ok(opened.into_setup(Some(endpoint), self.limits.clone()))
+        });
+        let exports = set_up.collect::<Result<Vec<_>>>()?;
+        names.serve(exports)?;
+        for (export, line) in ready {
+            tracing::info!(export, "{line}");
+        }
+        Ok(Reply::Added)
+    }
+
+    /// The devices of exports on `disks`, which are those of all of them, and their threads.
+    fn set_up(
+        &self,
+        specs: Vec<ExportSpec>,
+        disks: Vec<OpenDisk>,
+        choices: Vec<Chosen>,
+    ) -> Result<Vec<Opened>, CommandError> {
+        let mut opened_all = Vec::new();
         let mut opened = disks.into_iter().zip(choices);
-        for (spec, endpoint) in specs.into_iter().zip(endpoints) {
+        for spec in specs {
             let threads = self.threads_for(&spec)?;
             let mut disks = Vec::new();
             for (mut disk, choice) in opened.by_ref().take(spec.disks().len()) {
@@ -170,25 +220,11 @@ impl Daemon {
             }
             let log = Arc::new(ExportLog::new(spec.log_name(disks.first())));
             let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log), &self.accesses)?;
-            ready.push((log.name().to_owned(), serving(&spec, &disks)));
-            opened_all.push((spec, disks, log, device, endpoint, threads));
+            let line = serving(&spec, &disks);
+            opened_all.push(Opened { spec, disks, log, device, threads, line });
         }
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
-        let set_up = opened_all.into_iter().map(|(spec, disks, log, device, endpoint, threads)| {
-            let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
-            // Its name is reserved, so nobody else has taken it.
-            let endpoint = endpoint.context("the inherited descriptor serves another export")?;
-            let disks = disks.into_iter().map(|disk: OpenDisk| disk.source).collect();
-            let threads = threads.into_iter().map(|thread: Thread| thread.remote).collect();
-            let limits = self.limits.clone();
-            Ok(ExportSetup { spec, log, disks, device, endpoint, threads, limits })
-        });
-        let exports = set_up.collect::<Result<Vec<_>>>()?;
-        names.serve(exports)?;
-        for (export, line) in ready {
-            tracing::info!(export, "{line}");
-        }
-        Ok(Reply::Added)
+        Ok(opened_all)
     }
 
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
@@ -196,7 +232,7 @@ impl Daemon {
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { device, settings, .. } = changing;
         let mut disk = OpenDisk::open(&unit.disk(&settings))?;
-        let choice = choose(&self.args, std::slice::from_ref(&disk)).pop();
+        let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;
         let engine = set_up(&self.args, &threads, &disk, choice)?;

@@ -20,6 +20,8 @@ pub(crate) enum Event {
     Asked(EndCause),
     /// The last export has ended.
     Ended,
+    /// Another process goes on with all exports.
+    HandedOver(u32),
     /// An IoThread has ended by an error.
     ThreadFailed,
     /// The exports that the daemon was started for cannot be served.
@@ -31,6 +33,8 @@ pub(crate) enum Event {
 pub enum Outcome {
     /// All requests are answered.
     Clean,
+    /// Another process goes on with all of it.
+    HandedOver,
     /// Requests are left behind.
     Abandoned,
     /// An IoThread failed, and the other exports have ended, or had the time.
@@ -83,6 +87,10 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
                 let failed = leaves_at.is_some();
                 return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
+            }
+            Ok(Event::HandedOver(process)) => {
+                tracing::info!("process {process} has taken over");
+                return Ok(Outcome::HandedOver);
             }
             Ok(Event::NotStarted(error)) if is_stopping => {
                 tracing::warn!("not served: {error:#}");

@@ -39,11 +39,18 @@ pub(crate) enum Chosen {
     Best(Choice),
 }
 
-/// For each disk the engine that was asked for, or the one that a trial finds best: one trial for
-/// all disks that are alike, and all trials side by side.
-pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk]) -> Vec<Chosen> {
+/// For each disk the engine that was asked for, or the one that it has `had` in another process,
+/// or the one that a trial finds best: one trial for all disks that are alike, and all trials side
+/// by side.
+pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>]) -> Vec<Chosen> {
     if let Some(engine) = args.engine.kind() {
         return disks.iter().map(|_| Chosen::AsAsked(engine)).collect();
+    }
+    let had: Option<Vec<Chosen>> = had.iter().map(|had| as_before(had.as_deref()?)).collect();
+    if let Some(chosen) = had
+        && chosen.len() == disks.len()
+    {
+        return chosen;
     }
     let alike: Vec<Option<Alike>> = disks.iter().map(|disk| Alike::of(&disk.source)).collect();
     let of_index: Vec<usize> = (0..disks.len()).map(|index| tried_for(&alike, index)).collect();
@@ -66,6 +73,14 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk]) -> Vec<Chosen> {
         }
     };
     of_index.into_iter().enumerate().map(choose).map(Chosen::Best).collect()
+}
+
+/// The engine of this name.
+fn as_before(name: &str) -> Option<Chosen> {
+    let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
+    let engine = all.into_iter().find(|engine| engine.to_string() == name)?;
+    let why = "as before it was taken over".to_owned();
+    Some(Chosen::Best(Choice { engine, why, has_failed: false }))
 }
 
 /// The disk whose trial is that of disk `index`: the one with the most data of all that are alike.

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::net::{AddressFamily, SocketType, sockopt};
+use serde::{Deserialize, Serialize};
 
+use crate::handed_fds::{HandedFds, Place};
 use crate::inherit;
 
 /// Where front-ends come from.
@@ -26,11 +28,13 @@ pub enum Endpoint {
 pub struct InheritedSocket {
     listener: UnixListener,
     was_blocking: bool,
+    /// As that of [`OwnSocket`].
+    is_lent: bool,
 }
 
 impl Drop for InheritedSocket {
     fn drop(&mut self) {
-        if self.was_blocking {
+        if self.was_blocking && !self.is_lent {
             // Its other users find it as it was, or have changed it anyway.
             let _ = self.listener.set_nonblocking(false);
         }
@@ -46,6 +50,21 @@ pub struct OwnSocket {
     path: PathBuf,
     /// Device and inode, so that only our own socket is removed.
     identity: (u64, u64),
+    /// Another process has it too, and goes on with it.
+    is_lent: bool,
+}
+
+/// What another process needs to go on with an endpoint.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) enum EndpointState {
+    /// A socket of our own, with the device and inode of its path.
+    Own(Place, PathBuf, (u64, u64)),
+    /// A listening socket that was inherited.
+    #[serde(rename_all = "kebab-case")]
+    Inherited { socket: Place, was_blocking: bool },
+    /// A connection that nobody has taken yet.
+    Connection(Place),
 }
 
 impl Endpoint {
@@ -73,7 +92,8 @@ impl Endpoint {
         let metadata = std::fs::symlink_metadata(path)
             .with_context(|| format!("cannot look at the new socket {shown}"))?;
         let identity = (metadata.dev(), metadata.ino());
-        Ok(Self::Listener(OwnSocket { listener, path: path.to_owned(), identity }))
+        let path = path.to_owned();
+        Ok(Self::Listener(OwnSocket { listener, path, identity, is_lent: false }))
     }
 
     /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent of
@@ -102,7 +122,58 @@ impl Endpoint {
         let was_blocking = !fcntl_getfl(&socket)?.contains(OFlags::NONBLOCK);
         let listener = UnixListener::from(socket);
         listener.set_nonblocking(true)?;
-        Ok(Self::InheritedListener(InheritedSocket { listener, was_blocking }))
+        let socket = InheritedSocket { listener, was_blocking, is_lent: false };
+        Ok(Self::InheritedListener(socket))
+    }
+
+    /// What another process needs to go on with it.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over(&self, fds: &mut HandedFds) -> io::Result<EndpointState> {
+        Ok(match self {
+            Self::Listener(OwnSocket { listener, path, identity, .. }) => {
+                let socket = fds.put(path.display().to_string(), listener)?;
+                EndpointState::Own(socket, path.clone(), *identity)
+            }
+            Self::InheritedListener(InheritedSocket { listener, was_blocking, .. }) => {
+                let socket = fds.put("inherited socket", listener)?;
+                EndpointState::Inherited { socket, was_blocking: *was_blocking }
+            }
+            Self::Connection(socket) => {
+                EndpointState::Connection(fds.put("inherited connection", socket)?)
+            }
+        })
+    }
+
+    /// The endpoint of another process, which goes on with it until this is
+    /// [kept](Self::keep).
+    ///
+    /// # Errors
+    ///
+    /// When its descriptor has not come.
+    pub(crate) fn take_over(state: EndpointState, fds: &mut HandedFds) -> io::Result<Self> {
+        Ok(match state {
+            EndpointState::Own(socket, path, identity) => {
+                let listener = fds.take(socket)?.into();
+                Self::Listener(OwnSocket { listener, path, identity, is_lent: true })
+            }
+            EndpointState::Inherited { socket, was_blocking } => {
+                let listener = fds.take(socket)?.into();
+                Self::InheritedListener(InheritedSocket { listener, was_blocking, is_lent: true })
+            }
+            EndpointState::Connection(socket) => Self::Connection(fds.take(socket)?.into()),
+        })
+    }
+
+    /// From now on it is this process that ends it.
+    pub(crate) fn keep(&mut self) {
+        match self {
+            Self::Listener(socket) => socket.is_lent = false,
+            Self::InheritedListener(socket) => socket.is_lent = false,
+            Self::Connection(_) => {}
+        }
     }
 
     /// The socket that front-ends connect to, if there can be more than one.
@@ -152,6 +223,9 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
 
 impl Drop for OwnSocket {
     fn drop(&mut self) {
+        if self.is_lent {
+            return;
+        }
         let ours = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
@@ -202,6 +276,26 @@ mod tests {
                 assert_eq!(now, there, "{} has changed", place.display());
             }
         }
+    }
+
+    #[test]
+    fn a_socket_belongs_to_whoever_keeps_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let before = Endpoint::bind(&path, "").unwrap();
+        let taken = || {
+            let mut fds = HandedFds::default();
+            let state = before.hand_over(&mut fds).unwrap();
+            let state = serde_json::to_string(&state).unwrap();
+            Endpoint::take_over(serde_json::from_str(&state).unwrap(), &mut fds).unwrap()
+        };
+        drop(taken());
+        let _front_end = UnixStream::connect(&path).unwrap();
+        let mut after = taken();
+        assert!(after.accept().is_some_and(|accepted| accepted.is_ok()));
+        after.keep();
+        drop(after);
+        assert!(!path.exists());
     }
 
     #[test]

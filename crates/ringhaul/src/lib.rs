@@ -16,6 +16,7 @@ mod engines;
 pub mod export;
 mod export_log;
 pub mod file_limit;
+mod handed_fds;
 mod heap;
 mod inherit;
 pub mod io_threads;
@@ -29,6 +30,7 @@ pub mod serve;
 mod side_by_side;
 mod size_watch;
 pub mod spec;
+mod takeover;
 mod thread_watch;
 pub mod vhost_user;
 

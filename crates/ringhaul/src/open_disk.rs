@@ -1,9 +1,11 @@
 //! Opens the disks of exports.
 
+use std::fs::File;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use blockio::{DiskOptions, DiskSource};
+use rustix::fs::{OFlags, fcntl_getfl};
 
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
 
@@ -36,6 +38,26 @@ impl OpenDisk {
                 (source, settings.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
             }
         };
+        Ok(Self::new(name, source, cache))
+    }
+
+    /// A disk that another process has open for an export of these settings.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be used here.
+    pub(crate) fn take_over(path: &Path, settings: &ExportSettings, file: File) -> Result<Self> {
+        let direct = fcntl_getfl(&file)
+            .map(|flags| flags.contains(OFlags::DIRECT))
+            .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
+        let wanted = settings.cache.unwrap_or(CacheMode::None);
+        // Where there was no direct I/O, it fell back.
+        let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
+        let source = DiskSource::handed_over(file, path, &disk_options(settings, direct))?;
+        Ok(Self::new(path.display().to_string(), source, cache))
+    }
+
+    fn new(name: String, source: DiskSource, cache: CacheMode) -> Self {
         let info = source.info();
         let summary = format!(
             "{} MiB, logical block {} bytes, cache {}{}",
@@ -44,7 +66,7 @@ impl OpenDisk {
             cache.name(),
             if info.read_only { ", read-only" } else { "" },
         );
-        Ok(Self { name, source, cache, summary })
+        Self { name, source, cache, summary }
     }
 }
 

@@ -111,6 +111,11 @@ pub struct ServeArgs {
     /// is and change it. Only root and the user of the daemon can connect.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+    /// Take over from the daemon whose control socket this is, while its guests go on: its exports,
+    /// its sockets and its options. Options that are given beside this one replace its own, but for
+    /// those on exports, which stay as they are. If anything fails, the other daemon goes on.
+    #[arg(long, value_name = "PATH")]
+    pub takeover: Option<PathBuf>,
     /// Print what this program can do, as JSON, and exit; other options than `--device` are
     /// ignored.
     // Only for the help text: other options must not matter even if they are wrong, so the

@@ -11,6 +11,7 @@ mod config;
 mod connection;
 mod examiner;
 mod foreign;
+mod hand_over;
 mod inflight;
 pub mod message;
 mod outcome;
@@ -22,5 +23,6 @@ mod undo;
 
 pub use config::PROTOCOL_FEATURES;
 pub use examiner::Examiner;
+pub(crate) use hand_over::SessionState;
 pub use session::{End, Load, Progress, Session};
 pub use setup::SessionSetup;

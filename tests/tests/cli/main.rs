@@ -12,6 +12,7 @@ mod log;
 mod options;
 mod resize;
 mod sockets;
+mod takeover;
 mod units;
 
 use anyhow::Result;

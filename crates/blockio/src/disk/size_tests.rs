@@ -85,3 +85,29 @@ fn space_is_given_back_in_the_units_that_a_disk_says() {
     discard(MIB + 4 * unit, unit);
     assert_eq!(sectors(), full - unit / 512);
 }
+
+/// The descriptor has the lock: nobody else comes in between.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_open_disk_can_be_handed_over() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(MIB).unwrap();
+    let options = DiskOptions::default();
+    let source = DiskSource::file(file.path(), &options).unwrap();
+    source.inherit_loss(libc::EIO);
+    let handed = || File::from(source.descriptor().unwrap().try_clone_to_owned().unwrap());
+    for wrong in [
+        DiskOptions { direct: true, ..options.clone() },
+        DiskOptions { logical_block_bytes: Some(700), ..options.clone() },
+    ] {
+        assert!(DiskSource::handed_over(handed(), file.path(), &wrong).is_err());
+    }
+    let other = DiskSource::handed_over(handed(), file.path(), &options).unwrap();
+    assert_eq!((other.info(), other.identity()), (source.info(), source.identity()));
+    assert_eq!((source.loss(), other.loss()), (Some(libc::EIO), None));
+    drop(source);
+    let error = DiskSource::file(file.path(), &options).unwrap_err();
+    assert!(matches!(error, Error::InUse { .. }), "{error}");
+    drop(other);
+    DiskSource::file(file.path(), &options).unwrap();
+}

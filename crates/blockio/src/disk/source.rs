@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustix::fd::AsFd;
-use rustix::fs::SeekFrom;
+use rustix::fs::{OFlags, SeekFrom, fcntl_getfl};
 
 use super::alignment::Alignment;
 use super::blocks::Blocks;
@@ -52,6 +52,39 @@ impl FileSource {
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
+        Self::of_open(file, path, options, is_block_device)
+    }
+
+    /// A file that another process has opened and locked in this way.
+    pub(super) fn handed_over(
+        file: File,
+        path: &Path,
+        options: &DiskOptions,
+    ) -> Result<(Self, DiskInfo), Error> {
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        let no_status = |error| unusable(format!("nothing is known of its descriptor: {error}"));
+        let flags = fcntl_getfl(&file).map_err(|errno| no_status(errno.into()))?;
+        let is_direct = flags.contains(OFlags::DIRECT);
+        let is_writable = flags & OFlags::RWMODE == OFlags::RDWR;
+        if is_direct != options.direct || !(is_writable || options.read_only) {
+            return Err(unusable(format!(
+                "it was handed over open with flags {:#x}, which do not fit its options",
+                flags.bits()
+            )));
+        }
+        let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
+        let (source, info) = Self::of_open(file, path, options, is_block_device)?;
+        source.file.loss().others_have_written();
+        Ok((source, info))
+    }
+
+    fn of_open(
+        file: File,
+        path: &Path,
+        options: &DiskOptions,
+        is_block_device: bool,
+    ) -> Result<(Self, DiskInfo), Error> {
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
         let size_bytes = size_of(&file).map_err(unusable)?;
         let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
             unusable("its file system does not support direct I/O; use the page cache".into())

@@ -260,6 +260,29 @@ mod tests {
     }
 
     #[test]
+    fn a_driver_goes_on_with_the_device_of_another_process() {
+        let wanted = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
+        let before = device();
+        before.set_features(wanted).unwrap();
+        before.write_config(config::WRITEBACK_OFFSET, &[0]).unwrap();
+        let text = serde_json::to_string(&before.negotiated()).unwrap();
+        let negotiated = serde_json::from_str(&text).unwrap();
+        let after = device();
+        assert!(!after.take_over(&negotiated).unwrap());
+        assert_eq!(after.negotiated(), before.negotiated());
+        let larger = DiskSource::null(1 << 21, &DiskOptions::default()).unwrap();
+        let events = Arc::new(LogEvents::new("test"));
+        let larger = Device::blk(larger, BlkOptions::default(), events.clone());
+        assert!(larger.take_over(&negotiated).unwrap(), "the driver does not know of its size");
+        let options = BlkOptions { num_queues: 3, ..BlkOptions::default() };
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let other = Device::blk(source, options, events);
+        let as_made = other.negotiated();
+        assert!(other.take_over(&negotiated).is_err());
+        assert_eq!(other.negotiated(), as_made);
+    }
+
+    #[test]
     fn each_queue_has_its_role_and_others_do_not_start() {
         let device = device();
         assert_eq!(device.queue_role(0), Some(QueueRole::Request));

@@ -42,21 +42,23 @@ pub(super) struct Export {
     /// No other export of the daemon has or had it.
     pub(super) id: u64,
     pub(super) spec: ExportSpec,
-    disks: Vec<DiskSource>,
+    pub(super) disks: Vec<DiskSource>,
     /// Places of disks that somebody is changing; that of virtio-blk has no address.
-    changing: Vec<Option<UnitPlace>>,
+    pub(super) changing: Vec<Option<UnitPlace>>,
     log: Arc<ExportLog>,
-    setup: SessionSetup,
+    pub(super) setup: SessionSetup,
     limits: MemoryLimits,
     /// None: no more front-ends are accepted.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
     /// How many there were.
-    sessions: u64,
+    pub(super) sessions: u64,
+    /// No queue starts and no front-end is taken: another process may go on with the export.
+    pub(super) is_held: bool,
     /// Who waits for it to end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     /// The log has a line on the connection, so it gets one on the disconnection.
-    is_shown: bool,
+    pub(super) is_shown: bool,
     /// For lines on front-ends that wait for others.
     waiting: LogLimit,
     /// The log says that another front-end waits for the current one to leave.
@@ -82,10 +84,11 @@ impl Export {
             setup,
             limits,
             // A connection that was inherited is there from the start.
-            listener_is_ready: endpoint.listener().is_none(),
-            endpoint: Some(endpoint),
+            listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
+            endpoint,
             session: None,
             sessions: 0,
+            is_held: false,
             removed: Vec::new(),
             is_shown: false,
             waiting: LogLimit::default(),
@@ -126,7 +129,7 @@ impl Export {
     }
 
     /// That of the disk that is doing worst.
-    fn disk_state(&self) -> DiskState {
+    pub(super) fn disk_state(&self) -> DiskState {
         let states = self.disks.iter().map(|disk| DiskState::from(disk.state()));
         states.max().unwrap_or(DiskState::Ready)
     }
@@ -200,7 +203,7 @@ impl Export {
     }
 
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        self.listener_is_ready
+        self.listener_is_ready && !self.is_held
             || self.session_is_ready
             || self.deadline().is_some_and(|deadline| now >= deadline)
     }
@@ -227,6 +230,7 @@ impl Export {
         let is_told = self.session.is_some() && self.waiting_is_told;
         if let Some(listener) = self.endpoint.as_ref().and_then(Endpoint::listener)
             && !is_paused
+            && !self.is_held
             && !is_told
         {
             fds.push(PollFd::new(listener, PollFlags::IN));
@@ -241,7 +245,7 @@ impl Export {
         self.session_is_ready = false;
         // First, because it may end: then nobody waits.
         let is_at_rest = self.progress(now);
-        if self.listener_is_ready && is_at_rest {
+        if self.listener_is_ready && is_at_rest && !self.is_held {
             self.listener_is_ready = false;
             if self.session.is_some() {
                 self.tell_of_waiting();
@@ -432,7 +436,7 @@ mod tests {
                 log,
                 disks: vec![disk.clone()],
                 device,
-                endpoint,
+                endpoint: Some(endpoint),
                 threads: vec![io.remote()],
                 limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
             };

@@ -1,19 +1,23 @@
 //! All exports, on the control thread.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use device::Answer;
+use device::{Answer, Pending};
 use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
-use super::order::{Alarm, Answered, Changed, ExportSetup, Order};
+use super::hand_over::HandOver;
+use super::handed::{Described, ExportProgress, Paused};
+use super::order::{Alarm, Answered, Changed, ExportSetup, HandOverOrder, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
+use crate::handed_fds::HandedFds;
 use crate::log_limit::LogLimit;
 use crate::spec::ExportSpec;
 
@@ -33,6 +37,11 @@ pub(super) struct Exports {
     /// Those that are being opened. Their names are taken.
     opening: Vec<ExportSpec>,
     orders: mpsc::Receiver<Order>,
+    /// Changes whenever the exports do.
+    generation: u64,
+    hand_over: Option<HandOver>,
+    /// They wait for the end of the hand-over.
+    waiting: VecDeque<Order>,
     alarm: Arc<Alarm>,
     /// Rings the alarm.
     waker: Waker,
@@ -47,6 +56,8 @@ pub(super) struct Exports {
 enum Then {
     GoOn,
     Leave,
+    /// Another process has all of it.
+    End,
 }
 
 impl Exports {
@@ -57,6 +68,9 @@ impl Exports {
             closing: Vec::new(),
             opening: Vec::new(),
             orders,
+            generation: 0,
+            hand_over: None,
+            waiting: VecDeque::new(),
             alarm,
             waker,
             stopping: None,
@@ -69,13 +83,15 @@ impl Exports {
     pub(super) fn run(&mut self) {
         loop {
             let now = Instant::now();
-            while let Ok(order) = self.orders.try_recv() {
-                if self.carry_out(order, now) == Then::Leave {
-                    self.leave();
-                    return;
+            while let Some(order) = self.next_order() {
+                match self.carry_out(order, now) {
+                    Then::GoOn => {}
+                    Then::Leave => return self.leave(),
+                    Then::End => return,
                 }
             }
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
+            self.continue_hand_over(now);
             if self.forget_ended() == Then::Leave {
                 return;
             }
@@ -84,8 +100,29 @@ impl Exports {
         }
     }
 
+    /// The next order that can be carried out now.
+    fn next_order(&mut self) -> Option<Order> {
+        let holds = self.hand_over.as_ref().is_some_and(HandOver::holds);
+        if !holds && let Some(order) = self.waiting.pop_front() {
+            return Some(order);
+        }
+        loop {
+            let order = self.orders.try_recv().ok()?;
+            let passes = order.changes_nothing() || matches!(order, Order::HandOver(_));
+            let passes = passes || matches!(order, Order::Abandon);
+            if passes || !holds {
+                return Some(order);
+            }
+            self.waiting.push_back(order);
+        }
+    }
+
     fn carry_out(&mut self, order: Order, now: Instant) -> Then {
+        if !order.changes_nothing() && !matches!(order, Order::HandOver(_)) {
+            self.generation += 1;
+        }
         match order {
+            Order::HandOver(order) => return self.hand_over(order, now),
             Order::Reserve(specs, answer) => answer.send(self.reserve(specs)),
             Order::Release(names) => self.opening.retain(|spec| !names.contains(&spec.name())),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
@@ -116,6 +153,111 @@ impl Exports {
             Order::Abandon => return Then::Leave,
         }
         Then::GoOn
+    }
+
+    fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Then {
+        match order {
+            HandOverOrder::Describe(answer) => answer.send(self.describe()),
+            HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
+                answer.send(Err(CommandError::HandingOver));
+            }
+            HandOverOrder::Pause(generation, answer) if generation != self.generation => {
+                answer.send(Err(CommandError::Changed));
+            }
+            HandOverOrder::Pause(_, answer) => {
+                self.list.iter_mut().for_each(Export::begin_pause);
+                self.hand_over = Some(HandOver::Pausing { since: now, answer });
+            }
+            HandOverOrder::Resume(answer) => self.begin_resume(answer),
+            HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
+            HandOverOrder::Leave => {
+                // The end of the process closes all of it. Dropping it would end what goes on.
+                std::mem::forget(std::mem::take(&mut self.list));
+                return Then::End;
+            }
+        }
+        Then::GoOn
+    }
+
+    fn describe(&self) -> Result<Described, CommandError> {
+        let mut fds = HandedFds::default();
+        if self.hand_over.is_some() {
+            return Err(CommandError::HandingOver);
+        }
+        if self.stopping.is_some() {
+            return Err(CommandError::Ending);
+        }
+        if let Some(spec) = self.opening.first() {
+            return Err(CommandError::Busy(spec.name(), ExportState::Opening));
+        }
+        if let Some(closing) = self.closing.first() {
+            return Err(CommandError::Busy(closing.status.name(), ExportState::Stopping));
+        }
+        let exports = self.list.iter().map(|export| export.describe(&mut fds));
+        let exports = exports.collect::<Result<_, _>>()?;
+        Ok(Described { exports, fds, generation: self.generation })
+    }
+
+    /// Continues with a hand-over for as long as nothing has to be waited for.
+    fn continue_hand_over(&mut self, now: Instant) {
+        let is_over = |hand_over: &HandOver| hand_over.deadline().is_some_and(|end| now >= end);
+        let is_late = self.hand_over.as_ref().is_some_and(is_over);
+        match self.hand_over.take() {
+            Some(HandOver::Pausing { since, answer }) => {
+                if self.list.iter().all(Export::has_paused) {
+                    answer.send(self.paused(since));
+                    self.hand_over = Some(HandOver::Paused);
+                } else if is_late {
+                    let left = self.list.iter().filter(|export| !export.has_paused());
+                    let left =
+                        left.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
+                    let left: Vec<String> = left.collect();
+                    answer.send(Err(CommandError::NotPaused(left.join(", "))));
+                    self.begin_resume(Pending::new().0);
+                } else {
+                    self.hand_over = Some(HandOver::Pausing { since, answer });
+                }
+            }
+            Some(HandOver::Resuming(answer)) => {
+                if self.list.iter().all(Export::has_resumed) {
+                    answer.send(());
+                } else {
+                    self.hand_over = Some(HandOver::Resuming(answer));
+                }
+            }
+            other => self.hand_over = other,
+        }
+    }
+
+    fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
+        let mut fds = HandedFds::default();
+        let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
+        let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
+            CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
+        })?;
+        Ok(Paused { exports, fds, since })
+    }
+
+    fn begin_resume(&mut self, answer: Answer<()>) {
+        self.list.iter_mut().for_each(Export::begin_resume);
+        self.hand_over = Some(HandOver::Resuming(answer));
+    }
+
+    fn take_over(
+        &mut self,
+        taken: Vec<(ExportSetup, ExportProgress)>,
+        mut fds: HandedFds,
+    ) -> anyhow::Result<()> {
+        assert!(self.list.is_empty(), "a process takes over before it has exports");
+        let now = Instant::now();
+        for export in taken {
+            let export = Export::take_over(export, self.next_id, &self.waker, &mut fds, now)?;
+            self.list.push(export);
+            self.next_id += 1;
+        }
+        self.hand_over = Some(HandOver::Paused);
+        self.share_descriptors();
+        Ok(())
     }
 
     fn reserve(&mut self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
@@ -197,6 +339,7 @@ impl Exports {
     /// not removed the last.
     fn forget_ended(&mut self) -> Then {
         if self.list.iter().any(Export::has_ended) {
+            self.generation += 1;
             let (ended, others) =
                 std::mem::take(&mut self.list).into_iter().partition(Export::has_ended);
             self.list = others;
@@ -225,13 +368,15 @@ impl Exports {
         let deadlines = self.list.iter().filter_map(Export::deadline);
         let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
         let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
-        let timeout = deadlines.chain(report).chain(at_once).min().map(|deadline| {
-            let left = deadline.saturating_duration_since(now);
-            Timespec {
-                tv_sec: fits(left.as_secs(), "a time-out in seconds"),
-                tv_nsec: left.subsec_nanos().into(),
-            }
-        });
+        let hand_over = self.hand_over.as_ref().and_then(HandOver::deadline);
+        let timeout =
+            deadlines.chain(report).chain(hand_over).chain(at_once).min().map(|deadline| {
+                let left = deadline.saturating_duration_since(now);
+                Timespec {
+                    tv_sec: fits(left.as_secs(), "a time-out in seconds"),
+                    tv_nsec: left.subsec_nanos().into(),
+                }
+            });
         let mut whose = vec![Polled::Alarm];
         let mut fds = vec![PollFd::new(&self.alarm.0, PollFlags::IN)];
         for (index, export) in self.list.iter().enumerate() {

@@ -10,9 +10,11 @@ use device::scsi::ScsiDevice;
 use device::{Answer, Device};
 use rustix::fd::OwnedFd;
 
+use super::handed::{Described, ExportProgress, Paused};
 use crate::command::{CommandError, ExportStatus};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
+use crate::handed_fds::HandedFds;
 use crate::memory_limits::MemoryLimits;
 use crate::spec::{ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
@@ -26,8 +28,8 @@ pub struct ExportSetup {
     pub disks: Vec<DiskSource>,
     /// The device.
     pub device: Device,
-    /// Where front-ends come from.
-    pub endpoint: Endpoint,
+    /// Where front-ends come from. None: the only one is there.
+    pub endpoint: Option<Endpoint>,
     /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
     pub threads: Vec<Remote>,
     /// What front-ends may have mapped.
@@ -102,6 +104,28 @@ pub(super) enum Order {
     Watch(Answer<Vec<WatchedDisk>>),
     Stop,
     Abandon,
+    HandOver(HandOverOrder),
+}
+
+impl Order {
+    /// Whether it only asks.
+    pub(super) fn changes_nothing(&self) -> bool {
+        matches!(self, Self::Show(_) | Self::Watch(_))
+    }
+}
+
+/// An order of a hand-over between processes.
+pub(super) enum HandOverOrder {
+    /// To describe the exports.
+    Describe(Answer<Answered<Described>>),
+    /// To have all queues stop, if the exports are those that were described.
+    Pause(u64, Answer<Answered<Paused>>),
+    /// To have them start again. The answer comes when they have.
+    Resume(Answer<()>),
+    /// To go on with the exports of another process, paused.
+    TakeOver(Vec<(ExportSetup, ExportProgress)>, HandedFds, Answer<anyhow::Result<()>>),
+    /// To leave them to another process.
+    Leave,
 }
 
 /// The eventfd that wakes the control thread.

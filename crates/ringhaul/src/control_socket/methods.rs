@@ -278,9 +278,12 @@ impl From<&CommandError> for Problem {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
-            CommandError::Busy(..) | CommandError::UnitBusy(..) | CommandError::DiskBusy(_) => {
-                Code::Busy
-            }
+            CommandError::Busy(..)
+            | CommandError::UnitBusy(..)
+            | CommandError::DiskBusy(_)
+            | CommandError::HandingOver
+            | CommandError::Changed
+            | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
             CommandError::Ending => Code::Ending,

@@ -51,17 +51,17 @@ pub(super) struct Channel {
     socket: PeerSocket,
     examiner: Arc<Examiner>,
     /// The message that comes: its bytes so far.
-    input: Vec<u8>,
+    pub(super) input: Vec<u8>,
     /// As soon as it is there.
     header: Option<Header>,
-    fds: Vec<ForeignFd>,
-    lost_fds: Option<String>,
+    pub(super) fds: Vec<ForeignFd>,
+    pub(super) lost_fds: Option<String>,
     /// When the first byte came.
     input_since: Option<Instant>,
     /// What is left of the answer. The next message is not read before it is taken.
-    output: Vec<u8>,
+    pub(super) output: Vec<u8>,
     /// Goes with the first byte of it.
-    output_fd: Option<OwnedFd>,
+    pub(super) output_fd: Option<OwnedFd>,
     output_since: Option<Instant>,
 }
 
@@ -79,6 +79,17 @@ impl Channel {
             output_fd: None,
             output_since: None,
         }
+    }
+
+    /// While it is lent, the connection is another process's to end.
+    pub(super) fn lend(&mut self, is_lent: bool) {
+        self.socket.is_lent = is_lent;
+    }
+
+    /// Goes on where another process has left off: with what it had read, and not written.
+    pub(super) fn go_on(&mut self, input: Vec<u8>, output: Vec<u8>, now: Instant) {
+        self.input_since = (!input.is_empty()).then_some(now);
+        (self.input, self.output) = (input, output);
     }
 
     /// Reads what has come, up to the end of one message. The front-end has `rings` descriptors

@@ -26,18 +26,18 @@ use super::undo::Undo;
 
 /// One front-end's device.
 pub(super) struct Connection {
-    setup: SessionSetup,
-    memory: SharedMemory,
+    pub(super) setup: SessionSetup,
+    pub(super) memory: SharedMemory,
     /// Where requests are marked while they are in the device, if the front-end keeps that.
-    inflight: Option<Inflight>,
-    rings: Vec<RingState>,
-    protocol_features: u64,
+    pub(super) inflight: Option<Inflight>,
+    pub(super) rings: Vec<RingState>,
+    pub(super) protocol_features: u64,
     /// Whether rings start disabled, as the protocol features make them.
-    rings_need_enable: bool,
+    pub(super) rings_need_enable: bool,
     /// Device status (virtio 1.3, section 2.1), as the front-end keeps it.
-    status: u8,
+    pub(super) status: u8,
     /// For messages that begin here.
-    backend_channel: Option<OwnedFd>,
+    pub(super) backend_channel: Option<OwnedFd>,
     /// The first ring that did not start or stop.
     failure: Option<io::Error>,
 }
@@ -74,7 +74,9 @@ impl Connection {
 
     /// How many descriptors that the front-end has brought are open for its rings and its memory.
     pub(super) fn descriptors(&self) -> usize {
-        self.rings.iter().map(RingState::descriptors).sum::<usize>() + self.memory.files.len()
+        let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
+        let of_inflight = self.inflight.as_ref().map_or(0, |inflight| inflight.files.len());
+        of_rings + self.memory.files.len() + of_inflight
     }
 
     pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
@@ -405,6 +407,17 @@ impl Connection {
             }
         }
         Outcome::Later(Work::Start(start))
+    }
+
+    /// Begins to stop all rings, to be started again.
+    pub(super) fn begin_pause(&mut self) {
+        self.rings.iter_mut().for_each(|ring| ring.begin_stop(&self.setup.waker));
+    }
+
+    /// Begins to start those rings again that should run.
+    pub(super) fn begin_resume(&mut self) {
+        let start = Start { answer: Ok(None), undo: None, unmapped: None };
+        let _ = self.start(0..self.rings.len(), start);
     }
 
     /// Whether all rings have started or stopped, as requested. An error: one has not.

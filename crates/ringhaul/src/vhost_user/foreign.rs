@@ -68,7 +68,9 @@ impl ForeignFd {
     fn kind(&self) -> io::Result<PathBuf> {
         kind_of(self.as_fd())
     }
+}
 
+impl AsFd for ForeignFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.fd {
             Some(fd) => fd.as_fd(),
@@ -92,11 +94,13 @@ impl Drop for ForeignFd {
 pub(super) struct PeerSocket {
     socket: Option<UnixStream>,
     examiner: Arc<Examiner>,
+    /// Another process has it too, and goes on with it.
+    pub(super) is_lent: bool,
 }
 
 impl PeerSocket {
     pub(super) fn new(socket: UnixStream, examiner: Arc<Examiner>) -> Self {
-        Self { socket: Some(socket), examiner }
+        Self { socket: Some(socket), examiner, is_lent: false }
     }
 
     /// Whether there are bytes to be read, with which descriptors may come.
@@ -125,6 +129,9 @@ impl AsFd for PeerSocket {
 
 impl Drop for PeerSocket {
     fn drop(&mut self) {
+        if self.is_lent {
+            return;
+        }
         // Nothing more comes from now on. It fails when the front-end has left on its own.
         let _ = self.shutdown(Shutdown::Both);
         let has_unread = self.has_unread();

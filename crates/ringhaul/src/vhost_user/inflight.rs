@@ -9,19 +9,23 @@ use virtqueue::{InflightError, InflightRegion, MAX_QUEUE_SIZE, RingLayout};
 
 use super::message::InflightArea;
 use super::ring::invalid;
-use super::shared_memory::SharedMemory;
+use super::shared_memory::{MemoryFile, SharedMemory};
 
 /// The region that a front-end has brought.
 #[derive(Clone)]
 pub(super) struct Inflight {
     pub(super) region: InflightRegion,
+    pub(super) area: InflightArea,
+    /// What is mapped there.
+    pub(super) files: Vec<MemoryFile>,
 }
 
 impl Inflight {
     /// The region that this memory holds.
     pub(super) fn new(area: InflightArea, memory: SharedMemory) -> Result<Self, InflightError> {
-        let region = InflightRegion::new(memory.map, area.queues, area.queue_size)?;
-        Ok(Self { region })
+        let SharedMemory { map, files } = memory;
+        let region = InflightRegion::new(map, area.queues, area.queue_size)?;
+        Ok(Self { region, area, files })
     }
 }
 

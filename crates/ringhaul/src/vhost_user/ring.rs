@@ -18,8 +18,8 @@ use super::message::RingAddresses;
 pub(super) struct RingState {
     pub(super) settings: RingSettings,
     pub(super) next_avail: u16,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    pub(super) call: Option<OwnedFd>,
+    pub(super) err: Option<OwnedFd>,
     service: Service,
 }
 
@@ -183,6 +183,11 @@ impl RingState {
         }
         self.err = err;
         Ok(())
+    }
+
+    /// Whether its addresses are in the memory, if they are known.
+    pub(super) fn check(&self, memory: &GuestMemory) -> io::Result<()> {
+        self.settings.addresses.map_or(Ok(()), |addresses| self.ring(addresses, memory).map(drop))
     }
 
     /// As after GET_VRING_BASE: a kick starts it again.

@@ -1,5 +1,6 @@
 //! One front-end's connection, from its first byte to its end, as a machine that never waits.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -11,9 +12,11 @@ use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::Connection;
+use super::hand_over::{SessionState, TakenOver};
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
 use super::setup::SessionSetup;
+use crate::handed_fds::HandedFds;
 
 /// How long a front-end may be connected without a message, while others wait for its place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
@@ -66,6 +69,8 @@ pub struct Session {
     stage: Stage,
     /// Until when its first message must have come. None: it has.
     silence: Option<Instant>,
+    /// It is to pause before the next message.
+    is_to_pause: bool,
 }
 
 enum Stage {
@@ -77,6 +82,12 @@ enum Stage {
         work: Work,
         since: Instant,
     },
+    /// Between two messages, queues stop.
+    Pausing,
+    /// No queue runs, and no message is read.
+    Paused,
+    /// Queues start again as they were.
+    Resuming,
     /// Queues stop for good.
     Ending(End),
     /// The front-end has seen the end, and its memory is unmapped before another is accepted.
@@ -94,7 +105,60 @@ impl Session {
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
         let connection = Connection::new(setup);
-        Self { channel, connection, stage: Stage::Ready, silence: Some(now + SILENCE_LIMIT) }
+        let silence = Some(now + SILENCE_LIMIT);
+        Self { channel, connection, stage: Stage::Ready, silence, is_to_pause: false }
+    }
+
+    /// A session that another process has [paused](Self::begin_pause) and
+    /// [handed over](Self::hand_over). It is paused here too.
+    ///
+    /// # Errors
+    ///
+    /// When this device, or this process, cannot go on with it.
+    pub(crate) fn take_over(
+        state: SessionState,
+        setup: SessionSetup,
+        fds: &mut HandedFds,
+        now: Instant,
+    ) -> io::Result<Self> {
+        let silence = (!state.is_patient).then_some(now + SILENCE_LIMIT);
+        let TakenOver { channel, connection, has_changed } = state.take_over(setup, fds, now)?;
+        if has_changed {
+            connection.send_config_change();
+        }
+        Ok(Self { channel, connection, stage: Stage::Paused, silence, is_to_pause: true })
+    }
+
+    /// Has the session stop its queues when it has finished the message that it is at, and read no
+    /// more. The front-end notices nothing but the pause.
+    pub(crate) fn begin_pause(&mut self) {
+        self.is_to_pause = true;
+    }
+
+    /// Whether it has paused.
+    pub(crate) fn is_paused(&self) -> bool {
+        matches!(self.stage, Stage::Paused)
+    }
+
+    /// Has a session go on that was to pause.
+    pub(crate) fn begin_resume(&mut self) {
+        self.channel.lend(false);
+        self.is_to_pause = false;
+    }
+
+    /// Whether all that was to start again has.
+    pub(crate) fn has_resumed(&self) -> bool {
+        !matches!(self.stage, Stage::Pausing | Stage::Paused | Stage::Resuming)
+    }
+
+    /// What another process needs to go on with this session, which is paused.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over(&self, fds: &mut HandedFds) -> io::Result<SessionState> {
+        assert!(self.is_paused(), "a queue may run");
+        SessionState::of(&self.channel, &self.connection, self.silence.is_none(), fds)
     }
 
     /// Lets the front-end be silent for as long as it likes: nobody waits for its place.
@@ -106,6 +170,12 @@ impl Session {
     /// Does the work that is due, at most one message of it. Never waits.
     pub fn progress(&mut self, now: Instant) -> Progress {
         match std::mem::replace(&mut self.stage, Stage::Ended) {
+            Stage::Ready if self.is_to_pause => {
+                self.connection.begin_pause();
+                self.stage = Stage::Pausing;
+                self.progress(now)
+            }
+            stage @ (Stage::Pausing | Stage::Paused | Stage::Resuming) => self.pause(stage, now),
             Stage::Ready => {
                 self.stage = Stage::Ready;
                 self.listen(now)
@@ -139,6 +209,28 @@ impl Session {
         }
     }
 
+    /// Continues with a pause, or with its end.
+    fn pause(&mut self, stage: Stage, now: Instant) -> Progress {
+        match (stage, self.connection.settle()) {
+            (stage, Poll::Pending) => self.stage = stage,
+            (_, Poll::Ready(Err(error))) => {
+                self.end(End::Dropped(error.to_string()));
+                return self.progress(now);
+            }
+            (Stage::Resuming, _) => {
+                self.stage = Stage::Ready;
+                return Progress::Handled;
+            }
+            _ if self.is_to_pause => self.stage = Stage::Paused,
+            _ => {
+                self.connection.begin_resume();
+                self.stage = Stage::Resuming;
+                return self.progress(now);
+            }
+        }
+        Progress::Waiting
+    }
+
     /// Begins to disconnect the front-end. It sees the hang-up only when all its requests are
     /// answered, because then it reads from the rings where to continue.
     pub fn begin_end(&mut self) {
@@ -158,6 +250,7 @@ impl Session {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
             Stage::Ready => Some(PollFlags::IN),
             Stage::Working { .. } => Some(PollFlags::empty()),
+            Stage::Pausing | Stage::Paused | Stage::Resuming => None,
             Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended => None,
         }
     }
@@ -169,6 +262,7 @@ impl Session {
             Stage::Ready => self.patience_ends().map(|(deadline, _)| deadline),
             Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
             | Stage::Leaving { since, .. } => Some(*since + MESSAGE_LIMIT),
+            Stage::Pausing | Stage::Paused | Stage::Resuming => None,
             Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
         }
     }

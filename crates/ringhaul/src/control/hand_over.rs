@@ -1,0 +1,154 @@
+//! Exports that another process takes over, or that this one does: how they pause and go on.
+
+use std::io;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use device::{Answer, Device};
+
+use super::export::Export;
+use super::handed::{ExportProgress, HandedDisk, HandedExport, Paused};
+use super::order::{Answered, ExportSetup};
+use crate::command::{CommandError, DiskState, ExportState};
+use crate::export::Endpoint;
+use crate::handed_fds::HandedFds;
+use crate::vhost_user::Session;
+
+/// How long queues may take to stop.
+const STOP_MAX: Duration = Duration::from_secs(5);
+
+/// Where a hand-over is at. What would change exports waits for its end.
+pub(super) enum HandOver {
+    /// Queues stop.
+    Pausing { since: Instant, answer: Answer<Answered<Paused>> },
+    /// The other process may begin to serve.
+    Paused,
+    /// Queues start, here.
+    Resuming(Answer<()>),
+}
+
+impl HandOver {
+    /// Whether the exports must stay as they are.
+    pub(super) fn holds(&self) -> bool {
+        matches!(self, Self::Pausing { .. } | Self::Paused)
+    }
+
+    /// When it is given up.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Pausing { since, .. } => Some(*since + STOP_MAX),
+            Self::Paused | Self::Resuming(_) => None,
+        }
+    }
+}
+
+impl Export {
+    /// Describes the export for another process.
+    ///
+    /// # Errors
+    ///
+    /// When it is not one that can be handed over now.
+    pub(super) fn describe(&self, fds: &mut HandedFds) -> Answered<HandedExport> {
+        let name = self.spec.name();
+        let state = self.state();
+        if state != ExportState::Serving {
+            return Err(CommandError::Busy(name, state));
+        }
+        if let Device::Scsi(_) = self.setup.device {
+            let text = format!("{name} is a virtio-scsi device, which cannot be taken over yet");
+            return Err(CommandError::Failed(anyhow::anyhow!(text)));
+        }
+        if let Some(place) = self.changing.first() {
+            return Err(match place {
+                Some(place) => CommandError::UnitBusy(name, *place),
+                None => CommandError::DiskBusy(name),
+            });
+        }
+        if matches!(self.disk_state(), DiskState::Late) {
+            let text = format!("the disk of {name} does not answer: its queues would not stop");
+            return Err(CommandError::Failed(anyhow::anyhow!(text)));
+        }
+        let describe = |fds: &mut HandedFds| -> io::Result<HandedExport> {
+            let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
+            let disks = self.disks.iter().map(|disk| {
+                Ok(HandedDisk {
+                    file: fds.put_some(format!("disk of {name}"), disk.descriptor())?,
+                    size_bytes: disk.info().size_bytes,
+                    engine: disk.preferred_engine().map(|engine| engine.to_string()),
+                })
+            });
+            let disks = disks.collect::<io::Result<_>>()?;
+            Ok(HandedExport { spec: self.spec.clone(), disks, endpoint: endpoint.transpose()? })
+        };
+        describe(fds).map_err(|error| {
+            let text = format!("cannot hand over {name}: {error}");
+            CommandError::Failed(anyhow::Error::new(error).context(text))
+        })
+    }
+
+    /// Has its queues stop between two messages. It takes no front-end meanwhile.
+    pub(super) fn begin_pause(&mut self) {
+        self.is_held = true;
+        self.session.iter_mut().for_each(Session::begin_pause);
+        self.session_is_ready = self.session.is_some();
+    }
+
+    /// Whether nothing happens until it goes on.
+    pub(super) fn has_paused(&self) -> bool {
+        self.is_held && self.session.as_ref().is_none_or(Session::is_paused)
+    }
+
+    /// Has it go on.
+    pub(super) fn begin_resume(&mut self) {
+        self.is_held = false;
+        self.endpoint.iter_mut().for_each(Endpoint::keep);
+        self.session.iter_mut().for_each(Session::begin_resume);
+        self.session_is_ready = self.session.is_some();
+    }
+
+    /// Whether it has gone on.
+    pub(super) fn has_resumed(&self) -> bool {
+        self.session.as_ref().is_none_or(Session::has_resumed)
+    }
+
+    /// How far it has come, while it is paused.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(super) fn progress_so_far(&self, fds: &mut HandedFds) -> io::Result<ExportProgress> {
+        let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
+        let losses = self.disks.iter().map(blockio::DiskSource::loss).collect();
+        Ok(ExportProgress { session, sessions: self.sessions, losses })
+    }
+
+    /// An export that is paused in another process, and here.
+    ///
+    /// # Errors
+    ///
+    /// When this process cannot go on with it.
+    pub(super) fn take_over(
+        (setup, progress): (ExportSetup, ExportProgress),
+        id: u64,
+        waker: &Waker,
+        fds: &mut HandedFds,
+        now: Instant,
+    ) -> anyhow::Result<Self> {
+        let mut export = Self::new(setup, id, waker);
+        export.is_held = true;
+        export.sessions = progress.sessions;
+        for (disk, loss) in export.disks.iter().zip(progress.losses) {
+            loss.into_iter().for_each(|errno| disk.inherit_loss(errno));
+        }
+        if let Some(state) = progress.session {
+            let session = Session::take_over(state, export.setup.clone(), fds, now);
+            let session = session.map_err(|error| {
+                let text = format!("cannot go on with the front-end of {}", export.name());
+                anyhow::Error::new(error).context(text)
+            })?;
+            export.session = Some(session);
+            export.is_shown = true;
+        }
+        Ok(export)
+    }
+}

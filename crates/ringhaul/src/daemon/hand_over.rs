@@ -1,0 +1,158 @@
+//! Exports that go from the daemon of one process to that of another.
+
+use std::sync::Weak;
+
+use anyhow::{Context, Result};
+
+use super::{Daemon, Opened};
+use crate::command::CommandError;
+use crate::control::ExportSetup;
+use crate::control::handed::{Described, ExportProgress, HandedDisk, HandedExport, Paused};
+use crate::ending::Event;
+use crate::engines::choose;
+use crate::export::{Endpoint, EndpointState};
+use crate::handed_fds::HandedFds;
+use crate::open_disk::OpenDisk;
+use crate::spec::{DiskSpec, ExportSettings};
+use crate::takeover::format::Life;
+
+/// Exports that another process still serves.
+pub(crate) struct Expected(Vec<(ExportSetup, String)>);
+
+/// Queues that stand still, until this is dropped.
+pub(crate) struct Standing<'a> {
+    daemon: &'a Daemon,
+    is_left: bool,
+}
+
+impl Daemon {
+    /// Another process may take over from this one, which was started in this way.
+    pub(crate) fn set_life(&self, life: Life, control: Option<Weak<Endpoint>>) {
+        assert!(self.life.set((life, control)).is_ok(), "a process is started once");
+    }
+
+    /// How this process was started, and its control socket.
+    ///
+    /// # Errors
+    ///
+    /// When nobody has said, or no descriptor is left.
+    pub(crate) fn life(&self, fds: &mut HandedFds) -> Result<(Life, Option<EndpointState>)> {
+        let (life, control) = self.life.get().context("it is too early for that")?;
+        let control = control.as_ref().and_then(Weak::upgrade);
+        let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
+        Ok((life.clone(), control.context("cannot hand over the control socket")?))
+    }
+
+    /// Describes the exports for another process.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be handed over now.
+    pub(crate) fn describe(&self) -> Result<Described, CommandError> {
+        self.control.describe()
+    }
+
+    /// Has all queues stop.
+    ///
+    /// # Errors
+    ///
+    /// When the exports are not those that were described, or do not stop. They go on then.
+    pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
+        let paused = self.control.pause(generation)?;
+        Ok((Standing { daemon: self, is_left: false }, paused))
+    }
+
+    /// Opens what another process still serves.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be served here.
+    pub(crate) fn expect(
+        &self,
+        exports: Vec<HandedExport>,
+        fds: &mut HandedFds,
+    ) -> Result<Expected, CommandError> {
+        let (mut specs, mut endpoints) = (Vec::new(), Vec::new());
+        let (mut disks, mut engines) = (Vec::new(), Vec::new());
+        for HandedExport { spec, disks: handed, endpoint } in exports {
+            spec.settings.check(self.args.iothreads)?;
+            let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds));
+            endpoints.push(endpoint.transpose().context("cannot take a socket over")?);
+            for (wanted, disk) in spec.disks().iter().zip(&handed) {
+                disks.push(take_disk(wanted, disk, fds)?);
+            }
+            engines.extend(handed.into_iter().map(|disk| disk.engine));
+            specs.push(spec);
+        }
+        let choices = choose(&self.args, &disks, &engines);
+        let opened = self.set_up(specs, disks, choices)?;
+        let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
+            let Opened { line, .. } = &opened;
+            let line = line.clone();
+            (opened.into_setup(endpoint, self.limits.clone()), line)
+        });
+        Ok(Expected(setups.collect()))
+    }
+
+    /// Goes on with these exports, which are paused until [`go_on`](Self::go_on).
+    ///
+    /// # Errors
+    ///
+    /// When that is not possible. The other process has lost nothing.
+    pub(crate) fn take_over(
+        &self,
+        Expected(exports): Expected,
+        progress: Vec<ExportProgress>,
+        fds: HandedFds,
+    ) -> Result<()> {
+        anyhow::ensure!(exports.len() == progress.len(), "other exports were described");
+        let mut taken = Vec::new();
+        for ((setup, line), progress) in exports.into_iter().zip(progress) {
+            tracing::info!(export = setup.log.name(), "{line}");
+            taken.push((setup, progress));
+        }
+        self.control.take_over(taken, fds)
+    }
+
+    /// Has the exports go on that were taken over. Returns when all their queues run.
+    pub(crate) fn go_on(&self) {
+        self.control.resume();
+    }
+}
+
+impl Standing<'_> {
+    /// Leaves all of it to `process`. This one ends.
+    pub(crate) fn leave(mut self, process: u32) {
+        self.is_left = true;
+        // Before the control thread says that it has nothing left.
+        let _ = self.daemon.events.send(Event::HandedOver(process));
+        self.daemon.control.leave();
+    }
+}
+
+impl Drop for Standing<'_> {
+    fn drop(&mut self) {
+        if !self.is_left {
+            self.daemon.control.resume();
+        }
+    }
+}
+
+fn take_disk(
+    (spec, settings): &(DiskSpec, ExportSettings),
+    disk: &HandedDisk,
+    fds: &mut HandedFds,
+) -> Result<OpenDisk> {
+    let file = fds.take_some(disk.file).context("cannot take a disk over")?;
+    match (spec, file) {
+        (DiskSpec::File(path), Some(file)) => OpenDisk::take_over(path, settings, file.into()),
+        (DiskSpec::Null { .. }, None) => {
+            let size_bytes = disk.size_bytes;
+            OpenDisk::open(&(DiskSpec::Null { size_bytes }, settings.clone()))
+        }
+        (DiskSpec::File(path), None) => {
+            anyhow::bail!("{} was handed over without a descriptor", path.display())
+        }
+        (DiskSpec::Null { .. }, Some(_)) => anyhow::bail!("a null disk came with a descriptor"),
+    }
+}

@@ -1,0 +1,80 @@
+//! What the two processes of a takeover say to each other.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::control::handed::{ExportProgress, HandedExport};
+use crate::export::EndpointState;
+
+/// The format in which this version describes itself.
+pub(super) const FORMAT: u32 = 1;
+/// The formats that it understands.
+pub(super) const FORMATS: [u32; 1] = [FORMAT];
+
+/// The method that begins a takeover.
+pub(super) const BEGIN: &str = "takeover";
+pub(super) const PAUSE: &str = "takeover.pause";
+pub(super) const TAKE: &str = "takeover.take";
+pub(super) const GIVE_UP: &str = "takeover.give-up";
+
+/// What the new process says first.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Begin {
+    /// Formats that it understands.
+    pub(super) formats: Vec<u32>,
+    /// Of the program, for the log.
+    pub(super) version: String,
+}
+
+/// What the old process is, and serves.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct Description {
+    pub(super) version: String,
+    pub(super) process: u32,
+    pub(super) life: Life,
+    pub(super) control: Option<EndpointState>,
+    pub(super) exports: Vec<HandedExport>,
+}
+
+/// How a process was started.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Life {
+    /// Relative paths begin here.
+    pub(crate) directory: PathBuf,
+    /// Of `ringhaul serve`.
+    pub(crate) arguments: Vec<String>,
+}
+
+/// How far the old process has come.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct Standstill {
+    /// When the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
+    pub(super) since_ns: u64,
+    pub(super) exports: Vec<ExportProgress>,
+}
+
+/// A line of the new process.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Request {
+    pub(super) jsonrpc: String,
+    #[serde(default)]
+    pub(super) id: Value,
+    pub(super) method: String,
+    #[serde(default)]
+    pub(super) params: Value,
+}
+
+/// What comes with an answer: the names of its descriptors, which follow it.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Answer<T> {
+    pub(super) says: T,
+    pub(super) descriptors: Vec<String>,
+}

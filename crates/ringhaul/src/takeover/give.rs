@@ -1,0 +1,150 @@
+//! The old process: it describes what it has, stops its queues, and leaves, or goes on.
+
+use std::io::{BufRead, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::net::sockopt::socket_peercred;
+use rustix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::format::{
+    Answer, BEGIN, Begin, Description, FORMAT, GIVE_UP, PAUSE, Request, Standstill, TAKE,
+};
+use super::wire::send_fds;
+use crate::command::CommandError;
+use crate::daemon::Daemon;
+use crate::handed_fds::HandedFds;
+
+/// How long the new process may take to open what there is.
+const OPEN_MAX: Duration = Duration::from_secs(300);
+/// How long it may take when queues have stopped: guests wait.
+const TAKE_MAX: Duration = Duration::from_secs(5);
+/// The longest request, in bytes.
+const LINE_MAX: u64 = 64 << 10;
+
+/// What a request of a client begins a takeover with, if it does.
+pub(crate) fn asked(line: &[u8]) -> Option<Asked> {
+    let Request { id, method, params, .. } = serde_json::from_slice(line).ok()?;
+    (method == BEGIN).then_some(Asked { id, params })
+}
+
+/// A request that begins a takeover.
+pub(crate) struct Asked {
+    id: Value,
+    params: Value,
+}
+
+/// Hands everything over to the process at the other end, unless something fails before it has
+/// said that it takes over: then this one goes on.
+///
+/// # Errors
+///
+/// What failed. The other process has heard it, if it can.
+pub(crate) fn give(
+    daemon: &Daemon,
+    Asked { id, params }: Asked,
+    reader: &mut dyn BufRead,
+    stream: &UnixStream,
+) -> Result<()> {
+    let mut talk = Talk { reader, stream, id };
+    let process = socket_peercred(stream).context("cannot tell who it is")?.pid;
+    let process = process.as_raw_nonzero().get().unsigned_abs();
+    let given = describe(daemon, params, process, &mut talk)
+        .and_then(|generation| stop(daemon, generation, process, &mut talk));
+    if let Err(error) = &given {
+        tracing::warn!("process {process} does not take over: {error:#}");
+        talk.refuse(&format!("{error:#}"));
+    }
+    given
+}
+
+/// Says what there is. Returns its generation.
+fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -> Result<u64> {
+    let Begin { formats, version } = serde_json::from_value(params)?;
+    if !formats.contains(&FORMAT) {
+        bail!(
+            "ringhaul {} describes itself in format {FORMAT}, and ringhaul {version} understands \
+             {formats:?} only; restart it instead, or go by way of a version between the two",
+            env!("CARGO_PKG_VERSION")
+        );
+    }
+    tracing::info!("process {process}, ringhaul {version}, wants to take over");
+    let described = daemon.describe().map_err(CommandError::into_error)?;
+    let mut fds = described.fds;
+    let (life, control) = daemon.life(&mut fds)?;
+    let description = Description {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        process: std::process::id(),
+        life,
+        control,
+        exports: described.exports,
+    };
+    talk.answer(&description, &fds)?;
+    Ok(described.generation)
+}
+
+/// Stops, and leaves when the other process takes over.
+fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> Result<()> {
+    talk.expect(PAUSE, OPEN_MAX)?;
+    let (standing, paused) = daemon.pause(generation).map_err(CommandError::into_error)?;
+    let standstill = Standstill { since_ns: monotonic_ns(paused.since), exports: paused.exports };
+    talk.answer(&standstill, &paused.fds)?;
+    drop(paused.fds);
+    talk.expect(TAKE, TAKE_MAX)?;
+    // From here on only the other process may serve, if it hears this.
+    talk.answer(&json!({}), &HandedFds::default())?;
+    standing.leave(process);
+    Ok(())
+}
+
+/// A moment as other processes have it too.
+fn monotonic_ns(moment: Instant) -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
+    let ago = u64::try_from(moment.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    now.saturating_sub(ago)
+}
+
+/// The conversation with the new process.
+struct Talk<'a> {
+    reader: &'a mut dyn BufRead,
+    stream: &'a UnixStream,
+    /// Of the request that was not answered yet.
+    id: Value,
+}
+
+impl Talk<'_> {
+    fn answer(&mut self, says: &impl Serialize, fds: &HandedFds) -> Result<()> {
+        let result = Answer { says, descriptors: fds.names() };
+        let line = json!({ "jsonrpc": "2.0", "id": self.id, "result": result });
+        self.stream.write_all(format!("{line}\n").as_bytes())?;
+        Ok(send_fds(self.stream, fds.all())?)
+    }
+
+    fn refuse(&mut self, why: &str) {
+        let error = json!({ "code": 1, "message": why });
+        let line = json!({ "jsonrpc": "2.0", "id": self.id, "error": error });
+        // It may have gone.
+        let _ = self.stream.write_all(format!("{line}\n").as_bytes());
+    }
+
+    /// Waits for a request, which is to be this one.
+    fn expect(&mut self, method: &str, wait: Duration) -> Result<()> {
+        self.stream.set_read_timeout(Some(wait))?;
+        let mut line = Vec::new();
+        let read = self.reader.take(LINE_MAX).read_until(b'\n', &mut line);
+        if read.context("it says nothing")? == 0 {
+            bail!("it has gone");
+        }
+        let request: Request = serde_json::from_slice(&line).context("it speaks otherwise")?;
+        self.id = request.id;
+        match &*request.method {
+            this if this == method => Ok(()),
+            GIVE_UP => bail!("{}", request.params["why"].as_str().unwrap_or("it does not say why")),
+            other => bail!("it asks for {other} in place of {method}"),
+        }
+    }
+}

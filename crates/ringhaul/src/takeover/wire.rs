@@ -1,0 +1,136 @@
+//! Descriptors beside answers of the control socket. An answer is a line, as any other; its
+//! descriptors come with empty lines after it, because each message takes only so many.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+/// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
+const MAX_FDS: usize = 253;
+
+/// The longest answer, in bytes.
+const LINE_MAX: usize = 64 << 20;
+
+/// Sends descriptors.
+pub(super) fn send_fds<'fd>(
+    stream: &UnixStream,
+    fds: impl Iterator<Item = &'fd OwnedFd>,
+) -> io::Result<()> {
+    let fds: Vec<BorrowedFd<'_>> = fds.map(AsFd::as_fd).collect();
+    for some in fds.chunks(MAX_FDS) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(some)), "it has room for them");
+        sendmsg(stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL)?;
+    }
+    Ok(())
+}
+
+/// Answers, and the descriptors that come with them.
+pub(super) struct Receiver<'a> {
+    stream: &'a UnixStream,
+    bytes: Vec<u8>,
+    fds: VecDeque<OwnedFd>,
+}
+
+impl<'a> Receiver<'a> {
+    pub(super) fn new(stream: &'a UnixStream) -> Self {
+        Self { stream, bytes: Vec::new(), fds: VecDeque::new() }
+    }
+
+    /// The next line that is not empty. `None`: the other side has hung up.
+    pub(super) fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
+        loop {
+            if let Some(end) = self.bytes.iter().position(|byte| *byte == b'\n') {
+                let rest = self.bytes.split_off(end + 1);
+                let line = std::mem::replace(&mut self.bytes, rest);
+                if line.len() > 1 {
+                    return Ok(Some(line));
+                }
+                continue;
+            }
+            if self.bytes.len() > LINE_MAX {
+                return Err(io::Error::other("an answer has no end"));
+            }
+            if !self.receive()? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// This many descriptors.
+    pub(super) fn fds(&mut self, count: usize) -> io::Result<Vec<OwnedFd>> {
+        while self.fds.len() < count {
+            if !self.receive()? {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(self.fds.drain(..count).collect())
+    }
+
+    fn receive(&mut self) -> io::Result<bool> {
+        let mut buffer = vec![0; 64 << 10];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let slices = &mut [IoSliceMut::new(&mut buffer)];
+        let received = loop {
+            match recvmsg(self.stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Err(rustix::io::Errno::INTR) => {}
+                received => break received?,
+            }
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fds.extend(fds);
+            }
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            let text = "no descriptors are left; raise the limit on open files (ulimit -n)";
+            return Err(io::Error::other(text));
+        }
+        self.bytes.extend(&buffer[..received.bytes]);
+        Ok(received.bytes > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    fn descriptors_come_in_their_order_beside_lines() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let events: Vec<OwnedFd> =
+            (1..=600).map(|count| eventfd(count, EventfdFlags::NONBLOCK).unwrap()).collect();
+        let sender = std::thread::spawn(move || {
+            (&ours).write_all(b"one\n").unwrap();
+            send_fds(&ours, events[..500].iter()).unwrap();
+            (&ours).write_all(b"two\n").unwrap();
+            send_fds(&ours, events[500..].iter()).unwrap();
+        });
+        let mut receiver = Receiver::new(&theirs);
+        let mut next = 1_u64;
+        for (line, count) in [("one\n", 500), ("two\n", 100)] {
+            assert_eq!(receiver.line().unwrap().unwrap(), line.as_bytes());
+            for fd in receiver.fds(count).unwrap() {
+                let mut value = [0; 8];
+                rustix::io::read(fd, &mut value).unwrap();
+                assert_eq!(u64::from_ne_bytes(value), next);
+                next += 1;
+            }
+        }
+        sender.join().unwrap();
+        assert!(receiver.line().unwrap().is_none() && receiver.fds(1).is_err());
+    }
+}

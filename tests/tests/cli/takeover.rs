@@ -1,0 +1,189 @@
+//! A process that takes over from another, while front-ends go on.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run, serve};
+use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
+use ringhaul_kit::frontend::{Frontend, Setup};
+use serde_json::{Value, json};
+
+use crate::{DISK_BYTES, scene};
+
+/// What the new process says when it serves.
+const TAKEN: &str = "took over 1 exports from process";
+
+/// A daemon with a disk and a control socket.
+fn begin(scene: &Scene) -> Result<Command> {
+    let mut command = serve(&scene.socket("vm.sock"), &scene.disk("disk.img", DISK_BYTES)?)?;
+    command.arg("--control").arg(scene.socket("control"));
+    Ok(command)
+}
+
+fn taking_over(scene: &Scene) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    Ok(command)
+}
+
+/// A process that says what the new one does, as far as it likes.
+struct Client(BufReader<UnixStream>);
+
+impl Client {
+    fn new(scene: &Scene) -> Result<Self> {
+        Ok(Self(BufReader::new(UnixStream::connect(scene.socket("control"))?)))
+    }
+
+    fn ask(&mut self, method: &str, params: &Value) -> Result<Value> {
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        self.0.get_mut().write_all(format!("{request}\n").as_bytes())?;
+        let mut line = String::new();
+        // Descriptors come with empty lines, and are lost here.
+        while line.trim().is_empty() {
+            line.clear();
+            ensure!(self.0.read_line(&mut line)? > 0, "the daemon has hung up");
+        }
+        Ok(serde_json::from_str(&line)?)
+    }
+}
+
+/// Writes something new, and reads it and what was there before.
+fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
+    let data = |seed| pattern(seed, SECTOR_BYTES);
+    frontend.write(0, seed, &data(seed))?;
+    for sector in 1..=seed {
+        let found = frontend.read(1, sector, SECTOR_BYTES)?;
+        ensure!(found == data(sector), "sector {sector} is not what was written");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_load_goes_on_over_three_takeovers() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let options = "--rw randrw --iodepth 16 --numjobs 2 --number_ios 40000 --verify";
+    let load = Running::start(&mut bench(&scene.socket("vm.sock"), options)?)?;
+    daemon.wait_for("a front-end has connected")?;
+    for _ in 0..3 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        next.wait_for(TAKEN)?;
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+    }
+    let finished = load.finish()?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+    ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+    // The last one has all that the first one had.
+    let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
+    run(&mut other)?.expect_refusal(&["locked"])?;
+    run(&mut bench(&scene.socket("vm.sock"), "--rw randread --number_ios 100")?)?.expect_code(0)?;
+    let mut ctl = ringhaul()?;
+    ctl.args(["ctl", "--control"]).arg(scene.socket("control")).arg("shutdown");
+    run(&mut ctl)?.expect_code(0)?;
+    daemon.finish()?.expect_code(0)?;
+    for name in ["vm.sock", "control"] {
+        ensure!(!scene.socket(name).exists(), "{name} is left behind");
+    }
+    Ok(())
+}
+
+/// The front-end's connection, rings and memory are what it has always had.
+#[test]
+fn a_front_end_is_not_disconnected() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    for seed in 2..6 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        next.wait_for(TAKEN)?;
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+        check(&mut frontend, seed)?;
+        ensure!(frontend.config(0, 8)? == (DISK_BYTES / 512).to_le_bytes(), "another disk");
+        let base = frontend.stop_queue(1)?;
+        frontend.start_queue(1, base)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    let begin = json!({ "formats": [1], "version": "test" });
+
+    let unknown = json!({ "formats": [77], "version": "7.7" });
+    let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
+    let why = refused["error"]["message"].as_str().context("it was not refused")?;
+    ensure!(why.contains("understands [77] only") && why.contains("restart it"), "{why}");
+    check(&mut frontend, 2)?;
+
+    // It dies before it is ready, when the queues stand still, and it says that it cannot.
+    for (step, methods) in [
+        (3, &[][..]),
+        (4, &["takeover.pause"]),
+        (5, &["takeover.give-up"]),
+        (6, &["takeover.pause", "takeover.give-up"]),
+        (7, &["takeover.take"]),
+        (8, &["takeover.pause", "nonsense"]),
+    ] {
+        let mut client = Client::new(&scene)?;
+        let described = client.ask("takeover", &begin)?;
+        ensure!(described["result"]["says"]["exports"][0].is_object(), "{described}");
+        for method in methods {
+            let said = client.ask(method, &json!({ "why": "it is a test" }))?;
+            ensure!(said["error"].is_null() == (*method == "takeover.pause"), "{said}");
+        }
+        drop(client);
+        daemon.wait_for("does not take over")?;
+        check(&mut frontend, step)?;
+    }
+    // A process that is killed is one that hangs up.
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    next.wait_for(TAKEN)?;
+    daemon.finish()?.expect_code(0)?;
+    check(&mut frontend, 9)
+}
+
+#[test]
+fn exports_that_change_meanwhile_are_not_taken_over() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut client = Client::new(&scene)?;
+    client.ask("takeover", &json!({ "formats": [1], "version": "test" }))?;
+    let disk = scene.disk("more.img", DISK_BYTES)?;
+    let more = scene.socket("more.sock");
+    let spec = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });
+    let added = Client::new(&scene)?.ask("export.add", &spec)?;
+    ensure!(added["error"].is_null(), "{added}");
+    let paused = client.ask("takeover.pause", &json!({}))?;
+    let why = paused["error"]["message"].as_str().context("it was not refused")?;
+    ensure!(why.contains("changed"), "{why}");
+    drop(client);
+    daemon.wait_for("does not take over")?;
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    next.wait_for("took over 2 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    run(&mut bench(&more, "--rw randread --number_ios 100")?)?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn nothing_to_take_over_is_said() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let words = ["cannot take over from the daemon at", &*control.to_string_lossy()];
+    run(&mut taking_over(&scene)?)?.expect_refusal(&words)?;
+    let daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut other = taking_over(&scene)?;
+    other.args(["--log", "warn", "--engine", "threads", "--sqpoll"]);
+    run(&mut other)?.expect_refusal(&["--sqpoll"])?;
+    drop(daemon);
+    Ok(())
+}
