@@ -10,9 +10,11 @@ first=$(writes)
     round=0
     while [ ! -e /tmp/verify.stop ]; do
         round=$((round + 1))
-        fio --name=verify --randseed=$round --filename="/dev/$DISK" --direct=1 --ioengine=libaio --iodepth=32 \
+        fio --name=verify --randseed=$round --filename="/dev/$DISK" --direct=1 \
+            --ioengine=libaio --iodepth=32 \
             --numjobs=2 --size=32M --offset_increment=64M --rw=randwrite --bsrange=4k-64k \
-            --fsync=64 --verify=crc32c --verify_fatal=1 --do_verify=1 >/tmp/verify.log 2>&1 || break
+            --fsync=64 --verify=crc32c --verify_fatal=1 --do_verify=1 \
+            >/tmp/verify.log 2>&1 || break
         echo round >>/tmp/verify.done
     done
     [ -e /tmp/verify.stop ] && echo end >>/tmp/verify.done

@@ -4,6 +4,7 @@
 //! A VMM that wants a device in its own process embeds the crate `device` alone.
 
 pub mod command;
+pub mod config;
 pub mod control;
 mod control_socket;
 pub mod ctl;
@@ -26,6 +27,7 @@ mod make_device;
 pub mod memory_limits;
 mod open_disk;
 pub mod options;
+mod reload;
 pub mod serve;
 mod side_by_side;
 mod size_watch;

@@ -2,14 +2,16 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Context;
+use anyhow::{Context, Result};
 use clap::error::ErrorKind;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use ringhaul::config::{Config, ConfigFile};
 use ringhaul::ctl::CtlArgs;
 use ringhaul::log::{self, LogFormat, parse_filter};
-use ringhaul::options::{DeviceKind, ServeArgs, capabilities};
+use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
 use ringhaul_bench::BenchError;
 
 /// The daemon cannot start, or the command line makes no sense.
@@ -40,7 +42,12 @@ enum Command {
     /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. Without
     /// a command, the options are those of `serve`, which is how management programs start
     /// vhost-user back-ends.
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
+    /// Say what is wrong with a configuration file of `serve --config`, or what it serves.
+    Check {
+        /// The file.
+        file: PathBuf,
+    },
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
     Bench(Box<ringhaul_bench::BenchArgs>),
@@ -53,15 +60,21 @@ fn check_filter(text: &str) -> Result<String, String> {
 }
 
 fn main() -> ExitCode {
-    let CommandLine { arguments, capabilities } = command_line();
-    if let Some(device) = capabilities {
+    let line = command_line();
+    if let Some(device) = line.capabilities {
         return print_capabilities(device);
     }
-    let cli = match Cli::try_parse_from(arguments) {
-        Ok(cli) => cli,
+    let (cli, config) = match Cli::try_parse_from(&line.arguments) {
+        Ok(cli) => match with_config(cli, line) {
+            Ok(both) => both,
+            Err(error) => {
+                eprintln!("ringhaul: {error:#}");
+                return ExitCode::from(EXIT_USAGE);
+            }
+        },
         Err(error) if is_answer(&error) => error.exit(),
         Err(error) => {
-            eprintln!("ringhaul: {}", one_line(&error));
+            eprintln!("ringhaul: {}; see --help", one_line(&error));
             return ExitCode::from(EXIT_USAGE);
         }
     };
@@ -74,7 +87,8 @@ fn main() -> ExitCode {
     // A guest, or a benchmark, may pass the limit on the size of files.
     let survives = ringhaul::file_limit::survive().context("cannot ignore SIGXFSZ");
     let result = survives.and_then(|()| match cli.command {
-        Command::Serve(args) => ringhaul::serve::run(&args),
+        Command::Serve(args) => ringhaul::serve::run(&args, config),
+        Command::Check { file } => check(&file),
         Command::Bench(args) => ringhaul_bench::run(&args),
         Command::Ctl(args) => ringhaul::ctl::run(&args),
     });
@@ -85,6 +99,28 @@ fn main() -> ExitCode {
     });
     log::flush();
     code
+}
+
+/// The command line with what the configuration file adds to it, if it names one.
+fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, Config)>)> {
+    let path = match &cli.command {
+        Command::Serve(args) => args.config.as_deref(),
+        _ => None,
+    };
+    let Some(path) = path else { return Ok((cli, None)) };
+    let file = ConfigFile::new(path, Cli::command(), line.arguments, line.options_at);
+    let config = file.read()?;
+    let cli = Cli::from_arg_matches(&config.matches)?;
+    Ok((cli, Some((file, config))))
+}
+
+/// Reads a configuration file as `serve --config` does, and prints what would be served.
+fn check(path: &Path) -> Result<ExitCode> {
+    let arguments = ["ringhaul".into(), "serve".into(), "--config".into(), path.into()];
+    let config = ConfigFile::new(path, Cli::command(), arguments.to_vec(), 2).read()?;
+    let printed = std::io::stdout().write_all(config.summary().as_bytes());
+    printed.context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The error, with what to do when it is that no descriptor is left, wherever that shows.
@@ -111,16 +147,6 @@ fn is_answer(error: &clap::Error) -> bool {
     !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
 }
 
-/// What is wrong with the command line, without the usage that clap adds.
-fn one_line(error: &clap::Error) -> String {
-    let text = error.to_string();
-    let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
-    let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-    let said = said.join(" ");
-    let said = said.trim_end_matches("For more information, try '--help'.").trim_end();
-    format!("{}; see --help", said.trim_start_matches("error: "))
-}
-
 fn print_capabilities(device: DeviceKind) -> ExitCode {
     match writeln!(std::io::stdout(), "{}", capabilities(device)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -134,6 +160,8 @@ fn print_capabilities(device: DeviceKind) -> ExitCode {
 /// What the program was called with.
 struct CommandLine {
     arguments: Vec<OsString>,
+    /// How many of them stand before the options of `serve`, if that is the command.
+    options_at: usize,
     /// The device whose capabilities are to be printed. The conventions for vhost-user back-ends
     /// ask to ignore all other options then.
     capabilities: Option<DeviceKind>,
@@ -159,7 +187,7 @@ fn command_line() -> CommandLine {
     let is_serve = arguments.get(index).is_some_and(|first| first == "serve");
     let asked = arguments.iter().any(|argument| argument == "--print-capabilities");
     let capabilities = (is_serve && asked).then(|| device_kind(&arguments));
-    CommandLine { arguments, capabilities }
+    CommandLine { arguments, options_at: index + 1, capabilities }
 }
 
 /// What `--device` says, on a command line that need not make sense otherwise.

@@ -103,6 +103,11 @@ pub struct ServeArgs {
     /// What is exported.
     #[command(flatten)]
     pub exports: ExportArgs,
+    /// Read exports and options from this TOML file too. An option that is given here holds in
+    /// place of the file's, and exports are added to those of the file. SIGHUP has the daemon read
+    /// it again.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
     /// to.
     #[arg(long, value_name = "FD", allow_negative_numbers = true, conflicts_with = "socket_path")]
@@ -255,6 +260,17 @@ impl ServeArgs {
             ..IoThreadConfig::default()
         }
     }
+}
+
+/// What is wrong with a command line, in one line, without the usage that clap adds.
+#[must_use]
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
+    let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+    let said = said.join(" ");
+    let said = said.trim_end_matches("For more information, try '--help'.").trim_end();
+    said.trim_start_matches("error: ").to_owned()
 }
 
 fn parse_memory_size(text: &str) -> Result<u64, String> {

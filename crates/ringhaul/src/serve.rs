@@ -8,13 +8,16 @@ use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
-use crate::command::{Command, EndCause};
+use crate::command::{Command, CommandError, EndCause, Reply};
+use crate::config::{Config, ConfigFile};
 use crate::control_socket::ControlSocket;
 use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
 use crate::options::ServeArgs;
+use crate::reload::Reload;
 use crate::size_watch::SizeWatch;
+use crate::spec::ExportSpec;
 use crate::takeover::format::Life;
 use crate::takeover::take::Predecessor;
 
@@ -25,31 +28,36 @@ const EXIT_ABANDONED: u8 = 3;
 const EXIT_THREAD_FAILED: u8 = 4;
 
 /// Serves disks until a signal comes or the last export has ended, as that of an inherited
-/// connection does when the front-end goes.
+/// connection does when the front-end goes. `config` is the file that the options name, and what it
+/// says; they are its options too.
 ///
 /// # Errors
 ///
 /// When the daemon cannot start: the caller exits with status 2.
-pub fn run(args: &ServeArgs) -> Result<ExitCode> {
+pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     match &args.takeover {
-        None => begin(args),
+        None => begin(args, config),
         Some(socket) => go_on(Predecessor::ask(socket)?),
     }
 }
 
 /// Serves what the options say.
-fn begin(args: &ServeArgs) -> Result<ExitCode> {
+fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     // Before this process has opened anything that could be taken for it.
     let inherited = args.fd.map(|fd| Endpoint::inherit(fd).map(|socket| (fd, socket)));
     let inherited = inherited.transpose()?;
     // Early, so that no signal is lost.
-    let signals = Signals::new(signals_to_take()).context("cannot take over signals")?;
+    let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
-    let exports = args.exports()?;
+    let mut exports = args.exports()?;
+    exports.extend(config.iter().flat_map(|(_, config)| config.exports.iter().cloned()));
     let (daemon, ending) = Daemon::start(args.clone(), inherited)?;
     let _watch = daemon.watch()?;
     let daemon = Arc::new(daemon);
-    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon))?;
+    let reload = config.map(|(file, config)| {
+        Reload::start(file, &config, &config.exports, Arc::downgrade(&daemon))
+    });
+    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
     let control = args.control.as_deref().map(ControlSocket::bind).transpose()?;
     let control = listen(control, &daemon, Life::own()?)?;
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
@@ -64,18 +72,19 @@ fn begin(args: &ServeArgs) -> Result<ExitCode> {
 fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let own = Life::own()?;
     let life = predecessor.life.clone().continued_by(&own);
-    let args = life.options()?;
+    let (args, config) = life.options()?;
     std::env::set_current_dir(&life.directory)
         .with_context(|| format!("cannot work in {}", life.directory.display()))?;
     set_up_process(&args)?;
     let mut control = predecessor.control.take();
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
-    let signals = || Signals::new(signals_to_take()).context("cannot take over signals");
-    let (taken, signals) = predecessor.take(&daemon, signals)?;
+    let has_config = config.is_some();
+    let (taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
-    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon))?;
+    let reload = config.map(|(file, config)| reload_served(file, &config, &daemon)).transpose()?;
+    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload)?;
     control.iter_mut().for_each(Endpoint::keep);
     let control = listen(control, &daemon, life)?;
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
@@ -89,7 +98,18 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
     crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     crate::descriptor_limit::raise();
-    args.engine.check_io_uring_options(&args.io_uring_options()).map_err(anyhow::Error::msg)
+    args.check()
+}
+
+/// Applies later changes of a file, of whose exports a daemon serves those that it has taken over.
+/// The others are new with the next SIGHUP.
+fn reload_served(file: ConfigFile, config: &Config, daemon: &Arc<Daemon>) -> Result<Reload> {
+    let shown = daemon.handle(Command::Show).map_err(CommandError::into_error)?;
+    let Reply::Exports(shown) = shown else { unreachable!("{shown:?} is no list") };
+    let is_served =
+        |export: &&ExportSpec| shown.iter().any(|status| status.spec.endpoint == export.endpoint);
+    let served: Vec<ExportSpec> = config.exports.iter().filter(is_served).cloned().collect();
+    Reload::start(file, config, &served, Arc::downgrade(daemon))
 }
 
 /// Listens on the control socket, if there is one.
@@ -120,20 +140,25 @@ fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
     }
 }
 
-/// The thread that has the daemon end at a signal. It ends when this is dropped.
+/// The thread that has the daemon end at a signal, or its configuration read again. It ends when
+/// this is dropped.
 struct SignalThread {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SignalThread {
-    fn start(mut signals: Signals, daemon: Weak<Daemon>) -> Result<Self> {
+    fn start(mut signals: Signals, daemon: Weak<Daemon>, reload: Option<Reload>) -> Result<Self> {
         let handle = signals.handle();
         let pass_on = move || {
             for signal in &mut signals {
-                let cause = match signal {
-                    SIGHUP => EndCause::Sighup,
-                    SIGINT => EndCause::Sigint,
+                let cause = match (signal, &reload) {
+                    (SIGHUP, Some(reload)) => {
+                        reload.begin();
+                        continue;
+                    }
+                    (SIGHUP, None) => EndCause::Sighup,
+                    (SIGINT, _) => EndCause::Sigint,
                     _ => EndCause::Sigterm,
                 };
                 if let Some(daemon) = daemon.upgrade() {
@@ -155,10 +180,15 @@ impl Drop for SignalThread {
     }
 }
 
-/// Signals that end the daemon. One that was ignored from the start, as by `nohup`, stays so.
-fn signals_to_take() -> Vec<i32> {
+fn take_signals(has_config: bool) -> Result<Signals> {
+    Signals::new(signals_to_take(has_config)).context("cannot take over signals")
+}
+
+/// Signals that the daemon acts on. SIGHUP, if it was ignored from the start, as by `nohup`, would
+/// end it no more than the terminal; it has a file read again whoever started it.
+fn signals_to_take(has_config: bool) -> Vec<i32> {
     let mut signals = vec![SIGTERM, SIGINT];
-    if !is_ignored(SIGHUP) {
+    if has_config || !is_ignored(SIGHUP) {
         signals.push(SIGHUP);
     }
     signals

@@ -1,11 +1,14 @@
 //! What an export is to be. It is data: the command line makes it, and anything else can.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
+use device::scsi::address::LUN_MAX;
+use device::scsi::unit;
 use serde::{Deserialize, Serialize};
 
 /// The longest name of an export.
@@ -13,10 +16,9 @@ const NAME_CHARACTERS: usize = 100;
 
 /// What one export is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", from = "WrittenExport")]
 pub struct ExportSpec {
     /// What commands call it, up to 100 characters. `None`: the path of its socket.
-    #[serde(default)]
     pub name: Option<String>,
     /// Where front-ends come from.
     pub endpoint: EndpointSpec,
@@ -46,6 +48,23 @@ impl ExportSpec {
         self.name.as_deref() == Some(text) || self.endpoint.to_string() == text
     }
 
+    /// What is served where, in one line.
+    #[must_use]
+    pub(crate) fn summary(&self) -> String {
+        let device = match &self.device {
+            DeviceSpec::Blk(disk) => format!("virtio-blk, {disk}"),
+            DeviceSpec::Scsi(units) if units.is_empty() => "virtio-scsi without units".to_owned(),
+            DeviceSpec::Scsi(units) => {
+                let unit = |unit: &UnitSpec| format!("{} {}", unit.place(), unit.disk);
+                let units: Vec<String> = units.iter().map(unit).collect();
+                format!("virtio-scsi, {}", units.join(", "))
+            }
+        };
+        let read_only = if self.settings.read_only { ", read-only" } else { "" };
+        let at = self.name.as_ref().map(|_| format!(" on {}", self.endpoint)).unwrap_or_default();
+        format!("{}{at}: {device}{read_only}", self.name())
+    }
+
     /// What it has in common with another that no two exports may: a name, or a socket.
     pub(crate) fn clashes_with(&self, other: &Self) -> Option<String> {
         let own = [self.name(), self.endpoint.to_string()];
@@ -61,7 +80,59 @@ impl ExportSpec {
         if let Some(name) = &self.name {
             check_name(name).context("the name of an export")?;
         }
+        if let DeviceSpec::Scsi(units) = &self.device {
+            check_apart(units)?;
+            units.iter().try_for_each(UnitSpec::check)?;
+        }
         self.settings.check(iothreads)
+    }
+}
+
+/// An export as it is written down: what is left out is as usual. All keys are side by side, so
+/// that whoever reads a file can say where one is wrong.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct WrittenExport {
+    name: Option<String>,
+    endpoint: EndpointSpec,
+    device: DeviceSpec,
+    read_only: Option<bool>,
+    no_lock: Option<bool>,
+    cache: Option<CacheMode>,
+    serial: Option<String>,
+    logical_block_bytes: Option<u32>,
+    num_queues: Option<u16>,
+    queue_size: Option<u16>,
+    iothread: Option<u16>,
+    notify_batch: Option<bool>,
+    run_max: Option<NonZeroU16>,
+    fixed_buffers: Option<bool>,
+}
+
+impl WrittenExport {
+    /// The export, where these settings are usual.
+    pub(crate) fn with_usual(self, usual: &ExportSettings) -> ExportSpec {
+        let settings = ExportSettings {
+            read_only: self.read_only.unwrap_or(usual.read_only),
+            no_lock: self.no_lock.unwrap_or(usual.no_lock),
+            cache: self.cache.or(usual.cache),
+            serial: self.serial.or_else(|| usual.serial.clone()),
+            logical_block_bytes: self.logical_block_bytes.or(usual.logical_block_bytes),
+            num_queues: self.num_queues.unwrap_or(usual.num_queues),
+            queue_size: self.queue_size.unwrap_or(usual.queue_size),
+            iothread: self.iothread.or(usual.iothread),
+            notify_batch: self.notify_batch.unwrap_or(usual.notify_batch),
+            run_max: self.run_max.or(usual.run_max),
+            fixed_buffers: self.fixed_buffers.unwrap_or(usual.fixed_buffers),
+        };
+        let Self { name, endpoint, device, .. } = self;
+        ExportSpec { name, endpoint, device, settings }
+    }
+}
+
+impl From<WrittenExport> for ExportSpec {
+    fn from(written: WrittenExport) -> Self {
+        written.with_usual(&ExportSettings::default())
     }
 }
 
@@ -132,6 +203,30 @@ impl UnitSpec {
     #[must_use]
     pub fn place(&self) -> UnitPlace {
         UnitPlace { target: self.target, lun: self.lun }
+    }
+
+    /// Checks what no type does.
+    ///
+    /// # Errors
+    ///
+    /// When its number or a text is out of its range.
+    fn check(&self) -> Result<()> {
+        let place = self.place();
+        if self.lun > LUN_MAX {
+            bail!("there can be no unit {place}; a LUN is a number from 0 to {LUN_MAX}");
+        }
+        let own = &self.settings;
+        for (name, text, bytes) in [
+            ("serial", &own.serial, unit::SERIAL_BYTES),
+            ("vendor", &own.vendor, unit::VENDOR_BYTES),
+            ("product", &own.product, unit::PRODUCT_BYTES),
+            ("revision", &own.revision, unit::REVISION_BYTES),
+        ] {
+            if let Some(text) = text {
+                check_text(text, bytes).with_context(|| format!("the {name} of unit {place}"))?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -204,9 +299,18 @@ pub enum DiskSpec {
     },
 }
 
+impl std::fmt::Display for DiskSpec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
+        }
+    }
+}
+
 /// How a disk is exported.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", default)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct ExportSettings {
     /// Writes are refused.
     pub read_only: bool,
@@ -271,6 +375,15 @@ impl ExportSettings {
             ),
             _ => Ok(()),
         }
+    }
+}
+
+/// Checks that each unit of a device has its own address.
+pub(crate) fn check_apart(units: &[UnitSpec]) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    match units.iter().map(UnitSpec::place).find(|place| !seen.insert(*place)) {
+        Some(place) => bail!("there are two units {place}; give one of them another number"),
+        None => Ok(()),
     }
 }
 

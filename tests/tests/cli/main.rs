@@ -4,6 +4,7 @@ mod back_end;
 mod bench;
 mod bench_file;
 mod bench_scsi;
+mod config;
 mod control;
 mod disks;
 mod ends;

@@ -210,7 +210,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["options"]),
             (3, &["options::unit"]),
             (4, &["options::export"]),
-            (5, &["ctl"]),
+            (5, &["config", "ctl"]),
             // Sessions.
             (2, &["vhost_user::body"]),
             (3, &["vhost_user::examiner", "vhost_user::message"]),
@@ -236,7 +236,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (21, &["ending", "takeover", "takeover::format", "takeover::wire"]),
             (22, &["engines", "takeover::arguments"]),
             (23, &["daemon"]),
-            (24, &["daemon::hand_over", "size_watch"]),
+            (24, &["daemon::hand_over", "reload", "size_watch"]),
             (25, &["takeover::give", "takeover::take", "control_socket::message"]),
             (26, &["control_socket::methods"]),
             (27, &["control_socket"]),

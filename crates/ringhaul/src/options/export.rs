@@ -13,12 +13,15 @@ use super::{
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
-    /// Every export that the options name, at least one.
+    /// Every export that the options name: at least one, unless a file may name others.
     ///
     /// # Errors
     ///
     /// When there is none, or one makes no sense.
     pub fn exports(&self) -> Result<Vec<ExportSpec>> {
+        if self.config.is_some() && !self.exports.name_any(self.fd) {
+            return Ok(Vec::new());
+        }
         let mut exports = self.exports.specs(self.fd)?;
         for export in &mut exports {
             export.settings.notify_batch = self.switches.notify_batch.is_on();
@@ -27,9 +30,38 @@ impl ServeArgs {
         }
         Ok(exports)
     }
+
+    /// Checks options that depend on each other.
+    ///
+    /// # Errors
+    ///
+    /// When one is given that another makes useless.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.engine.check_io_uring_options(&self.io_uring_options()).map_err(anyhow::Error::msg)
+    }
+
+    /// The settings of exports that leave them out.
+    pub(crate) fn usual_settings(&self) -> ExportSettings {
+        ExportSettings {
+            notify_batch: self.switches.notify_batch.is_on(),
+            run_max: self.switches.run_max,
+            ..self.exports.usual_settings()
+        }
+    }
 }
 
 impl ExportArgs {
+    /// Whether they name an export, or a part of one.
+    fn name_any(&self, fd: Option<i32>) -> bool {
+        self.name_main(fd) || !self.export.is_empty()
+    }
+
+    /// The same of that which has options of its own.
+    fn name_main(&self, fd: Option<i32>) -> bool {
+        let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
+        has_disk || self.socket_path.is_some() || fd.is_some()
+    }
+
     /// Every export that the options name, at least one: the first on this inherited descriptor, if
     /// there is one.
     ///
@@ -37,10 +69,8 @@ impl ExportArgs {
     ///
     /// When there is none, or one makes no sense.
     pub(crate) fn specs(&self, fd: Option<i32>) -> Result<Vec<ExportSpec>> {
-        let has_disk = self.blk_file.is_some() || self.disk.is_some() || !self.lun.is_empty();
-        let has_socket = self.socket_path.is_some() || fd.is_some();
         let mut exports = Vec::new();
-        if has_disk || has_socket || self.export.is_empty() {
+        if self.name_main(fd) || self.export.is_empty() {
             exports.push(self.main_export(fd)?);
         }
         for text in &self.export {
@@ -101,10 +131,15 @@ impl ExportArgs {
         }
     }
 
+    /// The same, for all exports but that of the options themselves. A serial number that holds
+    /// for all would be that of several disks, and one IoThread for all is what `--iothreads 1`
+    /// is.
+    fn usual_settings(&self) -> ExportSettings {
+        ExportSettings { serial: None, iothread: None, ..self.settings() }
+    }
+
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
-        // A serial number that holds for all would be that of several disks, and one IoThread for
-        // all is what `--iothreads 1` is.
-        let mut settings = ExportSettings { serial: None, iothread: None, ..self.settings() };
+        let mut settings = self.usual_settings();
         let (mut name, mut endpoint, mut disk) = (None, None, None);
         let mut keys = Keys::default();
         let mut parts = split_at_commas(text);

@@ -1,7 +1,5 @@
 //! Logical units: `--lun`, and the same in `--export`.
 
-use std::collections::BTreeSet;
-
 use anyhow::{Context, Result, bail};
 use device::scsi::address::LUN_MAX;
 use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
@@ -9,7 +7,7 @@ use ringhaul_options::parse_size;
 
 use super::disk::{Keys, parse_cache, split_at_commas};
 use super::parse_on_off;
-use crate::spec::{DiskSpec, UnitPlace, UnitSettings, UnitSpec, check_text};
+use crate::spec::{DiskSpec, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
@@ -96,12 +94,7 @@ fn text(value: &str, bytes: usize) -> Result<String> {
 
 /// The units of one device, of which each has its own address.
 fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
-    let mut seen = BTreeSet::new();
-    for UnitSpec { target, lun, .. } in &units {
-        if !seen.insert((target, lun)) {
-            bail!("there are two units {target}:{lun}; give one of them another number");
-        }
-    }
+    check_apart(&units)?;
     Ok(units)
 }
 

@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 use super::format::Life;
+use crate::config::{Config, ConfigFile};
 use crate::options::ServeArgs;
 
 /// The options of `ringhaul serve`, where later ones replace earlier ones.
@@ -43,17 +44,22 @@ impl Life {
         self
     }
 
-    /// The options.
+    /// The options, and the configuration file if they name one, whose options are among them.
     ///
     /// # Errors
     ///
     /// When this version does not understand one of them.
-    pub(crate) fn options(&self) -> Result<ServeArgs> {
-        let words = std::iter::once("ringhaul serve".to_owned()).chain(self.arguments.clone());
-        match Whole::try_parse_from(words) {
-            Ok(whole) => Ok(whole.serve),
-            Err(error) => Err(anyhow!("cannot go on with the options of the old process: {error}")),
-        }
+    pub(crate) fn options(&self) -> Result<(ServeArgs, Option<(ConfigFile, Config)>)> {
+        let cannot = "cannot go on with the options of the old process";
+        let words = ["ringhaul", "serve"].map(str::to_owned).into_iter();
+        let words: Vec<OsString> = words.chain(self.arguments.clone()).map(Into::into).collect();
+        let whole = Whole::try_parse_from(&words[1..]);
+        let args = whole.map_err(|error| anyhow!("{cannot}: {error}"))?.serve;
+        let Some(path) = &args.config else { return Ok((args, None)) };
+        let program = clap::Command::new("ringhaul").subcommand(Whole::command().name("serve"));
+        let file = ConfigFile::new(&self.directory.join(path), program, words, 2);
+        let config = file.read().context(cannot)?;
+        Ok((config.args.clone(), Some((file, config))))
     }
 }
 
@@ -97,11 +103,11 @@ mod tests {
         ] {
             let new = life(new);
             let both = old.clone().continued_by(&new);
-            assert_eq!(both.options().unwrap().iothreads, iothreads, "{both:?}");
+            assert_eq!(both.options().unwrap().0.iothreads, iothreads, "{both:?}");
             // Taken over again and again, it does not grow.
             assert_eq!(both.clone().continued_by(&both).arguments, both.arguments);
         }
-        let error = life("old serve --nonsense").options().unwrap_err().to_string();
+        let error = life("old serve --nonsense").options().err().unwrap().to_string();
         assert!(error.contains("--nonsense"), "{error}");
     }
 }

@@ -1,0 +1,217 @@
+//! The configuration file: exports as other programs write them down, and options of `serve`.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, FromArgMatches};
+use serde::Deserialize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+
+use crate::options::{ServeArgs, one_line};
+use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
+
+/// The key of exports; others are options.
+const EXPORT: &str = "export";
+
+/// Options that a file has no keys for.
+const OF_COMMAND_LINE: &[&str] =
+    &["config", "fd", "help", "print-capabilities", "takeover", "version"];
+
+/// Options that are about one export.
+const OF_EXPORT: &[&str] =
+    &["socket-path", "name", "device", "lun", "blk-file", "disk", "serial", "iothread"];
+
+/// A file, and the command line that it adds to.
+#[derive(Clone)]
+pub struct ConfigFile {
+    path: PathBuf,
+    program: clap::Command,
+    arguments: Vec<OsString>,
+    /// How many of the arguments stand before the options of `serve`.
+    options_at: usize,
+}
+
+/// What a file and the command line say together.
+#[derive(Debug)]
+pub struct Config {
+    /// All options of the program.
+    pub matches: ArgMatches,
+    /// Those of `serve`.
+    pub args: ServeArgs,
+    /// The exports of the file.
+    pub exports: Vec<ExportSpec>,
+    /// The options of the file that hold, as they stand on a command line.
+    pub(crate) options: BTreeMap<String, String>,
+}
+
+/// A piece of the file, and what it means.
+struct Placed<T> {
+    at: Range<usize>,
+    what: T,
+}
+
+impl ConfigFile {
+    /// The file at `path`, for a program that was called with `arguments`, of which `options_at`
+    /// stand before the options of `serve`.
+    #[must_use]
+    pub fn new(
+        path: &Path,
+        mut program: clap::Command,
+        arguments: Vec<OsString>,
+        options_at: usize,
+    ) -> Self {
+        // Options that hold for all commands are then known to each.
+        program.build();
+        Self { path: path.to_owned(), program, arguments, options_at }
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads the file.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, or something in it makes no sense, with line and column.
+    pub fn read(&self) -> Result<Config> {
+        let path = self.path.display();
+        let text = std::fs::read_to_string(&self.path)
+            .with_context(|| format!("cannot read the configuration file {path}"))?;
+        self.understand(&text)
+    }
+
+    fn understand(&self, text: &str) -> Result<Config> {
+        let error_at = |at: Range<usize>, said: &str| {
+            let (line, column) = place(text, at.start);
+            anyhow!("{}:{line}:{column}: {said}", self.path.display())
+        };
+        let toml_error = |error: toml::de::Error| {
+            let said = error.message().trim().replace('\n', "; ");
+            error_at(error.span().unwrap_or(0..0), &said)
+        };
+        let table = DeTable::parse(text).map_err(toml_error)?.into_inner();
+        let (mut options, mut written) = (BTreeMap::new(), Vec::new());
+        for (key, value) in table {
+            let at = key.span();
+            if key.get_ref() == EXPORT {
+                written = exports(value).map_err(toml_error)?;
+                continue;
+            }
+            let option = self.option(key.get_ref(), value);
+            let option = option.map_err(|error| error_at(at, &format!("{error:#}")))?;
+            options.extend(option.map(|option| (key.get_ref().to_string(), option)));
+        }
+        self.add_to_command_line(options, written, error_at)
+    }
+
+    /// The option that a key and its value are on a command line; `None`: that is the default, or
+    /// the command line says otherwise.
+    fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
+        let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
+        if OF_EXPORT.contains(&key) {
+            return Err(anyhow!("{key} belongs to one export; write it under [[export]]"));
+        }
+        let known = |arg: &&Arg| arg.get_long() == Some(key) && !OF_COMMAND_LINE.contains(&key);
+        let arg = serve.get_arguments().find(known);
+        let arg = arg.with_context(|| format!("unknown option '{key}'; see `serve --help`"))?;
+        let value = toml::Value::deserialize(ValueDeserializer::from(value))
+            .map_err(|error| anyhow!("{}", error.message()))?;
+        let Some(option) = option(key, arg, value)? else { return Ok(None) };
+        serve
+            .clone()
+            .try_get_matches_from(["serve", &option])
+            .map_err(|error| anyhow!("{}", one_line(&error)))?;
+        let given = self.program.clone().try_get_matches_from(&self.arguments)?;
+        let given = given.subcommand_matches("serve").context("the command is not `serve`")?;
+        let is_given = given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+        Ok((!is_given).then_some(option))
+    }
+
+    fn add_to_command_line(
+        &self,
+        options: BTreeMap<String, String>,
+        written: Vec<Placed<WrittenExport>>,
+        error_at: impl Fn(Range<usize>, &str) -> anyhow::Error,
+    ) -> Result<Config> {
+        let path = || format!("{}, with the command line", self.path.display());
+        let mut arguments = self.arguments.clone();
+        let at = self.options_at..self.options_at;
+        arguments.splice(at, options.values().map(OsString::from));
+        let matches = self.program.clone().try_get_matches_from(arguments);
+        let matches = matches.map_err(|error| anyhow!("{}: {}", path(), one_line(&error)))?;
+        let of_serve = matches.subcommand_matches("serve").context("the command is not `serve`")?;
+        let args = ServeArgs::from_arg_matches(of_serve)?;
+        args.check().with_context(path)?;
+        let (mut all, usual) = (args.exports()?, args.usual_settings());
+        let of_command_line = all.len();
+        for Placed { at, what } in written {
+            let export = what.with_usual(&usual);
+            if let Some(name) = all.iter().find_map(|other| export.clashes_with(other)) {
+                return Err(error_at(at, &format!("{name} is that of another export")));
+            }
+            if let EndpointSpec::Fd(_) = export.endpoint {
+                return Err(error_at(at, "a descriptor is inherited by --fd alone; name a path"));
+            }
+            let checked = export.check(args.iothreads);
+            checked.map_err(|error| error_at(at, &format!("{error:#}")))?;
+            all.push(export);
+        }
+        let exports = all.split_off(of_command_line);
+        Ok(Config { matches, args, exports, options })
+    }
+}
+
+/// The exports of a file, each with the place where it begins.
+fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, toml::de::Error> {
+    let written = |value: Spanned<DeValue<'_>>| {
+        let at = value.span();
+        let what = WrittenExport::deserialize(ValueDeserializer::from(value))?;
+        Ok(Placed { at, what })
+    };
+    if let DeValue::Array(_) = value.get_ref()
+        && let DeValue::Array(array) = value.into_inner()
+    {
+        return array.into_iter().map(written).collect();
+    }
+    Err(serde::de::Error::custom("exports are written as [[export]], one after the other"))
+}
+
+/// A key and its value as an option of the command line. `None`: a switch that is off.
+fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
+    let is_switch = !arg.get_action().takes_values();
+    let text = match (value, is_switch) {
+        (toml::Value::Boolean(true), true) => return Ok(Some(format!("--{key}"))),
+        (toml::Value::Boolean(false), true) => return Ok(None),
+        (_, true) => return Err(anyhow!("{key} is true or false")),
+        (toml::Value::Boolean(is_on), false) => if is_on { "on" } else { "off" }.to_owned(),
+        (toml::Value::String(text), false) => text,
+        (toml::Value::Integer(number), false) => number.to_string(),
+        (_, false) => return Err(anyhow!("{key} is one value: a string, a number, true or false")),
+    };
+    Ok(Some(format!("--{key}={text}")))
+}
+
+/// The line and the column of a byte, both from 1.
+fn place(text: &str, byte: usize) -> (usize, usize) {
+    let before = text.get(..byte).unwrap_or(text);
+    let line_starts = before.rfind('\n').map_or(0, |end| end + 1);
+    (before.matches('\n').count() + 1, before[line_starts..].chars().count() + 1)
+}
+
+impl Config {
+    /// What would be served, one line for each export.
+    #[must_use]
+    pub fn summary(&self) -> String {
+        if self.exports.is_empty() {
+            return "no exports\n".to_owned();
+        }
+        self.exports.iter().map(|export| format!("{}\n", export.summary())).collect()
+    }
+}

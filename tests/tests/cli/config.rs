@@ -1,0 +1,262 @@
+//! The configuration file.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{READY, Refusals, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::control::Client;
+use super::{DISK_BYTES, scene};
+
+const DOCUMENTATION: &str =
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md"));
+
+fn write(scene: &Scene, text: &str) -> Result<PathBuf> {
+    let path = scene.path("ringhaul.toml");
+    fs::write(&path, text)?;
+    Ok(path)
+}
+
+fn check(file: &Path) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.arg("check").arg(file);
+    Ok(command)
+}
+
+fn serve(file: &Path) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--config").arg(file);
+    Ok(command)
+}
+
+/// What the daemon serves, by name.
+fn names(client: &mut Client) -> Result<Vec<String>> {
+    let answer = client.call("export.list", &json!({}))?;
+    let exports = answer["result"].as_array().context("no list")?;
+    let name = |export: &Value| export["name"].as_str().unwrap_or_default().to_owned();
+    let mut names: Vec<String> = exports.iter().map(name).collect();
+    names.sort();
+    Ok(names)
+}
+
+#[test]
+fn the_documented_example_is_served() -> Result<()> {
+    let scene = scene()?;
+    let sockets = scene.socket("x").parent().context("no folder")?.display().to_string();
+    let disks = scene.path("x").parent().context("no folder")?.display().to_string();
+    let example = DOCUMENTATION.split("```toml\n").nth(1).context("no example")?;
+    let example = example.split("```").next().unwrap_or_default();
+    let example = example.replace("/run/ringhaul", &sockets).replace("/srv", &disks);
+    for name in ["mail.img", "install.iso", "database.img", "log.img"] {
+        scene.disk(name, DISK_BYTES)?;
+    }
+    let file = write(&scene, &example)?;
+    let checked = run(&mut check(&file)?)?.expect_code(0)?;
+    let expected = format!(
+        "mail on {sockets}/mail.sock: virtio-blk, {disks}/mail.img\n\
+         {sockets}/install.sock: virtio-blk, {disks}/install.iso, read-only\n\
+         database on {sockets}/database.sock: virtio-scsi, 0:0 {disks}/database.img, \
+         1:7 {disks}/log.img\n\
+         {sockets}/null.sock: virtio-blk, null disk of 1073741824 bytes\n"
+    );
+    ensure!(checked.stdout == expected, "{}", checked.stdout);
+
+    let mut command = serve(&file)?;
+    // Both add to the file, and the option holds in place of its own.
+    command.args(["--num-queues", "3", "--export"]);
+    command.arg(format!("socket-path={sockets}/more.sock,null=1M"));
+    let mut daemon = Running::serve(&mut command)?;
+    for _ in 0..4 {
+        daemon.wait_for(READY)?;
+    }
+    let mut client = Client::new(&scene.socket("control"))?;
+    ensure!(names(&mut client)?.len() == 5, "{:?}", names(&mut client)?);
+    let mail = client.call("export.show", &json!({ "export": "mail" }))?["result"].clone();
+    let seen = json!([mail["serial"], mail["num-queues"], mail["cache"], mail["iothread"]]);
+    ensure!(seen == json!(["mail-0001", 3, "none", null]), "{mail}");
+    let options = "--rw randrw --number_ios 100 --size 4m --verify";
+    run(&mut bench(&scene.socket("mail.sock"), options)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
+    let scene = scene()?;
+    let export = "[[export]]\nendpoint = { path = \"/a\" }\n";
+    let blk = "device = { blk = { null = { size-bytes = 512 } } }\n";
+    let mut refusals = Refusals::default();
+    for (number, (text, words)) in [
+        ("iothreads = maybe\n".to_owned(), &[":1:13: ", "must be quoted"][..]),
+        ("\niothreads = 0\n".to_owned(), &[":2:1: ", "0 is not in 1..=256"]),
+        ("sqpoll = \"yes\"\n".to_owned(), &[":1:1: ", "sqpoll is true or false"]),
+        ("engine = [\"aio\"]\n".to_owned(), &[":1:1: ", "engine is one value"]),
+        ("engin = \"aio\"\n".to_owned(), &[":1:1: ", "unknown option 'engin'"]),
+        ("serial = \"x\"\n".to_owned(), &[":1:1: ", "under [[export]]"]),
+        ("config = \"x\"\n".to_owned(), &[":1:1: ", "unknown option 'config'"]),
+        ("export = 3\n".to_owned(), &["[[export]]"]),
+        ("engine = \"aio\"\nsqpoll = true\n".to_owned(), &["--sqpoll is for engine io_uring"]),
+        (format!("{export}{blk}read_only = true\n"), &[":4:1: ", "unknown field `read_only`"]),
+        (format!("{export}{blk}num-queues = \"x\"\n"), &[":4:14: ", "invalid type"]),
+        (format!("{export}{blk}num-queues = 0\n"), &[":1:1: ", "must be 1 to 256"]),
+        (format!("{export}{blk}iothread = 1\n"), &[":1:1: ", "IoThread 1 does not exist"]),
+        (format!("{export}{blk}{export}{blk}"), &[":4:1: ", "/a is that of another export"]),
+        (format!("{export}device = {{ nvme = 1 }}\n"), &[":3:12: ", "unknown variant `nvme`"]),
+        (export.to_owned(), &[":1:1: ", "missing field `device`"]),
+        (format!("[[export]]\nendpoint = {{ fd = 3 }}\n{blk}"), &[":1:1: ", "by --fd alone"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let file = scene.path(&format!("{number}.toml"));
+        fs::write(&file, &text)?;
+        let name = file.display().to_string();
+        let words = [&[&*name], words].concat();
+        refusals.check(&text, check(&file), &words);
+        refusals.check(&text, serve(&file), &words);
+    }
+    let missing = scene.path("missing.toml");
+    refusals.check("missing", check(&missing), &["missing.toml", "No such file"]);
+    refusals.finish()
+}
+
+/// Exports of null disks, as a file has them.
+struct Exports<'a>(&'a Scene);
+
+impl Exports<'_> {
+    fn socket(&self, name: &str) -> String {
+        self.0.socket(name).display().to_string()
+    }
+
+    fn control(&self) -> String {
+        format!("control = \"{}\"\n", self.socket("control"))
+    }
+
+    fn blk(&self, name: &str, more: &str) -> String {
+        let path = self.socket(name);
+        format!(
+            "[[export]]\nendpoint = {{ path = \"{path}\" }}\n\
+             device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n{more}"
+        )
+    }
+
+    fn scsi(&self, luns: [u16; 2]) -> String {
+        let unit = |lun: u16| {
+            let disk = "{ null = { size-bytes = 512 } }";
+            format!("[[export.device.scsi]]\nlun = {lun}\ndisk = {disk}\n")
+        };
+        let (path, units) = (self.socket("scsi"), luns.map(unit).concat());
+        format!("[[export]]\nname = \"scsi\"\nendpoint = {{ path = \"{path}\" }}\n{units}")
+    }
+
+    /// Whether the exports are what the second file says, and what the command line does.
+    fn check_second(&self, client: &mut Client) -> Result<()> {
+        let mut expected =
+            ["changes", "new", "own", "stays"].map(|name| self.socket(name)).to_vec();
+        expected.push("scsi".into());
+        expected.sort();
+        ensure!(names(client)? == expected, "{:?}", names(client)?);
+        let changed = client.call("export.show", &json!({ "export": self.socket("changes") }))?;
+        let changed = &changed["result"];
+        ensure!(changed["size-bytes"] == 2_097_152 && changed["read-only"] == false, "{changed}");
+        let scsi = client.call("export.show", &json!({ "export": "scsi" }))?["result"].clone();
+        let units = scsi["device"]["scsi"].as_array();
+        let luns: Vec<&Value> = units.into_iter().flatten().map(|unit| &unit["lun"]).collect();
+        ensure!(luns == [1, 2], "{scsi}");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_reload_applies_the_difference() -> Result<()> {
+    let scene = scene()?;
+    let exports = Exports(&scene);
+    let (control, stays) = (exports.control(), exports.blk("stays", ""));
+    let more = [exports.blk("goes", ""), exports.blk("changes", ""), exports.scsi([0, 1])];
+    let file = write(&scene, &[&*control, &stays, &more.concat()].concat())?;
+    let mut command = serve(&file)?;
+    command.arg("--export").arg(format!("socket-path={},null=1M", exports.socket("own")));
+    let mut daemon = Running::serve(&mut command)?;
+    for _ in 0..4 {
+        daemon.wait_for(READY)?;
+    }
+    let mut client = Client::new(&scene.socket("control"))?;
+    // Its guest uses it all the time.
+    let options = "--rw randrw --runtime 1h --timeout 1h --eta always --verify";
+    let mut load = Running::start(&mut bench(&scene.socket("stays"), options)?)?;
+    load.wait_for("IOPS")?;
+
+    let options = format!("{control}iothreads = 2\n");
+    fs::write(&file, format!("{options}{}", exports.blk("new", "serial = 3\n")))?;
+    daemon.signal(Signal::HUP)?;
+    let line = daemon.wait_for("the configuration is not changed")?;
+    ensure!(line.contains("ringhaul.toml:6:10: ") && line.contains("invalid type"), "{line}");
+    ensure!(names(&mut client)?.len() == 5, "something has changed");
+
+    let changes = exports.blk("changes", "read-only = true\n").replace("1048576", "2097152");
+    let more = [changes, exports.scsi([1, 2]), exports.blk("new", "")];
+    fs::write(&file, [&*options, &stays, &more.concat()].concat())?;
+    for times in 0..2 {
+        daemon.signal(Signal::HUP)?;
+        daemon.wait_for("iothreads has changed; that takes effect when the daemon is")?;
+        if times == 0 {
+            daemon.wait_for("removed")?;
+        }
+        let line = daemon.wait_for("how it is served cannot change while it is served")?;
+        ensure!(line.contains(&exports.socket("changes")), "{line}");
+        daemon.wait_for("is applied, as far as it can be")?;
+        exports.check_second(&mut client)?;
+    }
+    // The file may name nothing for a while.
+    fs::write(&file, "")?;
+    daemon.signal(Signal::HUP)?;
+    load.finish()?;
+    daemon.wait_for("is applied, as far as it can be")?;
+    let left = names(&mut client)?;
+    ensure!(left == [exports.socket("own")], "{left:?}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Neither other exports of a reload nor the next reload wait for it.
+#[test]
+fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let export = |name: &str, disk: &Path, more: &str| {
+        let (socket, disk) = (scene.socket(name), disk.display());
+        format!(
+            "[[export]]\nendpoint = {{ path = \"{}\" }}\n\
+             device = {{ blk = {{ file = \"{disk}\" }} }}\n{more}",
+            socket.display()
+        )
+    };
+    let file = write(&scene, "")?;
+    let mut command = serve(&file)?;
+    command.arg("--export").arg(format!("socket-path={},null=1M", scene.socket("own").display()));
+    let mut daemon = Running::serve(&mut command)?;
+    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+    let hung = export("hung", &fuse.file(), "read-only = true\nno-lock = true\n");
+    fs::write(&file, [&*hung, &export("healthy", &disk, "")].concat())?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for(&format!("serving on {}", scene.socket("healthy").display()))?;
+    fuse.wait_for(opcode::OPEN)?;
+    let line = daemon.wait_for("its change has not ended after")?;
+    ensure!(line.contains(&scene.socket("hung").display().to_string()), "{line}");
+    fs::write(&file, &hung)?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("removed")?;
+    fuse.release();
+    daemon.wait_for(&format!("serving on {}", scene.socket("hung").display()))?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
