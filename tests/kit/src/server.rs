@@ -272,6 +272,38 @@ impl Server {
         Ok(())
     }
 
+    /// Has a new process take over from it. Returns how many milliseconds the queues stood still.
+    ///
+    /// # Errors
+    /// When it does not, or the old process does not end well.
+    pub fn upgrade(&mut self) -> Result<f64> {
+        let mut log = self.log.clone().into_os_string();
+        log.push("+");
+        let log = PathBuf::from(log);
+        let messages = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+        let mut command = bound_to_test();
+        command.arg(ringhaul_binary()?).args(["serve", "--takeover"]).arg(self.export.control());
+        let next = command.stdin(Stdio::null()).stderr(messages).spawn();
+        let mut before = std::mem::replace(&mut self.child, next.context("starting a process")?);
+        let old = wait_child(&mut before, Instant::now() + START_LIMIT);
+        let old = old.with_context(|| format!("nothing takes over:\n{}", self.messages()))?;
+        let said = self.messages();
+        self.log = log;
+        ensure!(old.success(), "the old process has ended with {old}:\n{said}");
+        let deadline = Instant::now() + START_LIMIT;
+        let still = loop {
+            let said = self.messages();
+            let told = said.lines().find_map(|line| line.split_once("queues stood still for "));
+            if let Some((_, told)) = told {
+                break told.trim_end_matches(" ms").parse();
+            }
+            self.check_running()?;
+            ensure!(Instant::now() < deadline, "the new process does not serve:\n{said}");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        still.with_context(|| format!("no time is told:\n{}", self.messages()))
+    }
+
     fn wait_until_listening(&mut self) -> Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         let process = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())

@@ -61,14 +61,31 @@ fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
 }
 
 #[test]
-fn a_load_goes_on_over_three_takeovers() -> Result<()> {
+fn a_load_on_virtio_blk_goes_on_over_three_takeovers() -> Result<()> {
     let scene = scene()?;
-    let mut daemon = Running::serve(&mut begin(&scene)?)?;
-    let options = "--rw randrw --iodepth 16 --numjobs 2 --number_ios 40000 --verify";
-    let load = Running::start(&mut bench(&scene.socket("vm.sock"), options)?)?;
+    load_goes_on(&scene, begin(&scene)?, "blk")
+}
+
+#[test]
+fn a_load_on_virtio_scsi_goes_on_over_three_takeovers() -> Result<()> {
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.args(["--device", "scsi", "--lun"]).arg(format!("0,blk-file={}", disk.display()));
+    command.arg("--control").arg(scene.socket("control"));
+    load_goes_on(&scene, command, "scsi")
+}
+
+fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()> {
+    let mut daemon = Running::serve(&mut command)?;
+    let options = format!(
+        "--device {device} --rw randrw --iodepth 16 --numjobs 2 --number_ios 40000 --verify"
+    );
+    let load = Running::start(&mut bench(&scene.socket("vm.sock"), &options)?)?;
     daemon.wait_for("a front-end has connected")?;
     for _ in 0..3 {
-        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let mut next = Running::start(&mut taking_over(scene)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
@@ -79,7 +96,8 @@ fn a_load_goes_on_over_three_takeovers() -> Result<()> {
     // The last one has all that the first one had.
     let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
     run(&mut other)?.expect_refusal(&["locked"])?;
-    run(&mut bench(&scene.socket("vm.sock"), "--rw randread --number_ios 100")?)?.expect_code(0)?;
+    let again = format!("--device {device} --rw randread --number_ios 100");
+    run(&mut bench(&scene.socket("vm.sock"), &again)?)?.expect_code(0)?;
     let mut ctl = ringhaul()?;
     ctl.args(["ctl", "--control"]).arg(scene.socket("control")).arg("shutdown");
     run(&mut ctl)?.expect_code(0)?;
@@ -185,5 +203,33 @@ fn nothing_to_take_over_is_said() -> Result<()> {
     other.args(["--log", "warn", "--engine", "threads", "--sqpoll"]);
     run(&mut other)?.expect_refusal(&["--sqpoll"])?;
     drop(daemon);
+    Ok(())
+}
+
+/// Whoever else wants the file finds it taken, before, in between and afterwards.
+#[test]
+fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
+    let scene = scene()?;
+    let mut command = begin(&scene)?;
+    let registration = json!({ "port": "3000000000000001", "key": "0000000000000007" });
+    let kept = json!({
+        "format": "ringhaul persistent reservations",
+        "version": 1,
+        "registrations": [registration],
+        "reservation": { "type": "write-exclusive", "holder": "3000000000000001" },
+    });
+    std::fs::write(scene.path("disk.img.reservations"), kept.to_string())?;
+    let mut daemon = Running::serve(&mut command)?;
+    for _ in 0..2 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        next.wait_for(TAKEN)?;
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+        let mut other = serve(&scene.socket("other.sock"), &scene.path("disk.img"))?;
+        run(other.args(["--lock", "off", "--log", "error"]))?
+            .expect_refusal(&["keeps its own there"])?;
+        let write = bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 1");
+        ensure!(run(&mut write?)?.status.code() != Some(0), "the reservation does not hold");
+    }
     Ok(())
 }

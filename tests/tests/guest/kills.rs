@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
 
-const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
-const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
+pub(super) const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
+pub(super) const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
 
 const KILLS: u64 = 30;
 
@@ -23,7 +23,7 @@ fn served(server: &Server) -> Result<u64> {
 }
 
 /// Waits until the server has answered this many requests.
-fn wait_served(server: &Server, wanted: u64) -> Result<()> {
+pub(super) fn wait_served(server: &Server, wanted: u64) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     while served(server)? < wanted {
         ensure!(Instant::now() < deadline, "the guest does not go on:\n{}", server.messages());
@@ -64,7 +64,7 @@ fn kills(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
 
 /// The guest's kernel has reported no error of its disks. That a logical unit was switched on is
 /// none: what it may have lost of its state is reported so (SAM-5, unit attention conditions).
-fn check_no_errors(vm: &mut Vm) -> Result<()> {
+pub(super) fn check_no_errors(vm: &mut Vm) -> Result<()> {
     let errors = "i/o error|blocked for more|timed out|abort|reset|offline|rejecting";
     let is_none = "Power-on or device reset occurred";
     vm.check(&format!("! dmesg | grep -v '{is_none}' | grep -iE '{errors}'"), LIMIT)?;

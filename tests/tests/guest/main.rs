@@ -10,6 +10,7 @@ mod resize;
 mod scsi;
 mod scsi_boot;
 mod scsi_names;
+mod upgrades;
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -195,6 +195,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (9, &["blk"]),
             (15, &["scsi"]),
             (16, &["device"]),
+            (17, &["hand_over"]),
         ],
     },
     Floors {

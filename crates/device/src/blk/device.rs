@@ -72,7 +72,7 @@ impl BlkDevice {
     }
 
     /// What it shares with other devices on the disk.
-    pub(super) fn access(&self) -> &DiskAccess {
+    pub(crate) fn access(&self) -> &DiskAccess {
         &self.shared.access
     }
 

@@ -2,11 +2,16 @@
 //! logical unit, which each reaches by a nexus of its own: it has one set of tasks, one set of mode
 //! parameters and one set of persistent reservations, and one command may exclude all others.
 
+use std::fs::File;
 use std::future::poll_fn;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
+
 use super::medium::Medium;
+use super::persist::ReservationsState;
 use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations};
 pub use super::persist::{Keeping, KeptIn};
 use super::sense::Sense;
@@ -64,12 +69,49 @@ pub struct DiskAccess {
     has_descriptor_sense: AtomicBool,
 }
 
+/// What the units on a disk share, for another process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct AccessState {
+    reservations: ReservationsState,
+    is_stopped: bool,
+    cache_is_off: bool,
+    has_descriptor_sense: bool,
+}
+
 /// The file with the persistent reservations of a disk cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct ReservationsError(#[from] FileError);
 
 impl DiskAccess {
+    /// That of a disk that another process hands over: reservations are kept where it says.
+    #[must_use]
+    pub fn awaited() -> Self {
+        Self { reservations: Arc::new(Reservations::awaited()), ..Self::default() }
+    }
+
+    /// What another process needs, and the file of the reservations, while no command runs.
+    pub(crate) fn hand_over(&self) -> io::Result<(AccessState, Option<File>)> {
+        let (reservations, file) = self.reservations.hand_over()?;
+        let state = AccessState {
+            reservations,
+            is_stopped: self.is_stopped(),
+            cache_is_off: self.cache_is_off(),
+            has_descriptor_sense: self.has_descriptor_sense(),
+        };
+        Ok((state, file))
+    }
+
+    /// Goes on with what another process had.
+    pub(crate) fn take_over(&self, state: AccessState, file: Option<File>) -> io::Result<()> {
+        self.reservations.take_over(state.reservations, file)?;
+        self.set_stopped(state.is_stopped);
+        self.set_cache_off(state.cache_is_off);
+        self.set_descriptor_sense(state.has_descriptor_sense);
+        Ok(())
+    }
+
     /// Has persistent reservations kept, where initiators ask for that (APTPL), and loads those
     /// that were. Without this they are lost when the process ends. The file exists while there is
     /// something to keep, and is nobody else's then. They stay there while there are some, or a

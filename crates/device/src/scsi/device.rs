@@ -153,7 +153,7 @@ impl ScsiDevice {
     }
 
     /// The logical units.
-    pub(super) fn units(&self) -> &Units {
+    pub(crate) fn units(&self) -> &Units {
         &self.shared.units
     }
 

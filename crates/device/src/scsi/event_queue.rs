@@ -24,7 +24,7 @@ const EVENTS_MAX: usize = 64;
 /// CAPACITY DATA HAS CHANGED, as a reason: the code, then its qualifier.
 const CAPACITY_CHANGED: u32 = 0x2a | 0x09 << 8;
 
-type Event = [u8; EVENT_BYTES];
+pub(crate) type Event = [u8; EVENT_BYTES];
 
 /// What is to be told, whether or not there is a queue for it.
 #[derive(Default)]
@@ -76,6 +76,18 @@ impl EventSink {
                 queue.give();
             }
         });
+    }
+
+    /// What waits for a buffer, and whether there was more.
+    pub(crate) fn waiting(&self) -> (Vec<Event>, bool) {
+        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (waiting.events.iter().copied().collect(), waiting.missed)
+    }
+
+    /// What has waited in another process.
+    pub(crate) fn take_over(&self, (events, missed): (Vec<Event>, bool)) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (waiting.events, waiting.missed) = (events.into(), missed);
     }
 
     /// Another driver comes, to which nothing has happened.

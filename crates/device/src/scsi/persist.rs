@@ -15,9 +15,13 @@ mod registry;
 mod report;
 mod rules;
 
+use std::fs::File;
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
 
 use self::command::Request;
 use self::file::StateFile;
@@ -80,6 +84,28 @@ enum Kept {
     Unsaid,
     Nowhere,
     In(StateFile),
+    /// Another process knows, which hands the disk over.
+    Awaited,
+}
+
+/// The reservations of a disk, for another process. A file comes with them where there is one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ReservationsState {
+    kept: KeptState,
+    /// The registry as its file would have it.
+    registry: String,
+    aptpl: bool,
+    generation: u32,
+}
+
+/// Where they are kept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+enum KeptState {
+    Unsaid,
+    Nowhere,
+    In { path: PathBuf, is_unknown: bool },
 }
 
 #[derive(Debug, Default)]
@@ -113,6 +139,55 @@ pub(crate) struct Attached {
 }
 
 impl Reservations {
+    /// Those of a disk that another process hands over.
+    pub(crate) fn awaited() -> Self {
+        Self { file: Mutex::new(Kept::Awaited), ..Self::default() }
+    }
+
+    /// What another process needs to go on with them, and the file, while no command runs.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over(&self) -> io::Result<(ReservationsState, Option<File>)> {
+        let (kept, state) = (lock(&self.file), lock(&self.state));
+        let (kept, file) = match &*kept {
+            Kept::Unsaid | Kept::Awaited => (KeptState::Unsaid, None),
+            Kept::Nowhere => (KeptState::Nowhere, None),
+            Kept::In(file) => {
+                let path = file.path().to_owned();
+                let (file, is_unknown) = file.hand_over();
+                (KeptState::In { path, is_unknown }, file.map(File::try_clone).transpose()?)
+            }
+        };
+        let registry = file::text_of(&state.registry)?;
+        let State { generation, registry: Registry { aptpl, .. }, .. } = *state;
+        Ok((ReservationsState { kept, registry, aptpl, generation }, file))
+    }
+
+    /// Goes on with those of another process.
+    ///
+    /// # Errors
+    ///
+    /// When they make no sense.
+    pub(crate) fn take_over(&self, from: ReservationsState, file: Option<File>) -> io::Result<()> {
+        let registry = file::parse(&from.registry).map_err(|(why, _)| io::Error::other(why));
+        let mut registry = registry?;
+        registry.aptpl = from.aptpl;
+        let (mut kept, mut state) = (lock(&self.file), lock(&self.state));
+        *kept = match from.kept {
+            KeptState::Unsaid => Kept::Unsaid,
+            KeptState::Nowhere => Kept::Nowhere,
+            KeptState::In { path, is_unknown } => {
+                Kept::In(StateFile::handed_over(path, file, &registry, is_unknown))
+            }
+        };
+        state.persists = matches!(*kept, Kept::In(_));
+        state.generation = from.generation;
+        state.set(registry, &self.strangers);
+        Ok(())
+    }
+
     /// Has them kept, where initiators ask for that (APTPL), and loads those that were. They stay
     /// there while there are some, a port is attached, or somebody has a result of this. This waits
     /// for the disk with that file, and for others that do.
@@ -123,11 +198,15 @@ impl Reservations {
     /// without it would let hosts write that were fenced off. When they are kept elsewhere already.
     pub(crate) fn keep_in(self: &Arc<Self>, place: KeptIn) -> Result<Keeping, FileError> {
         let mut kept = lock(&self.file);
+        if matches!(*kept, Kept::Awaited) {
+            return Ok(self.keeping());
+        }
         if lock(&self.state).forget_unused() {
             *kept = Kept::Unsaid;
         }
         let has_to_exist = matches!(place, KeptIn::Found(_));
         let path = match (&*kept, place) {
+            (Kept::Awaited, _) => unreachable!("it says where they are kept"),
             (Kept::Unsaid, KeptIn::Usual(None)) => {
                 *kept = Kept::Nowhere;
                 return Ok(self.keeping());

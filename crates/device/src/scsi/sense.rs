@@ -116,6 +116,11 @@ impl Sense {
     pub(crate) const COMMANDS_CLEARED: Self = Self::new(Key::UnitAttention, [0x2f, 0x00]);
     pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
 
+    /// A unit attention with this code.
+    pub(crate) const fn attention(code: [u8; 2]) -> Self {
+        Self::new(Key::UnitAttention, code)
+    }
+
     /// A field of the CDB has a value that is not supported; `bit`: its highest one.
     pub(crate) const fn in_cdb(byte: u16, bit: Option<u8>) -> Self {
         let field = Some(Field { in_cdb: true, byte, bit });

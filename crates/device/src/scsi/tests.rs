@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
 
+mod handed;
 mod reports;
 mod sharing;
 mod silent;

@@ -184,6 +184,18 @@ impl Attentions {
         sense
     }
 
+    /// The codes of all that wait.
+    pub(crate) fn codes(&self) -> Vec<[u8; 2]> {
+        self.waiting().iter().map(|sense| sense.code).collect()
+    }
+
+    /// What another process had, in place of what there is.
+    pub(crate) fn take_over(&self, codes: &[[u8; 2]]) {
+        let mut waiting = self.waiting();
+        *waiting = codes.iter().map(|code| Sense::attention(*code)).collect();
+        self.count.store(waiting.len(), Ordering::Relaxed);
+    }
+
     /// It was heard in another way.
     pub(crate) fn forget(&self, sense: Sense) {
         let mut waiting = self.waiting();

@@ -1,10 +1,12 @@
 //! Exports that another process takes over, or that this one does: how they pause and go on.
 
+use std::fs::File;
 use std::io;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use device::{Answer, Device};
+use anyhow::Context;
+use device::Answer;
 
 use super::export::Export;
 use super::handed::{ExportProgress, HandedDisk, HandedExport, Paused};
@@ -53,10 +55,6 @@ impl Export {
         let state = self.state();
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
-        }
-        if let Device::Scsi(_) = self.setup.device {
-            let text = format!("{name} is a virtio-scsi device, which cannot be taken over yet");
-            return Err(CommandError::Failed(anyhow::anyhow!(text)));
         }
         if let Some(place) = self.changing.first() {
             return Err(match place {
@@ -119,7 +117,10 @@ impl Export {
     pub(super) fn progress_so_far(&self, fds: &mut HandedFds) -> io::Result<ExportProgress> {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
         let losses = self.disks.iter().map(blockio::DiskSource::loss).collect();
-        Ok(ExportProgress { session, sessions: self.sessions, losses })
+        let (device, files) = self.setup.device.hand_over()?;
+        let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
+        let reservations = files.collect::<io::Result<_>>()?;
+        Ok(ExportProgress { session, sessions: self.sessions, losses, device, reservations })
     }
 
     /// An export that is paused in another process, and here.
@@ -140,12 +141,14 @@ impl Export {
         for (disk, loss) in export.disks.iter().zip(progress.losses) {
             loss.into_iter().for_each(|errno| disk.inherit_loss(errno));
         }
+        let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
+        let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
+        let device = files.and_then(|files| export.setup.device.go_on(progress.device, files));
+        device.with_context(|| format!("cannot go on with the device of {}", export.name()))?;
         if let Some(state) = progress.session {
             let session = Session::take_over(state, export.setup.clone(), fds, now);
-            let session = session.map_err(|error| {
-                let text = format!("cannot go on with the front-end of {}", export.name());
-                anyhow::Error::new(error).context(text)
-            })?;
+            let session = session
+                .with_context(|| format!("cannot go on with the front-end of {}", export.name()))?;
             export.session = Some(session);
             export.is_shown = true;
         }

@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use device::DeviceState;
 use serde::{Deserialize, Serialize};
 
 use crate::export::EndpointState;
@@ -41,6 +42,9 @@ pub(crate) struct ExportProgress {
     pub(super) sessions: u64,
     /// For each disk the errno of the loss of data, if there was one.
     pub(super) losses: Vec<Option<i32>>,
+    pub(super) device: DeviceState,
+    /// The files with reservations that belong to it.
+    pub(super) reservations: Vec<Option<Place>>,
 }
 
 /// The exports that there are, as long as `generation` is theirs.

@@ -85,7 +85,10 @@ impl Daemon {
             specs.push(spec);
         }
         let choices = choose(&self.args, &disks, &engines);
-        let opened = self.set_up(specs, disks, choices)?;
+        self.accesses.await_new(true);
+        let opened = self.set_up(specs, disks, choices);
+        self.accesses.await_new(false);
+        let opened = opened?;
         let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
             let Opened { line, .. } = &opened;
             let line = line.clone();

@@ -5,6 +5,7 @@
 //! each change, before the command is answered. It is JSON, so that an operator can read and mend
 //! it.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -104,6 +105,27 @@ impl StateFile {
         Ok((Self { file, content: Content::Registry(registry.clone()) }, registry))
     }
 
+    /// That of another process, which has loaded or saved this registry last; `is_unknown`: it has
+    /// not succeeded.
+    pub(super) fn handed_over(
+        path: PathBuf,
+        file: Option<File>,
+        registry: &Registry,
+        is_unknown: bool,
+    ) -> Self {
+        let content = match (is_unknown, registry.aptpl) {
+            (true, _) => Content::Unknown,
+            (false, true) => Content::Registry(registry.clone()),
+            (false, false) => Content::Absent,
+        };
+        Self { file: OwnFile::handed_over(path, file), content }
+    }
+
+    /// The open file, and whether it is not known what it holds.
+    pub(super) fn hand_over(&self) -> (Option<&File>, bool) {
+        (self.file.locked(), self.content == Content::Unknown)
+    }
+
     pub(super) fn path(&self) -> &Path {
         self.file.path()
     }
@@ -135,9 +157,7 @@ impl StateFile {
     }
 
     fn replace(&mut self, registry: &Registry) -> io::Result<()> {
-        let mut text = serde_json::to_string_pretty(&Saved::of(registry))?;
-        text.push('\n');
-        self.file.replace(&text)
+        self.file.replace(&text_of(registry)?)
     }
 }
 
@@ -188,8 +208,15 @@ impl Saved {
     }
 }
 
+/// The text of a file.
+pub(super) fn text_of(registry: &Registry) -> io::Result<String> {
+    let mut text = serde_json::to_string_pretty(&Saved::of(registry))?;
+    text.push('\n');
+    Ok(text)
+}
+
 /// Reads the text of a file. On failure, returns what is wrong and what to do about it.
-fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
+pub(super) fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
     let broken = |reason: String| (reason, ADVICE_BROKEN);
     if u64::try_from(text.len()).is_ok_and(|bytes| bytes > BYTES_MAX) {
         return Err(broken(format!("it has more than {BYTES_MAX} bytes")));

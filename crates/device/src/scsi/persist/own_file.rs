@@ -43,6 +43,17 @@ impl OwnFile {
         }
     }
 
+    /// What another process has at `path`, if it has something there: its lock is that of the open
+    /// file.
+    pub(super) fn handed_over(path: PathBuf, locked: Option<File>) -> Self {
+        Self { path, locked }
+    }
+
+    /// The file that is there, to be handed over.
+    pub(super) fn locked(&self) -> Option<&File> {
+        self.locked.as_ref()
+    }
+
     pub(super) fn path(&self) -> &Path {
         &self.path
     }

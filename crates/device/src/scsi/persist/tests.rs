@@ -333,3 +333,30 @@ fn commands_of_several_threads_are_carried_out_one_after_the_other() {
     assert!(keys(&reservations).is_empty());
     assert_eq!(conflicts(&nexuses), [[false; 3]; 3]);
 }
+
+/// They are the same to everybody, and the file is never free for a third.
+#[test]
+fn reservations_are_handed_over_with_their_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("reservations");
+    for bits in [APTPL, 0] {
+        let before = load(path.clone()).unwrap();
+        let nexuses = three(&before, bits);
+        send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
+        let after = Arc::new(Reservations::awaited());
+        drop(after.keep_in(KeptIn::File(path.clone())).unwrap());
+        let others = PORTS.map(|port| after.attach(port).unwrap());
+        let (state, file) = before.hand_over().unwrap();
+        let text = serde_json::to_string(&state).unwrap();
+        after.take_over(serde_json::from_str(&text).unwrap(), file).unwrap();
+        assert_eq!(conflicts(&others), conflicts(&nexuses));
+        assert_eq!((keys(&after), generation(&after)), (keys(&before), generation(&before)));
+        drop((nexuses, before));
+        assert_eq!(load(path.clone()).is_err(), bits == APTPL, "somebody else has the file");
+        send(&others[1], REGISTER, 0, [2, 9], APTPL).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap().matches("0009").count(), 1);
+        send(&others[1], CLEAR, 0, [9, 0], 0).unwrap();
+        send(&others[1], REGISTER, 0, [0, 9], 0).unwrap();
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,29 @@
+//! Devices that go on in another process.
+
+use super::*;
+use crate::blk::config::BlkOptions;
+
+/// Nothing happens to its initiators but what would have happened anyway.
+#[test]
+fn a_device_goes_on_with_what_its_initiators_have() {
+    let before = Initiator::new();
+    let awaited = UnitOptions { access: Arc::new(DiskAccess::awaited()), ..options() };
+    let mut after = before.beside(&awaited);
+    let scsi = Initiator::scsi(&before.device);
+    scsi.capacity_changed(UNIT);
+    scsi.units().all()[&UNIT].access.set_cache_off(true);
+    let (state, files) = before.device.hand_over().unwrap();
+    assert_eq!(files.len(), 1);
+    let text = serde_json::to_string(&state).unwrap();
+    after.device.go_on(serde_json::from_str(&text).unwrap(), files).unwrap();
+    assert_eq!(after.device.hand_over().unwrap().0, state);
+    assert!(awaited.access.cache_is_off());
+    assert_eq!(after.run(&[0; 6], &[], 0).sense, [6, 0x2a, 9], "what was not heard yet");
+    assert_eq!(after.run(&[0; 6], &[], 0).sense, [0; 3], "the device did not begin anew");
+
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let blk = Device::blk(source, BlkOptions::default(), before.scene.events.clone());
+    assert!(blk.go_on(state.clone(), Vec::new()).is_err());
+    let empty = Device::scsi(ScsiOptions::default(), before.scene.events.clone());
+    assert!(empty.go_on(state, Vec::new()).is_err(), "it has no such unit");
+}

@@ -1,0 +1,52 @@
+//! New processes take over from the daemon under verified load, and the guest does not notice.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::server::{Cache, Engine, Export};
+
+use super::kills::{VERIFY_START, VERIFY_STOP, check_no_errors, wait_served};
+use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
+
+const UPGRADES: u64 = 10;
+
+fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
+    let scene = Scene::new()?;
+    let export = scene.export(&format!("upgrades-{engine}"), engine, cache)?;
+    let export = Export { units: is_scsi.then(Vec::new), ..export };
+    let mut server = scene.serve(&export)?;
+    let mut vm = boot(&[&export])?;
+    let disk = if is_scsi { "sda" } else { "vda" };
+    // What a device reports that begins anew.
+    let power_on = "dmesg | grep -c 'Power-on or device reset occurred' || true";
+    let before = vm.check(power_on, LIMIT)?;
+    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+    let mut still = Vec::new();
+    for upgrade in 0..UPGRADES {
+        // At once, and later and later.
+        wait_served(&server, upgrade * 20)?;
+        still.push(server.upgrade()?);
+        let said = server.messages();
+        ensure!(!said.contains("has connected") && !said.contains("has disconnected"), "{said}");
+    }
+    eprintln!("queues stood still for {still:?} ms");
+    vm.check(VERIFY_STOP, LIMIT)?;
+    check_no_errors(&mut vm)?;
+    assert_eq!(vm.check(power_on, LIMIT)?, before, "a device began anew");
+    check_same_bytes(&mut vm, disk, &export.file)?;
+    vm.power_off(LIMIT)?;
+    check_clean_exit(&mut server)
+}
+
+#[test]
+fn blk_with_io_uring_is_upgraded_under_load() -> Result<()> {
+    scenario(|| upgrades(Engine::IoUring, Cache::None, false))
+}
+
+#[test]
+fn blk_with_threads_is_upgraded_under_load() -> Result<()> {
+    scenario(|| upgrades(Engine::Threads, Cache::Writeback, false))
+}
+
+#[test]
+fn scsi_is_upgraded_under_load() -> Result<()> {
+    scenario(|| upgrades(Engine::IoUring, Cache::None, true))
+}
