@@ -46,7 +46,8 @@ pub struct DiskSource {
     /// What has changed since.
     shared: Arc<Shared>,
     kind: SourceKind,
-    engine: Option<EngineKind>,
+    /// The engine that it prefers, and why.
+    engine: Option<(EngineKind, Arc<str>)>,
 }
 
 #[derive(Debug, Clone)]
@@ -268,22 +269,29 @@ impl DiskSource {
     }
 
     /// Has the disk use this engine on IoThreads that [have](Io::add_engine) it. On others it has
-    /// that of [`IoThreadConfig::engine`](crate::IoThreadConfig::engine).
+    /// that of [`IoThreadConfig::engine`](crate::IoThreadConfig::engine). The reason is kept for
+    /// those who ask.
     #[must_use]
-    pub fn prefer_engine(self, engine: EngineKind) -> Self {
-        Self { engine: Some(engine), ..self }
+    pub fn prefer_engine(self, engine: EngineKind, reason: &str) -> Self {
+        Self { engine: Some((engine, reason.into())), ..self }
+    }
+
+    /// The engine that it prefers, and why.
+    #[must_use]
+    pub fn preference(&self) -> Option<(EngineKind, &str)> {
+        self.engine.as_ref().map(|(engine, reason)| (*engine, &**reason))
     }
 
     /// The engine that it [is to use](Self::prefer_engine).
     #[must_use]
     pub fn preferred_engine(&self) -> Option<EngineKind> {
-        self.engine
+        self.preference().map(|(engine, _)| engine)
     }
 
     /// The engine that the disk has on `io`. A null disk has none.
     #[must_use]
     pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
-        (!self.is_null()).then(|| io.engine_for(self.engine))
+        (!self.is_null()).then(|| io.engine_for(self.preferred_engine()))
     }
 
     /// The disk for tasks on `io`.
@@ -291,7 +299,7 @@ impl DiskSource {
     pub fn attach(&self, io: &Rc<Io>) -> Disk {
         let kind = match &self.kind {
             SourceKind::File(source) => {
-                Kind::File(source.attach(Rc::clone(io), io.engine_for(self.engine)))
+                Kind::File(source.attach(Rc::clone(io), io.engine_for(self.preferred_engine())))
             }
             SourceKind::Null => Kind::Null,
         };

@@ -57,6 +57,14 @@ pub struct Negotiated {
     space: Vec<u8>,
 }
 
+impl Negotiated {
+    /// The features, as bits.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+}
+
 impl Device {
     /// A virtio-blk device on a disk. `events` receives what goes wrong.
     #[must_use]

@@ -1,10 +1,10 @@
 //! What a daemon can be asked to do, and what it answers. All of it is data: signals and the
 //! command line send it, and anything else can.
 
-use device::{RequestCounts, RequestKind, RequestTotals};
 use serde::{Deserialize, Serialize};
 
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+pub use crate::status::{Counts, DiskState, ExportDetails, ExportState, ExportStatus, Served};
 
 /// What a daemon is asked to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +16,8 @@ pub enum Command {
     Remove(Removal),
     /// Describe the exports.
     Show,
+    /// Describe one export in detail.
+    Describe(String),
     /// Give the virtio-scsi device of the export of this name one more logical unit, of which its
     /// driver is told.
     AddUnit(String, Box<UnitSpec>),
@@ -101,6 +103,8 @@ pub enum Reply {
     Removed(Box<ExportStatus>),
     /// The exports, in the order in which they were added.
     Exports(Vec<ExportStatus>),
+    /// The export, in detail.
+    Export(Box<ExportDetails>),
     /// The logical unit is there.
     UnitAdded,
     /// The logical unit has gone.
@@ -180,166 +184,6 @@ impl From<anyhow::Error> for CommandError {
     }
 }
 
-/// What an export is at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ExportState {
-    /// Its disk is being opened.
-    Opening,
-    /// Front-ends can connect, or one is connected.
-    Serving,
-    /// It accepts no front-end, and finishes the requests of the last.
-    Stopping,
-}
-
-impl std::fmt::Display for ExportState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Opening => "opening",
-            Self::Serving => "serving",
-            Self::Stopping => "stopping",
-        })
-    }
-}
-
-/// An export at some moment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct ExportStatus {
-    /// What it was asked to be. It has a name.
-    #[serde(flatten)]
-    pub spec: ExportSpec,
-    /// What it is at.
-    pub state: ExportState,
-    /// How large its disks are now, all together; 0 while they are being opened.
-    pub size_bytes: u64,
-    /// How its disks are doing: the worst of them.
-    pub disk_state: DiskState,
-    /// Whether a front-end is connected.
-    pub connected: bool,
-    /// How many front-ends have connected so far.
-    pub sessions: u64,
-    /// Requests that were taken and are not answered.
-    pub unfinished: u32,
-    /// Requests that were answered.
-    pub served: Served,
-    /// What keeps it from ending, while it is stopping.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub waits_for: Option<String>,
-}
-
-impl ExportStatus {
-    /// Its name.
-    #[must_use]
-    pub fn name(&self) -> String {
-        self.spec.name()
-    }
-
-    /// Of an export that is being opened.
-    pub(crate) fn opening(spec: ExportSpec) -> Self {
-        Self {
-            spec: spec.named(),
-            state: ExportState::Opening,
-            size_bytes: 0,
-            disk_state: DiskState::Ready,
-            connected: false,
-            sessions: 0,
-            unfinished: 0,
-            served: Served::default(),
-            waits_for: None,
-        }
-    }
-}
-
-/// How a disk is doing, the worst last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DiskState {
-    /// It answers.
-    Ready,
-    /// It has not answered an operation for 5 seconds or more.
-    Late,
-    /// Data that was written may be lost, so flushes fail until it is opened anew.
-    Lost,
-}
-
-impl From<blockio::disk::DiskState> for DiskState {
-    fn from(state: blockio::disk::DiskState) -> Self {
-        match state {
-            blockio::disk::DiskState::Ready => Self::Ready,
-            blockio::disk::DiskState::Late(_) => Self::Late,
-            blockio::disk::DiskState::Lost => Self::Lost,
-        }
-    }
-}
-
-/// What a device has served.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[expect(missing_docs, reason = "they are the kinds of requests")]
-pub struct Served {
-    pub reads: Counts,
-    pub writes: Counts,
-    pub flushes: Counts,
-    pub discards: Counts,
-    pub write_zeroes: Counts,
-    pub others: Counts,
-}
-
-/// What was served of one kind.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counts {
-    /// Requests that were answered, those that failed included.
-    pub requests: u64,
-    /// Bytes of those that succeeded.
-    pub bytes: u64,
-    /// How many failed.
-    pub errors: u64,
-}
-
-impl From<RequestCounts> for Counts {
-    fn from(RequestCounts { requests, bytes, errors }: RequestCounts) -> Self {
-        Self { requests, bytes, errors }
-    }
-}
-
-impl From<&RequestTotals> for Served {
-    fn from(totals: &RequestTotals) -> Self {
-        let of = |kind| Counts::from(totals[kind]);
-        Self {
-            reads: of(RequestKind::Read),
-            writes: of(RequestKind::Write),
-            flushes: of(RequestKind::Flush),
-            discards: of(RequestKind::Discard),
-            write_zeroes: of(RequestKind::WriteZeroes),
-            others: of(RequestKind::Other),
-        }
-    }
-}
-
-/// In one line.
-impl std::fmt::Display for Served {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let all = [
-            (self.reads, "reads"),
-            (self.writes, "writes"),
-            (self.flushes, "flushes"),
-            (self.discards, "discards"),
-            (self.write_zeroes, "write-zeroes"),
-            (self.others, "others"),
-        ];
-        let each = all.map(|(Counts { requests, bytes, .. }, name)| match bytes {
-            0 => format!("{requests} {name}"),
-            _ => format!("{requests} {name} of {} KiB", bytes >> 10),
-        });
-        write!(f, "requests: {}", each.join(", "))?;
-        match all.iter().map(|(counts, _)| counts.errors).sum::<u64>() {
-            0 => Ok(()),
-            failed => write!(f, "; {failed} failed"),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -361,17 +205,5 @@ mod tests {
             let again = serde_json::to_string(&command).unwrap();
             assert_eq!(serde_json::from_str::<Command>(&again).unwrap(), command);
         }
-    }
-
-    #[test]
-    fn what_was_served_is_one_line() {
-        let mut served = Served::default();
-        let nothing =
-            "requests: 0 reads, 0 writes, 0 flushes, 0 discards, 0 write-zeroes, 0 others";
-        assert_eq!(served.to_string(), nothing);
-        served.writes = Counts { requests: 3, bytes: 8 << 10, errors: 1 };
-        served.others.errors = 1;
-        let expected = nothing.replace("0 writes", "3 writes of 8 KiB") + "; 2 failed";
-        assert_eq!(served.to_string(), expected);
     }
 }

@@ -23,6 +23,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::command::{CommandError, ExportStatus, Removal};
 use crate::handed_fds::HandedFds;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+use crate::status::ExportDetails;
 use exports::Exports;
 use handed::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
@@ -114,6 +115,15 @@ impl Control {
     /// When all have ended.
     pub(crate) fn show(&self) -> Answered<Vec<ExportStatus>> {
         self.ask(Order::Show)
+    }
+
+    /// Describes one export in detail.
+    ///
+    /// # Errors
+    ///
+    /// When there is none of this name, or it is not served.
+    pub(crate) fn details(&self, name: String) -> Answered<ExportDetails> {
+        self.ask(|answer| Order::Details(name, answer))?
     }
 
     /// Begins to change a logical unit of an export. Its place is nobody else's until what this

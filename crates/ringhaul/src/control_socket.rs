@@ -20,11 +20,11 @@ use iomem::fits;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
 use crate::export::Endpoint;
+use crate::peer::Peer;
 use crate::takeover;
 use message::{Code, Problem, Request, answer_line};
 use methods::{Client, Entry};
@@ -145,13 +145,13 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
 fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_MAX))?;
-    let user = socket_peercred(stream).context("cannot tell who it is")?.uid;
+    let peer = Peer::of(stream).context("cannot tell who it is")?;
     let mut writer = stream;
     let mut refuse = |code, text: &str| {
         let line = answer_line(None, Err(Problem::new(code, text)));
         writer.write_all(line.as_bytes())
     };
-    if !user.is_root() && user != geteuid() {
+    if peer.uid != 0 && peer.uid != geteuid().as_raw() {
         refuse(Code::Refused, "only root and the user of this daemon may ask it anything")?;
         return Ok(());
     }

@@ -140,6 +140,7 @@ impl Daemon {
             Command::Add(specs) => self.add(specs),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
+            Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
@@ -214,8 +215,7 @@ impl Daemon {
             let mut disks = Vec::new();
             for (mut disk, choice) in opened.by_ref().take(spec.disks().len()) {
                 // Without the pool, for one of the threads may be stuck.
-                let engine = set_up(&self.args, &threads, &disk, choice)?;
-                disk.source = disk.source.prefer_engine(engine);
+                set_up(&self.args, &threads, &mut disk, choice)?;
                 disks.push(disk);
             }
             let log = Arc::new(ExportLog::new(spec.log_name(disks.first())));
@@ -235,16 +235,16 @@ impl Daemon {
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;
-        let engine = set_up(&self.args, &threads, &disk, choice)?;
-        disk.source = disk.source.prefer_engine(engine);
+        set_up(&self.args, &threads, &mut disk, choice)?;
         unit.add_to(&device, &export, &disk, &self.accesses)?;
+        let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !turn.end_with(unit, disk.source) {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }
             return Err(CommandError::Unknown(export));
         }
-        tracing::info!(export, "{}: {}; logical unit {place}", disk.name, disk.summary);
+        tracing::info!(export, "{line}");
         Ok(Reply::UnitAdded)
     }
 

@@ -92,14 +92,26 @@ fn tried_for(alike: &[Option<Alike>], index: usize) -> usize {
     like_this.max_by_key(|(_, other)| other.allocated()).map_or(index, |(index, _)| index)
 }
 
-/// Sets an engine for a disk up on its IoThreads: the one that was asked for, or the best that
-/// works. Returns which one that is. It waits for those threads.
+/// Sets an engine for a disk up on its IoThreads, and has the disk prefer it: the one that was
+/// asked for, or the best that works. It waits for those threads.
 pub(crate) fn set_up(
+    args: &ServeArgs,
+    threads: &[Thread],
+    disk: &mut OpenDisk,
+    chosen: Chosen,
+) -> Result<(), CommandError> {
+    let (engine, reason) = set_up_one(args, threads, disk, chosen)?;
+    disk.source = disk.source.clone().prefer_engine(engine, &reason);
+    Ok(())
+}
+
+/// Returns which engine it is, and why.
+fn set_up_one(
     args: &ServeArgs,
     threads: &[Thread],
     disk: &OpenDisk,
     chosen: Chosen,
-) -> Result<EngineKind, CommandError> {
+) -> Result<(EngineKind, String), CommandError> {
     let name = &disk.name;
     let Choice { engine, why, .. } = match chosen {
         Chosen::Best(choice) => choice,
@@ -108,8 +120,9 @@ pub(crate) fn set_up(
             let waits = engine == EngineKind::Aio && !disk.source.info().direct;
             let but =
                 if waits { "; with the page cache its submits wait for the disk" } else { "" };
-            tracing::info!(export = name, "engine {engine}: as requested{but}");
-            return Ok(engine);
+            let reason = format!("as requested{but}");
+            tracing::info!(export = name, "engine {engine}: {reason}");
+            return Ok((engine, reason));
         }
     };
     let mut failed = match add(args, threads, engine) {
@@ -118,7 +131,7 @@ pub(crate) fn set_up(
             if let Some(what) = without_effect(engine, &args.io_uring_options()) {
                 tracing::info!(export = name, "{what}");
             }
-            return Ok(engine);
+            return Ok((engine, why));
         }
         Err(CommandError::Failed(error)) => error,
         Err(other) => return Err(other),
@@ -127,7 +140,7 @@ pub(crate) fn set_up(
     for engine in blockio::choose::fallbacks(engine, &disk.source) {
         tracing::warn!(export = name, "{failed:#}; falling back to engine {engine}");
         match add(args, threads, engine) {
-            Ok(()) => return Ok(engine),
+            Ok(()) => return Ok((engine, format!("{failed:#}"))),
             Err(CommandError::Failed(error)) => failed = error,
             Err(other) => return Err(other),
         }

@@ -9,6 +9,7 @@ mod body;
 mod channel;
 mod config;
 mod connection;
+mod describe;
 mod examiner;
 mod foreign;
 mod hand_over;

@@ -100,7 +100,7 @@ impl Disk {
             if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
         let is_block = plan.block_device > 0;
         let source = DiskSource::simulated(file, info, is_block, memory_align, request_align)
-            .prefer_engine(engine(plan.engine_of(index)));
+            .prefer_engine(engine(plan.engine_of(index)), "the plan says so");
         let content = (0..plan.sectors()).map(|sector| {
             match value_of(&world.content(index, sector), sector) {
                 Some(value) if value == initial(index) => value,

@@ -56,6 +56,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/ringhaul/src/file_limit.rs", "ignores a signal"),
     ("crates/ringhaul/src/heap.rs", "an option of the C library"),
     ("crates/ringhaul/src/inherit.rs", "takes over a descriptor by its number"),
+    ("crates/ringhaul/src/peer.rs", "asks for options of sockets that rustix has no room for"),
     (
         "crates/bench/src/peer.rs",
         "asks for a process id that may be 0, which rustix has no room for",
@@ -79,7 +80,6 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
 /// Public items that no other crate, test, example or fuzz target names: the crate, the item, and
 /// who needs it.
 pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[
-    ("crates/device/", "queue_role", "a VMM whose transport sets queues up by their roles"),
     ("crates/device/", "queue_stats", "a VMM that shows what each queue does"),
     ("crates/iomem/", "with_log", "a VMM that migrates: it logs what was written"),
 ];
@@ -204,9 +204,10 @@ pub(super) const FLOORS: &[Floors] = &[
             // What the process has, and data.
             (0, &["descriptor_limit", "file_limit", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
-            (0, &["thread_watch"]),
-            (0, &["disk_accesses", "disk_names", "options::switches", "spec"]),
-            (1, &["command", "export", "export_log", "log", "open_disk", "options::disk"]),
+            (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
+            (0, &["spec"]),
+            (1, &["export", "export_log", "log", "open_disk", "options::disk", "status"]),
+            (2, &["command"]),
             (2, &["make_device"]),
             (2, &["options"]),
             (3, &["options::unit"]),
@@ -216,7 +217,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["vhost_user::body"]),
             (3, &["vhost_user::examiner", "vhost_user::message"]),
             (4, &["vhost_user::foreign", "vhost_user::ring", "vhost_user::setup"]),
-            (5, &["vhost_user::channel", "vhost_user::shared_memory"]),
+            (5, &["vhost_user::channel", "vhost_user::describe", "vhost_user::shared_memory"]),
             (6, &["vhost_user::inflight"]),
             (7, &["vhost_user::undo"]),
             (8, &["vhost_user::outcome"]),
@@ -230,7 +231,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (15, &["control::order"]),
             (16, &["control::closing"]),
             (17, &["control::export"]),
-            (18, &["control::export::changes", "control::hand_over"]),
+            (18, &["control::export::changes", "control::export::describe", "control::hand_over"]),
             (19, &["control::exports"]),
             (20, &["control"]),
             // The daemon.

@@ -178,13 +178,16 @@ fn a_hung_disk_holds_nothing_that_a_disk_of_another_engine_needs() {
             for engine in all {
                 thread.io().add_engine(engine.into()).unwrap();
             }
-            let hung = open(&volume.place().join("disk"), true).prefer_engine(of_hung);
+            let hung = open(&volume.place().join("disk"), true)
+                .prefer_engine(of_hung, "the test asks for it");
             let hung = hung.attach(thread.io());
             let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
             well.as_file().set_len(1 << 20).unwrap();
             let frozen = volume.freeze();
             let done = write_at_once(&thread, hung, 600);
-            let well = open(well.path(), true).prefer_engine(of_well).attach(thread.io());
+            let well = open(well.path(), true)
+                .prefer_engine(of_well, "the test asks for it")
+                .attach(thread.io());
             thread.block_on(use_disk(&well)).unwrap();
             assert_eq!(done.get(), 0, "{of_well} beside {of_hung}: nothing has hung");
             drop(frozen);

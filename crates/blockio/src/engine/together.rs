@@ -76,7 +76,7 @@ fn completions_of_each_engine_wake_a_loop_that_has_all_of_them() {
         let stats = std::sync::Arc::clone(thread.io().stats());
         for (engine, number) in ENGINES.into_iter().zip(1..) {
             let (_file, source) = file();
-            let disk = source.prefer_engine(engine).attach(thread.io());
+            let disk = source.prefer_engine(engine, "the test asks for it").attach(thread.io());
             let before = (stats.syscalls.io_submit.get(), stats.syscalls.epoll_wait.get());
             thread.block_on(use_disk(&disk, number)).unwrap();
             assert!(!is_late.get(), "{engine} on a loop that began with {first:?}: no wake");
@@ -100,7 +100,7 @@ fn disks_with_different_engines_are_busy_at_the_same_time() {
         let done = Rc::new(Cell::new(0));
         for (source, index) in sources.into_iter().chain([null]).zip(0_u8..) {
             let engine = ENGINES[usize::from(index) % 3];
-            let source = source.prefer_engine(engine);
+            let source = source.prefer_engine(engine, "the test asks for it");
             assert!(source.is_null() || source.engine_on(thread.io()) == Some(engine));
             let (io, done) = (Rc::clone(thread.io()), Rc::clone(&done));
             let disk = source.attach(thread.io());
@@ -128,7 +128,7 @@ fn a_disk_has_the_engine_that_it_prefers_where_that_is() {
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let (_file, source) = file();
     assert_eq!(source.engine_on(thread.io()), Some(EngineKind::Threads));
-    let source = source.prefer_engine(EngineKind::Aio);
+    let source = source.prefer_engine(EngineKind::Aio, "the test asks for it");
     assert_eq!(source.engine_on(thread.io()), Some(EngineKind::Threads));
     thread.block_on(use_disk(&source.attach(thread.io()), 1)).unwrap();
     assert_eq!(thread.io().stats().syscalls.io_submit.get(), 0);

@@ -2,6 +2,7 @@
 //! the current one.
 
 mod changes;
+mod describe;
 
 use std::io;
 use std::sync::Arc;
@@ -51,6 +52,8 @@ pub(super) struct Export {
     /// None: no more front-ends are accepted.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
+    /// Since when it has been connected.
+    connected: Instant,
     /// How many there were.
     pub(super) sessions: u64,
     /// No queue starts and no front-end is taken: another process may go on with the export.
@@ -87,6 +90,7 @@ impl Export {
             listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
             endpoint,
             session: None,
+            connected: Instant::now(),
             sessions: 0,
             is_held: false,
             removed: Vec::new(),
@@ -320,7 +324,7 @@ impl Export {
             tracing::info!(export = self.log.name(), left_out, "a front-end has connected");
         }
         (self.is_shown, self.waiting_is_told) = (shown.is_some(), false);
-        self.session = Some(session);
+        (self.session, self.connected) = (Some(session), now);
         self.sessions += 1;
     }
 

@@ -20,6 +20,7 @@ use crate::descriptor_limit;
 use crate::handed_fds::HandedFds;
 use crate::log_limit::LogLimit;
 use crate::spec::ExportSpec;
+use crate::status::ExportDetails;
 
 /// How often the log says what keeps exports from ending.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
@@ -128,6 +129,7 @@ impl Exports {
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
+            Order::Details(name, answer) => answer.send(self.details(&name, now)),
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
@@ -332,6 +334,17 @@ impl Exports {
         let opening = self.opening.iter().cloned().map(ExportStatus::opening);
         let closing = self.closing.iter().map(|closing| closing.status.clone());
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
+    }
+
+    /// One that is not served has nothing but its status.
+    fn details(&mut self, name: &str, now: Instant) -> Answered<ExportDetails> {
+        if let Ok(export) = self.find(name) {
+            return Ok(export.details(now));
+        }
+        let mut others = self.show().into_iter();
+        let status = others.find(|status| status.spec.is_called(name));
+        let status = status.ok_or_else(|| CommandError::Unknown(name.to_owned()))?;
+        Ok(ExportDetails { status, front_end: None, disks: Vec::new() })
     }
 
     /// Has the disks of exports that have ended closed, and forgets those whose disks are. Without

@@ -10,6 +10,7 @@ use super::message::{Code, Problem};
 use crate::command::{Command, CommandError, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::daemon::Daemon;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+use crate::status::ExportDetails;
 
 /// All methods.
 const METHODS: [Entry; 9] = [
@@ -147,12 +148,13 @@ struct Show {
 impl Method for Show {
     const NAME: &'static str = "export.show";
     const MAY_WAIT: bool = false;
-    type Answer = ExportStatus;
+    type Answer = ExportDetails;
 
-    fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
-        let found =
-            client.exports()?.into_iter().find(|export| export.spec.is_called(&self.export));
-        found.ok_or_else(|| Problem::from(&CommandError::Unknown(self.export)))
+    fn carry_out(self, client: &Client) -> Result<ExportDetails, Problem> {
+        match client.handle(Command::Describe(self.export))? {
+            Reply::Export(details) => Ok(*details),
+            other => unreachable!("{other:?} is no export"),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use virtqueue::{MAX_REGIONS, MemoryFiles};
 
 use super::channel::Message;
 use super::config;
+use super::describe::describe;
 use super::foreign::ForeignFd;
 use super::inflight::{self, Inflight};
 use super::message::{
@@ -23,6 +24,7 @@ use super::ring::{Progress, RingState, invalid, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
+use crate::status::SessionDetails;
 
 /// One front-end's device.
 pub(super) struct Connection {
@@ -70,6 +72,11 @@ impl Connection {
             .iter()
             .map(RingState::load)
             .fold((0, true), |(sum, all), (requests, heard)| (sum + requests, all && heard))
+    }
+
+    /// What the front-end has set up.
+    pub(super) fn describe(&self) -> SessionDetails {
+        describe(&self.setup.device, self.protocol_features, &self.rings, &self.memory.map)
     }
 
     /// How many descriptors that the front-end has brought are open for its rings and its memory.

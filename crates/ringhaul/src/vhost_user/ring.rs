@@ -10,6 +10,7 @@ use device::{Device, Pending, QueueHandle, QueueSetup, QueueWatch, Ring, StartEr
 use virtqueue::{GuestMemory, InflightError, InflightRegion, MAX_QUEUE_SIZE};
 
 use super::message::RingAddresses;
+use crate::status::QueueState;
 
 /// A ring is *started* by its kick descriptor and *enabled* by a message of its own; it is served
 /// while it is both. A kick that came before stays in the eventfd, and a queue is processed once
@@ -142,6 +143,15 @@ impl RingState {
 
     pub(super) fn is_stopped(&self) -> bool {
         matches!(self.service, Service::Stopped)
+    }
+
+    pub(super) fn state(&self) -> QueueState {
+        match &self.service {
+            Service::Stopped => QueueState::Stopped,
+            Service::Starting(_) => QueueState::Starting,
+            Service::Running(_) => QueueState::Running,
+            Service::Stopping(..) => QueueState::Stopping,
+        }
     }
 
     /// Requests that the queue has taken and not answered, and whether its IoThread has heard what

@@ -17,6 +17,7 @@ use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
 use super::setup::SessionSetup;
 use crate::handed_fds::HandedFds;
+use crate::status::SessionDetails;
 
 /// How long a front-end may be connected without a message, while others wait for its place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
@@ -275,6 +276,11 @@ impl Session {
     /// How many descriptors that the front-end has brought are open for its rings.
     pub(crate) fn descriptors(&self) -> usize {
         self.connection.descriptors()
+    }
+
+    /// What the front-end has set up.
+    pub(crate) fn describe(&self) -> SessionDetails {
+        self.connection.describe()
     }
 
     /// What the session has to finish.

@@ -14,6 +14,7 @@ use ringhaul::export::Endpoint;
 use ringhaul::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitSettings, UnitSpec,
 };
+use ringhaul::status::{QueueState, SessionDetails};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
@@ -326,9 +327,49 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
     fuse.release();
     cut_off?;
     frontend.rings[0].wait_used().context("the request was not answered")?;
-    scene.handle(Command::Remove(Removal::of(export.name())))?;
+    let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name())));
+    // It may have ended by then.
+    ensure!(matches!(removed, Ok(_) | Err(CommandError::Unknown(_))), "{removed:?}");
     ensure!(scene.show()?.is_empty(), "it is still there");
     scene.add(&[&export])?;
+    ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
+    Ok(())
+}
+
+#[test]
+fn an_export_is_shown_with_its_front_end() -> Result<()> {
+    let mut scene = Scene::new(&["--engine", "threads"])?;
+    let export = ExportSpec { name: Some("vm".into()), ..scene.export("disk", SECTORS)? };
+    scene.add(&[&export])?;
+    let show = || match scene.handle(Command::Describe("vm".into()))? {
+        Reply::Export(details) => Ok(*details),
+        reply => bail!("{reply:?}"),
+    };
+    let before = show()?;
+    ensure!(before.status == scene.show()?[0] && before.front_end.is_none(), "{before:?}");
+    let [disk] = &before.disks[..] else { bail!("{before:?}") };
+    ensure!(disk.place.is_none() && disk.size_bytes == SECTORS * 512, "{disk:?}");
+    ensure!(disk.engine.as_deref() == Some("threads"), "{disk:?}");
+    ensure!(disk.engine_reason.as_deref() == Some("as requested"), "{disk:?}");
+    let mut frontend = Frontend::attach(&scene.socket("disk"), &Setup::default())?;
+    for _ in 0..3 {
+        frontend.write(0, 0, &[1; 512])?;
+    }
+    let is_idle = || scene.show().is_ok_and(|exports| exports[0].unfinished == 0);
+    scene.wait_until(is_idle)?;
+    let front_end = show()?.front_end.context("no front-end is shown")?;
+    let own = Some(std::process::id());
+    ensure!(front_end.peer.as_ref().and_then(|peer| peer.pid) == own, "{front_end:?}");
+    let SessionDetails { features, protocol_features, queues, memory } = front_end.session;
+    ensure!(features.iter().any(|name| name == "version-1"), "{features:?}");
+    ensure!(protocol_features.iter().all(|name| !name.contains("bit")), "{protocol_features:?}");
+    let first = &queues[0];
+    ensure!((first.index, first.state) == (0, QueueState::Running), "{queues:?}");
+    ensure!((first.next_avail, first.requests) == (Some(3), 0), "{queues:?}");
+    ensure!(first.size.is_power_of_two() && memory.bytes > 0 && memory.regions > 0, "{memory:?}");
+    drop(frontend);
+    scene.wait_until(|| show().is_ok_and(|details| details.front_end.is_none()))?;
+    ensure!(scene.daemon.handle(Command::Describe("disk".into())).is_err(), "there is no such");
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     Ok(())
 }

@@ -1,0 +1,43 @@
+//! All that can be seen of an export.
+
+use std::time::Instant;
+
+use blockio::DiskSource;
+
+use super::Export;
+use crate::peer::Peer;
+use crate::spec::{DeviceSpec, UnitPlace};
+use crate::status::{DiskDetails, ExportDetails, FrontEndDetails};
+
+impl Export {
+    /// Describes it in all detail.
+    pub(in crate::control) fn details(&self, now: Instant) -> ExportDetails {
+        let front_end = self.session.as_ref().map(|session| FrontEndDetails {
+            connected_seconds: now.saturating_duration_since(self.connected).as_secs(),
+            peer: Peer::of(session).ok(),
+            session: session.describe(),
+        });
+        let places: Vec<Option<UnitPlace>> = match &self.spec.device {
+            DeviceSpec::Blk(_) => vec![None],
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
+        };
+        let disks = places.into_iter().zip(&self.disks);
+        let disks = disks.map(|(place, disk)| describe(place, disk)).collect();
+        ExportDetails { status: self.status(), front_end, disks }
+    }
+}
+
+fn describe(place: Option<UnitPlace>, disk: &DiskSource) -> DiskDetails {
+    let info = disk.info();
+    let engine = disk.preference().filter(|_| !disk.is_null());
+    DiskDetails {
+        place,
+        size_bytes: info.size_bytes,
+        logical_block_bytes: info.logical_block_bytes,
+        direct: info.direct,
+        read_only: info.read_only,
+        state: disk.state().into(),
+        engine: engine.map(|(engine, _)| engine.to_string()),
+        engine_reason: engine.map(|(_, reason)| reason.to_owned()),
+    }
+}

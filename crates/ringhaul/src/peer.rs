@@ -1,0 +1,81 @@
+//! Who is at the other end of a Unix socket, as the kernel knows it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use serde::{Deserialize, Serialize};
+
+/// The process that has connected, or its parent that has made the connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Peer {
+    /// Its process id; `None` when it is not visible from here, as in another PID namespace.
+    pub pid: Option<u32>,
+    /// Its user.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+}
+
+impl Peer {
+    /// Who has connected to `socket`.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel does not say.
+    pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
+        // Not through rustix, whose result has no room for the 0 that means "not visible".
+        let mut credentials = [libc::ucred { pid: 0, uid: 0, gid: 0 }];
+        let found = get(socket.as_fd(), libc::SO_PEERCRED, &mut credentials)?;
+        let [libc::ucred { pid, uid, gid }] = credentials;
+        if found != 1 {
+            return Err(io::Error::other("the kernel knows no credentials"));
+        }
+        Ok(Self { pid: u32::try_from(pid).ok().filter(|pid| *pid > 0), uid, gid })
+    }
+}
+
+/// What the kernel may fill.
+///
+/// # Safety
+///
+/// Any bytes must be a value of it.
+unsafe trait Plain: Copy {}
+// SAFETY: it has three integers and no padding.
+unsafe impl Plain for libc::ucred {}
+
+/// Reads an option of a socket. Returns how many values there are.
+fn get<T: Plain>(socket: BorrowedFd<'_>, option: i32, values: &mut [T]) -> io::Result<usize> {
+    let mut bytes = libc::socklen_t::try_from(size_of_val(values)).map_err(io::Error::other)?;
+    // SAFETY: the pointers are to live locals of the caller and of this function, `bytes` is the
+    // size of `values`, and any bytes that the kernel puts there are values of a `Plain`.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            values.as_mut_ptr().cast(),
+            &raw mut bytes,
+        )
+    };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(bytes as usize / size_of::<T>())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn this_process_is_its_own_peer() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let gid = rustix::process::getegid().as_raw();
+        let uid = rustix::process::geteuid().as_raw();
+        let peer = Peer { pid: Some(std::process::id()), uid, gid };
+        assert_eq!(Peer::of(&one).unwrap(), peer);
+    }
+}
