@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use iomem::Buffers;
 use rustix::fd::OwnedFd;
@@ -170,6 +170,12 @@ impl Io {
         let is_new = !engines.has(engine.kind());
         engines.add(engine, |engines| self.reactor.borrow().watch_all(engines))?;
         Ok(is_new)
+    }
+
+    /// Busy-polls for at most `max` from now on, with at most this share of the time in percent: as
+    /// [`IoThreadConfig`](crate::IoThreadConfig) has it at the start.
+    pub fn set_poll_limits(&self, max: Duration, budget_percent: u32) {
+        self.poll_window.set_limits(max, budget_percent);
     }
 
     /// The engine of a disk on this IoThread that prefers one, if it does.

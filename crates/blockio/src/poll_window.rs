@@ -46,21 +46,21 @@ pub(crate) struct Sleep {
 pub(crate) struct PollWindow {
     sources: Sources,
     disk: Disk,
-    budget: Option<Budget>,
+    budget: Budget,
 }
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when
 /// they do not: a loop that waits for long sleeps at once.
 struct Sources {
     window: Cell<Duration>,
-    max: Duration,
+    max: Cell<Duration>,
 }
 
 /// An account of latency. It is paid what polling saves: the latency that a sleep adds to the wait,
 /// and the price of the CPU time that the sleep would have cost. It pays the price of the CPU time
 /// that polling takes. The loop polls while there is something in the account.
 struct Disk {
-    max: Duration,
+    max: Cell<Duration>,
     /// How long the loop waits if it sleeps, with its wake-up: a mean of late.
     asleep: Cell<Duration>,
     /// The CPU time of this thread that a sleep takes: a mean of late.
@@ -75,7 +75,7 @@ struct Disk {
 
 /// A share of the time that may go into busy-polling.
 struct Budget {
-    percent: u32,
+    percent: Cell<u32>,
     left: Cell<Duration>,
     since: Cell<Instant>,
 }
@@ -84,12 +84,23 @@ impl PollWindow {
     /// Windows of at most `max` (zero is no busy-polling at all) that take no more than
     /// `budget_percent` of the time.
     pub(crate) fn new(max: Duration, budget_percent: u32, now: Instant) -> Self {
-        let budget = (budget_percent < 100).then(|| Budget {
-            percent: budget_percent,
+        let budget = Budget {
+            percent: Cell::new(budget_percent),
             left: Cell::new(Duration::ZERO),
             since: Cell::new(now),
-        });
-        Self { sources: Sources { window: Cell::default(), max }, disk: Disk::new(max), budget }
+        };
+        let sources = Sources { window: Cell::default(), max: Cell::new(max) };
+        Self { sources, disk: Disk::new(max), budget }
+    }
+
+    /// Windows of at most this from now on, and this budget.
+    pub(crate) fn set_limits(&self, max: Duration, budget_percent: u32) {
+        self.budget.percent.set(budget_percent);
+        let Self { sources, disk, .. } = self;
+        sources.max.set(max);
+        sources.window.set(sources.window.get().min(max));
+        disk.max.set(max);
+        disk.balance.set(disk.balance.get().min(4 * max));
     }
 
     /// Whether the loop sleeps without a look.
@@ -106,17 +117,15 @@ impl PollWindow {
             Awaited::Source => self.sources.window.get(),
             Awaited::Op => self.disk.window(),
         };
-        match &self.budget {
-            Some(budget) if !window.is_zero() => window.min(budget.at(now)),
-            _ => window,
+        if window.is_zero() || self.budget.percent.get() >= 100 {
+            return window;
         }
+        window.min(self.budget.at(now))
     }
 
     /// Says for how long the loop has polled, and whether anything has come meanwhile.
     pub(crate) fn polled(&self, awaited: Awaited, time: Duration, found: bool) {
-        if let Some(budget) = &self.budget {
-            budget.left.set(budget.left.get().saturating_sub(time));
-        }
+        self.budget.left.set(self.budget.left.get().saturating_sub(time));
         if awaited == Awaited::Op {
             self.disk.polled(time, found);
         }
@@ -144,8 +153,8 @@ impl PollWindow {
 impl Sources {
     fn slept(&self, waited: Duration) {
         let window = self.window.get();
-        let next =
-            if waited > self.max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(self.max) };
+        let max = self.max.get();
+        let next = if waited > max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(max) };
         self.window.set(if next < WINDOW_MIN { Duration::ZERO } else { next });
     }
 }
@@ -153,7 +162,7 @@ impl Sources {
 impl Disk {
     fn new(max: Duration) -> Self {
         Self {
-            max,
+            max: Cell::new(max),
             asleep: Cell::default(),
             sleep_cost: Cell::default(),
             balance: Cell::default(),
@@ -164,7 +173,7 @@ impl Disk {
     }
 
     fn is_closed(&self) -> bool {
-        let has_try = self.waits.get() == 0 && !self.max.is_zero();
+        let has_try = self.waits.get() == 0 && !self.max.get().is_zero();
         self.balance.get().is_zero() && !has_try
     }
 
@@ -175,7 +184,9 @@ impl Disk {
             return Duration::ZERO;
         }
         let [price, of] = PRICE;
-        self.max.min((self.asleep.get() + price_of(self.sleep_cost.get())) * of / (price + of))
+        self.max
+            .get()
+            .min((self.asleep.get() + price_of(self.sleep_cost.get())) * of / (price + of))
     }
 
     fn polled(&self, time: Duration, found: bool) {
@@ -190,7 +201,7 @@ impl Disk {
         }
         let balance = (self.balance.get() + saved).saturating_sub(taken);
         // A disk that becomes slow costs no more than this until it is noticed.
-        self.balance.set(balance.min(4 * self.max));
+        self.balance.set(balance.min(4 * self.max.get()));
         if balance.is_zero() {
             let between = self.between.get();
             self.waits.set(between);
@@ -202,14 +213,14 @@ impl Disk {
     fn measures_sleep(&self) -> bool {
         let sleeps = self.sleeps.get();
         self.sleeps.set((sleeps + 1) % SLEEPS_BETWEEN);
-        sleeps == 0 && !self.max.is_zero()
+        sleeps == 0 && !self.max.get().is_zero()
     }
 
     fn slept(&self, waited: Duration, cost: Option<Duration>) {
         // Longer waits are all alike: polling does not pay.
-        follow(&self.asleep, waited.min(4 * self.max));
+        follow(&self.asleep, waited.min(4 * self.max.get()));
         if let Some(cost) = cost {
-            follow(&self.sleep_cost, cost.min(self.max));
+            follow(&self.sleep_cost, cost.min(self.max.get()));
         }
         self.waits.set(self.waits.get().saturating_sub(1));
     }
@@ -229,8 +240,9 @@ fn follow(mean: &Cell<Duration>, value: Duration) {
 
 impl Budget {
     fn at(&self, now: Instant) -> Duration {
-        let earned = now.saturating_duration_since(self.since.replace(now)) * self.percent / 100;
-        let left = (self.left.get() + earned).min(BUDGET_SPAN * self.percent / 100);
+        let percent = self.percent.get();
+        let earned = now.saturating_duration_since(self.since.replace(now)) * percent / 100;
+        let left = (self.left.get() + earned).min(BUDGET_SPAN * percent / 100);
         self.left.set(left);
         left
     }
@@ -337,6 +349,25 @@ mod tests {
         window.sources.slept(Duration::ZERO);
         assert!(window.is_closed(Awaited::Source));
         assert_eq!(wait(&window, [8, 29, 9], 10 * WAITS_MIN).1, 0);
+    }
+
+    #[test]
+    fn limits_may_change() {
+        let now = Instant::now();
+        let window = PollWindow::new(MAX, 100, now);
+        let disk = [8, 29, 9];
+        let polled = |window: &PollWindow| wait(window, disk, 1000).1;
+        assert!(polled(&window) > 900);
+        (0..4).for_each(|_| window.sources.slept(us(20)));
+        assert!(!window.is_closed(Awaited::Source));
+        window.set_limits(Duration::ZERO, 100);
+        assert!(window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
+        assert_eq!(polled(&window), 0);
+        window.set_limits(MAX, 100);
+        assert!(polled(&window) > 900);
+        window.set_limits(MAX, 50);
+        window.sources.slept(us(20));
+        assert_eq!(window.at(Awaited::Source, now), Duration::ZERO, "there is a budget now");
     }
 
     #[test]

@@ -3,7 +3,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+use crate::stats::DaemonStats;
 pub use crate::status::{Counts, DiskState, ExportDetails, ExportState, ExportStatus, Served};
 
 /// What a daemon is asked to do.
@@ -18,6 +20,10 @@ pub enum Command {
     Show,
     /// Describe one export in detail.
     Describe(String),
+    /// Say what all counters are at.
+    Stats,
+    /// Change what may change while the daemon runs.
+    Set(SettingsChange),
     /// Give the virtio-scsi device of the export of this name one more logical unit, of which its
     /// driver is told.
     AddUnit(String, Box<UnitSpec>),
@@ -105,6 +111,10 @@ pub enum Reply {
     Exports(Vec<ExportStatus>),
     /// The export, in detail.
     Export(Box<ExportDetails>),
+    /// The counters.
+    Stats(Box<DaemonStats>),
+    /// The settings, as they are now.
+    Settings(Settings),
     /// The logical unit is there.
     UnitAdded,
     /// The logical unit has gone.

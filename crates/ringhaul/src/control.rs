@@ -23,6 +23,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::command::{CommandError, ExportStatus, Removal};
 use crate::handed_fds::HandedFds;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+use crate::stats::ExportStats;
 use crate::status::ExportDetails;
 use exports::Exports;
 use handed::{Described, ExportProgress, Paused};
@@ -124,6 +125,15 @@ impl Control {
     /// When there is none of this name, or it is not served.
     pub(crate) fn details(&self, name: String) -> Answered<ExportDetails> {
         self.ask(|answer| Order::Details(name, answer))?
+    }
+
+    /// What the exports have served.
+    ///
+    /// # Errors
+    ///
+    /// When all have ended.
+    pub(crate) fn stats(&self) -> Answered<Vec<ExportStats>> {
+        self.ask(Order::Stats)
     }
 
     /// Begins to change a logical unit of an export. Its place is nobody else's until what this

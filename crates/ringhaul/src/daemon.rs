@@ -19,8 +19,10 @@ use crate::export_log::ExportLog;
 use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
+use crate::settings::{Settings, SettingsChange};
 use crate::side_by_side::side_by_side;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::stats::DaemonStats;
 use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
 
@@ -141,6 +143,8 @@ impl Daemon {
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
+            Command::Stats => self.stats(),
+            Command::Set(change) => self.set(&change),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
@@ -225,6 +229,29 @@ impl Daemon {
         }
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
         Ok(opened_all)
+    }
+
+    fn stats(&self) -> Result<Reply, CommandError> {
+        let exports = self.control.stats()?;
+        let iothreads = self.pool().threads.as_ref().ok_or(CommandError::Ending)?.stats();
+        Ok(Reply::Stats(Box::new(DaemonStats { exports, iothreads })))
+    }
+
+    fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {
+        let mut pool = self.pool();
+        let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
+        let mut limits = threads.poll_limits();
+        change.apply(&mut limits)?;
+        threads.set_poll_limits(limits);
+        let settings = Settings::of(limits);
+        if *change != SettingsChange::default() {
+            let Settings { log, poll_max_us, poll_budget } = &settings;
+            let log = log.as_deref().unwrap_or("not known");
+            tracing::info!(
+                "settings: poll-max-us {poll_max_us}, poll-budget {poll_budget}, log {log}"
+            );
+        }
+        Ok(Reply::Settings(settings))
     }
 
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {

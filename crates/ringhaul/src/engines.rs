@@ -14,7 +14,9 @@ use crate::ending::Event;
 use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
+use crate::settings::PollLimits;
 use crate::side_by_side::side_by_side;
+use crate::stats::LoopStats;
 use crate::thread_watch::ThreadWatch;
 
 /// There is one warning, however many threads get a ring.
@@ -196,6 +198,7 @@ pub(crate) struct Threads {
     /// In the order of their numbers.
     all: Vec<Thread>,
     serves: bool,
+    poll_limits: PollLimits,
     events: mpsc::Sender<Event>,
     stuck: Arc<Mutex<ThreadWatch>>,
 }
@@ -206,7 +209,8 @@ impl Threads {
         events: mpsc::Sender<Event>,
         stuck: Arc<Mutex<ThreadWatch>>,
     ) -> Self {
-        Self { args, running: None, all: Vec::new(), serves: false, events, stuck }
+        let poll_limits = args.poll_limits();
+        Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, stuck }
     }
 
     /// In the order of their numbers.
@@ -224,7 +228,40 @@ impl Threads {
             stuck.add(format!("iothread-{index}"), remote.clone());
         }
         self.running = Some(threads);
+        self.tell_poll_limits();
         Ok(self.all.clone())
+    }
+
+    pub(crate) fn poll_limits(&self) -> PollLimits {
+        self.poll_limits
+    }
+
+    /// Sets how much those that run and those that are started busy-poll.
+    pub(crate) fn set_poll_limits(&mut self, limits: PollLimits) {
+        self.poll_limits = limits;
+        self.tell_poll_limits();
+    }
+
+    fn tell_poll_limits(&self) {
+        let limits = self.poll_limits;
+        for remote in self.remotes() {
+            // A thread that has ended polls for nothing.
+            remote.post(move |io| {
+                io.set_poll_limits(limits.max(), limits.budget_percent.into());
+            });
+        }
+    }
+
+    fn remotes(&self) -> impl Iterator<Item = &Remote> {
+        self.running.iter().flat_map(|threads| threads.remotes())
+    }
+
+    pub(crate) fn stats(&self) -> Vec<LoopStats> {
+        let threads = self.remotes().enumerate();
+        let of = |(index, remote): (usize, &Remote)| {
+            LoopStats::of(format!("iothread-{index}"), remote.stats())
+        };
+        threads.map(of).collect()
     }
 
     /// The first export is about to be served. What is refused before has one line in the log.
@@ -237,8 +274,7 @@ impl Threads {
     }
 
     pub(crate) fn log_summaries(&self) {
-        let threads = self.running.iter().flat_map(|threads| threads.remotes());
-        for (index, remote) in threads.enumerate() {
+        for (index, remote) in self.remotes().enumerate() {
             tracing::info!("iothread-{index}: operations: {}", summary_of(remote.stats()));
             let [harvested, submitted] = sizes_of(remote.stats());
             tracing::info!(

@@ -8,7 +8,9 @@ mod queue;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
+use anyhow::Context as _;
 use clap::ValueEnum;
 use serde::Serialize;
 use tracing::field::{Field, Visit};
@@ -37,6 +39,35 @@ pub enum LogFormat {
 /// What is logged when nothing says otherwise.
 const DEFAULT_FILTER: &str = "info";
 
+/// How the filter of the log that was started is changed, and what it is.
+struct Filter {
+    reload: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
+    text: Mutex<String>,
+}
+
+static FILTER: OnceLock<Filter> = OnceLock::new();
+
+/// What is logged; none in a process whose log is not [started](start) here.
+#[must_use]
+pub fn filter() -> Option<String> {
+    let filter = FILTER.get()?;
+    Some(filter.text.lock().unwrap_or_else(PoisonError::into_inner).clone())
+}
+
+/// Changes what is logged.
+///
+/// # Errors
+///
+/// When it makes no sense, or the log of this process is not [started](start) here.
+pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
+    let parsed = parse_filter(text).map_err(anyhow::Error::msg)?;
+    let filter = FILTER.get().context("this process does not write its own log")?;
+    let mut current = filter.text.lock().unwrap_or_else(PoisonError::into_inner);
+    (filter.reload)(parsed).map_err(anyhow::Error::msg)?;
+    text.clone_into(&mut current);
+    Ok(())
+}
+
 /// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. What
 /// is logged is written when [`flush`] returns, unless nobody reads it.
 ///
@@ -50,20 +81,33 @@ pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
         Some(filter) => (filter, None),
         None => filter_of_environment(),
     };
-    match format {
-        LogFormat::Text => tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(|| Lines)
-            .with_ansi(io::stderr().is_terminal())
-            .with_target(false)
-            .fmt_fields(TextFields)
-            .init(),
-        LogFormat::Json => tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(|| Lines)
-            .event_format(JsonLines)
-            .init(),
-    }
+    let text = Mutex::new(filter.to_string());
+    let reload: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync> = match format {
+        LogFormat::Text => {
+            let log = tracing_subscriber::fmt()
+                .with_env_filter(filter)
+                .with_writer(|| Lines)
+                .with_ansi(io::stderr().is_terminal())
+                .with_target(false)
+                .fmt_fields(TextFields)
+                .with_filter_reloading();
+            let handle = log.reload_handle();
+            log.init();
+            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
+        }
+        LogFormat::Json => {
+            let log = tracing_subscriber::fmt()
+                .with_env_filter(filter)
+                .with_writer(|| Lines)
+                .event_format(JsonLines)
+                .with_filter_reloading();
+            let handle = log.reload_handle();
+            log.init();
+            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
+        }
+    };
+    // A second log cannot be started: `init` would have panicked.
+    let _ = FILTER.set(Filter { reload, text });
     if let Some(error) = ignored {
         tracing::warn!("RUST_LOG is ignored: {error}; see --help on --log");
     }

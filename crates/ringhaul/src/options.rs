@@ -6,7 +6,6 @@ pub mod switches;
 pub(crate) mod unit;
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::Context;
 use blockio::{EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
@@ -17,6 +16,7 @@ use virtqueue::MemoryFiles;
 
 use switches::Switches;
 
+use crate::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
 /// Options that say what is exported, and how.
@@ -136,7 +136,7 @@ pub struct ServeArgs {
     /// It does so only while that pays: for a disk, while the CPU time that it takes is worth the
     /// latency that it saves. 0 disables it.
     #[arg(long, value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
-          value_parser = clap::value_parser!(u16).range(0..=10_000))]
+          value_parser = clap::value_parser!(u16).range(0..=i64::from(POLL_MAX_US)))]
     pub poll_max_us: u16,
     /// The share of an IoThread's time in percent, 1 to 100, that may go into busy-polling.
     #[arg(long, value_name = "PERCENT", default_value_t = IoThreadConfig::POLL_BUDGET_PERCENT,
@@ -248,12 +248,17 @@ impl ServeArgs {
         options.engine(engine)
     }
 
+    /// How much IoThreads busy-poll at first.
+    pub(crate) fn poll_limits(&self) -> PollLimits {
+        PollLimits { max_us: self.poll_max_us, budget_percent: self.poll_budget }
+    }
+
     /// How each IoThread starts; engines for the disks are added then.
     #[must_use]
     pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
         IoThreadConfig {
             engine: EngineConfig::Threads,
-            poll_max: Duration::from_micros(u64::from(self.poll_max_us)),
+            poll_max: self.poll_limits().max(),
             poll_budget_percent: u32::from(self.poll_budget),
             harvest_on_submit: self.switches.harvest_on_submit.is_on(),
             submit_max: if self.switches.submit_batch.is_on() { u32::MAX } else { 1 },

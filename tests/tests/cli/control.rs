@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run};
 use serde_json::{Value, json};
 
 use super::scene;
@@ -94,6 +94,48 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
     ensure!(ended["result"] == json!({}), "{ended}");
     daemon.finish()?.expect_code(0)?;
     ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    Ok(())
+}
+
+#[test]
+fn settings_change_while_requests_are_counted() -> Result<()> {
+    let scene = scene()?;
+    let daemon = serve(&scene)?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    let load = "--device scsi --rw write --bs 4k --iodepth 4 --number_ios 256";
+    run(&mut bench(&scene.socket("vm.sock"), load)?)?.expect_code(0)?;
+    let stats = client.call("stats", &json!({}))?;
+    let export = &stats["result"]["exports"][0];
+    ensure!(export["served"]["writes"]["requests"] == 256, "{stats}");
+    let queues = export["queues"].as_array().context("no queues")?;
+    let writes = queues.iter().filter_map(|queue| queue["served"]["writes"]["bytes"].as_u64());
+    ensure!(writes.sum::<u64>() == 256 * 4096, "{stats}");
+    let thread = &stats["result"]["iothreads"][0];
+    ensure!(thread["name"] == "iothread-0" && thread["turns"].as_u64() > Some(0), "{stats}");
+    let mut set = |change: Value| client.call("set", &change);
+    let before = set(json!({}))?;
+    ensure!(before["result"]["log"] == "info", "{before}");
+    for (change, words) in [
+        (json!({ "poll-max-us": 10_001, "log": "off" }), "0 to 10000"),
+        (json!({ "poll-budget": 0 }), "1 to 100"),
+        (json!({ "log": "ringhaul=loud" }), "not a filter"),
+        (json!({ "iothreads": 3 }), "`log`, `poll-max-us`, `poll-budget`"),
+    ] {
+        let refused = set(change)?;
+        let text = refused["error"]["message"].as_str().unwrap_or_default();
+        ensure!(text.contains(words), "{refused}");
+    }
+    ensure!(set(json!({}))? == before, "what was refused has changed something");
+    for (us, log) in [(7, "info"), (9, "off"), (11, "warn"), (13, "ringhaul=info")] {
+        let changed = set(json!({ "poll-max-us": us, "log": log }))?;
+        let is_set = |key: &str, value: Value| changed["result"][key] == value;
+        ensure!(is_set("poll-max-us", json!(us)) && is_set("log", json!(log)), "{changed}");
+    }
+    client.call("shutdown", &json!({}))?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    for (us, is_told) in [(7, true), (9, false), (11, false), (13, true)] {
+        ensure!(log.contains(&format!("poll-max-us {us},")) == is_told, "{us}: {log}");
+    }
     Ok(())
 }
 

@@ -129,6 +129,7 @@ impl Exports {
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
+            Order::Stats(answer) => answer.send(self.list.iter().map(Export::stats).collect()),
             Order::Details(name, answer) => answer.send(self.details(&name, now)),
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));

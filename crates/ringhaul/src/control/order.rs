@@ -17,6 +17,7 @@ use crate::export_log::ExportLog;
 use crate::handed_fds::HandedFds;
 use crate::memory_limits::MemoryLimits;
 use crate::spec::{ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::stats::ExportStats;
 use crate::status::ExportDetails;
 
 /// One device and where its front-ends come from.
@@ -95,6 +96,7 @@ pub(super) enum Order {
     Remove(String, bool, Answer<Answered<ExportStatus>>),
     Show(Answer<Vec<ExportStatus>>),
     Details(String, Answer<Answered<ExportDetails>>),
+    Stats(Answer<Vec<ExportStats>>),
     /// To begin to change a unit of an export. Nobody else does with its place until that ends.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
     /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.

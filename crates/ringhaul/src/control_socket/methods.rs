@@ -9,11 +9,13 @@ use serde_json::Value;
 use super::message::{Code, Problem};
 use crate::command::{Command, CommandError, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::daemon::Daemon;
+use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+use crate::stats::DaemonStats;
 use crate::status::ExportDetails;
 
 /// All methods.
-const METHODS: [Entry; 9] = [
+const METHODS: [Entry; 11] = [
     Entry::of::<Ping>(),
     Entry::of::<List>(),
     Entry::of::<Show>(),
@@ -22,6 +24,8 @@ const METHODS: [Entry; 9] = [
     Entry::of::<AddUnit>(),
     Entry::of::<RemoveUnit>(),
     Entry::of::<Resize>(),
+    Entry::of::<SettingsChange>(),
+    Entry::of::<Counters>(),
     Entry::of::<Shutdown>(),
 ];
 
@@ -256,6 +260,36 @@ impl Method for Resize {
         match client.handle(command)? {
             Reply::Resized(size_bytes) => Ok(Resized { size_bytes }),
             other => unreachable!("{other:?} is no size"),
+        }
+    }
+}
+
+impl Method for SettingsChange {
+    const NAME: &'static str = "set";
+    const MAY_WAIT: bool = false;
+    type Answer = Settings;
+
+    fn carry_out(self, client: &Client) -> Result<Settings, Problem> {
+        match client.handle(Command::Set(self))? {
+            Reply::Settings(settings) => Ok(settings),
+            other => unreachable!("{other:?} is no setting"),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Counters {}
+
+impl Method for Counters {
+    const NAME: &'static str = "stats";
+    const MAY_WAIT: bool = false;
+    type Answer = DaemonStats;
+
+    fn carry_out(self, client: &Client) -> Result<DaemonStats, Problem> {
+        match client.handle(Command::Stats)? {
+            Reply::Stats(stats) => Ok(*stats),
+            other => unreachable!("{other:?} has no counters"),
         }
     }
 }

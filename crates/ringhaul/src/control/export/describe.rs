@@ -7,7 +7,8 @@ use blockio::DiskSource;
 use super::Export;
 use crate::peer::Peer;
 use crate::spec::{DeviceSpec, UnitPlace};
-use crate::status::{DiskDetails, ExportDetails, FrontEndDetails};
+use crate::stats::{ExportStats, QueueServed};
+use crate::status::{DiskDetails, ExportDetails, FrontEndDetails, Served};
 
 impl Export {
     /// Describes it in all detail.
@@ -24,6 +25,16 @@ impl Export {
         let disks = places.into_iter().zip(&self.disks);
         let disks = disks.map(|(place, disk)| describe(place, disk)).collect();
         ExportDetails { status: self.status(), front_end, disks }
+    }
+
+    /// What it has served so far.
+    pub(in crate::control) fn stats(&self) -> ExportStats {
+        let device = &self.setup.device;
+        let queues = (0..device.num_queues()).filter_map(|index| {
+            let served = Served::from(&device.queue_stats(index)?.totals());
+            Some(QueueServed { index, served })
+        });
+        ExportStats { name: self.spec.name(), served: self.served(), queues: queues.collect() }
     }
 }
 

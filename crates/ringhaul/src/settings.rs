@@ -1,0 +1,107 @@
+//! What may change while a daemon runs.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::log;
+
+/// The longest that an IoThread may busy-poll, in microseconds.
+pub(crate) const POLL_MAX_US: u16 = 10_000;
+
+/// What is to change. What is left out stays.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct SettingsChange {
+    /// What is logged, as `--log` has it.
+    pub log: Option<String>,
+    /// The longest time in microseconds that an IoThread busy-polls, 0 to 10000.
+    pub poll_max_us: Option<u16>,
+    /// The share of an IoThread's time in percent that may go into busy-polling, 1 to 100.
+    pub poll_budget: Option<u8>,
+}
+
+/// What may change, as it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Settings {
+    /// What is logged; none when that is not up to this daemon.
+    pub log: Option<String>,
+    /// The longest time in microseconds that an IoThread busy-polls.
+    pub poll_max_us: u16,
+    /// The share of an IoThread's time in percent that may go into busy-polling.
+    pub poll_budget: u8,
+}
+
+/// How much IoThreads busy-poll.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PollLimits {
+    pub(crate) max_us: u16,
+    pub(crate) budget_percent: u8,
+}
+
+impl PollLimits {
+    pub(crate) fn max(self) -> Duration {
+        Duration::from_micros(self.max_us.into())
+    }
+}
+
+impl SettingsChange {
+    /// Makes the change of everything but the log in `limits`, and then that of the log: all of it
+    /// or, where one is out of its range, nothing.
+    ///
+    /// # Errors
+    ///
+    /// When something is out of its range.
+    pub(crate) fn apply(&self, limits: &mut PollLimits) -> Result<()> {
+        let max_us = self.poll_max_us.unwrap_or(limits.max_us);
+        if max_us > POLL_MAX_US {
+            bail!("poll-max-us must be 0 to {POLL_MAX_US}, and not {max_us}");
+        }
+        let budget_percent = self.poll_budget.unwrap_or(limits.budget_percent);
+        if !(1..=100).contains(&budget_percent) {
+            bail!("poll-budget must be 1 to 100 percent, and not {budget_percent}");
+        }
+        if let Some(filter) = &self.log {
+            log::set_filter(filter).context("cannot change what is logged")?;
+        }
+        *limits = PollLimits { max_us, budget_percent };
+        Ok(())
+    }
+}
+
+impl Settings {
+    pub(crate) fn of(limits: PollLimits) -> Self {
+        let PollLimits { max_us, budget_percent } = limits;
+        Self { log: log::filter(), poll_max_us: max_us, poll_budget: budget_percent }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_changes_are_made_or_none() {
+        let before = PollLimits { max_us: 32, budget_percent: 50 };
+        let mut limits = before;
+        for bad in [
+            SettingsChange { poll_max_us: Some(10_001), ..SettingsChange::default() },
+            SettingsChange { poll_budget: Some(0), poll_max_us: Some(1), log: None },
+            SettingsChange { poll_budget: Some(101), ..SettingsChange::default() },
+            SettingsChange { log: Some("x=loud".into()), poll_max_us: Some(1), poll_budget: None },
+        ] {
+            assert!(bad.apply(&mut limits).is_err(), "{bad:?}");
+            assert_eq!(limits, before, "{bad:?}");
+        }
+        let change = SettingsChange { poll_max_us: Some(0), ..SettingsChange::default() };
+        change.apply(&mut limits).unwrap();
+        assert_eq!(limits, PollLimits { max_us: 0, budget_percent: 50 });
+        SettingsChange::default().apply(&mut limits).unwrap();
+        assert_eq!(Settings::of(limits).poll_max_us, 0);
+        let unknown = serde_json::from_str::<SettingsChange>(r#"{"queue-size": 3}"#);
+        let error = unknown.unwrap_err().to_string();
+        assert!(error.contains("`log`, `poll-max-us`, `poll-budget`"), "{error}");
+    }
+}
