@@ -309,6 +309,12 @@ impl Turn<'_> {
         let _ = self.end(Changed::Size);
     }
 
+    /// Ends with one unit less.
+    pub(crate) fn end_removed(mut self) {
+        // Without the export there is nobody to tell.
+        let _ = self.end(Changed::Removed);
+    }
+
     fn end(&mut self, changed: Changed) -> Answered<Option<DiskSource>> {
         self.has_ended = true;
         self.control.ask(|answer| Order::EndChange(self.id, self.place, changed, answer))

@@ -4,10 +4,12 @@
 //! thread never wait for a client. What a client sends has a bound, and one that does not read its
 //! answers is dropped.
 
+mod client;
+mod connection;
 mod message;
 mod methods;
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -26,17 +28,15 @@ use crate::daemon::Daemon;
 use crate::export::Endpoint;
 use crate::peer::Peer;
 use crate::takeover;
+use client::Client;
+use connection::{Connection, Input, LIMITS, Line};
 use message::{Code, Problem, Request, answer_line};
-use methods::{Client, Entry};
+use methods::Entry;
 
 /// Connections at a time. Requests of clients that have gone may hang, so those that come next may
 /// ask for what does not wait.
 const CONNECTIONS_MAX: usize = 16;
 const HURRIED_MAX: usize = 16;
-/// The longest request, in bytes.
-const LINE_MAX: usize = 1 << 20;
-/// A client that has not taken an answer for so long is dropped.
-const WRITE_MAX: Duration = Duration::from_secs(5);
 /// Nobody can connect for so long when the kernel lacks descriptors or memory.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -109,7 +109,7 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
         let connected = Arc::strong_count(&connections) - 1;
         let serve = move || {
             let _connection = connection;
-            if let Err(error) = converse(&stream, &daemon, connected) {
+            if let Err(error) = converse(stream, &daemon, connected) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -142,15 +142,11 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
 }
 
 /// Answers the requests of one client until it leaves. So many are `connected`, with this one.
-fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Result<()> {
-    stream.set_nonblocking(false)?;
-    stream.set_write_timeout(Some(WRITE_MAX))?;
-    let peer = Peer::of(stream).context("cannot tell who it is")?;
-    let mut writer = stream;
-    let mut refuse = |code, text: &str| {
-        let line = answer_line(None, Err(Problem::new(code, text)));
-        writer.write_all(line.as_bytes())
-    };
+fn converse(stream: UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Result<()> {
+    let connection = Arc::new(Connection::new(stream, LIMITS)?);
+    let refuse =
+        |code, text: &str| connection.send(&answer_line(None, Err(Problem::new(code, text))));
+    let peer = Peer::of(&connection).context("cannot tell who it is")?;
     if peer.uid != 0 && peer.uid != geteuid().as_raw() {
         refuse(Code::Refused, "only root and the user of this daemon may ask it anything")?;
         return Ok(());
@@ -160,26 +156,27 @@ fn converse(stream: &UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Res
         return Ok(());
     }
     let may_wait = connected <= CONNECTIONS_MAX;
-    let mut reader = BufReader::new(stream);
-    let mut line = Vec::new();
+    let mut client = Client::new(Weak::clone(daemon), Arc::clone(&connection));
+    let mut input = Input::default();
     loop {
-        line.clear();
-        let bytes = reader.by_ref().take(LINE_MAX as u64 + 1).read_until(b'\n', &mut line)?;
-        if bytes == 0 {
-            return Ok(());
+        match connection.receive(&mut input)? {
+            Line::Whole(line) if line.trim_ascii().is_empty() => {}
+            Line::Whole(line) => match takeover::give::asked(&line) {
+                Some(asked) => {
+                    let daemon = daemon.upgrade().context("the daemon is ending")?;
+                    let (read, stream) = connection.begin_to_wait(input)?;
+                    let mut reader = read.chain(BufReader::new(stream));
+                    return takeover::give::give(&daemon, asked, &mut reader, stream);
+                }
+                None => serve(&line, &mut client, may_wait)?,
+            },
+            Line::TooLong => {
+                let most = LIMITS.line_bytes;
+                refuse(Code::NoRequest, &format!("a request has at most {most} bytes"))?;
+                return Ok(());
+            }
+            Line::End => return Ok(()),
         }
-        if bytes > LINE_MAX && line.last() != Some(&b'\n') {
-            refuse(Code::NoRequest, &format!("a request has at most {LINE_MAX} bytes"))?;
-            return Ok(());
-        }
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
-        if let Some(asked) = takeover::give::asked(&line) {
-            let daemon = daemon.upgrade().context("the daemon is ending")?;
-            return takeover::give::give(&daemon, asked, &mut reader, stream);
-        }
-        serve(&line, stream, daemon, may_wait)?;
     }
 }
 
@@ -188,25 +185,20 @@ fn too_many() -> String {
 }
 
 /// Carries out one request, and answers it unless it is a notification.
-fn serve(
-    line: &[u8],
-    mut stream: &UnixStream,
-    daemon: &Weak<Daemon>,
-    may_wait: bool,
-) -> Result<()> {
+fn serve(line: &[u8], client: &mut Client, may_wait: bool) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
-            stream.write_all(answer_line(id, Err(problem)).as_bytes())?;
+            client.connection.send(&answer_line(id, Err(problem)))?;
             return Ok(());
         }
     };
     let Request { id, method, params } = request;
-    let ending = || Problem::new(Code::Ending, "the daemon is ending");
     let call = Entry::find(&method).and_then(|entry| Ok((entry, entry.with(params)?)));
     let ends = matches!(call, Ok((entry, _)) if entry.ends);
-    let mut tell = |result| match &id {
-        Some(id) => stream.write_all(answer_line(Some(id.clone()), result).as_bytes()),
+    let connection = Arc::clone(&client.connection);
+    let tell = |result| match &id {
+        Some(id) => connection.send(&answer_line(Some(id.clone()), result)),
         None => Ok(()),
     };
     if ends {
@@ -216,12 +208,12 @@ fn serve(
         if !may_wait && entry.may_wait {
             return Err(Problem::new(Code::Refused, too_many()));
         }
-        call(&Client { daemon: daemon.upgrade().ok_or_else(ending)? })
+        call(client)
     });
     if !ends {
         tell(result)?;
     }
-    Ok(())
+    client.begin_events()
 }
 
 #[cfg(test)]

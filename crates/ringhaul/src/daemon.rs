@@ -23,6 +23,7 @@ use crate::settings::{Settings, SettingsChange};
 use crate::side_by_side::side_by_side;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
+use crate::subscribers::Subscribers;
 use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
 
@@ -42,6 +43,7 @@ pub struct Daemon {
     events: mpsc::Sender<Event>,
     /// How this process was started, and its control socket: what another one needs to take over.
     life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
+    subscribers: Subscribers,
 }
 
 /// An export that is ready to be served.
@@ -115,6 +117,7 @@ impl Daemon {
             stuck,
             events,
             life: OnceLock::new(),
+            subscribers: Subscribers::default(),
         };
         Ok((daemon, Ending(received)))
     }
@@ -154,6 +157,11 @@ impl Daemon {
                 Ok(Reply::Ending)
             }
         }
+    }
+
+    /// Who wants to know what happens to exports.
+    pub(crate) fn subscribers(&self) -> &Subscribers {
+        &self.subscribers
     }
 
     /// As [`Command::Add`], on a thread of its own: a disk may take long to open, and the daemon
@@ -222,7 +230,8 @@ impl Daemon {
                 set_up(&self.args, &threads, &mut disk, choice)?;
                 disks.push(disk);
             }
-            let log = Arc::new(ExportLog::new(spec.log_name(disks.first())));
+            let log = ExportLog::new(spec.log_name(disks.first()));
+            let log = Arc::new(log.telling(self.subscribers.clone(), spec.name()));
             let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log), &self.accesses)?;
             let line = serving(&spec, &disks);
             opened_all.push(Opened { spec, disks, log, device, threads, line });
@@ -257,13 +266,13 @@ impl Daemon {
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
-        let ChangingUnit { device, settings, .. } = changing;
+        let ChangingUnit { name, device, settings, .. } = changing;
         let mut disk = OpenDisk::open(&unit.disk(&settings))?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, &mut disk, choice)?;
-        unit.add_to(&device, &export, &disk, &self.accesses)?;
+        unit.add_to(&device, &name, &disk, &self.accesses)?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !turn.end_with(unit, disk.source) {
             if let Some(unit) = device.remove_unit(place.address()) {
@@ -286,7 +295,7 @@ impl Daemon {
         if let Some(unit) = unit {
             unit.close();
         }
-        drop(turn);
+        turn.end_removed();
         tracing::info!(export, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
     }

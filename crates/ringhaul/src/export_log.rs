@@ -1,12 +1,14 @@
 //! What the log contains about one export, and the limits on what guests and front-ends can cause.
 
 use std::error::Error;
+use std::fmt::Display;
 use std::io;
 
 use device::{Events, QueueFault};
 use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
+use crate::subscribers::{ExportEvent, Subscribers, What};
 
 /// An export's name and its limits, for all that write lines about it.
 pub struct ExportLog {
@@ -15,13 +17,34 @@ pub struct ExportLog {
     errors: LogLimit,
     /// For lines on front-ends that come and go.
     sessions: LogLimit,
+    /// Who wants to know what happens, and what they call the export.
+    told: Option<(Subscribers, String)>,
 }
 
 impl ExportLog {
     /// Of the export that the log calls `name`.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), errors: LogLimit::default(), sessions: LogLimit::default() }
+        let (errors, sessions) = (LogLimit::default(), LogLimit::default());
+        Self { name: name.into(), errors, sessions, told: None }
+    }
+
+    /// Reports events to subscribers too, who call the export `name`.
+    pub(crate) fn telling(self, subscribers: Subscribers, name: String) -> Self {
+        Self { told: Some((subscribers, name)), ..self }
+    }
+
+    /// Reports an event to those who have subscribed. Never waits.
+    pub(crate) fn report(&self, what: impl FnOnce() -> What) {
+        if let Some((subscribers, export)) = &self.told
+            && !subscribers.is_empty()
+        {
+            subscribers.report(ExportEvent { export: export.clone(), what: what() });
+        }
+    }
+
+    fn report_error(&self, error: &dyn Display, left_out: u64) {
+        self.report(|| What::Error { message: error.to_string(), left_out });
     }
 
     /// What the log calls the export.
@@ -44,6 +67,7 @@ impl Events for ExportLog {
     fn request_failed(&self, error: &dyn Error) {
         if let Some(left_out) = self.errors.permit() {
             tracing::warn!(export = self.name, left_out, "a request failed: {error}");
+            self.report_error(&format_args!("a request failed: {error}"), left_out);
         }
     }
 
@@ -54,6 +78,7 @@ impl Events for ExportLog {
             QueueFault::NotServed(_) => tracing::error!(export, left_out, "{fault}"),
             _ => tracing::warn!(export, left_out, "{fault}"),
         }
+        self.report_error(fault, left_out);
     }
 
     fn queue_recovered(&self, queue: u16, recovery: Recovery) {

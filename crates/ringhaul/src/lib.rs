@@ -36,6 +36,7 @@ mod size_watch;
 pub mod spec;
 pub mod stats;
 pub mod status;
+mod subscribers;
 mod takeover;
 mod thread_watch;
 pub mod vhost_user;

@@ -97,6 +97,103 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
     Ok(())
 }
 
+/// The next event of a subscriber.
+fn event(client: &mut Client) -> Result<Value> {
+    let mut line = client.answer()?.context("the subscriber was dropped")?;
+    ensure!(line["method"] == "event" && line.get("id").is_none(), "{line}");
+    Ok(line["params"].take())
+}
+
+#[test]
+fn subscribers_learn_what_happens() -> Result<()> {
+    let scene = scene()?;
+    let daemon = serve(&scene)?;
+    let path = scene.socket("control");
+    let (mut all, mut some) = (Client::new(&path)?, Client::new(&path)?);
+    let mut client = Client::new(&path)?;
+    ensure!(all.call("subscribe", &json!({}))?["result"] == json!({}), "no subscription");
+    let kinds = json!({ "events": ["lun-removed", "removed"] });
+    ensure!(some.call("subscribe", &kinds)?["result"] == json!({}), "no subscription");
+    ensure!(some.call("subscribe", &kinds)?["error"]["code"] == 4, "two subscriptions");
+    let unknown = client.call("subscribe", &json!({ "events": ["birthday"] }))?;
+    ensure!(unknown["error"]["code"] == -32602, "{unknown}");
+    let disk = scene.disk("disk.img", 1 << 20)?;
+    let vm = scene.socket("vm.sock");
+    let unit = json!({ "lun": 3, "disk": { "file": disk } });
+    client.call("lun.add", &json!({ "export": vm, "unit": unit }))?;
+    let place = json!({ "export": vm, "target": 0, "lun": 3 });
+    let with = |name: &str, more: Value| {
+        let mut event = place.clone();
+        event["event"] = json!(name);
+        more.as_object().into_iter().flatten().for_each(|(k, v)| event[k] = v.clone());
+        event
+    };
+    ensure!(event(&mut all)? == with("lun-added", json!({})));
+    let grown = json!({ "export": vm, "lun": 3, "size-bytes": 3 << 20 });
+    client.call("disk.resize", &grown)?;
+    ensure!(event(&mut all)? == with("resized", json!({ "size-bytes": 3 << 20 })));
+    client.call("lun.remove", &json!({ "export": vm, "lun": 3 }))?;
+    ensure!(event(&mut all)? == with("lun-removed", json!({})));
+
+    let socket = scene.socket("blk.sock");
+    let blk = json!({ "blk": { "file": disk } });
+    let spec = json!({ "name": "vm2", "endpoint": { "path": socket }, "device": blk });
+    client.call("export.add", &spec)?;
+    run(&mut bench(&socket, "--rw read --bs 4k --number_ios 1")?)?.expect_code(0)?;
+    client.call("export.remove", &json!({ "export": "vm2" }))?;
+    let mut seen = Vec::new();
+    loop {
+        let event = event(&mut all)?;
+        ensure!(event["export"] == "vm2", "{event}");
+        if event["event"] == "attached" {
+            ensure!(event["peer"]["pid"].as_u64() > Some(0), "{event}");
+        }
+        seen.push(event["event"].as_str().context("an event has a name")?.to_owned());
+        if event["event"] == "removed" {
+            break;
+        }
+    }
+    // The load generator looks at a disk before it begins.
+    ensure!(seen.first().is_some_and(|first| first == "added"), "{seen:?}");
+    let count = |name: &str| seen.iter().filter(|seen| *seen == name).count();
+    ensure!(count("attached") > 0 && count("attached") == count("gone"), "{seen:?}");
+    ensure!(event(&mut some)? == with("lun-removed", json!({})));
+    ensure!(event(&mut some)? == json!({ "export": "vm2", "event": "removed" }));
+    // A subscriber may ask for other things too.
+    ensure!(some.call("ping", &json!({}))?["result"].is_object(), "it is not answered");
+    client.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// It reads nothing, so events pile up for it, and for nobody else.
+#[test]
+fn a_subscriber_that_does_not_read_is_dropped() -> Result<()> {
+    let scene = scene()?;
+    let daemon = serve(&scene)?;
+    let path = scene.socket("control");
+    let (mut idle, mut client) = (Client::new(&path)?, Client::new(&path)?);
+    idle.call("subscribe", &json!({}))?;
+    let vm = scene.socket("vm.sock");
+    let mut resized = 0;
+    // More than its queue and its socket can hold: an event has a hundred bytes.
+    for megabytes in 0..8192 {
+        let size = (megabytes % 7 + 1) << 20;
+        let resize = json!({ "export": vm, "lun": 0, "size-bytes": size, "shrink": true });
+        let answer = client.call("disk.resize", &resize)?;
+        ensure!(answer["result"]["size-bytes"] == size, "{answer}");
+        resized += 1;
+    }
+    let mut seen = 0;
+    while idle.answer()?.is_some() {
+        seen += 1;
+    }
+    ensure!(seen > 0 && seen < resized, "{seen} of {resized} events have come");
+    client.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 #[test]
 fn settings_change_while_requests_are_counted() -> Result<()> {
     let scene = scene()?;

@@ -1,5 +1,6 @@
 //! Exports that have ended, until their disks are closed.
 
+use std::sync::Arc;
 use std::task::Waker;
 
 use blockio::DiskSource;
@@ -7,6 +8,7 @@ use device::{Answer, Device, Pending};
 
 use super::order::{Answered, ExportSetup};
 use crate::command::ExportStatus;
+use crate::export_log::ExportLog;
 
 /// What an export waits for that has ended.
 pub(super) const NOT_CLOSED: &str = "its disk is not closed";
@@ -16,8 +18,7 @@ pub(super) const NOT_CLOSED: &str = "its disk is not closed";
 pub(super) struct Closing {
     /// As the export was at its end.
     pub(super) status: ExportStatus,
-    /// What the log calls it.
-    pub(super) log_name: String,
+    pub(super) log: Arc<ExportLog>,
     /// Who waits for its end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     closed: Pending<()>,
@@ -26,7 +27,7 @@ pub(super) struct Closing {
 impl Closing {
     pub(super) fn new(
         status: ExportStatus,
-        log_name: String,
+        log: Arc<ExportLog>,
         removed: Vec<Answer<Answered<ExportStatus>>>,
         disks: (Vec<DiskSource>, Device),
         waker: &Waker,
@@ -35,7 +36,7 @@ impl Closing {
         closed.wake(waker);
         close(disks, answer);
         let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
-        Self { status, log_name, removed, closed }
+        Self { status, log, removed, closed }
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -21,7 +21,9 @@ use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
+use crate::peer::Peer;
 use crate::spec::{ExportSpec, UnitPlace};
+use crate::subscribers::What;
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
 /// How long an export waits for free descriptors before it accepts a front-end again.
@@ -196,7 +198,7 @@ impl Export {
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
         let Self { disks, log, setup, removed, .. } = self;
-        Closing::new(status, log.name().to_owned(), removed, (disks, setup.device), waker)
+        Closing::new(status, log, removed, (disks, setup.device), waker)
     }
 
     /// The answer that a session waits for may have come.
@@ -266,9 +268,10 @@ impl Export {
             Progress::Waiting => return true,
             Progress::Handled => {}
             Progress::Refused(text) => {
+                let message = format!("refused a message of the front-end: {text}");
                 self.limited(|export, left_out| {
-                    let export = export.name();
-                    tracing::warn!(export, left_out, "refused a message of the front-end: {text}");
+                    tracing::warn!(export = export.name(), left_out, "{message}");
+                    export.log.report(|| What::Error { message, left_out });
                 });
             }
             Progress::Ended(end) => self.session_has_ended(&end),
@@ -313,6 +316,7 @@ impl Export {
             }
             None => return,
         };
+        self.log.report(|| What::Attached { peer: Peer::of(&socket).ok() });
         self.setup.rules = self.limits.of_front_end();
         let mut session = Session::new(socket, self.setup.clone(), now);
         if may_be_silent {
@@ -347,6 +351,7 @@ impl Export {
 
     fn session_has_ended(&mut self, end: &End) {
         self.session = None;
+        self.log.report(|| What::Gone { reason: reason_of(end) });
         let export = self.log.name();
         match end {
             End::Gone(None) if self.is_shown => {
@@ -397,6 +402,15 @@ impl Export {
             }
             None => left,
         }
+    }
+}
+
+/// Why a front-end has gone, if it did not just leave.
+fn reason_of(end: &End) -> Option<String> {
+    match end {
+        End::Asked => Some("the export ends".to_owned()),
+        End::Gone(reason) => reason.clone(),
+        End::Dropped(why) => Some(format!("disconnected: {why}")),
     }
 }
 

@@ -21,6 +21,7 @@ use crate::handed_fds::HandedFds;
 use crate::log_limit::LogLimit;
 use crate::spec::ExportSpec;
 use crate::status::ExportDetails;
+use crate::subscribers::What;
 
 /// How often the log says what keeps exports from ending.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
@@ -142,7 +143,7 @@ impl Exports {
                 answer.send(match (export, changed) {
                     (Some(export), changed) => export.end_change(place, changed),
                     (None, Changed::Unit(_, disk)) => Some(disk),
-                    (None, Changed::Nothing | Changed::Size) => None,
+                    (None, Changed::Nothing | Changed::Removed | Changed::Size) => None,
                 });
             }
             Order::Watch(answer) => {
@@ -288,6 +289,7 @@ impl Exports {
         }
         for setup in setups {
             self.opening.retain(|spec| *spec != setup.spec);
+            setup.log.report(|| What::Added);
             self.list.push(Export::new(setup, self.next_id, &self.waker));
             self.next_id += 1;
         }
@@ -367,6 +369,7 @@ impl Exports {
                 return true;
             }
             ended += 1;
+            closing.log.report(|| What::Removed);
             removed += usize::from(closing.answer());
             false
         });
@@ -443,7 +446,7 @@ impl Exports {
         let serving = self.list.iter().filter(|export| !export.has_ended());
         let closing = self.closing.iter().filter(|closing| !closing.is_closed());
         let serving = serving.map(|export| (export.name(), export.what_is_left()));
-        let closing = closing.map(|closing| (&*closing.log_name, NOT_CLOSED.to_owned()));
+        let closing = closing.map(|closing| (closing.log.name(), NOT_CLOSED.to_owned()));
         serving.chain(closing)
     }
 

@@ -49,6 +49,8 @@ pub(crate) enum UnitChange {
 pub(crate) struct ChangingUnit {
     /// Of the export: its name may be another's by the end.
     pub(crate) id: u64,
+    /// However it was called.
+    pub(crate) name: String,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
     /// The disk of a unit that is being removed, which is no longer listed.
@@ -78,6 +80,8 @@ pub(super) enum Changed {
     Nothing,
     /// There is one more unit.
     Unit(Box<UnitSpec>, DiskSource),
+    /// There is one unit less.
+    Removed,
     /// The disk has another size.
     Size,
 }

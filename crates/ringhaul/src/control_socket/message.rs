@@ -3,6 +3,9 @@
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
+use crate::command::CommandError;
+use crate::subscribers::ExportEvent;
+
 /// What a client asks for.
 #[derive(Debug, PartialEq)]
 pub(super) struct Request {
@@ -74,6 +77,26 @@ impl Problem {
     }
 }
 
+impl From<&CommandError> for Problem {
+    fn from(error: &CommandError) -> Self {
+        let code = match error {
+            CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
+            CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
+            CommandError::Busy(..)
+            | CommandError::UnitBusy(..)
+            | CommandError::DiskBusy(_)
+            | CommandError::HandingOver
+            | CommandError::Changed
+            | CommandError::NotPaused(_) => Code::Busy,
+            CommandError::NotEnded(..) => Code::Unfinished,
+            CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
+            CommandError::Ending => Code::Ending,
+            CommandError::Failed(_) => Code::Failed,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
 impl Request {
     /// What a line asks for.
     ///
@@ -115,6 +138,11 @@ pub(super) fn answer_line(id: Option<Value>, result: Result<Value, Problem>) -> 
         Err(problem) => json!({ "jsonrpc": "2.0", "id": id, "error": problem }),
     };
     format!("{answer}\n")
+}
+
+/// A notification of an event, with the end of its line.
+pub(super) fn event_line(event: &ExportEvent) -> String {
+    format!("{}\n", json!({ "jsonrpc": "2.0", "method": "event", "params": event }))
 }
 
 #[cfg(test)]

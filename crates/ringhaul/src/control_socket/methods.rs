@@ -1,21 +1,20 @@
 //! The methods: which there are, their parameters, and what they answer.
 
-use std::sync::Arc;
-
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::client::Client;
 use super::message::{Code, Problem};
-use crate::command::{Command, CommandError, EndCause, ExportStatus, NewSize, Removal, Reply};
-use crate::daemon::Daemon;
+use crate::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::status::ExportDetails;
+use crate::subscribers::Kind;
 
 /// All methods.
-const METHODS: [Entry; 11] = [
+const METHODS: [Entry; 12] = [
     Entry::of::<Ping>(),
     Entry::of::<List>(),
     Entry::of::<Show>(),
@@ -26,6 +25,7 @@ const METHODS: [Entry; 11] = [
     Entry::of::<Resize>(),
     Entry::of::<SettingsChange>(),
     Entry::of::<Counters>(),
+    Entry::of::<Subscribe>(),
     Entry::of::<Shutdown>(),
 ];
 
@@ -39,12 +39,7 @@ trait Method: DeserializeOwned + 'static {
     type Answer: Serialize;
 
     /// Does what is asked for, and waits for that.
-    fn carry_out(self, client: &Client) -> Result<Self::Answer, Problem>;
-}
-
-/// What methods work with.
-pub(super) struct Client {
-    pub(super) daemon: Arc<Daemon>,
+    fn carry_out(self, client: &mut Client) -> Result<Self::Answer, Problem>;
 }
 
 /// A method in the list of all.
@@ -58,7 +53,7 @@ pub(super) struct Entry {
 }
 
 /// A method with its parameters.
-pub(super) type Call = Box<dyn FnOnce(&Client) -> Result<Value, Problem>>;
+pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, Problem>>;
 
 impl Entry {
     const fn of<M: Method>() -> Self {
@@ -93,19 +88,6 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     }))
 }
 
-impl Client {
-    fn handle(&self, command: Command) -> Result<Reply, Problem> {
-        self.daemon.handle(command).map_err(|error| Problem::from(&error))
-    }
-
-    fn exports(&self) -> Result<Vec<ExportStatus>, Problem> {
-        match self.handle(Command::Show)? {
-            Reply::Exports(exports) => Ok(exports),
-            other => unreachable!("{other:?} is no list of exports"),
-        }
-    }
-}
-
 /// An answer that says only that something was done.
 #[derive(Serialize)]
 struct Done {}
@@ -124,7 +106,7 @@ impl Method for Ping {
     const MAY_WAIT: bool = false;
     type Answer = Version;
 
-    fn carry_out(self, _: &Client) -> Result<Version, Problem> {
+    fn carry_out(self, _: &mut Client) -> Result<Version, Problem> {
         Ok(Version { version: env!("CARGO_PKG_VERSION") })
     }
 }
@@ -138,8 +120,11 @@ impl Method for List {
     const MAY_WAIT: bool = false;
     type Answer = Vec<ExportStatus>;
 
-    fn carry_out(self, client: &Client) -> Result<Vec<ExportStatus>, Problem> {
-        client.exports()
+    fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, Problem> {
+        match client.handle(Command::Show)? {
+            Reply::Exports(exports) => Ok(exports),
+            other => unreachable!("{other:?} is no list of exports"),
+        }
     }
 }
 
@@ -154,7 +139,7 @@ impl Method for Show {
     const MAY_WAIT: bool = false;
     type Answer = ExportDetails;
 
-    fn carry_out(self, client: &Client) -> Result<ExportDetails, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<ExportDetails, Problem> {
         match client.handle(Command::Describe(self.export))? {
             Reply::Export(details) => Ok(*details),
             other => unreachable!("{other:?} is no export"),
@@ -171,7 +156,7 @@ impl Method for Add {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
         client.handle(Command::Add(vec![self.0])).map(|_| Done {})
     }
 }
@@ -181,7 +166,7 @@ impl Method for Removal {
     const MAY_WAIT: bool = true;
     type Answer = ExportStatus;
 
-    fn carry_out(self, client: &Client) -> Result<ExportStatus, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<ExportStatus, Problem> {
         match client.handle(Command::Remove(self))? {
             Reply::Removed(status) => Ok(*status),
             other => unreachable!("{other:?} is no end of an export"),
@@ -201,7 +186,7 @@ impl Method for AddUnit {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
         let command = Command::AddUnit(self.export, Box::new(self.unit));
         client.handle(command).map(|_| Done {})
     }
@@ -221,7 +206,7 @@ impl Method for RemoveUnit {
     const MAY_WAIT: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
         let Self { export, target, lun } = self;
         client.handle(Command::RemoveUnit(export, UnitPlace { target, lun })).map(|_| Done {})
     }
@@ -250,7 +235,7 @@ impl Method for Resize {
     const MAY_WAIT: bool = true;
     type Answer = Resized;
 
-    fn carry_out(self, client: &Client) -> Result<Resized, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Resized, Problem> {
         let Self { export, target, lun, size_bytes, shrink } = self;
         if lun.is_none() && target.is_some() {
             return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
@@ -269,7 +254,7 @@ impl Method for SettingsChange {
     const MAY_WAIT: bool = false;
     type Answer = Settings;
 
-    fn carry_out(self, client: &Client) -> Result<Settings, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Settings, Problem> {
         match client.handle(Command::Set(self))? {
             Reply::Settings(settings) => Ok(settings),
             other => unreachable!("{other:?} is no setting"),
@@ -286,11 +271,28 @@ impl Method for Counters {
     const MAY_WAIT: bool = false;
     type Answer = DaemonStats;
 
-    fn carry_out(self, client: &Client) -> Result<DaemonStats, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<DaemonStats, Problem> {
         match client.handle(Command::Stats)? {
             Reply::Stats(stats) => Ok(*stats),
             other => unreachable!("{other:?} has no counters"),
         }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Subscribe {
+    /// Which events; all of them if this is left out.
+    events: Option<Vec<Kind>>,
+}
+
+impl Method for Subscribe {
+    const NAME: &'static str = "subscribe";
+    const MAY_WAIT: bool = false;
+    type Answer = Done;
+
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+        client.subscribe(self.events).map(|()| Done {})
     }
 }
 
@@ -304,28 +306,8 @@ impl Method for Shutdown {
     const ENDS: bool = true;
     type Answer = Done;
 
-    fn carry_out(self, client: &Client) -> Result<Done, Problem> {
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
         client.handle(Command::End(EndCause::Control)).map(|_| Done {})
-    }
-}
-
-impl From<&CommandError> for Problem {
-    fn from(error: &CommandError) -> Self {
-        let code = match error {
-            CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
-            CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
-            CommandError::Busy(..)
-            | CommandError::UnitBusy(..)
-            | CommandError::DiskBusy(_)
-            | CommandError::HandingOver
-            | CommandError::Changed
-            | CommandError::NotPaused(_) => Code::Busy,
-            CommandError::NotEnded(..) => Code::Unfinished,
-            CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
-            CommandError::Ending => Code::Ending,
-            CommandError::Failed(_) => Code::Failed,
-        };
-        Self::new(code, error.to_string())
     }
 }
 

@@ -9,6 +9,7 @@ use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
 };
 use crate::spec::{DeviceSpec, UnitPlace};
+use crate::subscribers::What;
 
 impl Export {
     /// Begins to change a logical unit.
@@ -41,7 +42,7 @@ impl Export {
         };
         self.changing.push(Some(place));
         let settings = self.spec.settings.clone();
-        Ok(ChangingUnit { id: self.id, device: device.clone(), settings, removed })
+        Ok(ChangingUnit { id: self.id, name, device: device.clone(), settings, removed })
     }
 
     /// Begins to give a disk another size.
@@ -86,16 +87,37 @@ impl Export {
         let has_ended = self.has_ended();
         match (changed, &mut self.spec.device) {
             (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
+                self.log.report(|| What::LunAdded { unit: unit.place() });
                 units.push(*unit);
                 self.disks.push(disk);
                 None
             }
             (Changed::Unit(_, disk), _) => Some(disk),
-            (Changed::Size, DeviceSpec::Blk(_)) => {
-                self.tell_front_end();
+            (Changed::Size, device) => {
+                let is_blk = matches!(device, DeviceSpec::Blk(_));
+                self.report_size(place);
+                if is_blk {
+                    self.tell_front_end();
+                }
                 None
             }
-            (Changed::Size, DeviceSpec::Scsi(_)) | (Changed::Nothing, _) => None,
+            (Changed::Removed, _) => {
+                if let Some(unit) = place {
+                    self.log.report(|| What::LunRemoved { unit });
+                }
+                None
+            }
+            (Changed::Nothing, _) => None,
+        }
+    }
+
+    fn report_size(&self, unit: Option<UnitPlace>) {
+        let index = match &self.spec.device {
+            DeviceSpec::Blk(_) => Some(0),
+            DeviceSpec::Scsi(units) => units.iter().position(|other| Some(other.place()) == unit),
+        };
+        if let Some(disk) = index.and_then(|index| self.disks.get(index)) {
+            self.log.report(|| What::Resized { unit, size_bytes: disk.info().size_bytes });
         }
     }
 

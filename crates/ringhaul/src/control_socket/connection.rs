@@ -1,0 +1,249 @@
+//! One client's connection: lines in both directions, each with a limit on its length and on the
+//! time that it takes.
+
+use std::io::{self, Cursor};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use iomem::fits;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+
+/// What a client may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Bytes of a line, without its end.
+    pub(super) line_bytes: usize,
+    /// The time from the first byte of a line to its end.
+    pub(super) line_time: Duration,
+    /// The time in which a line is taken, however little of it at a time.
+    pub(super) taken_within: Duration,
+}
+
+/// The limits of all clients.
+pub(super) const LIMITS: Limits = Limits {
+    line_bytes: 1 << 20,
+    line_time: Duration::from_secs(30),
+    taken_within: Duration::from_secs(5),
+};
+
+/// Bytes that are read at once.
+const PIECE_BYTES: usize = 16 << 10;
+
+/// A connection. Lines may be sent from several threads.
+pub(super) struct Connection {
+    stream: UnixStream,
+    limits: Limits,
+    sending: Mutex<()>,
+}
+
+/// The reading side of a connection.
+#[derive(Default)]
+pub(super) struct Input {
+    /// What was read and is not given away yet.
+    bytes: Vec<u8>,
+    /// So many of them have no end of a line.
+    searched: usize,
+}
+
+/// What a client has sent.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    Whole(Vec<u8>),
+    TooLong,
+    /// The client has left, maybe within a line.
+    End,
+}
+
+impl Connection {
+    pub(super) fn new(stream: UnixStream, limits: Limits) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        Ok(Self { stream, limits, sending: Mutex::default() })
+    }
+
+    /// Waits for the next line, without its end.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails, or a line that was begun is not ended in time.
+    pub(super) fn receive(&self, input: &mut Input) -> io::Result<Line> {
+        let mut until = (!input.bytes.is_empty()).then(|| Instant::now() + self.limits.line_time);
+        loop {
+            let end = input.bytes[input.searched..].iter().position(|byte| *byte == b'\n');
+            if let Some(end) = end.map(|end| input.searched + end) {
+                let rest = input.bytes.split_off(end + 1);
+                let mut line = std::mem::replace(&mut input.bytes, rest);
+                line.truncate(end);
+                input.searched = 0;
+                let fits = line.len() <= self.limits.line_bytes;
+                return Ok(if fits { Line::Whole(line) } else { Line::TooLong });
+            }
+            input.searched = input.bytes.len();
+            if input.searched > self.limits.line_bytes {
+                return Ok(Line::TooLong);
+            }
+            self.wait(PollFlags::IN, until)?;
+            let mut piece = [0; PIECE_BYTES];
+            match recv(&self.stream, &mut piece, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Ok(Line::End),
+                Ok((bytes, _)) => {
+                    until.get_or_insert_with(|| Instant::now() + self.limits.line_time);
+                    input.bytes.extend_from_slice(&piece[..bytes]);
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Sends a line with its end. A client that does not take it in time has its connection closed.
+    ///
+    /// # Errors
+    ///
+    /// When it does not, or has gone.
+    pub(super) fn send(&self, line: &str) -> io::Result<()> {
+        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = Instant::now() + self.limits.taken_within;
+        let mut left = line.as_bytes();
+        while !left.is_empty() {
+            match send(&self.stream, left, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(bytes) => left = &left[bytes..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    // Half a line is no line: nothing can follow it.
+                    self.wait(PollFlags::OUT, Some(until)).inspect_err(|_| self.close())?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves the lines to somebody who waits for as long as the socket does: what was read and not
+    /// given away, and the socket.
+    ///
+    /// # Errors
+    ///
+    /// When the socket cannot be set up for that.
+    pub(super) fn begin_to_wait(&self, input: Input) -> io::Result<(Cursor<Vec<u8>>, &UnixStream)> {
+        self.stream.set_nonblocking(false)?;
+        self.stream.set_write_timeout(Some(self.limits.taken_within))?;
+        Ok((Cursor::new(input.bytes), &self.stream))
+    }
+
+    /// Closes it in both directions. Who waits for a line finds the end.
+    pub(super) fn close(&self) {
+        // It fails when the client has left.
+        let _ = shutdown(&self.stream, Shutdown::Both);
+    }
+
+    fn wait(&self, what: PollFlags, until: Option<Instant>) -> io::Result<()> {
+        loop {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let left = left.map(|left| Timespec {
+                tv_sec: fits(left.as_secs(), "a time-out in seconds"),
+                tv_nsec: left.subsec_nanos().into(),
+            });
+            match poll(&mut [PollFd::new(&self.stream, what)], left.as_ref()) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    /// Limits that end a hopeless wait, but for those that `change` makes short.
+    fn pair(change: impl FnOnce(&mut Limits)) -> (Connection, UnixStream) {
+        let long = Duration::from_secs(60);
+        let mut limits = Limits { line_bytes: 8, line_time: long, taken_within: long };
+        change(&mut limits);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Connection::new(ours, limits).unwrap(), theirs)
+    }
+
+    fn lines(connection: &Connection, input: &mut Input, count: usize) -> Vec<Line> {
+        (0..count).map(|_| connection.receive(input).unwrap()).collect()
+    }
+
+    fn whole(text: &str) -> Line {
+        Line::Whole(text.as_bytes().to_vec())
+    }
+
+    #[test]
+    fn lines_are_told_apart_however_they_come() {
+        let (connection, mut client) = pair(|_| {});
+        let mut input = Input::default();
+        client.write_all(b"one\n\n12345678\nth").unwrap();
+        let expected = [whole("one"), whole(""), whole("12345678")];
+        assert_eq!(lines(&connection, &mut input, 3), expected);
+        client.write_all(b"ree\n123456789\n").unwrap();
+        assert_eq!(lines(&connection, &mut input, 2), [whole("three"), Line::TooLong]);
+        client.write_all(b"half").unwrap();
+        drop(client);
+        assert_eq!(connection.receive(&mut input).unwrap(), Line::End);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_too_long_some_day() {
+        let (connection, mut client) = pair(|_| {});
+        client.write_all(b"123456789").unwrap();
+        assert_eq!(connection.receive(&mut Input::default()).unwrap(), Line::TooLong);
+    }
+
+    #[test]
+    fn a_client_that_trickles_is_dropped() {
+        let (connection, mut client) = pair(|limits| limits.line_time = Duration::ZERO);
+        let mut input = Input::default();
+        client.write_all(b"one\n").unwrap();
+        assert_eq!(connection.receive(&mut input).unwrap(), whole("one"));
+        client.write_all(b"tw").unwrap();
+        let error = connection.receive(&mut input).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn a_client_that_takes_too_little_is_dropped() {
+        let (connection, mut client) = pair(|limits| limits.taken_within = Duration::ZERO);
+        connection.send("short\n").unwrap();
+        let error = connection.send(&"x".repeat(16 << 20)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        // The end comes behind what was sent.
+        let mut seen = Vec::new();
+        client.read_to_end(&mut seen).unwrap();
+        assert!(seen.starts_with(b"short\nxx"));
+        assert_eq!(connection.receive(&mut Input::default()).unwrap(), Line::End);
+    }
+
+    #[test]
+    fn a_long_line_is_sent_in_pieces() {
+        let (connection, mut client) = pair(|_| {});
+        let line = "y".repeat(4 << 20);
+        let reader = std::thread::spawn(move || {
+            let mut seen = Vec::new();
+            client.read_to_end(&mut seen).unwrap();
+            seen.len()
+        });
+        connection.send(&line).unwrap();
+        connection.close();
+        assert_eq!(reader.join().unwrap(), line.len());
+    }
+}

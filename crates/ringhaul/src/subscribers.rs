@@ -1,0 +1,225 @@
+//! What happens to exports, and those who want to know.
+//!
+//! Whoever reports an event never waits: each subscriber has a queue with a bound, and one whose
+//! queue is full has no subscription any more.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::peer::Peer;
+use crate::spec::UnitPlace;
+
+/// Events that wait for a subscriber, at most.
+const QUEUED_MAX: usize = 256;
+
+/// Something that has happened to an export.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct ExportEvent {
+    /// The export, by its name.
+    pub(crate) export: String,
+    /// What has happened.
+    #[serde(flatten)]
+    pub(crate) what: What,
+}
+
+/// What can happen to an export.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+pub(crate) enum What {
+    /// It is served.
+    Added,
+    /// It has ended, its disks are closed and its name is free.
+    Removed,
+    /// A front-end has connected.
+    Attached {
+        /// Its process, unless the kernel does not say.
+        peer: Option<Peer>,
+    },
+    /// The front-end has disconnected, or was disconnected.
+    Gone {
+        /// Why, if it did not just leave.
+        reason: Option<String>,
+    },
+    /// Something went wrong that the guest, the front-end or the disk has caused. As in the log,
+    /// there are a few a minute.
+    Error {
+        /// What.
+        message: String,
+        /// How many others were left out before it.
+        left_out: u64,
+    },
+    /// A disk has another size.
+    Resized {
+        /// The logical unit; none: the disk of a virtio-blk device.
+        #[serde(flatten)]
+        unit: Option<UnitPlace>,
+        /// How large it is now.
+        size_bytes: u64,
+    },
+    /// There is one more logical unit.
+    LunAdded {
+        /// Where.
+        #[serde(flatten)]
+        unit: UnitPlace,
+    },
+    /// A logical unit has gone, and its disk is closed.
+    LunRemoved {
+        /// Where it was.
+        #[serde(flatten)]
+        unit: UnitPlace,
+    },
+}
+
+/// Events by name, for those who want to know some.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Kind {
+    Added,
+    Removed,
+    Attached,
+    Gone,
+    Error,
+    Resized,
+    LunAdded,
+    LunRemoved,
+}
+
+impl What {
+    /// Its name.
+    pub(crate) fn kind(&self) -> Kind {
+        match self {
+            Self::Added => Kind::Added,
+            Self::Removed => Kind::Removed,
+            Self::Attached { .. } => Kind::Attached,
+            Self::Gone { .. } => Kind::Gone,
+            Self::Error { .. } => Kind::Error,
+            Self::Resized { .. } => Kind::Resized,
+            Self::LunAdded { .. } => Kind::LunAdded,
+            Self::LunRemoved { .. } => Kind::LunRemoved,
+        }
+    }
+}
+
+/// All who want to know what happens. Clones are handles of the same.
+#[derive(Clone, Default)]
+pub(crate) struct Subscribers(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    /// How many there are, for those who have something to report on an IoThread.
+    count: AtomicUsize,
+    list: Mutex<List>,
+}
+
+#[derive(Default)]
+struct List {
+    next_id: u64,
+    queues: Vec<(u64, SyncSender<Arc<ExportEvent>>)>,
+}
+
+/// A place among the subscribers, until it is dropped.
+pub(crate) struct Subscription {
+    id: u64,
+    subscribers: Subscribers,
+}
+
+impl Subscribers {
+    /// Whether anybody wants to know.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.count.load(Ordering::Acquire) == 0
+    }
+
+    /// Reports an event. Never waits; the lock is held for no longer than it takes to queue it.
+    pub(crate) fn report(&self, event: ExportEvent) {
+        if self.is_empty() {
+            return;
+        }
+        let event = Arc::new(event);
+        self.change(|list| {
+            list.queues.retain(|(_, queue)| queue.try_send(Arc::clone(&event)).is_ok());
+        });
+    }
+
+    /// From now on all events come out of the queue. It ends when it was full, or the subscription
+    /// is dropped.
+    pub(crate) fn subscribe(&self) -> (Subscription, Receiver<Arc<ExportEvent>>) {
+        let (sender, receiver) = sync_channel(QUEUED_MAX);
+        let id = self.change(|list| {
+            list.next_id += 1;
+            list.queues.push((list.next_id, sender));
+            list.next_id
+        });
+        (Subscription { id, subscribers: self.clone() }, receiver)
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut List) -> T) -> T {
+        let mut list: MutexGuard<'_, List> =
+            self.0.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = change(&mut list);
+        self.0.count.store(list.queues.len(), Ordering::Release);
+        result
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let id = self.id;
+        self.subscribers.change(|list| list.queues.retain(|(other, _)| *other != id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(export: &str, what: What) -> ExportEvent {
+        ExportEvent { export: export.to_owned(), what }
+    }
+
+    #[test]
+    fn who_does_not_read_is_dropped_and_others_go_on() {
+        let subscribers = Subscribers::default();
+        subscribers.report(event("early", What::Added));
+        let (_slow, queued) = subscribers.subscribe();
+        let (fast, read) = subscribers.subscribe();
+        for number in 0..2 * QUEUED_MAX {
+            subscribers.report(event(&number.to_string(), What::Added));
+            assert_eq!(read.recv().unwrap().export, number.to_string());
+        }
+        // It reads what was queued, and then the end.
+        assert_eq!(queued.iter().count(), QUEUED_MAX);
+        drop(fast);
+        assert!(read.recv().is_err() && subscribers.is_empty());
+    }
+
+    #[test]
+    fn events_are_flat_objects() {
+        let place = UnitPlace { target: 0, lun: 7 };
+        for (what, json) in [
+            (What::Added, r#"{"export":"vm","event":"added"}"#),
+            (What::Gone { reason: None }, r#"{"export":"vm","event":"gone","reason":null}"#),
+            (
+                What::Resized { unit: Some(place), size_bytes: 512 },
+                r#"{"export":"vm","event":"resized","target":0,"lun":7,"size-bytes":512}"#,
+            ),
+            (
+                What::Resized { unit: None, size_bytes: 512 },
+                r#"{"export":"vm","event":"resized","size-bytes":512}"#,
+            ),
+            (
+                What::LunAdded { unit: place },
+                r#"{"export":"vm","event":"lun-added","target":0,"lun":7}"#,
+            ),
+        ] {
+            let name = serde_json::to_value(what.kind()).unwrap();
+            let event = event("vm", what);
+            assert_eq!(serde_json::to_string(&event).unwrap(), json);
+            let value = serde_json::to_value(&event).unwrap();
+            assert_eq!(value["event"], name);
+        }
+    }
+}
