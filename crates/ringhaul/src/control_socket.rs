@@ -26,7 +26,7 @@ use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
 use crate::export::Endpoint;
-use crate::peer::Peer;
+use crate::peer::{Peer, is_in_group};
 use crate::takeover;
 use client::Client;
 use connection::{Connection, Input, LIMITS, Line};
@@ -47,32 +47,43 @@ pub(crate) struct ControlSocket {
 }
 
 impl ControlSocket {
-    /// A socket at `path`. Only this user and root may connect.
+    /// A socket at `path`. Only this user and root may connect, and the members of a group.
     ///
     /// # Errors
     ///
     /// When it cannot be made.
-    pub(crate) fn bind(path: &Path) -> Result<Endpoint> {
+    pub(crate) fn bind(path: &Path, group: Option<u32>) -> Result<Endpoint> {
         let endpoint = Endpoint::bind(path, "--control")?;
+        std::os::unix::fs::chown(path, None, group).with_context(|| {
+            format!(
+                "cannot give {} to the --control-group; be root or a member of it",
+                path.display()
+            )
+        })?;
         // Whoever has come before is refused by his credentials.
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+        let mode = if group.is_some() { 0o660 } else { 0o600 };
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
             .with_context(|| format!("cannot keep others from {}", path.display()))?;
         tracing::info!("control socket {}", path.display());
         Ok(endpoint)
     }
 
-    /// Listens.
+    /// Listens. The members of `group` may ask too.
     ///
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
-    pub(crate) fn start(endpoint: Arc<Endpoint>, daemon: Weak<Daemon>) -> Result<Self> {
+    pub(crate) fn start(
+        endpoint: Arc<Endpoint>,
+        group: Option<u32>,
+        daemon: Weak<Daemon>,
+    ) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
             .name("ringhaul-rpc".into())
-            .spawn(move || listen(&endpoint, &stopped, &daemon))
+            .spawn(move || listen(&endpoint, &stopped, group, &daemon))
             .context("cannot start the thread of the control socket")?;
         Ok(Self { stop, thread: Some(thread) })
     }
@@ -88,7 +99,7 @@ impl Drop for ControlSocket {
 }
 
 /// Takes in clients until `stop` is written.
-fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
+fn listen(endpoint: &Endpoint, stop: &OwnedFd, group: Option<u32>, daemon: &Weak<Daemon>) {
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
     let connections = Arc::new(());
     while !wait(Some(listener), stop) {
@@ -109,7 +120,7 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, daemon: &Weak<Daemon>) {
         let connected = Arc::strong_count(&connections) - 1;
         let serve = move || {
             let _connection = connection;
-            if let Err(error) = converse(stream, &daemon, connected) {
+            if let Err(error) = converse(stream, group, &daemon, connected) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -142,13 +153,24 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
 }
 
 /// Answers the requests of one client until it leaves. So many are `connected`, with this one.
-fn converse(stream: UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Result<()> {
+fn converse(
+    stream: UnixStream,
+    group: Option<u32>,
+    daemon: &Weak<Daemon>,
+    connected: usize,
+) -> Result<()> {
     let connection = Arc::new(Connection::new(stream, LIMITS)?);
     let refuse =
         |code, text: &str| connection.send(&answer_line(None, Err(Problem::new(code, text))));
     let peer = Peer::of(&connection).context("cannot tell who it is")?;
-    if peer.uid != 0 && peer.uid != geteuid().as_raw() {
-        refuse(Code::Refused, "only root and the user of this daemon may ask it anything")?;
+    let is_owner = peer.uid == 0 || peer.uid == geteuid().as_raw();
+    let is_member = match group {
+        Some(group) => is_in_group(&connection, group).context("cannot tell its groups")?,
+        None => false,
+    };
+    if !is_owner && !is_member {
+        let text = "only root, the user of this daemon and its --control-group may ask it anything";
+        refuse(Code::Refused, text)?;
         return Ok(());
     }
     if connected > CONNECTIONS_MAX + HURRIED_MAX {
@@ -162,6 +184,11 @@ fn converse(stream: UnixStream, daemon: &Weak<Daemon>, connected: usize) -> Resu
         match connection.receive(&mut input)? {
             Line::Whole(line) if line.trim_ascii().is_empty() => {}
             Line::Whole(line) => match takeover::give::asked(&line) {
+                // It gets what the daemon has open.
+                Some(_) if !is_owner => {
+                    let text = "only root and the user of this daemon may take over from it";
+                    refuse(Code::Refused, text)?;
+                }
                 Some(asked) => {
                     let daemon = daemon.upgrade().context("the daemon is ending")?;
                     let (read, stream) = connection.begin_to_wait(input)?;

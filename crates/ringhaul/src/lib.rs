@@ -17,6 +17,7 @@ mod engines;
 pub mod export;
 mod export_log;
 pub mod file_limit;
+mod group;
 mod handed_fds;
 mod heap;
 mod inherit;

@@ -113,9 +113,14 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FD", allow_negative_numbers = true, conflicts_with = "socket_path")]
     pub fd: Option<i32>,
     /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may ask what there
-    /// is and change it. Only root and the user of the daemon can connect.
+    /// is and change it. Only root and the user of the daemon can connect, and those whom
+    /// `--control-group` names.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+    /// The members of this group may connect to the control socket too. They can have the daemon
+    /// read and write every file that it can.
+    #[arg(long, value_name = "GROUP", requires = "control")]
+    pub control_group: Option<String>,
     /// Take over from the daemon whose control socket this is, while its guests go on: its exports,
     /// its sockets and its options. Options that are given beside this one replace its own, but for
     /// those on exports, which stay as they are. If anything fails, the other daemon goes on.

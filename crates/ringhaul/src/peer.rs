@@ -35,6 +35,25 @@ impl Peer {
     }
 }
 
+/// Whether who has connected to `socket` is in this group, or was then.
+///
+/// # Errors
+///
+/// When the kernel does not say.
+pub(crate) fn is_in_group(socket: impl AsFd, gid: u32) -> io::Result<bool> {
+    let mut groups: Vec<libc::gid_t> = vec![0; 64];
+    let found = loop {
+        match get(socket.as_fd(), libc::SO_PEERGROUPS, &mut groups) {
+            Ok(found) => break found,
+            Err(error) if error.raw_os_error() == Some(libc::ERANGE) && groups.len() < 1 << 16 => {
+                groups.resize(2 * groups.len(), 0);
+            }
+            Err(error) => return Err(error),
+        }
+    };
+    Ok(groups[..found].contains(&gid) || Peer::of(socket)?.gid == gid)
+}
+
 /// What the kernel may fill.
 ///
 /// # Safety
@@ -43,6 +62,8 @@ impl Peer {
 unsafe trait Plain: Copy {}
 // SAFETY: it has three integers and no padding.
 unsafe impl Plain for libc::ucred {}
+// SAFETY: it is an integer.
+unsafe impl Plain for libc::gid_t {}
 
 /// Reads an option of a socket. Returns how many values there are.
 fn get<T: Plain>(socket: BorrowedFd<'_>, option: i32, values: &mut [T]) -> io::Result<usize> {
@@ -77,5 +98,10 @@ mod tests {
         let uid = rustix::process::geteuid().as_raw();
         let peer = Peer { pid: Some(std::process::id()), uid, gid };
         assert_eq!(Peer::of(&one).unwrap(), peer);
+        assert!(is_in_group(&one, gid).unwrap());
+        for group in rustix::process::getgroups().unwrap() {
+            assert!(is_in_group(&one, group.as_raw()).unwrap());
+        }
+        assert!(!is_in_group(&one, u32::MAX - 7).unwrap());
     }
 }

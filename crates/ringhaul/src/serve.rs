@@ -14,6 +14,7 @@ use crate::control_socket::ControlSocket;
 use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
+use crate::group;
 use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::size_watch::SizeWatch;
@@ -49,7 +50,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     // Early, so that no signal is lost.
     let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
-    let mut exports = args.exports()?;
+    let (mut exports, group) = (args.exports()?, control_group(args)?);
     exports.extend(config.iter().flat_map(|(_, config)| config.exports.iter().cloned()));
     let (daemon, ending) = Daemon::start(args.clone(), inherited)?;
     let _watch = daemon.watch()?;
@@ -58,8 +59,8 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
         Reload::start(file, &config, &config.exports, Arc::downgrade(&daemon))
     });
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
-    let control = args.control.as_deref().map(ControlSocket::bind).transpose()?;
-    let control = listen(control, &daemon, Life::own()?)?;
+    let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
+    let control = listen(control.transpose()?, group, &daemon, Life::own()?)?;
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_add(exports)?;
     let outcome = ending.wait(&daemon)?;
@@ -76,6 +77,7 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     std::env::set_current_dir(&life.directory)
         .with_context(|| format!("cannot work in {}", life.directory.display()))?;
     set_up_process(&args)?;
+    let group = control_group(&args)?;
     let mut control = predecessor.control.take();
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
@@ -86,7 +88,7 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let reload = config.map(|(file, config)| reload_served(file, &config, &daemon)).transpose()?;
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload)?;
     control.iter_mut().for_each(Endpoint::keep);
-    let control = listen(control, &daemon, life)?;
+    let control = listen(control, group, &daemon, life)?;
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let outcome = ending.wait(&daemon)?;
     Ok(end(outcome, control))
@@ -112,15 +114,23 @@ fn reload_served(file: ConfigFile, config: &Config, daemon: &Arc<Daemon>) -> Res
     Reload::start(file, config, &served, Arc::downgrade(daemon))
 }
 
+/// The group whose members may use the control socket.
+fn control_group(args: &ServeArgs) -> Result<Option<u32>> {
+    let name = args.control_group.as_deref();
+    name.map(group::id_of).transpose().context("cannot use --control-group")
+}
+
 /// Listens on the control socket, if there is one.
 fn listen(
     control: Option<Endpoint>,
+    group: Option<u32>,
     daemon: &Arc<Daemon>,
     life: Life,
 ) -> Result<Option<ControlSocket>> {
     let control = control.map(Arc::new);
     daemon.set_life(life, control.as_ref().map(Arc::downgrade));
-    control.map(|socket| ControlSocket::start(socket, Arc::downgrade(daemon))).transpose()
+    let start = |socket| ControlSocket::start(socket, group, Arc::downgrade(daemon));
+    control.map(start).transpose()
 }
 
 fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {

@@ -5,12 +5,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run};
 use serde_json::{Value, json};
 
-use super::scene;
+use super::{is_root, scene};
 
 /// A connection to a daemon.
 pub(crate) struct Client(BufReader<UnixStream>);
@@ -94,6 +95,59 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
     ensure!(ended["result"] == json!({}), "{ended}");
     daemon.finish()?.expect_code(0)?;
     ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    Ok(())
+}
+
+/// Asks as user 65534 in these groups, with a program that is not ours. Returns what the daemon
+/// has answered; none: the kernel did not let it connect.
+fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
+    const ASK: &str = r#"
+        my $socket = IO::Socket::UNIX->new(Peer => $ARGV[0]) or exit;
+        print $socket qq({"jsonrpc": "2.0", "id": 1, "method": "ping"}\n);
+        $socket->flush();
+        print scalar <$socket>;
+    "#;
+    let mut ask = Command::new("setpriv");
+    ask.args(["--reuid=65534", "--regid=65534", groups, "perl", "-MIO::Socket::UNIX", "-e", ASK]);
+    let asked = run(ask.arg(path).stdin(Stdio::null()))?.expect_code(0)?;
+    let answer = asked.stdout.lines().next().map(serde_json::from_str).transpose()?;
+    Ok(answer)
+}
+
+#[test]
+fn the_members_of_a_group_may_ask() -> Result<()> {
+    if !is_root() {
+        eprintln!("not root: this test is left out");
+        return Ok(());
+    }
+    let scene = scene()?;
+    let path = scene.socket("control");
+    let folder = path.parent().context("a socket has a folder")?;
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
+    let serve = |group: &[&str]| {
+        let mut command = ringhaul()?;
+        command.args(["serve", "--disk", "null,size=1M", "--socket-path"]);
+        command.arg(scene.socket("vm.sock")).arg("--control").arg(&path).args(group);
+        Running::serve(&mut command)
+    };
+    let (member, stranger) = ("--groups=4711", "--clear-groups");
+    for (options, mode) in [(&["--control-group", "4711"][..], 0o660), (&[], 0o600)] {
+        let daemon = serve(options)?;
+        let seen = fs::metadata(&path)?.permissions().mode() & 0o777;
+        ensure!(seen == mode, "the socket has mode {seen:o}");
+        let answer = ask_as_nobody(&path, member)?;
+        let is_served = answer.is_some_and(|answer| answer["result"]["version"].is_string());
+        ensure!(is_served != options.is_empty(), "a member with {options:?}: {is_served}");
+        ensure!(ask_as_nobody(&path, stranger)?.is_none(), "a stranger may connect");
+        // Whoever can connect is refused by who it is.
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?;
+        let refused = ask_as_nobody(&path, stranger)?.context("it cannot connect")?;
+        ensure!(refused["error"]["code"] == 7, "{refused}");
+        Client::new(&path)?.call("shutdown", &json!({}))?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    let refused = serve(&["--control-group", "no such group"]);
+    ensure!(refused.is_err(), "any name is a group");
     Ok(())
 }
 

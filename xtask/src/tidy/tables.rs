@@ -54,6 +54,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/device/src/call_watch.rs", "a signal to one thread, and its handler"),
     ("crates/device/src/eventfd.rs", "system calls of Linux AIO, which adds to an eventfd"),
     ("crates/ringhaul/src/file_limit.rs", "ignores a signal"),
+    ("crates/ringhaul/src/group.rs", "asks the C library, which knows where groups are listed"),
     ("crates/ringhaul/src/heap.rs", "an option of the C library"),
     ("crates/ringhaul/src/inherit.rs", "takes over a descriptor by its number"),
     ("crates/ringhaul/src/peer.rs", "asks for options of sockets that rustix has no room for"),
@@ -200,7 +201,7 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/ringhaul/src",
         modules: &[
             // What the process has, and data.
-            (0, &["descriptor_limit", "file_limit", "handed_fds", "heap", "inherit"]),
+            (0, &["descriptor_limit", "file_limit", "group", "handed_fds", "heap", "inherit"]),
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
             (0, &["spec"]),
