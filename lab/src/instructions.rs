@@ -40,11 +40,13 @@ const EXAMPLES: [(&str, &str); 2] = [
 /// and the pool take part in the others, whose count is the least of a few.
 const CASES: &[(&str, bool)] = &[
     ("null-threads-read", true),
+    ("null-threads-read-inflight", true),
     ("null-threads-write", true),
     ("null-threads-read10", true),
     ("null-threads-write10", true),
     ("null-uring-read", false),
     ("file-aio-read", true),
+    ("file-aio-read-inflight", true),
     ("file-aio-write", true),
     ("file-uring-read", false),
     ("file-uring-write", false),

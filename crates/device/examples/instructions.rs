@@ -6,7 +6,8 @@
 //! ops end in the submit, nothing depends on the machine's timing: the count is the same each time.
 //!
 //! `instructions CASE DEPTH REQUESTS`, where CASE is DISK-ENGINE-KIND: `null-threads-read`,
-//! `file-aio-write` and so on. The kinds `read10` and `write10` are those of virtio-scsi.
+//! `file-aio-write` and so on. The kinds `read10` and `write10` are those of virtio-scsi. With
+//! `-inflight` at its end, requests are marked in an inflight region.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -24,8 +25,8 @@ use device::scsi::unit::UnitOptions;
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
-use virtqueue::GuestMemory;
 use virtqueue::driver::{self, Desc};
+use virtqueue::{GuestMemory, InflightRegion};
 
 const DISK_BYTES: u64 = 1 << 20;
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -97,11 +98,15 @@ fn main() -> Result<()> {
         bail!("instructions CASE DEPTH REQUESTS");
     };
     let parts: Vec<&str> = case.split('-').collect();
-    let [disk, engine, kind] = parts[..] else { bail!("no case is called {case}") };
+    let (disk, engine, kind, is_marked) = match parts[..] {
+        [disk, engine, kind] => (disk, engine, kind, false),
+        [disk, engine, kind, "inflight"] => (disk, engine, kind, true),
+        _ => bail!("no case is called {case}"),
+    };
     let depth: u16 = depth.parse().context("DEPTH is 1 to 256")?;
     ensure!((1..=RING.size).contains(&depth), "DEPTH is 1 to {}", RING.size);
     let requests: u64 = requests.parse().context("REQUESTS is a number")?;
-    let mut guest = Guest::start(disk, engine, Kind::parse(kind)?, depth)?;
+    let mut guest = Guest::start(disk, engine, Kind::parse(kind)?, depth, is_marked)?;
     for _ in 0..requests / u64::from(depth) {
         guest.run_batch(depth)?;
     }
@@ -124,7 +129,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn start(disk: &str, engine: &str, kind: Kind, depth: u16) -> Result<Self> {
+    fn start(disk: &str, engine: &str, kind: Kind, depth: u16, is_marked: bool) -> Result<Self> {
         let engine = match engine {
             "threads" => EngineKind::Threads,
             "aio" => EngineKind::Aio,
@@ -156,10 +161,13 @@ impl Guest {
         let thread = IoThread::new(&config)?;
         let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?);
         let (kick, call) = (new_eventfd()?, new_eventfd()?);
+        let region = GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?;
+        let region = InflightRegion::new(Arc::new(region), 3, RING.size)?;
+        let inflight = is_marked.then(|| region.queue(0)).transpose()?;
         let setup = QueueSetup {
             memory: Arc::clone(&memory),
             ring: RING,
-            inflight: None,
+            inflight,
             kick: Some(kick.try_clone().context("duplicating the kick")?),
             call: Some(call.try_clone().context("duplicating the call")?),
             err: None,

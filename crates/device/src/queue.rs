@@ -220,13 +220,15 @@ impl Queue {
         *self.stop.borrow_mut() = Some(answer);
     }
 
-    /// Whom to answer, when the queue is to stop.
+    /// Whom to answer, when the queue is to stop. It does not before it has taken what an earlier
+    /// process had: whoever serves it next finds nothing of that in the avail ring.
     #[inline]
     pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
         if self.stop.borrow().is_none() {
             return None;
         }
-        self.stop.take()
+        let is_ready = self.broken.get() || !self.ring.borrow().has_again();
+        is_ready.then(|| self.stop.take()).flatten()
     }
 
     /// Lets others see how many requests are not answered, and where the ring is. Once in a run,
@@ -263,9 +265,11 @@ impl Queue {
         self.ring.borrow_mut().pop()
     }
 
-    /// The next chain that was in the device when an earlier process ended.
-    pub(crate) fn pop_again(&self) -> Result<Option<Chain>, QueueError> {
-        self.ring.borrow_mut().pop_again()
+    /// Takes no more chains: those that were seen are left to whoever serves the ring next.
+    pub(crate) fn leave_rest(&self) {
+        if !self.broken.get() {
+            self.ring.borrow_mut().leave_rest();
+        }
     }
 
     /// Answers a chain. The driver sees it after the next publish.

@@ -47,13 +47,8 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         }
     };
     let mut requests = TaskSet::new(Rc::clone(&io));
-    let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
-    poll_fn(|cx| {
-        begin_again(&queue, serve, &mut requests, cx);
-        Poll::Ready(())
-    })
-    .await;
     let stop = loop {
+        let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
         let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
         let (popped, more) = poll_fn(run).await;
         if queue.is_broken() {
@@ -85,26 +80,6 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
     drop(source);
     stop.of(&queue)
-}
-
-/// Starts what an earlier process had taken and not answered, all of it before anything else: the
-/// driver has given it room in the ring, and that process had found room for its lists.
-fn begin_again<F: Future<Output = ()>>(
-    queue: &Queue,
-    serve: impl Fn(Chain) -> F,
-    requests: &mut TaskSet<F>,
-    cx: &mut Context<'_>,
-) {
-    loop {
-        match queue.pop_again() {
-            Ok(Some(chain)) => {
-                queue.count_lists(&chain);
-                requests.spawn(cx, serve(chain));
-            }
-            Ok(None) => return,
-            Err(error) => return queue.ring_is_bad(error),
-        }
-    }
 }
 
 /// Continues requests, and pops and starts others. Returns how many it popped, and whether there
@@ -195,6 +170,7 @@ async fn finish<F: Future<Output = ()>>(
         io.suspend().await;
     }
     queue.notify();
+    queue.leave_rest();
 }
 
 async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
@@ -242,13 +218,16 @@ impl Stopped {
 #[cfg(test)]
 mod tests {
     use std::cell::{Cell, RefCell};
+    use std::num::NonZeroU16;
+    use std::sync::Arc;
     use std::task::Waker;
 
     use virtqueue::driver::{Desc, Used};
+    use virtqueue::{GuestMemory, InflightRegion, LocalMemory, SplitQueue};
 
     use super::*;
     use crate::queue::QueueHandle;
-    use crate::testing::{DATA, Scene, count_of, new_eventfd};
+    use crate::testing::{DATA, RING, Scene, count_of, new_eventfd};
 
     /// Answers chains once it is open.
     #[derive(Default)]
@@ -367,6 +346,39 @@ mod tests {
         assert_eq!(Rc::strong_count(&token), 1);
         drop((gate.queue.take(), queue));
         assert_eq!(scene.wait(&handle.begin_stop()), 2);
+    }
+
+    /// Whoever serves the ring next finds nothing of it in the avail ring.
+    #[test]
+    fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
+        let mut scene = Scene::new();
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        let region = InflightRegion::new(region, 1, RING.size).unwrap();
+        let account = region.queue(0).unwrap();
+        let heads: Vec<u32> = (0..30).map(|_| scene.offer_silently(&buffer()).into()).collect();
+        let memory = LocalMemory::new(Arc::clone(&scene.memory));
+        let config = RING.config(false, false);
+        let mut dying = SplitQueue::with_inflight(memory, config, &account).unwrap().0;
+        assert!(dying.pop().unwrap().is_some(), "it has seen all of them");
+        drop(dying);
+        let later = scene.offer_silently(&buffer());
+
+        scene.inflight = Some(account);
+        scene.run_max = NonZeroU16::new(1);
+        let gate = Rc::new(Gate::default());
+        gate.open();
+        let handle = scene.start(Gated(gate));
+        assert_eq!(scene.events.take(), ["queue 3: Known { requests: 30 }"]);
+        let next_avail = scene.wait(&handle.begin_stop());
+        for head in heads {
+            assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 7 }));
+        }
+        // Whether it has come as far as the one that was not seen.
+        let is_later = |used: Used| used.head == u32::from(later);
+        assert_eq!(next_avail, 30 + u16::from(scene.driver.take_used().is_some_and(is_later)));
+        let handle = scene.start(Holder::default());
+        assert_eq!(scene.events.take(), ["queue 3: Known { requests: 0 }"], "marks are left");
+        let _ = scene.wait(&handle.begin_stop());
     }
 
     #[test]

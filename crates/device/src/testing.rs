@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU16;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -12,7 +13,7 @@ use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
-use virtqueue::{GuestMemory, MappingRules, QueueConfig, Recovery, RegionConfig};
+use virtqueue::{GuestMemory, InflightQueue, MappingRules, QueueConfig, Recovery, RegionConfig};
 
 use crate::call_watch::CallTrust;
 use crate::device::Device;
@@ -78,6 +79,9 @@ pub(crate) struct Scene {
     pub(crate) err: OwnedFd,
     pub(crate) call: OwnedFd,
     kick: OwnedFd,
+    /// What queues start with.
+    pub(crate) inflight: Option<InflightQueue>,
+    pub(crate) run_max: Option<NonZeroU16>,
 }
 
 impl Scene {
@@ -117,6 +121,8 @@ impl Scene {
             err: new_eventfd(),
             call: new_eventfd(),
             kick: new_eventfd(),
+            inflight: None,
+            run_max: None,
         }
     }
 
@@ -125,7 +131,7 @@ impl Scene {
         QueueSetup {
             memory: Arc::clone(&self.memory),
             ring: Ring { next_avail, ..RING },
-            inflight: None,
+            inflight: self.inflight.clone(),
             kick: clone(&self.kick),
             call: clone(&self.call),
             err: clone(&self.err),
@@ -139,7 +145,7 @@ impl Scene {
             event_idx: false,
             indirect: false,
             notify_batch: true,
-            run_max: None,
+            run_max: self.run_max,
             long_lists_bytes: LONG_LISTS_BYTES,
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),

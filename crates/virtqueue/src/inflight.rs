@@ -2,11 +2,12 @@
 //! this process (vhost-user specification, "Inflight I/O tracking").
 //!
 //! A front-end keeps the region while its back-end is away. Each queue has an account in it: a mark
-//! for each head, set before its request has any effect and taken away when its used element is
-//! visible. The device may die between any two stores, and the account must hold at each of these
-//! moments:
+//! for each head, set when the queue sees it in the avail ring, before its request has any effect,
+//! and taken away when its used element is visible. The device may die between any two stores, and
+//! the account must hold at each of these moments:
 //!
-//! - Before the mark: the request is popped from the avail ring.
+//! - Before the mark: the request is found in the avail ring. Those that have marks are the entries
+//!   before it, since they are set in the order of the ring.
 //! - After the mark and before used idx: the request is executed again.
 //! - After used idx and before the mark is gone: the ring's used idx is ahead of the account's. The
 //!   heads between them are linked from the one that was pushed last, and lose their marks.
@@ -17,9 +18,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence};
 
+use crate::death::before_store;
 use crate::error::{InflightError, QueueError};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::GuestMemory;
+use crate::rings::Rings;
 
 /// What the accounts of the queues are aligned to.
 const ALIGN: usize = 64;
@@ -176,9 +179,7 @@ pub(crate) struct Inflight {
     counter: u64,
     /// The element that was pushed last.
     last_head: u16,
-    /// Heads that were pushed since used idx was published.
-    pushed: Vec<u16>,
-    /// Heads to be executed again, the first one last.
+    /// Heads that the process before had seen and not answered, in that order.
     again: Vec<u16>,
 }
 
@@ -200,51 +201,76 @@ impl Inflight {
             return Err(InflightError::Gone.into());
         }
         let mut again = account.marked();
-        again.sort_unstable_by_key(|head| std::cmp::Reverse((account.counter(*head), *head)));
-        let counter = again.first().map_or(0, |head| account.counter(*head).wrapping_add(1));
+        again.sort_unstable_by_key(|head| (account.counter(*head), *head));
+        let counter = again.last().map_or(0, |head| account.counter(*head).wrapping_add(1));
         let last_head = account.load(OFFSET_LAST_HEAD);
-        let pushed = Vec::with_capacity(ring.size.into());
-        Ok((Self { account, counter, last_head, pushed, again }, recovery))
+        Ok((Self { account, counter, last_head, again }, recovery))
     }
 
-    /// The next request that the process before had taken and not answered.
-    pub(crate) fn take_again(&mut self) -> Option<u16> {
-        self.again.pop()
+    /// The first of the last `left` heads that the process before had seen.
+    pub(crate) fn head_again(&self, left: u16) -> u16 {
+        self.again[self.again.len() - usize::from(left)]
     }
 
-    /// A chain was taken. Nothing of its request may have happened yet.
+    /// Heads are seen in the avail ring, in this order. Nothing of their requests has happened yet.
     #[inline]
-    pub(crate) fn taken(&mut self, head: u16) {
-        self.account.set_counter(head, self.counter);
-        compiler_fence(Ordering::SeqCst);
-        self.account.set_mark(head, 1);
-        compiler_fence(Ordering::SeqCst);
-        self.counter = self.counter.wrapping_add(1);
-    }
-
-    /// A chain was not taken after all.
-    pub(crate) fn not_taken(&mut self, head: u16) {
-        self.account.set_mark(head, 0);
-    }
-
-    /// The used element of a chain was written. Used idx does not show it yet.
-    #[inline]
-    pub(crate) fn pushed(&mut self, head: u16) {
-        self.account.set_next(head, self.last_head);
-        self.account.store(OFFSET_LAST_HEAD, head);
-        self.last_head = head;
-        self.pushed.push(head);
-    }
-
-    /// Used idx shows all elements that were pushed.
-    #[inline]
-    pub(crate) fn published(&mut self, used_idx: u16) {
-        compiler_fence(Ordering::SeqCst);
-        for head in self.pushed.drain(..) {
-            self.account.set_mark(head, 0);
+    pub(crate) fn seen(&mut self, heads: impl Iterator<Item = u16>) {
+        let mut counter = self.counter;
+        for head in heads {
+            if let Some(entry) = self.account.entry(head) {
+                self.account.mark(entry, counter);
+                counter = counter.wrapping_add(1);
+            }
         }
+        self.counter = counter;
         compiler_fence(Ordering::SeqCst);
-        self.account.store(OFFSET_USED_IDX, used_idx);
+    }
+
+    /// Heads that were seen are left to whoever serves the ring next, the last one first: those
+    /// that have marks must be the entries before those that have none.
+    pub(crate) fn leave(&mut self, heads: impl Iterator<Item = u16>) {
+        for entry in heads.filter_map(|head| self.account.entry(head)) {
+            self.account.unmark(entry);
+            compiler_fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Makes used elements visible, and takes the marks of their requests away.
+    #[inline(never)]
+    pub(crate) fn publish(&mut self, rings: &Rings, first: u16, end: u16) {
+        let heads = || {
+            let indices = (0..end.wrapping_sub(first)).map(|at| first.wrapping_add(at));
+            indices.map(|index| rings.used_head(index))
+        };
+        for head in heads() {
+            if let Some(entry) = self.account.entry(head) {
+                self.account.set_next(entry, self.last_head);
+                self.last_head = head;
+            }
+        }
+        self.account.store(OFFSET_LAST_HEAD, self.last_head);
+        compiler_fence(Ordering::SeqCst);
+        rings.store_used_idx(end);
+        compiler_fence(Ordering::SeqCst);
+        heads().filter_map(|head| self.account.entry(head)).for_each(|it| self.account.unmark(it));
+        compiler_fence(Ordering::SeqCst);
+        self.account.store(OFFSET_USED_IDX, end);
+    }
+
+    /// The same for one used element: on disks that answer at once, each is alone.
+    #[inline(never)]
+    pub(crate) fn publish_one(&mut self, rings: &Rings, index: u16) {
+        let (head, end) = (rings.used_head(index), index.wrapping_add(1));
+        let Some(entry) = self.account.entry(head) else { return self.publish(rings, index, end) };
+        self.account.set_next(entry, self.last_head);
+        self.last_head = head;
+        self.account.store(OFFSET_LAST_HEAD, head);
+        compiler_fence(Ordering::SeqCst);
+        rings.store_used_idx(end);
+        compiler_fence(Ordering::SeqCst);
+        self.account.unmark(entry);
+        compiler_fence(Ordering::SeqCst);
+        self.account.store(OFFSET_USED_IDX, end);
     }
 }
 
@@ -298,7 +324,7 @@ impl Account {
         if let Some(&head) = again.max().filter(|head| **head >= ring.size) {
             return Err(InflightError::MarkOutOfRange { head, size: ring.size });
         }
-        seen.into_iter().for_each(|head| self.set_mark(head, 0));
+        seen.into_iter().filter_map(|head| self.entry(head)).for_each(|entry| self.unmark(entry));
         compiler_fence(Ordering::SeqCst);
         self.store(OFFSET_USED_IDX, ring.used_idx);
         Ok(Recovery::Known { requests })
@@ -314,20 +340,18 @@ impl Account {
         let mut head = self.load(OFFSET_LAST_HEAD);
         let mut seen = Vec::with_capacity(count.into());
         for _ in 0..count {
-            if head >= self.entries {
+            let Some(entry) = self.entry(head) else {
                 return Err(InflightError::LinkOutOfRange { head, entries: self.entries });
-            }
+            };
             seen.push(head);
-            head = self.next(head);
+            head = self.next(entry);
         }
         Ok(Some(seen))
     }
 
     /// Begins an account without requests.
     fn begin(&self, used_idx: u16) {
-        for head in 0..self.entries {
-            self.set_mark(head, 0);
-        }
+        (0..self.entries).filter_map(|head| self.entry(head)).for_each(|entry| self.unmark(entry));
         self.store(OFFSET_LAST_HEAD, 0);
         self.store(OFFSET_ENTRIES, self.entries);
         compiler_fence(Ordering::SeqCst);
@@ -340,53 +364,64 @@ impl Account {
         (0..self.entries).filter(|head| self.is_marked(*head)).collect()
     }
 
+    /// The entry of a head. None: a driver has written a head that there is not, which is found out
+    /// elsewhere.
     #[inline]
-    fn entry(&self, head: u16) -> *mut u8 {
-        assert!(head < self.entries, "chain {head} of {} has no entry", self.entries);
-        self.start.wrapping_add(SPLIT_HEADER_BYTES + usize::from(head) * SPLIT_ENTRY_BYTES)
+    fn entry(&self, head: u16) -> Option<*mut u8> {
+        let offset = SPLIT_HEADER_BYTES + usize::from(head) * SPLIT_ENTRY_BYTES;
+        (head < self.entries).then(|| self.start.wrapping_add(offset))
     }
 
+    /// Takes the mark of an entry away.
     #[inline]
-    fn set_mark(&self, head: u16, mark: u8) {
-        #[cfg(test)]
-        death::before_store();
+    fn unmark(&self, entry: *mut u8) {
+        before_store();
         // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
-        unsafe { AtomicU8::from_ptr(self.entry(head)) }.store(mark, Ordering::Relaxed);
+        unsafe { AtomicU8::from_ptr(entry) }.store(0, Ordering::Relaxed);
     }
 
     fn is_marked(&self, head: u16) -> bool {
-        // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
-        unsafe { AtomicU8::from_ptr(self.entry(head)) }.load(Ordering::Relaxed) != 0
+        self.entry(head).is_some_and(|entry| {
+            // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
+            unsafe { AtomicU8::from_ptr(entry) }.load(Ordering::Relaxed) != 0
+        })
     }
 
+    /// Of one of its entries.
     #[inline]
-    fn set_next(&self, head: u16, next: u16) {
-        #[cfg(test)]
-        death::before_store();
-        let field = self.entry(head).wrapping_add(OFFSET_NEXT).cast();
+    fn set_next(&self, entry: *mut u8, next: u16) {
+        before_store();
+        let field = entry.wrapping_add(OFFSET_NEXT).cast();
         // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
         unsafe { AtomicU16::from_ptr(field) }.store(next, Ordering::Relaxed);
     }
 
-    fn next(&self, head: u16) -> u16 {
-        let field = self.entry(head).wrapping_add(OFFSET_NEXT).cast();
+    fn next(&self, entry: *mut u8) -> u16 {
+        let field = entry.wrapping_add(OFFSET_NEXT).cast();
         // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
         unsafe { AtomicU16::from_ptr(field) }.load(Ordering::Relaxed)
     }
 
+    /// Sets the mark of an entry, after its number.
     #[inline]
-    fn set_counter(&self, head: u16, counter: u64) {
-        #[cfg(test)]
-        death::before_store();
-        let field = self.entry(head).wrapping_add(OFFSET_COUNTER).cast();
+    fn mark(&self, entry: *mut u8, counter: u64) {
+        before_store();
         // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
-        unsafe { AtomicU64::from_ptr(field) }.store(counter, Ordering::Relaxed);
+        let field = unsafe { AtomicU64::from_ptr(entry.wrapping_add(OFFSET_COUNTER).cast()) };
+        field.store(counter, Ordering::Relaxed);
+        compiler_fence(Ordering::SeqCst);
+        before_store();
+        // SAFETY: the entry is in the account, see `Account`; a byte is always aligned.
+        unsafe { AtomicU8::from_ptr(entry) }.store(1, Ordering::Relaxed);
     }
 
+    /// The number of a request that is marked.
     fn counter(&self, head: u16) -> u64 {
-        let field = self.entry(head).wrapping_add(OFFSET_COUNTER).cast();
-        // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
-        unsafe { AtomicU64::from_ptr(field) }.load(Ordering::Relaxed)
+        self.entry(head).map_or(0, |entry| {
+            let field = entry.wrapping_add(OFFSET_COUNTER).cast();
+            // SAFETY: the entry is in the account and aligned, see `Account`, and so is its field.
+            unsafe { AtomicU64::from_ptr(field) }.load(Ordering::Relaxed)
+        })
     }
 
     fn load(&self, offset: usize) -> u16 {
@@ -397,36 +432,10 @@ impl Account {
 
     #[inline]
     fn store(&self, offset: usize, value: u16) {
-        #[cfg(test)]
-        death::before_store();
+        before_store();
         let field = self.start.wrapping_add(offset).cast();
         // SAFETY: the offset is of a field of the account, which is aligned, see `Account`.
         unsafe { AtomicU16::from_ptr(field) }.store(value, Ordering::Relaxed);
-    }
-}
-
-/// Where a test has the process die.
-#[cfg(test)]
-pub(crate) mod death {
-    use std::cell::Cell;
-
-    /// What it dies of.
-    pub(super) struct Died;
-
-    thread_local! {
-        static LEFT: Cell<Option<u32>> = const { Cell::new(None) };
-    }
-
-    /// The process dies before it makes one more store than this.
-    pub(super) fn after(stores: Option<u32>) {
-        LEFT.set(stores);
-    }
-
-    pub(crate) fn before_store() {
-        match LEFT.get() {
-            Some(0) => std::panic::resume_unwind(Box::new(Died)),
-            left => LEFT.set(left.map(|left| left - 1)),
-        }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU16, Ordering};
 
+use crate::death::before_store;
 use crate::error::{QueueError, RingPart};
 use crate::memory::LocalMemory;
 
@@ -126,16 +127,14 @@ impl Rings {
     /// Release: a driver that sees the idx also sees the entries, and the data from the device.
     #[inline]
     pub(crate) fn store_used_idx(&self, index: u16) {
-        #[cfg(test)]
-        crate::inflight::death::before_store();
+        before_store();
         // SAFETY: the used ring is mapped and aligned, see `Rings`.
         unsafe { store(self.used.add(RING_IDX), index, Ordering::Release) }
     }
 
     #[inline]
     pub(crate) fn store_used_entry(&self, index: u16, head: u16, written_bytes: u32) {
-        #[cfg(test)]
-        crate::inflight::death::before_store();
+        before_store();
         let offset = RING_ENTRIES + usize::from(index & self.mask) * USED_ENTRY_BYTES;
         // SAFETY: the used ring is mapped and aligned to 4 and has `mask` + 1 entries of two u32,
         // see `Rings`.
@@ -144,6 +143,15 @@ impl Rings {
             entry.write_volatile(u32::from(head).to_le());
             entry.add(1).write_volatile(written_bytes.to_le());
         }
+    }
+
+    /// The head of a used element that was stored, unless the driver has written over it.
+    #[inline]
+    pub(crate) fn used_head(&self, index: u16) -> u16 {
+        let offset = RING_ENTRIES + usize::from(index & self.mask) * USED_ENTRY_BYTES;
+        // SAFETY: the used ring is mapped and aligned to 4 and has `mask` + 1 entries that begin
+        // with a u32, see `Rings`.
+        unsafe { load(self.used.add(offset), Ordering::Relaxed) }
     }
 
     pub(crate) fn store_used_flags(&self, flags: u16) {

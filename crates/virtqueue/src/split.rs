@@ -63,8 +63,10 @@ pub struct SplitQueue {
     in_device: u16,
     /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
+    /// Chains that an earlier process had seen and not answered, and that are still to be popped.
+    again_left: u16,
     /// Where requests are marked while they are in the device.
-    inflight: Option<Inflight>,
+    inflight: Option<Box<Inflight>>,
 }
 
 impl SplitQueue {
@@ -94,6 +96,7 @@ impl SplitQueue {
             checked_used: next_used,
             in_device: 0,
             call_forced: true,
+            again_left: 0,
             inflight: None,
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
@@ -101,8 +104,8 @@ impl SplitQueue {
     }
 
     /// As [`new`](Self::new), for a queue whose requests are marked in an inflight region. If the
-    /// region knows the ring, it says where to continue, and the queue begins with
-    /// [`pop_again`](Self::pop_again) until there is nothing to pop.
+    /// region knows the ring, it says where to continue: first with the chains that an earlier
+    /// process had taken and not answered, in the order in which it had taken them.
     ///
     /// # Errors
     ///
@@ -120,26 +123,20 @@ impl SplitQueue {
         };
         let (inflight, recovery) = Inflight::open(inflight, ring)?;
         if let Recovery::Known { requests } = recovery {
-            queue.next_avail = queue.next_used.wrapping_add(requests);
-            queue.avail_shadow = queue.next_avail;
+            // As if they were the next in the avail ring. Their order there may have been another.
+            queue.next_avail = queue.next_used;
+            queue.avail_shadow = queue.next_used.wrapping_add(requests);
+            queue.again_left = requests;
         }
-        queue.inflight = Some(inflight);
+        queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
     }
 
-    /// Takes the next chain that was in the device when the process before this one ended, in the
-    /// order in which they were taken then.
-    ///
-    /// # Errors
-    ///
-    /// As [`pop`](Self::pop).
-    pub fn pop_again(&mut self) -> Result<Option<Chain>, QueueError> {
-        let Some(head) = self.inflight.as_mut().and_then(Inflight::take_again) else {
-            return Ok(None);
-        };
-        let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
-        self.in_device += 1;
-        Ok(Some(chain::finish(&mut self.translator, head, fault)))
+    /// Whether chains are left to be popped that an earlier process had taken. The avail ring does
+    /// not have them any more: nobody but this queue and the region knows of them.
+    #[inline]
+    pub fn has_again(&self) -> bool {
+        self.again_left > 0
     }
 
     /// Takes the next chain that the driver made available, if there is one.
@@ -149,10 +146,12 @@ impl SplitQueue {
     /// When the ring is bad: the device must stop this queue. No chain has been lost before.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
+        let again_left = self.again_left;
         let popped = self.pop_from_map();
         if self.translator.memory().is_intact() {
             return popped;
         }
+        self.again_left = again_left;
         self.pop_after_loss(popped)
     }
 
@@ -162,12 +161,9 @@ impl SplitQueue {
         &mut self,
         popped: Result<Option<Chain>, QueueError>,
     ) -> Result<Option<Chain>, QueueError> {
-        if let Ok(Some(chain)) = popped {
+        if let Ok(Some(_)) = popped {
             self.next_avail = self.next_avail.wrapping_sub(1);
             self.in_device -= 1;
-            if let Some(inflight) = &mut self.inflight {
-                inflight.not_taken(chain.head);
-            }
         }
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
         let memory = self.translator.memory();
@@ -185,17 +181,29 @@ impl SplitQueue {
         if self.next_avail == self.avail_shadow && !self.look_for_more()? {
             return Ok(None);
         }
-        let head = self.rings.avail_entry(self.next_avail);
+        let head = if self.again_left == 0 {
+            self.rings.avail_entry(self.next_avail)
+        } else {
+            self.head_again()
+        };
         let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
         self.next_avail = self.next_avail.wrapping_add(1);
         self.in_device += 1;
-        if let Some(inflight) = &mut self.inflight {
-            inflight.taken(head);
-        }
         Ok(Some(match fault {
             None => chain::finish(&mut self.translator, head, None),
             Some(fault) => chain::finish(&mut self.translator, head, Some(fault)),
         }))
+    }
+
+    /// The next head that an earlier process had seen.
+    #[cold]
+    fn head_again(&mut self) -> u16 {
+        let left = self.again_left;
+        self.again_left -= 1;
+        match &self.inflight {
+            Some(inflight) => inflight.head_again(left),
+            None => unreachable!("nobody else knows of earlier processes"),
+        }
     }
 
     /// Writes a used element: the chain with this head is done, and the device wrote this many
@@ -213,9 +221,6 @@ impl SplitQueue {
         self.rings.store_used_entry(self.next_used, head, written_bytes);
         self.next_used = self.next_used.wrapping_add(1);
         self.in_device -= 1;
-        if let Some(inflight) = &mut self.inflight {
-            inflight.pushed(head);
-        }
     }
 
     /// Makes all pushed elements visible, and returns how many are new. A driver that sleeps sees
@@ -224,11 +229,13 @@ impl SplitQueue {
     pub fn publish_quietly(&mut self) -> u16 {
         let count = self.next_used.wrapping_sub(self.published_used);
         if count > 0 {
-            self.rings.store_used_idx(self.next_used);
-            self.published_used = self.next_used;
-            if let Some(inflight) = &mut self.inflight {
-                inflight.published(self.next_used);
+            let (first, end) = (self.published_used, self.next_used);
+            match &mut self.inflight {
+                None => self.rings.store_used_idx(end),
+                Some(inflight) if count == 1 => inflight.publish_one(&self.rings, first),
+                Some(inflight) => inflight.publish(&self.rings, first, end),
             }
+            self.published_used = end;
         }
         let unchecked = self.next_used.wrapping_sub(self.checked_used);
         assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
@@ -366,8 +373,35 @@ impl SplitQueue {
                 QueueError::TooManyChains { available, in_device: self.in_device, size }
             });
         }
+        if self.inflight.is_some() {
+            self.mark_up_to(avail_idx);
+        }
         self.avail_shadow = avail_idx;
         Ok(available > 0)
+    }
+
+    /// Marks chains that are seen for the first time.
+    #[inline(never)]
+    fn mark_up_to(&mut self, avail_idx: u16) {
+        let Self { inflight, rings, avail_shadow, .. } = self;
+        if let Some(inflight) = inflight {
+            let count = avail_idx.wrapping_sub(*avail_shadow);
+            let entries = (0..count).map(|at| avail_shadow.wrapping_add(at));
+            inflight.seen(entries.map(|index| rings.avail_entry(index)));
+        }
+    }
+
+    /// Leaves chains that were seen and not popped to whoever serves the ring next, and to the
+    /// avail ring alone.
+    pub fn leave_rest(&mut self) {
+        assert!(self.again_left == 0, "the avail ring does not have {} chains", self.again_left);
+        let Self { inflight, rings, next_avail, avail_shadow, .. } = self;
+        if let Some(inflight) = inflight {
+            let count = avail_shadow.wrapping_sub(*next_avail);
+            let entries = (0..count).rev().map(|at| next_avail.wrapping_add(at));
+            inflight.leave(entries.map(|index| rings.avail_entry(index)));
+        }
+        self.avail_shadow = self.next_avail;
     }
 }
 

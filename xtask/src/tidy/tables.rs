@@ -151,7 +151,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/virtqueue/src",
         modules: &[
-            (0, &["budget", "error", "limits", "mapping"]),
+            (0, &["budget", "death", "error", "limits", "mapping"]),
             (1, &["sigbus"]),
             (2, &["region"]),
             (3, &["memory::map"]),
