@@ -103,7 +103,13 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, group: Option<u32>, daemon: &Weak
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
     let connections = Arc::new(());
     while !wait(Some(listener), stop) {
-        let stream = match endpoint.accept() {
+        let Some(daemon) = daemon.upgrade() else { return };
+        let accepted = {
+            let _this_process_goes_on = daemon.clients();
+            endpoint.accept()
+        };
+        let daemon = Arc::downgrade(&daemon);
+        let stream = match accepted {
             Some(Ok(stream)) => stream,
             Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Some(Err(error)) => {
@@ -115,7 +121,7 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, group: Option<u32>, daemon: &Weak
             }
             None => continue,
         };
-        let (daemon, connection) = (Weak::clone(daemon), Arc::clone(&connections));
+        let connection = Arc::clone(&connections);
         // Without the listener's own.
         let connected = Arc::strong_count(&connections) - 1;
         let serve = move || {

@@ -44,6 +44,8 @@ pub struct Daemon {
     /// How this process was started, and its control socket: what another one needs to take over.
     life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
     subscribers: Subscribers,
+    /// Locked while another process may go on with the control socket.
+    clients: Mutex<()>,
 }
 
 /// An export that is ready to be served.
@@ -118,6 +120,7 @@ impl Daemon {
             events,
             life: OnceLock::new(),
             subscribers: Subscribers::default(),
+            clients: Mutex::new(()),
         };
         Ok((daemon, Ending(received)))
     }

@@ -85,11 +85,13 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let (taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
-    let reload = config.map(|(file, config)| reload_served(file, &config, &daemon)).transpose()?;
-    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload)?;
+    let reload = config.map(|(file, config)| reload_served(file, &config, &daemon));
+    let reload = reload.and_then(|reload| without(reload, "the configuration file"));
+    let _signals =
+        without(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
-    let control = listen(control, group, &daemon, life)?;
-    let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
+    let control = without(listen(control, group, &daemon, life), "the control socket").flatten();
+    let _sizes = without(SizeWatch::start(Arc::downgrade(&daemon)), "disks that grow");
     let outcome = ending.wait(&daemon)?;
     Ok(end(outcome, control))
 }
@@ -101,6 +103,11 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     crate::descriptor_limit::raise();
     args.check()
+}
+
+/// What works, or nothing: guests that were taken over do not pay for the rest.
+fn without<T>(result: Result<T>, what: &str) -> Option<T> {
+    result.inspect_err(|error| tracing::error!("goes on without heeding {what}: {error:#}")).ok()
 }
 
 /// Applies later changes of a file, of whose exports a daemon serves those that it has taken over.

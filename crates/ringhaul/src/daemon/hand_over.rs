@@ -1,6 +1,6 @@
 //! Exports that go from the daemon of one process to that of another.
 
-use std::sync::Weak;
+use std::sync::{MutexGuard, PoisonError, Weak};
 
 use anyhow::{Context, Result};
 
@@ -22,7 +22,8 @@ pub(crate) struct Expected(Vec<(ExportSetup, String)>);
 /// Queues that stand still, until this is dropped.
 pub(crate) struct Standing<'a> {
     daemon: &'a Daemon,
-    is_left: bool,
+    /// Whoever connects to the control socket now is served by the one that goes on.
+    _clients: MutexGuard<'a, ()>,
 }
 
 impl Daemon {
@@ -52,14 +53,21 @@ impl Daemon {
         self.control.describe()
     }
 
+    /// Waits until it is certain that this process goes on, and stays so until the result is
+    /// dropped.
+    pub(crate) fn clients(&self) -> MutexGuard<'_, ()> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Has all queues stop.
     ///
     /// # Errors
     ///
     /// When the exports are not those that were described, or do not stop. They go on then.
     pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
+        let clients = self.clients();
         let paused = self.control.pause(generation)?;
-        Ok((Standing { daemon: self, is_left: false }, paused))
+        Ok((Standing { daemon: self, _clients: clients }, paused))
     }
 
     /// Opens what another process still serves.
@@ -125,19 +133,18 @@ impl Daemon {
 
 impl Standing<'_> {
     /// Leaves all of it to `process`. This one ends.
-    pub(crate) fn leave(mut self, process: u32) {
-        self.is_left = true;
+    pub(crate) fn leave(self, process: u32) {
         // Before the control thread says that it has nothing left.
         let _ = self.daemon.events.send(Event::HandedOver(process));
         self.daemon.control.leave();
+        // Nobody is served here any more.
+        std::mem::forget(self);
     }
 }
 
 impl Drop for Standing<'_> {
     fn drop(&mut self) {
-        if !self.is_left {
-            self.daemon.control.resume();
-        }
+        self.daemon.control.resume();
     }
 }
 
