@@ -13,7 +13,7 @@ use std::io::{self, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -37,6 +37,8 @@ use methods::Entry;
 /// ask for what does not wait.
 const CONNECTIONS_MAX: usize = 16;
 const HURRIED_MAX: usize = 16;
+/// How long a process that leaves takes to tell clients what has become of their requests.
+const LAST_ANSWERS_MAX: Duration = Duration::from_secs(1);
 /// Nobody can connect for so long when the kernel lacks descriptors or memory.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -44,6 +46,37 @@ const PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct ControlSocket {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
+    unanswered: Arc<Unanswered>,
+}
+
+/// How many requests are being carried out.
+#[derive(Default)]
+struct Unanswered {
+    count: Mutex<usize>,
+    fewer: Condvar,
+}
+
+/// One of them.
+struct Answering<'a>(&'a Unanswered);
+
+impl Unanswered {
+    fn begin(&self) -> Answering<'_> {
+        *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Answering(self)
+    }
+
+    /// Waits until there is none, if that does not take too long.
+    fn wait(&self) {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.fewer.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
+    }
+}
+
+impl Drop for Answering<'_> {
+    fn drop(&mut self) {
+        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.fewer.notify_all();
+    }
 }
 
 impl ControlSocket {
@@ -81,11 +114,21 @@ impl ControlSocket {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
+        let unanswered = Arc::<Unanswered>::default();
+        let counted = Arc::clone(&unanswered);
         let thread = std::thread::Builder::new()
             .name("ringhaul-rpc".into())
-            .spawn(move || listen(&endpoint, &stopped, group, &daemon))
+            .spawn(move || listen(&endpoint, &stopped, group, &daemon, &counted))
             .context("cannot start the thread of the control socket")?;
-        Ok(Self { stop, thread: Some(thread) })
+        Ok(Self { stop, thread: Some(thread), unanswered })
+    }
+
+    /// Leaves the socket to another process: this one ends. Clients hear first what has become of
+    /// their requests.
+    pub(crate) fn leave(self) {
+        self.unanswered.wait();
+        // To drop it would remove the socket.
+        std::mem::forget(self);
     }
 }
 
@@ -99,7 +142,13 @@ impl Drop for ControlSocket {
 }
 
 /// Takes in clients until `stop` is written.
-fn listen(endpoint: &Endpoint, stop: &OwnedFd, group: Option<u32>, daemon: &Weak<Daemon>) {
+fn listen(
+    endpoint: &Endpoint,
+    stop: &OwnedFd,
+    group: Option<u32>,
+    daemon: &Weak<Daemon>,
+    unanswered: &Arc<Unanswered>,
+) {
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
     let connections = Arc::new(());
     while !wait(Some(listener), stop) {
@@ -124,9 +173,10 @@ fn listen(endpoint: &Endpoint, stop: &OwnedFd, group: Option<u32>, daemon: &Weak
         let connection = Arc::clone(&connections);
         // Without the listener's own.
         let connected = Arc::strong_count(&connections) - 1;
+        let unanswered = Arc::clone(unanswered);
         let serve = move || {
             let _connection = connection;
-            if let Err(error) = converse(stream, group, &daemon, connected) {
+            if let Err(error) = converse(stream, group, &daemon, &unanswered, connected) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -163,6 +213,7 @@ fn converse(
     stream: UnixStream,
     group: Option<u32>,
     daemon: &Weak<Daemon>,
+    unanswered: &Unanswered,
     connected: usize,
 ) -> Result<()> {
     let connection = Arc::new(Connection::new(stream, LIMITS)?);
@@ -184,7 +235,7 @@ fn converse(
         return Ok(());
     }
     let may_wait = connected <= CONNECTIONS_MAX;
-    let mut client = Client::new(Weak::clone(daemon), Arc::clone(&connection));
+    let mut client = Client::new(Weak::clone(daemon), is_owner, Arc::clone(&connection));
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {
@@ -201,7 +252,10 @@ fn converse(
                     let mut reader = read.chain(BufReader::new(stream));
                     return takeover::give::give(&daemon, asked, &mut reader, stream);
                 }
-                None => serve(&line, &mut client, may_wait)?,
+                None => {
+                    let _answering = unanswered.begin();
+                    serve(&line, &mut client, may_wait)?;
+                }
             },
             Line::TooLong => {
                 let most = LIMITS.line_bytes;

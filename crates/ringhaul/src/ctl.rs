@@ -66,6 +66,11 @@ pub enum What {
         #[arg(value_name = "[T:]LUN")]
         unit: String,
     },
+    /// Have another program take over from the daemon, which ends, while its guests go on.
+    Upgrade {
+        /// The program: a `ringhaul` of any version that understands this one.
+        binary: PathBuf,
+    },
     /// End the daemon, as SIGTERM does.
     Shutdown,
     /// Call a method with parameters, a JSON object.
@@ -125,6 +130,11 @@ fn call_of(what: &What) -> Result<(&str, Value)> {
         }
         What::RemoveLun { export, unit } => ("lun.remove", of_unit(export, unit)?),
         What::Resize { export, unit } => ("disk.resize", of_unit(export, unit)?),
+        What::Upgrade { binary } => {
+            // The daemon may work in another directory.
+            let binary = std::path::absolute(binary).context("which directory this is")?;
+            ("upgrade", json!({ "binary": binary }))
+        }
         What::Shutdown => ("shutdown", json!({})),
         What::Call { method, params } => {
             let params = serde_json::from_str(params).context("the parameters are no JSON")?;

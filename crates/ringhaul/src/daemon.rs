@@ -2,7 +2,7 @@
 
 pub(crate) mod hand_over;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -44,8 +44,13 @@ pub struct Daemon {
     /// How this process was started, and its control socket: what another one needs to take over.
     life: OnceLock<(Life, Option<Weak<Endpoint>>)>,
     subscribers: Subscribers,
+    /// What was set since.
+    changes: Mutex<SettingsChange>,
     /// Locked while another process may go on with the control socket.
     clients: Mutex<()>,
+    /// The process that has taken over.
+    left: Mutex<Option<u32>>,
+    has_left: Condvar,
 }
 
 /// An export that is ready to be served.
@@ -120,7 +125,10 @@ impl Daemon {
             events,
             life: OnceLock::new(),
             subscribers: Subscribers::default(),
+            changes: Mutex::default(),
             clients: Mutex::new(()),
+            left: Mutex::new(None),
+            has_left: Condvar::new(),
         };
         Ok((daemon, Ending(received)))
     }
@@ -257,6 +265,7 @@ impl Daemon {
         threads.set_poll_limits(limits);
         let settings = Settings::of(limits);
         if *change != SettingsChange::default() {
+            self.changes.lock().unwrap_or_else(PoisonError::into_inner).add(change);
             let Settings { log, poll_max_us, poll_budget } = &settings;
             let log = log.as_deref().unwrap_or("not known");
             tracing::info!(

@@ -167,6 +167,14 @@ impl Endpoint {
         })
     }
 
+    /// Where it is in the file system, if it is our own.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Listener(socket) => Some(&socket.path),
+            Self::InheritedListener(_) | Self::Connection(_) => None,
+        }
+    }
+
     /// From now on it is this process that ends it.
     pub(crate) fn keep(&mut self) {
         match self {

@@ -26,6 +26,7 @@ pub mod log;
 mod log_limit;
 mod make_device;
 pub mod memory_limits;
+mod notify;
 mod open_disk;
 pub mod options;
 pub mod peer;

@@ -82,6 +82,8 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
+    let changed = daemon.handle(Command::Set(life.changes.clone()));
+    changed.map_err(CommandError::into_error).context("cannot set what was set before")?;
     let (taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
@@ -148,8 +150,7 @@ fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
     match outcome {
         Outcome::Clean => ExitCode::SUCCESS,
         Outcome::HandedOver => {
-            // The socket is the other process's now, and to drop this would remove it.
-            std::mem::forget(control);
+            control.into_iter().for_each(ControlSocket::leave);
             ExitCode::SUCCESS
         }
         Outcome::Abandoned => ExitCode::from(EXIT_ABANDONED),

@@ -48,6 +48,14 @@ impl PollLimits {
 }
 
 impl SettingsChange {
+    /// This change, and a later one.
+    pub(crate) fn add(&mut self, later: &Self) {
+        let Self { log, poll_max_us, poll_budget } = later.clone();
+        self.log = log.or(self.log.take());
+        self.poll_max_us = poll_max_us.or(self.poll_max_us);
+        self.poll_budget = poll_budget.or(self.poll_budget);
+    }
+
     /// Makes the change of everything but the log in `limits`, and then that of the log: all of it
     /// or, where one is out of its range, nothing.
     ///

@@ -11,5 +11,6 @@
 mod arguments;
 pub(crate) mod format;
 pub(crate) mod give;
+pub(crate) mod start;
 pub(crate) mod take;
 pub(crate) mod wire;

@@ -1,13 +1,14 @@
 //! A process that takes over from another, while front-ends go on.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run, serve};
+use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::server::ringhaul_binary;
 use serde_json::{Value, json};
 
 use crate::{DISK_BYTES, scene};
@@ -231,5 +232,56 @@ fn reservations_that_are_kept_in_a_file_go_along() -> Result<()> {
         let write = bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 1");
         ensure!(run(&mut write?)?.status.code() != Some(0), "the reservation does not hold");
     }
+    Ok(())
+}
+
+/// A daemon that no test has started. It ends with this, however the test does.
+struct Successor<'a>(&'a Scene);
+
+impl Drop for Successor<'_> {
+    fn drop(&mut self) {
+        // It fails where the test has ended the daemon.
+        let _ = Client::new(self.0).and_then(|mut client| client.ask("shutdown", &json!({})));
+    }
+}
+
+/// By a daemon that starts its successor itself.
+#[test]
+fn a_daemon_is_upgraded_by_request() -> Result<()> {
+    let scene = scene()?;
+    let manager = UnixDatagram::bind(scene.socket("manager"))?;
+    manager.set_read_timeout(Some(LIMIT))?;
+    let mut command = begin(&scene)?;
+    let daemon = Running::serve(command.env("NOTIFY_SOCKET", scene.socket("manager")))?;
+    let _successor = Successor(&scene);
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    let ctl = |words: &[&str]| -> Result<Finished> {
+        let mut ctl = ringhaul()?;
+        run(ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
+    };
+    for (wrong, why) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")] {
+        let said = ctl(&["upgrade", wrong])?.expect_code(1)?.stderr;
+        ensure!(said.contains(why), "{said}");
+        check(&mut frontend, 2)?;
+    }
+    ctl(&["call", "set", r#"{"poll-max-us": 7}"#])?.expect_code(0)?;
+    let binary = ringhaul_binary()?;
+    let said = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
+    let said: Value = serde_json::from_str(&said)?;
+    let mut heard = [0; 64];
+    let bytes = manager.recv(&mut heard)?;
+    let expected = format!("MAINPID={}\n", said["process"]);
+    ensure!(&heard[..bytes] == expected.as_bytes(), "the service manager does not know of it");
+    let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
+    ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
+    // Its log has gone to where that of the first one goes, so it is still open.
+    check(&mut frontend, 3)?;
+    ctl(&["shutdown"])?.expect_code(0)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    for line in ["has taken over", TAKEN, "finishing requests, then ending"] {
+        ensure!(log.contains(line), "no {line:?}:\n{log}");
+    }
+    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! A client, as methods see it: the daemon that it asks, and the events that it wants to know.
 
+use std::path::Path;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Weak};
 
@@ -7,13 +8,16 @@ use anyhow::{Context, Result};
 
 use super::connection::Connection;
 use super::message::{Code, Problem, event_line};
-use crate::command::{Command, Reply};
+use crate::command::{Command, CommandError, Reply};
 use crate::daemon::Daemon;
 use crate::subscribers::{ExportEvent, Kind, Subscription};
+use crate::takeover;
 
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
+    /// Root, or the user of the daemon.
+    is_owner: bool,
     pub(super) connection: Arc<Connection>,
     /// Events come for as long as it is there.
     subscription: Option<Subscription>,
@@ -28,8 +32,18 @@ struct Events {
 }
 
 impl Client {
-    pub(super) fn new(daemon: Weak<Daemon>, connection: Arc<Connection>) -> Self {
-        Self { daemon, connection, subscription: None, beginning: None }
+    pub(super) fn new(daemon: Weak<Daemon>, is_owner: bool, connection: Arc<Connection>) -> Self {
+        Self { daemon, is_owner, connection, subscription: None, beginning: None }
+    }
+
+    /// Has `binary` run as the user of the daemon, to take over from it.
+    pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, Problem> {
+        if !self.is_owner {
+            let text = "only root and the user of this daemon may say what takes over from it";
+            return Err(Problem::new(Code::Refused, text));
+        }
+        let process = takeover::start::upgrade(&*self.daemon()?, binary);
+        process.map_err(|error| Problem::from(&CommandError::from(error)))
     }
 
     /// Has the daemon do something, and waits for that.

@@ -1,5 +1,7 @@
 //! The methods: which there are, their parameters, and what they answer.
 
+use std::path::PathBuf;
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -14,7 +16,7 @@ use crate::status::ExportDetails;
 use crate::subscribers::Kind;
 
 /// All methods.
-const METHODS: [Entry; 12] = [
+const METHODS: [Entry; 13] = [
     Entry::of::<Ping>(),
     Entry::of::<List>(),
     Entry::of::<Show>(),
@@ -24,6 +26,7 @@ const METHODS: [Entry; 12] = [
     Entry::of::<RemoveUnit>(),
     Entry::of::<Resize>(),
     Entry::of::<SettingsChange>(),
+    Entry::of::<Upgrade>(),
     Entry::of::<Counters>(),
     Entry::of::<Subscribe>(),
     Entry::of::<Shutdown>(),
@@ -293,6 +296,29 @@ impl Method for Subscribe {
 
     fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
         client.subscribe(self.events).map(|()| Done {})
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Upgrade {
+    /// The program that is started to take over from this one.
+    binary: PathBuf,
+}
+
+#[derive(Serialize)]
+struct Upgraded {
+    /// The id of the process that has taken over.
+    process: u32,
+}
+
+impl Method for Upgrade {
+    const NAME: &'static str = "upgrade";
+    const MAY_WAIT: bool = true;
+    type Answer = Upgraded;
+
+    fn carry_out(self, client: &mut Client) -> Result<Upgraded, Problem> {
+        Ok(Upgraded { process: client.upgrade(&self.binary)? })
     }
 }
 

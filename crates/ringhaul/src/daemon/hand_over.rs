@@ -1,6 +1,8 @@
 //! Exports that go from the daemon of one process to that of another.
 
+use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -41,7 +43,28 @@ impl Daemon {
         let (life, control) = self.life.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
-        Ok((life.clone(), control.context("cannot hand over the control socket")?))
+        let changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let life = Life { changes, ..life.clone() };
+        Ok((life, control.context("cannot hand over the control socket")?))
+    }
+
+    /// How this process was started, and where its control socket is.
+    ///
+    /// # Errors
+    ///
+    /// When it has none.
+    pub(crate) fn started(&self) -> Result<(Life, PathBuf)> {
+        let (life, control) = self.life.get().context("it is too early for that")?;
+        let control = control.as_ref().and_then(Weak::upgrade);
+        let path = control.as_ref().and_then(|control| control.path());
+        Ok((life.clone(), path.context("there is no control socket to take over by")?.to_owned()))
+    }
+
+    /// Waits for a while until another process has taken over, and returns its id.
+    pub(crate) fn wait_left(&self, wait: Duration) -> Option<u32> {
+        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.has_left.wait_timeout_while(left, wait, |left| left.is_none());
+        *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Describes the exports for another process.
@@ -136,6 +159,8 @@ impl Standing<'_> {
     pub(crate) fn leave(self, process: u32) {
         // Before the control thread says that it has nothing left.
         let _ = self.daemon.events.send(Event::HandedOver(process));
+        *self.daemon.left.lock().unwrap_or_else(PoisonError::into_inner) = Some(process);
+        self.daemon.has_left.notify_all();
         self.daemon.control.leave();
         // Nobody is served here any more.
         std::mem::forget(self);

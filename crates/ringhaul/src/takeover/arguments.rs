@@ -8,6 +8,7 @@ use clap::{CommandFactory, Parser};
 use super::format::Life;
 use crate::config::{Config, ConfigFile};
 use crate::options::ServeArgs;
+use crate::settings::SettingsChange;
 
 /// The options of `ringhaul serve`, where later ones replace earlier ones.
 #[derive(Debug, Parser)]
@@ -31,7 +32,8 @@ impl Life {
     /// When the working directory is gone, or an option is no text.
     pub(crate) fn own() -> Result<Self> {
         let directory = std::env::current_dir().context("cannot tell the working directory")?;
-        Ok(Self { directory, arguments: own_arguments(std::env::args_os())? })
+        let arguments = own_arguments(std::env::args_os())?;
+        Ok(Self { directory, arguments, changes: SettingsChange::default() })
     }
 
     /// The life that goes on when this process, with its own options, takes over from that one. Its
@@ -88,7 +90,7 @@ mod tests {
 
     fn life(words: &str) -> Life {
         let arguments = own_arguments(words.split(' ').map(OsString::from)).unwrap();
-        Life { directory: "/".into(), arguments }
+        Life { directory: "/".into(), arguments, changes: SettingsChange::default() }
     }
 
     #[test]

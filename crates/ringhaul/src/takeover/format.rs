@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use crate::control::handed::{ExportProgress, HandedExport};
 use crate::export::EndpointState;
+use crate::settings::SettingsChange;
 
 /// The format in which this version describes itself.
 pub(super) const FORMAT: u32 = 1;
@@ -48,6 +49,8 @@ pub(crate) struct Life {
     pub(crate) directory: PathBuf,
     /// Of `ringhaul serve`.
     pub(crate) arguments: Vec<String>,
+    /// What was set since the start.
+    pub(crate) changes: SettingsChange,
 }
 
 /// How far the old process has come.

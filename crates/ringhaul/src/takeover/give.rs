@@ -17,6 +17,7 @@ use super::wire::send_fds;
 use crate::command::CommandError;
 use crate::daemon::Daemon;
 use crate::handed_fds::HandedFds;
+use crate::notify;
 
 /// How long the new process may take to open what there is.
 const OPEN_MAX: Duration = Duration::from_secs(300);
@@ -96,6 +97,7 @@ fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> 
     talk.expect(TAKE, TAKE_MAX)?;
     // From here on only the other process may serve, if it hears this.
     talk.answer(&json!({}), &HandedFds::default())?;
+    notify::main_process(process);
     standing.leave(process);
     Ok(())
 }

@@ -1,0 +1,51 @@
+//! What a service manager is told, if there is one that listens: see sd_notify(3).
+
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+/// Where it listens; `@` stands for the zero byte that abstract names begin with.
+const VARIABLE: &str = "NOTIFY_SOCKET";
+
+/// Says that the service goes on in this process. Without that the manager takes the end of this
+/// one for the end of the service.
+pub(crate) fn main_process(process: u32) {
+    let Ok(path) = std::env::var(VARIABLE) else { return };
+    if let Err(error) = send(&path, &format!("MAINPID={process}\n")) {
+        tracing::warn!(
+            "cannot tell the service manager at {path} that process {process} goes on: {error}"
+        );
+    }
+}
+
+fn send(path: &str, text: &str) -> io::Result<()> {
+    let address = match path.strip_prefix('@') {
+        Some(name) => SocketAddr::from_abstract_name(name)?,
+        None => SocketAddr::from_pathname(path)?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    // One that does not read keeps nobody from ending.
+    socket.set_nonblocking(true)?;
+    socket.send_to_addr(text.as_bytes(), &address).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_kinds_of_names_are_reached() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify").display().to_string();
+        let name = format!("ringhaul-notify-test-{}", std::process::id());
+        let by_name = SocketAddr::from_abstract_name(&name).unwrap();
+        let sockets = [UnixDatagram::bind(&path), UnixDatagram::bind_addr(&by_name)];
+        for (socket, path) in sockets.into_iter().zip([path, format!("@{name}")]) {
+            send(&path, "MAINPID=7\n").unwrap();
+            let mut buffer = [0; 64];
+            let bytes = socket.unwrap().recv(&mut buffer).unwrap();
+            assert_eq!(buffer[..bytes], *b"MAINPID=7\n");
+        }
+        assert!(send(&folder.path().display().to_string(), "").is_err());
+    }
+}
