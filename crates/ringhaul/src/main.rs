@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap_complete::Shell;
 use ringhaul::config::{Config, ConfigFile};
 use ringhaul::ctl::CtlArgs;
 use ringhaul::log::{self, LogFormat, parse_filter};
@@ -53,6 +54,11 @@ enum Command {
     Bench(Box<ringhaul_bench::BenchArgs>),
     /// Ask a daemon that was started with `--control`, or tell it to change something.
     Ctl(CtlArgs),
+    /// Print what makes a shell complete the words of this program.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
 }
 
 fn check_filter(text: &str) -> Result<String, String> {
@@ -91,6 +97,7 @@ fn main() -> ExitCode {
         Command::Check { file } => check(&file),
         Command::Bench(args) => ringhaul_bench::run(&args),
         Command::Ctl(args) => ringhaul::ctl::run(&args),
+        Command::Completions { shell } => print_completions(shell),
     });
     let code = result.unwrap_or_else(|error| {
         log::report_failure(cli.log_format, &with_advice(&error));
@@ -112,6 +119,14 @@ fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, 
     let config = file.read()?;
     let cli = Cli::from_arg_matches(&config.matches)?;
     Ok((cli, Some((file, config))))
+}
+
+/// Prints a script for a shell.
+fn print_completions(shell: Shell) -> Result<ExitCode> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "ringhaul", &mut script);
+    std::io::stdout().write_all(&script).context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Reads a configuration file as `serve --config` does, and prints what would be served.

@@ -102,6 +102,7 @@ fn exports_and_units_come_and_go_by_request() -> Result<()> {
 /// has answered; none: the kernel did not let it connect.
 fn ask_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
     const ASK: &str = r#"
+        $SIG{PIPE} = 'IGNORE';
         my $socket = IO::Socket::UNIX->new(Peer => $ARGV[0]) or exit;
         print $socket qq({"jsonrpc": "2.0", "id": 1, "method": "ping"}\n);
         $socket->flush();

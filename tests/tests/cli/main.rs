@@ -6,6 +6,7 @@ mod bench_file;
 mod bench_scsi;
 mod config;
 mod control;
+mod ctl;
 mod disks;
 mod ends;
 mod locks;

@@ -212,7 +212,10 @@ pub(super) const FLOORS: &[Floors] = &[
             (3, &["command"]),
             (3, &["options::unit"]),
             (4, &["options::export"]),
-            (5, &["config", "ctl"]),
+            (0, &["ctl::connection", "ctl::show"]),
+            (5, &["config", "ctl::args"]),
+            (6, &["ctl::words"]),
+            (7, &["ctl"]),
             // Sessions.
             (2, &["vhost_user::body"]),
             (3, &["vhost_user::examiner", "vhost_user::message"]),

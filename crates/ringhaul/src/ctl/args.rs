@@ -1,0 +1,129 @@
+//! The command line of `ringhaul ctl`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use crate::options::ExportArgs;
+
+/// What the exit status says.
+const STATUS: &str = concat!(
+    "Status: 0, it is done; 1, the daemon has refused, or has tried and failed; 2, the command ",
+    "makes no sense, or the daemon cannot be reached; 3, a removal was not finished by its ",
+    "deadline, and goes on.",
+);
+
+/// Options of `ringhaul ctl`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = STATUS)]
+pub struct CtlArgs {
+    /// The control socket of the daemon, as its own option of this name has it.
+    #[arg(long, value_name = "PATH")]
+    pub control: PathBuf,
+    /// Print the daemon's answer as JSON. Otherwise it is tables on a terminal, and lines for
+    /// scripts elsewhere.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to ask.
+    #[command(subcommand)]
+    pub what: What,
+}
+
+/// What to ask a daemon. EXPORT is the name of an export, or the path of its socket.
+#[derive(Debug, Clone, Subcommand)]
+pub enum What {
+    /// Ask whether it is there.
+    Ping,
+    /// List the exports.
+    List,
+    /// Describe an export: its front-end, queues, memory, disks and engines.
+    Show {
+        /// Its name, or the path of its socket.
+        export: String,
+    },
+    /// Export a disk, or several, with the options of `serve`. Relative paths are those of this
+    /// command, and not of the daemon.
+    Add(Box<ExportArgs>),
+    /// End an export, and wait until its requests are finished.
+    Remove {
+        /// Its name, or the path of its socket.
+        export: String,
+        /// Disconnect the front-end at once. Requests that were taken are finished even so.
+        #[arg(long)]
+        force: bool,
+        /// Wait for at most so long, and say then what it waits for. It goes on ending.
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+        deadline: Option<u64>,
+    },
+    /// Add a logical unit to a virtio-scsi device.
+    AddLun {
+        /// The name of the export, or the path of its socket.
+        export: String,
+        /// As the values of `serve --lun`.
+        #[arg(value_name = "[T:]LUN,KEY=VALUE,...")]
+        unit: String,
+    },
+    /// Take a logical unit away.
+    RemoveLun {
+        /// The name of the export, or the path of its socket.
+        export: String,
+        /// Its address.
+        #[arg(value_name = "[T:]LUN")]
+        unit: String,
+    },
+    /// Give a disk another size, or the one that its file or device has now.
+    Resize {
+        /// The name of the export, or the path of its socket.
+        export: String,
+        /// The logical unit, of virtio-scsi, and the size: `10G`, or `+10G` to add that. A size
+        /// without a unit has a suffix (K, M, G, T, P) or a plus sign.
+        #[arg(value_name = "[[T:]LUN] [SIZE|+SIZE]", num_args = 0..=2)]
+        words: Vec<String>,
+        /// Let a smaller size cut off what lies beyond it.
+        #[arg(long)]
+        shrink: bool,
+    },
+    /// Change settings, or list them: log=FILTER, poll-max-us=US, poll-budget=PERCENT.
+    Set {
+        /// What to change.
+        #[arg(value_name = "KEY=VALUE")]
+        changes: Vec<String>,
+    },
+    /// Print what exports have served and IoThreads have done.
+    Stats,
+    /// Print events as they happen, until the daemon ends.
+    Events {
+        /// Print only these: added, removed, attached, gone, error, resized, lun-added,
+        /// lun-removed.
+        #[arg(value_name = "EVENT")]
+        kinds: Vec<String>,
+    },
+    /// Have another program take over from the daemon, which ends, while its guests go on.
+    Upgrade {
+        /// The program: a `ringhaul` of any version that understands this one.
+        binary: PathBuf,
+    },
+    /// End the daemon, as SIGTERM does.
+    Shutdown,
+    /// Call a method with parameters, a JSON object.
+    Call {
+        /// Its name.
+        method: String,
+        /// Its parameters.
+        #[arg(default_value = "{}")]
+        params: String,
+    },
+}
+
+/// Seconds, as milliseconds.
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    let wrong = || "it must be a number of seconds, as in 5 or 0.5".to_owned();
+    let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !digits(whole) || !digits(part) || part.len() > 3 {
+        return Err(wrong());
+    }
+    let whole: u64 = whole.parse().map_err(|_| wrong())?;
+    let part: u64 = format!("{part:0<3}").parse().map_err(|_| wrong())?;
+    whole.checked_mul(1000).and_then(|ms| ms.checked_add(part)).ok_or_else(wrong)
+}

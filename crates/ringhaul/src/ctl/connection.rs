@@ -1,0 +1,85 @@
+//! The connection to a daemon: questions, answers and events, a line each.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// A connection.
+pub(super) struct Connection {
+    path: PathBuf,
+    stream: BufReader<UnixStream>,
+    /// Events that have come before an answer.
+    events: VecDeque<Value>,
+}
+
+/// Why the daemon has not done what it was asked to.
+pub(super) struct Refusal {
+    pub(super) code: i64,
+    pub(super) message: String,
+}
+
+impl Connection {
+    pub(super) fn new(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path).with_context(|| {
+            format!("cannot connect to {}; is it a daemon's --control?", path.display())
+        })?;
+        let (path, stream) = (path.to_owned(), BufReader::new(stream));
+        Ok(Self { path, stream, events: VecDeque::new() })
+    }
+
+    /// Calls a method, and waits for the answer.
+    pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Result<Value, Refusal>> {
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        // A daemon that refuses a client has hung up, and said why before.
+        let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
+        loop {
+            let Some(mut line) = self.line()? else {
+                sent.with_context(|| self.asking())?;
+                bail!("the daemon at {} has gone without an answer", self.path.display());
+            };
+            if line.get("method").is_some() {
+                self.events.push_back(line["params"].take());
+                continue;
+            }
+            if let Some(error) = line.get("error") {
+                let message = error["message"].as_str().unwrap_or("the daemon has refused");
+                let (code, message) = (error["code"].as_i64().unwrap_or(0), message.to_owned());
+                return Ok(Err(Refusal { code, message }));
+            }
+            let result = line.get_mut("result").map(Value::take);
+            return Ok(Ok(result.context("the answer has neither result nor error")?));
+        }
+    }
+
+    /// Waits for the next event.
+    pub(super) fn event(&mut self) -> Result<Value> {
+        if let Some(event) = self.events.pop_front() {
+            return Ok(event);
+        }
+        match self.line()? {
+            Some(mut line) => Ok(line["params"].take()),
+            None => bail!(
+                "the daemon at {} has ended, or dropped a subscriber that was too slow",
+                self.path.display()
+            ),
+        }
+    }
+
+    /// The next line. None: the daemon has hung up.
+    fn line(&mut self) -> Result<Option<Value>> {
+        let mut line = String::new();
+        if self.stream.read_line(&mut line).with_context(|| self.asking())? == 0 {
+            return Ok(None);
+        }
+        let parsed = serde_json::from_str(&line);
+        parsed.with_context(|| format!("what {} answers is no JSON", self.path.display())).map(Some)
+    }
+
+    fn asking(&self) -> String {
+        format!("cannot ask the daemon at {}", self.path.display())
+    }
+}

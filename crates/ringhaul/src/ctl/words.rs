@@ -1,0 +1,257 @@
+//! The words of a command line, as calls of methods.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use ringhaul_options::parse_size;
+use serde_json::{Map, Value, json};
+
+use super::args::What;
+use crate::options::ExportArgs;
+use crate::options::unit::{parse_lun, parse_place};
+use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
+
+/// A parameter that is not the daemon's: how many bytes a disk is to grow by.
+pub(super) const MORE_BYTES: &str = "more-bytes";
+
+/// The methods that are called one after the other, and with what.
+pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
+    let call = match what {
+        What::Ping => ("ping", json!({})),
+        What::List => ("export.list", json!({})),
+        What::Show { export } => ("export.show", json!({ "export": export })),
+        What::Add(args) => return add(args),
+        What::Remove { export, force, deadline } => {
+            let mut params = json!({ "export": export, "force": force });
+            if let Some(deadline) = deadline {
+                params["deadline-ms"] = json!(deadline);
+            }
+            ("export.remove", params)
+        }
+        What::AddLun { export, unit } => {
+            let mut unit = parse_lun(unit)?;
+            make_absolute(&mut unit)?;
+            ("lun.add", json!({ "export": export, "unit": unit }))
+        }
+        What::RemoveLun { export, unit } => {
+            let place = parse_place(unit)?;
+            let params = json!({ "export": export, "target": place.target, "lun": place.lun });
+            ("lun.remove", params)
+        }
+        What::Resize { export, words, shrink } => ("disk.resize", resize(export, words, *shrink)?),
+        What::Set { changes } => ("set", set(changes)?),
+        What::Stats => ("stats", json!({})),
+        What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
+        What::Events { kinds } => ("subscribe", json!({ "events": kinds })),
+        What::Upgrade { binary } => ("upgrade", json!({ "binary": absolute(binary)? })),
+        What::Shutdown => ("shutdown", json!({})),
+        What::Call { method, params } => {
+            let params = serde_json::from_str(params).context("the parameters are no JSON")?;
+            (&**method, params)
+        }
+    };
+    Ok(vec![call])
+}
+
+fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
+    let mut specs = args.specs(None)?;
+    specs.iter_mut().try_for_each(make_spec_absolute)?;
+    let calls = specs.iter().map(|spec| Ok(("export.add", serde_json::to_value(spec)?)));
+    calls.collect()
+}
+
+/// Whoever types a path means it from where they are.
+fn make_spec_absolute(spec: &mut ExportSpec) -> Result<()> {
+    if let EndpointSpec::Path(path) = &mut spec.endpoint {
+        *path = absolute(path)?;
+    }
+    match &mut spec.device {
+        DeviceSpec::Blk(DiskSpec::File(path)) => *path = absolute(path)?,
+        DeviceSpec::Blk(DiskSpec::Null { .. }) => {}
+        DeviceSpec::Scsi(units) => units.iter_mut().try_for_each(make_absolute)?,
+    }
+    Ok(())
+}
+
+fn make_absolute(unit: &mut UnitSpec) -> Result<()> {
+    if let DiskSpec::File(path) = &mut unit.disk {
+        *path = absolute(path)?;
+    }
+    if let Some(path) = &mut unit.settings.reservations {
+        *path = absolute(path)?;
+    }
+    Ok(())
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).with_context(|| format!("cannot find out where {path:?} is"))
+}
+
+fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
+    let is_size = |word: &str| word.starts_with('+') || word.ends_with(|c: char| c.is_alphabetic());
+    let (unit, size) = match words {
+        [] => (None, None),
+        [size] if is_size(size) => (None, Some(size)),
+        [unit] => (Some(unit), None),
+        [unit, size] => (Some(unit), Some(size)),
+        _ => bail!("it takes a unit and a size"),
+    };
+    let mut params = json!({ "export": export });
+    if let Some(unit) = unit {
+        let place = parse_place(unit).with_context(|| {
+            format!("'{unit}' is no unit; if it is a size, write it with a suffix, as in 512K")
+        })?;
+        (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
+    }
+    if let Some(size) = size {
+        let (key, text) = match size.strip_prefix('+') {
+            Some(more) => (MORE_BYTES, more),
+            None => ("size-bytes", &**size),
+        };
+        params[key] = json!(parse_size(text).map_err(anyhow::Error::msg)?);
+    }
+    if shrink {
+        params["shrink"] = json!(true);
+    }
+    Ok(params)
+}
+
+/// The size of the disk that `params` name, of an export that was `shown`, and some more.
+pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Value> {
+    let disks = shown["disks"].as_array().context("the daemon lists no disks")?;
+    let is_meant = |disk: &&Value| {
+        let same = |key: &str| disk.get(key) == params.get(key);
+        same("lun") && same("target")
+    };
+    let disk = disks.iter().find(is_meant);
+    let disk =
+        disk.context("the export has no such disk; give the unit of a virtio-scsi device")?;
+    let sum = disk["size-bytes"].as_u64().zip(more.as_u64());
+    let sum = sum.and_then(|(size, more)| size.checked_add(more));
+    Ok(json!(sum.context("no disk is so large")?))
+}
+
+fn set(changes: &[String]) -> Result<Value> {
+    let mut params = Map::new();
+    for change in changes {
+        let (key, value) = change
+            .split_once('=')
+            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
+        // The filter of the log may look like a number.
+        let number = value.parse::<u64>().ok().filter(|_| key != "log");
+        let value = number.map_or_else(|| json!(value), |number| json!(number));
+        if params.insert(key.to_owned(), value).is_some() {
+            bail!("{key} is given twice; leave one of them out");
+        }
+    }
+    Ok(Value::Object(params))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(subcommand)]
+        what: What,
+    }
+
+    fn calls(words: &str) -> Result<Vec<(String, Value)>> {
+        let words = ["ctl"].into_iter().chain(words.split_whitespace());
+        let what = Program::try_parse_from(words)?.what;
+        let calls = calls_of(&what)?;
+        Ok(calls.into_iter().map(|(method, params)| (method.to_owned(), params)).collect())
+    }
+
+    #[test]
+    fn words_become_calls() {
+        for (words, method, params) in [
+            ("ping", "ping", json!({})),
+            ("show vm", "export.show", json!({ "export": "vm" })),
+            ("remove vm", "export.remove", json!({ "export": "vm", "force": false })),
+            (
+                "remove vm --force --deadline 1.5",
+                "export.remove",
+                json!({ "export": "vm", "force": true, "deadline-ms": 1500 }),
+            ),
+            ("remove-lun vm 7", "lun.remove", json!({ "export": "vm", "target": 0, "lun": 7 })),
+            ("resize vm", "disk.resize", json!({ "export": "vm" })),
+            (
+                "resize vm +10G",
+                "disk.resize",
+                json!({ "export": "vm", "more-bytes": 10_u64 << 30 }),
+            ),
+            ("resize vm 1M", "disk.resize", json!({ "export": "vm", "size-bytes": 1 << 20 })),
+            (
+                "resize vm 2:7 +512",
+                "disk.resize",
+                json!({ "export": "vm", "target": 2, "lun": 7, "more-bytes": 512 }),
+            ),
+            (
+                "resize v 7 4096 --shrink",
+                "disk.resize",
+                json!({ "export": "v", "target": 0, "lun": 7, "size-bytes": 4096, "shrink": true }),
+            ),
+            ("set", "set", json!({})),
+            ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
+            ("events gone", "subscribe", json!({ "events": ["gone"] })),
+            ("call stats", "stats", json!({})),
+        ] {
+            assert_eq!(calls(words).unwrap(), [(method.to_owned(), params)], "{words}");
+        }
+        for bad in [
+            "resize vm 20000",
+            "resize vm 7 8 9",
+            "resize vm 7 +x",
+            "remove vm --deadline x",
+            "remove vm --deadline 1.2345",
+            "set log",
+            "set log=a log=b",
+            "remove-lun vm x",
+            "add --socket-path /a",
+            "add --blk-file /a",
+            "call ping {",
+        ] {
+            assert!(calls(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_export_is_added_with_the_words_of_serve() {
+        let words = "add --name vm --socket-path vm.sock --blk-file /a.img --cache directsync \
+                     --export socket-path=/b.sock,device=scsi,lun=0,blk-file=b.img";
+        let calls = calls(words).unwrap();
+        let here = std::env::current_dir().unwrap();
+        let paths = [here.join("vm.sock"), here.join("b.img")].map(|path| json!(path));
+        let [(_, blk), (_, scsi)] = &calls[..] else { panic!("{calls:?}") };
+        assert_eq!((&blk["name"], &blk["cache"]), (&json!("vm"), &json!("directsync")));
+        assert_eq!(
+            (&blk["endpoint"]["path"], &blk["device"]["blk"]["file"]),
+            (&paths[0], &json!("/a.img"))
+        );
+        assert_eq!(scsi["device"]["scsi"][0]["disk"]["file"], paths[1]);
+        for (method, params) in calls {
+            assert_eq!(method, "export.add");
+            assert!(serde_json::from_value::<ExportSpec>(params).is_ok());
+        }
+    }
+
+    #[test]
+    fn what_grows_is_found_among_the_disks() {
+        let blk = json!({ "disks": [{ "size-bytes": 512 }] });
+        let scsi = json!({ "disks": [
+            { "target": 0, "lun": 1, "size-bytes": 512 },
+            { "target": 0, "lun": 2, "size-bytes": 1024 },
+        ] });
+        let unit = |lun: u16| json!({ "export": "vm", "target": 0, "lun": lun });
+        let more = json!(4096);
+        assert_eq!(grown(&blk, &json!({ "export": "vm" }), &more).unwrap(), 4608);
+        assert_eq!(grown(&scsi, &unit(2), &more).unwrap(), 5120);
+        assert!(grown(&scsi, &unit(3), &more).is_err());
+        assert!(grown(&scsi, &json!({ "export": "vm" }), &more).is_err());
+        assert!(grown(&blk, &json!({ "export": "vm" }), &json!(u64::MAX)).is_err());
+    }
+}

@@ -1,0 +1,146 @@
+//! `ringhaul ctl` and completions, as people and scripts use them.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
+use serde_json::Value;
+
+use super::{DISK_BYTES, scene};
+
+/// Runs `ringhaul ctl` with these words.
+fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
+    run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))
+}
+
+/// The same on a terminal, as far as the program can tell.
+fn ctl_on_terminal(control: &Path, words: &str) -> Result<String> {
+    let program = ringhaul()?;
+    let program = program.get_args().last().context("no program")?.to_string_lossy().into_owned();
+    let line = format!("{program} ctl --control {} {words}", control.display());
+    let mut script = Command::new("script");
+    script.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
+    Ok(run(&mut script)?.expect_code(0)?.stdout.replace('\r', ""))
+}
+
+#[test]
+fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--name", "vm1"]);
+    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    let done =
+        |words: &[&str]| Ok::<_, anyhow::Error>(ctl(&control, words)?.expect_code(0)?.stdout);
+
+    // The daemon works elsewhere, so the paths must be those of the command.
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let folder = disk.parent().context("a disk has a folder")?;
+    let mut add = ringhaul()?;
+    add.current_dir(folder).args(["ctl", "--control"]).arg(&control);
+    add.args(["add", "--name", "vm2", "--blk-file", "disk.img", "--cache", "writeback"]);
+    add.arg("--socket-path").arg(scene.socket("vm2.sock"));
+    run(&mut add)?.expect_code(0)?;
+    let list = done(&["list"])?;
+    let lines: Vec<&str> = list.lines().collect();
+    ensure!(lines == ["vm1  serving, 1 MiB, no front-end", "vm2  serving, 16 MiB, no front-end"]);
+    let shown: Value = serde_json::from_str(&done(&["--json", "show", "vm2"])?)?;
+    ensure!(shown["cache"] == "writeback" && shown["disks"][0]["engine"].is_string(), "{shown}");
+
+    done(&["resize", "vm2", "+1M"])?;
+    let bytes = disk.metadata()?.len();
+    ensure!(bytes == DISK_BYTES + (1 << 20), "the file has {bytes} bytes");
+    ctl(&control, &["resize", "vm2", "1M"])?.expect_code(1)?;
+    done(&["resize", "vm2", "1M", "--shrink"])?;
+    ensure!(disk.metadata()?.len() == 1 << 20, "it was not cut off");
+    done(&["add-lun", "vm1", "2:7,null=1M"])?;
+    done(&["resize", "vm1", "2:7", "+3M"])?;
+    let shown: Value = serde_json::from_str(&done(&["show", "vm1"])?)?;
+    ensure!(shown["disks"][1]["size-bytes"] == 4 << 20, "{shown}");
+    done(&["remove-lun", "vm1", "2:7"])?;
+    let set = done(&["set", "poll-max-us=7", "log=warn"])?;
+    ensure!(set.lines().any(|line| line == "poll-max-us=7"), "{set}");
+    ensure!(set.lines().any(|line| line == "log=warn"), "{set}");
+    ensure!(done(&["stats"])?.lines().any(|line| line == "vm2  reads 0 0 0"), "no counters");
+    done(&["remove", "vm2", "--force", "--deadline", "60"])?;
+
+    let refused = ctl(&control, &["remove", "vm2"])?.expect_code(1)?;
+    ensure!(refused.stderr.contains("there is no export vm2"), "{}", refused.stderr);
+    ensure!(refused.stdout.is_empty(), "{}", refused.stdout);
+    ctl(&control, &["resize", "vm1", "20000"])?.expect_refusal(&["20000", "suffix"])?;
+    ctl(&scene.socket("nobody"), &["list"])?.expect_refusal(&["nobody", "--control"])?;
+    done(&["shutdown"])?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn people_get_tables() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--disk", "null,size=1G", "--name", "vm1"]);
+    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    for (words, head, row) in [
+        ("list", "NAME  DEVICE  STATE", "vm1   blk     serving  1 GiB"),
+        ("show vm1", "UNIT  SIZE", "-     1 GiB  ready"),
+        ("stats", "IOTHREAD    READS", "iothread-0  0"),
+    ] {
+        let shown = ctl_on_terminal(&control, words)?;
+        for start in [head, row] {
+            ensure!(shown.lines().any(|line| line.starts_with(start)), "{words}:\n{shown}");
+        }
+    }
+    let mut events = ringhaul()?;
+    events.args(["ctl", "--control"]).arg(&control).args(["events", "resized"]);
+    let mut events = events.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+    let stdout = events.stdout.take().context("it has no stdout")?;
+    let (sender, first) = channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let _ = BufReader::new(stdout).read_line(&mut line).map(|_| sender.send(line));
+    });
+    // Until it has subscribed, it misses some.
+    let mut sizes = (1..1000).map(|size| format!("{size}M"));
+    let line = loop {
+        let size = sizes.next().context("no event comes")?;
+        ctl(&control, &["resize", "vm1", &size, "--shrink"])?.expect_code(0)?;
+        if let Ok(line) = first.recv_timeout(Duration::from_millis(100)) {
+            break line;
+        }
+    };
+    ensure!(line.starts_with("vm1 resized ") && line.ends_with(" MiB\n"), "{line}");
+    ctl(&control, &["shutdown"])?.expect_code(0)?;
+    daemon.finish()?.expect_code(0)?;
+    let status = events.wait()?;
+    ensure!(status.code() == Some(2), "events ended with {status}");
+    Ok(())
+}
+
+#[test]
+fn shells_complete_its_words() -> Result<()> {
+    for (shell, words) in [
+        ("bash", &["_ringhaul()", "--control-group", "add-lun"][..]),
+        ("zsh", &["#compdef ringhaul", "--control-group", "add-lun"]),
+        ("fish", &["complete -c ringhaul", "control-group", "add-lun"]),
+    ] {
+        let script = run(ringhaul()?.args(["completions", shell]))?.expect_code(0)?.stdout;
+        for word in words {
+            ensure!(script.contains(word), "{shell} without {word}");
+        }
+    }
+    let script = run(ringhaul()?.args(["completions", "bash"]))?.expect_code(0)?.stdout;
+    let mut bash = Command::new("bash");
+    let asked = r#"
+COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; _ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
+    bash.args(["--norc", "-c", &(script + asked)]);
+    let completed = run(&mut bash)?.expect_code(0)?.stdout;
+    ensure!(completed.trim() == "remove remove-lun resize", "{completed}");
+    Ok(())
+}
