@@ -1,9 +1,12 @@
 //! Reads and writes of the configuration space ("Virtio device config space").
 
+use std::os::fd::OwnedFd;
+
 use device::Device;
 use iomem::fits;
+use rustix::net::{SendFlags, send};
 
-use super::message::{Config, protocol_feature};
+use super::message::{Config, Header, code, protocol_feature};
 use super::outcome::Refusal;
 use super::ring::invalid;
 
@@ -58,6 +61,14 @@ pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
         flags => Err(invalid(format!("a write to the configuration with flags {flags:#x}"))),
     };
     written.map_err(Refusal::harmless)
+}
+
+/// Tells a front-end that has negotiated it to read the configuration again.
+pub(super) fn send_change(channel: &OwnedFd, protocol_features: u64) -> bool {
+    let wanted = protocol_feature::BACKEND_REQ | protocol_feature::CONFIG;
+    let message = Header::new(code::BACKEND_CONFIG_CHANGE, 0).encode();
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    protocol_features & wanted == wanted && send(channel, &message, flags) == Ok(message.len())
 }
 
 fn check_range(config: &Config) -> Result<(), Refusal> {

@@ -6,9 +6,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::Poll;
 
-use device::Pending;
+use device::{Pending, QueueRole};
 use iomem::fits;
-use rustix::net::{SendFlags, send};
 use virtqueue::{MAX_REGIONS, MemoryFiles};
 
 use super::channel::Message;
@@ -17,7 +16,7 @@ use super::describe::describe;
 use super::foreign::ForeignFd;
 use super::inflight::{self, Inflight};
 use super::message::{
-    DecodeError, F_PROTOCOL_FEATURES, Header, InflightArea, Region, Request, code, protocol_feature,
+    DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
 use super::ring::{Progress, RingState, invalid, ring_size};
@@ -40,13 +39,19 @@ pub(super) struct Connection {
     pub(super) status: u8,
     /// For messages that begin here.
     pub(super) backend_channel: Option<OwnedFd>,
+    /// The ring for requests that concern those in others.
+    control_ring: Option<usize>,
+    /// It may have to start when others have.
+    control_is_due: bool,
     /// The first ring that did not start or stop.
     failure: Option<io::Error>,
 }
 
 impl Connection {
     pub(super) fn new(setup: SessionSetup) -> Self {
-        let rings = (0..setup.device.num_queues()).map(|_| RingState::default()).collect();
+        let roles = (0..setup.device.num_queues()).map(|index| setup.device.queue_role(index));
+        let control_ring = roles.clone().position(|role| role == Some(QueueRole::Control));
+        let rings = roles.map(|_| RingState::default()).collect();
         Self {
             setup,
             memory: SharedMemory::empty(),
@@ -56,6 +61,8 @@ impl Connection {
             rings_need_enable: false,
             status: 0,
             backend_channel: None,
+            control_ring,
+            control_is_due: false,
             failure: None,
         }
     }
@@ -93,15 +100,8 @@ impl Connection {
     /// Tells the front-end to read the configuration again. False when it has no ear for that, or
     /// does not listen.
     pub(super) fn send_config_change(&self) -> bool {
-        let wanted = protocol_feature::BACKEND_REQ | protocol_feature::CONFIG;
-        if self.protocol_features & wanted != wanted {
-            return false;
-        }
-        let message = Header::new(code::BACKEND_CONFIG_CHANGE, 0).encode();
-        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        self.backend_channel
-            .as_ref()
-            .is_some_and(|channel| send(channel, &message, flags) == Ok(message.len()))
+        let channel = self.backend_channel.as_ref();
+        channel.is_some_and(|channel| config::send_change(channel, self.protocol_features))
     }
 
     /// Takes a message.
@@ -113,14 +113,14 @@ impl Connection {
         }
         let request = match Request::decode(header.code, &body) {
             Ok(request) => request,
-            Err(DecodeError::UnknownCode) => return not_offered(header.code),
+            Err(DecodeError::UnknownCode) => return Outcome::not_offered(header.code),
             Err(DecodeError::BadBody) => {
                 let text = format!("message {} with {} bytes", header.code, body.len());
                 return Outcome::Refuse(Refusal::to_be_heard(text));
             }
         };
         if request.needed_features() & !self.protocol_features != 0 {
-            return not_offered(header.code);
+            return Outcome::not_offered(header.code);
         }
         let expected = request.expected_fds();
         if !expected.contains(&fds.len()) {
@@ -313,33 +313,16 @@ impl Connection {
 
     /// Begins a change: the rings that it concerns stop first.
     pub(super) fn begin(&mut self, change: Change) -> Outcome {
-        for ring in self.rings_of(&change) {
+        for ring in change.rings(self.rings.len()) {
             self.rings[ring].begin_stop(&self.setup.waker);
         }
         Outcome::Later(Work::Stop(change))
     }
 
-    fn rings_of(&self, change: &Change) -> Range<usize> {
-        match *change {
-            Change::Restore(ref undo, _) => undo.rings.clone(),
-            Change::Features(_)
-            | Change::Memory(_)
-            | Change::Inflight(_)
-            | Change::ResetOwner
-            | Change::Reset { .. } => 0..self.rings.len(),
-            Change::Size(index, _)
-            | Change::Addresses(index, _)
-            | Change::Base(index, _)
-            | Change::Kick(index, _)
-            | Change::GetBase(index)
-            | Change::Disable(index) => index..index + 1,
-        }
-    }
-
     /// Makes a change, now that the rings that it concerns have stopped, and begins to start those
     /// that should run.
     pub(super) fn apply(&mut self, change: Change) -> Outcome {
-        let rings = self.rings_of(&change);
+        let rings = change.rings(self.rings.len());
         let mut undo = Some(self.undo(rings.clone()));
         let (mut answer, mut unmapped) = (Ok(None), None);
         match change {
@@ -403,17 +386,31 @@ impl Connection {
     }
 
     fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
-        let SessionSetup { device, threads, waker, .. } = &self.setup;
-        let all = (0..device.num_queues()).zip(&mut self.rings);
-        for (index, ring) in all.take(rings.end).skip(rings.start) {
-            let thread = &threads[usize::from(index) % threads.len()];
-            let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
-            let memory = &self.memory.map;
-            if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
-                self.failure.get_or_insert(error);
-            }
-        }
+        let control = self.control_ring;
+        rings.filter(|ring| Some(*ring) != control).for_each(|ring| self.start_ring(ring));
+        self.control_is_due = true;
         Outcome::Later(Work::Start(start))
+    }
+
+    fn start_ring(&mut self, ring: usize) {
+        let SessionSetup { device, threads, waker, .. } = &self.setup;
+        let index = fits(ring, "the number of a queue");
+        let thread = &threads[ring % threads.len()];
+        let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
+        let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
+        if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
+            self.failure.get_or_insert(error);
+        }
+    }
+
+    /// Begins to start the control ring, if there is one, where all others are served that the
+    /// front-end has set up: task management is about the tasks in them.
+    fn start_control(&mut self) {
+        let Some(control) = self.control_ring else { return };
+        let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
+        if others.all(|(_, ring)| !ring.settings.started || ring.is_running()) {
+            self.start_ring(control);
+        }
     }
 
     /// Begins to stop all rings, to be started again.
@@ -429,6 +426,20 @@ impl Connection {
 
     /// Whether all rings have started or stopped, as requested. An error: one has not.
     pub(super) fn settle(&mut self) -> Poll<io::Result<()>> {
+        if self.progress() {
+            return Poll::Pending;
+        }
+        if std::mem::take(&mut self.control_is_due) && self.failure.is_none() {
+            self.start_control();
+            if self.progress() {
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(self.failure.take().map_or(Ok(()), Err))
+    }
+
+    /// Takes what IoThreads have answered. Whether one has yet to.
+    fn progress(&mut self) -> bool {
         let mut is_busy = false;
         for ring in &mut self.rings {
             match ring.progress() {
@@ -437,10 +448,7 @@ impl Connection {
                 Progress::Failed(error) => drop(self.failure.get_or_insert(error)),
             }
         }
-        if is_busy {
-            return Poll::Pending;
-        }
-        Poll::Ready(self.failure.take().map_or(Ok(()), Err))
+        is_busy
     }
 
     /// The front-end's answer when rings have started.
@@ -487,10 +495,6 @@ impl Connection {
         let unmapped = self.setup.examiner.unmap(memory.map);
         unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }
-}
-
-fn not_offered(code: u32) -> Outcome {
-    Outcome::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! the connection if nothing else shows it to the front-end; the session decides that.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -24,6 +25,12 @@ pub(super) enum Outcome {
     Refuse(Refusal),
     /// It will be.
     Later(Work),
+}
+
+impl Outcome {
+    pub(super) fn not_offered(code: u32) -> Self {
+        Self::Refuse(Refusal::harmless(format!("message {code}, which was not offered")))
+    }
 }
 
 /// Why a message is not carried out.
@@ -87,6 +94,26 @@ pub(super) enum Change {
     },
     /// A ring did not start after a change, which is refused for this reason.
     Restore(Undo, Refusal),
+}
+
+impl Change {
+    /// The rings that it concerns, of so many.
+    pub(super) fn rings(&self, count: usize) -> Range<usize> {
+        match *self {
+            Self::Restore(ref undo, _) => undo.rings.clone(),
+            Self::Features(_)
+            | Self::Memory(_)
+            | Self::Inflight(_)
+            | Self::ResetOwner
+            | Self::Reset { .. } => 0..count,
+            Self::Size(index, _)
+            | Self::Addresses(index, _)
+            | Self::Base(index, _)
+            | Self::Kick(index, _)
+            | Self::GetBase(index)
+            | Self::Disable(index) => index..index + 1,
+        }
+    }
 }
 
 /// The answer when rings have started.

@@ -6,6 +6,7 @@ use std::task::{Poll, Waker};
 
 use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
 use device::blk::config::{BlkOptions, WRITEBACK_OFFSET};
+use device::scsi::config::ScsiOptions;
 use device::{Device, LogEvents};
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
@@ -13,7 +14,7 @@ use virtqueue::MappingRules;
 
 use super::super::config::PROTOCOL_FEATURES;
 use super::super::examiner::Examiner;
-use super::super::message::{Config, InflightArea, RingAddresses};
+use super::super::message::{Config, Header, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::*;
 
@@ -44,11 +45,15 @@ enum Ended {
 impl Scene {
     /// A front-end that has negotiated these protocol features.
     fn new(protocol_features: u64) -> Self {
-        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
-        let io = IoThread::new(&config).unwrap();
         let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
         let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
+        Self::of(device, protocol_features)
+    }
+
+    fn of(device: Device, protocol_features: u64) -> Self {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let io = IoThread::new(&config).unwrap();
         let examiner = Arc::new(Examiner::default());
         let connection = Connection::new(SessionSetup {
             device: device.clone(),
@@ -366,6 +371,44 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     assert!(text.contains("a ring of 16 entries has an inflight region for 8"), "{text}");
     assert_eq!(scene.state(), before);
     assert!(scene.connection.rings.iter().all(RingState::is_running));
+    scene.end();
+}
+
+/// What a driver has left in the other rings is to be known by then.
+#[test]
+fn task_management_begins_when_all_other_rings_are_served() {
+    use Request::*;
+    let options = ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
+    let device = Device::scsi(options, Arc::new(LogEvents::new("test")));
+    let mut scene = Scene::of(device, PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    let running =
+        |scene: &Scene| Vec::from_iter(scene.connection.rings.iter().map(RingState::is_running));
+    let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
+    let mut all = vec![(features, vec![]), (AddMemReg(region()), scene.memory())];
+    // The last ring is not used.
+    for index in 0..3_u8 {
+        let addresses = addresses(USER_ADDR + 0x4000 * u64::from(index));
+        all.push((SetVringNum { index: index.into(), size: 16 }, vec![]));
+        all.push((SetVringAddr { index: index.into(), addresses }, vec![]));
+        all.push((SetVringKick { index, has_fd: true }, vec![new_eventfd()]));
+    }
+    for (request, fds) in all {
+        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+    }
+    let enable = |scene: &mut Scene, index, value| {
+        assert_eq!(scene.tell(&SetVringEnable { index, value }, vec![]), Ended::Done);
+        running(scene)
+    };
+    assert_eq!(enable(&mut scene, 0, 1), [false; 4]);
+    assert_eq!(enable(&mut scene, 1, 1), [false, true, false, false]);
+    assert_eq!(enable(&mut scene, 2, 1), [true, true, true, false]);
+    assert_eq!(enable(&mut scene, 2, 0), [true, true, false, false]);
+    // It goes on when others stop, and does not begin before they start again.
+    assert_eq!(enable(&mut scene, 0, 0), [false, true, false, false]);
+    assert_eq!(enable(&mut scene, 0, 1), [false, true, false, false]);
+    let base = scene.tell(&GetVringBase { index: 2 }, vec![]);
+    assert!(matches!(base, Ended::Answer(_)), "{base:?}");
+    assert_eq!(running(&scene), [true, true, false, false], "nothing is left to wait for");
     scene.end();
 }
 
