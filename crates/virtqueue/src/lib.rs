@@ -53,7 +53,7 @@ compile_error!("guest addresses and lengths are 64 bits wide and must fit a usiz
 
 mod budget;
 mod chain;
-mod death;
+pub mod death;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod error;

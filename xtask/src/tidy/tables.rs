@@ -75,6 +75,7 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/disk.rs", "disks of a simulated kernel"),
     ("crates/blockio/src/loss.rs", "a disk is opened anew, which the simulation only plays"),
     ("crates/blockio/src/task.rs", "other threads, which the simulation only plays"),
+    ("crates/virtqueue/src/death.rs", "a process dies, which the simulation only plays"),
     ("crates/blockio/src/contract.rs", "tests: futures on a simulated kernel"),
 ];
 
