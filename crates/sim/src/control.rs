@@ -32,12 +32,14 @@ pub(crate) enum Change {
     Crash,
     /// The IoThreads end, and others come.
     Kill,
+    /// The daemon dies in the middle of anything.
+    Die,
 }
 
 impl Change {
     /// Whether it is done to everything, and not to one device.
     pub(crate) fn is_of_all(self) -> bool {
-        matches!(self, Self::Crash | Self::Kill)
+        matches!(self, Self::Crash | Self::Kill | Self::Die)
     }
 }
 
@@ -64,6 +66,7 @@ impl Control {
             (Change::Resize, plan.resizes),
             (Change::Crash, plan.crashes),
             (Change::Kill, plan.kills),
+            (Change::Die, plan.deaths),
         ];
         let rng = Rng::new(plan.seed ^ plan.schedule << 40, 5);
         let has_sessions = exports.iter().any(|export| export.front_end.is_some());

@@ -280,6 +280,25 @@ impl Disk {
         blame::check(&self.world.injected(self.index), failed)
     }
 
+    /// The daemon died then, and has not answered the requests that began at `unanswered`:
+    /// another one carries them out, again if they were, whatever has become of their ops.
+    pub(crate) fn died(&self, unanswered: &[u64], now: u64) {
+        let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
+        for (begin, Open { touch, writes }) in open {
+            if unanswered.contains(begin) {
+                writes.iter().for_each(|write| history.died(*write, now));
+                let Touch { classes, ranges, .. } = touch.clone();
+                failed.push(Failed { classes, begin: *begin, end: now, ranges, answered: false });
+            }
+        }
+    }
+
+    /// Another daemon has it.
+    pub(crate) fn reopen(&self) {
+        self.source.open_anew();
+        self.world.reopen(self.index);
+    }
+
     /// Everything is answered: whether guests have heard all that they must.
     pub(crate) fn check_end(&self) -> Result<(), Failure> {
         let heard = self.shared.borrow().check_end();

@@ -1,5 +1,6 @@
 //! A device, its queues and its guest, and what is done to them while they run: what a VMM does.
 
+mod lives;
 mod units;
 
 use std::rc::Rc;
@@ -10,7 +11,7 @@ use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, W
 use device::scsi::RemovedUnit;
 use device::{Device, Pending, QueueHandle, QueueSetup, StartError};
 use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
-use virtqueue::GuestMemory;
+use virtqueue::{GuestMemory, InflightRegion};
 
 use crate::control::Change;
 use crate::disk::Disk;
@@ -47,6 +48,8 @@ pub(crate) struct Export {
     disks: Vec<Rc<Disk>>,
     device: Device,
     memory: Arc<GuestMemory>,
+    /// The inflight region, as the daemon has it. A session has its own.
+    region: Option<InflightRegion>,
     services: Vec<Service>,
     /// Who controls the device, if that is not done directly.
     pub(crate) front_end: Option<FrontEnd>,
@@ -72,6 +75,7 @@ impl Export {
             device: units::device(plan, index, disks),
             disks: disks.to_vec(),
             memory: Arc::new(guest.layout().map()),
+            region: None,
             guest,
             services: stopped(plan),
             places: places(plan),
@@ -89,7 +93,7 @@ impl Export {
             let front_end = FrontEnd::new(plan, world, guest, index, device, features);
             export.front_end = Some(front_end);
         } else {
-            export.negotiate();
+            export.begin_directly();
         }
         export
     }
@@ -226,7 +230,9 @@ impl Export {
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
             ring: self.guest.ring(queue, next_avail),
-            inflight: None,
+            inflight: self.region.as_ref().map(|region| {
+                region.queue(number(queue)).expect("the region has an account for each queue")
+            }),
             kick,
             call,
             err: None,
@@ -263,7 +269,7 @@ impl Export {
 
     pub(crate) fn can_change(&self, change: Change) -> bool {
         match change {
-            Change::Crash | Change::Kill => !self.ending,
+            Change::Crash | Change::Kill | Change::Die => !self.ending,
             Change::Writeback => {
                 let is_heard = |f: &FrontEnd| f.is_open() && f.has_protocol();
                 self.plan.no_wce == 0 && self.front_end.as_ref().is_none_or(is_heard)
@@ -305,7 +311,7 @@ impl Export {
                 self.waiting = Some(change);
             }
             Change::Hotplug => self.plug(rng),
-            Change::Resize | Change::Crash | Change::Kill => {}
+            Change::Resize | Change::Crash | Change::Kill | Change::Die => {}
         }
         Ok(())
     }
@@ -332,7 +338,7 @@ impl Export {
                 front_end.reset();
                 self.services.iter_mut().for_each(|service| *service = Service::Stopping(None));
             }
-            Change::Hotplug | Change::Resize | Change::Crash | Change::Kill => {}
+            Change::Hotplug | Change::Resize | Change::Crash | Change::Kill | Change::Die => {}
         }
     }
 
@@ -349,31 +355,6 @@ impl Export {
         self.memory = Arc::new(self.guest.layout().map());
         self.trace(|| "a new memory map".to_owned());
         Ok(())
-    }
-
-    /// The IoThreads go: nobody knows of the queues any more.
-    pub(crate) fn leave(&mut self) {
-        self.services.clear();
-        self.removed.clear();
-        self.waiting = None;
-        if let Some(front_end) = &mut self.front_end {
-            front_end.disconnect();
-        }
-    }
-
-    /// Goes on with what is on the disk, once the IoThreads are gone.
-    pub(crate) fn restart(&mut self) {
-        self.guest.reboot();
-        self.device = units::device(&self.plan, self.index, &self.disks);
-        if self.plan.scsi > 0 {
-            self.guest.units_begin();
-        }
-        self.services = stopped(&self.plan);
-        self.places = places(&self.plan);
-        match &mut self.front_end {
-            Some(front_end) => front_end.restart(&self.device),
-            None => self.negotiate(),
-        }
     }
 
     /// A number that changes when requests are answered.

@@ -2,6 +2,7 @@
 //! that the daemon has. It never waits: each message, or a part of one, is a step, each answer that
 //! it reads another, and what the session does with them a third.
 
+mod inflight;
 mod link;
 mod script;
 
@@ -51,6 +52,10 @@ enum Then {
     /// No map of the memory is left but the last.
     Mapped,
     Negotiated,
+    /// The answer is an inflight region.
+    Region,
+    /// The session has the inflight region.
+    HasRegion,
     /// The answer is this `writeback` byte.
     Writeback(u8),
     Reset {
@@ -105,6 +110,8 @@ pub(crate) struct FrontEnd {
     to_send: VecDeque<Item>,
     /// Messages that were sent and are answered, and what comes of it.
     expected: VecDeque<(u32, Then)>,
+    /// The session has the inflight region.
+    has_region: bool,
     /// The memory was not shared yet.
     is_memory_due: bool,
     /// Where the guest's memory is in the front-end's address space.
@@ -144,6 +151,7 @@ impl FrontEnd {
             vrings: Vec::new(),
             to_send: VecDeque::new(),
             expected: VecDeque::new(),
+            has_region: false,
             is_memory_due: true,
             user_base: 0,
             threads: (0, 1),
@@ -171,6 +179,7 @@ impl FrontEnd {
         self.expected.clear();
         self.vrings = (0..self.device.num_queues()).map(|_| Vring::default()).collect();
         (self.is_memory_due, self.may_ask, self.goodbye) = (true, false, None);
+        self.has_region = false;
         self.is_cached = self.can_cache();
     }
 
@@ -198,7 +207,8 @@ impl FrontEnd {
 
     /// Whether it accepts a command for its queues.
     pub(crate) fn is_open(&self) -> bool {
-        self.link.is_some() && self.goodbye.is_none() && self.events.is_empty()
+        let has_all = self.has_region || self.plan.inflight == 0;
+        self.link.is_some() && has_all && self.goodbye.is_none() && self.events.is_empty()
     }
 
     /// Whether it has carried out all commands.
@@ -264,6 +274,7 @@ impl FrontEnd {
         }
         self.check_errs()?;
         self.disconnect();
+        self.may_drop_region();
         if self.budget.mapped_bytes() != 0 {
             return Err(self.fail("a session has left a map of the memory", "it has ended"));
         }
@@ -287,6 +298,7 @@ impl FrontEnd {
     pub(crate) fn check_memory(&self) -> Result<(), Failure> {
         let is_shared = self.link.is_some() && !self.is_memory_due;
         let expected = if is_shared { self.guest.layout().bytes() } else { 0 };
+        let expected = expected + self.region_bytes();
         let mapped = self.budget.mapped_bytes();
         if mapped != expected {
             let text = format!("{mapped} bytes and not {expected}");
@@ -428,6 +440,9 @@ impl FrontEnd {
             // The next map may be in place already, or be made.
             Then::Mapped => {}
             Then::Negotiated => self.tell_cache(),
+            Then::Region if self.take_region(body) => {}
+            Then::Region => return wrong(self),
+            Then::HasRegion => self.has_region = true,
             Then::Writeback(value) => {
                 if body.last() != Some(&value) {
                     return wrong(self);

@@ -1,6 +1,7 @@
 //! The model guest: it makes requests on all its queues, sleeps on the calls, and checks answers.
 
 mod answers;
+mod kept;
 mod outcomes;
 mod scsi;
 
@@ -24,6 +25,7 @@ use crate::request::Request;
 use crate::rng::Rng;
 use crate::scsi::{CONTROL_QUEUE, EVENT_QUEUE};
 use crate::world::World;
+use kept::Kept;
 use scsi::Scsi;
 
 /// What the guest's side of a queue is doing about used elements.
@@ -73,6 +75,7 @@ struct State {
     scsi: Scsi,
     /// Requests that the first queue makes besides, one after the other without a pause.
     rush_left: u64,
+    kept: Kept,
     failure: Option<Failure>,
 }
 
@@ -111,6 +114,7 @@ impl Guest {
             functions_left: if plan.scsi > 0 { plan.functions } else { 0 },
             scsi: Scsi::default(),
             rush_left: plan.rush,
+            kept: Kept::default(),
             failure: None,
         };
         let guest = Self {
@@ -148,6 +152,7 @@ impl Guest {
         let state = &mut *self.state.borrow_mut();
         state.queues = (0..queues).map(queue).collect();
         state.scsi = self.new_scsi();
+        state.kept = Kept::default();
     }
 
     /// What the driver knows of a ring.

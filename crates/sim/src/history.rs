@@ -14,7 +14,7 @@ use crate::failure::Failure;
 /// Not answered.
 pub(crate) const NEVER: u64 = u64::MAX;
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Write {
     value: Value,
     begin: u64,
@@ -23,6 +23,8 @@ struct Write {
     certain: bool,
     /// Its answer promised that it is on stable storage.
     durable: bool,
+    /// When daemons have died that had it.
+    deaths: Vec<u64>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +58,8 @@ impl History {
     /// The history of a disk with this content.
     pub(crate) fn new(content: impl Iterator<Item = Value>) -> Self {
         let sector = |value| {
-            let first = Write { value, begin: 0, end: 0, certain: true, durable: true };
+            let first =
+                Write { value, begin: 0, end: 0, certain: true, durable: true, deaths: Vec::new() };
             Sector { writes: vec![first], ..Sector::default() }
         };
         Self { sectors: content.map(sector).collect(), last_flush: 0 }
@@ -68,7 +71,14 @@ impl History {
 
     pub(crate) fn begin_write(&mut self, sector: u64, value: Value, begin: u64) -> WriteRef {
         let writes = &mut self.sector(sector).writes;
-        writes.push(Write { value, begin, end: NEVER, certain: false, durable: false });
+        writes.push(Write {
+            value,
+            begin,
+            end: NEVER,
+            certain: false,
+            durable: false,
+            deaths: Vec::new(),
+        });
         (sector, writes.len() - 1)
     }
 
@@ -113,6 +123,11 @@ impl History {
 
     pub(crate) fn flushed(&mut self, begin: u64) {
         self.last_flush = self.last_flush.max(begin);
+    }
+
+    /// The daemon has died before it answered: another one carries it out, maybe again.
+    pub(crate) fn died(&mut self, write: WriteRef, now: u64) {
+        self.sector(write.0).writes[write.1].deaths.push(now);
     }
 
     /// Whether every read can be explained.
@@ -194,7 +209,7 @@ impl Sector {
 
     fn check_order(&self) -> Result<(), String> {
         let zones: Vec<(u64, u64, Value)> =
-            self.writes.iter().filter_map(|write| self.zone(write)).collect();
+            self.writes.iter().flat_map(|write| self.zones(write)).collect();
         for (index, &(first, last, value)) in zones.iter().enumerate() {
             if first >= last {
                 continue;
@@ -220,7 +235,11 @@ impl Sector {
         let swaps = self.swaps.iter().filter(|(was, _)| *was != Value::Zero);
         let zone = |value: Value| {
             let write = self.writes.iter().find(|write| write.value == value);
-            write.and_then(|write| self.zone(write))
+            write.and_then(|write| match self.zones(write)[..] {
+                [zone] => Some(zone),
+                // It was there several times.
+                _ => None,
+            })
         };
         // Whether one value certainly came before the other.
         let precedes = |one: Value, other: Value| match (zone(one), zone(other)) {
@@ -242,6 +261,29 @@ impl Sector {
             }
         }
         Ok(())
+    }
+
+    /// When a write was certainly there. One that was out when a daemon died may have come in the
+    /// life of each, and came in the last.
+    fn zones(&self, write: &Write) -> Vec<(u64, u64, Value)> {
+        let lives = [&[write.begin][..], &write.deaths].concat();
+        if write.deaths.is_empty() || write.value == Value::Zero {
+            return self.zone(write).into_iter().collect();
+        }
+        let found = |begin: u64, end: u64| {
+            let within =
+                |read: &&Read| read.value == write.value && begin <= read.begin && read.end <= end;
+            let reads = self.reads.iter().filter(within);
+            reads
+                .fold((NEVER, 0), |(first, last), read| (first.min(read.end), last.max(read.begin)))
+        };
+        let earlier = lives.windows(2).map(|life| found(life[0], life[1]));
+        let mut zones: Vec<_> = earlier.filter(|(first, _)| *first != NEVER).collect();
+        if write.certain {
+            let begin = lives.last().copied().unwrap_or(write.begin);
+            zones.push((write.end, found(write.end, NEVER).1.max(begin)));
+        }
+        zones.into_iter().map(|(first, last)| (first, last, write.value)).collect()
     }
 
     /// The first answer and the last begin of what has to do with a write. Zeroes have many

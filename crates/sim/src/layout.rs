@@ -8,6 +8,7 @@ use device::Ring;
 use rustix::fs::MemfdFlags;
 use virtqueue::{GuestMemory, MappingRules, RegionConfig};
 
+use crate::inflight;
 use crate::plan::Plan;
 
 /// Each queue's rings are in so many bytes.
@@ -64,6 +65,15 @@ impl Layout {
     /// The file that the memory is in.
     pub(crate) fn descriptor(&self) -> OwnedFd {
         self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
+    }
+
+    /// All of the memory.
+    pub(crate) fn content(&self) -> Vec<u8> {
+        inflight::content(&self.file)
+    }
+
+    pub(crate) fn set_content(&self, bytes: &[u8]) {
+        inflight::set_content(&self.file, bytes);
     }
 
     /// A new map of the memory.

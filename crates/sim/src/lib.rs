@@ -20,6 +20,7 @@ mod faults;
 mod front_end;
 mod guest;
 mod history;
+mod inflight;
 mod layout;
 mod message;
 mod plan;

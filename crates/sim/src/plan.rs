@@ -247,6 +247,10 @@ knobs! {
     crashes: 0,
     /// How often the IoThreads end with requests out.
     kills: 0,
+    /// Queues have an inflight region.
+    inflight: 0,
+    /// How often the daemon is killed, and another one goes on with its guests.
+    deaths: 0,
 }
 
 impl Plan {
@@ -265,6 +269,7 @@ impl Plan {
         plan.draw_scale(&mut Rng::new(seed, 7));
         plan.draw_mix(&mut Rng::new(seed, 8));
         plan.draw_scsi(&mut Rng::new(seed, 9));
+        plan.draw_deaths(&mut Rng::new(seed, 10));
         plan.tidied()
     }
 
@@ -308,6 +313,7 @@ impl Plan {
                 self.odd_shorts = 0;
             } else {
                 (self.no_overlap, self.crashes, self.kills) = (1, 0, 0);
+                self.deaths = 0;
                 (self.eio, self.enospc, self.stuck, self.flush_eio) = (0, 0, 0, 0);
                 (self.submit_reject, self.entry_reject) = (0, 0);
             }
@@ -319,6 +325,13 @@ impl Plan {
         if self.scsi > 0 && self.region_kib > 0 {
             // There are two queues more, and a map has 509 regions at most.
             self.region_kib = self.region_kib.max(20);
+        }
+        if self.scsi > 0 || self.session == 3 {
+            self.inflight = 0;
+        }
+        if self.inflight == 0 {
+            // What was in the device would be lost.
+            self.deaths = 0;
         }
         if self.block_device > 0 {
             self.cut_sectors = 0;

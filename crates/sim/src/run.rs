@@ -15,6 +15,7 @@ use anyhow::{Context, Result};
 use blockio::IoThread;
 use blockio::engine::kernel::sim::{self, is_readable};
 use iomem::fits;
+use virtqueue::death;
 
 use crate::control::{Change, Control};
 use crate::disk::Disk;
@@ -45,6 +46,8 @@ enum Step {
     /// A queue of a device that was stopped is started.
     Start(usize, usize),
     Change(Change),
+    /// Another daemon begins where one was killed.
+    Revive,
 }
 
 struct Run {
@@ -102,21 +105,8 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
     let guests = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
     let stack = Stack::new(plan, &world, Control::new(plan, exports, disks))?;
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
-    let control = Rc::clone(&stack.control);
-    let others = Rc::clone(&world);
-    world.set_others(Some(Rc::new(move |who| {
-        // Who controls may be in the middle of something.
-        let Ok(mut control) = control.try_borrow_mut() else { return };
-        match who {
-            Other::Rush => control.rush(),
-            Other::Any => {
-                if let Err(failure) = control.act() {
-                    others.fail(failure);
-                }
-            }
-        }
-    })));
     let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guests, stack };
+    run.let_others_act();
     let result = catch_unwind(AssertUnwindSafe(|| run.go()))
         .unwrap_or_else(|_| Err(Failure::new("panic", crate::panic_message())));
     if result.is_err() {
@@ -124,12 +114,37 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
         run.stack.forget();
     }
     drop(run);
+    death::before_stores(None);
     world.clear();
     drop(installed);
     Ok(result)
 }
 
 impl Run {
+    /// Has others act within the turns of IoThreads, and the daemon die there.
+    fn let_others_act(&self) {
+        let control = Rc::clone(&self.stack.control);
+        let guests = self.guests.clone();
+        let world = Rc::clone(&self.world);
+        self.world.set_others(Some(Rc::new(move |who| {
+            if who == Other::Death {
+                return guests.iter().for_each(|guest| guest.remember());
+            }
+            // Who controls may be in the middle of something.
+            let Ok(mut control) = control.try_borrow_mut() else { return };
+            match who {
+                Other::Rush => control.rush(),
+                _ => {
+                    if let Err(failure) = control.act() {
+                        world.fail(failure);
+                    }
+                }
+            }
+        })));
+        let world = Rc::clone(&self.world);
+        death::before_stores(Some(Rc::new(move || world.pass())));
+    }
+
     fn go(&mut self) -> Result<Report, Failure> {
         let mut turns = 0;
         let limit = STEPS_FOR_REQUEST * (self.plan.requests + self.plan.rush + 10);
@@ -196,6 +211,16 @@ impl Run {
         }
         if self.next_time().is_some() {
             steps.push((Step::Time, 20));
+        }
+        if self.stack.is_dead() {
+            // Until then its ops keep the disks locked.
+            if !self.world.has_orphans() {
+                steps.push((Step::Revive, 20));
+            }
+            let control = self.stack.control.borrow();
+            let changes = control.possible().filter(|change| *change == Change::Crash);
+            steps.extend(changes.map(|change| (Step::Change(change), 1)));
+            return steps;
         }
         let control = self.stack.control.borrow();
         for (device, export) in control.exports.iter().enumerate() {
@@ -267,11 +292,27 @@ impl Run {
             }
             Step::Change(change) => {
                 self.stack.control.borrow_mut().change(change)?;
-                if change.is_of_all() {
-                    self.world.trace(|| format!("control: {change:?}"));
-                    self.stack.restart(change == Change::Crash)?;
+                match change {
+                    Change::Die => {
+                        let most = self.rng.pick(&[0, 0, 10, 100, 1000]);
+                        let moments = self.rng.below(most + 1);
+                        self.world.trace(|| format!("control: {change:?} after {moments}"));
+                        self.world.begin_death(moments);
+                    }
+                    _ if change.is_of_all() => {
+                        self.world.trace(|| format!("control: {change:?}"));
+                        self.stack.restart(change == Change::Crash)?;
+                    }
+                    _ => {}
                 }
             }
+            Step::Revive => {
+                self.world.trace(|| "control: another daemon begins".to_owned());
+                self.stack.revive()?;
+            }
+        }
+        if self.world.is_dead() && !self.stack.is_dead() {
+            self.stack.die()?;
         }
         Ok(())
     }

@@ -85,6 +85,8 @@ pub(crate) struct Stack {
     pub(crate) control: Rc<RefCell<Control>>,
     /// There were IoThreads before, and what they counted is gone.
     restarted: bool,
+    /// The daemon was killed, and there is no other yet.
+    is_dead: bool,
 }
 
 impl Stack {
@@ -95,6 +97,7 @@ impl Stack {
             threads: Vec::new(),
             control: Rc::new(RefCell::new(control)),
             restarted: false,
+            is_dead: false,
         };
         stack.start_threads()?;
         Ok(stack)
@@ -155,7 +158,11 @@ impl Stack {
     /// IoThread `index` takes a turn.
     pub(crate) fn turn(&mut self, index: usize) -> Result<(), Failure> {
         let wait = if self.plan.own_loop > 0 { Wait::ForEvent } else { Wait::Never };
-        self.threads[index].turn(wait, &self.world, &self.control)?;
+        let taken = self.threads[index].turn(wait, &self.world, &self.control);
+        if self.world.is_dead() {
+            return Ok(());
+        }
+        taken?;
         let rounds = self.threads[index].io_thread.io().stats().rounds.get();
         let exports = &mut self.control.borrow_mut().exports;
         exports.iter_mut().try_for_each(|export| export.check_waits(index, rounds))
@@ -206,7 +213,49 @@ impl Stack {
             disks.iter().try_for_each(|disk| disk.restart(power_lost))?;
             exports.iter_mut().for_each(Export::restart);
         }
-        self.restarted = true;
+        self.world.revive();
+        (self.restarted, self.is_dead) = (true, false);
+        self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
+    }
+
+    /// The daemon was killed: everything that it has is gone.
+    pub(crate) fn die(&mut self) -> Result<(), Failure> {
+        {
+            let mut control = self.control.borrow_mut();
+            control.threads.clear();
+            control.exports.iter_mut().for_each(Export::leave);
+        }
+        self.threads.clear();
+        self.world.bury();
+        let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
+        for export in exports {
+            export.guest.recall();
+            export.check_memory()?;
+            export.died();
+        }
+        let now = self.world.tick();
+        for disk in disks {
+            let guests = disk.guests();
+            let unanswered = guests.iter().flat_map(|guest| guest.unanswered());
+            disk.died(&unanswered.collect::<Vec<_>>(), now);
+        }
+        (self.restarted, self.is_dead) = (true, true);
+        Ok(())
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.is_dead
+    }
+
+    /// Another daemon goes on with the same guests.
+    pub(crate) fn revive(&mut self) -> Result<(), Failure> {
+        self.world.revive();
+        {
+            let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
+            disks.iter().for_each(|disk| disk.reopen());
+            exports.iter_mut().for_each(Export::revived);
+        }
+        self.is_dead = false;
         self.start_threads().map_err(|e| Failure::new("no start", e.to_string()))
     }
 

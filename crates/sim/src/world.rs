@@ -1,8 +1,10 @@
 //! The simulated kernel: a clock, events to come, disks, and everything that can go wrong.
 
+mod death;
 mod hung;
 mod kernel;
 mod power;
+mod turn;
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
@@ -22,6 +24,9 @@ use crate::failure::Failure;
 use crate::faults::{Class, Injected, op_len};
 use crate::plan::Plan;
 use crate::rng::Rng;
+use death::{Death, Orphan};
+use turn::Turn;
+pub(crate) use turn::{Other, Polls, TurnEnd};
 
 /// What the engines should have counted.
 #[derive(Debug, Default, Clone, Copy)]
@@ -91,45 +96,11 @@ struct Inner {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     next_id: u64,
     refusals_to_come: u64,
-    power_is_off: bool,
+    /// What is asked of the kernel has no effect: the power is off, or who asks is dead.
+    is_void: bool,
+    orphans: BTreeMap<u64, Orphan>,
     failure: Option<Failure>,
     counts: Counts,
-}
-
-/// How a turn of an IoThread came to its end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum TurnEnd {
-    /// Without sleep, or something has ended that.
-    #[default]
-    Awake,
-    /// It would still sleep.
-    Asleep,
-}
-
-/// The turn that an IoThread takes.
-#[derive(Debug, Default)]
-struct Turn {
-    /// One is being taken.
-    runs: Cell<bool>,
-    spins: Cell<u64>,
-    end: Cell<TurnEnd>,
-    sleeps: Cell<bool>,
-}
-
-/// How often busy-polling has found something, and how often it has not.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Polls {
-    pub(crate) found: u64,
-    pub(crate) missed: u64,
-}
-
-/// Who acts besides the kernel, at the points where others may.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Other {
-    /// Anybody.
-    Any,
-    /// The guest that keeps a queue busy.
-    Rush,
 }
 
 type Others = Rc<dyn Fn(Other)>;
@@ -145,6 +116,7 @@ pub(crate) struct World {
     traced: Cell<u32>,
     turn: Turn,
     polls: Cell<Polls>,
+    death: Cell<Death>,
     inner: RefCell<Inner>,
 }
 
@@ -177,7 +149,8 @@ impl World {
             events: BinaryHeap::new(),
             next_id: 1,
             refusals_to_come: 0,
-            power_is_off: false,
+            is_void: false,
+            orphans: BTreeMap::new(),
             failure: None,
             counts: Counts::default(),
         };
@@ -189,6 +162,7 @@ impl World {
             others: RefCell::new(None),
             turn: Turn::default(),
             polls: Cell::default(),
+            death: Cell::default(),
             traced: Cell::new(if traced { TRACE_LINES_MAX } else { 0 }),
             inner: RefCell::new(inner),
         }
@@ -292,57 +266,6 @@ impl World {
         true
     }
 
-    /// An IoThread takes a turn: if it sleeps, the turn ends.
-    pub(crate) fn begin_turn(&self) {
-        self.turn.runs.set(true);
-        self.turn.spins.set(0);
-        self.turn.sleeps.set(false);
-        self.turn.end.set(TurnEnd::Awake);
-    }
-
-    pub(crate) fn end_turn(&self) -> TurnEnd {
-        self.turn.runs.set(false);
-        let mut polls = self.polls.get();
-        if self.turn.spins.get() > 0 {
-            *(if self.turn.sleeps.get() { &mut polls.missed } else { &mut polls.found }) += 1;
-        }
-        self.polls.set(polls);
-        self.turn.end.get()
-    }
-
-    pub(crate) fn polls(&self) -> Polls {
-        self.polls.get()
-    }
-
-    fn act_others(&self, who: Other) {
-        let others = self.others.borrow().clone();
-        if let Some(others) = others {
-            others(who);
-        }
-    }
-
-    fn rush(&self) {
-        if self.plan.rush > 0 && self.turn.runs.get() {
-            self.act_others(Other::Rush);
-        }
-    }
-
-    /// A turn comes to its sleep. Some things may end that; else the turn goes on as if a signal
-    /// had come, and the next one is taken when this sleep would have ended.
-    fn sleep_in_turn(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
-        self.turn.sleeps.set(true);
-        let things = self.inner.borrow_mut().rng.below(4);
-        for _ in 0..things {
-            let due = deadline.map_or(u64::MAX, |when| self.nanoseconds(when));
-            if is_over() || self.next_event().is_none_or(|time| time > due) {
-                break;
-            }
-            self.run_event();
-        }
-        let end = if is_over() { TurnEnd::Awake } else { TurnEnd::Asleep };
-        self.turn.end.set(end);
-    }
-
     /// Drops ops and eventfds, which refer to this world.
     pub(crate) fn clear(&self) {
         self.set_others(None);
@@ -355,8 +278,13 @@ impl World {
     }
 
     fn effect(&self, id: u64, from: usize, to: usize) {
-        let Inner { ops, disks, .. } = &mut *self.inner.borrow_mut();
-        let Some(Running { op, disk, .. }) = ops.get(&id) else { return };
+        let Inner { ops, disks, orphans, .. } = &mut *self.inner.borrow_mut();
+        let Some(Running { op, disk, .. }) = ops.get(&id) else {
+            if let Some(orphan) = orphans.get(&id) {
+                orphan.take_effect(&mut disks[orphan.disk].device, id, from, to);
+            }
+            return;
+        };
         let device = &mut disks[*disk].device;
         let offset = op.offset() + from as u64;
         self.trace(|| format!("kernel: op {id} moves its bytes {from} to {to}"));
@@ -379,14 +307,15 @@ impl World {
     fn answer(&self, id: u64) {
         let now = self.tick();
         let mut inner = self.inner.borrow_mut();
-        let Inner { ops, disks, rng, counts, power_is_off, .. } = &mut *inner;
+        let Inner { ops, disks, rng, counts, is_void, .. } = &mut *inner;
         let Some(Running { op, disk, begin, mut result, error, .. }) = ops.remove(&id) else {
-            return;
+            drop(inner);
+            return self.end_orphan(id, now);
         };
         let Disk { device, injected, lost_at, .. } = &mut disks[disk];
         let (kind, offset, len) = (op.kind(), op.offset(), op_len(&op));
         let mut is_lost = false;
-        if *power_is_off {
+        if *is_void {
             result = -i64::from(libc::EIO);
         } else {
             match kind {
@@ -415,7 +344,7 @@ impl World {
             }
             _ => {}
         }
-        if let Some(class) = error.filter(|_| !*power_is_off) {
+        if let Some(class) = error.filter(|_| !*is_void) {
             // What may be tried again is, so often that others may come between.
             let must_fail = result != -i64::from(libc::EAGAIN);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
@@ -427,7 +356,7 @@ impl World {
         }
         self.trace(|| format!("kernel: op {id} is answered with {result}"));
         let signal = op.answer(result);
-        if inner.power_is_off || !inner.rng.chance(self.plan.late_signal) {
+        if inner.is_void || !inner.rng.chance(self.plan.late_signal) {
             signal.send();
         } else {
             let delay = inner.rng.below(self.plan.latency_us * 1000) + 1;

@@ -1,6 +1,6 @@
 //! The two ends of a connection: the front-end's socket and the daemon's session.
 
-use std::io::{ErrorKind, IoSlice, Read};
+use std::io::{ErrorKind, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,10 @@ use device::Device;
 use ringhaul::vhost_user::message::{HEADER_BYTES, Header, Request};
 use ringhaul::vhost_user::{Examiner, Progress, Session, SessionSetup};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
 use virtqueue::{MappingBudget, MappingRules};
 
 /// The session has something to do that its socket does not show.
@@ -43,6 +46,8 @@ pub(super) struct Link {
     /// What is left to send of a message that has begun.
     rest: Vec<u8>,
     received: Vec<u8>,
+    /// Descriptors that came with answers.
+    pub(super) fds: Vec<OwnedFd>,
     /// The daemon has been asked to end the session.
     is_ending: bool,
 }
@@ -65,8 +70,8 @@ impl Link {
             waker: Waker::from(Arc::clone(&woken)),
         };
         let session = Session::new(ours, setup, now);
-        let (rest, received) = (Vec::new(), Vec::new());
-        Self { session, woken, socket: Some(theirs), rest, received, is_ending: false }
+        let (rest, received, fds) = (Vec::new(), Vec::new(), Vec::new());
+        Self { session, woken, socket: Some(theirs), rest, received, fds, is_ending: false }
     }
 
     /// Whether the session would go on now, in a daemon that waits for its socket, its waker and
@@ -156,8 +161,17 @@ impl Link {
     /// The next answer, if it is there.
     pub(super) fn receive(&mut self) -> Option<Answer> {
         let mut more = [0; 4096];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let (socket, mut bytes) = (self.socket.as_ref()?, [IoSliceMut::new(&mut more)]);
+        let come = recvmsg(socket, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC);
         // The hang-up of a session that has ended is nothing to read.
-        let count = self.socket.as_mut()?.read(&mut more).unwrap_or(0);
+        let count = come.map_or(0, |come| come.bytes);
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fds.extend(fds);
+            }
+        }
         self.received.extend(&more[..count]);
         let header = Header::decode(self.received.first_chunk::<HEADER_BYTES>()?);
         let end = HEADER_BYTES + header.size as usize;

@@ -30,11 +30,11 @@ impl FrontEnd {
         self.plan.session == 1
     }
 
-    fn push(&mut self, request: Request, then: Then) {
+    pub(super) fn push(&mut self, request: Request, then: Then) {
         self.push_with(request, Vec::new(), then);
     }
 
-    fn push_with(&mut self, request: Request, fds: Vec<OwnedFd>, then: Then) {
+    pub(super) fn push_with(&mut self, request: Request, fds: Vec<OwnedFd>, then: Then) {
         let is_heard = super::has_answer(&request)
             || then == Then::Nothing
             || (self.has_reply_ack() && self.rng.chance(700));
@@ -61,6 +61,7 @@ impl FrontEnd {
             self.push(Request::GetQueueNum, Then::Number(self.vrings.len() as u64));
         }
         self.push(Request::SetOwner, Then::Nothing);
+        self.say_region();
         let when = self.rng.below(3);
         if when == 0 {
             self.share_memory();

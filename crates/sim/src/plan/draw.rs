@@ -108,6 +108,12 @@ impl Plan {
         self.kills = some(rng, 150, &[1, 2]);
     }
 
+    /// A daemon that is killed.
+    pub(super) fn draw_deaths(&mut self, rng: &mut Rng) {
+        self.inflight = flag(rng, 500);
+        self.deaths = some(rng, 600, &[1, 2, 3, 8]);
+    }
+
     /// One queue that is always busy, beside others.
     pub(super) fn draw_rush(&mut self, rng: &mut Rng) {
         self.rush = some(rng, 100, &[200, 600]);

@@ -16,8 +16,12 @@ impl sim::World for World {
     }
 
     fn preempt(&self) {
+        self.pass();
         self.rush();
-        if self.plan.preempt == 0 || !self.inner.borrow_mut().rng.chance(self.plan.preempt) {
+        if self.plan.preempt == 0
+            || self.is_dead()
+            || !self.inner.borrow_mut().rng.chance(self.plan.preempt)
+        {
             return;
         }
         if self.inner.borrow_mut().rng.chance(500) {
@@ -34,6 +38,9 @@ impl sim::World for World {
             (rng.between(100, 100 + longest), rng.chance(400))
         };
         let until = self.now.get() + step;
+        if self.is_dead() {
+            return self.advance_to(until);
+        }
         while self.next_event().is_some_and(|time| time <= until) {
             self.run_event();
         }
@@ -59,7 +66,7 @@ impl sim::World for World {
     fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int> {
         let inner = &mut *self.inner.borrow_mut();
         let plan = &self.plan;
-        if inner.power_is_off {
+        if inner.is_void {
             return Ok(count.min(room));
         }
         let refused = if inner.refusals_to_come > 0 {
@@ -101,6 +108,7 @@ impl sim::World for World {
     }
 
     fn start(&self, op: KernelOp) -> bool {
+        self.pass();
         self.rush();
         let begin = self.tick();
         let mut guard = self.inner.borrow_mut();
@@ -120,7 +128,7 @@ impl sim::World for World {
             inner.failure.get_or_insert(failure);
         }
         let end = disk.device.end_sector;
-        let rejected = rejection(&disk.plan, &mut inner.rng, &op).filter(|_| !inner.power_is_off);
+        let rejected = rejection(&disk.plan, &mut inner.rng, &op).filter(|_| !inner.is_void);
         disk.is_stuck |= inner.rng.chance(disk.plan.stuck);
         let (result, moved, error) = match rejected {
             Some((result, error)) => (result, 0, error),
@@ -129,7 +137,7 @@ impl sim::World for World {
         };
         inner.ops.insert(id, Running { op, disk: index, begin, moved, result, error });
         if let Some(held) = &mut disk.held
-            && !inner.power_is_off
+            && !inner.is_void
             && rejected.is_none()
         {
             held.push(id);
@@ -139,8 +147,8 @@ impl sim::World for World {
         let (now, latency) = (self.now.get(), self.plan.latency_us * 1000 * slow);
         let hangs = disk.hangs_until > now;
         let is_sync = inner.rng.chance(self.plan.sync) && !hangs && slow == 1;
-        if inner.power_is_off || rejected.is_some() || is_sync {
-            let is_on = !inner.power_is_off;
+        if inner.is_void || rejected.is_some() || is_sync {
+            let is_on = !inner.is_void;
             drop(guard);
             if is_on && moved > 0 {
                 self.effect(id, 0, moved);

@@ -5,7 +5,11 @@ use super::{Inner, World};
 impl World {
     /// The power goes. Ops get answers that nobody will see.
     pub(crate) fn power_off(&self) {
-        self.inner.borrow_mut().power_is_off = true;
+        {
+            let inner = &mut *self.inner.borrow_mut();
+            inner.is_void = true;
+            inner.orphans.clear();
+        }
         let ids: Vec<u64> = self.inner.borrow().ops.keys().copied().collect();
         for id in ids {
             self.answer(id);
@@ -15,9 +19,9 @@ impl World {
 
     /// The power is back; what is on the disk has been decided.
     pub(crate) fn power_on(&self) {
-        let Inner { rng, disks, power_is_off, .. } = &mut *self.inner.borrow_mut();
+        let Inner { rng, disks, is_void, .. } = &mut *self.inner.borrow_mut();
         disks.iter_mut().for_each(|disk| disk.device.lose_power(rng));
-        *power_is_off = false;
+        *is_void = false;
     }
 
     /// Everything that was written is on stable storage. No op may be in the kernel.

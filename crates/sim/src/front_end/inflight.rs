@@ -1,0 +1,50 @@
+//! The inflight region, which the front-end keeps and brings with each connection.
+
+use ringhaul::vhost_user::message::{InflightArea, Request};
+
+use super::{FrontEnd, Then};
+use crate::inflight::Region;
+
+impl FrontEnd {
+    /// Brings the region, or asks for one if there is none.
+    pub(super) fn say_region(&mut self) {
+        if self.plan.inflight == 0 {
+            return;
+        }
+        match self.guest.region() {
+            None => {
+                self.push(Request::GetInflightFd(Region::wanted(&self.plan)), Then::Region);
+            }
+            Some(region) => {
+                let fds = vec![region.descriptor()];
+                self.push_with(Request::SetInflightFd(region.area), fds, Then::HasRegion);
+            }
+        }
+    }
+
+    /// The answer to that question. False: it is none.
+    pub(super) fn take_region(&mut self, body: &[u8]) -> bool {
+        let file = self.link.as_mut().and_then(|link| link.fds.pop());
+        let (Some(area), Some(file)) = (InflightArea::decode(body), file) else { return false };
+        let wanted = Region::wanted(&self.plan);
+        if (InflightArea { size: 0, file_offset: 0, ..area }) != wanted {
+            return false;
+        }
+        self.guest.set_region(Some(Region::from_parts(area, file)));
+        self.say_region();
+        true
+    }
+
+    /// A front-end whose queues have all stopped may ask for another region next time.
+    pub(super) fn may_drop_region(&mut self) {
+        if self.plan.inflight > 0 && self.rng.chance(300) {
+            self.guest.set_region(None);
+        }
+    }
+
+    /// Bytes of the pages of the region, if the session has it.
+    pub(super) fn region_bytes(&self) -> u64 {
+        let region = self.guest.region().filter(|_| self.has_region);
+        region.map_or(0, |region| region.area.size.next_multiple_of(4096))
+    }
+}

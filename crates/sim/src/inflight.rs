@@ -1,0 +1,102 @@
+//! What a VMM keeps while no daemon serves its guest: the inflight region.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use iomem::fits;
+use ringhaul::vhost_user::message::InflightArea;
+use rustix::fs::{MemfdFlags, SeekFrom};
+use virtqueue::{GuestMemory, InflightRegion, MappingRules, RegionConfig, RingLayout};
+
+use crate::plan::Plan;
+
+#[derive(Debug, Clone)]
+pub(crate) struct Region {
+    pub(crate) area: InflightArea,
+    file: Arc<File>,
+}
+
+impl Region {
+    /// What it is to be for the queues of a device.
+    pub(crate) fn wanted(plan: &Plan) -> InflightArea {
+        let queues = fits(plan.queue_count(), "a number of queues");
+        InflightArea { size: 0, file_offset: 0, queues, queue_size: plan.queue_size() }
+    }
+
+    /// A new one.
+    pub(crate) fn new(plan: &Plan) -> Self {
+        let area = Self::wanted(plan);
+        let size = InflightRegion::bytes(RingLayout::Split, area.queues, area.queue_size);
+        let file = rustix::fs::memfd_create("inflight", MemfdFlags::CLOEXEC);
+        let file = File::from(file.expect("the simulation needs a memory file"));
+        file.set_len(size).expect("the simulation needs memory");
+        Self::from_parts(InflightArea { size, ..area }, file.into())
+    }
+
+    /// One that a daemon has made.
+    pub(crate) fn from_parts(area: InflightArea, file: OwnedFd) -> Self {
+        Self { area, file: Arc::new(File::from(file)) }
+    }
+
+    pub(crate) fn descriptor(&self) -> OwnedFd {
+        self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
+    }
+
+    /// As a daemon has it.
+    pub(crate) fn map(&self) -> InflightRegion {
+        let InflightArea { size, file_offset, queues, queue_size } = self.area;
+        let file = Arc::clone(&self.file);
+        let config = RegionConfig { guest_addr: 0, size, user_addr: 0, file, file_offset };
+        let memory = GuestMemory::new(&[config], &MappingRules::default());
+        let memory = Arc::new(memory.expect("the simulation needs memory"));
+        InflightRegion::new(memory, queues, queue_size).expect("it was made for these queues")
+    }
+
+    pub(crate) fn content(&self) -> Vec<u8> {
+        content(&self.file)
+    }
+
+    pub(crate) fn set_content(&self, bytes: &[u8]) {
+        set_content(&self.file, bytes);
+    }
+}
+
+/// What is in a file of memory.
+pub(crate) fn content(file: &File) -> Vec<u8> {
+    let len = file.metadata().expect("a memory file has a size").len();
+    let mut bytes = vec![0; fits(len, "the size of a memory file")];
+    for range in written(file) {
+        let start = range.start as u64;
+        file.read_exact_at(&mut bytes[range], start).expect("a memory file can be read");
+    }
+    bytes
+}
+
+/// Makes it what it was.
+pub(crate) fn set_content(file: &File, bytes: &[u8]) {
+    let now = content(file);
+    let pages = written(file).into_iter().flat_map(|range| range.step_by(PAGE));
+    for page in pages.map(|start| start..bytes.len().min(start + PAGE)) {
+        let was = &bytes[page.clone()];
+        if *was != now[page.clone()] {
+            file.write_all_at(was, page.start as u64).expect("a memory file can be written");
+        }
+    }
+}
+
+const PAGE: usize = 4096;
+
+/// The parts of a file of memory in which something was written: whole pages.
+fn written(file: &File) -> Vec<Range<usize>> {
+    let mut ranges = Vec::new();
+    let mut at = 0;
+    while let Ok(start) = rustix::fs::seek(file, SeekFrom::Data(at)) {
+        at = rustix::fs::seek(file, SeekFrom::Hole(start)).expect("its end is a hole");
+        let place = |at| fits(at, "the size of a memory file");
+        ranges.push(place(start)..place(at));
+    }
+    ranges
+}

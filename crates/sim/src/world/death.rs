@@ -1,0 +1,132 @@
+//! The daemon is killed. What it has done by then stays, and so does the page cache; of its ops in
+//! the kernel each may still be carried out, in whole or in part, before another daemon can lock
+//! the disk.
+//!
+//! What it does after that moment, to the end of the turn and while it is dropped, is done for
+//! nobody: its ops have no effect, and guests take back what it has written to their memory.
+
+use blockio::op::OpKind;
+
+use super::{Disk, Inner, Other, Running, World};
+use crate::device::{Answer, Device};
+use crate::faults::op_len;
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Death {
+    #[default]
+    Alive,
+    /// It dies when it has passed so many more moments.
+    After(u64),
+    Dead,
+}
+
+/// An op that nobody waits for any more.
+pub(super) struct Orphan {
+    pub(super) disk: usize,
+    kind: OpKind,
+    offset: u64,
+    bytes: Vec<u8>,
+    begin: u64,
+}
+
+impl Orphan {
+    /// The op, if it can have an effect on the disk.
+    fn of(running: &Running) -> Option<Self> {
+        let Running { op, disk, begin, result, .. } = running;
+        let (kind, offset) = (op.kind(), op.offset());
+        let mut bytes = vec![0; op_len(op)];
+        match kind {
+            _ if *result < 0 => return None,
+            OpKind::Read => return None,
+            OpKind::Write { .. } => drop(op.buffers().copy_to(0, &mut bytes)),
+            _ => {}
+        }
+        Some(Self { disk: *disk, kind, offset, bytes, begin: *begin })
+    }
+
+    pub(super) fn take_effect(&self, device: &mut Device, id: u64, from: usize, to: usize) {
+        device.write(self.offset + from as u64, &self.bytes[from..to], id);
+    }
+}
+
+impl World {
+    /// The daemon dies when it has passed so many more moments within turns; at once if that is
+    /// none.
+    pub(crate) fn begin_death(&self, moments: u64) {
+        self.death.set(Death::After(moments));
+        if moments == 0 {
+            self.die();
+        }
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.death.get() == Death::Dead
+    }
+
+    /// A moment at which the daemon may die.
+    pub(crate) fn pass(&self) {
+        match self.death.get() {
+            Death::After(left) if self.turn.runs.get() => match left {
+                0 => self.die(),
+                _ => self.death.set(Death::After(left - 1)),
+            },
+            _ => {}
+        }
+    }
+
+    fn die(&self) {
+        self.trace(|| "control: the daemon is dead".to_owned());
+        self.death.set(Death::Dead);
+        self.act_others(Other::Death);
+        self.release();
+        let ids: Vec<u64> = {
+            let Inner { rng, ops, orphans, is_void, .. } = &mut *self.inner.borrow_mut();
+            *is_void = true;
+            let ends = ops.iter().filter(|_| rng.chance(500));
+            orphans.extend(ends.filter_map(|(id, running)| Some((*id, Orphan::of(running)?))));
+            ops.keys().copied().collect()
+        };
+        ids.into_iter().for_each(|id| self.answer(id));
+    }
+
+    /// Nothing is left of the daemon but what it has in the kernel.
+    pub(crate) fn bury(&self) {
+        let inner = &mut *self.inner.borrow_mut();
+        inner.is_void = false;
+        let left = (std::mem::take(&mut inner.threads), std::mem::take(&mut inner.signals));
+        inner.sq_threads.clear();
+        drop(left);
+    }
+
+    /// Whether ops of a dead daemon may still take effect.
+    pub(crate) fn has_orphans(&self) -> bool {
+        !self.inner.borrow().orphans.is_empty()
+    }
+
+    /// Another daemon begins.
+    pub(crate) fn revive(&self) {
+        self.death.set(Death::Alive);
+    }
+
+    pub(super) fn end_orphan(&self, id: u64, now: u64) {
+        let Inner { orphans, disks, rng, .. } = &mut *self.inner.borrow_mut();
+        let Some(Orphan { disk, kind, offset, bytes, begin }) = orphans.remove(&id) else { return };
+        self.trace(|| format!("kernel: op {id} of the dead daemon has ended"));
+        let Disk { device, .. } = &mut disks[disk];
+        match kind {
+            OpKind::Flush => device.flush(begin, rng),
+            OpKind::Write { fua: true } => {
+                device.answered(offset, bytes.len(), id, now, Answer::Durable);
+            }
+            _ => device.answered(offset, bytes.len(), id, now, Answer::Done),
+        }
+    }
+
+    /// A disk is opened anew, by another daemon: what was lost before is as it is.
+    pub(crate) fn reopen(&self, disk: usize) {
+        let Disk { device, lost_at, .. } = &mut self.inner.borrow_mut().disks[disk];
+        if lost_at.take().is_some() {
+            device.settle();
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The turns of IoThreads, and who acts within them.
+
+use std::cell::Cell;
+use std::time::Instant;
+
+use super::World;
+
+/// How a turn of an IoThread came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum TurnEnd {
+    /// Without sleep, or something has ended that.
+    #[default]
+    Awake,
+    /// It would still sleep.
+    Asleep,
+}
+
+/// The turn that an IoThread takes.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    /// One is being taken.
+    pub(super) runs: Cell<bool>,
+    pub(super) spins: Cell<u64>,
+    pub(super) end: Cell<TurnEnd>,
+    pub(super) sleeps: Cell<bool>,
+}
+
+/// How often busy-polling has found something, and how often it has not.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Polls {
+    pub(crate) found: u64,
+    pub(crate) missed: u64,
+}
+
+/// Who acts besides the kernel, at the points where others may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Other {
+    /// Anybody.
+    Any,
+    /// The guest that keeps a queue busy.
+    Rush,
+    /// Nobody: the daemon dies at this point, and they remember what it has done.
+    Death,
+}
+
+impl World {
+    /// An IoThread takes a turn: if it sleeps, the turn ends.
+    pub(crate) fn begin_turn(&self) {
+        self.turn.runs.set(true);
+        self.turn.spins.set(0);
+        self.turn.sleeps.set(false);
+        self.turn.end.set(TurnEnd::Awake);
+    }
+
+    pub(crate) fn end_turn(&self) -> TurnEnd {
+        self.turn.runs.set(false);
+        let mut polls = self.polls.get();
+        if self.turn.spins.get() > 0 {
+            *(if self.turn.sleeps.get() { &mut polls.missed } else { &mut polls.found }) += 1;
+        }
+        self.polls.set(polls);
+        self.turn.end.get()
+    }
+
+    pub(crate) fn polls(&self) -> Polls {
+        self.polls.get()
+    }
+
+    pub(super) fn act_others(&self, who: Other) {
+        let others = self.others.borrow().clone();
+        // What a dead daemon does happens at no time, so nobody acts meanwhile.
+        if let Some(others) = others.filter(|_| who == Other::Death || !self.is_dead()) {
+            others(who);
+        }
+    }
+
+    pub(super) fn rush(&self) {
+        if self.plan.rush > 0 && !self.is_dead() && self.turn.runs.get() {
+            self.act_others(Other::Rush);
+        }
+    }
+
+    /// A turn comes to its sleep. Some things may end that; else the turn goes on as if a signal
+    /// had come, and the next one is taken when this sleep would have ended.
+    pub(super) fn sleep_in_turn(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+        self.turn.sleeps.set(true);
+        if self.is_dead() {
+            return;
+        }
+        let things = self.inner.borrow_mut().rng.below(4);
+        for _ in 0..things {
+            let due = deadline.map_or(u64::MAX, |when| self.nanoseconds(when));
+            if is_over() || self.next_event().is_none_or(|time| time > due) {
+                break;
+            }
+            self.run_event();
+        }
+        let end = if is_over() { TurnEnd::Awake } else { TurnEnd::Asleep };
+        self.turn.end.set(end);
+    }
+}
