@@ -8,9 +8,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -60,6 +60,8 @@ struct State {
     /// Of which process, and which kinds.
     withheld: Option<(Pid, Vec<u32>)>,
     waiting: Vec<Request>,
+    /// How long reads take, and who answers them.
+    slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
 }
 
 #[derive(Clone, Debug)]
@@ -184,11 +186,26 @@ impl Fuse {
         written.map(drop).context("telling the kernel that attributes have changed")
     }
 
+    /// Answers each read that comes from now on after this time, however many others there are.
+    pub fn slow_down(&self, read_time: Duration) {
+        let (sender, reads) = mpsc::channel::<(Instant, Request)>();
+        let shared = Arc::clone(&self.shared);
+        // It ends with the file system, which has the sender.
+        std::thread::spawn(move || {
+            for (due, request) in reads {
+                std::thread::sleep(due.saturating_duration_since(Instant::now()));
+                shared.answer(&request);
+            }
+        });
+        self.shared.state().slow = Some((read_time, sender));
+    }
+
     /// Answers all that waits, and all that comes.
     pub fn release(&self) {
         let waiting = {
             let mut state = self.shared.state();
             state.withheld = None;
+            state.slow = None;
             std::mem::take(&mut state.waiting)
         };
         for request in waiting {
@@ -233,6 +250,12 @@ impl Shared {
             }) {
                 state.waiting.push(request);
                 self.changed.notify_all();
+                continue;
+            }
+            if let Some((read_time, reads)) = &state.slow
+                && request.opcode == opcode::READ
+            {
+                let _ = reads.send((Instant::now() + *read_time, request));
                 continue;
             }
             drop(state);

@@ -3,11 +3,13 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::server::ringhaul_binary;
 use serde_json::{Value, json};
 
@@ -106,6 +108,30 @@ fn load_goes_on(scene: &Scene, mut command: Command, device: &str) -> Result<()>
     for name in ["vm.sock", "control"] {
         ensure!(!scene.socket(name).exists(), "{name} is left behind");
     }
+    Ok(())
+}
+
+/// How long that takes is in the output: what is in the disk has to be finished.
+#[test]
+fn a_disk_that_answers_in_a_millisecond_is_taken_over_at_depth_64() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let mut command = serve(&scene.socket("vm.sock"), &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
+    let mut daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    fuse.slow_down(Duration::from_millis(1));
+    let options = "--rw randread --iodepth 64 --number_ios 100000";
+    let load = Running::start(&mut bench(&scene.socket("vm.sock"), options)?)?;
+    daemon.wait_for("a front-end has connected")?;
+    for _ in 0..5 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        eprintln!("{}", next.wait_for(TAKEN)?);
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+    }
+    let finished = load.finish()?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0"), "{}", finished.stdout);
+    eprintln!("{}", finished.stdout);
     Ok(())
 }
 
