@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
+use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::server::ringhaul_binary;
@@ -142,11 +143,19 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
     let mut daemon = Running::serve(&mut begin(&scene)?)?;
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
-    for seed in 2..6 {
+    let question = Message::new(code::GET_FEATURES, Vec::new());
+    let question_bytes = question.bytes();
+    for (seed, sent) in (2..).zip([0, 1, 5, 11, 12]) {
+        // Some of a message that the next process has to read to its end.
+        let (sent, rest) = question_bytes.split_at(sent);
+        frontend.channel.send_bytes(sent, &[])?;
         let mut next = Running::start(&mut taking_over(&scene)?)?;
         next.wait_for(TAKEN)?;
         daemon.finish()?.expect_code(0)?;
         daemon = next;
+        frontend.channel.send_bytes(rest, &[])?;
+        let answer = frontend.channel.receive()?.context("the connection is closed")?;
+        ensure!(answer.number()? & frontend.features == frontend.features, "{answer:?}");
         check(&mut frontend, seed)?;
         ensure!(frontend.config(0, 8)? == (DISK_BYTES / 512).to_le_bytes(), "another disk");
         let base = frontend.stop_queue(1)?;
@@ -284,7 +293,7 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     check(&mut frontend, 1)?;
     let ctl = |words: &[&str]| -> Result<Finished> {
         let mut ctl = ringhaul()?;
-        run(ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
+        run(ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control")).args(words))
     };
     for (wrong, why) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")] {
         let said = ctl(&["upgrade", wrong])?.expect_code(1)?.stderr;

@@ -55,7 +55,7 @@ pub(super) struct Export {
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
     /// Since when it has been connected.
-    connected: Instant,
+    pub(super) connected: Instant,
     /// How many there were.
     pub(super) sessions: u64,
     /// No queue starts and no front-end is taken: another process may go on with the export.

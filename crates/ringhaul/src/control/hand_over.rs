@@ -120,7 +120,8 @@ impl Export {
         let (device, files) = self.setup.device.hand_over()?;
         let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
         let reservations = files.collect::<io::Result<_>>()?;
-        Ok(ExportProgress { session, sessions: self.sessions, losses, device, reservations })
+        let (connected, sessions) = (self.connected.elapsed(), self.sessions);
+        Ok(ExportProgress { session, connected, sessions, losses, device, reservations })
     }
 
     /// An export that is paused in another process, and here.
@@ -150,6 +151,7 @@ impl Export {
             let session = session
                 .with_context(|| format!("cannot go on with the front-end of {}", export.name()))?;
             export.session = Some(session);
+            export.connected = now.checked_sub(progress.connected).unwrap_or(now);
             export.is_shown = true;
         }
         Ok(export)

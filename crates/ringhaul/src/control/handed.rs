@@ -1,7 +1,7 @@
 //! What a process needs to go on with the exports of another: first what each is, while it is
 //! served, then how far it has come, when its queues do not run.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use device::DeviceState;
 use serde::{Deserialize, Serialize};
@@ -38,6 +38,8 @@ pub(crate) struct HandedDisk {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct ExportProgress {
     pub(super) session: Option<SessionState>,
+    /// How long the front-end has been connected.
+    pub(super) connected: Duration,
     /// How many front-ends there were.
     pub(super) sessions: u64,
     /// For each disk the errno of the loss of data, if there was one.
