@@ -268,7 +268,13 @@ pub(crate) struct Reservation<'a> {
     names: Vec<String>,
 }
 
-impl Reservation<'_> {
+impl<'a> Reservation<'a> {
+    /// Keeps the names of these exports apart from the others.
+    pub(crate) fn split(&mut self, specs: &[ExportSpec]) -> Reservation<'a> {
+        let is_of = |name: &mut String| specs.iter().any(|spec| spec.name() == *name);
+        Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
+    }
+
     /// Begins to serve the exports.
     ///
     /// # Errors

@@ -1,9 +1,10 @@
 //! The daemon: exports by name, and the commands that make them come and go.
 
+mod adding;
 pub(crate) mod hand_over;
+mod opening;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
@@ -20,7 +21,6 @@ use crate::memory_limits::MemoryLimits;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::settings::{Settings, SettingsChange};
-use crate::side_by_side::side_by_side;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::subscribers::Subscribers;
@@ -83,19 +83,6 @@ struct Pool {
 
 /// Where the end of a daemon shows.
 pub struct Ending(mpsc::Receiver<Event>);
-
-/// Exports that are being opened.
-pub(crate) struct Opening(mpsc::Receiver<()>);
-
-/// How long a thread takes, unless its disk hangs, that has opened exports for a daemon which ends.
-const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
-
-impl Opening {
-    /// Waits until sockets are removed that will not be served, unless a disk hangs.
-    pub(crate) fn settle(self) {
-        let _ = self.0.recv_timeout(CLEAN_UP_MAX);
-    }
-}
 
 impl Daemon {
     /// Starts a daemon without exports. `inherited` is the descriptor that an export may name, with
@@ -173,55 +160,6 @@ impl Daemon {
     /// Who wants to know what happens to exports.
     pub(crate) fn subscribers(&self) -> &Subscribers {
         &self.subscribers
-    }
-
-    /// As [`Command::Add`], on a thread of its own: a disk may take long to open, and the daemon
-    /// can be asked to end meanwhile. If the exports cannot be served, it ends with that error.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel has no thread left.
-    pub(crate) fn begin_add(self: &Arc<Self>, specs: Vec<ExportSpec>) -> Result<Opening> {
-        let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
-        let open = move || {
-            let _done: mpsc::Sender<()> = done;
-            // It is dropped first, with all that it holds.
-            let daemon = daemon;
-            match daemon.add(specs) {
-                Ok(_) | Err(CommandError::Ending) => {}
-                Err(error) => drop(daemon.events.send(Event::NotStarted(error.into_error()))),
-            }
-        };
-        let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
-        thread.context("cannot start the thread that opens the disks")?;
-        Ok(Opening(opening))
-    }
-
-    fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
-        specs.iter().try_for_each(|spec| spec.check(self.args.iothreads))?;
-        let names = self.control.reserve(&specs)?;
-        let wanted: Vec<_> = specs.iter().flat_map(ExportSpec::disks).collect();
-        let disks =
-            side_by_side(&wanted, OpenDisk::open).into_iter().collect::<Result<Vec<_>>>()?;
-        let choices = choose(&self.args, &disks, &[]);
-        // Behind what disks may hang in, so that no socket is left behind then, and before the
-        // threads, which say what they chose: what is refused is refused in one line.
-        let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
-        let opened = self.set_up(specs, disks, choices)?;
-        let mut ready = Vec::new();
-        let set_up = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
-            let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
-            // Its name is reserved, so nobody else has taken it.
-            let endpoint = endpoint.context("the inherited descriptor serves another export")?;
-            ready.push((opened.log.name().to_owned(), opened.line.clone()));
-            Ok(opened.into_setup(Some(endpoint), self.limits.clone()))
-        });
-        let exports = set_up.collect::<Result<Vec<_>>>()?;
-        names.serve(exports)?;
-        for (export, line) in ready {
-            tracing::info!(export, "{line}");
-        }
-        Ok(Reply::Added)
     }
 
     /// The devices of exports on `disks`, which are those of all of them, and their threads.

@@ -1,6 +1,8 @@
 //! Which engine each disk gets, and the IoThreads, which have all that their disks need.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockio::choose::{Alike, Choice, best_engine};
@@ -15,9 +17,12 @@ use crate::io_threads::IoThreads;
 use crate::open_disk::OpenDisk;
 use crate::options::ServeArgs;
 use crate::settings::PollLimits;
-use crate::side_by_side::side_by_side;
+use crate::side_by_side::SideBySide;
 use crate::stats::LoopStats;
 use crate::thread_watch::ThreadWatch;
+
+/// How long no trial may end before those that are left are given up: their disks hang.
+const TRIAL_MAX: Duration = Duration::from_secs(5);
 
 /// There is one warning, however many threads get a ring.
 static WARNING: Once = Once::new();
@@ -59,22 +64,34 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>
     let mut tried = of_index.clone();
     tried.sort_unstable();
     tried.dedup();
-    let best = |&index: &usize| best_engine(&disks[index].source);
-    let choices = side_by_side(&tried, best);
-    let choice_of = |index: usize| {
-        let Ok(place) = tried.binary_search(&index) else { unreachable!("it was tried") };
-        choices[place].clone()
-    };
-    let choose = |(index, of): (usize, usize)| match choice_of(of) {
+    let choices = try_all(disks, &tried);
+    let choose = |(index, of): (usize, usize)| match choices[&of].clone() {
         choice if of == index => choice,
         // It may have failed for what that disk alone has.
-        choice if choice.has_failed => best(&index),
+        choice if choice.has_failed => best_engine(&disks[index].source),
         choice => {
             let why = format!("as for {}, which is on the same device", disks[of].name);
             Choice { why, ..choice }
         }
     };
     of_index.into_iter().enumerate().map(choose).map(Chosen::Best).collect()
+}
+
+/// The best engine for each of these disks.
+fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
+    let sources = tried.iter().map(|&index| disks[index].source.clone()).collect();
+    let mut trials = SideBySide::begin(sources, |source| best_engine(&source));
+    let tried_in_time = std::iter::from_fn(|| trials.next(Some(Instant::now() + TRIAL_MAX)));
+    let mut choices: BTreeMap<usize, Choice> =
+        tried_in_time.map(|(number, choice)| (tried[number], choice)).collect();
+    for &index in tried {
+        choices.entry(index).or_insert_with(|| Choice {
+            engine: EngineKind::IoUring,
+            why: format!("its trial did not end in {} s", TRIAL_MAX.as_secs()),
+            has_failed: false,
+        });
+    }
+    choices
 }
 
 /// The engine of this name.

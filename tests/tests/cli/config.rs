@@ -225,6 +225,36 @@ fn a_reload_applies_the_difference() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_process_that_takes_over_reads_the_file_too() -> Result<()> {
+    let scene = scene()?;
+    let exports = Exports(&scene);
+    let first = exports.control() + &exports.blk("first", "");
+    let file = write(&scene, &first)?;
+    let mut old = Running::serve(&mut serve(&file)?)?;
+    // Nobody has applied this.
+    fs::write(&file, format!("{first}{}", exports.blk("second", "")))?;
+    let mut command = ringhaul()?;
+    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    let mut new = Running::start(&mut command)?;
+    new.wait_for("took over 1 exports from process")?;
+    old.wait_for("has taken over")?;
+    old.finish()?.expect_code(0)?;
+    new.signal(Signal::HUP)?;
+    new.wait_for("is applied, as far as it can be")?;
+    let mut client = Client::new(&scene.socket("control"))?;
+    let expected = ["first", "second"].map(|name| exports.socket(name));
+    ensure!(names(&mut client)? == expected, "{:?}", names(&mut client)?);
+    fs::write(&file, exports.control() + &exports.blk("second", ""))?;
+    new.signal(Signal::HUP)?;
+    new.wait_for("removed")?;
+    new.wait_for("is applied, as far as it can be")?;
+    ensure!(names(&mut client)? == expected[1..], "{:?}", names(&mut client)?);
+    new.signal(Signal::TERM)?;
+    new.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 /// Neither other exports of a reload nor the next reload wait for it.
 #[test]
 fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
@@ -243,6 +273,8 @@ fn a_reload_does_not_wait_for_a_disk_that_hangs() -> Result<()> {
     let mut command = serve(&file)?;
     command.arg("--export").arg(format!("socket-path={},null=1M", scene.socket("own").display()));
     let mut daemon = Running::serve(&mut command)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
     fuse.withhold(daemon.pid(), &[opcode::OPEN]);
     let hung = export("hung", &fuse.file(), "read-only = true\nno-lock = true\n");
     fs::write(&file, [&*hung, &export("healthy", &disk, "")].concat())?;

@@ -115,6 +115,8 @@ fn a_device_that_grows_is_noticed_while_a_file_system_hangs() -> Result<()> {
     let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
     let hangs = export(&hung, &fuse.file(), ",read-only=on,lock=off,cache=writeback");
     let (mut daemon, mut client) = serve(&scene, &[hangs, export(&healthy, device.path(), "")])?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
     fuse.withhold(daemon.pid(), &[opcode::GETATTR]);
     fuse.forget_attributes()?;
     fuse.wait_for(opcode::GETATTR)?;

@@ -130,21 +130,9 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
     let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
-    let gate = scene.path("gate");
-    mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
-    // The process is known before it is the daemon.
-    let script = "read go < \"$0\"; exec \"$@\"";
-    let mut command =
-        ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
-    command.args(["serve", "--export"]);
-    let (hung_disk, file) = (hung.display(), fuse.file());
-    command
-        .arg(format!("socket-path={hung_disk},blk-file={},read-only=on,lock=off", file.display()));
-    command.args(["--export", &format!("socket-path={},null=16M", healthy.display())]);
-    let mut daemon = Running::start(&mut command)?;
-    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
-    std::fs::write(&gate, "go\n")?;
-    fuse.wait_for(opcode::OPEN)?;
+    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
     daemon.signal(Signal::TERM)?;
     // The kernel keeps the process itself until the file system answers.
     let ended = wait_main_ended(&daemon);
@@ -152,6 +140,92 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
     ended?;
     daemon.finish()?.expect_code(0)?;
     ensure!(!hung.exists() && !healthy.exists(), "a socket is left behind");
+    Ok(())
+}
+
+/// A daemon for an export on a disk that hangs when it is used, and one that does not.
+fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
+    let gate = scene.path("gate");
+    mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+    // The process is known before it is the daemon.
+    let script = "read go < \"$0\"; exec \"$@\"";
+    let mut command =
+        ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
+    let (hung, healthy) = (scene.socket("hung"), scene.socket("healthy"));
+    let (hung, file) = (hung.display(), fuse.file());
+    let hung = format!("socket-path={hung},blk-file={},read-only=on,lock=off", file.display());
+    let healthy = format!("socket-path={},null=16M", healthy.display());
+    command.args(["serve", "--export", &hung, "--export", &healthy]);
+    let daemon = Running::start(&mut command)?;
+    fuse.withhold(daemon.pid(), &[withheld]);
+    std::fs::write(&gate, "go\n")?;
+    fuse.wait_for(withheld)?;
+    Ok(daemon)
+}
+
+#[test]
+fn a_disk_that_hangs_while_it_is_opened_holds_up_no_other_export() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    let line = daemon.wait_for("its disk is not open after 5 s")?;
+    ensure!(line.contains(&hung.display().to_string()), "{line}");
+    daemon.wait_for(&format!("serving on {}", healthy.display()))?;
+    let mut frontend = Frontend::attach(&healthy, &Setup::default())?;
+    frontend.write(0, 0, &[1; 4096])?;
+    ensure!(!hung.exists(), "there is a socket without a disk");
+    fuse.release();
+    daemon.wait_for(&format!("serving on {}", hung.display()))?;
+    Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_second_signal_says_what_is_still_waited_for() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (socket, control) = (scene.socket("hung"), scene.socket("control"));
+    let mut command = serve(&socket, &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads", "--control"]);
+    let mut daemon = Running::serve(command.arg(&control))?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    fuse.withhold(daemon.pid(), &[opcode::READ, opcode::OPEN]);
+    let (header, status) = frontend.put_header(0, 1, blk::IN, 0)?;
+    let data = Desc::writable(DATA, 4096);
+    let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+    frontend.rings[0].put_chain(0, &chain);
+    frontend.rings[0].submit(0)?;
+    fuse.wait_for(opcode::READ)?;
+    let mut add = ringhaul()?;
+    add.args(["ctl", "--control"]).arg(&control).args(["call", "export.add"]);
+    let other = scene.socket("other");
+    let disk = serde_json::json!({ "blk": { "file": fuse.file() } });
+    let spec = serde_json::json!({
+        "endpoint": { "path": other }, "device": disk, "read-only": true, "no-lock": true,
+    });
+    let _add = Running::start(add.arg(spec.to_string()))?;
+    fuse.wait_for(opcode::OPEN)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.wait_for("still stopping after 10 s")?;
+    daemon.signal(Signal::TERM)?;
+    let line = daemon.wait_for("ended without waiting any longer, ")?;
+    for words in [
+        " s after it began to stop; unfinished: ".to_owned(),
+        format!("{}: 1 request is not finished", fuse.file().display()),
+        "its disk has not answered for ".to_owned(),
+        format!("{}: its disk is not open after ", other.display()),
+    ] {
+        ensure!(line.contains(&words), "no {words:?}: {line}");
+    }
+    fuse.release();
+    daemon.finish()?.expect_code(EXIT_ABANDONED)?;
     Ok(())
 }
 
@@ -163,6 +237,7 @@ fn a_second_signal_ends_at_once(engine: &str) -> Result<()> {
     hung.healthy.channel.wait_closed()?;
     hung.daemon.signal(Signal::INT)?;
     let line = hung.daemon.wait_for("ended without waiting any longer")?;
+    ensure!(line.contains(" s after it began to stop; unfinished: "), "{line}");
     let left = "disk.img: 1 request is not finished";
     ensure!(line.contains(left) && !line.contains("null disk"), "{line}");
     // All that does not wait for the disk has ended. The front-end sees the end no earlier than its

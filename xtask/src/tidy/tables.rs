@@ -241,8 +241,9 @@ pub(super) const FLOORS: &[Floors] = &[
             // The daemon.
             (21, &["ending", "takeover", "takeover::format", "takeover::wire"]),
             (22, &["engines", "takeover::arguments"]),
+            (22, &["daemon::opening"]),
             (23, &["daemon"]),
-            (24, &["daemon::hand_over", "reload", "size_watch"]),
+            (24, &["daemon::adding", "daemon::hand_over", "reload", "size_watch"]),
             (25, &["takeover::give", "takeover::start", "takeover::take"]),
             (25, &["control_socket::connection", "control_socket::message"]),
             (26, &["control_socket::client"]),

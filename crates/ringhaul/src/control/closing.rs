@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Instant;
 
 use blockio::DiskSource;
 use device::{Answer, Device, Pending};
@@ -21,6 +22,8 @@ pub(super) struct Closing {
     pub(super) log: Arc<ExportLog>,
     /// Who waits for its end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
+    /// Since when its disk is being closed.
+    pub(super) since: Instant,
     closed: Pending<()>,
 }
 
@@ -36,7 +39,7 @@ impl Closing {
         closed.wake(waker);
         close(disks, answer);
         let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
-        Self { status, log, removed, closed }
+        Self { status, log, removed, since: Instant::now(), closed }
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -36,8 +36,8 @@ pub(super) struct Exports {
     next_id: u64,
     /// Those that have ended and whose disks are being closed. Their names are taken.
     closing: Vec<Closing>,
-    /// Those that are being opened. Their names are taken.
-    opening: Vec<ExportSpec>,
+    /// Those that are being opened, and since when. Their names are taken.
+    opening: Vec<(ExportSpec, Instant)>,
     orders: mpsc::Receiver<Order>,
     /// Changes whenever the exports do.
     generation: u64,
@@ -95,6 +95,7 @@ impl Exports {
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
             self.continue_hand_over(now);
             if self.forget_ended() == Then::Leave {
+                self.tell_unopened(now);
                 return;
             }
             self.report(now);
@@ -125,8 +126,10 @@ impl Exports {
         }
         match order {
             Order::HandOver(order) => return self.hand_over(order, now),
-            Order::Reserve(specs, answer) => answer.send(self.reserve(specs)),
-            Order::Release(names) => self.opening.retain(|spec| !names.contains(&spec.name())),
+            Order::Reserve(specs, answer) => answer.send(self.reserve(specs, now)),
+            Order::Release(names) => {
+                self.opening.retain(|(spec, _)| !names.contains(&spec.name()));
+            }
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
@@ -191,7 +194,7 @@ impl Exports {
         if self.stopping.is_some() {
             return Err(CommandError::Ending);
         }
-        if let Some(spec) = self.opening.first() {
+        if let Some((spec, _)) = self.opening.first() {
             return Err(CommandError::Busy(spec.name(), ExportState::Opening));
         }
         if let Some(closing) = self.closing.first() {
@@ -264,7 +267,7 @@ impl Exports {
         Ok(())
     }
 
-    fn reserve(&mut self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
+    fn reserve(&mut self, specs: Vec<ExportSpec>, now: Instant) -> Result<(), CommandError> {
         if self.stopping.is_some() {
             return Err(CommandError::Ending);
         }
@@ -272,12 +275,13 @@ impl Exports {
         for spec in specs {
             let open = self.list.iter().map(|export| &export.spec);
             let closing = self.closing.iter().map(|closing| &closing.status.spec);
-            let mut others = open.chain(closing).chain(&self.opening);
+            let opening = self.opening.iter().map(|(spec, _)| spec);
+            let mut others = open.chain(closing).chain(opening);
             if let Some(name) = others.find_map(|other| spec.clashes_with(other)) {
                 self.opening.truncate(before);
                 return Err(CommandError::Exists(name));
             }
-            self.opening.push(spec);
+            self.opening.push((spec, now));
         }
         Ok(())
     }
@@ -288,7 +292,7 @@ impl Exports {
             return Err(CommandError::Ending);
         }
         for setup in setups {
-            self.opening.retain(|spec| *spec != setup.spec);
+            self.opening.retain(|(spec, _)| *spec != setup.spec);
             setup.log.report(|| What::Added);
             self.list.push(Export::new(setup, self.next_id, &self.waker));
             self.next_id += 1;
@@ -323,7 +327,7 @@ impl Exports {
     }
 
     fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
-        if self.opening.iter().any(|spec| spec.is_called(name)) {
+        if self.opening.iter().any(|(spec, _)| spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Opening));
         }
         if self.closing.iter().any(|closing| closing.status.spec.is_called(name)) {
@@ -334,7 +338,7 @@ impl Exports {
     }
 
     fn show(&self) -> Vec<ExportStatus> {
-        let opening = self.opening.iter().cloned().map(ExportStatus::opening);
+        let opening = self.opening.iter().map(|(spec, _)| ExportStatus::opening(spec.clone()));
         let closing = self.closing.iter().map(|closing| closing.status.clone());
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
@@ -433,7 +437,7 @@ impl Exports {
         }
         self.reported = Some(now);
         let seconds = (now - since).as_secs();
-        for (export, left) in self.unfinished() {
+        for (export, left) in self.unfinished(now) {
             tracing::warn!(
                 export,
                 "still stopping after {seconds} s: {left}; a second signal ends the daemon at once"
@@ -442,12 +446,30 @@ impl Exports {
     }
 
     /// The exports that have not ended, as the log calls them, and why.
-    fn unfinished(&self) -> impl Iterator<Item = (&str, String)> {
+    fn unfinished(&self, now: Instant) -> impl Iterator<Item = (&str, String)> {
         let serving = self.list.iter().filter(|export| !export.has_ended());
         let closing = self.closing.iter().filter(|closing| !closing.is_closed());
         let serving = serving.map(|export| (export.name(), export.what_is_left()));
-        let closing = closing.map(|closing| (closing.log.name(), NOT_CLOSED.to_owned()));
+        let closing = closing.map(move |closing| {
+            let seconds = now.saturating_duration_since(closing.since).as_secs();
+            (closing.log.name(), format!("{NOT_CLOSED} after {seconds} s"))
+        });
         serving.chain(closing)
+    }
+
+    /// The exports that are still being opened, which keeps nobody from ending.
+    fn unopened(&self, now: Instant) -> impl Iterator<Item = (String, String)> {
+        self.opening.iter().map(move |(spec, since)| {
+            let seconds = now.saturating_duration_since(*since).as_secs();
+            (spec.name(), format!("its disk is not open after {seconds} s"))
+        })
+    }
+
+    /// Logs which exports were never served.
+    fn tell_unopened(&self, now: Instant) {
+        for (export, why) in self.unopened(now) {
+            tracing::warn!(export, "ended before it was served: {why}");
+        }
     }
 
     /// Gives up what has not ended, and logs what that is.
@@ -457,9 +479,14 @@ impl Exports {
         while !self.closing.iter().all(Closing::is_closed) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let left = self.unfinished().map(|(export, left)| format!("{export}: {left}"));
-        let left: Vec<String> = left.collect();
-        tracing::error!("ended without waiting any longer; unfinished: {}", left.join(", "));
+        let now = Instant::now();
+        let unfinished = self.unfinished(now).map(|(export, left)| (export.to_owned(), left));
+        let left = unfinished.chain(self.unopened(now));
+        let left: Vec<String> = left.map(|(export, left)| format!("{export}: {left}")).collect();
+        let asked = self.stopping.map_or(String::new(), |since| {
+            format!(", {} s after it began to stop", (now - since).as_secs())
+        });
+        tracing::error!("ended without waiting any longer{asked}; unfinished: {}", left.join(", "));
         self.list.iter_mut().for_each(Export::leave);
         // The end of the process closes their disks, whatever that waits for.
         std::mem::forget(std::mem::take(&mut self.list));

@@ -1,0 +1,120 @@
+//! Exports whose disks are being opened.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::open_disk::OpenDisk;
+use crate::side_by_side::SideBySide;
+use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
+
+/// How long nothing may be opened before what is left is taken to hang.
+pub(super) const OPEN_MAX: Duration = Duration::from_secs(5);
+
+/// An export, and those of its disks that are open.
+struct Waiting {
+    spec: ExportSpec,
+    disks: Vec<Option<OpenDisk>>,
+}
+
+/// All disks of some exports, which are opened side by side.
+pub(super) struct OpeningExports {
+    /// `None`: it was taken out.
+    exports: Vec<Option<Waiting>>,
+    /// For each disk the export that it belongs to, and its place there.
+    places: Vec<(usize, usize)>,
+    jobs: SideBySide<(DiskSpec, ExportSettings), Result<OpenDisk>>,
+}
+
+impl OpeningExports {
+    pub(super) fn begin(specs: Vec<ExportSpec>) -> Self {
+        let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, spec) in specs.into_iter().enumerate() {
+            let disks = spec.disks();
+            places.extend((0..disks.len()).map(|place| (index, place)));
+            let of_export = Waiting { spec, disks: disks.iter().map(|_| None).collect() };
+            exports.push(Some(of_export));
+            wanted.extend(disks);
+        }
+        let jobs = SideBySide::begin(wanted, |wanted| OpenDisk::open(&wanted));
+        Self { exports, places, jobs }
+    }
+
+    /// Takes out those whose disks are all open, when that holds for all or no disk has come for so
+    /// long.
+    ///
+    /// # Errors
+    ///
+    /// When one of the disks cannot be opened. The others have been tried, too, and are closed
+    /// unless they hang.
+    pub(super) fn take_ready(
+        &mut self,
+        patience: Option<Duration>,
+    ) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>> {
+        let mut errors = Vec::new();
+        let mut patience = patience;
+        while let Some((number, disk)) = self.jobs.next(patience.map(|max| Instant::now() + max)) {
+            match disk {
+                Ok(disk) => self.put(number, disk),
+                Err(error) => {
+                    errors.push((number, error));
+                    patience = Some(OPEN_MAX);
+                }
+            }
+        }
+        // The first in their order, whichever came first.
+        if let Some((_, error)) = errors.into_iter().min_by_key(|(number, _)| *number) {
+            return Err(error);
+        }
+        let ready = self.exports.iter_mut().filter_map(take_if_ready);
+        Ok(ready.collect())
+    }
+
+    /// Those that have not been taken out.
+    pub(super) fn left(&self) -> impl Iterator<Item = &ExportSpec> {
+        self.exports.iter().flatten().map(|waiting| &waiting.spec)
+    }
+
+    /// Waits until one of those is open, or cannot be. `None`: there is none left.
+    pub(super) fn next(&mut self) -> Option<Result<(ExportSpec, Vec<OpenDisk>), LateError>> {
+        loop {
+            let (number, disk) = self.jobs.next(None)?;
+            let (export, _) = self.places[number];
+            match disk {
+                Ok(disk) => {
+                    self.put(number, disk);
+                    if let Some(ready) = take_if_ready(&mut self.exports[export]) {
+                        return Some(Ok(ready));
+                    }
+                }
+                Err(error) => {
+                    // It may have failed already for another of its disks.
+                    if let Some(waiting) = self.exports[export].take() {
+                        return Some(Err(LateError { spec: waiting.spec, error }));
+                    }
+                }
+            }
+        }
+    }
+
+    fn put(&mut self, number: usize, disk: OpenDisk) {
+        let (export, place) = self.places[number];
+        if let Some(waiting) = &mut self.exports[export] {
+            waiting.disks[place] = Some(disk);
+        }
+    }
+}
+
+/// Why an export is not served after all.
+pub(super) struct LateError {
+    pub(super) spec: ExportSpec,
+    pub(super) error: anyhow::Error,
+}
+
+fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDisk>)> {
+    if export.as_ref()?.disks.iter().any(Option::is_none) {
+        return None;
+    }
+    let Waiting { spec, disks } = export.take()?;
+    Some((spec, disks.into_iter().flatten().collect()))
+}
