@@ -1,6 +1,7 @@
 //! What a daemon can be asked to do, and what it answers. All of it is data: signals and the
 //! command line send it, and anything else can.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::settings::{Settings, SettingsChange};
@@ -39,7 +40,7 @@ pub enum Command {
 }
 
 /// How an export is to end.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Removal {
     /// Its name or its socket.
@@ -63,7 +64,7 @@ impl Removal {
 }
 
 /// How large a disk is to be.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct NewSize {
     /// In bytes: a regular file is made so long. `None`: as large as its file or device is now.

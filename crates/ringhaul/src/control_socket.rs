@@ -33,6 +33,8 @@ use connection::{Connection, Input, LIMITS, Line};
 use message::{Code, Problem, Request, answer_line};
 use methods::Entry;
 
+pub(crate) use methods::schema;
+
 /// Connections at a time. Requests of clients that have gone may hang, so those that come next may
 /// ask for what does not wait.
 const CONNECTIONS_MAX: usize = 16;

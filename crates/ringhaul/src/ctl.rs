@@ -11,6 +11,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::control_socket;
 pub use args::{CtlArgs, What};
 use connection::{Connection, Refusal};
 use show::Form;
@@ -35,9 +36,14 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         false if std::io::stdout().is_terminal() => Form::Table,
         false => Form::Lines,
     };
+    if let What::Schema = args.what {
+        print(&format!("{:#}\n", control_socket::schema()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     // What makes no sense is found before anybody is asked.
     let calls = words::calls_of(&args.what)?;
-    let mut daemon = Connection::new(&args.control)?;
+    let control = args.control.as_deref().context("which daemon is meant? use --control PATH")?;
+    let mut daemon = Connection::new(control)?;
     for (method, params) in calls {
         match ask(&mut daemon, method, params, form)? {
             Ok(()) => {}

@@ -3,10 +3,11 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The process that has connected, or its parent that has made the connection.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Peer {
     /// Its process id; `None` when it is not visible from here, as in another PID namespace.

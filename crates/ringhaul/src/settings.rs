@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::log;
@@ -11,7 +12,7 @@ use crate::log;
 pub(crate) const POLL_MAX_US: u16 = 10_000;
 
 /// What is to change. What is left out stays.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct SettingsChange {
     /// What is logged, as `--log` has it.
@@ -23,7 +24,7 @@ pub struct SettingsChange {
 }
 
 /// What may change, as it is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Settings {
     /// What is logged; none when that is not up to this daemon.

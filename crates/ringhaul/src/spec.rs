@@ -9,13 +9,14 @@ use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::address::LUN_MAX;
 use device::scsi::unit;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The longest name of an export.
 const NAME_CHARACTERS: usize = 100;
 
 /// What one export is to be.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", from = "WrittenExport")]
 pub struct ExportSpec {
     /// What commands call it, up to 100 characters. `None`: the path of its socket.
@@ -90,7 +91,7 @@ impl ExportSpec {
 
 /// An export as it is written down: what is left out is as usual. All keys are side by side, so
 /// that whoever reads a file can say where one is wrong.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct WrittenExport {
     name: Option<String>,
@@ -137,7 +138,7 @@ impl From<WrittenExport> for ExportSpec {
 }
 
 /// Where front-ends come from.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EndpointSpec {
     /// A socket to be made at this path.
@@ -156,7 +157,7 @@ impl std::fmt::Display for EndpointSpec {
 }
 
 /// A device by its kind.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceSpec {
     /// virtio-blk on one disk.
@@ -166,7 +167,7 @@ pub enum DeviceSpec {
 }
 
 /// A logical unit of a virtio-scsi device.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UnitSpec {
     /// 0 to 255.
@@ -182,7 +183,9 @@ pub struct UnitSpec {
 }
 
 /// Where a logical unit is in its device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(deny_unknown_fields)]
 pub struct UnitPlace {
     /// 0 to 255.
@@ -231,7 +234,7 @@ impl UnitSpec {
 }
 
 /// How a logical unit is shown, where it differs from what is usual.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct UnitSettings {
     /// As that of [`ExportSettings`], like the next four.
@@ -262,7 +265,7 @@ pub struct UnitSettings {
 }
 
 /// An NAA identifier of 8 bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 pub struct Wwn(pub [u8; 8]);
 
@@ -287,7 +290,7 @@ impl From<Wwn> for String {
 }
 
 /// A disk by its kind.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
 pub enum DiskSpec {
     /// A regular file or a block device.
@@ -309,7 +312,7 @@ impl std::fmt::Display for DiskSpec {
 }
 
 /// How a disk is exported.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportSettings {
     /// Writes are refused.
@@ -412,7 +415,7 @@ pub(crate) fn check_queue_size(size: u16) -> Result<()> {
 }
 
 /// What stands between the guest and the disk, in QEMU's words.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
     /// Direct I/O; the guest flushes the disk's own write cache.

@@ -1,12 +1,13 @@
 //! The counters of a daemon at some moment, as data.
 
 use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::status::Served;
 
 /// All counters of a daemon. They begin at 0 when what they count for begins.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DaemonStats {
     /// In the order in which the exports were added.
@@ -16,7 +17,7 @@ pub struct DaemonStats {
 }
 
 /// What an export has served.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportStats {
     /// Its name.
@@ -28,7 +29,7 @@ pub struct ExportStats {
 }
 
 /// What a queue has served.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueServed {
     /// Its number.
@@ -38,7 +39,7 @@ pub struct QueueServed {
 }
 
 /// What the loop of an IoThread counts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct LoopStats {
     /// The thread.
@@ -76,7 +77,7 @@ pub struct LoopStats {
 }
 
 /// What operations of one kind did.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Operations {
     /// Those that the kernel has answered.
@@ -90,7 +91,7 @@ pub struct Operations {
 }
 
 /// How numbers are spread, each to within 3%.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Spread {
     /// Half of them are not larger.
@@ -104,7 +105,7 @@ pub struct Spread {
 }
 
 /// How memory with a limit is used.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemoryUse {
     /// Bytes in use.
@@ -118,7 +119,7 @@ pub struct MemoryUse {
 }
 
 /// System calls of an IoThread.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[expect(missing_docs, reason = "they are called so")]
 pub struct SystemCalls {
     pub io_submit: u64,

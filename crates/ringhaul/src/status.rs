@@ -1,13 +1,14 @@
 //! What can be seen of exports: in short, and of one in all detail. All of it is data.
 
 use device::{RequestCounts, RequestKind, RequestTotals};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::peer::Peer;
 use crate::spec::{ExportSpec, UnitPlace};
 
 /// What an export is at.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ExportState {
     /// Its disk is being opened.
@@ -29,7 +30,7 @@ impl std::fmt::Display for ExportState {
 }
 
 /// An export at some moment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportStatus {
     /// What it was asked to be. It has a name.
@@ -78,7 +79,9 @@ impl ExportStatus {
 }
 
 /// How a disk is doing, the worst last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskState {
     /// It answers.
@@ -100,7 +103,7 @@ impl From<blockio::disk::DiskState> for DiskState {
 }
 
 /// What a device has served.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 #[expect(missing_docs, reason = "they are the kinds of requests")]
 pub struct Served {
@@ -113,7 +116,7 @@ pub struct Served {
 }
 
 /// What was served of one kind.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Counts {
     /// Requests that were answered, those that failed included.
     pub requests: u64,
@@ -167,7 +170,7 @@ impl std::fmt::Display for Served {
 }
 
 /// An export at some moment, in all detail.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportDetails {
     /// What is listed of it.
@@ -180,7 +183,7 @@ pub struct ExportDetails {
 }
 
 /// A front-end that is connected, and what it has set up.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontEndDetails {
     /// For how many seconds it has been connected.
@@ -193,7 +196,7 @@ pub struct FrontEndDetails {
 }
 
 /// What a front-end has set up.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct SessionDetails {
     /// The features that were negotiated, by the specification's names without their prefixes, or
@@ -208,7 +211,7 @@ pub struct SessionDetails {
 }
 
 /// One queue.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct QueueDetails {
     /// Its number.
@@ -226,7 +229,7 @@ pub struct QueueDetails {
 }
 
 /// What a queue is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 #[expect(missing_docs, reason = "they are those of the device")]
 pub enum QueueRole {
@@ -246,7 +249,7 @@ impl From<device::QueueRole> for QueueRole {
 }
 
 /// Whether a queue is served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum QueueState {
     /// It is not.
@@ -260,7 +263,7 @@ pub enum QueueState {
 }
 
 /// The memory that a front-end shares.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemoryDetails {
     /// How many regions.
@@ -270,7 +273,7 @@ pub struct MemoryDetails {
 }
 
 /// One disk.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskDetails {
     /// Where it is in a virtio-scsi device.

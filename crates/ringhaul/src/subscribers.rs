@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::peer::Peer;
@@ -16,7 +17,7 @@ use crate::spec::UnitPlace;
 const QUEUED_MAX: usize = 256;
 
 /// Something that has happened to an export.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct ExportEvent {
     /// The export, by its name.
@@ -27,7 +28,7 @@ pub(crate) struct ExportEvent {
 }
 
 /// What can happen to an export.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub(crate) enum What {
     /// It is served.
@@ -75,7 +76,7 @@ pub(crate) enum What {
 }
 
 /// Events by name, for those who want to know some.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Kind {
     Added,

@@ -1,5 +1,6 @@
 //! `ringhaul ctl` and completions, as people and scripts use them.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -121,6 +122,49 @@ fn people_get_tables() -> Result<()> {
     let status = events.wait()?;
     ensure!(status.code() == Some(2), "events ended with {status}");
     Ok(())
+}
+
+/// The keys of all objects.
+fn keys(value: &Value, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(object) => object.iter().for_each(|(key, value)| {
+            found.insert(key.clone());
+            keys(value, found);
+        }),
+        Value::Array(array) => array.iter().for_each(|value| keys(value, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn answers_are_as_the_schema_says() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let printed = run(ringhaul()?.args(["ctl", "schema"]))?.expect_code(0)?.stdout;
+    let schema: Value = serde_json::from_str(&printed)?;
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--name", "vm1"]);
+    command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    for (words, method) in [
+        (&["ping"][..], "ping"),
+        (&["list"], "export.list"),
+        (&["show", "vm1"], "export.show"),
+        (&["stats"], "stats"),
+        (&["set"], "set"),
+        (&["resize", "vm1", "0", "2M"], "disk.resize"),
+        (&["remove", "vm1"], "export.remove"),
+    ] {
+        let words = [&["--json"], words].concat();
+        let answer = serde_json::from_str(&ctl(&control, &words)?.expect_code(0)?.stdout)?;
+        let (mut told, mut known) = (BTreeSet::new(), BTreeSet::new());
+        keys(&answer, &mut told);
+        keys(&schema["methods"][method]["result"], &mut known);
+        ensure!(!told.is_empty() && told.is_subset(&known), "{method}: {told:?} in {known:?}");
+    }
+    ctl(&control, &["shutdown"])?.expect_code(0)?;
+    daemon.finish()?.expect_code(0)?;
+    run(ringhaul()?.args(["ctl", "list"]))?.expect_refusal(&["--control PATH"])
 }
 
 #[test]

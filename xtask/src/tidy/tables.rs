@@ -216,7 +216,6 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["ctl::connection", "ctl::show"]),
             (5, &["config", "ctl::args"]),
             (6, &["ctl::words"]),
-            (7, &["ctl"]),
             // Sessions.
             (2, &["vhost_user::body"]),
             (3, &["vhost_user::examiner", "vhost_user::message"]),
@@ -249,7 +248,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (26, &["control_socket::client"]),
             (27, &["control_socket::methods"]),
             (28, &["control_socket"]),
-            (29, &["serve"]),
+            (29, &["ctl", "serve"]),
         ],
     },
 ];

@@ -45,8 +45,42 @@ pub(super) enum Code {
 }
 
 impl Code {
+    /// All of them.
+    pub(super) const ALL: [Self; 12] = [
+        Self::NoJson,
+        Self::NoRequest,
+        Self::NoMethod,
+        Self::Params,
+        Self::Failed,
+        Self::Unknown,
+        Self::Exists,
+        Self::Busy,
+        Self::WrongKind,
+        Self::Ending,
+        Self::Refused,
+        Self::Unfinished,
+    ];
+
+    /// What it means.
+    pub(super) fn meaning(self) -> &'static str {
+        match self {
+            Self::NoJson => "the line is no JSON",
+            Self::NoRequest => "it is no request",
+            Self::NoMethod => "there is no such method",
+            Self::Params => "the parameters are not those of the method",
+            Self::Failed => "it was tried and failed",
+            Self::Unknown => "there is no such export or unit",
+            Self::Exists => "there is one already",
+            Self::Busy => "it is too early or too late for that, or somebody else changes it",
+            Self::WrongKind => "the export is of another kind",
+            Self::Ending => "the daemon is ending",
+            Self::Refused => "this client is not served",
+            Self::Unfinished => "it was not finished by the deadline, and goes on",
+        }
+    }
+
     /// The first four are JSON-RPC's.
-    fn number(self) -> i32 {
+    pub(super) fn number(self) -> i32 {
         match self {
             Self::NoJson => -32700,
             Self::NoRequest => -32600,

@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
+use schemars::generate::{SchemaGenerator, SchemaSettings};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::client::Client;
 use super::message::{Code, Problem};
@@ -13,7 +15,7 @@ use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::status::ExportDetails;
-use crate::subscribers::Kind;
+use crate::subscribers::{ExportEvent, Kind};
 
 /// All methods.
 const METHODS: [Entry; 13] = [
@@ -33,13 +35,13 @@ const METHODS: [Entry; 13] = [
 ];
 
 /// A method, which is what its parameters are read into.
-trait Method: DeserializeOwned + 'static {
+trait Method: DeserializeOwned + JsonSchema + 'static {
     const NAME: &'static str;
     /// Whether it may wait for a disk or a guest.
     const MAY_WAIT: bool;
     /// The process may end before there is time for an answer, so that comes first: an empty one.
     const ENDS: bool = false;
-    type Answer: Serialize;
+    type Answer: Serialize + JsonSchema;
 
     /// Does what is asked for, and waits for that.
     fn carry_out(self, client: &mut Client) -> Result<Self::Answer, Problem>;
@@ -53,6 +55,13 @@ pub(super) struct Entry {
     /// Its answer comes before what it does: an empty one.
     pub(super) ends: bool,
     call: fn(Value) -> Result<Call, Problem>,
+    schema: fn(&mut Schemas) -> Value,
+}
+
+/// What makes schemas of what is read, and of what is written.
+struct Schemas {
+    read: SchemaGenerator,
+    written: SchemaGenerator,
 }
 
 /// A method with its parameters.
@@ -60,7 +69,8 @@ pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, Problem>>;
 
 impl Entry {
     const fn of<M: Method>() -> Self {
-        Self { name: M::NAME, may_wait: M::MAY_WAIT, ends: M::ENDS, call: call::<M> }
+        let (name, may_wait, ends) = (M::NAME, M::MAY_WAIT, M::ENDS);
+        Self { name, may_wait, ends, call: call::<M>, schema: schema_of::<M> }
     }
 
     /// The method of this name.
@@ -91,15 +101,57 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     }))
 }
 
+fn schema_of<M: Method>(schemas: &mut Schemas) -> Value {
+    let params = schemas.read.subschema_for::<M>();
+    json!({ "params": params, "result": schemas.written.subschema_for::<M::Answer>() })
+}
+
+/// All methods with their parameters and answers, events and errors, by JSON Schema.
+pub(crate) fn schema() -> Value {
+    let settings =
+        || SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
+    let (read, written) = (settings().for_deserialize(), settings().for_serialize());
+    let mut schemas = Schemas { read: read.into_generator(), written: written.into_generator() };
+    let methods = METHODS.iter().map(|entry| (entry.name.to_owned(), (entry.schema)(&mut schemas)));
+    let methods: Map<String, Value> = methods.collect();
+    let errors = Code::ALL.map(|code| (code.number().to_string(), json!(code.meaning())));
+    let mut schema = json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "version": env!("CARGO_PKG_VERSION"),
+        "methods": methods,
+        "events": { "event": { "params": schemas.written.subschema_for::<ExportEvent>() } },
+        "errors": Map::from_iter(errors),
+    });
+    make_plain(&mut schema);
+    schema
+}
+
+/// Descriptions are those of Rust types, in which `None` is what JSON has as null, and links mean
+/// nothing elsewhere.
+fn make_plain(schema: &mut Value) {
+    match schema {
+        Value::Object(object) => {
+            if let Some(Value::String(text)) = object.get_mut("description") {
+                *text = text.replace("`None`", "null").replace("[`", "`").replace("`]", "`");
+            }
+            object.values_mut().for_each(make_plain);
+        }
+        Value::Array(array) => array.iter_mut().for_each(make_plain),
+        _ => {}
+    }
+}
+
 /// An answer that says only that something was done.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct Done {}
 
-#[derive(Deserialize)]
+/// Asks whether the daemon is there.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Ping {}
 
-#[derive(Serialize)]
+/// The version of the daemon.
+#[derive(Serialize, JsonSchema)]
 struct Version {
     version: &'static str,
 }
@@ -114,7 +166,8 @@ impl Method for Ping {
     }
 }
 
-#[derive(Deserialize)]
+/// Lists the exports, in the order in which they were added.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct List {}
 
@@ -131,7 +184,8 @@ impl Method for List {
     }
 }
 
-#[derive(Deserialize)]
+/// Describes an export in all detail.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Show {
     export: String,
@@ -150,7 +204,8 @@ impl Method for Show {
     }
 }
 
-#[derive(Deserialize)]
+/// Opens the disks of an export and serves it.
+#[derive(Deserialize, JsonSchema)]
 #[serde(transparent)]
 struct Add(ExportSpec);
 
@@ -177,7 +232,8 @@ impl Method for Removal {
     }
 }
 
-#[derive(Deserialize)]
+/// Adds a logical unit to a virtio-scsi device. The guest is told.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct AddUnit {
     export: String,
@@ -195,7 +251,8 @@ impl Method for AddUnit {
     }
 }
 
-#[derive(Deserialize)]
+/// Takes a logical unit away, and answers when its disk is closed. The guest is told.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct RemoveUnit {
     export: String,
@@ -215,7 +272,8 @@ impl Method for RemoveUnit {
     }
 }
 
-#[derive(Deserialize)]
+/// Gives a disk another size, and tells the guest.
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Resize {
     export: String,
@@ -227,7 +285,8 @@ struct Resize {
     shrink: bool,
 }
 
-#[derive(Serialize)]
+/// The size of the disk.
+#[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 struct Resized {
     size_bytes: u64,
@@ -265,7 +324,8 @@ impl Method for SettingsChange {
     }
 }
 
-#[derive(Deserialize)]
+/// Says what all counters are at.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Counters {}
 
@@ -282,7 +342,8 @@ impl Method for Counters {
     }
 }
 
-#[derive(Deserialize)]
+/// Sends events on this connection from now on.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Subscribe {
     /// Which events; all of them if this is left out.
@@ -299,14 +360,16 @@ impl Method for Subscribe {
     }
 }
 
-#[derive(Deserialize)]
+/// Has another program take over from the daemon, and answers when it has.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Upgrade {
     /// The program that is started to take over from this one.
     binary: PathBuf,
 }
 
-#[derive(Serialize)]
+/// What has taken over.
+#[derive(Serialize, JsonSchema)]
 struct Upgraded {
     /// The id of the process that has taken over.
     process: u32,
@@ -322,7 +385,8 @@ impl Method for Upgrade {
     }
 }
 
-#[derive(Deserialize)]
+/// Ends the daemon, as SIGTERM does.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Shutdown {}
 
@@ -339,9 +403,55 @@ impl Method for Shutdown {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use std::collections::BTreeSet;
 
     use super::*;
+
+    /// All keys of objects that a schema describes, and all words that it takes.
+    fn names(schema: &Value, found: &mut BTreeSet<String>) {
+        match schema {
+            Value::Object(object) => {
+                for (key, value) in object {
+                    let keys = value.as_object().filter(|_| key == "properties");
+                    found.extend(keys.into_iter().flat_map(Map::keys).cloned());
+                    let words = value.as_array().filter(|_| key == "enum").into_iter().flatten();
+                    let words = words.chain(Some(value).filter(|_| key == "const"));
+                    found.extend(words.filter_map(Value::as_str).map(str::to_owned));
+                    names(value, found);
+                }
+            }
+            Value::Array(array) => array.iter().for_each(|value| names(value, found)),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn everything_is_documented() {
+        let docs = include_str!("../../../../docs/control.md");
+        let is_there = |name: &str| docs.contains(&format!("`{name}`"));
+        let mut names_of_all = BTreeSet::new();
+        let schema = schema();
+        names(&schema, &mut names_of_all);
+        let methods = schema["methods"].as_object().unwrap();
+        assert!(methods.contains_key("export.add") && names_of_all.contains("engine-reason"));
+        let missing: Vec<&String> =
+            methods.keys().chain(&names_of_all).filter(|name| !is_there(name)).collect();
+        assert!(missing.is_empty(), "docs/control.md lacks {missing:?}");
+        for (code, meaning) in schema["errors"].as_object().unwrap() {
+            let row = format!("| {code} | {} |", meaning.as_str().unwrap());
+            assert!(docs.contains(&row), "docs/control.md lacks {row}");
+        }
+    }
+
+    /// Unknown keys are refused, and the schema says so.
+    #[test]
+    fn parameters_are_closed() {
+        for (name, method) in schema()["methods"].as_object().unwrap() {
+            let params = &method["params"];
+            assert_eq!(params["type"], "object", "{name}");
+            assert_eq!(params["additionalProperties"], false, "{name}: {params}");
+        }
+    }
 
     fn problem_of(method: &str, params: Value) -> Option<Problem> {
         Entry::find(method).and_then(|entry| entry.with(params)).err()

@@ -19,7 +19,7 @@ const STATUS: &str = concat!(
 pub struct CtlArgs {
     /// The control socket of the daemon, as its own option of this name has it.
     #[arg(long, value_name = "PATH")]
-    pub control: PathBuf,
+    pub control: Option<PathBuf>,
     /// Print the daemon's answer as JSON. Otherwise it is tables on a terminal, and lines for
     /// scripts elsewhere.
     #[arg(long, global = true)]
@@ -103,6 +103,9 @@ pub enum What {
         /// The program: a `ringhaul` of any version that understands this one.
         binary: PathBuf,
     },
+    /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
+    /// It asks no daemon.
+    Schema,
     /// End the daemon, as SIGTERM does.
     Shutdown,
     /// Call a method with parameters, a JSON object.

@@ -44,6 +44,7 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
         What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         What::Events { kinds } => ("subscribe", json!({ "events": kinds })),
         What::Upgrade { binary } => ("upgrade", json!({ "binary": absolute(binary)? })),
+        What::Schema => return Ok(Vec::new()),
         What::Shutdown => ("shutdown", json!({})),
         What::Call { method, params } => {
             let params = serde_json::from_str(params).context("the parameters are no JSON")?;
