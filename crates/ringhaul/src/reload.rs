@@ -3,7 +3,7 @@
 //! Each export is changed on a thread of its own, so that one whose disk or guest hangs holds up no
 //! other, and no later SIGHUP either.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,16 @@ use anyhow::{Context, Result};
 use crate::command::{Command, CommandError, NewSize, Removal};
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
+use crate::settings::SettingsChange;
 use crate::spec::{DeviceSpec, DiskSpec, ExportSpec, UnitPlace, UnitSpec};
 
 /// How long changes may take before the log says which ones are waited for. They go on.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Options that may change while the daemon runs.
+const LOG: &str = "log";
+const POLL_MAX_US: &str = "poll-max-us";
+const POLL_BUDGET: &str = "poll-budget";
 
 /// Has the file read again. Whoever drops it ends the thread that does so.
 pub(crate) struct Reload(mpsc::Sender<()>);
@@ -69,7 +75,7 @@ type Served = Arc<Mutex<Exports>>;
 
 struct Reloader {
     file: ConfigFile,
-    /// Those that the daemon was started with.
+    /// Those that hold: the daemon was started with them, or has applied them since.
     options: BTreeMap<String, String>,
     daemon: Weak<Daemon>,
     served: Served,
@@ -96,7 +102,7 @@ impl Reloader {
                 return;
             }
         };
-        self.tell_of_options(&config);
+        self.apply_options(&config);
         let changes = differences(&lock(&self.served), &by_socket(&config.exports));
         tracing::info!("{path} is read again; exports to change: {}", changes.len());
         let (removals, others): (Vec<_>, Vec<_>) =
@@ -107,15 +113,35 @@ impl Reloader {
         tracing::info!("the configuration of {path} is applied, as far as it can be");
     }
 
-    /// Says which options have changed: they are those of the whole daemon.
-    fn tell_of_options(&self, config: &Config) {
-        let keys = self.options.keys().chain(config.options.keys());
-        let mut changed: Vec<&String> =
-            keys.filter(|key| self.options.get(*key) != config.options.get(*key)).collect();
-        changed.sort();
-        changed.dedup();
-        for key in changed {
+    /// Changes the options that may change while the daemon runs, and says which others have.
+    fn apply_options(&mut self, config: &Config) {
+        let keys: BTreeSet<&String> = self.options.keys().chain(config.options.keys()).collect();
+        let has_changed = |key: &&String| self.options.get(*key) != config.options.get(*key);
+        let changed = keys.into_iter().filter(has_changed).cloned();
+        let (now, later): (Vec<String>, Vec<String>) =
+            changed.partition(|key| may_change(key, config));
+        for key in later {
             tracing::warn!("{key} has changed; that takes effect when the daemon is started again");
+        }
+        let Some(daemon) = self.daemon.upgrade().filter(|_| !now.is_empty()) else { return };
+        let has = |key: &str| now.iter().any(|changed| changed == key);
+        let change = SettingsChange {
+            log: config.options.get(LOG).filter(|_| has(LOG)).map(|option| value_of(option)),
+            poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us),
+            poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget),
+        };
+        match daemon.handle(Command::Set(change)) {
+            Ok(_) => {
+                for key in now {
+                    tracing::info!("{key} has changed, and is applied");
+                    match config.options.get(&key) {
+                        Some(option) => self.options.insert(key, option.clone()),
+                        None => self.options.remove(&key),
+                    };
+                }
+            }
+            Err(CommandError::Ending) => {}
+            Err(error) => tracing::error!("{} cannot be changed: {error}", now.join(", ")),
         }
     }
 
@@ -199,6 +225,17 @@ fn alter(daemon: &Daemon, commands: Vec<Command>) -> Result<(), CommandError> {
         }
     }
     result
+}
+
+/// Whether an option may change while the daemon runs. What is logged without one is up to the
+/// environment that the daemon was started in.
+fn may_change(key: &str, config: &Config) -> bool {
+    [POLL_MAX_US, POLL_BUDGET].contains(&key) || key == LOG && config.options.contains_key(LOG)
+}
+
+/// The value of an option as it stands on a command line.
+fn value_of(option: &str) -> String {
+    option.split_once('=').map_or(option, |(_, value)| value).to_owned()
 }
 
 fn by_socket(exports: &[ExportSpec]) -> Exports {

@@ -192,11 +192,11 @@ fn a_reload_applies_the_difference() -> Result<()> {
     let mut load = Running::start(&mut bench(&scene.socket("stays"), options)?)?;
     load.wait_for("IOPS")?;
 
-    let options = format!("{control}iothreads = 2\n");
+    let options = format!("{control}iothreads = 2\npoll-max-us = 77\n");
     fs::write(&file, format!("{options}{}", exports.blk("new", "serial = 3\n")))?;
     daemon.signal(Signal::HUP)?;
     let line = daemon.wait_for("the configuration is not changed")?;
-    ensure!(line.contains("ringhaul.toml:6:10: ") && line.contains("invalid type"), "{line}");
+    ensure!(line.contains("ringhaul.toml:7:10: ") && line.contains("invalid type"), "{line}");
     ensure!(names(&mut client)?.len() == 5, "something has changed");
 
     let changes = exports.blk("changes", "read-only = true\n").replace("1048576", "2097152");
@@ -206,6 +206,9 @@ fn a_reload_applies_the_difference() -> Result<()> {
         daemon.signal(Signal::HUP)?;
         daemon.wait_for("iothreads has changed; that takes effect when the daemon is")?;
         if times == 0 {
+            daemon.wait_for("poll-max-us has changed, and is applied")?;
+            let settings = client.call("set", &json!({}))?;
+            ensure!(settings["result"]["poll-max-us"] == 77, "{settings}");
             daemon.wait_for("removed")?;
         }
         let line = daemon.wait_for("how it is served cannot change while it is served")?;
