@@ -403,7 +403,6 @@ fn task_management_begins_when_all_other_rings_are_served() {
     assert_eq!(enable(&mut scene, 1, 1), [false, true, false, false]);
     assert_eq!(enable(&mut scene, 2, 1), [true, true, true, false]);
     assert_eq!(enable(&mut scene, 2, 0), [true, true, false, false]);
-    // It goes on when others stop, and does not begin before they start again.
     assert_eq!(enable(&mut scene, 0, 0), [false, true, false, false]);
     assert_eq!(enable(&mut scene, 0, 1), [false, true, false, false]);
     let base = scene.tell(&GetVringBase { index: 2 }, vec![]);
