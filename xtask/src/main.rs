@@ -1,6 +1,7 @@
 //! Development tasks of the workspace; `cargo xtask` lists them. What measures is in `lab/`.
 
 mod checks;
+mod crash;
 mod demo;
 mod fuzz;
 mod lines;
@@ -41,6 +42,8 @@ enum Command {
     Fuzz(fuzz::Args),
     /// Run unit tests and the simulation under AddressSanitizer, and unit tests under valgrind
     Sanitize(sanitize::Args),
+    /// Kill the daemon many times under a driver that keeps its inflight region
+    Crash(crash::Args),
     /// Run the models of what threads share, in loom and shuttle
     Loom,
 }
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
+        Command::Crash(args) => crash::run(&args),
         Command::Loom => models::run(),
     };
     match result {

@@ -48,27 +48,14 @@ pub mod protocol_feature {
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
+    pub const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
 }
 
-/// Types of requests (virtio 1.3, section 5.2.6).
 #[expect(missing_docs, reason = "the names are the specification's")]
-pub mod blk {
-    pub const IN: u32 = 0;
-    pub const OUT: u32 = 1;
-    pub const FLUSH: u32 = 4;
-    pub const GET_ID: u32 = 8;
-    pub const DISCARD: u32 = 11;
-    pub const WRITE_ZEROES: u32 = 13;
-    /// Values of the status byte.
-    pub const OK: u8 = 0;
-    pub const IOERR: u8 = 1;
-    pub const UNSUPP: u8 = 2;
-    /// What the status byte is before the device writes it.
-    pub const PENDING: u8 = 0xee;
-}
+pub mod blk;
 
 /// Start of guest memory: there is none below.
 pub const MEMORY_START: u64 = 0x10_0000;
@@ -357,11 +344,17 @@ impl Frontend {
         kind: u32,
         sector: u64,
     ) -> Result<(u64, u64)> {
-        let addr = SLOTS + u64::try_from(queue)? * SLOTS_OF_QUEUE + u64::from(slot) * SLOT_BYTES;
+        let addr = slot_addr(queue, slot);
         let status = addr + 32;
         self.memory.write(addr, &header(kind, sector))?;
         self.memory.write(status, &[blk::PENDING])?;
         Ok((addr, status))
+    }
+
+    /// The status byte of a slot, where [`put_header`](Self::put_header) has placed it.
+    #[must_use]
+    pub fn status(&self, queue: usize, slot: u16) -> Option<u8> {
+        self.memory.read(slot_addr(queue, slot) + 32, 1).ok()?.first().copied()
     }
 
     /// Carries out one request: a header, data to the device, room for data from it, a status.
@@ -455,6 +448,10 @@ impl Frontend {
         take_count(&self.rings[queue].call);
         Ok(())
     }
+}
+
+fn slot_addr(queue: usize, slot: u16) -> u64 {
+    SLOTS + queue as u64 * SLOTS_OF_QUEUE + u64::from(slot) * SLOT_BYTES
 }
 
 /// The header of a request.
