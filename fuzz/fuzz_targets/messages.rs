@@ -95,7 +95,7 @@ fn run(threads: &IoThreads, mut input: Input) {
         log,
         disks: vec![source],
         device,
-        endpoint: Endpoint::Connection(theirs),
+        endpoint: Some(Endpoint::Connection(theirs)),
         threads: threads.remotes().to_vec(),
         limits: MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::Sealable),
     };

@@ -5,7 +5,6 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use rustix::net::sockopt::socket_peercred;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -18,6 +17,7 @@ use crate::command::CommandError;
 use crate::daemon::Daemon;
 use crate::handed_fds::HandedFds;
 use crate::notify;
+use crate::peer::Peer;
 
 /// How long the new process may take to open what there is.
 const OPEN_MAX: Duration = Duration::from_secs(300);
@@ -51,8 +51,8 @@ pub(crate) fn give(
     stream: &UnixStream,
 ) -> Result<()> {
     let mut talk = Talk { reader, stream, id };
-    let process = socket_peercred(stream).context("cannot tell who it is")?.pid;
-    let process = process.as_raw_nonzero().get().unsigned_abs();
+    let peer = Peer::of(stream).context("cannot tell who it is")?;
+    let process = peer.pid.context("it is in a PID namespace that is not visible from here")?;
     let given = describe(daemon, params, process, &mut talk)
         .and_then(|generation| stop(daemon, generation, process, &mut talk));
     if let Err(error) = &given {
