@@ -521,6 +521,59 @@ mod tests {
         }
     }
 
+    impl Paused {
+        fn new(blk: &BlkDevice, scene: &Scene, request: u32) -> Rc<Self> {
+            Rc::new(Self {
+                blk: Blk::new(blk, scene.thread.io()),
+                request,
+                begun: Cell::new(0),
+                answered: Cell::new(0),
+                queue: RefCell::default(),
+                waiting: RefCell::default(),
+            })
+        }
+
+        fn begin(&self, scene: &mut Scene) {
+            let expected = self.begun.get() + 1;
+            scene.offer(&[Desc::readable(DATA, 16), Desc::writable(DATA + 0x1000, 1)]);
+            scene.turn(10);
+            assert_eq!(self.begun.get(), expected);
+        }
+
+        fn answer(&self, scene: &mut Scene) {
+            self.answered.set(self.answered.get() + 1);
+            self.waiting.take().into_iter().for_each(Waker::wake);
+            scene.answer();
+        }
+    }
+
+    #[test]
+    fn who_has_requests_finished_waits_for_those_that_have_begun_and_no_others() {
+        let mut scene = Scene::new();
+        let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
+        let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+        let Device::Blk(blk) = &device else { unreachable!() };
+        let paused = Paused::new(blk, &scene, VIRTIO_BLK_T_OUT);
+        let handle = scene.start(Served(Rc::clone(&paused)));
+        paused.begin(&mut scene);
+        let queue = paused.queue.borrow().clone().unwrap();
+        blk.start_queue(0, scene.thread.io(), &queue);
+        let waits = std::thread::spawn({
+            let blk = blk.clone();
+            move || blk.finish_begun()
+        });
+        while !queue.fence.is_awaited() && !waits.is_finished() {
+            scene.turn(1);
+        }
+        paused.begin(&mut scene);
+        assert!(!waits.is_finished());
+        paused.answer(&mut scene);
+        waits.join().unwrap();
+        paused.answer(&mut scene);
+        drop((paused.queue.take(), queue));
+        assert_eq!(scene.wait(&handle.begin_stop()), 2);
+    }
+
     #[test]
     fn who_raises_a_fence_does_not_wait_for_requests_that_pass_it_later() {
         for request in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, 99] {
@@ -528,25 +581,9 @@ mod tests {
             let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
             let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
             let Device::Blk(blk) = &device else { unreachable!() };
-            let paused = Rc::new(Paused {
-                blk: Blk::new(blk, scene.thread.io()),
-                request,
-                begun: Cell::new(0),
-                answered: Cell::new(0),
-                queue: RefCell::default(),
-                waiting: RefCell::default(),
-            });
-            let answer = |scene: &mut Scene| {
-                paused.answered.set(paused.answered.get() + 1);
-                paused.waiting.take().into_iter().for_each(Waker::wake);
-                scene.answer();
-            };
-            let begin = |scene: &mut Scene| {
-                let expected = paused.begun.get() + 1;
-                scene.offer(&[Desc::readable(DATA, 16), Desc::writable(DATA + 0x1000, 1)]);
-                scene.turn(10);
-                assert_eq!(paused.begun.get(), expected);
-            };
+            let paused = Paused::new(blk, &scene, request);
+            let answer = |scene: &mut Scene| paused.answer(scene);
+            let begin = |scene: &mut Scene| paused.begin(scene);
             let handle = scene.start(Served(Rc::clone(&paused)));
             begin(&mut scene);
             let queue = paused.queue.borrow().clone().unwrap();
