@@ -10,8 +10,9 @@ use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, bench, ringhaul, run, s
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
-use ringhaul_kit::fuse::Fuse;
+use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::server::ringhaul_binary;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::{DISK_BYTES, scene};
@@ -19,9 +20,15 @@ use crate::{DISK_BYTES, scene};
 /// What the new process says when it serves.
 const TAKEN: &str = "took over 1 exports from process";
 
-/// A daemon with a disk and a control socket.
+/// A daemon with a new disk and a control socket.
 fn begin(scene: &Scene) -> Result<Command> {
-    let mut command = serve(&scene.socket("vm.sock"), &scene.disk("disk.img", DISK_BYTES)?)?;
+    scene.disk("disk.img", DISK_BYTES)?;
+    begin_again(scene)
+}
+
+/// The same with the disk as it is.
+fn begin_again(scene: &Scene) -> Result<Command> {
+    let mut command = serve(&scene.socket("vm.sock"), &scene.path("disk.img"))?;
     command.arg("--control").arg(scene.socket("control"));
     Ok(command)
 }
@@ -203,6 +210,71 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
     next.wait_for(TAKEN)?;
     daemon.finish()?.expect_code(0)?;
     check(&mut frontend, 9)
+}
+
+/// What hangs is not taken over, and neither are the others, which go on.
+#[test]
+fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let hung = scene.socket("hung.sock");
+    let mut command = begin(&scene)?;
+    // Its submits wait for nothing, so the other export is served.
+    command.args(["--engine", "threads"]);
+    command.arg("--export").arg(format!(
+        "socket-path={},blk-file={},read-only=on,lock=off",
+        hung.display(),
+        fuse.file().display()
+    ));
+    let daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let load = bench(&hung, "--rw randread --iodepth 4 --number_ios 100");
+    let load = Running::start(&mut load?)?;
+    fuse.wait_for(opcode::READ)?;
+    let refused = taking_over(&scene).and_then(|mut command| run(&mut command));
+    let goes_on = check(&mut frontend, 2);
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    let refused = refused?.expect_code(2)?.stderr;
+    ensure!(refused.contains("requests were not finished in time"), "{refused}");
+    goes_on?;
+    load.finish()?.expect_code(0)?;
+    // The disk counts as one that does not answer until the next look at it.
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    while let Err(error) = next.wait_for("took over 2 exports") {
+        ensure!(error.to_string().contains("its queues would not stop"), "{error}");
+        next = Running::start(&mut taking_over(&scene)?)?;
+    }
+    daemon.finish()?.expect_code(0)?;
+    check(&mut frontend, 3)
+}
+
+/// Either the old process goes on, or it has left, and a new one starts as after any crash.
+#[test]
+fn a_new_process_may_be_killed_at_any_moment() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut crashes = 0;
+    for seed in 1..=24 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        std::thread::sleep(Duration::from_millis(2 * seed));
+        next.signal(Signal::KILL)?;
+        next.finish()?;
+        let goes_on = Client::new(&scene).and_then(|mut client| client.ask("ping", &json!({})));
+        if goes_on.is_err() || check(&mut frontend, seed).is_err() {
+            crashes += 1;
+            daemon.finish()?.expect_code(0)?;
+            daemon = Running::serve(&mut begin_again(&scene)?)?;
+            frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+            check(&mut frontend, seed)?;
+        }
+    }
+    eprintln!("{crashes} of 24 were killed after they had taken over");
+    ensure!(crashes < 24, "none was killed before it had taken over");
+    Ok(())
 }
 
 #[test]
