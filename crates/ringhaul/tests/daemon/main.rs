@@ -272,10 +272,14 @@ fn exports_on_hung_disks_end_side_by_side() -> Result<()> {
         use ExportState::{Serving, Stopping};
         let stop_all = || -> Result<()> {
             scene.wait_until(|| states() == [Stopping, Serving, Serving])?;
-            let again = Removal { deadline_ms: Some(0), ..Removal::of(first.name()) };
-            let again = scene.daemon.handle(Command::Remove(again));
-            let error = again.err().context("it has ended")?.to_string();
-            ensure!(error.contains("has not ended: 1 request is not finished"), "{error}");
+            // Its IoThread may not know of the end yet.
+            scene.wait_until(|| {
+                let again = Removal { deadline_ms: Some(0), ..Removal::of(first.name()) };
+                let again = scene.daemon.handle(Command::Remove(again));
+                again.is_err_and(|error| {
+                    error.to_string().contains("has not ended: 1 request is not finished")
+                })
+            })?;
             scene.begin_end(EndCause::Sigterm);
             scene.wait_until(|| states() == [Stopping; 3])?;
             for frontend in &frontends {
@@ -317,8 +321,11 @@ fn an_export_that_is_removed_by_force_finishes_what_it_has_taken() -> Result<()>
             ensure!(matches!(removed, Err(CommandError::NotEnded(..))), "{removed:?}");
         }
         frontend.channel.wait_closed()?;
-        let waits_for = scene.show()?.remove(0).waits_for.context("it waits for nothing")?;
-        ensure!(waits_for == "1 request is not finished", "{waits_for}");
+        // Its IoThread may not know of the end yet.
+        let left = Some("1 request is not finished");
+        scene.wait_until(|| {
+            scene.show().is_ok_and(|exports| exports[0].waits_for.as_deref() == left)
+        })?;
         let again = scene.daemon.handle(Command::Add(vec![export.clone()]));
         ensure!(matches!(again, Err(CommandError::Exists(_))), "{again:?}");
         Ok(())
