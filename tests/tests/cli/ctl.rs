@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
+use ringhaul_kit::fuse::{Fuse, opcode};
 use serde_json::Value;
 
 use super::{DISK_BYTES, scene};
@@ -76,6 +77,31 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     ctl(&control, &["resize", "vm1", "20000"])?.expect_refusal(&["20000", "suffix"])?;
     ctl(&scene.socket("nobody"), &["list"])?.expect_refusal(&["nobody", "--control"])?;
     done(&["shutdown"])?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_removal_that_takes_too_long_says_so() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
+    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("--control").arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
+    let late = ctl(&control, &["remove", "vm", "--deadline", "0.2"]);
+    let list = ctl(&control, &["list"]);
+    fuse.release();
+    let late = late?.expect_code(3)?;
+    ensure!(late.stderr.contains("vm has not ended: its disk is not closed"), "{}", late.stderr);
+    ensure!(list?.stdout.starts_with("vm  stopping"), "it is not stopping");
+    // It goes on ending, and may have ended by now.
+    ctl(&control, &["remove", "vm"])?;
+    ensure!(ctl(&control, &["list"])?.expect_code(0)?.stdout.is_empty(), "it is still there");
+    ctl(&control, &["shutdown"])?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }

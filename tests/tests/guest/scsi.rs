@@ -2,9 +2,10 @@
 
 use std::fs::File;
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use ringhaul_kit::guest::Vm;
-use ringhaul_kit::server::{Cache, Engine, Export};
+use ringhaul_kit::server::{Cache, Engine, Export, Server};
+use serde_json::json;
 
 use super::resize::has_mebibytes;
 use super::{
@@ -80,6 +81,27 @@ fn scsi_with_threads_in_the_page_cache() -> Result<()> {
     scenario(|| data(Engine::Threads, Cache::Writeback))
 }
 
+/// What `export.show` says of a guest that runs: QEMU, and what its driver has negotiated.
+fn check_shown(server: &Server, export: &Export) -> Result<()> {
+    let shown = server.call("export.show", &json!({ "export": export.socket }))?;
+    let front_end = &shown["front-end"];
+    let pid = front_end["peer"]["pid"].as_u64().context("no process is shown")?;
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm"))?;
+    ensure!(name.starts_with("qemu-system"), "process {pid} is {name}");
+    let has = |key: &str, name: &str| {
+        front_end[key].as_array().is_some_and(|names| names.contains(&json!(name)))
+    };
+    ensure!(has("features", "version-1") && has("features", "hotplug"), "{front_end}");
+    ensure!(has("protocol-features", "mq"), "{front_end}");
+    let queues = front_end["queues"].as_array().context("no queues are shown")?;
+    let runs = |role: &str| {
+        queues.iter().any(|queue| queue["role"] == role && queue["state"] == "running")
+    };
+    ensure!(["control", "event", "request"].into_iter().all(runs), "{front_end}");
+    ensure!(front_end["memory"]["bytes"].as_u64() >= Some(64 << 20), "{front_end}");
+    Ok(())
+}
+
 /// Units that come, grow and go while the guest runs.
 #[test]
 fn scsi_units_come_and_go() -> Result<()> {
@@ -89,6 +111,7 @@ fn scsi_units_come_and_go() -> Result<()> {
         let export = Export { units: Some(Vec::new()), ..export };
         let mut server = scene.serve(&export)?;
         let mut vm = boot(&[&export])?;
+        check_shown(&server, &export)?;
         let file = scene.export("scsi-hotplug-more", Engine::IoUring, Cache::None)?.file;
         let unit = format!("7,blk-file={},discard=on", file.display());
         for _ in 0..3 {
