@@ -196,7 +196,8 @@ impl Disk {
         let Open { touch, writes } = open;
         let is_stable = touch.fua || state.write_through_since < begin;
         for write in writes {
-            if how == Ending::Refused {
+            // One that is refused may have been carried out by a daemon that has died since.
+            if how == Ending::Refused && !state.history.has_died(write) {
                 state.history.take_back(write);
                 continue;
             }
@@ -282,7 +283,7 @@ impl Disk {
 
     /// The daemon died then, and has not answered the requests that began at `unanswered`:
     /// another one carries them out, again if they were, whatever has become of their ops.
-    pub(crate) fn died(&self, unanswered: &[u64], now: u64) {
+    pub(crate) fn died(&self, unanswered: &[u64], now: u64) -> Result<(), Failure> {
         let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
         for (begin, Open { touch, writes }) in open {
             if unanswered.contains(begin) {
@@ -291,6 +292,8 @@ impl Disk {
                 failed.push(Failed { classes, begin: *begin, end: now, ranges, answered: false });
             }
         }
+        let told = self.shared.borrow_mut().died(now);
+        told.map_err(|text| Failure::new("bad answer", format!("disk {}: {text}", self.index)))
     }
 
     /// Another daemon has it.

@@ -130,6 +130,11 @@ impl History {
         self.sector(write.0).writes[write.1].deaths.push(now);
     }
 
+    pub(crate) fn has_died(&self, (sector, write): WriteRef) -> bool {
+        let sector = &self.sectors[fits::<_, usize>(sector, "the number of a sector")];
+        !sector.writes[write].deaths.is_empty()
+    }
+
     /// Whether every read can be explained.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         for (index, sector) in self.sectors.iter().enumerate() {
@@ -256,7 +261,10 @@ impl Sector {
             if let Some(write) = self.writes.iter().find(between) {
                 return Err(format!("{write:?} came between {was:?} and {value:?}"));
             }
-            if self.swaps.iter().any(|other| other.0 == was && other.1 != value) {
+            let came_again =
+                self.writes.iter().any(|write| write.value == was && !write.deaths.is_empty());
+            let is_other = |other: &Swap| other.0 == was && other.1 != value;
+            if !came_again && self.swaps.iter().any(is_other) {
                 return Err(format!("{was:?} was replaced twice, once by {value:?}"));
             }
         }

@@ -326,7 +326,7 @@ impl Plan {
             // There are two queues more, and a map has 509 regions at most.
             self.region_kib = self.region_kib.max(20);
         }
-        if self.scsi > 0 || self.session == 3 {
+        if self.session == 3 {
             self.inflight = 0;
         }
         if self.inflight == 0 {

@@ -228,8 +228,8 @@ impl Stack {
         self.threads.clear();
         self.world.bury();
         let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
+        exports.iter().for_each(|export| export.guest.recall());
         for export in exports {
-            export.guest.recall();
             export.check_memory()?;
             export.died();
         }
@@ -237,7 +237,7 @@ impl Stack {
         for disk in disks {
             let guests = disk.guests();
             let unanswered = guests.iter().flat_map(|guest| guest.unanswered());
-            disk.died(&unanswered.collect::<Vec<_>>(), now);
+            disk.died(&unanswered.collect::<Vec<_>>(), now)?;
         }
         (self.restarted, self.is_dead) = (true, true);
         Ok(())

@@ -37,6 +37,9 @@ impl Export {
     /// The daemon is dead, and the guest knows nothing of it.
     pub(crate) fn died(&mut self) {
         self.leave();
+        if self.plan.scsi > 0 {
+            self.guest.device_died();
+        }
         // What front-ends say that have heard nothing of the daemon.
         let used = |queue| self.guest.indexes(queue).0;
         self.services = (0..self.places.len()).map(|queue| Service::Stopped(used(queue))).collect();
@@ -47,6 +50,9 @@ impl Export {
     /// Another daemon goes on.
     pub(crate) fn revived(&mut self) {
         self.device = units::device(&self.plan, self.index, &self.disks);
+        if self.plan.scsi > 0 {
+            self.guest.units_return();
+        }
         self.begin();
     }
 

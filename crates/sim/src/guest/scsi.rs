@@ -4,6 +4,8 @@ use device::scsi::address::UnitAddress;
 
 use super::{Guest, State};
 use crate::asked::Asked;
+use crate::failure::Failure;
+use crate::scsi::attentions::Came;
 use crate::scsi::command::{Command, Target};
 use crate::scsi::events::{Events, Happening};
 use crate::scsi::function::Function;
@@ -199,23 +201,10 @@ impl Guest {
                 disk.shared_mut().begin(self.device, command, begin);
             }
             Asked::Function(function) => {
-                let mut told = Vec::new();
-                let units = scsi.units.iter().enumerate();
-                let meant = units.filter(|(_, unit)| function.covers(unit.address, function.tag));
-                let [own, others] = function.attentions();
-                for (disk, _) in meant.filter(|_| own.is_some() || others.is_some()) {
-                    let mut shared = self.disks[disk].shared_mut();
-                    shared.may_cache(begin);
-                    if let Some(code) = own {
-                        let id = shared.nexus(self.device).expect(code, begin);
-                        told.push((disk, (self.device, code, id)));
-                    }
-                    if let Some(code) = others {
-                        let heard = shared.expect_of_others(self.device, code, begin);
-                        told.extend(heard.into_iter().map(|told| (disk, told)));
-                    }
-                    if function.is_of_all() {
-                        shared.begin_sweep(self.device, begin);
+                let told = self.expect_of_function(&scsi.units, function, begin);
+                if function.is_of_all() {
+                    for disk in self.meant_by(&scsi.units, function) {
+                        self.disks[disk].shared_mut().begin_sweep(self.device, begin);
                     }
                 }
                 let function = function.clone();
@@ -223,5 +212,75 @@ impl Guest {
             }
             Asked::Blk(_) | Asked::Event(_) => {}
         }
+    }
+
+    /// The disks of the units that a function is about.
+    fn meant_by(&self, units: &[Unit], function: &Function) -> Vec<usize> {
+        let units = units.iter().enumerate();
+        let meant = units.filter(|(_, unit)| function.covers(unit.address, function.tag));
+        meant.map(|(disk, _)| disk).collect()
+    }
+
+    /// Who may hear of a function that begins: the disk, and what.
+    fn expect_of_function(
+        &self,
+        units: &[Unit],
+        function: &Function,
+        begin: u64,
+    ) -> Vec<(usize, Told)> {
+        let mut told = Vec::new();
+        let [own, others] = function.attentions();
+        if own.is_none() && others.is_none() {
+            return told;
+        }
+        for disk in self.meant_by(units, function) {
+            let mut shared = self.disks[disk].shared_mut();
+            shared.may_cache(begin);
+            if let Some(code) = own {
+                let id = shared.nexus(self.device).expect(code, begin);
+                told.push((disk, (self.device, code, id)));
+            }
+            if let Some(code) = others {
+                let heard = shared.expect_of_others(self.device, code, begin);
+                told.extend(heard.into_iter().map(|told| (disk, told)));
+            }
+        }
+        told
+    }
+
+    /// The daemon is dead. The guest takes the answers that are there, and what is out begins once
+    /// more.
+    pub(crate) fn device_died(&self) {
+        let state = &mut *self.state.borrow_mut();
+        for index in 0..state.queues.len() {
+            while state.queues[index].driver.ring().has_used() && state.failure.is_none() {
+                self.take_answer(state, index);
+            }
+        }
+        let now = self.world.tick();
+        let State { scsi, queues, failure, .. } = state;
+        scsi.runs.iter_mut().for_each(|line| line.set(now, false));
+        let out = queues.iter_mut().flat_map(|queue| queue.outstanding.iter_mut().flatten());
+        out.for_each(|outstanding| outstanding.popped = None);
+        scsi.events.forget(0);
+        let Scsi { units, managed, .. } = scsi;
+        for managed in managed.iter_mut().filter(|managed| managed.end == u64::MAX) {
+            for (disk, told) in std::mem::take(&mut managed.told) {
+                let settled = self.disks[disk].shared_mut().settle(&[told], now, Came::Maybe);
+                if let Err(text) = settled {
+                    failure.get_or_insert(Failure::new("bad answer", text));
+                }
+            }
+            managed.told = self.expect_of_function(units, &managed.function, now);
+        }
+        self.world.tick();
+    }
+
+    /// Another daemon has all units, and nothing that the last one knew.
+    pub(crate) fn units_return(&self) {
+        let now = self.world.tick();
+        let units = &mut self.state.borrow_mut().scsi.units;
+        units.iter_mut().for_each(|unit| unit.present.set(now, true));
+        self.units_begin();
     }
 }

@@ -248,6 +248,13 @@ impl Reservations {
         &self.order.insert((order, effects)).1
     }
 
+    /// There are none any more. Returns the order that was in progress, which begins once more.
+    pub(crate) fn died(&mut self, now: u64) -> Option<Order> {
+        self.now = vec![State::default()];
+        self.all.set(now, self.now.clone());
+        self.order.take().map(|(order, _)| order)
+    }
+
     /// The order has ended like this; `None`: it may have taken effect or not. Returns what may
     /// have come of it.
     pub(crate) fn end(

@@ -32,8 +32,8 @@ pub(crate) struct Shared {
     sweeps: Vec<Sweep>,
     /// Of the order in progress: when it began, and who may hear of it.
     order: Option<(u64, Vec<Told>)>,
-    /// Who may hear that modes have changed: by when the command began that changes them.
-    selects: BTreeMap<u64, Vec<Told>>,
+    /// By when the command began that changes modes: whose it is, and who may hear of it.
+    selects: BTreeMap<u64, (usize, Vec<Told>)>,
     /// Since when there is no write cache for sure.
     through_since: u64,
     /// When something began or ended last that may switch a cache on.
@@ -76,7 +76,7 @@ impl Shared {
             self.may_cache(begin);
         }
         let told = self.expect_of_others(device, MODE_CHANGED, begin);
-        self.selects.insert(begin, told);
+        self.selects.insert(begin, (device, told));
     }
 
     /// It has ended; `None`: it may have done so or not.
@@ -93,7 +93,7 @@ impl Shared {
         }
         // If it was so before, nobody is told.
         let came = if is_done == Some(false) { Came::Not } else { Came::Maybe };
-        let told = self.selects.remove(&begin).unwrap_or_default();
+        let (_, told) = self.selects.remove(&begin).unwrap_or_default();
         self.settle(&told, end, came)
     }
 
@@ -133,8 +133,36 @@ impl Shared {
         sweeps.any(|sweep| sweep.begin < end && begin < sweep.end)
     }
 
+    /// The daemon is dead, and with it all that it has kept in memory. What was in progress begins
+    /// once more.
+    pub(crate) fn died(&mut self, now: u64) -> Result<(), String> {
+        self.nexuses.values_mut().for_each(|nexus| nexus.forget(now));
+        self.may_cache(now);
+        for (begin, (device, told)) in std::mem::take(&mut self.selects) {
+            self.settle(&told, now, Came::Maybe)?;
+            let told = self.expect_of_others(device, MODE_CHANGED, now);
+            self.selects.insert(begin, (device, told));
+        }
+        let order = self.reservations.died(now);
+        if let (Some(order), Some((begin, told))) = (order, self.order.take()) {
+            self.settle(&told, now, Came::Maybe)?;
+            let told = self.expect_of_order(order, now);
+            self.order = Some((begin, told));
+        }
+        self.access = Arc::default();
+        Ok(())
+    }
+
     /// A PERSISTENT RESERVE OUT begins.
     fn begin_order(&mut self, order: Order, begin: u64) {
+        if order.aborts() {
+            self.begin_sweep(order.from, begin);
+        }
+        let told = self.expect_of_order(order, begin);
+        self.order = Some((begin, told));
+    }
+
+    fn expect_of_order(&mut self, order: Order, begin: u64) -> Vec<Told> {
         let mut told: Vec<(usize, Code)> = Vec::new();
         for effect in self.reservations.begin(order, begin) {
             told.extend(&effect.told);
@@ -146,10 +174,9 @@ impl Shared {
         });
         let mut told: Vec<Told> = told.collect();
         if order.aborts() {
-            self.begin_sweep(order.from, begin);
             told.extend(self.expect_of_others(order.from, COMMANDS_CLEARED, begin));
         }
-        self.order = Some((begin, told));
+        told
     }
 
     /// It has ended like this; `None`: it may have taken effect or not.

@@ -122,10 +122,12 @@ impl World {
         }
     }
 
-    /// A disk is opened anew, by another daemon: what was lost before is as it is.
+    /// A disk is opened anew, by another daemon: what was lost before is as it is. That daemon does
+    /// not know of writes that are not on stable storage yet, so a FUA write that fails must not be
+    /// about them.
     pub(crate) fn reopen(&self, disk: usize) {
-        let Disk { device, lost_at, .. } = &mut self.inner.borrow_mut().disks[disk];
-        if lost_at.take().is_some() {
+        let Disk { plan, device, lost_at, .. } = &mut self.inner.borrow_mut().disks[disk];
+        if lost_at.take().is_some() || plan.eio > 0 {
             device.settle();
         }
     }
