@@ -1,12 +1,15 @@
 //! A process that takes over from another, while front-ends go on.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, LIMIT, Running, Scene, bench, ringhaul, run, serve};
+use ringhaul_kit::cli::{
+    Finished, LIMIT, Running, Scene, bench, ringhaul, ringhaul_under, run, serve,
+};
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
@@ -168,6 +171,38 @@ fn a_front_end_is_not_disconnected() -> Result<()> {
         let base = frontend.stop_queue(1)?;
         frontend.start_queue(1, base)?;
     }
+    Ok(())
+}
+
+/// An export without a listener ends with its front-end, whoever serves it by then.
+#[test]
+fn a_connection_that_was_inherited_goes_along() -> Result<()> {
+    let scene = scene()?;
+    let path = scene.socket("vm.sock");
+    let listener = UnixListener::bind(&path)?;
+    let mut frontend = Frontend::connect(&path, &Setup::default())?;
+    let (connection, _) = listener.accept()?;
+    let mut command = ringhaul_under(&["sh", "-c", "exec \"$@\" 5<&0 </dev/null", "sh"])?;
+    command.args(["serve", "--fd", "5", "--blk-file"]).arg(scene.disk("disk.img", DISK_BYTES)?);
+    command.arg("--control").arg(scene.socket("control")).stdin(OwnedFd::from(connection));
+    let mut daemon = Running::serve(&mut command)?;
+    frontend.negotiate()?;
+    frontend.share_memory()?;
+    for queue in 0..frontend.rings.len() {
+        frontend.start_queue(queue, 0)?;
+        frontend.enable_queue(queue, true)?;
+    }
+    for seed in 1..4 {
+        check(&mut frontend, seed)?;
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        next.wait_for(TAKEN)?;
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+    }
+    check(&mut frontend, 4)?;
+    drop(frontend);
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!scene.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }
 
