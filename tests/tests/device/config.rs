@@ -57,6 +57,7 @@ fn limits_are_told() -> Result<()> {
             | protocol_feature::REPLY_ACK
             | protocol_feature::BACKEND_REQ
             | protocol_feature::CONFIG
+            | protocol_feature::INFLIGHT_SHMFD
             | protocol_feature::RESET_DEVICE
             | protocol_feature::CONFIGURE_MEM_SLOTS
             | protocol_feature::STATUS

@@ -172,7 +172,7 @@ fn features_that_were_not_offered() -> Result<()> {
             frontend.expect_refused(Message::number(code::SET_FEATURES, features))
         })?;
     }
-    for bit in [1, 2, 4, 6, 8, 10, 11, 12, 14, 17, 20, 63] {
+    for bit in [1, 2, 4, 6, 8, 10, 11, 14, 17, 20, 63] {
         let what = format!("protocol feature {bit}");
         with_negotiated(&mut daemon, &what, |frontend| {
             frontend.expect_refused(Message::number(code::SET_PROTOCOL_FEATURES, 1 << 3 | 1 << bit))
