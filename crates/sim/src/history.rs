@@ -380,6 +380,24 @@ mod tests {
     }
 
     #[test]
+    fn a_write_that_was_out_at_a_death_comes_again_until_its_answer() {
+        let lives = |has_died: bool, reads: &[(Value, u64, u64)]| {
+            let mut history = history(&[(B, 30, 40)], reads);
+            let write = history.begin_write(0, A, 10);
+            if has_died {
+                history.died(write, 50);
+            }
+            history.end_write(write, 60, true, false);
+            history.check()
+        };
+        let undone = [(A, 20, 25), (A, 70, 80)];
+        assert!(lives(true, &undone).is_ok() && lives(false, &undone).is_err());
+        let once = [(A, 20, 25), (B, 70, 80)];
+        assert!(lives(true, &once).is_err() && lives(false, &once).is_ok());
+        assert!(lives(true, &[(A, 70, 80), (B, 90, 95)]).is_err(), "it came after its answer");
+    }
+
+    #[test]
     fn content_is_sure_if_nobody_else_may_have_written() {
         let history = history(&[(A, 10, 20), (B, 40, 50)], &[]);
         assert!(history.surely_has(0, A, 25, 35));
