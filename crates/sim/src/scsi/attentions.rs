@@ -122,8 +122,13 @@ impl Attentions {
                 && begin < one.gone_by
                 && begin < one.missed
         };
-        let found = self.all.iter().position(|one| fits(one) && one.sure_since != NEVER);
-        let Some(found) = found.or_else(|| self.all.iter().position(fits)) else {
+        let find =
+            |is_it: fn(&Attention) -> bool| self.all.iter().position(|one| fits(one) && is_it(one));
+        // What has not ended yet may still bring another about.
+        let found = find(|one| one.sure_since != NEVER)
+            .or_else(|| find(|one| one.settled_at != NEVER))
+            .or_else(|| find(|_| true));
+        let Some(found) = found else {
             return Err(format!("attention {code:02x?} was not to be heard: {:?}", self.all));
         };
         // Two of the same are one, so that whatever else was there has been heard with it.
