@@ -265,6 +265,12 @@ impl Queue {
         self.ring.borrow_mut().pop()
     }
 
+    /// Whether an earlier process has seen the chain with this head, which is not answered: it may
+    /// have carried its request out.
+    pub(crate) fn is_done_again(&self, head: u16) -> bool {
+        self.ring.borrow().is_of_earlier(head)
+    }
+
     /// Takes no more chains: those that were seen are left to whoever serves the ring next.
     pub(crate) fn leave_rest(&self) {
         if !self.broken.get() {

@@ -177,6 +177,8 @@ pub(crate) struct Inflight {
     account: Account,
     /// The next number of a request.
     counter: u64,
+    /// The first one of this process.
+    first_counter: u64,
     /// The element that was pushed last.
     last_head: u16,
     /// Heads that the process before had seen and not answered, in that order.
@@ -204,12 +206,17 @@ impl Inflight {
         again.sort_unstable_by_key(|head| (account.counter(*head), *head));
         let counter = again.last().map_or(0, |head| account.counter(*head).wrapping_add(1));
         let last_head = account.load(OFFSET_LAST_HEAD);
-        Ok((Self { account, counter, last_head, again }, recovery))
+        Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
     /// The first of the last `left` heads that the process before had seen.
     pub(crate) fn head_again(&self, left: u16) -> u16 {
         self.again[self.again.len() - usize::from(left)]
+    }
+
+    /// Whether the process before has seen this head, which is marked.
+    pub(crate) fn is_of_earlier(&self, head: u16) -> bool {
+        !self.again.is_empty() && self.account.counter(head) < self.first_counter
     }
 
     /// Heads are seen in the avail ring, in this order. Nothing of their requests has happened yet.

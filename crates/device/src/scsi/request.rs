@@ -235,6 +235,20 @@ fn refused(failure: impl Into<Failure>) -> Refused {
     Box::new(failure.into())
 }
 
+/// What has come of a command that an earlier process may have carried out before it could answer.
+/// One whose success makes it fail the second time has perhaps succeeded.
+#[cold]
+fn done_again(op: Op, (kind, done): Served) -> Served {
+    let failure = done.as_ref().err().map(|refused| &**refused);
+    let is_doubtful = match (op, failure) {
+        (Op::CompareAndWrite, Some(Failure::Check(sense))) => sense.is_miscompare(),
+        (Op::ReserveOut, Some(Failure::Conflict)) => true,
+        _ => false,
+    };
+    let doubt = || Err(refused(Sense::PERHAPS_DONE));
+    (kind, if is_doubtful { doubt() } else { done })
+}
+
 /// Carries out a command that waits for nothing.
 fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
     match op {
@@ -325,7 +339,8 @@ impl Handler for Scsi {
             }
             Ok((local, Way::Other(op))) => {
                 let data = Data { out: chain.readable, into: chain.writable };
-                Box::pin(self.execute(local, op, header, task, data)).await
+                let served = Box::pin(self.execute(local, op, header, task, data)).await;
+                if queue.is_done_again(head) { done_again(op, served) } else { served }
             }
             Err(Some(refused)) => (RequestKind::Other, Err(refused)),
             Err(None) => {

@@ -97,6 +97,8 @@ impl Sense {
     pub(crate) const WRITE_PROTECTED: Self = Self::new(Key::DataProtect, [0x27, 0x00]);
     pub(crate) const NO_SPACE: Self = Self::new(Key::DataProtect, [0x27, 0x07]);
     pub(crate) const MISCOMPARE: Self = Self::new(Key::Miscompare, [0x1d, 0x00]);
+    /// I/O PROCESS TERMINATED: nobody knows whether it was carried out.
+    pub(crate) const PERHAPS_DONE: Self = Self::new(Key::AbortedCommand, [0x00, 0x06]);
     pub(crate) const POWER_ON: Self = Self::new(Key::UnitAttention, [0x29, 0x00]);
     pub(crate) const UNIT_WAS_RESET: Self = Self::new(Key::UnitAttention, [0x29, 0x03]);
     pub(crate) const NEXUS_LOST: Self = Self::new(Key::UnitAttention, [0x29, 0x07]);
@@ -115,6 +117,11 @@ impl Sense {
     /// COMMANDS CLEARED BY ANOTHER INITIATOR.
     pub(crate) const COMMANDS_CLEARED: Self = Self::new(Key::UnitAttention, [0x2f, 0x00]);
     pub(crate) const UNITS_CHANGED: Self = Self::new(Key::UnitAttention, [0x3f, 0x0e]);
+
+    /// Whether it says that data was other than expected, wherever.
+    pub(crate) fn is_miscompare(self) -> bool {
+        matches!(self.key, Key::Miscompare)
+    }
 
     /// A unit attention with this code.
     pub(crate) const fn attention(code: [u8; 2]) -> Self {

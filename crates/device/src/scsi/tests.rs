@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
 
+mod again;
 mod handed;
 mod reports;
 mod sharing;
@@ -34,7 +35,7 @@ struct Initiator {
     scene: Scene,
     device: Device,
     disk: Arc<NamedTempFile>,
-    queue: QueueHandle,
+    queue: Option<QueueHandle>,
     /// A command was answered, and nobody has looked how.
     used: Option<Used>,
 }
@@ -93,7 +94,7 @@ impl Initiator {
         Self::scsi(&device).add_unit(UNIT, source, options).unwrap();
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 2);
-        let mut initiator = Self { scene, device, disk, queue, used: None };
+        let mut initiator = Self { scene, device, disk, queue: Some(queue), used: None };
         let heard = initiator.run(&[0; 6], &[], 0);
         assert_eq!(heard.sense, [6, 0x29, 0], "the first command learns of the power-on");
         initiator
@@ -104,6 +105,10 @@ impl Initiator {
             Device::Scsi(scsi) => scsi,
             Device::Blk(_) => unreachable!(),
         }
+    }
+
+    fn take_queue(&mut self) -> QueueHandle {
+        self.queue.take().expect("it runs")
     }
 
     /// Sends a command to the unit, with data for it and room for data from it.

@@ -392,14 +392,14 @@ fn a_function_does_not_say_complete_while_a_queue_is_stopped() {
     let mut initiator = Initiator::new();
     let mut control = Control::start(&initiator.device);
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
-    let stopped = initiator.queue.begin_stop();
+    let stopped = initiator.take_queue().begin_stop();
     initiator.scene.wait(&stopped);
     for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
         assert_eq!(control.send(&[&initiator.scene], function), FAILURE);
     }
-    initiator.queue = initiator.scene.start_queue_of(&initiator.device, 2);
+    initiator.queue = Some(initiator.scene.start_queue_of(&initiator.device, 2));
     assert_eq!(control.send(&[&initiator.scene], ABORT_TASK_SET), OK);
-    let stopped = initiator.queue.begin_stop();
+    let stopped = initiator.take_queue().begin_stop();
     initiator.scene.wait(&stopped);
     // Another driver, which does not use that queue.
     let mut control = Control::start(&initiator.device);
