@@ -19,6 +19,7 @@ mod eventfd;
 mod events;
 mod fence;
 mod hand_over;
+mod in_order;
 mod lists;
 mod queue;
 mod queue_setup;

@@ -17,6 +17,7 @@ use virtqueue::{Chain, LocalMemory, QueueError, SplitQueue};
 use crate::call_watch::Caller;
 use crate::events::{Events, QueueFault};
 use crate::fence::Fence;
+use crate::in_order::InOrder;
 use crate::lists::Lists;
 use crate::queue_setup::{QueueOptions, QueueSetup, StartError};
 use crate::queue_watch::{QueueWatch, Shown, Unheard};
@@ -127,6 +128,7 @@ pub(crate) struct Queue {
     /// An answer takes more than to push it: long lists end, somebody waits for it, or each has a
     /// notify of its own.
     answers_slowly: Cell<bool>,
+    in_order: InOrder,
     /// Requests look whether they may use the disk.
     pub(crate) fenced: Cell<bool>,
     pub(crate) fence: Fence,
@@ -167,7 +169,9 @@ impl Queue {
             to_notify: Cell::new(true),
             broken: Cell::new(false),
             halted: Cell::new(false),
-            answers_slowly: Cell::new(!options.notify_batch),
+            // The first answer finds out.
+            answers_slowly: Cell::new(true),
+            in_order: InOrder::new(options.in_order && setup.inflight.is_none()),
             fenced: Cell::new(false),
             fence: Fence::default(),
             stopping: Cell::new(false),
@@ -271,8 +275,10 @@ impl Queue {
         self.ring.borrow().is_of_earlier(head)
     }
 
-    /// Takes no more chains: those that were seen are left to whoever serves the ring next.
-    pub(crate) fn leave_rest(&self) {
+    /// All requests are done. Chains that were seen and not popped are left to who comes next.
+    pub(crate) fn end(&self) {
+        self.in_order.end(&mut self.ring.borrow_mut());
+        self.notify();
         if !self.broken.get() {
             self.ring.borrow_mut().leave_rest();
         }
@@ -281,19 +287,21 @@ impl Queue {
     /// Answers a chain. The driver sees it after the next publish.
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
-        self.ring.borrow_mut().push(head, written_bytes);
         self.to_notify.set(true);
         if self.answers_slowly.get() {
-            self.after_push(head);
+            return self.push_slowly(head, written_bytes);
         }
+        self.ring.borrow_mut().push(head, written_bytes);
     }
 
     #[cold]
-    fn after_push(&self, head: u16) {
+    fn push_slowly(&self, head: u16, written_bytes: u32) {
+        self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
         let has_lists = self.lists.remove(head);
         self.set_halted();
         let is_awaited = self.fence.answered(head, self.in_device());
-        self.answers_slowly.set(has_lists || is_awaited || !self.notify_batch);
+        let is_usual = self.notify_batch && !self.in_order.is_on();
+        self.answers_slowly.set(has_lists || is_awaited || !is_usual);
         if !self.notify_batch {
             self.notify();
         }
@@ -313,8 +321,8 @@ impl Queue {
         let runs = &mut *self.runs.borrow_mut();
         // The first chain after a call is to be seen when it comes.
         let fresh = runs.awaits_driver();
-        let available = if self.halted.get() { Ok(0) } else { ring.available(fresh) };
-        let available = available.unwrap_or(1); // A bad ring is found out by the pop.
+        // A bad ring is found out by the pop.
+        let available = if self.halted.get() { 0 } else { ring.available(fresh).unwrap_or(1) };
         if available > 0 {
             // What completes meanwhile is no work of the driver.
             runs.wakes(clock::now);
@@ -351,7 +359,7 @@ impl Queue {
         runs.answered(count);
         // A driver that was called is on its way. Without event idx it seems to sleep until then.
         let sleeps = !runs.awaits_driver() && ring.is_awaited();
-        if !runs.adapt() || (sleeps && runs.is_call_due(available_now(ring) + ring.in_device())) {
+        if !runs.adapt() || (sleeps && runs.is_call_due(ring.available_now() + ring.in_device())) {
             self.call_if_wanted(ring, runs);
         }
     }
@@ -362,11 +370,11 @@ impl Queue {
         if ring.publish()
             && let Some(call) = &*self.call.borrow()
         {
-            let before = available_now(ring);
+            let before = ring.available_now();
             runs.calls(before + ring.in_device(), ring.next_avail().wrapping_add(before));
             self.stats.syscalls.eventfd_write.add(1);
             self.caller.add_one(call);
-            runs.called(ring.next_avail().wrapping_add(available_now(ring)));
+            runs.called(ring.next_avail().wrapping_add(ring.available_now()));
         }
     }
 
@@ -401,7 +409,7 @@ impl Queue {
     pub(crate) fn chains(&self) -> [u16; 2] {
         let ring = &mut *self.ring.borrow_mut();
         let first = ring.next_avail();
-        let count = if self.broken.get() { 0 } else { available_now(ring) };
+        let count = if self.broken.get() { 0 } else { ring.available_now() };
         [first, first.wrapping_add(count)]
     }
 
@@ -455,11 +463,6 @@ impl Queue {
     pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
         io.register_memory(self.memory.whole())
     }
-}
-
-/// Chains that may be popped. The next pop finds out that a ring is bad.
-fn available_now(ring: &mut SplitQueue) -> u16 {
-    ring.available(true).unwrap_or(0)
 }
 
 impl Drop for Queue {

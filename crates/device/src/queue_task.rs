@@ -169,8 +169,7 @@ async fn finish<F: Future<Output = ()>>(
         }
         io.suspend().await;
     }
-    queue.notify();
-    queue.leave_rest();
+    queue.end();
 }
 
 async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
@@ -379,6 +378,43 @@ mod tests {
         let handle = scene.start(Holder::default());
         assert_eq!(scene.events.take(), ["queue 3: Known { requests: 0 }"], "marks are left");
         let _ = scene.wait(&handle.begin_stop());
+    }
+
+    /// Answers chains when their turn in a list has come.
+    struct Shuffled(Rc<Gate>, Vec<u16>);
+
+    impl Handler for Shuffled {
+        async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+            poll_fn(|cx| {
+                let done = usize::try_from(self.0.popped.get()).unwrap();
+                if self.1.get(done) == Some(&chain.head) {
+                    return Poll::Ready(());
+                }
+                self.0.wakers.borrow_mut().push(cx.waker().clone());
+                Poll::Pending
+            })
+            .await;
+            self.0.popped.set(self.0.popped.get() + 1);
+            queue.push(chain.head, chain.head.into());
+            self.0.open();
+        }
+    }
+
+    #[test]
+    fn answers_wait_for_their_turn_where_they_must_be_in_order() {
+        for in_order in [false, true] {
+            let mut scene = Scene::new();
+            scene.in_order = in_order;
+            let heads: Vec<u16> = (0..6).map(|_| scene.offer_silently(&buffer())).collect();
+            let done: Vec<u16> = [2, 1, 0, 5, 3, 4].map(|at| heads[at]).into();
+            let handle = scene.start(Shuffled(Rc::default(), done.clone()));
+            scene.turn(50);
+            for expected in if in_order { heads } else { done } {
+                let used = Used { head: expected.into(), bytes: expected.into() };
+                assert_eq!(scene.driver.take_used(), Some(used));
+            }
+            let _ = scene.wait(&handle.begin_stop());
+        }
     }
 
     #[test]

@@ -82,6 +82,7 @@ pub(crate) struct Scene {
     /// What queues start with.
     pub(crate) inflight: Option<InflightQueue>,
     pub(crate) run_max: Option<NonZeroU16>,
+    pub(crate) in_order: bool,
 }
 
 impl Scene {
@@ -123,6 +124,7 @@ impl Scene {
             kick: new_eventfd(),
             inflight: None,
             run_max: None,
+            in_order: false,
         }
     }
 
@@ -145,6 +147,7 @@ impl Scene {
             event_idx: false,
             indirect: false,
             notify_batch: true,
+            in_order: self.in_order,
             run_max: self.run_max,
             long_lists_bytes: LONG_LISTS_BYTES,
             events: Arc::<Heard>::clone(&self.events),

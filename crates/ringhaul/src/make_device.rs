@@ -62,6 +62,7 @@ impl ExportSpec {
                     queue_size: settings.queue_size,
                     write_cache: disk.cache.has_write_cache(),
                     notify_batch: settings.notify_batch,
+                    in_order: settings.in_order,
                     run_max: settings.run_max,
                     fixed_buffers: settings.fixed_buffers,
                     ..BlkOptions::default()

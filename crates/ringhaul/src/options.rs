@@ -64,6 +64,11 @@ pub struct ExportArgs {
     /// either. With `off`, make sure yourself that no other program writes to it.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub lock: OnOff,
+    /// Answer requests in the order in which the guest has made them, where the front-end keeps no
+    /// inflight region and continues at used idx when the daemon was killed. A slow request then
+    /// holds up the answers of those behind it. For virtio-blk.
+    #[arg(long, value_name = "ON|OFF", default_value = "off")]
+    pub in_order: OnOff,
     /// The most queues that a front-end may use. Queues that it does not use cost nothing.
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX,
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]

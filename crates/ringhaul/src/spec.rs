@@ -99,6 +99,7 @@ pub(crate) struct WrittenExport {
     device: DeviceSpec,
     read_only: Option<bool>,
     no_lock: Option<bool>,
+    in_order: Option<bool>,
     cache: Option<CacheMode>,
     serial: Option<String>,
     logical_block_bytes: Option<u32>,
@@ -116,6 +117,7 @@ impl WrittenExport {
         let settings = ExportSettings {
             read_only: self.read_only.unwrap_or(usual.read_only),
             no_lock: self.no_lock.unwrap_or(usual.no_lock),
+            in_order: self.in_order.unwrap_or(usual.in_order),
             cache: self.cache.or(usual.cache),
             serial: self.serial.or_else(|| usual.serial.clone()),
             logical_block_bytes: self.logical_block_bytes.or(usual.logical_block_bytes),
@@ -319,6 +321,8 @@ pub struct ExportSettings {
     pub read_only: bool,
     /// The disk is not locked.
     pub no_lock: bool,
+    /// Requests of virtio-blk are answered in order, without an inflight region.
+    pub in_order: bool,
     /// `None`: direct I/O where the file system has it.
     pub cache: Option<CacheMode>,
     /// What the guest sees, up to 20 bytes. `None`: what follows from what the disk is.
@@ -344,6 +348,7 @@ impl Default for ExportSettings {
         Self {
             read_only: false,
             no_lock: false,
+            in_order: false,
             cache: None,
             serial: None,
             logical_block_bytes: None,

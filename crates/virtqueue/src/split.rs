@@ -61,6 +61,8 @@ pub struct SplitQueue {
     /// The driver's wish for a call was looked at for all used elements before this one.
     checked_used: u16,
     in_device: u16,
+    /// How far the avail ring was ahead of the used ring when the queue started.
+    avail_ahead: u16,
     /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
     /// Chains that an earlier process had seen and not answered, and that are still to be popped.
@@ -95,6 +97,7 @@ impl SplitQueue {
             published_used: next_used,
             checked_used: next_used,
             in_device: 0,
+            avail_ahead: config.next_avail.wrapping_sub(next_used),
             call_forced: true,
             again_left: 0,
             inflight: None,
@@ -212,6 +215,12 @@ impl SplitQueue {
         }
     }
 
+    /// The head of the next used element, if all are answered in the order in which they were made
+    /// available, and with nothing of an earlier process.
+    pub fn head_in_order(&self) -> u16 {
+        self.rings.avail_entry(self.next_used.wrapping_add(self.avail_ahead))
+    }
+
     /// Writes a used element: the chain with this head is done, and the device wrote this many
     /// bytes to it, counted from the start of what is writable. The driver does not see it yet.
     ///
@@ -273,6 +282,12 @@ impl SplitQueue {
             self.look_for_more()?;
         }
         Ok(self.avail_shadow.wrapping_sub(self.next_avail))
+    }
+
+    /// As [`available`](Self::available), by a look now. A ring that is bad has none; the next pop
+    /// finds out that it is.
+    pub fn available_now(&mut self) -> u16 {
+        self.available(true).unwrap_or(0)
     }
 
     /// Makes all pushed elements visible to the driver, and returns whether it wants a call for

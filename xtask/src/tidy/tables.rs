@@ -170,6 +170,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["config_space", "eventfd", "events", "lists", "runs", "stats"]),
             (0, &["fence", "queue_watch", "reach"]),
             (1, &["blk::config", "call_watch"]),
+            (1, &["in_order"]),
             (2, &["queue_setup"]),
             (2, &["queue"]),
             (3, &["common", "queue_task"]),

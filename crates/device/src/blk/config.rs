@@ -50,6 +50,9 @@ pub struct BlkOptions {
     /// Whether completed requests share a call. Off is for measurement: then the driver's wish is
     /// looked at for each.
     pub notify_batch: bool,
+    /// Whether requests are answered in the order in which they were made available: for front-ends
+    /// without an inflight region, which continue at used idx when their back-end has died.
+    pub in_order: bool,
     /// For measurement: the chains that one run takes, at most 1024, with a look after each run
     /// whether the driver wants a call. `None`: both adapt to what is measured.
     pub run_max: Option<NonZeroU16>,
@@ -69,6 +72,7 @@ impl Default for BlkOptions {
             queue_size: 128,
             write_cache: true,
             notify_batch: true,
+            in_order: false,
             run_max: None,
             fixed_buffers: false,
             long_lists_bytes: LONG_LISTS_BYTES,

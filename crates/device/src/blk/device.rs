@@ -47,6 +47,7 @@ impl BlkDevice {
     ) -> Self {
         let working = Working {
             notify_batch: options.notify_batch,
+            in_order: options.in_order,
             run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,
             long_lists_bytes: options.long_lists_bytes,

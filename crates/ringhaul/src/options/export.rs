@@ -120,6 +120,7 @@ impl ExportArgs {
         ExportSettings {
             read_only: self.read_only,
             no_lock: !self.lock.is_on(),
+            in_order: self.in_order.is_on(),
             cache: self.cache,
             serial: self.serial.clone(),
             logical_block_bytes: self.logical_block_size,
@@ -199,6 +200,9 @@ impl ExportSettings {
             "lock" => {
                 self.no_lock = !parse_on_off(value).context("lock")?;
             }
+            "in-order" => {
+                self.in_order = parse_on_off(value).context("in-order")?;
+            }
             "cache" => self.cache = Some(parse_cache(value)?),
             "serial" => self.serial = Some(parse_serial(value).map_err(anyhow::Error::msg)?),
             "logical-block-size" => {
@@ -218,8 +222,8 @@ impl ExportSettings {
             }
             _ => bail!(
                 "unknown key '{key}' (expected: socket-path, name, device, lun, blk-file, null, \
-                 read-only, lock, cache, serial, logical-block-size, num-queues, queue-size, \
-                 iothread)"
+                 read-only, lock, in-order, cache, serial, logical-block-size, num-queues, \
+                 queue-size, iothread)"
             ),
         }
         Ok(())
