@@ -30,8 +30,8 @@ pub const FILLED_BYTES: usize = 2 << 20;
 /// The name of the memfds of front-ends, as /proc shows it.
 pub const GUEST_MEMORY: &str = "ringhaul-test-guest";
 
-/// Threads that come and go with load, and the one that starts when the daemon listens already.
-const PASSING_THREADS: [&str; 2] = ["ringhaul-pool", "ringhaul-signal"];
+/// Threads that come and go with load, and those that start when the daemon listens already.
+const PASSING_THREADS: [&str; 3] = ["ringhaul-pool", "ringhaul-signal", "ringhaul-size"];
 
 /// How the names of threads begin that the kernel starts and ends for io_uring.
 const KERNEL_THREADS: &str = "iou-wrk-";
