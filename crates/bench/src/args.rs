@@ -170,6 +170,10 @@ pub struct BenchArgs {
     #[arg(long, visible_alias = "poll", conflicts_with = "filename")]
     pub busy_poll: bool,
 
+    /// Keep an inflight region, as QEMU does, in which the server marks its requests
+    #[arg(long, conflicts_with = "filename")]
+    pub inflight: bool,
+
     /// Spin for this many microseconds between being called and looking at the used rings, as long
     /// as it takes a guest that slept to get the interrupt, to emulate slower machines
     #[arg(long, conflicts_with_all = ["filename", "busy_poll"], value_name = "US",

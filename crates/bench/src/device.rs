@@ -30,13 +30,13 @@ pub(crate) struct Device {
 impl Device {
     /// Connects and negotiates features. Blocks for as long as the server does not answer, as all
     /// methods do.
-    pub(crate) fn connect(path: &Path, kind: DeviceKind) -> io::Result<Self> {
+    pub(crate) fn connect(path: &Path, kind: DeviceKind, inflight: bool) -> io::Result<Self> {
         let own_features = match kind {
             DeviceKind::Blk => blk::FEATURES,
             DeviceKind::Scsi => 0,
         };
         let wanted = feature::VERSION_1 | feature::EVENT_IDX | own_features;
-        let connection = Arc::new(Connection::open(path, wanted)?);
+        let connection = Arc::new(Connection::open(path, wanted, inflight)?);
         let (requests, facts) = match kind {
             DeviceKind::Blk => (Requests::Blk, blk::facts(&connection)?),
             DeviceKind::Scsi => (Requests::Scsi([].into()), scsi::facts(&connection)?),
@@ -87,6 +87,7 @@ impl Device {
         let layout = Layout::new(rings, shape, &self.requests.form())?;
         let memory = Arc::new(SharedMemory::new(layout.bytes)?);
         self.connection.share(&memory)?;
+        self.connection.share_inflight(rings, shape.size)?;
         let event_idx = self.connection.features() & feature::EVENT_IDX != 0;
         let mut queues = Vec::new();
         for index in 0..rings {

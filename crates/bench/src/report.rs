@@ -71,6 +71,8 @@ pub struct Report {
     pub rate_process: Option<&'static str>,
     /// Whether the driver spun instead of sleeping.
     pub busy_poll: bool,
+    /// Whether the server marked its requests in an inflight region.
+    pub inflight: bool,
     /// Microseconds between a call and the look at the used rings that were added.
     pub wake_delay_us: u64,
     /// Writes between two flushes; 0 when there were no flushes.
@@ -233,6 +235,7 @@ impl Report {
             rate_iops: args.rate_iops,
             rate_process: args.rate_iops.map(|_| args.rate_process.name()),
             busy_poll: args.busy_poll,
+            inflight: args.inflight,
             wake_delay_us: args.wake_delay,
             fsync_every_writes: args.fsync,
             randseed: args.randseed,

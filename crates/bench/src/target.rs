@@ -49,8 +49,8 @@ impl Target {
         }
         let path = args.socket_path.clone().unwrap_or_default();
         let limit = (&*path, args.timeout);
-        let (socket, kind) = (path.clone(), args.device);
-        let connect = move || Device::connect(&socket, kind);
+        let (socket, kind, inflight) = (path.clone(), args.device, args.inflight);
+        let connect = move || Device::connect(&socket, kind, inflight);
         let mut device = answer_within(limit, "vhost-user handshake", connect)?;
         if let Some(choice) = args.unit() {
             let find = move || device.find_units(choice);

@@ -30,6 +30,7 @@ mod protocol {
     pub(super) const MQ: u64 = 1 << 0;
     pub(super) const REPLY_ACK: u64 = 1 << 3;
     pub(super) const CONFIG: u64 = 1 << 9;
+    pub(super) const INFLIGHT_SHMFD: u64 = 1 << 12;
 }
 
 /// A kind of message: its number and its name in the specification.
@@ -51,6 +52,7 @@ const SET_PROTOCOL_FEATURES: Kind = Kind(16, "SET_PROTOCOL_FEATURES");
 const GET_QUEUE_NUM: Kind = Kind(17, "GET_QUEUE_NUM");
 const SET_VRING_ENABLE: Kind = Kind(18, "SET_VRING_ENABLE");
 const GET_CONFIG: Kind = Kind(24, "GET_CONFIG");
+const SET_INFLIGHT_FD: Kind = Kind(32, "SET_INFLIGHT_FD");
 
 /// Flags of a message.
 const VERSION: u32 = 1;
@@ -75,17 +77,21 @@ impl Connection {
 
     /// Connects and agrees on features, of which `wanted` are accepted if they are offered.
     /// Blocks for as long as the server does not answer, as all methods do.
-    pub(crate) fn open(path: &Path, wanted: u64) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path, wanted: u64, inflight: bool) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         let mut this = Self { stream, features: 0, protocol_features: 0, max_queues: None };
         this.tell(SET_OWNER, &[], &[])?;
         this.features = this.number(GET_FEATURES)? & (wanted | feature::PROTOCOL_FEATURES);
         this.tell(SET_FEATURES, &this.features.to_ne_bytes(), &[])?;
         if this.has_protocol_features() {
-            let known = protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG;
+            let usual = protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG;
+            let known = if inflight { usual | protocol::INFLIGHT_SHMFD } else { usual };
             let agreed = this.number(GET_PROTOCOL_FEATURES)? & known;
             this.tell(SET_PROTOCOL_FEATURES, &agreed.to_ne_bytes(), &[])?;
             this.protocol_features = agreed;
+        }
+        if inflight && this.protocol_features & protocol::INFLIGHT_SHMFD == 0 {
+            return Err(io::Error::other("it does not know inflight regions (--inflight)"));
         }
         if this.protocol_features & protocol::MQ != 0 {
             let limit = usize::try_from(this.number(GET_QUEUE_NUM)?).unwrap_or(usize::MAX);
@@ -147,6 +153,21 @@ impl Connection {
             body.extend(field.to_ne_bytes());
         }
         self.tell(SET_MEM_TABLE, &body, &[memory.fd()])
+    }
+
+    /// Has the server mark requests in a region of its own making, if that was negotiated. The
+    /// region goes with the server: nobody reconnects.
+    pub(crate) fn share_inflight(&self, queues: usize, queue_size: u16) -> io::Result<()> {
+        if self.protocol_features & protocol::INFLIGHT_SHMFD == 0 {
+            return Ok(());
+        }
+        // Of a split ring ("Inflight I/O tracking"): a header, and as much for each descriptor.
+        let account = (16 + 16 * usize::from(queue_size)).next_multiple_of(64);
+        let region = SharedMemory::new(queues * account)?;
+        let mut body = [region.size_bytes(), 0].map(u64::to_ne_bytes).concat();
+        let queues = fits::<_, u16>(queues, "the number of queues");
+        body.extend([queues, queue_size, 0, 0].map(u16::to_ne_bytes).concat());
+        self.tell(SET_INFLIGHT_FD, &body, &[region.fd()])
     }
 
     /// Starts queue `index` from its first entry.
@@ -280,7 +301,7 @@ mod tests {
                 stream.write_all(&reply).unwrap();
             }
         });
-        let connection = Connection::open(&path, feature::VERSION_1);
+        let connection = Connection::open(&path, feature::VERSION_1, false);
         server.join().unwrap();
         connection
     }
