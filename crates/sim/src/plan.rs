@@ -249,6 +249,8 @@ knobs! {
     kills: 0,
     /// Queues have an inflight region.
     inflight: 0,
+    /// Requests of virtio-blk are answered in order, where there is no region.
+    in_order: 0,
     /// How often the daemon is killed, and another one goes on with its guests.
     deaths: 0,
 }
@@ -329,7 +331,10 @@ impl Plan {
         if self.session == 3 {
             self.inflight = 0;
         }
-        if self.inflight == 0 {
+        if self.scsi > 0 {
+            self.in_order = 0;
+        }
+        if self.inflight == 0 && self.in_order == 0 {
             // What was in the device would be lost.
             self.deaths = 0;
         }

@@ -28,7 +28,7 @@ impl Opening {
 }
 
 impl Daemon {
-    /// As [`Command::Add`], on a thread of its own: a disk may take long to open, and the daemon
+    /// As `Command::Add`, on a thread of its own: a disk may take long to open, and the daemon
     /// can be asked to end meanwhile. If the exports cannot be served, it ends with that error.
     /// Those whose disks hang are served when they do not any more, and hold up no others.
     ///

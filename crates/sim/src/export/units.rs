@@ -38,6 +38,7 @@ pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
             queue_size,
             write_cache: plan.no_write_cache == 0,
             notify_batch,
+            in_order: plan.in_order > 0,
             run_max,
             fixed_buffers,
             long_lists_bytes,

@@ -25,6 +25,8 @@ const INCORRECT_LUN: u8 = 12;
 
 const NO_UNIT: Outcome = Outcome::Check(5, [0x25, 0]);
 const NO_TARGET: Outcome = Outcome::Response(BAD_TARGET);
+/// A daemon that has died may have carried it out.
+const PERHAPS_DONE: Outcome = Outcome::Check(11, [0, 6]);
 const UNKNOWN: Outcome = Outcome::Check(5, [0x20, 0]);
 
 /// When something was: its begin and its end.
@@ -92,6 +94,13 @@ impl Guest {
         if let Outcome::Response(response @ (ABORTED | RESET)) = outcome {
             disk.shared_mut().end(command, None, (begin, end))?;
             let is_right = self.is_aborted(state, command, response, (begin, end));
+            return if is_right { Ok(Ending::Aborted) } else { wrong() };
+        }
+        if outcome == PERHAPS_DONE {
+            let mut shared = disk.shared_mut();
+            shared.end(command, None, (begin, end))?;
+            let is_one = matches!(command.kind, Kind::CompareAndWrite | Kind::Reserve(_));
+            let is_right = is_one && shared.has_died((begin, end));
             return if is_right { Ok(Ending::Aborted) } else { wrong() };
         }
         if matches!(outcome, Outcome::Response(_)) && command.kind == Kind::Bad(outcome) {

@@ -112,6 +112,7 @@ impl Plan {
     pub(super) fn draw_deaths(&mut self, rng: &mut Rng) {
         self.inflight = flag(rng, 500);
         self.deaths = some(rng, 600, &[1, 2, 3, 8]);
+        self.in_order = flag(rng, 200);
     }
 
     /// One queue that is always busy, beside others.

@@ -24,6 +24,8 @@ struct Sweep {
 pub(crate) struct Shared {
     pub(crate) access: Arc<DiskAccess>,
     pub(crate) reservations: Reservations,
+    /// When daemons have died.
+    deaths: Vec<u64>,
     /// By the number of the device.
     nexuses: BTreeMap<usize, Attentions>,
     /// Sectors.
@@ -45,6 +47,7 @@ impl Shared {
         Self {
             access: Arc::default(),
             reservations: Reservations::default(),
+            deaths: Vec::new(),
             nexuses: BTreeMap::new(),
             size: Timeline::new(sectors),
             sweeps: Vec::new(),
@@ -133,9 +136,15 @@ impl Shared {
         sweeps.any(|sweep| sweep.begin < end && begin < sweep.end)
     }
 
+    /// Whether a daemon has died meanwhile.
+    pub(crate) fn has_died(&self, (begin, end): (u64, u64)) -> bool {
+        self.deaths.iter().any(|death| (begin..=end).contains(death))
+    }
+
     /// The daemon is dead, and with it all that it has kept in memory. What was in progress begins
     /// once more.
     pub(crate) fn died(&mut self, now: u64) -> Result<(), String> {
+        self.deaths.push(now);
         self.nexuses.values_mut().for_each(|nexus| nexus.forget(now));
         self.may_cache(now);
         for (begin, (device, told)) in std::mem::take(&mut self.selects) {
