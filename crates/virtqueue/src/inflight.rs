@@ -47,6 +47,10 @@ const OFFSET_COUNTER: usize = 8;
 const PACKED_HEADER_BYTES: usize = 32;
 const PACKED_ENTRY_BYTES: usize = 32;
 
+/// Behind the accounts, where there is room: a mark that something is there, and a byte.
+const NOTE_BYTES: u64 = 64;
+const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringhaul");
+
 /// The layout of a ring, by which accounts differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RingLayout {
@@ -77,6 +81,35 @@ impl InflightRegion {
     #[must_use]
     pub const fn bytes(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
         queues as u64 * account_bytes(layout, queue_size) as u64
+    }
+
+    /// The same with room for a note.
+    #[must_use]
+    pub const fn bytes_with_note(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
+        Self::bytes(layout, queues, queue_size) + NOTE_BYTES
+    }
+
+    /// What the process before has noted; none if there is no note, or no room for one.
+    #[must_use]
+    pub fn note(&self) -> Option<u8> {
+        let mut note = [0; 9];
+        self.memory.read(self.place_of_note()?, &mut note).ok()?;
+        let [mark @ .., value] = note;
+        (u64::from_ne_bytes(mark) == NOTE_MARK).then_some(value)
+    }
+
+    /// Notes something for the process after this one, where there is room.
+    pub fn set_note(&self, value: u8) {
+        let Some(place) = self.place_of_note() else { return };
+        // Nobody takes the mark for that of another value. The memory is mapped.
+        let _ = self.memory.write(place + size_of::<u64>() as u64, &[value]);
+        compiler_fence(Ordering::SeqCst);
+        let _ = self.memory.write(place, &NOTE_MARK.to_ne_bytes());
+    }
+
+    fn place_of_note(&self) -> Option<u64> {
+        let place = Self::bytes(RingLayout::Split, self.queues, self.queue_size);
+        (self.memory.bytes() >= place + NOTE_BYTES).then_some(place)
     }
 
     /// The region for `queues` split rings of at most `queue_size` entries that `memory` holds from

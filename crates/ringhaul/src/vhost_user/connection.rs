@@ -341,7 +341,7 @@ impl Connection {
                 // Rings may not fit: a region that grows is removed and added again.
                 undo = None;
             }
-            Change::Inflight(inflight) => self.inflight = Some(inflight),
+            Change::Inflight(brought) => self.inflight = Some(brought.recalled(&self.setup.device)),
             Change::Size(index, size) => self.rings[index].settings.size = size,
             Change::Addresses(index, addresses) => {
                 self.rings[index].settings.addresses = Some(addresses);

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use device::Device;
+use device::blk::config::WRITEBACK_OFFSET;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use virtqueue::{InflightError, InflightRegion, MAX_QUEUE_SIZE, RingLayout};
 
@@ -27,6 +28,25 @@ impl Inflight {
         let region = InflightRegion::new(map, area.queues, area.queue_size)?;
         Ok(Self { region, area, files })
     }
+
+    /// The same, with the device as the process before has noted it: front-ends do not repeat what
+    /// a driver has once written to the configuration space.
+    pub(super) fn recalled(self, device: &Device) -> Self {
+        if let (Device::Blk(_), Some(writeback)) = (device, self.region.note()) {
+            // The field is there, and takes any value.
+            let _ = device.write_config(WRITEBACK_OFFSET, &[writeback]);
+        }
+        self
+    }
+
+    /// Notes what a driver has chosen, before it hears that this was done.
+    pub(super) fn note(&self, device: &Device) {
+        if let Device::Blk(_) = device
+            && let [writeback] = device.read_config(WRITEBACK_OFFSET, 1)[..]
+        {
+            self.region.set_note(writeback);
+        }
+    }
 }
 
 /// Makes a region for as many queues as `area` says, and a file that holds it alone.
@@ -40,7 +60,7 @@ pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightA
         );
         return Err(invalid(text));
     }
-    let size = InflightRegion::bytes(RingLayout::Split, queues, queue_size);
+    let size = InflightRegion::bytes_with_note(RingLayout::Split, queues, queue_size);
     let file = file_of(size)
         .map_err(|error| io::Error::other(format!("cannot make an inflight region: {error}")))?;
     Ok((InflightArea { size, file_offset: 0, ..area }, file))

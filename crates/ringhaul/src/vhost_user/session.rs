@@ -347,6 +347,11 @@ impl Session {
         now: Instant,
     ) -> Progress {
         let refusal = loop {
+            if !matches!(outcome, Outcome::Later(_))
+                && let Some(inflight) = &self.connection.inflight
+            {
+                inflight.note(&self.connection.setup.device);
+            }
             match outcome {
                 Outcome::Later(work) => match self.step(work, since, now) {
                     Ok(next) => outcome = next,

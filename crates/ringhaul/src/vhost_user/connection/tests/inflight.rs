@@ -1,0 +1,96 @@
+//! Regions that front-ends keep, and what begins when queues are served.
+
+use device::scsi::config::ScsiOptions;
+
+use super::*;
+
+#[test]
+fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let area = InflightArea::decode(&body).unwrap();
+    assert_eq!(InflightArea { size: 0, ..area }, inflight_area());
+    let file = scene.brought.take().unwrap();
+    assert_eq!(rustix::fs::fstat(&file).unwrap().st_size, i64::try_from(area.size).unwrap());
+    assert!(rustix::fs::ftruncate(&file, 0).is_err(), "nobody can take it away");
+    // Whoever sends no bytes for the alignment is understood as well.
+    assert_eq!(InflightArea::decode(&body[..20]), Some(area));
+
+    let bring = |scene: &mut Scene, area: InflightArea| {
+        scene.tell(&Request::SetInflightFd(area), vec![file.try_clone().unwrap()])
+    };
+    for wrong in [
+        InflightArea { size: area.size - 65, ..area },
+        InflightArea { queues: 0, ..area },
+        InflightArea { file_offset: area.size, ..area },
+    ] {
+        assert!(matches!(bring(&mut scene, wrong), Ended::Refused { must_be_heard: true, .. }));
+        assert!(scene.connection.inflight.is_none());
+    }
+    assert_eq!(bring(&mut scene, area), Ended::Done);
+    scene.start();
+    // What the driver chooses is kept there for the next process.
+    for writeback in [0, 1, 0] {
+        scene.device.write_config(WRITEBACK_OFFSET, &[writeback]).unwrap();
+        scene.connection.inflight.as_ref().unwrap().note(&scene.device);
+    }
+    scene.device.write_config(WRITEBACK_OFFSET, &[1]).unwrap();
+    assert_eq!(bring(&mut scene, area), Ended::Done);
+    assert_eq!(scene.device.read_config(WRITEBACK_OFFSET, 1), [0]);
+    let version_of_second = || {
+        let mut version = [0; 2];
+        rustix::io::pread(&file, &mut version, (area.size - 64) / 2 + 8).unwrap();
+        u16::from_ne_bytes(version)
+    };
+    assert_eq!(version_of_second(), 1, "its queue does not use it");
+
+    // One that is of no use to queues that run is refused, and they run as before.
+    let small = InflightArea { queue_size: 8, ..area };
+    let before = scene.state();
+    let Ended::Refused { text, must_be_heard: true } = bring(&mut scene, small) else {
+        panic!("it was taken");
+    };
+    assert!(text.contains("a ring of 16 entries has an inflight region for 8"), "{text}");
+    assert_eq!(scene.state(), before);
+    assert!(scene.connection.rings.iter().all(RingState::is_running));
+    scene.end();
+}
+
+/// What a driver has left in the other rings is to be known by then.
+#[test]
+fn task_management_begins_when_all_other_rings_are_served() {
+    use Request::*;
+    let options = ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
+    let device = Device::scsi(options, Arc::new(LogEvents::new("test")));
+    let mut scene = Scene::of(device, PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    let running =
+        |scene: &Scene| Vec::from_iter(scene.connection.rings.iter().map(RingState::is_running));
+    let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
+    let mut all = vec![(features, vec![]), (AddMemReg(region()), scene.memory())];
+    // The last ring is not used.
+    for index in 0..3_u8 {
+        let addresses = addresses(USER_ADDR + 0x4000 * u64::from(index));
+        all.push((SetVringNum { index: index.into(), size: 16 }, vec![]));
+        all.push((SetVringAddr { index: index.into(), addresses }, vec![]));
+        all.push((SetVringKick { index, has_fd: true }, vec![new_eventfd()]));
+    }
+    for (request, fds) in all {
+        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+    }
+    let enable = |scene: &mut Scene, index, value| {
+        assert_eq!(scene.tell(&SetVringEnable { index, value }, vec![]), Ended::Done);
+        running(scene)
+    };
+    assert_eq!(enable(&mut scene, 0, 1), [false; 4]);
+    assert_eq!(enable(&mut scene, 1, 1), [false, true, false, false]);
+    assert_eq!(enable(&mut scene, 2, 1), [true, true, true, false]);
+    assert_eq!(enable(&mut scene, 2, 0), [true, true, false, false]);
+    assert_eq!(enable(&mut scene, 0, 0), [false, true, false, false]);
+    assert_eq!(enable(&mut scene, 0, 1), [false, true, false, false]);
+    let base = scene.tell(&GetVringBase { index: 2 }, vec![]);
+    assert!(matches!(base, Ended::Answer(_)), "{base:?}");
+    assert_eq!(running(&scene), [true, true, false, false], "nothing is left to wait for");
+    scene.end();
+}
