@@ -21,6 +21,12 @@ impl InOrder {
         self.0.is_some()
     }
 
+    /// How many answers wait for others.
+    pub(crate) fn waiting(&self) -> u16 {
+        let waiting = self.0.as_ref().map_or(0, |waiting| waiting.borrow().len());
+        iomem::fits(waiting, "chains of a ring")
+    }
+
     /// Pushes a chain that is done, when those before it are, and those that have waited for it.
     pub(crate) fn push(&self, ring: &mut SplitQueue, head: u16, written_bytes: u32) {
         let Some(waiting) = &self.0 else { return ring.push(head, written_bytes) };

@@ -299,7 +299,7 @@ impl Queue {
         self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
         let has_lists = self.lists.remove(head);
         self.set_halted();
-        let is_awaited = self.fence.answered(head, self.in_device());
+        let is_awaited = self.fence.answered(head, self.not_done());
         let is_usual = self.notify_batch && !self.in_order.is_on();
         self.answers_slowly.set(has_lists || is_awaited || !is_usual);
         if !self.notify_batch {
@@ -310,7 +310,7 @@ impl Queue {
     /// Has requests look from now on, and keeps `token` until those are answered that have begun.
     pub(crate) fn raise_fence(&self, token: Box<dyn Any>) {
         self.fenced.set(true);
-        self.fence.keep(token, self.in_device());
+        self.fence.keep(token, self.not_done());
         self.answers_slowly.set(true);
     }
 
@@ -329,6 +329,11 @@ impl Queue {
         }
         let view = View { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
         runs.begin(view, || ring.is_awaited())
+    }
+
+    /// Chains that were popped and are not done: whoever waits for them does not wait for their turn.
+    pub(crate) fn not_done(&self) -> u16 {
+        self.in_device() - self.in_order.waiting()
     }
 
     /// Chains that were popped and not pushed.

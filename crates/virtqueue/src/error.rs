@@ -208,14 +208,6 @@ pub enum InflightError {
         /// The version.
         version: u16,
     },
-    /// A request is marked whose descriptor the ring does not have.
-    #[error("the inflight region has a request {head}, and the ring has {size} entries")]
-    MarkOutOfRange {
-        /// Head of the request.
-        head: u16,
-        /// Entries of the ring.
-        size: u16,
-    },
     /// The list of used elements leads out of the account.
     #[error("the inflight region links to {head}, and has {entries} entries")]
     LinkOutOfRange {

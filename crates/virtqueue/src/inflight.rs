@@ -204,6 +204,13 @@ impl Recovery {
     }
 }
 
+/// A request that is marked, by its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Mark {
+    counter: u64,
+    head: u16,
+}
+
 /// The account of a queue that is served.
 #[derive(Debug)]
 pub(crate) struct Inflight {
@@ -231,14 +238,16 @@ impl Inflight {
                 InflightError::RingTooLong { entries: account.entries, size: ring.size }.into()
             );
         }
-        let recovery = account.recover(ring)?;
+        let (recovery, mut again) = account.recover(ring)?;
         if !account.memory.is_intact() {
             return Err(InflightError::Gone.into());
         }
-        let mut again = account.marked();
-        again.sort_unstable_by_key(|head| (account.counter(*head), *head));
-        let counter = again.last().map_or(0, |head| account.counter(*head).wrapping_add(1));
+        again.sort_unstable();
+        let counter = again.last().map_or(0, |mark| mark.counter.wrapping_add(1));
+        let again = again.into_iter().map(|mark| mark.head).collect();
         let last_head = account.load(OFFSET_LAST_HEAD);
+        // Only these heads are marked from now on.
+        let account = Account { entries: ring.size, ..account };
         Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
@@ -316,7 +325,8 @@ impl Inflight {
 
 /// The account itself, in memory that the front-end shares.
 ///
-/// `start` is aligned to [`ALIGN`] and mapped by `memory` with as many entries as `entries` says.
+/// `start` is aligned to [`ALIGN`] and mapped by `memory` with as many entries as `entries` says, or
+/// more.
 /// Others may write there at any time, so every access is atomic and what is read is checked.
 #[derive(Debug)]
 struct Account {
@@ -336,11 +346,13 @@ impl Account {
         Ok(Self { memory: Arc::clone(memory), start: host, entries })
     }
 
-    fn recover(&self, ring: RingNow) -> Result<Recovery, InflightError> {
+    /// Makes the account hold for a ring. Returns the requests to be done again, in no order. Each
+    /// field is read once: others may change it at any time.
+    fn recover(&self, ring: RingNow) -> Result<(Recovery, Vec<Mark>), InflightError> {
         match (self.load(OFFSET_VERSION), self.load(OFFSET_ENTRIES)) {
             (0, _) => {
                 self.begin(ring.used_idx);
-                return Ok(Recovery::New);
+                return Ok((Recovery::New, Vec::new()));
             }
             (VERSION, entries) if entries != self.entries => {
                 return Err(InflightError::OtherSize { entries, expected: self.entries });
@@ -348,26 +360,21 @@ impl Account {
             (VERSION, _) => {}
             (version, _) => return Err(InflightError::Version { version }),
         }
-        let marked = self.marked();
-        let Some(seen) = self.seen_by_driver(ring.used_idx)? else {
-            self.begin(ring.used_idx);
-            return Ok(Recovery::Stale { requests: iomem::fits(marked.len(), "marks") });
-        };
-        let again = marked.iter().filter(|head| !seen.contains(head));
-        let requests: u16 = iomem::fits(again.clone().count(), "marks");
+        let mut again = self.marks();
+        let seen = self.seen_by_driver(ring.used_idx)?;
+        again.retain(|mark| !seen.as_ref().is_some_and(|seen| seen.contains(&mark.head)));
+        let requests: u16 = iomem::fits(again.len(), "marks");
         // All that the driver has made available was answered, is marked, or is still to be popped.
         let waiting = ring.avail_idx.wrapping_sub(ring.used_idx.wrapping_add(requests));
-        if requests > ring.size || waiting > ring.size - requests {
+        let is_of_ring = again.iter().all(|mark| mark.head < ring.size);
+        let Some(seen) = seen.filter(|_| is_of_ring && waiting <= ring.size - requests) else {
             self.begin(ring.used_idx);
-            return Ok(Recovery::Stale { requests });
-        }
-        if let Some(&head) = again.max().filter(|head| **head >= ring.size) {
-            return Err(InflightError::MarkOutOfRange { head, size: ring.size });
-        }
+            return Ok((Recovery::Stale { requests }, Vec::new()));
+        };
         seen.into_iter().filter_map(|head| self.entry(head)).for_each(|entry| self.unmark(entry));
         compiler_fence(Ordering::SeqCst);
         self.store(OFFSET_USED_IDX, ring.used_idx);
-        Ok(Recovery::Known { requests })
+        Ok((Recovery::Known { requests }, again))
     }
 
     /// Heads whose used elements the driver sees and whose marks the last process may not have
@@ -391,17 +398,20 @@ impl Account {
 
     /// Begins an account without requests.
     fn begin(&self, used_idx: u16) {
+        // Whoever finds it half done begins it anew.
+        self.store(OFFSET_VERSION, 0);
+        compiler_fence(Ordering::SeqCst);
         (0..self.entries).filter_map(|head| self.entry(head)).for_each(|entry| self.unmark(entry));
         self.store(OFFSET_LAST_HEAD, 0);
         self.store(OFFSET_ENTRIES, self.entries);
-        compiler_fence(Ordering::SeqCst);
         self.store(OFFSET_USED_IDX, used_idx);
         compiler_fence(Ordering::SeqCst);
         self.store(OFFSET_VERSION, VERSION);
     }
 
-    fn marked(&self) -> Vec<u16> {
-        (0..self.entries).filter(|head| self.is_marked(*head)).collect()
+    fn marks(&self) -> Vec<Mark> {
+        let marked = (0..self.entries).filter(|head| self.is_marked(*head));
+        marked.map(|head| Mark { counter: self.counter(head), head }).collect()
     }
 
     /// The entry of a head. None: a driver has written a head that there is not, which is found out

@@ -125,12 +125,15 @@ impl SplitQueue {
             avail_idx: queue.rings.load_avail_idx(),
         };
         let (inflight, recovery) = Inflight::open(inflight, ring)?;
-        if let Recovery::Known { requests } = recovery {
-            // As if they were the next in the avail ring. Their order there may have been another.
-            queue.next_avail = queue.next_used;
-            queue.avail_shadow = queue.next_used.wrapping_add(requests);
-            queue.again_left = requests;
-        }
+        let requests = match recovery {
+            Recovery::Known { requests } => requests,
+            Recovery::New | Recovery::Stale { .. } => 0,
+        };
+        // As if they were the next in the avail ring. Their order there may have been another. All
+        // accounts of a ring begin at its used idx, whatever the front-end says.
+        queue.next_avail = queue.next_used;
+        queue.avail_shadow = queue.next_used.wrapping_add(requests);
+        queue.again_left = requests;
         queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
     }
@@ -387,6 +390,10 @@ impl SplitQueue {
         let avail_idx = self.rings.load_avail_idx();
         let available = avail_idx.wrapping_sub(self.next_avail);
         let QueueConfig { size, .. } = self.config;
+        // Nor does it go back: what has been seen is taken.
+        if avail_idx.wrapping_sub(self.avail_shadow) > size {
+            return Err(QueueError::AvailIndex { avail_idx, next_avail: self.avail_shadow, size });
+        }
         if available > size - self.in_device {
             return Err(if available > size {
                 QueueError::AvailIndex { avail_idx, next_avail: self.next_avail, size }

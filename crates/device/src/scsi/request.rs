@@ -91,26 +91,31 @@ impl Scsi {
         local: Option<Rc<LocalUnit>>,
         cdb: &Cdb,
         room: [usize; 2],
-        task: usize,
+        (task, head): (usize, u16),
     ) -> Result<(Rc<LocalUnit>, Way), Option<Refused>> {
         self.queue.tasks.check(task).map_err(|abort| refused(Failure::Aborted(abort)))?;
         let is_both_ways = !room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
             return Err(None);
         };
-        let way = self.admit(&local, cdb, task)?;
+        let way = self.admit(&local, cdb, (task, head))?;
         Ok((local, way))
     }
 
     /// How a task goes on, if the unit carries out its command now.
     #[inline]
-    fn admit(&self, local: &LocalUnit, cdb: &Cdb, task: usize) -> Result<Way, Refused> {
+    fn admit(
+        &self,
+        local: &LocalUnit,
+        cdb: &Cdb,
+        (task, head): (usize, u16),
+    ) -> Result<Way, Refused> {
         let unit = &local.unit;
         let command = cdb.command().map_err(refused)?;
         let op = command.op;
         let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
         if hears_first && let Some(sense) = unit.attentions.take() {
-            return Err(refused(sense));
+            return Err(self.attention(unit, op, head, sense));
         }
         reserve::check(unit, op, cdb).map_err(refused)?;
         cdb.check(command).map_err(refused)?;
@@ -125,6 +130,18 @@ impl Scsi {
             Op::Write => Way::Write,
             _ => Way::Other(op),
         })
+    }
+
+    /// A unit attention says that the command was not carried out, which nobody knows of those that
+    /// an earlier process had taken. Where it matters, the next command hears it.
+    #[cold]
+    fn attention(&self, unit: &Unit, op: Op, head: u16, sense: Sense) -> Refused {
+        let is_doubtful = matches!(op, Op::CompareAndWrite | Op::ReserveOut);
+        if is_doubtful && self.queue.is_done_again(head) {
+            unit.attentions.add(sense);
+            return refused(Sense::PERHAPS_DONE);
+        }
+        refused(sense)
     }
 
     /// Waits for the medium, which another command has to itself. What may have changed until then
@@ -311,7 +328,7 @@ impl Handler for Scsi {
         let local = self.queue.unit(address);
         let unit = local.as_ref().map(|local| local.unit.number);
         let task = tasks.begin(address, unit, tag, queue.next_avail());
-        let (kind, done) = match self.way(local, &header.cdb, room, task) {
+        let (kind, done) = match self.way(local, &header.cdb, room, (task, head)) {
             Ok((local, Way::Read)) => {
                 let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
                 let moved = match range.map_err(refused) {

@@ -70,6 +70,12 @@ impl RequestQueue {
         *self.local.borrow_mut() = local;
     }
 
+    /// Whether an earlier process had taken the command with this head.
+    pub(crate) fn is_done_again(&self, head: u16) -> bool {
+        let ring = self.ring.get().and_then(Weak::upgrade);
+        ring.is_some_and(|ring| ring.is_done_again(head))
+    }
+
     /// Does what `how` says with tasks, and with those whose chains nobody has popped.
     fn cover(&self, which: Which, how: How, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {

@@ -137,7 +137,7 @@ impl World {
         }
         let _ = life.queue.publish();
         life.queue.leave_rest();
-        assert!(account_of(self).marked().is_empty());
+        assert!(account_of(self).marks().is_empty());
         self.take_answers();
         assert_eq!((self.answered, self.waiting.len()), (self.offered, 0));
     }
@@ -263,16 +263,21 @@ fn an_account_that_makes_no_sense_is_refused() {
         let result = SplitQueue::with_inflight(memory, config, &account);
         assert_eq!(result.err(), Some(QueueError::Inflight(expected)));
     }
+}
+
+/// As a longer ring had them.
+#[test]
+fn marks_beyond_the_ring_are_of_another_one() {
     let world = fresh();
     let account = account_of(&world);
-    account.unmark(account.entry(account.marked()[2]).unwrap());
+    account.unmark(account.entry(account.marks()[2].head).unwrap());
     account.mark(account.entry(7).unwrap(), 99);
     let config = QueueConfig { size: 4, ..RING };
     let memory = LocalMemory::new(Arc::clone(&world.memory));
-    let account = world.region.queue(1).unwrap();
-    let result = SplitQueue::with_inflight(memory, config, &account);
-    let expected = InflightError::MarkOutOfRange { head: 7, size: 4 };
-    assert_eq!(result.err(), Some(QueueError::Inflight(expected)));
+    let queue = world.region.queue(1).unwrap();
+    let (_, recovery) = SplitQueue::with_inflight(memory, config, &queue).unwrap();
+    assert_eq!(recovery, Recovery::Stale { requests: 3 });
+    assert!(account.marks().is_empty());
 }
 
 #[test]
