@@ -72,14 +72,22 @@ impl DiskSource {
     }
 
     /// A disk whose open file another process has handed over, with the lock and with what the
-    /// kernel has yet to report of its write-back. `path` is what led to it.
+    /// kernel has yet to report of its write-back. `path` is what led to it. The disk has the size
+    /// in bytes that it had there, whatever has become of the file: nobody has been told.
     ///
     /// # Errors
     ///
     /// When it was not opened as the options say, or as [`file`](Self::file).
-    pub fn handed_over(file: File, path: &Path, options: &DiskOptions) -> Result<Self, Error> {
+    pub fn handed_over(
+        file: File,
+        path: &Path,
+        options: &DiskOptions,
+        size_bytes: u64,
+    ) -> Result<Self, Error> {
         let (file, info) = FileSource::handed_over(file, path, options)?;
-        Ok(Self::new(info, SourceKind::File(file)))
+        let this = Self::new(info, SourceKind::File(file));
+        this.shared.set_size_bytes(size_bytes);
+        Ok(this)
     }
 
     fn new(info: DiskInfo, kind: SourceKind) -> Self {

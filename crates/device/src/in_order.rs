@@ -22,9 +22,10 @@ impl InOrder {
     }
 
     /// How many answers wait for others.
+    #[inline]
     pub(crate) fn waiting(&self) -> u16 {
-        let waiting = self.0.as_ref().map_or(0, |waiting| waiting.borrow().len());
-        iomem::fits(waiting, "chains of a ring")
+        let Some(waiting) = &self.0 else { return 0 };
+        iomem::fits(waiting.borrow().len(), "chains of a ring")
     }
 
     /// Pushes a chain that is done, when those before it are, and those that have waited for it.

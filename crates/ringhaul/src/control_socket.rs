@@ -49,6 +49,8 @@ pub(crate) struct ControlSocket {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
     unanswered: Arc<Unanswered>,
+    /// Removes the socket with the last of those who have it.
+    _endpoint: Arc<Endpoint>,
 }
 
 /// How many requests are being carried out.
@@ -118,11 +120,12 @@ impl ControlSocket {
         let stopped = Arc::clone(&stop);
         let unanswered = Arc::<Unanswered>::default();
         let counted = Arc::clone(&unanswered);
+        let listening = Arc::clone(&endpoint);
         let thread = std::thread::Builder::new()
             .name("ringhaul-rpc".into())
-            .spawn(move || listen(&endpoint, &stopped, group, &daemon, &counted))
+            .spawn(move || listen(&listening, &stopped, group, &daemon, &counted))
             .context("cannot start the thread of the control socket")?;
-        Ok(Self { stop, thread: Some(thread), unanswered })
+        Ok(Self { stop, thread: Some(thread), unanswered, _endpoint: endpoint })
     }
 
     /// Leaves the socket to another process: this one ends. Clients hear first what has become of

@@ -46,14 +46,20 @@ impl OpenDisk {
     /// # Errors
     ///
     /// When it cannot be used here.
-    pub(crate) fn take_over(path: &Path, settings: &ExportSettings, file: File) -> Result<Self> {
+    pub(crate) fn take_over(
+        path: &Path,
+        settings: &ExportSettings,
+        file: File,
+        size_bytes: u64,
+    ) -> Result<Self> {
         let direct = fcntl_getfl(&file)
             .map(|flags| flags.contains(OFlags::DIRECT))
             .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
         let wanted = settings.cache.unwrap_or(CacheMode::None);
         // Where there was no direct I/O, it fell back.
         let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
-        let source = DiskSource::handed_over(file, path, &disk_options(settings, direct))?;
+        let source =
+            DiskSource::handed_over(file, path, &disk_options(settings, direct), size_bytes)?;
         Ok(Self::new(path.display().to_string(), source, cache))
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::command::{Command, CommandError, NewSize, Removal};
+use crate::command::{Command, CommandError, NewSize, Removal, Reply};
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
 use crate::settings::SettingsChange;
@@ -193,9 +193,13 @@ impl Change {
                 }
                 Err(error) => Err(error),
             },
-            Self::Alter(commands, spec) => alter(&daemon, commands).map(|()| {
-                lock(served).insert(export.clone(), spec);
-            }),
+            Self::Alter(commands, spec) => {
+                let result = alter(&daemon, commands);
+                // What was done of it is not done again.
+                let now = if result.is_ok() { Some(spec) } else { shown(&daemon, &export) };
+                now.into_iter().for_each(|now| drop(lock(served).insert(export.clone(), now)));
+                result
+            }
             Self::Keep(what) => {
                 tracing::warn!(
                     export,
@@ -210,6 +214,13 @@ impl Change {
             Err(error) => tracing::error!(export, "{:#}", error.into_error()),
         }
     }
+}
+
+/// An export as it is now, if there is one on this socket.
+fn shown(daemon: &Daemon, export: &str) -> Option<ExportSpec> {
+    let Ok(Reply::Exports(all)) = daemon.handle(Command::Show) else { return None };
+    let mut specs = all.into_iter().map(|status| status.spec);
+    specs.find(|spec| spec.endpoint.to_string() == export)
 }
 
 /// Changes units of an export. What has failed is tried again by the next SIGHUP.

@@ -60,7 +60,10 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     });
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
     let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
-    let control = listen(control.transpose()?, group, &daemon, Life::own()?)?;
+    let control = match control.transpose()? {
+        Some(endpoint) => listen(Some(endpoint), group, &daemon, Life::own()?)?,
+        None => None,
+    };
     let _sizes = SizeWatch::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_add(exports)?;
     let outcome = ending.wait(&daemon)?;

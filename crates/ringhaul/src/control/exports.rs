@@ -212,8 +212,13 @@ impl Exports {
         match self.hand_over.take() {
             Some(HandOver::Pausing { since, answer }) => {
                 if self.list.iter().all(Export::has_paused) {
-                    answer.send(self.paused(since));
-                    self.hand_over = Some(HandOver::Paused);
+                    let paused = self.paused(since);
+                    if paused.is_ok() {
+                        self.hand_over = Some(HandOver::Paused);
+                    } else {
+                        self.begin_resume(Pending::new().0);
+                    }
+                    answer.send(paused);
                 } else if is_late {
                     let left = self.list.iter().filter(|export| !export.has_paused());
                     let left =
@@ -257,11 +262,12 @@ impl Exports {
     ) -> anyhow::Result<()> {
         assert!(self.list.is_empty(), "a process takes over before it has exports");
         let now = Instant::now();
-        for export in taken {
-            let export = Export::take_over(export, self.next_id, &self.waker, &mut fds, now)?;
-            self.list.push(export);
-            self.next_id += 1;
-        }
+        // All or none: those that are dropped here are still lent.
+        let exports = (self.next_id..)
+            .zip(taken)
+            .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));
+        self.list = exports.collect::<anyhow::Result<_>>()?;
+        self.next_id += self.list.len() as u64;
         self.hand_over = Some(HandOver::Paused);
         self.share_descriptors();
         Ok(())

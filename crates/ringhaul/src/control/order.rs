@@ -118,7 +118,7 @@ pub(super) enum Order {
 impl Order {
     /// Whether it only asks.
     pub(super) fn changes_nothing(&self) -> bool {
-        matches!(self, Self::Show(_) | Self::Watch(_))
+        matches!(self, Self::Show(_) | Self::Watch(_) | Self::Details(..) | Self::Stats(_))
     }
 }
 

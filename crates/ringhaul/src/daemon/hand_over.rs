@@ -180,7 +180,9 @@ fn take_disk(
 ) -> Result<OpenDisk> {
     let file = fds.take_some(disk.file).context("cannot take a disk over")?;
     match (spec, file) {
-        (DiskSpec::File(path), Some(file)) => OpenDisk::take_over(path, settings, file.into()),
+        (DiskSpec::File(path), Some(file)) => {
+            OpenDisk::take_over(path, settings, file.into(), disk.size_bytes)
+        }
         (DiskSpec::Null { .. }, None) => {
             let size_bytes = disk.size_bytes;
             OpenDisk::open(&(DiskSpec::Null { size_bytes }, settings.clone()))

@@ -234,8 +234,11 @@ impl Channel {
         polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Ends the connection for all users of the socket.
+    /// Ends the connection for all users of the socket, unless another process goes on with it.
     pub(super) fn shut_down(&self) {
+        if self.socket.is_lent {
+            return;
+        }
         // It fails when the front-end has left on its own.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
