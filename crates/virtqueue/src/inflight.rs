@@ -325,8 +325,9 @@ impl Inflight {
 
 /// The account itself, in memory that the front-end shares.
 ///
-/// `start` is aligned to [`ALIGN`] and mapped by `memory` with at least as many entries as `entries`
-/// says. Others may write there at any time: every access is atomic, and what is read is checked.
+/// `start` is aligned to [`ALIGN`] and mapped by `memory` with at least as many entries as
+/// `entries` says. Others may write there at any time: every access is atomic, and what is read
+/// is checked.
 #[derive(Debug)]
 struct Account {
     memory: Arc<GuestMemory>,
