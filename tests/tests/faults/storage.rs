@@ -215,8 +215,11 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         ensure!(frontend.read(0, sector_of(8 * MIB), PIECE)? == pattern(5, PIECE));
         drop(frontend);
         check_service(&mut daemon)?;
-        let said = daemon.messages().matches("all further flushes and").count();
-        ensure!(said == usize::from(cache != Cache::None), "said {said} times");
+        let (line, expected) = ("all further flushes and", usize::from(cache != Cache::None));
+        // Nobody waits for the log.
+        daemon.wait_for_message(line, expected)?;
+        let said = daemon.messages().matches(line).count();
+        ensure!(said == expected, "said {said} times");
         daemon.terminate()?;
     }
     Ok(())
