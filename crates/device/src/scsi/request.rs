@@ -138,7 +138,7 @@ impl Scsi {
     fn attention(&self, unit: &Unit, op: Op, head: u16, sense: Sense) -> Refused {
         let is_doubtful = matches!(op, Op::CompareAndWrite | Op::ReserveOut);
         if is_doubtful && self.queue.is_done_again(head) {
-            unit.attentions.add(sense);
+            unit.attentions.put_back(sense);
             return refused(Sense::PERHAPS_DONE);
         }
         refused(sense)

@@ -184,6 +184,15 @@ impl Attentions {
         sense
     }
 
+    /// It was not heard after all, and is the first again. The others stay.
+    pub(crate) fn put_back(&self, sense: Sense) {
+        let mut waiting = self.waiting();
+        if !waiting.contains(&sense) {
+            waiting.push_front(sense);
+        }
+        self.count.store(waiting.len(), Ordering::Relaxed);
+    }
+
     /// The codes of all that wait.
     pub(crate) fn codes(&self) -> Vec<[u8; 2]> {
         self.waiting().iter().map(|sense| sense.code).collect()
