@@ -247,6 +247,32 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
     check(&mut frontend, 9)
 }
 
+/// A process that cannot take all sessions over hangs up on none of them.
+#[test]
+fn a_new_process_takes_all_over_or_none() -> Result<()> {
+    let scene = scene()?;
+    scene.disk("two.img", DISK_BYTES)?;
+    let (socket, disk) = (scene.socket("two.sock"), scene.path("two.img"));
+    let mut command = begin(&scene)?;
+    let two = format!("socket-path={},blk-file={}", socket.display(), disk.display());
+    let daemon = Running::serve(command.arg("--export").arg(two))?;
+    let mut one = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let mut other = Frontend::attach(&socket, &Setup::default())?;
+    for seed in 1..4 {
+        // There is room for the memory of one of them.
+        let mut command = taking_over(&scene)?;
+        command.args(["--max-mapped-memory", "12M"]);
+        let refused = run(&mut command)?.expect_code(2)?.stderr;
+        ensure!(refused.contains("cannot go on with the front-end of"), "{refused}");
+        check(&mut one, seed)?;
+        check(&mut other, seed)?;
+    }
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    next.wait_for("took over 2 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    check(&mut one, 4).and_then(|()| check(&mut other, 4))
+}
+
 /// What hangs is not taken over, and neither are the others, which go on.
 #[test]
 fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
