@@ -22,7 +22,6 @@ impl InOrder {
     }
 
     /// How many answers wait for others.
-    #[inline]
     pub(crate) fn waiting(&self) -> u16 {
         let Some(waiting) = &self.0 else { return 0 };
         iomem::fits(waiting.borrow().len(), "chains of a ring")

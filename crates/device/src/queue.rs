@@ -299,7 +299,7 @@ impl Queue {
         self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
         let has_lists = self.lists.remove(head);
         self.set_halted();
-        let is_awaited = self.fence.answered(head, self.in_device());
+        let is_awaited = self.fence.answered(head, self.not_done());
         let is_usual = self.notify_batch && !self.in_order.is_on();
         self.answers_slowly.set(has_lists || is_awaited || !is_usual);
         if !self.notify_batch {
@@ -310,7 +310,7 @@ impl Queue {
     /// Has requests look from now on, and keeps `token` until those are answered that have begun.
     pub(crate) fn raise_fence(&self, token: Box<dyn Any>) {
         self.fenced.set(true);
-        self.fence.keep(token, self.in_device());
+        self.fence.keep(token, self.not_done());
         self.answers_slowly.set(true);
     }
 
@@ -331,10 +331,15 @@ impl Queue {
         runs.begin(view, || ring.is_awaited())
     }
 
-    /// Chains that were popped and are not done. Those that wait for their turn are.
+    /// Chains that were popped and not pushed.
     #[inline]
     pub(crate) fn in_device(&self) -> u16 {
-        self.ring.borrow().in_device() - self.in_order.waiting()
+        self.ring.borrow().in_device()
+    }
+
+    /// Those of them that are not done: the others wait for their turn.
+    pub(crate) fn not_done(&self) -> u16 {
+        self.in_device() - self.in_order.waiting()
     }
 
     /// The requests that were in the device have run. If the next submit may take long, what they
@@ -418,12 +423,6 @@ impl Queue {
     pub(crate) fn fail(&self, kind: RequestKind, error: &dyn Error) {
         self.requests.count_error(kind);
         self.events.request_failed(error);
-    }
-
-    /// Leaves the ring alone from now on, because it is bad.
-    #[cold]
-    pub(crate) fn ring_is_bad(&self, error: QueueError) {
-        self.set_broken(&QueueFault::Ring(error));
     }
 
     /// Gives a chain back that has no room for a status. It cannot be answered, so the queue stops.

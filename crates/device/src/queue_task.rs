@@ -110,7 +110,7 @@ fn run<F: Future<Output = ()>>(
             }
             Ok(None) => break false,
             Err(error) => {
-                queue.ring_is_bad(error);
+                queue.set_broken(&QueueFault::Ring(error));
                 break false;
             }
         }

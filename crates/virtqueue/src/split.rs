@@ -390,10 +390,6 @@ impl SplitQueue {
         let avail_idx = self.rings.load_avail_idx();
         let available = avail_idx.wrapping_sub(self.next_avail);
         let QueueConfig { size, .. } = self.config;
-        // Nor does it go back: what has been seen is taken.
-        if avail_idx.wrapping_sub(self.avail_shadow) > size {
-            return Err(QueueError::AvailIndex { avail_idx, next_avail: self.avail_shadow, size });
-        }
         if available > size - self.in_device {
             return Err(if available > size {
                 QueueError::AvailIndex { avail_idx, next_avail: self.next_avail, size }
@@ -401,10 +397,17 @@ impl SplitQueue {
                 QueueError::TooManyChains { available, in_device: self.in_device, size }
             });
         }
-        if self.inflight.is_some() {
-            self.mark_up_to(avail_idx);
+        if avail_idx != self.avail_shadow {
+            // It does not go back: what has been seen is taken.
+            if avail_idx.wrapping_sub(self.avail_shadow) > size {
+                let next_avail = self.avail_shadow;
+                return Err(QueueError::AvailIndex { avail_idx, next_avail, size });
+            }
+            if self.inflight.is_some() {
+                self.mark_up_to(avail_idx);
+            }
+            self.avail_shadow = avail_idx;
         }
-        self.avail_shadow = avail_idx;
         Ok(available > 0)
     }
 

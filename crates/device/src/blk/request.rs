@@ -198,7 +198,7 @@ async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), O
     let access = blk.device.access();
     if let Some((kind, class)) = asks {
         if access.is_exclusive() {
-            queue.fence.hold(queue.in_device());
+            queue.fence.hold(queue.not_done());
             access.pass().await;
             queue.fence.release();
         }
