@@ -68,6 +68,9 @@ pub enum Error {
         path: PathBuf,
         /// By whom, as far as that can be found out, and what to do about it.
         reason: String,
+        /// Whether it can be seen who has it. Where it cannot, operations of a process that was
+        /// killed may have it, so that it can be opened when they have ended.
+        is_seen: bool,
     },
     /// Options that exclude each other or are out of range.
     #[error("{0}")]

@@ -22,6 +22,27 @@ pub(crate) struct OpenDisk {
 }
 
 impl OpenDisk {
+    /// As [`open`](Self::open), but waits for a disk that nobody visible has in use: a daemon that
+    /// was killed may have left operations in the kernel, which have it until they end.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be used.
+    pub(crate) fn open_when_left(wanted: &(DiskSpec, ExportSettings)) -> Result<Self> {
+        let mut is_told = false;
+        loop {
+            match Self::open(wanted) {
+                // Each try takes its time.
+                Err(error) if is_left_behind(&error) => {
+                    if !std::mem::replace(&mut is_told, true) {
+                        tracing::warn!("{error:#}; it is waited for");
+                    }
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Opens a disk of an export.
     ///
     /// # Errors
@@ -74,6 +95,10 @@ impl OpenDisk {
         );
         Self { name, source, cache, summary }
     }
+}
+
+fn is_left_behind(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
 }
 
 fn disk_options(settings: &ExportSettings, direct: bool) -> DiskOptions {

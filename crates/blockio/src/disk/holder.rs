@@ -1,13 +1,14 @@
-//! Which programs have a file in use, for the error text. The kernel does not tell whose a lock of
-//! an open file description is, but each process shows what its descriptors are.
+//! Which programs have a file in use. The kernel does not tell whose a lock of an open file
+//! description is, but each process shows what its descriptors are.
 
 use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 /// Which programs are in the way.
 pub(super) enum Holders {
     ThisProcess,
-    /// Programs and their processes, in words.
+    /// Programs and their processes, or what the kernel does with a device, in words.
     Others(String),
     Unknown,
 }
@@ -26,7 +27,7 @@ pub(super) fn holders(path: &Path) -> Holders {
     if has_open("self", &path) {
         return Holders::ThisProcess;
     }
-    let mut names = Vec::new();
+    let mut names: Vec<String> = use_by_kernel(&path).into_iter().collect();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let name = entry.file_name();
         let Some(process) = name.to_str().filter(|name| name.parse::<u32>().is_ok()) else {
@@ -42,6 +43,26 @@ pub(super) fn holders(path: &Path) -> Holders {
     if names.is_empty() { Holders::Unknown } else { Holders::Others(names.join(", ")) }
 }
 
+/// What the kernel uses a block device for, if it is mounted here or a part of other devices.
+fn use_by_kernel(path: &Path) -> Option<String> {
+    let data = fs::metadata(path).ok().filter(|data| data.file_type().is_block_device())?;
+    let (major, minor) = (libc::major(data.rdev()), libc::minor(data.rdev()));
+    let number = format!("{major}:{minor}");
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    if let Some(place) = mounted_on(&mounts, &number) {
+        return Some(format!("mounted on {place}"));
+    }
+    let holders = fs::read_dir(format!("/sys/dev/block/{number}/holders"));
+    let holder = holders.ok()?.flatten().next()?;
+    Some(format!("a part of {}", holder.file_name().to_string_lossy()))
+}
+
+/// Where the device of this number is mounted; see proc_pid_mountinfo(5).
+fn mounted_on<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
+    let mut mounts = mounts.lines().map(|line| line.split(' '));
+    mounts.find_map(|mut fields| (fields.nth(2)? == number).then(|| fields.nth(1))?)
+}
+
 /// The links are read, not followed: a file system that hangs cannot hold this up.
 fn has_open(process: &str, path: &Path) -> bool {
     let folder = fs::read_dir(format!("/proc/{process}/fd"));
@@ -50,4 +71,17 @@ fn has_open(process: &str, path: &Path) -> bool {
         .flatten()
         .flatten()
         .any(|entry| fs::read_link(entry.path()).is_ok_and(|target| target == path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_found_by_the_number_of_their_device() {
+        let mounts = "22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+                      30 22 7:12 /sub /mnt rw,relatime shared:1 - xfs /dev/loop12 rw\n";
+        assert_eq!(mounted_on(mounts, "7:12"), Some("/mnt"));
+        assert_eq!(mounted_on(mounts, "7:1"), None);
+    }
 }

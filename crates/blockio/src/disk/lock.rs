@@ -65,10 +65,13 @@ pub(super) enum Attempt {
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
-    let by = match holder::holders(path) {
-        Holders::ThisProcess => "this daemon, for another export".to_owned(),
-        Holders::Others(names) => names,
-        Holders::Unknown => "another program".to_owned(),
+    let (by, is_seen) = match holder::holders(path) {
+        Holders::ThisProcess => ("this daemon, for another export".to_owned(), true),
+        Holders::Others(names) => (names, true),
+        Holders::Unknown => {
+            let who = "a program that is not visible here, or operations of one that was killed";
+            (who.to_owned(), false)
+        }
     };
     let reason = match conflict {
         Conflict::Locked => format!(
@@ -76,10 +79,10 @@ fn in_use(path: &Path, conflict: &Conflict) -> Error {
              if no other program writes to it"
         ),
         Conflict::Claimed => {
-            format!("it is busy, mounted or used by another program ({by}): stop that first")
+            format!("it is busy, mounted or used by another program ({by}); stop that first")
         }
     };
-    Error::InUse { path: path.to_owned(), reason }
+    Error::InUse { path: path.to_owned(), reason, is_seen }
 }
 
 /// Locks `file`, which must be open for reading.

@@ -53,7 +53,7 @@ impl Daemon {
 
     fn add_as_they_open(&self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
         let mut names = self.reserve(&specs)?;
-        let mut opening = OpeningExports::begin(specs);
+        let mut opening = OpeningExports::begin(specs, true);
         let ready = opening.take_ready(Some(OPEN_MAX))?;
         let mut serves_any = !ready.is_empty();
         for export in opening.left() {
@@ -89,7 +89,7 @@ impl Daemon {
 
     pub(super) fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
         let names = self.reserve(&specs)?;
-        let opened = OpeningExports::begin(specs).take_ready(None)?;
+        let opened = OpeningExports::begin(specs, false).take_ready(None)?;
         self.serve_opened(names, opened)?;
         Ok(Reply::Added)
     }

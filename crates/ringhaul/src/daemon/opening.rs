@@ -27,7 +27,9 @@ pub(super) struct OpeningExports {
 }
 
 impl OpeningExports {
-    pub(super) fn begin(specs: Vec<ExportSpec>) -> Self {
+    /// Begins to open them. A disk that a process which was killed seems to have left in use is
+    /// waited for if `waits_for_left`.
+    pub(super) fn begin(specs: Vec<ExportSpec>, waits_for_left: bool) -> Self {
         let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for (index, spec) in specs.into_iter().enumerate() {
             let disks = spec.disks();
@@ -36,7 +38,10 @@ impl OpeningExports {
             exports.push(Some(of_export));
             wanted.extend(disks);
         }
-        let jobs = SideBySide::begin(wanted, |wanted| OpenDisk::open(&wanted));
+        let jobs = SideBySide::begin(wanted, move |wanted| {
+            let open = if waits_for_left { OpenDisk::open_when_left } else { OpenDisk::open };
+            open(&wanted)
+        });
         Self { exports, places, jobs }
     }
 
@@ -117,4 +122,64 @@ fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDi
     }
     let Waiting { spec, disks } = export.take()?;
     Some((spec, disks.into_iter().flatten().collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::IoSlice;
+    use std::os::unix::net::UnixStream;
+    use std::path::Path;
+
+    use blockio::{DiskOptions, DiskSource};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+    use super::*;
+
+    fn export(name: &str, disk: &Path) -> ExportSpec {
+        let disk = disk.display();
+        let text = format!(
+            r#"{{"endpoint": {{"path": "{name}"}}, "device": {{"blk": {{"file": "{disk}"}}}}}}"#
+        );
+        serde_json::from_str(&text).unwrap()
+    }
+
+    /// Has a socket hold the disk open and locked, and no process, as operations of a process that
+    /// was killed do.
+    fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
+        let pair = UnixStream::pair().unwrap();
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut message = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [disk.descriptor().unwrap()];
+        assert!(message.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        sendmsg(&pair.0, &[IoSlice::new(b"x")], &mut message, SendFlags::empty()).unwrap();
+        pair
+    }
+
+    fn names(ready: &[(ExportSpec, Vec<OpenDisk>)]) -> Vec<String> {
+        ready.iter().map(|(spec, _)| spec.name()).collect()
+    }
+
+    #[test]
+    fn a_disk_that_a_killed_process_has_is_waited_for_at_the_start_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let [left, free] = &["left", "free"].map(|name| folder.path().join(name));
+        [left, free].into_iter().for_each(|path| std::fs::write(path, [0; 512]).unwrap());
+        let held = leave(DiskSource::file(left, &DiskOptions::default()).unwrap());
+        let refused = OpeningExports::begin(vec![export("/added", left)], false).take_ready(None);
+        let text = refused.err().unwrap().to_string();
+        assert!(text.contains("operations of one that was killed"), "{text}");
+        let both = vec![export("/left", left), export("/free", free)];
+        let mut opening = OpeningExports::begin(both, true);
+        // Longer than a try to open it takes.
+        let ready = opening.take_ready(Some(Duration::from_secs(3))).unwrap();
+        assert_eq!(names(&ready), ["/free"]);
+        assert_eq!(opening.left().map(ExportSpec::name).collect::<Vec<_>>(), ["/left"]);
+        drop(held);
+        let late = opening.next().unwrap().map_err(|late| late.error).unwrap();
+        assert_eq!(names(&[late]), ["/left"]);
+        // One that can be seen is not waited for.
+        drop(ready);
+        let mut twice = OpeningExports::begin(vec![export("/a", free), export("/b", free)], true);
+        assert!(twice.take_ready(None).is_err());
+    }
 }
