@@ -8,6 +8,7 @@ mod client;
 mod connection;
 mod message;
 mod methods;
+mod places;
 
 use std::io::{self, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -32,13 +33,10 @@ use client::Client;
 use connection::{Connection, Input, LIMITS, Line};
 use message::{Code, Problem, Request, answer_line};
 use methods::Entry;
+use places::Places;
 
 pub(crate) use methods::schema;
 
-/// Connections at a time. Requests of clients that have gone may hang, so those that come next may
-/// ask for what does not wait.
-const CONNECTIONS_MAX: usize = 16;
-const HURRIED_MAX: usize = 16;
 /// How long a process that leaves takes to tell clients what has become of their requests.
 const LAST_ANSWERS_MAX: Duration = Duration::from_secs(1);
 /// Nobody can connect for so long when the kernel lacks descriptors or memory.
@@ -155,7 +153,7 @@ fn listen(
     unanswered: &Arc<Unanswered>,
 ) {
     let Some(listener) = endpoint.listener() else { unreachable!("it was bound") };
-    let connections = Arc::new(());
+    let places = Places::default();
     while !wait(Some(listener), stop) {
         let Some(daemon) = daemon.upgrade() else { return };
         let accepted = {
@@ -175,13 +173,10 @@ fn listen(
             }
             None => continue,
         };
-        let connection = Arc::clone(&connections);
-        // Without the listener's own.
-        let connected = Arc::strong_count(&connections) - 1;
+        let places = places.clone();
         let unanswered = Arc::clone(unanswered);
         let serve = move || {
-            let _connection = connection;
-            if let Err(error) = converse(stream, group, &daemon, &unanswered, connected) {
+            if let Err(error) = converse(stream, group, &daemon, &unanswered, &places) {
                 tracing::debug!("a client of the control socket is dropped: {error:#}");
             }
         };
@@ -213,13 +208,13 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
     }
 }
 
-/// Answers the requests of one client until it leaves. So many are `connected`, with this one.
+/// Answers the requests of one client until it leaves.
 fn converse(
     stream: UnixStream,
     group: Option<u32>,
     daemon: &Weak<Daemon>,
     unanswered: &Unanswered,
-    connected: usize,
+    places: &Places,
 ) -> Result<()> {
     let connection = Arc::new(Connection::new(stream, LIMITS)?);
     let refuse =
@@ -235,12 +230,14 @@ fn converse(
         refuse(Code::Refused, text)?;
         return Ok(());
     }
-    if connected > CONNECTIONS_MAX + HURRIED_MAX {
-        refuse(Code::Refused, &too_many())?;
-        return Ok(());
-    }
-    let may_wait = connected <= CONNECTIONS_MAX;
-    let mut client = Client::new(Weak::clone(daemon), is_owner, Arc::clone(&connection));
+    let place = match places.take(is_owner) {
+        Ok(place) => place,
+        Err(problem) => {
+            connection.send(&answer_line(None, Err(problem)))?;
+            return Ok(());
+        }
+    };
+    let mut client = Client::new(Weak::clone(daemon), place, Arc::clone(&connection));
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {
@@ -259,7 +256,7 @@ fn converse(
                 }
                 None => {
                     let _answering = unanswered.begin();
-                    serve(&line, &mut client, may_wait)?;
+                    serve(&line, &mut client)?;
                 }
             },
             Line::TooLong => {
@@ -272,12 +269,8 @@ fn converse(
     }
 }
 
-fn too_many() -> String {
-    format!("{CONNECTIONS_MAX} clients are connected, or their requests hang; close one of them")
-}
-
 /// Carries out one request, and answers it unless it is a notification.
-fn serve(line: &[u8], client: &mut Client, may_wait: bool) -> Result<()> {
+fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
@@ -297,8 +290,8 @@ fn serve(line: &[u8], client: &mut Client, may_wait: bool) -> Result<()> {
         tell(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|(entry, call)| {
-        if !may_wait && entry.may_wait {
-            return Err(Problem::new(Code::Refused, too_many()));
+        if entry.may_wait {
+            client.place.check_may_wait()?;
         }
         call(client)
     });

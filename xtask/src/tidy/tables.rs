@@ -245,7 +245,14 @@ pub(super) const FLOORS: &[Floors] = &[
             (23, &["daemon"]),
             (24, &["daemon::adding", "daemon::hand_over", "reload", "size_watch"]),
             (25, &["takeover::give", "takeover::start", "takeover::take"]),
-            (25, &["control_socket::connection", "control_socket::message"]),
+            (
+                25,
+                &[
+                    "control_socket::connection",
+                    "control_socket::message",
+                    "control_socket::places",
+                ],
+            ),
             (26, &["control_socket::client"]),
             (27, &["control_socket::methods"]),
             (28, &["control_socket"]),

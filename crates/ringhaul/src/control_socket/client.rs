@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 
 use super::connection::Connection;
 use super::message::{Code, Problem, event_line};
+use super::places::Place;
 use crate::command::{Command, CommandError, Reply};
 use crate::daemon::Daemon;
 use crate::subscribers::{ExportEvent, Kind, Subscription};
@@ -16,8 +17,7 @@ use crate::takeover;
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
-    /// Root, or the user of the daemon.
-    is_owner: bool,
+    pub(super) place: Place,
     pub(super) connection: Arc<Connection>,
     /// Events come for as long as it is there.
     subscription: Option<Subscription>,
@@ -32,13 +32,13 @@ struct Events {
 }
 
 impl Client {
-    pub(super) fn new(daemon: Weak<Daemon>, is_owner: bool, connection: Arc<Connection>) -> Self {
-        Self { daemon, is_owner, connection, subscription: None, beginning: None }
+    pub(super) fn new(daemon: Weak<Daemon>, place: Place, connection: Arc<Connection>) -> Self {
+        Self { daemon, place, connection, subscription: None, beginning: None }
     }
 
     /// Has `binary` run as the user of the daemon, to take over from it.
     pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, Problem> {
-        if !self.is_owner {
+        if !self.place.is_owner {
             let text = "only root and the user of this daemon may say what takes over from it";
             return Err(Problem::new(Code::Refused, text));
         }
@@ -53,11 +53,9 @@ impl Client {
 
     /// Sends it events from now on: those of these kinds, or all.
     pub(super) fn subscribe(&mut self, kinds: Option<Vec<Kind>>) -> Result<(), Problem> {
-        if self.subscription.is_some() {
-            let text = "this connection has a subscription; open another connection";
-            return Err(Problem::new(Code::Busy, text));
-        }
-        let (subscription, queue) = self.daemon()?.subscribers().subscribe();
+        let daemon = self.daemon()?;
+        self.place.subscribe()?;
+        let (subscription, queue) = daemon.subscribers().subscribe();
         (self.subscription, self.beginning) = (Some(subscription), Some(Events { queue, kinds }));
         Ok(())
     }
