@@ -40,13 +40,7 @@ impl Reload {
         daemon: Weak<Daemon>,
     ) -> Result<Self> {
         let (asked, requests) = mpsc::channel();
-        let served = by_socket(served);
-        let mut reloader = Reloader {
-            file,
-            options: config.options.clone(),
-            daemon,
-            served: Arc::new(Mutex::new(served)),
-        };
+        let mut reloader = Reloader::new(file, config, served, daemon);
         let work = move || {
             while requests.recv().is_ok() {
                 // Those that came meanwhile mean the same.
@@ -70,15 +64,24 @@ impl Reload {
 /// Exports by their sockets, by which commands call them too: a name may change.
 type Exports = BTreeMap<String, ExportSpec>;
 
-/// The exports of the file as they are served. Each is changed by whoever has changed it.
-type Served = Arc<Mutex<Exports>>;
+/// What became of the file, for those who change it.
+type Shared = Arc<Mutex<Record>>;
+
+/// What became of the file.
+#[derive(Default)]
+struct Record {
+    /// Its exports as they were served by it. Each is changed by whoever has changed it.
+    served: Exports,
+    /// Changes that have not ended.
+    pending: BTreeMap<String, Change>,
+}
 
 struct Reloader {
     file: ConfigFile,
     /// Those that hold: the daemon was started with them, or has applied them since.
     options: BTreeMap<String, String>,
     daemon: Weak<Daemon>,
-    served: Served,
+    record: Shared,
 }
 
 /// What is done to one export.
@@ -92,7 +95,57 @@ enum Change {
     Keep(&'static str),
 }
 
+impl Record {
+    /// Forgets exports that are not there any more: their disks could not be opened in the end, or
+    /// somebody has removed them, and perhaps put another in the place.
+    fn forget_gone(&mut self, shown: &[ExportSpec]) {
+        self.served.retain(|_, ours| shown.iter().any(|other| is_the_same(ours, other)));
+    }
+
+    /// What is to be done for the exports of the file to be as wanted, and is not being done. From
+    /// now on it is.
+    fn begin(&mut self, wanted: &Exports) -> Vec<(String, Change)> {
+        for (export, change) in &self.pending {
+            if change.aim() != wanted.get(export) {
+                tracing::warn!(
+                    export,
+                    "an earlier change of it has not ended; reload again when it has"
+                );
+            }
+        }
+        let mut changes = differences(&self.served, wanted);
+        changes.retain(|(export, change)| change.is_kept() || !self.pending.contains_key(export));
+        let begun = changes.iter().filter(|(_, change)| !change.is_kept());
+        self.pending.extend(begun.cloned());
+        changes
+    }
+}
+
+/// Whether this is an export that the file has made, whose units and size others may have changed.
+fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
+    let is_device = match (&ours.device, &other.device) {
+        (DeviceSpec::Blk(DiskSpec::File(ours)), DeviceSpec::Blk(DiskSpec::File(other))) => {
+            ours == other
+        }
+        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => {
+            std::mem::discriminant(ours) == std::mem::discriminant(other)
+        }
+        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
+        _ => false,
+    };
+    is_device
+        && ours.endpoint == other.endpoint
+        && ours.name() == other.name()
+        && ours.settings == other.settings
+}
+
 impl Reloader {
+    fn new(file: ConfigFile, config: &Config, served: &[ExportSpec], daemon: Weak<Daemon>) -> Self {
+        let record = Record { served: by_socket(served), pending: BTreeMap::new() };
+        let options = config.options.clone();
+        Self { file, options, daemon, record: Arc::new(Mutex::new(record)) }
+    }
+
     fn reload(&mut self) {
         let path = self.file.path().display().to_string();
         let config = match self.file.read() {
@@ -103,7 +156,12 @@ impl Reloader {
             }
         };
         self.apply_options(&config);
-        let changes = differences(&lock(&self.served), &by_socket(&config.exports));
+        let Some(shown) = self.daemon.upgrade().and_then(|daemon| shown(&daemon)) else { return };
+        let changes = {
+            let mut record = lock(&self.record);
+            record.forget_gone(&shown);
+            record.begin(&by_socket(&config.exports))
+        };
         tracing::info!("{path} is read again; exports to change: {}", changes.len());
         let (removals, others): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|(_, change)| *change == Change::Remove);
@@ -113,24 +171,38 @@ impl Reloader {
         tracing::info!("the configuration of {path} is applied, as far as it can be");
     }
 
-    /// Changes the options that may change while the daemon runs, and says which others have.
+    /// Has the options hold that may change while the daemon runs, whatever was set since, and says
+    /// which others have changed.
     fn apply_options(&mut self, config: &Config) {
+        let Some(daemon) = self.daemon.upgrade() else { return };
+        let set = |change| match daemon.handle(Command::Set(change)) {
+            Ok(Reply::Settings(settings)) => Ok(settings),
+            Ok(other) => unreachable!("{other:?} is no setting"),
+            Err(error) => Err(error),
+        };
+        // Without a change it says what holds.
+        let Ok(current) = set(SettingsChange::default()) else { return };
         let keys: BTreeSet<&String> = self.options.keys().chain(config.options.keys()).collect();
-        let has_changed = |key: &&String| self.options.get(*key) != config.options.get(*key);
-        let changed = keys.into_iter().filter(has_changed).cloned();
+        let differs = |key: &String| match key.as_str() {
+            LOG => current.log != config.options.get(LOG).map(|option| value_of(option)),
+            POLL_MAX_US => current.poll_max_us != config.args.poll_max_us,
+            POLL_BUDGET => current.poll_budget != config.args.poll_budget,
+            _ => false,
+        };
+        let has_changed = |key: &String| self.options.get(key) != config.options.get(key);
+        let apart = keys.into_iter().filter(|key| differs(key) || has_changed(key)).cloned();
         let (now, later): (Vec<String>, Vec<String>) =
-            changed.partition(|key| may_change(key, config));
-        for key in later {
+            apart.partition(|key| may_change(key, config));
+        for key in later.iter().filter(|key| has_changed(key)) {
             tracing::warn!("{key} has changed; that takes effect when the daemon is started again");
         }
-        let Some(daemon) = self.daemon.upgrade().filter(|_| !now.is_empty()) else { return };
         let has = |key: &str| now.iter().any(|changed| changed == key);
         let change = SettingsChange {
             log: config.options.get(LOG).filter(|_| has(LOG)).map(|option| value_of(option)),
             poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us),
             poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget),
         };
-        match daemon.handle(Command::Set(change)) {
+        match set(change) {
             Ok(_) => {
                 for key in now {
                     tracing::info!("{key} has changed, and is applied");
@@ -151,16 +223,23 @@ impl Reloader {
         let mut waits = BTreeMap::new();
         for (number, (export, change)) in changes.into_iter().enumerate() {
             let name = export.clone();
-            let (daemon, served) = (Weak::clone(&self.daemon), Arc::clone(&self.served));
+            let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
             let done = done.clone();
             let work = move || {
-                change.carry_out(export, &daemon, &served);
+                let is_kept = change.is_kept();
+                change.carry_out(export.clone(), &daemon, &record);
+                if !is_kept {
+                    lock(&record).pending.remove(&export);
+                }
                 // Nobody waits any more if it took too long.
                 let _ = done.send(number);
             };
             match std::thread::Builder::new().name("ringhaul-change".into()).spawn(work) {
                 Ok(_) => drop(waits.insert(number, name)),
-                Err(error) => tracing::error!(export = name, "cannot be changed now: {error}"),
+                Err(error) => {
+                    tracing::error!(export = name, "cannot be changed now: {error}");
+                    lock(&self.record).pending.remove(&name);
+                }
             }
         }
         let until = Instant::now() + PATIENCE;
@@ -178,16 +257,28 @@ impl Reloader {
 }
 
 impl Change {
-    fn carry_out(self, export: String, daemon: &Weak<Daemon>, served: &Served) {
+    /// What the export is when it is done; none, when there is none.
+    fn aim(&self) -> Option<&ExportSpec> {
+        match self {
+            Self::Add(spec) | Self::Alter(_, spec) => Some(spec),
+            Self::Remove | Self::Keep(_) => None,
+        }
+    }
+
+    fn is_kept(&self) -> bool {
+        matches!(self, Self::Keep(_))
+    }
+
+    fn carry_out(self, export: String, daemon: &Weak<Daemon>, record: &Shared) {
         let Some(daemon) = daemon.upgrade() else { return };
         let result = match self {
             Self::Add(spec) => daemon.handle(Command::Add(vec![spec.clone()])).map(|_| {
-                lock(served).insert(export.clone(), spec);
+                lock(record).served.insert(export.clone(), spec);
             }),
             Self::Remove => match daemon.handle(Command::Remove(Removal::of(&export))) {
                 // Somebody else may have removed it.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
-                    lock(served).remove(&export);
+                    lock(record).served.remove(&export);
                     tracing::info!(export, "removed");
                     Ok(())
                 }
@@ -196,8 +287,9 @@ impl Change {
             Self::Alter(commands, spec) => {
                 let result = alter(&daemon, commands);
                 // What was done of it is not done again.
-                let now = if result.is_ok() { Some(spec) } else { shown(&daemon, &export) };
-                now.into_iter().for_each(|now| drop(lock(served).insert(export.clone(), now)));
+                let now = if result.is_ok() { Some(spec) } else { shown_at(&daemon, &export) };
+                let now = now.into_iter().map(|now| (export.clone(), now));
+                lock(record).served.extend(now);
                 result
             }
             Self::Keep(what) => {
@@ -216,11 +308,18 @@ impl Change {
     }
 }
 
+/// All exports as they are now, unless the daemon is ending.
+fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
+    match daemon.handle(Command::Show) {
+        Ok(Reply::Exports(all)) => Some(all.into_iter().map(|status| status.spec).collect()),
+        Ok(other) => unreachable!("{other:?} is no list of exports"),
+        Err(_) => None,
+    }
+}
+
 /// An export as it is now, if there is one on this socket.
-fn shown(daemon: &Daemon, export: &str) -> Option<ExportSpec> {
-    let Ok(Reply::Exports(all)) = daemon.handle(Command::Show) else { return None };
-    let mut specs = all.into_iter().map(|status| status.spec);
-    specs.find(|spec| spec.endpoint.to_string() == export)
+fn shown_at(daemon: &Daemon, export: &str) -> Option<ExportSpec> {
+    shown(daemon)?.into_iter().find(|spec| spec.endpoint.to_string() == export)
 }
 
 /// Changes units of an export. What has failed is tried again by the next SIGHUP.
@@ -271,7 +370,7 @@ fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Change)> {
 /// What is to be done for one to be as wanted, and what cannot be done.
 fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
     let mut changes = Vec::new();
-    if before.name != wanted.name {
+    if before.name() != wanted.name() {
         changes.push(Change::Keep("its name"));
     }
     if before.settings != wanted.settings {
@@ -342,7 +441,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use clap::Args;
+
     use super::*;
+    use crate::options::ServeArgs;
     use crate::spec::ExportSpec;
 
     fn exports(texts: &[&str]) -> Exports {
@@ -399,5 +501,135 @@ mod tests {
         ] {
             assert_eq!(only(before, &after), Change::Keep(expected));
         }
+    }
+
+    /// A daemon with the exports of a file, and what reads that file again.
+    struct Scene {
+        folder: tempfile::TempDir,
+        daemon: Arc<Daemon>,
+        _ending: crate::daemon::Ending,
+        reloader: Reloader,
+    }
+
+    impl Scene {
+        /// Serves these exports of the file, and takes all of them to be served.
+        fn new(before: &str, serves: impl FnOnce(&Config) -> Vec<ExportSpec>) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("ringhaul.toml");
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let program = clap::Command::new("ringhaul").subcommand(serve);
+            let arguments = ["ringhaul", "serve", "--config", "ringhaul.toml"].map(Into::into);
+            let file = ConfigFile::new(&path, program, arguments.to_vec(), 2);
+            std::fs::write(&path, in_folder(before, &folder)).unwrap();
+            let config = file.read().unwrap();
+            let (daemon, ending) = Daemon::start(config.args.clone(), None).unwrap();
+            let daemon = Arc::new(daemon);
+            daemon.handle(Command::Add(serves(&config))).unwrap();
+            let weak = Arc::downgrade(&daemon);
+            let reloader = Reloader::new(file, &config, &config.exports, weak);
+            Self { folder, daemon, _ending: ending, reloader }
+        }
+
+        fn reload(&mut self, text: &str) {
+            let path = self.folder.path().join("ringhaul.toml");
+            std::fs::write(path, in_folder(text, &self.folder)).unwrap();
+            self.reloader.reload();
+        }
+
+        fn names(&self) -> Vec<String> {
+            shown(&self.daemon).unwrap().iter().map(ExportSpec::name).collect()
+        }
+
+        fn poll_max_us(&self, change: Option<u16>) -> u16 {
+            let change = SettingsChange { poll_max_us: change, ..SettingsChange::default() };
+            let Ok(Reply::Settings(now)) = self.daemon.handle(Command::Set(change)) else {
+                panic!("there are no settings")
+            };
+            now.poll_max_us
+        }
+    }
+
+    fn in_folder(text: &str, folder: &tempfile::TempDir) -> String {
+        text.replace("FOLDER", &folder.path().display().to_string())
+    }
+
+    fn blk(name: &str) -> String {
+        format!(
+            "[[export]]\nname = \"{name}\"\nendpoint = {{ path = \"FOLDER/{name}\" }}\n\
+             device = {{ blk = {{ null = {{ size-bytes = 512 }} }} }}\n"
+        )
+    }
+
+    #[test]
+    fn what_is_not_served_in_the_end_is_added_again() {
+        let both = blk("served") + &blk("late");
+        // The disk of the other could not be opened.
+        let mut scene = Scene::new(&both, |config| config.exports[..1].to_vec());
+        scene.reload(&both);
+        assert_eq!(scene.names(), ["served", "late"]);
+    }
+
+    #[test]
+    fn what_others_have_put_in_its_place_is_left_alone() {
+        let file = blk("a");
+        let mut scene = Scene::new(&file, |config| config.exports.clone());
+        scene.daemon.handle(Command::Remove(Removal::of("a"))).unwrap();
+        let other = BLK.replace("/a", "FOLDER/a").replacen('{', r#"{"name": "other", "#, 1);
+        let other = serde_json::from_str(&in_folder(&other, &scene.folder)).unwrap();
+        scene.daemon.handle(Command::Add(vec![other])).unwrap();
+        scene.reload(&file);
+        assert_eq!(scene.names(), ["other"]);
+        scene.reload("");
+        assert_eq!(scene.names(), ["other"]);
+    }
+
+    #[test]
+    fn what_has_failed_is_tried_again_and_nothing_else() {
+        let scsi = |luns: &str| {
+            format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{luns}]\n")
+        };
+        let (null, file) = ("{ null = { size-bytes = 512 } }", "{ file = \"FOLDER/disk\" }");
+        let unit = |lun: u16, disk: &str| format!("{{ lun = {lun}, disk = {disk} }}, ");
+        let mut scene = Scene::new(&scsi(&unit(0, null)), |config| config.exports.clone());
+        let wanted = scsi(&(unit(0, null) + &unit(1, null) + &unit(2, file)));
+        scene.reload(&wanted);
+        let left = || {
+            let config = scene.reloader.file.read().unwrap();
+            let record = lock(&scene.reloader.record);
+            assert!(record.pending.is_empty());
+            differences(&record.served, &by_socket(&config.exports))
+        };
+        let [(_, Change::Alter(commands, _))] = &left()[..] else { panic!("{:?}", left()) };
+        assert!(matches!(&commands[..], [Command::AddUnit(_, unit)] if unit.lun == 2));
+        std::fs::write(scene.folder.path().join("disk"), [0; 512]).unwrap();
+        scene.reload(&wanted);
+        let config = scene.reloader.file.read().unwrap();
+        let record = lock(&scene.reloader.record);
+        assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
+    }
+
+    #[test]
+    fn a_change_that_has_not_ended_is_not_begun_again() {
+        let mut record = Record { served: exports(&[BLK]), pending: BTreeMap::new() };
+        assert_eq!(record.begin(&Exports::new()), [("/a".to_owned(), Change::Remove)]);
+        assert_eq!(record.begin(&Exports::new()), []);
+        assert_eq!(record.begin(&exports(&[BLK])), []);
+        record.pending.clear();
+        assert_eq!(record.begin(&Exports::new()).len(), 1);
+    }
+
+    #[test]
+    fn what_the_file_says_holds_whatever_was_set() {
+        let mut scene = Scene::new("poll-max-us = 7\n", |_| Vec::new());
+        assert_eq!(scene.poll_max_us(Some(9)), 9);
+        scene.reload("poll-max-us = 7\n");
+        assert_eq!(scene.poll_max_us(None), 7);
+        // As if the file had never named it, and then it is left alone.
+        scene.reload("");
+        let usual = scene.poll_max_us(None);
+        assert_ne!(usual, 7);
+        scene.poll_max_us(Some(usual + 1));
+        scene.reload("");
+        assert_eq!(scene.poll_max_us(None), usual + 1);
     }
 }
