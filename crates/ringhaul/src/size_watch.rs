@@ -1,20 +1,25 @@
-//! Notices when the files and devices behind disks change their size without a command.
+//! Notices what happens to disks without a command: their files and devices change their size, they
+//! do not answer, they lose data.
 //!
 //! A disk that grew is passed on to its guest. One that shrank is not: somebody may have cut it by
 //! mistake, and the guest would give up what it has there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use blockio::disk;
 
 use crate::command::{Command, CommandError, NewSize};
 use crate::control::WatchedDisk;
 use crate::daemon::Daemon;
 use crate::spec::UnitPlace;
+use crate::status::DiskState;
+use crate::subscribers::{ExportEvent, What};
 
 /// How often each disk is looked at.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -71,6 +76,7 @@ struct Known {
     looking: Option<mpsc::Receiver<Option<Finding>>>,
     /// What the last look has found, and whether the log says so.
     finding: Option<(Finding, bool)>,
+    state: DiskState,
 }
 
 /// The name of an export, and the place of a disk in it.
@@ -92,10 +98,18 @@ struct Look {
 
 impl Looks {
     fn look_at_all(&mut self) {
-        let watched = self.daemon.upgrade().map(|daemon| daemon.watched_disks());
-        let Some(Ok(watched)) = watched else { return };
+        let Some(daemon) = self.daemon.upgrade() else { return };
+        let Ok(watched) = daemon.watched_disks() else { return };
         let keys: BTreeSet<Key> = watched.iter().map(key_of).collect();
         self.disks.retain(|key, _| keys.contains(key));
+        for disk in &watched {
+            let known = self.disks.entry(key_of(disk)).or_default();
+            if let Some(message) = known.take_in_state(disk) {
+                let what = What::Error { message, left_out: 0 };
+                let event = ExportEvent { export: disk.export.clone(), what };
+                daemon.subscribers().report(event);
+            }
+        }
         for disk in watched {
             self.look_at(disk);
         }
@@ -128,7 +142,7 @@ impl Looks {
         }
     }
 
-    fn begin(&mut self, disk: WatchedDisk) -> std::io::Result<mpsc::Receiver<Option<Finding>>> {
+    fn begin(&mut self, disk: WatchedDisk) -> io::Result<mpsc::Receiver<Option<Finding>>> {
         let looker = match &self.looker {
             Some(looker) => looker,
             None => self.looker.insert(start_looker()?),
@@ -144,7 +158,36 @@ fn key_of(disk: &WatchedDisk) -> Key {
     (disk.export.clone(), disk.place)
 }
 
+/// What texts about an export call its disk.
+fn name_of(place: Option<UnitPlace>) -> String {
+    place.map_or("its disk".to_owned(), |place| format!("logical unit {place}"))
+}
+
 impl Known {
+    /// What subscribers are told if the disk is doing worse than before. The log has the words of
+    /// those who have found it.
+    fn take_in_state(&mut self, disk: &WatchedDisk) -> Option<String> {
+        let state = DiskState::from(disk.state);
+        if std::mem::replace(&mut self.state, state) >= state {
+            return None;
+        }
+        let what = name_of(disk.place);
+        match disk.state {
+            disk::DiskState::Ready => None,
+            disk::DiskState::Late(since) => {
+                Some(format!("{what} has not answered for {} s", since.elapsed().as_secs()))
+            }
+            disk::DiskState::Lost => {
+                let why = disk.loss.map(|errno| io::Error::from_raw_os_error(errno).to_string());
+                let why = why.unwrap_or_default();
+                Some(format!(
+                    "{what} may have lost what was written, and all further flushes fail; check \
+                     it, then restart the export ({why})"
+                ))
+            }
+        }
+    }
+
     /// Has the log say what was found twice in a row, once: a file that is being written by others
     /// passes through many sizes.
     fn take_in(&mut self, (export, place): &Key, known: u64, finding: Option<Finding>) {
@@ -162,7 +205,7 @@ impl Known {
         if std::mem::replace(is_told, true) {
             return;
         }
-        let what = place.map_or("its disk".to_owned(), |place| format!("logical unit {place}"));
+        let what = name_of(*place);
         match finding {
             Finding::Shrunk(size) => tracing::warn!(
                 export,
@@ -177,7 +220,7 @@ impl Known {
 }
 
 /// Starts a thread that looks for as long as it is asked to.
-fn start_looker() -> std::io::Result<mpsc::Sender<Look>> {
+fn start_looker() -> io::Result<mpsc::Sender<Look>> {
     let (asked, looks) = mpsc::channel::<Look>();
     let work = move || {
         for Look { disk, daemon, found } in looks {
@@ -208,5 +251,43 @@ fn look(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
         Err(CommandError::Failed(error)) => Some(Finding::Failed(format!("{error:#}"))),
         // The export has changed or gone meanwhile.
         Ok(_) | Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use blockio::{DiskOptions, DiskSource};
+
+    use super::*;
+
+    #[test]
+    fn subscribers_are_told_when_a_disk_does_worse() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(512).unwrap();
+        let disk = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let mut watched = WatchedDisk {
+            export: "vm".into(),
+            place: None,
+            outside: disk.outside().unwrap(),
+            size_bytes: 512,
+            state: disk.state(),
+            loss: None,
+        };
+        let (mut known, late) = (Known::default(), disk::DiskState::Late(Instant::now()));
+        let mut told = |state, loss| {
+            (watched.state, watched.loss) = (state, loss);
+            known.take_in_state(&watched)
+        };
+        let ready = disk::DiskState::Ready;
+        assert_eq!(told(ready, None), None);
+        assert!(told(late, None).unwrap().starts_with("its disk has not answered for"));
+        assert_eq!(told(late, None), None);
+        assert_eq!(told(ready, None), None);
+        assert!(told(late, None).is_some());
+        let lost = told(disk::DiskState::Lost, Some(libc::EIO)).unwrap();
+        assert!(lost.contains("lost") && lost.contains("os error 5"), "{lost}");
+        assert_eq!(told(late, None), None);
     }
 }

@@ -80,11 +80,12 @@ impl ExportStatus {
 
 /// How a disk is doing, the worst last.
 #[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+    Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum DiskState {
     /// It answers.
+    #[default]
     Ready,
     /// It has not answered an operation for 5 seconds or more.
     Late,

@@ -45,8 +45,9 @@ pub(crate) enum What {
         /// Why, if it did not just leave.
         reason: Option<String>,
     },
-    /// Something went wrong that the guest, the front-end or the disk has caused. As in the log,
-    /// there are a few a minute.
+    /// Something went wrong that the guest, the front-end or the disk has caused: also when a disk
+    /// does not answer, may have lost data, is waited for at the start, or cannot be opened then.
+    /// As in the log, there are a few a minute.
     Error {
         /// What.
         message: String,

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::task::Wake;
 
-use blockio::disk::Outside;
+use blockio::disk::{DiskState, Outside};
 use blockio::{DiskSource, Remote};
 use device::scsi::ScsiDevice;
 use device::{Answer, Device};
@@ -65,7 +65,7 @@ pub(crate) struct ResizingDisk {
     pub(crate) disk: DiskSource,
 }
 
-/// A disk of an export whose size may change from outside.
+/// A disk of an export that is a file or a device, which may change from outside.
 pub(crate) struct WatchedDisk {
     pub(crate) export: String,
     /// `None`: that of a virtio-blk device.
@@ -73,6 +73,9 @@ pub(crate) struct WatchedDisk {
     pub(crate) outside: Arc<Outside>,
     /// What its drivers know.
     pub(crate) size_bytes: u64,
+    pub(crate) state: DiskState,
+    /// The errno of the loss of data, if there was one.
+    pub(crate) loss: Option<i32>,
 }
 
 /// What a change has come to.

@@ -13,6 +13,7 @@ use crate::ending::Event;
 use crate::engines::choose;
 use crate::open_disk::OpenDisk;
 use crate::spec::ExportSpec;
+use crate::subscribers::{ExportEvent, What};
 
 /// Exports that are being opened.
 pub(crate) struct Opening(mpsc::Receiver<()>);
@@ -58,7 +59,9 @@ impl Daemon {
         let mut serves_any = !ready.is_empty();
         for export in opening.left() {
             let (export, seconds) = (export.name(), OPEN_MAX.as_secs());
-            tracing::warn!(export, "its disk is not open after {seconds} s; it is waited for");
+            let message = format!("its disk is not open after {seconds} s; it is waited for");
+            tracing::warn!(export, "{message}");
+            self.report_error(export, message);
         }
         let of_ready: Vec<ExportSpec> = ready.iter().map(|(spec, _)| spec.clone()).collect();
         self.serve_opened(names.split(&of_ready), ready)?;
@@ -78,13 +81,18 @@ impl Daemon {
                 Err((_, CommandError::Ending)) => return Err(CommandError::Ending),
                 // Others have guests by now.
                 Err((spec, error)) if serves_any => {
-                    let error = error.into_error();
-                    tracing::error!(export = spec.name(), "cannot be served: {error:#}");
+                    let message = format!("cannot be served: {:#}", error.into_error());
+                    tracing::error!(export = spec.name(), "{message}");
+                    self.report_error(spec.name(), message);
                 }
                 Err((_, error)) => return Err(error),
             }
         }
         Ok(())
+    }
+
+    fn report_error(&self, export: String, message: String) {
+        self.subscribers.report(ExportEvent { export, what: What::Error { message, left_out: 0 } });
     }
 
     pub(super) fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {

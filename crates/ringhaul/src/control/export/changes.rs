@@ -140,7 +140,8 @@ impl Export {
         };
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
-            Some(WatchedDisk { export, place, outside: disk.outside()?, size_bytes })
+            let (state, loss) = (disk.state(), disk.loss());
+            Some(WatchedDisk { export, place, outside: disk.outside()?, size_bytes, state, loss })
         };
         places.into_iter().zip(&self.disks).filter_map(watched).collect()
     }
