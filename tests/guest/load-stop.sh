@@ -1,6 +1,6 @@
 # Ends what load-start.sh has started. It must have gone well up to here.
-killall -INT fio
-while killall -0 fio 2>/dev/null; do
+touch /tmp/load.stop
+until [ -e /tmp/load.done ]; do
     usleep 10000
 done
 cat /tmp/load.log
