@@ -86,6 +86,9 @@ pub enum EndCause {
     /// The terminal has gone. Never counts as the second time: service managers send it together
     /// with SIGTERM.
     Sighup,
+    /// The process that this one has taken over from was asked, when that could not end any more
+    /// what it served. Never counts as the second time: whoever asks may have asked both.
+    Predecessor,
 }
 
 impl EndCause {
@@ -96,6 +99,7 @@ impl EndCause {
             Self::Sigint => "SIGINT",
             Self::Sighup => "SIGHUP",
             Self::Control => "a request on the control socket",
+            Self::Predecessor => "a request to the process before this one",
         }
     }
 }
@@ -165,6 +169,9 @@ pub enum CommandError {
     /// Another process takes the exports over, or was about to.
     #[error("another process is taking the exports over; try again when it has, or has failed")]
     HandingOver,
+    /// This process has taken the exports over.
+    #[error("process {0} has taken the exports over; connect again to ask that one")]
+    HandedOver(u32),
     /// The exports are not those that were described.
     #[error("exports were added, changed or removed meanwhile; try again")]
     Changed,

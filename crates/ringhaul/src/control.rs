@@ -10,7 +10,7 @@ mod hand_over;
 pub(crate) mod handed;
 mod order;
 
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -36,6 +36,8 @@ pub struct Control {
     orders: mpsc::Sender<Order>,
     alarm: Arc<Alarm>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The process that has the exports.
+    left: OnceLock<u32>,
 }
 
 impl Control {
@@ -62,7 +64,7 @@ impl Control {
                 drop(exports);
             })
             .context("cannot start the control thread")?;
-        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)) })
+        Ok(Self { orders, alarm, thread: Mutex::new(Some(thread)), left: OnceLock::new() })
     }
 
     /// Keeps the names of exports for whoever opens them now. They are free again when what this
@@ -96,16 +98,16 @@ impl Control {
         let (answer, pending) = Pending::new();
         self.order(Order::Remove(export.clone(), force, answer));
         let Some(time) = deadline_ms else {
-            return pending.wait().ok_or(CommandError::Ending)?;
+            return pending.wait().ok_or_else(|| self.why_ended())?;
         };
         if let Poll::Ready(ended) = pending.wait_for(Duration::from_millis(time)) {
-            return ended.ok_or(CommandError::Ending)?;
+            return ended.ok_or_else(|| self.why_ended())?;
         }
         let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
         match shown.map(|status| (status.name(), status.waits_for)) {
             Some((name, Some(waits_for))) => Err(CommandError::NotEnded(name, waits_for)),
             // It has ended meanwhile.
-            _ => pending.wait().ok_or(CommandError::Ending)?,
+            _ => pending.wait().ok_or_else(|| self.why_ended())?,
         }
     }
 
@@ -198,6 +200,16 @@ impl Control {
         self.ask(|answer| Order::HandOver(HandOverOrder::Pause(generation, answer)))?
     }
 
+    /// Leaves the exports, which are paused, to the other process when it hears that; if it does
+    /// not, [`resume`](Self::resume) them.
+    ///
+    /// # Errors
+    ///
+    /// When they are to end instead.
+    pub(crate) fn commit(&self) -> Answered<()> {
+        self.ask(|answer| Order::HandOver(HandOverOrder::Commit(answer)))?
+    }
+
     /// Has the queues start again, and waits for that.
     pub(crate) fn resume(&self) {
         // A thread that has ended has no queues.
@@ -218,8 +230,9 @@ impl Control {
         self.ask(|answer| Order::HandOver(HandOverOrder::TakeOver(taken, fds, answer)))?
     }
 
-    /// Leaves the exports, which are paused, to another process. This one must end.
-    pub(crate) fn leave(&self) {
+    /// Leaves the exports, which are paused, to this process. This one must end.
+    pub(crate) fn leave(&self, process: u32) {
+        self.left.get_or_init(|| process);
         self.order(Order::HandOver(HandOverOrder::Leave));
     }
 
@@ -252,7 +265,12 @@ impl Control {
     fn ask<T>(&self, order: impl FnOnce(Answer<T>) -> Order) -> Answered<T> {
         let (answer, pending) = Pending::new();
         self.order(order(answer));
-        pending.wait().ok_or(CommandError::Ending)
+        pending.wait().ok_or_else(|| self.why_ended())
+    }
+
+    /// Why nobody answers any more.
+    fn why_ended(&self) -> CommandError {
+        self.left.get().map_or(CommandError::Ending, |process| CommandError::HandedOver(*process))
     }
 }
 

@@ -157,7 +157,7 @@ fn listen(
     while !wait(Some(listener), stop) {
         let Some(daemon) = daemon.upgrade() else { return };
         let accepted = {
-            let _this_process_goes_on = daemon.clients();
+            let Ok(_this_process) = daemon.succession().goes_on() else { return };
             endpoint.accept()
         };
         let daemon = Arc::downgrade(&daemon);

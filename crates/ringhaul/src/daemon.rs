@@ -4,7 +4,7 @@ mod adding;
 pub(crate) mod hand_over;
 mod opening;
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
@@ -24,6 +24,7 @@ use crate::settings::{Settings, SettingsChange};
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
 use crate::subscribers::Subscribers;
+use crate::succession::{PassedOn, Succession};
 use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
 
@@ -46,11 +47,7 @@ pub struct Daemon {
     subscribers: Subscribers,
     /// What was set since.
     changes: Mutex<SettingsChange>,
-    /// Locked while another process may go on with the control socket.
-    clients: Mutex<()>,
-    /// The process that has taken over.
-    left: Mutex<Option<u32>>,
-    has_left: Condvar,
+    succession: Arc<Succession>,
 }
 
 /// An export that is ready to be served.
@@ -113,9 +110,7 @@ impl Daemon {
             life: OnceLock::new(),
             subscribers: Subscribers::default(),
             changes: Mutex::default(),
-            clients: Mutex::new(()),
-            left: Mutex::new(None),
-            has_left: Condvar::new(),
+            succession: Arc::default(),
         };
         Ok((daemon, Ending(received)))
     }
@@ -151,10 +146,16 @@ impl Daemon {
             Command::Resize(export, place, size) => self.resize(export, place, size),
             Command::End(cause) => {
                 // One that nobody waits for any more has ended.
-                let _ = self.events.send(Event::Asked(cause));
+                let end = || drop(self.events.send(Event::Asked(cause)));
+                self.succession.here_or_there(PassedOn::End, end);
                 Ok(Reply::Ending)
             }
         }
+    }
+
+    /// Who goes on with all of it.
+    pub(crate) fn succession(&self) -> &Arc<Succession> {
+        &self.succession
     }
 
     /// Who wants to know what happens to exports.
@@ -196,6 +197,7 @@ impl Daemon {
     }
 
     fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {
+        let _goes_on = self.succession.goes_on()?;
         let mut pool = self.pool();
         let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
         let mut limits = threads.poll_limits();

@@ -1,5 +1,6 @@
 //! How a daemon comes to its end.
 
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -7,6 +8,7 @@ use anyhow::Result;
 
 use crate::command::EndCause;
 use crate::control::Control;
+use crate::succession::{Heir, PassedOn};
 
 /// How long exports on other IoThreads may take to finish their requests when one has failed.
 const FINISH_MAX: Duration = Duration::from_secs(10);
@@ -21,7 +23,7 @@ pub(crate) enum Event {
     /// The last export has ended.
     Ended,
     /// Another process goes on with all exports.
-    HandedOver(u32),
+    HandedOver(Arc<Heir>),
     /// An IoThread has ended by an error.
     ThreadFailed,
     /// The exports that the daemon was started for cannot be served.
@@ -42,7 +44,8 @@ pub enum Outcome {
 }
 
 /// Waits until all exports have ended, which a signal makes them do. A second one does not let them
-/// finish. SIGHUP is never the second: service managers send it together with SIGTERM. If an
+/// finish. SIGHUP is never the second: service managers send it together with SIGTERM. What comes
+/// too late, because another process has taken over by then, is passed on to that one. If an
 /// IoThread ends by an error, the other exports have a while to finish.
 ///
 /// # Errors
@@ -50,18 +53,22 @@ pub enum Outcome {
 /// What keeps the daemon from starting, if nobody has asked it to end.
 pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) -> Result<Outcome> {
     let mut is_stopping = false;
-    let mut is_asked = false;
+    // By whatever may be followed by a second time, and by anything.
+    let (mut is_asked, mut is_asked_once) = (false, false);
     let mut leaves_at: Option<Instant> = None;
-    let end_of = |outcome| {
+    let end_of = |outcome, is_asked| {
         control.abandon();
         // However many signals come meanwhile.
         let until = Instant::now() + LAST_WORDS;
         let left = || until.saturating_duration_since(Instant::now());
-        while let Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_)) =
-            events.recv_timeout(left())
-            && !left().is_zero()
-        {}
-        Ok(outcome)
+        loop {
+            match events.recv_timeout(left()) {
+                Ok(Event::HandedOver(heir)) => return Ok(leave(&heir, is_asked)),
+                Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_))
+                    if !left().is_zero() => {}
+                _ => return Ok(outcome),
+            }
+        }
     };
     loop {
         let event = match leaves_at {
@@ -69,29 +76,27 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
             None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
         let why = match event {
-            Ok(Event::Asked(cause @ EndCause::Sighup)) => cause.name(),
-            Ok(Event::Asked(_)) if is_asked && leaves_at.is_some() => {
-                return end_of(Outcome::ThreadFailed);
-            }
-            Ok(Event::Asked(_)) if is_asked => return end_of(Outcome::Abandoned),
             Ok(Event::Asked(cause)) => {
-                is_asked = true;
+                let may_be_second = !matches!(cause, EndCause::Sighup | EndCause::Predecessor);
+                if may_be_second && std::mem::replace(&mut is_asked, true) {
+                    let failed = leaves_at.is_some();
+                    let outcome = if failed { Outcome::ThreadFailed } else { Outcome::Abandoned };
+                    return end_of(outcome, true);
+                }
+                is_asked_once = true;
                 cause.name()
             }
             Ok(Event::ThreadFailed) => {
                 leaves_at.get_or_insert(Instant::now() + FINISH_MAX);
                 "an IoThread has failed"
             }
-            Err(RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed),
+            Err(RecvTimeoutError::Timeout) => return end_of(Outcome::ThreadFailed, is_asked_once),
             // The control thread's last word, or the daemon itself has gone.
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
                 let failed = leaves_at.is_some();
                 return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
             }
-            Ok(Event::HandedOver(process)) => {
-                tracing::info!("process {process} has taken over");
-                return Ok(Outcome::HandedOver);
-            }
+            Ok(Event::HandedOver(heir)) => return Ok(leave(&heir, is_asked_once)),
             Ok(Event::NotStarted(error)) if is_stopping => {
                 tracing::warn!("not served: {error:#}");
                 continue;
@@ -102,6 +107,51 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
             tracing::info!("{why}: finishing requests, then ending");
             control.begin_stop();
             is_stopping = true;
+        }
+    }
+}
+
+/// Leaves what there is to the process that has taken over, which is to end if this one was asked
+/// to.
+fn leave(heir: &Heir, is_asked: bool) -> Outcome {
+    tracing::info!("process {} has taken over", heir.process);
+    if is_asked {
+        heir.pass_on(PassedOn::End);
+    }
+    Outcome::HandedOver
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::succession::Succession;
+
+    /// However often it was asked, and by whom: it is the other process's to end by then.
+    #[test]
+    fn what_comes_too_late_is_passed_on() {
+        use EndCause::{Predecessor, Sighup, Sigterm};
+        for (causes, passed_on) in [
+            (&[][..], 0),
+            (&[Sigterm][..], 1),
+            (&[Sighup][..], 1),
+            (&[Predecessor, Sigterm][..], 1),
+            (&[Sigterm, Sigterm, Sigterm][..], 1),
+        ] {
+            let control = Control::start(|| {}).unwrap();
+            let (sender, events) = mpsc::channel();
+            causes.iter().for_each(|cause| sender.send(Event::Asked(*cause)).unwrap());
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let succession = Succession::default();
+            succession.leave(7, ours, |heir| sender.send(Event::HandedOver(heir)).unwrap());
+            let outcome = wait_for_end(&events, &control).unwrap();
+            assert_eq!(outcome, Outcome::HandedOver, "{causes:?}");
+            drop((succession, events));
+            let mut text = String::new();
+            theirs.read_to_string(&mut text).unwrap();
+            assert_eq!(text.lines().filter(|line| line.contains("end")).count(), passed_on);
         }
     }
 }

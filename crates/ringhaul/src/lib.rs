@@ -39,6 +39,7 @@ pub mod spec;
 pub mod stats;
 pub mod status;
 mod subscribers;
+mod succession;
 mod takeover;
 mod thread_watch;
 pub mod vhost_user;

@@ -4,6 +4,7 @@
 //! other, and no later SIGHUP either.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
 use crate::settings::SettingsChange;
 use crate::spec::{DeviceSpec, DiskSpec, ExportSpec, UnitPlace, UnitSpec};
+use crate::succession::{Changing, PassedOn, Succession};
 
 /// How long changes may take before the log says which ones are waited for. They go on.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -23,8 +25,9 @@ const LOG: &str = "log";
 const POLL_MAX_US: &str = "poll-max-us";
 const POLL_BUDGET: &str = "poll-budget";
 
-/// Has the file read again. Whoever drops it ends the thread that does so.
-pub(crate) struct Reload(mpsc::Sender<()>);
+/// Has the file read again. The last to drop it ends the thread that does so.
+#[derive(Clone)]
+pub(crate) struct Reload(mpsc::Sender<Changing>);
 
 impl Reload {
     /// Starts the thread, for a daemon that was started with `config`, and serves these exports of
@@ -42,9 +45,10 @@ impl Reload {
         let (asked, requests) = mpsc::channel();
         let mut reloader = Reloader::new(file, config, served, daemon);
         let work = move || {
-            while requests.recv().is_ok() {
+            while let Ok(first) = requests.recv() {
                 // Those that came meanwhile mean the same.
-                while requests.try_recv().is_ok() {}
+                let _changing: Vec<Changing> =
+                    iter::once(first).chain(requests.try_iter()).collect();
                 reloader.reload();
             }
         };
@@ -54,10 +58,11 @@ impl Reload {
         Ok(Self(asked))
     }
 
-    /// Begins to do so.
-    pub(crate) fn begin(&self) {
+    /// Begins to do so, or has the process do it that has taken over.
+    pub(crate) fn begin(&self, succession: &Arc<Succession>) {
+        let asked = self.0.clone();
         // The thread ends with the daemon.
-        let _ = self.0.send(());
+        succession.change(PassedOn::Reload, move |changing| drop(asked.send(changing)));
     }
 }
 
@@ -212,7 +217,7 @@ impl Reloader {
                     };
                 }
             }
-            Err(CommandError::Ending) => {}
+            Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
             Err(error) => tracing::error!("{} cannot be changed: {error}", now.join(", ")),
         }
     }
@@ -302,7 +307,7 @@ impl Change {
             }
         };
         match result {
-            Ok(()) | Err(CommandError::Ending) => {}
+            Ok(()) | Err(CommandError::Ending | CommandError::HandedOver(_)) => {}
             Err(error) => tracing::error!(export, "{:#}", error.into_error()),
         }
     }

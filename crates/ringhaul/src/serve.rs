@@ -19,8 +19,9 @@ use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::size_watch::SizeWatch;
 use crate::spec::ExportSpec;
+use crate::succession::PassedOn;
 use crate::takeover::format::Life;
-use crate::takeover::take::Predecessor;
+use crate::takeover::take::{self, Predecessor};
 
 /// A second signal has ended the daemon before its requests were finished.
 const EXIT_ABANDONED: u8 = 3;
@@ -85,13 +86,14 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
-    let changed = daemon.handle(Command::Set(life.changes.clone()));
-    changed.map_err(CommandError::into_error).context("cannot set what was set before")?;
+    take::set(&daemon, &life.changes)?;
     let (taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
-    taken.go_on(&daemon);
+    let last_words = taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
     let reload = config.map(|(file, config)| reload_served(file, &config, &daemon));
     let reload = reload.and_then(|reload| without(reload, "the configuration file"));
+    let heed = heed(&daemon, reload.clone());
+    without(last_words.listen(heed), "what the old process was asked to do");
     let _signals =
         without(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
@@ -113,6 +115,22 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
 /// What works, or nothing: guests that were taken over do not pay for the rest.
 fn without<T>(result: Result<T>, what: &str) -> Option<T> {
     result.inspect_err(|error| tracing::error!("goes on without heeding {what}: {error:#}")).ok()
+}
+
+/// Does what the process before this one was asked to do when it had left already.
+fn heed(
+    daemon: &Arc<Daemon>,
+    reload: Option<Reload>,
+) -> impl Fn(PassedOn) + Send + use<> + 'static {
+    let daemon = Arc::downgrade(daemon);
+    move |what| {
+        let Some(daemon) = daemon.upgrade() else { return };
+        match (what, &reload) {
+            (PassedOn::End, _) => drop(daemon.handle(Command::End(EndCause::Predecessor))),
+            (PassedOn::Reload, Some(reload)) => reload.begin(daemon.succession()),
+            (PassedOn::Reload, None) => tracing::warn!("there is no file to read again"),
+        }
+    }
 }
 
 /// Applies later changes of a file, of whose exports a daemon serves those that it has taken over.
@@ -173,18 +191,17 @@ impl SignalThread {
         let handle = signals.handle();
         let pass_on = move || {
             for signal in &mut signals {
+                let Some(daemon) = daemon.upgrade() else { return };
                 let cause = match (signal, &reload) {
                     (SIGHUP, Some(reload)) => {
-                        reload.begin();
+                        reload.begin(daemon.succession());
                         continue;
                     }
                     (SIGHUP, None) => EndCause::Sighup,
                     (SIGINT, _) => EndCause::Sigint,
                     _ => EndCause::Sigterm,
                 };
-                if let Some(daemon) = daemon.upgrade() {
-                    let _ = daemon.handle(Command::End(cause));
-                }
+                let _ = daemon.handle(Command::End(cause));
             }
         };
         let thread = std::thread::Builder::new().name("ringhaul-signal".into()).spawn(pass_on);

@@ -15,6 +15,7 @@ mod options;
 mod resize;
 mod sockets;
 mod takeover;
+mod takeover_commands;
 mod units;
 
 use anyhow::Result;

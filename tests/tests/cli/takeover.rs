@@ -21,10 +21,10 @@ use serde_json::{Value, json};
 use crate::{DISK_BYTES, scene};
 
 /// What the new process says when it serves.
-const TAKEN: &str = "took over 1 exports from process";
+pub(super) const TAKEN: &str = "took over 1 exports from process";
 
 /// A daemon with a new disk and a control socket.
-fn begin(scene: &Scene) -> Result<Command> {
+pub(super) fn begin(scene: &Scene) -> Result<Command> {
     scene.disk("disk.img", DISK_BYTES)?;
     begin_again(scene)
 }
@@ -36,23 +36,36 @@ fn begin_again(scene: &Scene) -> Result<Command> {
     Ok(command)
 }
 
-fn taking_over(scene: &Scene) -> Result<Command> {
+pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
     let mut command = ringhaul()?;
     command.args(["serve", "--takeover"]).arg(scene.socket("control"));
     Ok(command)
 }
 
 /// A process that says what the new one does, as far as it likes.
-struct Client(BufReader<UnixStream>);
+pub(super) struct Client(BufReader<UnixStream>);
 
 impl Client {
-    fn new(scene: &Scene) -> Result<Self> {
+    pub(super) fn new(scene: &Scene) -> Result<Self> {
         Ok(Self(BufReader::new(UnixStream::connect(scene.socket("control"))?)))
     }
 
-    fn ask(&mut self, method: &str, params: &Value) -> Result<Value> {
+    pub(super) fn ask(&mut self, method: &str, params: &Value) -> Result<Value> {
+        self.send(method, params)?;
+        self.answer()
+    }
+
+    /// Describes itself as a process that could take over.
+    pub(super) fn begin(&mut self) -> Result<Value> {
+        self.ask("takeover", &json!({ "formats": [1], "version": "test" }))
+    }
+
+    pub(super) fn send(&mut self, method: &str, params: &Value) -> Result<()> {
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-        self.0.get_mut().write_all(format!("{request}\n").as_bytes())?;
+        Ok(self.0.get_mut().write_all(format!("{request}\n").as_bytes())?)
+    }
+
+    pub(super) fn answer(&mut self) -> Result<Value> {
         let mut line = String::new();
         // Descriptors come with empty lines, and are lost here.
         while line.trim().is_empty() {
@@ -64,7 +77,7 @@ impl Client {
 }
 
 /// Writes something new, and reads it and what was there before.
-fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
+pub(super) fn check(frontend: &mut Frontend, seed: u64) -> Result<()> {
     let data = |seed| pattern(seed, SECTOR_BYTES);
     frontend.write(0, seed, &data(seed))?;
     for sector in 1..=seed {

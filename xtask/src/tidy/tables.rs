@@ -213,7 +213,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["options", "settings", "stats"]),
             (3, &["command"]),
             (3, &["options::unit"]),
-            (4, &["options::export"]),
+            (4, &["options::export", "succession"]),
             (0, &["ctl::connection", "ctl::show"]),
             (5, &["config", "ctl::args"]),
             (6, &["ctl::words"]),
@@ -237,7 +237,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (17, &["control::export"]),
             (18, &["control::export::changes", "control::export::describe", "control::hand_over"]),
             (19, &["control::exports"]),
-            (20, &["control"]),
+            (20, &["control", "control::exports::hand_over"]),
             // The daemon.
             (21, &["ending", "takeover", "takeover::format", "takeover::wire"]),
             (22, &["engines", "takeover::arguments"]),

@@ -1,11 +1,13 @@
 //! All exports, on the control thread.
 
+mod hand_over;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use device::{Answer, Pending};
+use device::Answer;
 use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -13,11 +15,9 @@ use rustix::io::Errno;
 use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::handed::{Described, ExportProgress, Paused};
-use super::order::{Alarm, Answered, Changed, ExportSetup, HandOverOrder, Order};
+use super::order::{Alarm, Answered, Changed, ExportSetup, Order};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
-use crate::handed_fds::HandedFds;
 use crate::log_limit::LogLimit;
 use crate::spec::ExportSpec;
 use crate::status::ExportDetails;
@@ -105,15 +105,13 @@ impl Exports {
 
     /// The next order that can be carried out now.
     fn next_order(&mut self) -> Option<Order> {
-        let holds = self.hand_over.as_ref().is_some_and(HandOver::holds);
-        if !holds && let Some(order) = self.waiting.pop_front() {
-            return Some(order);
+        let holds = |order: &Order| self.hand_over.as_ref().is_some_and(|it| it.holds(order));
+        if self.waiting.front().is_some_and(|order| !holds(order)) {
+            return self.waiting.pop_front();
         }
         loop {
             let order = self.orders.try_recv().ok()?;
-            let passes = order.changes_nothing() || matches!(order, Order::HandOver(_));
-            let passes = passes || matches!(order, Order::Abandon);
-            if passes || !holds {
+            if !holds(&order) {
                 return Some(order);
             }
             self.waiting.push_back(order);
@@ -153,6 +151,7 @@ impl Exports {
                 answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
             }
             Order::Stop if self.stopping.is_none() => {
+                self.give_up_hand_over();
                 (self.stopping, self.reported) = (Some(now), Some(now));
                 self.list.iter_mut().for_each(Export::begin_stop);
             }
@@ -160,117 +159,6 @@ impl Exports {
             Order::Abandon => return Then::Leave,
         }
         Then::GoOn
-    }
-
-    fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Then {
-        match order {
-            HandOverOrder::Describe(answer) => answer.send(self.describe()),
-            HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
-                answer.send(Err(CommandError::HandingOver));
-            }
-            HandOverOrder::Pause(generation, answer) if generation != self.generation => {
-                answer.send(Err(CommandError::Changed));
-            }
-            HandOverOrder::Pause(_, answer) => {
-                self.list.iter_mut().for_each(Export::begin_pause);
-                self.hand_over = Some(HandOver::Pausing { since: now, answer });
-            }
-            HandOverOrder::Resume(answer) => self.begin_resume(answer),
-            HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
-            HandOverOrder::Leave => {
-                // The end of the process closes all of it. Dropping it would end what goes on.
-                std::mem::forget(std::mem::take(&mut self.list));
-                return Then::End;
-            }
-        }
-        Then::GoOn
-    }
-
-    fn describe(&self) -> Result<Described, CommandError> {
-        let mut fds = HandedFds::default();
-        if self.hand_over.is_some() {
-            return Err(CommandError::HandingOver);
-        }
-        if self.stopping.is_some() {
-            return Err(CommandError::Ending);
-        }
-        if let Some((spec, _)) = self.opening.first() {
-            return Err(CommandError::Busy(spec.name(), ExportState::Opening));
-        }
-        if let Some(closing) = self.closing.first() {
-            return Err(CommandError::Busy(closing.status.name(), ExportState::Stopping));
-        }
-        let exports = self.list.iter().map(|export| export.describe(&mut fds));
-        let exports = exports.collect::<Result<_, _>>()?;
-        Ok(Described { exports, fds, generation: self.generation })
-    }
-
-    /// Continues with a hand-over for as long as nothing has to be waited for.
-    fn continue_hand_over(&mut self, now: Instant) {
-        let is_over = |hand_over: &HandOver| hand_over.deadline().is_some_and(|end| now >= end);
-        let is_late = self.hand_over.as_ref().is_some_and(is_over);
-        match self.hand_over.take() {
-            Some(HandOver::Pausing { since, answer }) => {
-                if self.list.iter().all(Export::has_paused) {
-                    let paused = self.paused(since);
-                    if paused.is_ok() {
-                        self.hand_over = Some(HandOver::Paused);
-                    } else {
-                        self.begin_resume(Pending::new().0);
-                    }
-                    answer.send(paused);
-                } else if is_late {
-                    let left = self.list.iter().filter(|export| !export.has_paused());
-                    let left =
-                        left.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
-                    let left: Vec<String> = left.collect();
-                    answer.send(Err(CommandError::NotPaused(left.join(", "))));
-                    self.begin_resume(Pending::new().0);
-                } else {
-                    self.hand_over = Some(HandOver::Pausing { since, answer });
-                }
-            }
-            Some(HandOver::Resuming(answer)) => {
-                if self.list.iter().all(Export::has_resumed) {
-                    answer.send(());
-                } else {
-                    self.hand_over = Some(HandOver::Resuming(answer));
-                }
-            }
-            other => self.hand_over = other,
-        }
-    }
-
-    fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
-        let mut fds = HandedFds::default();
-        let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
-        let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
-            CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
-        })?;
-        Ok(Paused { exports, fds, since })
-    }
-
-    fn begin_resume(&mut self, answer: Answer<()>) {
-        self.list.iter_mut().for_each(Export::begin_resume);
-        self.hand_over = Some(HandOver::Resuming(answer));
-    }
-
-    fn take_over(
-        &mut self,
-        taken: Vec<(ExportSetup, ExportProgress)>,
-        mut fds: HandedFds,
-    ) -> anyhow::Result<()> {
-        assert!(self.list.is_empty(), "a process takes over before it has exports");
-        let now = Instant::now();
-        // All or none: those that are dropped here are still lent.
-        let exports = (self.next_id..)
-            .zip(taken)
-            .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));
-        self.list = exports.collect::<anyhow::Result<_>>()?;
-        self.next_id += self.list.len() as u64;
-        self.hand_over = Some(HandOver::Paused);
-        self.share_descriptors();
-        Ok(())
     }
 
     fn reserve(&mut self, specs: Vec<ExportSpec>, now: Instant) -> Result<(), CommandError> {

@@ -10,7 +10,7 @@ use device::Answer;
 
 use super::export::Export;
 use super::handed::{ExportProgress, HandedDisk, HandedExport, Paused};
-use super::order::{Answered, ExportSetup};
+use super::order::{Answered, ExportSetup, Order};
 use crate::command::{CommandError, DiskState, ExportState};
 use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
@@ -19,27 +19,37 @@ use crate::vhost_user::Session;
 /// How long queues may take to stop.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
-/// Where a hand-over is at. What would change exports waits for its end.
+/// Where a hand-over is at.
 pub(super) enum HandOver {
     /// Queues stop.
     Pausing { since: Instant, answer: Answer<Answered<Paused>> },
-    /// The other process may begin to serve.
+    /// They have stopped, and the other process has not said that it takes over.
     Paused,
+    /// Only the other process may serve, unless this one hears otherwise: it has told the other one
+    /// so, or takes over and is yet to be told.
+    Theirs,
     /// Queues start, here.
     Resuming(Answer<()>),
 }
 
 impl HandOver {
-    /// Whether the exports must stay as they are.
-    pub(super) fn holds(&self) -> bool {
-        matches!(self, Self::Pausing { .. } | Self::Paused)
+    /// Whether this order has to wait for the end of the hand-over. What ends exports ends the
+    /// hand-over first, for as long as they are this process's to end.
+    pub(super) fn holds(&self, order: &Order) -> bool {
+        match (self, order) {
+            (_, Order::HandOver(_)) => false,
+            (_, order) if order.changes_nothing() => false,
+            (Self::Pausing { .. } | Self::Paused, Order::Stop | Order::Abandon) => false,
+            (Self::Pausing { .. } | Self::Paused | Self::Theirs, _) => true,
+            (Self::Resuming(_), _) => false,
+        }
     }
 
     /// When it is given up.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Pausing { since, .. } => Some(*since + STOP_MAX),
-            Self::Paused | Self::Resuming(_) => None,
+            Self::Paused | Self::Theirs | Self::Resuming(_) => None,
         }
     }
 }

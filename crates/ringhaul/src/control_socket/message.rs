@@ -124,7 +124,7 @@ impl From<&CommandError> for Problem {
             | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
-            CommandError::Ending => Code::Ending,
+            CommandError::Ending | CommandError::HandedOver(_) => Code::Ending,
             CommandError::Failed(_) => Code::Failed,
         };
         Self::new(code, error.to_string())

@@ -1,8 +1,8 @@
 //! Exports that go from the daemon of one process to that of another.
 
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::{PoisonError, Weak};
 
 use anyhow::{Context, Result};
 
@@ -15,6 +15,7 @@ use crate::engines::choose;
 use crate::export::{Endpoint, EndpointState};
 use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
+use crate::settings::SettingsChange;
 use crate::spec::{DiskSpec, ExportSettings};
 use crate::takeover::format::Life;
 
@@ -24,8 +25,6 @@ pub(crate) struct Expected(Vec<(ExportSetup, String)>);
 /// Queues that stand still, until this is dropped.
 pub(crate) struct Standing<'a> {
     daemon: &'a Daemon,
-    /// Whoever connects to the control socket now is served by the one that goes on.
-    _clients: MutexGuard<'a, ()>,
 }
 
 impl Daemon {
@@ -43,9 +42,13 @@ impl Daemon {
         let (life, control) = self.life.get().context("it is too early for that")?;
         let control = control.as_ref().and_then(Weak::upgrade);
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
-        let changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let life = Life { changes, ..life.clone() };
+        let life = Life { changes: self.changes(), ..life.clone() };
         Ok((life, control.context("cannot hand over the control socket")?))
+    }
+
+    /// What was set since the start.
+    pub(crate) fn changes(&self) -> SettingsChange {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// How this process was started, and where its control socket is.
@@ -60,13 +63,6 @@ impl Daemon {
         Ok((life.clone(), path.context("there is no control socket to take over by")?.to_owned()))
     }
 
-    /// Waits for a while until another process has taken over, and returns its id.
-    pub(crate) fn wait_left(&self, wait: Duration) -> Option<u32> {
-        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.has_left.wait_timeout_while(left, wait, |left| left.is_none());
-        *waited.unwrap_or_else(PoisonError::into_inner).0
-    }
-
     /// Describes the exports for another process.
     ///
     /// # Errors
@@ -76,21 +72,17 @@ impl Daemon {
         self.control.describe()
     }
 
-    /// Waits until it is certain that this process goes on, and stays so until the result is
-    /// dropped.
-    pub(crate) fn clients(&self) -> MutexGuard<'_, ()> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Has all queues stop.
     ///
     /// # Errors
     ///
     /// When the exports are not those that were described, or do not stop. They go on then.
     pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
-        let clients = self.clients();
+        // Whoever connects to the control socket now is served by the one that goes on.
+        self.succession.open()?;
+        let standing = Standing { daemon: self };
         let paused = self.control.pause(generation)?;
-        Ok((Standing { daemon: self, _clients: clients }, paused))
+        Ok((standing, paused))
     }
 
     /// Opens what another process still serves.
@@ -155,13 +147,21 @@ impl Daemon {
 }
 
 impl Standing<'_> {
-    /// Leaves all of it to `process`. This one ends.
-    pub(crate) fn leave(self, process: u32) {
+    /// Leaves all of it to the other process when that hears it.
+    ///
+    /// # Errors
+    ///
+    /// When this one is to end what it serves.
+    pub(crate) fn commit(&self) -> Result<(), CommandError> {
+        self.daemon.control.commit()
+    }
+
+    /// Leaves all of it to `process`, which has heard so over `stream`. This one ends.
+    pub(crate) fn leave(self, process: u32, stream: UnixStream) {
+        let Daemon { succession, events, control, .. } = self.daemon;
         // Before the control thread says that it has nothing left.
-        let _ = self.daemon.events.send(Event::HandedOver(process));
-        *self.daemon.left.lock().unwrap_or_else(PoisonError::into_inner) = Some(process);
-        self.daemon.has_left.notify_all();
-        self.daemon.control.leave();
+        succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir))));
+        control.leave(process);
         // Nobody is served here any more.
         std::mem::forget(self);
     }
@@ -170,6 +170,7 @@ impl Standing<'_> {
 impl Drop for Standing<'_> {
     fn drop(&mut self) {
         self.daemon.control.resume();
+        self.daemon.succession.close();
     }
 }
 

@@ -59,6 +59,8 @@ pub(crate) struct Life {
 pub(super) struct Standstill {
     /// When the first queue was told to stop, in nanoseconds of CLOCK_MONOTONIC.
     pub(super) since_ns: u64,
+    /// What was set since the start: more than when the old process described itself, maybe.
+    pub(super) changes: SettingsChange,
     pub(super) exports: Vec<ExportProgress>,
 }
 

@@ -91,14 +91,17 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
 fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> Result<()> {
     talk.expect(PAUSE, OPEN_MAX)?;
     let (standing, paused) = daemon.pause(generation).map_err(CommandError::into_error)?;
-    let standstill = Standstill { since_ns: monotonic_ns(paused.since), exports: paused.exports };
+    let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
+    let standstill = Standstill { since_ns, changes, exports: paused.exports };
     talk.answer(&standstill, &paused.fds)?;
     drop(paused.fds);
     talk.expect(TAKE, TAKE_MAX)?;
+    let stream = talk.stream.try_clone()?;
+    standing.commit().map_err(CommandError::into_error)?;
     // From here on only the other process may serve, if it hears this.
     talk.answer(&json!({}), &HandedFds::default())?;
     notify::main_process(process);
-    standing.leave(process);
+    standing.leave(process, stream);
     Ok(())
 }
 

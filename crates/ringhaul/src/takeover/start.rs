@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use super::format::Life;
+use crate::command::CommandError;
 use crate::daemon::Daemon;
 
 /// How long the new process may take until it serves.
@@ -28,7 +29,7 @@ pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32> {
     let mut child = Started(Some(child));
     let end = Instant::now() + START_MAX;
     while Instant::now() < end {
-        if let Some(process) = daemon.wait_left(LOOK_INTERVAL) {
+        if let Some(process) = daemon.succession().wait_left(LOOK_INTERVAL) {
             if child.id() == Some(process) {
                 child.0 = None;
             }
@@ -38,9 +39,16 @@ pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32> {
             bail!("{} has not taken over: {status}; the log says why", binary.display());
         }
     }
-    let this_process_goes_on = daemon.clients();
-    drop(child);
-    drop(this_process_goes_on);
+    match daemon.succession().goes_on() {
+        Ok(_this_process) => drop(child),
+        Err(CommandError::HandedOver(process)) => {
+            if child.id() == Some(process) {
+                child.0 = None;
+            }
+            return Ok(process);
+        }
+        Err(error) => return Err(error.into_error()),
+    }
     bail!("{} has not taken over in {} s", binary.display(), START_MAX.as_secs())
 }
 

@@ -11,15 +11,17 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::format::{
-    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, Life, PAUSE, Standstill, TAKE,
+    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, Life, PAUSE, Request, Standstill, TAKE,
 };
 use super::wire::Receiver;
-use crate::command::CommandError;
+use crate::command::{Command, CommandError};
 use crate::control::handed::HandedExport;
 use crate::daemon::Daemon;
 use crate::daemon::hand_over::Expected;
 use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
+use crate::settings::SettingsChange;
+use crate::succession::{PASS_ON, PassedOn};
 
 /// How long the old process may take to answer while it serves, and to stop its queues.
 const ANSWER_MAX: Duration = Duration::from_secs(30);
@@ -27,7 +29,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(30);
 /// Another process, which this one takes over from. It goes on when this is dropped before
 /// [`take`](Self::take).
 pub(crate) struct Predecessor {
-    stream: UnixStream,
+    receiver: Receiver,
     version: String,
     process: u32,
     /// How it was started.
@@ -40,7 +42,7 @@ pub(crate) struct Predecessor {
 
 /// How it went.
 pub(crate) struct Taken {
-    stream: UnixStream,
+    receiver: Receiver,
     since_ns: u64,
     version: String,
     process: u32,
@@ -59,11 +61,12 @@ impl Predecessor {
         stream.set_read_timeout(Some(ANSWER_MAX))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let begin = serde_json::to_value(Begin { formats: FORMATS.to_vec(), version })?;
-        let asked = ask::<Description>(&stream, BEGIN, &begin);
+        let mut receiver = Receiver::new(stream);
+        let asked = ask::<Description>(&mut receiver, BEGIN, &begin);
         let (description, mut fds) = asked.with_context(asking)?;
         let Description { version, process, life, control, exports } = description;
         let control = control.map(|control| Endpoint::take_over(control, &mut fds)).transpose()?;
-        Ok(Self { stream, version, process, life, control, exports, fds })
+        Ok(Self { receiver, version, process, life, control, exports, fds })
     }
 
     /// Takes over, into a daemon that has no exports. Nothing is served when this returns, and
@@ -78,59 +81,99 @@ impl Predecessor {
         daemon: &Daemon,
         last: impl FnOnce() -> Result<T>,
     ) -> Result<(Taken, T)> {
-        let taken = self.try_take(daemon, last);
-        if let Err(error) = &taken {
-            let why = json!({ "why": format!("{error:#}") });
-            // It may have gone.
-            let _ = send(&self.stream, GIVE_UP, &why);
+        match self.try_take(daemon, last) {
+            Ok((exports, since_ns, result)) => {
+                let Self { receiver, version, process, .. } = self;
+                Ok((Taken { receiver, since_ns, version, process, exports }, result))
+            }
+            Err(error) => {
+                let why = json!({ "why": format!("{error:#}") });
+                // It may have gone.
+                let _ = send(self.receiver.stream(), GIVE_UP, &why);
+                Err(error)
+            }
         }
-        taken
     }
 
+    /// Returns how many exports there are, and since when their queues stand still.
     fn try_take<T>(
         &mut self,
         daemon: &Daemon,
         last: impl FnOnce() -> Result<T>,
-    ) -> Result<(Taken, T)> {
+    ) -> Result<(usize, u64, T)> {
         let handed = std::mem::take(&mut self.exports);
         let exports = handed.len();
         let expected: Expected =
             daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
         tracing::info!("ready to take over {exports} exports from process {}", self.process);
-        let paused = ask::<Standstill>(&self.stream, PAUSE, &Value::Null);
+        let paused = ask::<Standstill>(&mut self.receiver, PAUSE, &Value::Null);
         let (standstill, fds) = paused.context("the old process does not stop")?;
+        if standstill.changes != self.life.changes {
+            set(daemon, &standstill.changes)?;
+        }
         daemon.take_over(expected, standstill.exports, fds)?;
         let result = last()?;
         // Without a limit: whether it has heard must be known.
-        self.stream.set_read_timeout(None)?;
-        ask::<Value>(&self.stream, TAKE, &Value::Null)
+        self.receiver.stream().set_read_timeout(None)?;
+        ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
             .context("the old process has not said that it leaves")?;
-        let taken = Taken {
-            stream: self.stream.try_clone()?,
-            since_ns: standstill.since_ns,
-            version: self.version.clone(),
-            process: self.process,
-            exports,
-        };
-        Ok((taken, result))
+        Ok((exports, standstill.since_ns, result))
     }
 }
 
 impl Taken {
-    /// Serves.
-    pub(crate) fn go_on(self, daemon: &Daemon) {
+    /// Serves. What the old process still says is in the result.
+    pub(crate) fn go_on(self, daemon: &Daemon) -> LastWords {
         daemon.go_on();
         let now = clock_gettime(ClockId::Monotonic);
         let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
         let still = Duration::from_nanos(now.saturating_sub(self.since_ns));
-        let Self { version, process, exports, .. } = self;
+        let Self { receiver, version, process, exports, .. } = self;
         tracing::info!(
             "took over {exports} exports from process {process}, ringhaul {version}; queues stood \
              still for {:.1} ms",
             still.as_secs_f64() * 1e3
         );
-        drop(self.stream);
+        LastWords(receiver)
     }
+}
+
+/// What the old process passes on until it has ended, because it was asked for it too late.
+pub(crate) struct LastWords(Receiver);
+
+impl LastWords {
+    /// Calls `heed` for each, on a thread of its own.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(crate) fn listen(mut self, heed: impl Fn(PassedOn) + Send + 'static) -> Result<()> {
+        let listen = move || {
+            while let Ok(Some(line)) = self.0.line() {
+                match serde_json::from_slice::<Request>(&line) {
+                    Ok(Request { method, params, .. }) if method == PASS_ON => {
+                        match serde_json::from_value(params) {
+                            Ok(what) => heed(what),
+                            Err(error) => tracing::warn!("the old process asks for more: {error}"),
+                        }
+                    }
+                    _ => tracing::warn!("the old process says what is not understood"),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("ringhaul-heir".into()).spawn(listen);
+        thread.context("cannot start the thread that listens to the old process").map(drop)
+    }
+}
+
+/// Sets what was set in the old process.
+///
+/// # Errors
+///
+/// When it is out of its range here.
+pub(crate) fn set(daemon: &Daemon, changes: &SettingsChange) -> Result<()> {
+    let changed = daemon.handle(Command::Set(changes.clone()));
+    changed.map_err(CommandError::into_error).context("cannot set what was set before").map(drop)
 }
 
 fn send(mut stream: &UnixStream, method: &str, params: &Value) -> Result<()> {
@@ -140,12 +183,11 @@ fn send(mut stream: &UnixStream, method: &str, params: &Value) -> Result<()> {
 
 /// Asks for something, and waits for the answer with its descriptors.
 fn ask<T: DeserializeOwned>(
-    stream: &UnixStream,
+    receiver: &mut Receiver,
     method: &str,
     params: &Value,
 ) -> Result<(T, HandedFds)> {
-    send(stream, method, params)?;
-    let mut receiver = Receiver::new(stream);
+    send(receiver.stream(), method, params)?;
     let Some(line) = receiver.line().context("it says nothing")? else { bail!("it has hung up") };
     let mut answer: Value = serde_json::from_slice(&line)?;
     if let Some(why) = answer["error"]["message"].as_str() {

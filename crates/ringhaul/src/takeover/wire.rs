@@ -34,15 +34,19 @@ pub(super) fn send_fds<'fd>(
 }
 
 /// Answers, and the descriptors that come with them.
-pub(super) struct Receiver<'a> {
-    stream: &'a UnixStream,
+pub(super) struct Receiver {
+    stream: UnixStream,
     bytes: Vec<u8>,
     fds: VecDeque<OwnedFd>,
 }
 
-impl<'a> Receiver<'a> {
-    pub(super) fn new(stream: &'a UnixStream) -> Self {
+impl Receiver {
+    pub(super) fn new(stream: UnixStream) -> Self {
         Self { stream, bytes: Vec::new(), fds: VecDeque::new() }
+    }
+
+    pub(super) fn stream(&self) -> &UnixStream {
+        &self.stream
     }
 
     /// The next line that is not empty. `None`: the other side has hung up.
@@ -81,7 +85,7 @@ impl<'a> Receiver<'a> {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let slices = &mut [IoSliceMut::new(&mut buffer)];
         let received = loop {
-            match recvmsg(self.stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            match recvmsg(&self.stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
                 Err(rustix::io::Errno::INTR) => {}
                 received => break received?,
             }
@@ -119,7 +123,7 @@ mod tests {
             (&ours).write_all(b"two\n").unwrap();
             send_fds(&ours, events[500..].iter()).unwrap();
         });
-        let mut receiver = Receiver::new(&theirs);
+        let mut receiver = Receiver::new(theirs);
         let mut next = 1_u64;
         for (line, count) in [("one\n", 500), ("two\n", 100)] {
             assert_eq!(receiver.line().unwrap().unwrap(), line.as_bytes());

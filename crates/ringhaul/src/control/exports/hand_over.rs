@@ -1,0 +1,155 @@
+//! The hand-over of all exports to another process, or from one.
+
+use std::time::Instant;
+
+use device::{Answer, Pending};
+
+use super::{Exports, Then};
+use crate::command::{CommandError, ExportState};
+use crate::control::export::Export;
+use crate::control::hand_over::HandOver;
+use crate::control::handed::{Described, ExportProgress, Paused};
+use crate::control::order::{ExportSetup, HandOverOrder};
+use crate::handed_fds::HandedFds;
+
+impl Exports {
+    pub(super) fn hand_over(&mut self, order: HandOverOrder, now: Instant) -> Then {
+        match order {
+            HandOverOrder::Describe(answer) => answer.send(self.describe()),
+            HandOverOrder::Pause(_, answer) if self.hand_over.is_some() => {
+                answer.send(Err(CommandError::HandingOver));
+            }
+            HandOverOrder::Pause(generation, answer) if generation != self.generation => {
+                answer.send(Err(CommandError::Changed));
+            }
+            HandOverOrder::Pause(_, answer) => {
+                self.list.iter_mut().for_each(Export::begin_pause);
+                self.hand_over = Some(HandOver::Pausing { since: now, answer });
+            }
+            HandOverOrder::Commit(answer) => answer.send(self.commit()),
+            // It was given up.
+            HandOverOrder::Resume(answer) if !self.is_paused() => answer.send(()),
+            HandOverOrder::Resume(answer) => self.begin_resume(answer),
+            HandOverOrder::TakeOver(taken, fds, answer) => answer.send(self.take_over(taken, fds)),
+            HandOverOrder::Leave => {
+                // The end of the process closes all of it. Dropping it would end what goes on.
+                std::mem::forget(std::mem::take(&mut self.list));
+                return Then::End;
+            }
+        }
+        Then::GoOn
+    }
+
+    fn describe(&self) -> Result<Described, CommandError> {
+        let mut fds = HandedFds::default();
+        if self.hand_over.is_some() {
+            return Err(CommandError::HandingOver);
+        }
+        if self.stopping.is_some() {
+            return Err(CommandError::Ending);
+        }
+        if let Some((spec, _)) = self.opening.first() {
+            return Err(CommandError::Busy(spec.name(), ExportState::Opening));
+        }
+        if let Some(closing) = self.closing.first() {
+            return Err(CommandError::Busy(closing.status.name(), ExportState::Stopping));
+        }
+        let exports = self.list.iter().map(|export| export.describe(&mut fds));
+        let exports = exports.collect::<Result<_, _>>()?;
+        Ok(Described { exports, fds, generation: self.generation })
+    }
+
+    /// Continues with a hand-over for as long as nothing has to be waited for.
+    pub(super) fn continue_hand_over(&mut self, now: Instant) {
+        let is_over = |hand_over: &HandOver| hand_over.deadline().is_some_and(|end| now >= end);
+        let is_late = self.hand_over.as_ref().is_some_and(is_over);
+        match self.hand_over.take() {
+            Some(HandOver::Pausing { since, answer }) => {
+                if self.list.iter().all(Export::has_paused) {
+                    let paused = self.paused(since);
+                    if paused.is_ok() {
+                        self.hand_over = Some(HandOver::Paused);
+                    } else {
+                        self.begin_resume(Pending::new().0);
+                    }
+                    answer.send(paused);
+                } else if is_late {
+                    let left = self.list.iter().filter(|export| !export.has_paused());
+                    let left =
+                        left.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
+                    let left: Vec<String> = left.collect();
+                    answer.send(Err(CommandError::NotPaused(left.join(", "))));
+                    self.begin_resume(Pending::new().0);
+                } else {
+                    self.hand_over = Some(HandOver::Pausing { since, answer });
+                }
+            }
+            Some(HandOver::Resuming(answer)) => {
+                if self.list.iter().all(Export::has_resumed) {
+                    answer.send(());
+                } else {
+                    self.hand_over = Some(HandOver::Resuming(answer));
+                }
+            }
+            other => self.hand_over = other,
+        }
+    }
+
+    fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
+        let mut fds = HandedFds::default();
+        let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
+        let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
+            CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
+        })?;
+        Ok(Paused { exports, fds, since })
+    }
+
+    /// Leaves the exports to the other process, unless that was given up.
+    fn commit(&mut self) -> Result<(), CommandError> {
+        if !matches!(self.hand_over, Some(HandOver::Paused)) {
+            return Err(CommandError::Ending);
+        }
+        self.hand_over = Some(HandOver::Theirs);
+        Ok(())
+    }
+
+    fn is_paused(&self) -> bool {
+        matches!(self.hand_over, Some(HandOver::Paused | HandOver::Theirs))
+    }
+
+    /// Has the exports go on here, where they are about to stop.
+    pub(super) fn give_up_hand_over(&mut self) {
+        match self.hand_over.take() {
+            Some(HandOver::Pausing { answer, .. }) => answer.send(Err(CommandError::Ending)),
+            Some(HandOver::Paused) => {}
+            other => {
+                self.hand_over = other;
+                return;
+            }
+        }
+        self.begin_resume(Pending::new().0);
+    }
+
+    fn begin_resume(&mut self, answer: Answer<()>) {
+        self.list.iter_mut().for_each(Export::begin_resume);
+        self.hand_over = Some(HandOver::Resuming(answer));
+    }
+
+    fn take_over(
+        &mut self,
+        taken: Vec<(ExportSetup, ExportProgress)>,
+        mut fds: HandedFds,
+    ) -> anyhow::Result<()> {
+        assert!(self.list.is_empty(), "a process takes over before it has exports");
+        let now = Instant::now();
+        // All or none: those that are dropped here are still lent.
+        let exports = (self.next_id..)
+            .zip(taken)
+            .map(|(id, export)| Export::take_over(export, id, &self.waker, &mut fds, now));
+        self.list = exports.collect::<anyhow::Result<_>>()?;
+        self.next_id += self.list.len() as u64;
+        self.hand_over = Some(HandOver::Theirs);
+        self.share_descriptors();
+        Ok(())
+    }
+}

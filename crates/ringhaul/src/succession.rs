@@ -1,0 +1,239 @@
+//! Who goes on with what this process has: this one or, after a takeover, another one.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::command::CommandError;
+
+/// The method by which the process that has left passes on what it is asked to do.
+pub(crate) const PASS_ON: &str = "takeover.pass-on";
+
+/// Who goes on.
+#[derive(Default)]
+pub(crate) struct Succession {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+enum State {
+    /// This process, which makes so many changes that another one would not hear of.
+    Ours { changes: usize },
+    /// Queues stand still, and another process may take over. These changes are made then.
+    Open { asked: Vec<(PassedOn, Begin)> },
+    /// Another one.
+    Theirs(Arc<Heir>),
+}
+
+/// Begins a change.
+type Begin = Box<dyn FnOnce(Changing) + Send>;
+
+impl Default for State {
+    fn default() -> Self {
+        Self::Ours { changes: 0 }
+    }
+}
+
+/// A change, which ends with this. No other process takes over before.
+pub(crate) struct Changing(Arc<Succession>);
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        if let State::Ours { changes } = &mut *self.0.lock() {
+            *changes -= 1;
+        }
+    }
+}
+
+/// The process that has taken over.
+pub(crate) struct Heir {
+    pub(crate) process: u32,
+    stream: UnixStream,
+}
+
+/// What a process that has left passes on: whoever has asked for it was not told that he has to ask
+/// another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum PassedOn {
+    /// To end.
+    End,
+    /// To read the configuration file again.
+    Reload,
+}
+
+/// This process goes on for as long as this is there.
+pub(crate) struct GoesOn<'a>(#[expect(dead_code, reason = "it is held")] MutexGuard<'a, State>);
+
+impl Succession {
+    /// Waits until it is certain that this process goes on.
+    ///
+    /// # Errors
+    ///
+    /// When it does not.
+    pub(crate) fn goes_on(&self) -> Result<GoesOn<'_>, CommandError> {
+        let is_open = |state: &mut State| matches!(state, State::Open { .. });
+        let state = self.changed.wait_while(self.lock(), is_open);
+        let state = state.unwrap_or_else(PoisonError::into_inner);
+        match &*state {
+            State::Theirs(heir) => Err(CommandError::HandedOver(heir.process)),
+            State::Ours { .. } | State::Open { .. } => Ok(GoesOn(state)),
+        }
+    }
+
+    /// From now on another process may take over, until this is [closed](Self::close).
+    ///
+    /// # Errors
+    ///
+    /// When that holds for one already, or something is changing.
+    pub(crate) fn open(&self) -> Result<(), CommandError> {
+        let mut state = self.lock();
+        match &*state {
+            State::Ours { changes: 0 } => *state = State::Open { asked: Vec::new() },
+            State::Ours { .. } => return Err(CommandError::Changed),
+            State::Open { .. } => return Err(CommandError::HandingOver),
+            State::Theirs(heir) => return Err(CommandError::HandedOver(heir.process)),
+        }
+        Ok(())
+    }
+
+    /// This process goes on, unless another one has taken over.
+    pub(crate) fn close(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let State::Open { asked } = &mut *state else { return };
+        let asked = std::mem::take(asked);
+        *state = State::Ours { changes: asked.len() };
+        drop(state);
+        self.changed.notify_all();
+        asked.into_iter().for_each(|(_, begin)| begin(Changing(Arc::clone(self))));
+    }
+
+    /// This process has taken over, which says so at the other end. `tell` is called before
+    /// anything is passed on.
+    pub(crate) fn leave(&self, process: u32, stream: UnixStream, tell: impl FnOnce(Arc<Heir>)) {
+        let heir = Arc::new(Heir { process, stream });
+        let mut state = self.lock();
+        tell(Arc::clone(&heir));
+        if let State::Open { asked } = &*state {
+            asked.iter().for_each(|(what, _)| heir.pass_on(*what));
+        }
+        *state = State::Theirs(heir);
+        self.changed.notify_all();
+    }
+
+    /// Waits for a while until another process has taken over, and returns its id.
+    pub(crate) fn wait_left(&self, wait: Duration) -> Option<u32> {
+        let has_not = |state: &mut State| !matches!(state, State::Theirs(_));
+        let waited = self.changed.wait_timeout_while(self.lock(), wait, has_not);
+        match &*waited.unwrap_or_else(PoisonError::into_inner).0 {
+            State::Theirs(heir) => Some(heir.process),
+            State::Ours { .. } | State::Open { .. } => None,
+        }
+    }
+
+    /// Calls `here`, unless another process has taken over, to which this is passed on. None takes
+    /// over meanwhile.
+    pub(crate) fn here_or_there(&self, what: PassedOn, here: impl FnOnce()) {
+        match &*self.lock() {
+            State::Theirs(heir) => heir.pass_on(what),
+            State::Ours { .. } | State::Open { .. } => here(),
+        }
+    }
+
+    /// Calls `begin` when it is certain that this process goes on; if it does not, this is passed
+    /// on.
+    pub(crate) fn change(
+        self: &Arc<Self>,
+        what: PassedOn,
+        begin: impl FnOnce(Changing) + Send + 'static,
+    ) {
+        let mut state = self.lock();
+        match &mut *state {
+            State::Ours { changes } => *changes += 1,
+            State::Open { asked } => return asked.push((what, Box::new(begin))),
+            State::Theirs(heir) => return heir.pass_on(what),
+        }
+        drop(state);
+        begin(Changing(Arc::clone(self)));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Heir {
+    /// Has it do what this process was asked to do.
+    pub(crate) fn pass_on(&self, what: PassedOn) {
+        let Self { process, stream } = self;
+        let line = json!({ "jsonrpc": "2.0", "method": PASS_ON, "params": what });
+        match (&*stream).write_all(format!("{line}\n").as_bytes()) {
+            Ok(()) => tracing::info!("passed on to process {process}, which has taken over"),
+            Err(error) => tracing::warn!(
+                "cannot pass it on to process {process}, which has taken over: {error}; ask that \
+                 one"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_waits_learns_who_goes_on() {
+        let succession = Arc::new(Succession::default());
+        let (asked, begun) = mpsc::channel();
+        let ask = |number: u32| {
+            let asked = asked.clone();
+            let begin = move |changing| asked.send((number, changing)).unwrap();
+            succession.change(PassedOn::Reload, begin);
+        };
+        ask(1);
+        let (number, changing) = begun.try_recv().unwrap();
+        assert!(number == 1 && matches!(succession.open(), Err(CommandError::Changed)));
+        drop(changing);
+        succession.open().unwrap();
+        assert!(matches!(succession.open(), Err(CommandError::HandingOver)));
+        ask(2);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| succession.goes_on().is_ok());
+            assert!(begun.try_recv().is_err(), "another process may take over");
+            succession.close();
+            assert!(waits.join().unwrap(), "it was given up");
+        });
+        let (number, changing) = begun.try_recv().unwrap();
+        assert!(number == 2 && matches!(succession.open(), Err(CommandError::Changed)));
+        drop(changing);
+
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        succession.open().unwrap();
+        ask(3);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| succession.goes_on().is_ok());
+            assert_eq!(succession.wait_left(Duration::ZERO), None);
+            succession.leave(7, ours, |heir| assert_eq!(heir.process, 7));
+            assert!(!waits.join().unwrap(), "another process has taken over");
+        });
+        assert_eq!(succession.wait_left(Duration::ZERO), Some(7));
+        // Too late to change that.
+        succession.close();
+        assert!(matches!(succession.open(), Err(CommandError::HandedOver(7))));
+        ask(4);
+        succession.here_or_there(PassedOn::End, || panic!("it is passed on"));
+        drop(succession);
+        let lines: Vec<String> = BufReader::new(theirs).lines().map(Result::unwrap).collect();
+        assert!(begun.try_recv().is_err() && lines.len() == 3, "{lines:?}");
+        for (line, what) in lines.iter().zip(["reload", "reload", "end"]) {
+            assert!(line.contains(&format!(r#""params":"{what}""#)), "{line}");
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! What a daemon is asked to do while another process takes over from it.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, Scene};
+use ringhaul_kit::frontend::{Frontend, Setup};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+use crate::{DISK_BYTES, scene};
+
+/// A process for which the queues of the daemon stand still.
+fn heir(scene: &Scene) -> Result<Client> {
+    let mut heir = Client::new(scene)?;
+    heir.begin()?;
+    let paused = heir.ask("takeover.pause", &json!({}))?;
+    ensure!(paused["error"].is_null(), "{paused}");
+    Ok(heir)
+}
+
+fn why(answer: &Value) -> Result<&str> {
+    answer["error"]["message"].as_str().with_context(|| format!("it was not refused: {answer}"))
+}
+
+/// The old process ends, and has not left anything to the other one.
+#[test]
+fn a_daemon_that_is_to_end_gives_its_takeover_up() -> Result<()> {
+    for by_signal in [true, false] {
+        let scene = scene()?;
+        let mut daemon = Running::serve(&mut begin(&scene)?)?;
+        let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+        check(&mut frontend, 1)?;
+        let mut asks = Client::new(&scene)?;
+        let mut heir = heir(&scene)?;
+        if by_signal {
+            daemon.signal(Signal::TERM)?;
+        } else {
+            asks.send("shutdown", &json!({}))?;
+        }
+        daemon.wait_for("finishing requests, then ending")?;
+        ensure!(frontend.channel.receive()?.is_none(), "the export goes on");
+        // The daemon may have ended by now.
+        let taken = heir.ask("takeover.take", &json!({}));
+        ensure!(taken.as_ref().map_or(true, |taken| why(taken).is_ok()), "{taken:?}");
+        daemon.finish()?.expect_code(0)?;
+        for name in ["vm.sock", "control"] {
+            ensure!(!scene.socket(name).exists(), "{name} is left behind");
+        }
+    }
+    Ok(())
+}
+
+/// Whoever serves in the end is told, whenever it comes.
+#[test]
+fn a_daemon_that_is_to_end_ends_whoever_takes_over() -> Result<()> {
+    let scene = scene()?;
+    let (mut passed_on, mut given_up) = (0, 0);
+    for delay in 0..16 {
+        let mut old = Running::serve(&mut begin(&scene)?)?;
+        let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+        check(&mut frontend, 1)?;
+        let mut new = Running::start(&mut taking_over(&scene)?)?;
+        new.wait_for("ready to take over")?;
+        std::thread::sleep(Duration::from_micros(500 * delay));
+        // It fails when that has ended.
+        let _ = old.signal(Signal::TERM);
+        let old = old.finish()?.expect_code(0)?.stderr;
+        if old.contains("has taken over") && !old.contains("passed on") {
+            // It had ended, or was about to, and nobody has heard of the signal.
+            ensure!(!old.contains("SIGTERM"), "the signal is lost: {old}");
+            new.signal(Signal::TERM)?;
+        }
+        passed_on += u32::from(old.contains("passed on"));
+        let gives_up = !old.contains("has taken over");
+        given_up += u32::from(gives_up);
+        new.finish()?.expect_code(if gives_up { 2 } else { 0 })?;
+        for name in ["vm.sock", "control"] {
+            ensure!(!scene.socket(name).exists(), "{name} is left behind");
+        }
+    }
+    eprintln!("of 16 takeovers, {given_up} were given up, and {passed_on} signals passed on");
+    Ok(())
+}
+
+#[test]
+fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let (disk, more) = (scene.disk("more.img", DISK_BYTES)?, scene.socket("more.sock"));
+    let add = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });
+    let set = json!({ "poll-max-us": 7 });
+    let client = || Client::new(&scene);
+    let mut asks = [(client()?, "export.add", &add), (client()?, "set", &set)];
+    let mut other = client()?;
+
+    let given_up = heir(&scene)?;
+    for (client, method, params) in &mut asks {
+        client.send(method, params)?;
+    }
+    // Others do not wait for them.
+    let exports = other.ask("export.list", &json!({}))?;
+    ensure!(exports["result"].as_array().is_some_and(|all| all.len() == 1), "{exports}");
+    drop(given_up);
+    daemon.wait_for("does not take over")?;
+    for (client, method, _) in &mut asks {
+        let done = client.answer()?;
+        ensure!(done["error"].is_null(), "{method}: {done}");
+    }
+
+    // What is set before the queues stand still goes along, and what comes later is refused.
+    let mut heir = Client::new(&scene)?;
+    let described = heir.begin()?;
+    ensure!(described["result"]["says"]["life"]["changes"]["poll-max-us"] == 7, "{described}");
+    other.ask("set", &json!({ "poll-budget": 3 }))?;
+    let paused = heir.ask("takeover.pause", &json!({}))?;
+    let changes = &paused["result"]["says"]["changes"];
+    ensure!(changes["poll-max-us"] == 7 && changes["poll-budget"] == 3, "{paused}");
+    for (client, method, params) in &mut asks {
+        client.send(method, params)?;
+    }
+    heir.ask("takeover.take", &json!({}))?;
+    for (client, method, _) in &mut asks {
+        let refused = client.answer()?;
+        ensure!(why(&refused)?.contains("has taken the exports over"), "{method}: {refused}");
+    }
+    daemon.wait_for("has taken over")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// The new process knows what was set while it was opening the exports.
+#[test]
+fn what_is_set_during_a_takeover_holds() -> Result<()> {
+    let scene = scene()?;
+    let mut old = Running::serve(&mut begin(&scene)?)?;
+    let mut client = Client::new(&scene)?;
+    let mut new = Running::start(&mut taking_over(&scene)?)?;
+    old.wait_for("wants to take over")?;
+    let mut set = 0;
+    for value in 1..1000 {
+        match client.ask("set", &json!({ "poll-max-us": value })) {
+            Ok(answer) if answer["error"].is_null() => set = value,
+            _ => break,
+        }
+    }
+    new.wait_for(TAKEN)?;
+    old.finish()?.expect_code(0)?;
+    let now = Client::new(&scene)?.ask("set", &json!({}))?;
+    ensure!(now["result"]["poll-max-us"] == set, "{set} was set last, and {now} holds");
+    eprintln!("{set} times set");
+    Ok(())
+}
