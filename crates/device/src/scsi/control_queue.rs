@@ -1,7 +1,10 @@
 //! Task management (virtio 1.3, section 5.6.6.2; SAM-6, chapter 7).
 
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
 
 use iomem::Buffers;
 use virtio_bindings::virtio_scsi::{
@@ -31,9 +34,23 @@ const FUNCTION_BYTES: usize = 24;
 /// Of a request about asynchronous notification: type, LUN, events.
 const NOTIFICATION_BYTES: usize = 16;
 
+/// Task management functions of a device that are carried out at a time. Each looks at all tasks,
+/// and each task keeps who waits for it: a control queue that is full of them would take gigabytes.
+pub(super) const FUNCTIONS_MAX: usize = 8;
+
 /// What serves the control queue.
 pub(crate) struct Control {
     device: ScsiDevice,
+    turns: Turns,
+}
+
+/// Functions have their turn in the order in which they come.
+#[derive(Default)]
+struct Turns {
+    came: Cell<usize>,
+    ended: Cell<usize>,
+    /// By how many came before.
+    waiting: RefCell<BTreeMap<usize, Waker>>,
 }
 
 /// Why a request is not carried out.
@@ -48,7 +65,7 @@ enum ControlError {
 impl Control {
     pub(crate) fn new(device: &ScsiDevice) -> Self {
         device.queues().begin();
-        Self { device: device.clone() }
+        Self { device: device.clone(), turns: Turns::default() }
     }
 
     /// Answers in bytes: those of the response.
@@ -74,6 +91,7 @@ impl Control {
         let [f0, f1, f2, f3, l0, l1, l2, l3, l4, l5, l6, l7, tag @ ..] = bytes;
         let function = u32::from_le_bytes([f0, f1, f2, f3]);
         let tag = u64::from_le_bytes(tag);
+        let _turn = self.turns.next().await;
         let Address::Unit(address) = Address::parse([l0, l1, l2, l3, l4, l5, l6, l7]) else {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         };
@@ -118,6 +136,38 @@ impl Control {
         poll_fn(|cx| covered.poll(cx)).await;
         self.device.units().tell_target(target, Sense::NEXUS_LOST);
         answer(covered.has_lost())
+    }
+}
+
+impl Turns {
+    /// Waits until it is the turn of one more, which lasts until the result is dropped.
+    async fn next(&self) -> Turn<'_> {
+        let before = self.came.get();
+        self.came.set(before + 1);
+        poll_fn(|cx| self.poll(before, cx)).await;
+        Turn(self)
+    }
+
+    fn poll(&self, before: usize, cx: &Context<'_>) -> Poll<()> {
+        if before < self.ended.get() + FUNCTIONS_MAX {
+            return Poll::Ready(());
+        }
+        self.waiting.borrow_mut().insert(before, cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// A function is carried out.
+struct Turn<'a>(&'a Turns);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let Turns { ended, waiting, .. } = self.0;
+        let next = waiting.borrow_mut().remove(&(ended.get() + FUNCTIONS_MAX));
+        ended.set(ended.get() + 1);
+        if let Some(next) = next {
+            next.wake();
+        }
     }
 }
 

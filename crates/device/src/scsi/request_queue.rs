@@ -4,6 +4,8 @@
 use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
+#[cfg(test)]
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockio::{Disk, Io};
 
@@ -141,5 +143,21 @@ impl RequestQueues {
             })
         });
         waiting
+    }
+}
+
+#[cfg(test)]
+impl RequestQueues {
+    /// The most that somebody waits for the tasks of a queue, when all queues have looked.
+    pub(crate) fn awaited(&self) -> Arc<AtomicUsize> {
+        let awaited = Arc::<AtomicUsize>::default();
+        self.0.tell_each(|| {
+            let awaited = Arc::clone(&awaited);
+            Box::new(move |queue| {
+                let here = queue.map_or(0, |queue| queue.tasks.awaited());
+                awaited.fetch_max(here, Ordering::Relaxed);
+            })
+        });
+        awaited
     }
 }

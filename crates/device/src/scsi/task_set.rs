@@ -248,6 +248,16 @@ impl Tasks {
     }
 }
 
+#[cfg(test)]
+impl Tasks {
+    /// How often somebody waits for a task, or for a chain that nobody has popped.
+    pub(crate) fn awaited(&self) -> usize {
+        let tasks = self.tasks.borrow();
+        let waiting = tasks.iter().flatten().filter_map(|task| task.waiting.as_ref());
+        waiting.map(|waiting| waiting.len()).sum::<usize>() + self.covers.borrow().len()
+    }
+}
+
 impl Task {
     fn add(&mut self, how: How, left: &Left) {
         left.0.found.fetch_add(1, Ordering::Relaxed);

@@ -16,6 +16,7 @@ use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
 
 mod again;
+mod functions;
 mod handed;
 mod reports;
 mod sharing;

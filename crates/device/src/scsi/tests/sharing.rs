@@ -116,7 +116,7 @@ impl Control {
         Self { scene, _queue: queue }
     }
 
-    fn begin(&mut self, function: u32) {
+    pub(super) fn begin(&mut self, function: u32) {
         let mut request = vec![0; 24];
         request[4..8].copy_from_slice(&function.to_le_bytes());
         request[8..16].copy_from_slice(&UNIT.bytes());
@@ -126,7 +126,7 @@ impl Control {
     }
 
     /// The response, if there is one after a turn of all.
-    fn turn(&mut self, others: &[&Scene]) -> Option<u8> {
+    pub(super) fn turn(&mut self, others: &[&Scene]) -> Option<u8> {
         self.scene.turn(1);
         others.iter().for_each(|other| other.turn(1));
         self.scene.driver.take_used()?;
@@ -141,7 +141,7 @@ impl Control {
         self.end(others)
     }
 
-    fn end(&mut self, others: &[&Scene]) -> u8 {
+    pub(super) fn end(&mut self, others: &[&Scene]) -> u8 {
         let start = Instant::now();
         loop {
             if let Some(response) = self.turn(others) {
