@@ -125,8 +125,7 @@ pub(crate) struct Queue {
     broken: Cell<bool>,
     /// Nothing is popped: the ring is bad, or the lists of another chain have no room.
     halted: Cell<bool>,
-    /// An answer takes more than to push it: long lists end, somebody waits for it, or each has a
-    /// notify of its own.
+    /// An answer takes more than to push it: somebody waits for it, or each has its own notify.
     answers_slowly: Cell<bool>,
     in_order: InOrder,
     /// Requests look whether they may use the disk.
@@ -245,28 +244,32 @@ impl Queue {
 
     /// Counts the lists of a chain that was popped.
     #[inline]
-    pub(crate) fn count_lists(&self, chain: &Chain) {
+    pub(crate) fn count_lists(&self, chain: &mut Chain) {
         if Lists::are_long(chain) {
             self.lists.add(chain);
-            self.answers_slowly.set(true);
             self.set_halted();
         }
     }
 
-    /// Halts while there is no room. When a chain of this queue is answered, its task continues.
-    fn set_halted(&self) {
+    /// Halts while there is no room. When a chain of this queue is answered, its task looks again.
+    #[cold]
+    fn set_halted(&self) -> bool {
         let has_room = self.lists.has_room();
-        self.halted.set(self.broken.get() || !has_room);
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
+        self.halted.set(self.broken.get() || !has_room);
+        self.halted.get()
+    }
+
+    /// Whether nothing is popped now.
+    #[inline]
+    fn is_halted(&self) -> bool {
+        self.halted.get() && self.set_halted()
     }
 
     /// The next chain; `None` when there is none, no room for one, or the ring is bad.
     #[inline]
     pub(crate) fn pop(&self) -> Result<Option<Chain>, QueueError> {
-        if self.halted.get() {
-            return Ok(None);
-        }
-        self.ring.borrow_mut().pop()
+        if self.is_halted() { Ok(None) } else { self.ring.borrow_mut().pop() }
     }
 
     /// Whether an earlier process has seen the chain with this head, which is not answered: it may
@@ -297,11 +300,9 @@ impl Queue {
     #[cold]
     fn push_slowly(&self, head: u16, written_bytes: u32) {
         self.in_order.push(&mut self.ring.borrow_mut(), head, written_bytes);
-        let has_lists = self.lists.remove(head);
-        self.set_halted();
         let is_awaited = self.fence.answered(head, self.not_done());
         let is_usual = self.notify_batch && !self.in_order.is_on();
-        self.answers_slowly.set(has_lists || is_awaited || !is_usual);
+        self.answers_slowly.set(is_awaited || !is_usual);
         if !self.notify_batch {
             self.notify();
         }
@@ -322,7 +323,7 @@ impl Queue {
         // The first chain after a call is to be seen when it comes.
         let fresh = runs.awaits_driver();
         // A bad ring is found out by the pop.
-        let available = if self.halted.get() { 0 } else { ring.available(fresh).unwrap_or(1) };
+        let available = if self.is_halted() { 0 } else { ring.available(fresh).unwrap_or(1) };
         if available > 0 {
             // What completes meanwhile is no work of the driver.
             runs.wakes(clock::now);
@@ -479,7 +480,7 @@ impl Source for Queue {
     }
 
     fn arm(&self, now: Instant) -> Armed {
-        if self.halted.get() || self.stopping.get() {
+        if self.is_halted() || self.stopping.get() {
             Armed::Full
         } else if self.ring.borrow_mut().enable_kicks() {
             Armed::HasWork
@@ -494,6 +495,6 @@ impl Source for Queue {
     }
 
     fn has_work(&self) -> bool {
-        !self.halted.get() && !self.stopping.get() && self.ring.borrow().has_available()
+        !self.is_halted() && !self.stopping.get() && self.ring.borrow().has_available()
     }
 }

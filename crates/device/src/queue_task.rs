@@ -100,9 +100,9 @@ fn run<F: Future<Output = ()>>(
             break queue.has_work();
         }
         match queue.pop() {
-            Ok(Some(chain)) => {
+            Ok(Some(mut chain)) => {
                 popped += 1;
-                queue.count_lists(&chain);
+                queue.count_lists(&mut chain);
                 requests.spawn(cx, serve(chain));
                 if run.publishes_each {
                     queue.publish_early();
@@ -380,6 +380,30 @@ mod tests {
         let _ = scene.wait(&handle.begin_stop());
     }
 
+    /// A driver that breaks the rules harms nobody but itself.
+    #[test]
+    fn a_chain_with_many_buffers_may_come_again_before_it_is_answered() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let head = scene.offer(&[Desc::writable(DATA, 8); 20]);
+        let again = scene.driver.ring().avail_idx();
+        scene
+            .memory
+            .write(RING.avail_ring + 4 + 2 * u64::from(again), &head.to_le_bytes())
+            .unwrap();
+        scene.driver.ring().put_avail_idx(again + 1);
+        scene.offer_nothing();
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 2);
+        assert_eq!(scene.thread.io().stats().lists.bytes.get(), 2 * 20 * 16);
+        gate.open();
+        scene.turn(10);
+        assert_eq!(scene.thread.io().stats().lists.bytes.get(), 0);
+        assert_eq!(scene.wait(&handle.begin_stop()), 2);
+        assert_eq!(scene.driver.ring().used_idx(), 2);
+    }
+
     /// Answers chains when their turn in a list has come.
     struct Shuffled(Rc<Gate>, Vec<u16>);
 
@@ -419,14 +443,18 @@ mod tests {
 
     #[test]
     fn a_queue_whose_ring_is_bad_says_so_and_stops_when_it_is_told() {
+        // As if more chains were there than the ring has room for, or one was taken back.
+        [1000, 0].into_iter().for_each(check_that_a_bad_ring_is_told);
+    }
+
+    fn check_that_a_bad_ring_is_told(avail_idx: u16) {
         let mut scene = Scene::new();
         let gate = Rc::new(Gate::default());
         gate.open();
         let handle = scene.start(Gated(gate));
         scene.offer(&buffer());
         assert_eq!(scene.answer().bytes, 7);
-        // As if more chains were there than the ring has room for.
-        scene.driver.ring().put_avail_idx(1000);
+        scene.driver.ring().put_avail_idx(avail_idx);
         scene.offer_nothing();
         scene.turn(10);
         let heard = scene.events.take();

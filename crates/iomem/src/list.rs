@@ -1,5 +1,7 @@
 //! One list of ranges of shared memory.
 
+use std::any::Any;
+
 use libc::iovec;
 
 use crate::copy::{copy_across, copy_in, copy_out, zero};
@@ -291,6 +293,11 @@ impl Buffers {
             unsafe { zero(start, len) };
         });
         self.wrote_at(offset, len);
+    }
+
+    /// Keeps `kept` until the list is dropped, and all that are made of it.
+    pub fn keep(&mut self, kept: impl Any) {
+        self.memory = self.memory.keeping(kept);
     }
 
     /// Another list of the same memory.

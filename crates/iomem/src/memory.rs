@@ -55,6 +55,13 @@ impl Memory {
         Self(Rc::new(Shared { spare: RefCell::default(), log: Some(log), _owner: Box::new(owner) }))
     }
 
+    /// The same memory, whose lists also keep `kept`.
+    pub(crate) fn keeping(&self, kept: impl Any) -> Self {
+        let owner: Box<dyn Any> = Box::new((self.clone(), kept));
+        let log = self.0.log.clone();
+        Self(Rc::new(Shared { spare: RefCell::default(), log, _owner: owner }))
+    }
+
     /// Memory for lists without ranges.
     pub(crate) fn none() -> Self {
         thread_local! {

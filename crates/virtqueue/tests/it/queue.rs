@@ -255,6 +255,30 @@ fn an_avail_idx_too_far_ahead_is_an_error() {
     pop(&mut queue);
 }
 
+/// What has been seen is taken: an avail idx that takes it back is no fewer chains, but a bad ring.
+#[test]
+fn an_avail_idx_that_goes_back_is_an_error() {
+    for start in [0_u16, 0xfffe] {
+        for back in 1..4 {
+            let mut ring = new_ring(8, false);
+            ring.config.next_avail = start;
+            ring.set_avail_idx(start);
+            for head in 0..4 {
+                ring.chain(head, &BUFFER);
+            }
+            let mut queue = ring.queue();
+            assert_eq!(pop(&mut queue).head, 0);
+            assert_eq!(queue.available(true), Ok(3));
+            let avail_idx = start.wrapping_add(4 - back);
+            ring.set_avail_idx(avail_idx);
+            let error = queue.available(true).expect_err("it went back");
+            let next_avail = start.wrapping_add(4);
+            assert_eq!(error, QueueError::AvailIndex { avail_idx, next_avail, size: 8 });
+            assert_eq!(queue.available_now(), 0);
+        }
+    }
+}
+
 #[test]
 fn more_chains_than_the_queue_has_entries_are_an_error() {
     let mut ring = new_ring(4, false);
