@@ -339,7 +339,7 @@ impl Device {
         let is_one = |source: &DiskSource| source.engine_on(io) == Some(EngineKind::IoUring);
         match self {
             Self::Blk(blk) => is_one(blk.source()),
-            Self::Scsi(scsi) => scsi.sources().iter().any(is_one),
+            Self::Scsi(scsi) => scsi.has_disk(is_one),
         }
     }
 

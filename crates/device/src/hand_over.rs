@@ -55,11 +55,15 @@ impl Device {
             Self::Scsi(scsi) => scsi,
         };
         let (mut units, mut files) = (Vec::new(), Vec::new());
-        for (UnitAddress { target, lun }, unit) in scsi.units().all() {
-            let (access, file) = unit.access.hand_over()?;
-            units.push(UnitState { target, lun, attentions: unit.attentions.codes(), access });
-            files.push(file);
-        }
+        scsi.units().look(|mut all| {
+            all.try_for_each(|unit| {
+                let UnitAddress { target, lun } = unit.address;
+                let (access, file) = unit.access.hand_over()?;
+                units.push(UnitState { target, lun, attentions: unit.attentions.codes(), access });
+                files.push(file);
+                io::Result::Ok(())
+            })
+        })?;
         Ok((DeviceState(Kind::Scsi { units, events: scsi.events().waiting() }), files))
     }
 
@@ -76,12 +80,12 @@ impl Device {
                 blk.access().take_over(access, files.next().flatten())
             }
             (Self::Scsi(scsi), Kind::Scsi { units, events }) => {
-                let all = scsi.units().all();
-                if all.len() != units.len() {
+                if scsi.units().look(|all| all.count()) != units.len() {
                     return Err(other());
                 }
                 for UnitState { target, lun, attentions, access } in units {
-                    let unit = all.get(&UnitAddress { target, lun }).ok_or_else(other)?;
+                    let unit = scsi.units().borrow(UnitAddress { target, lun });
+                    let unit = unit.ok_or_else(other)?;
                     unit.access.take_over(access, files.next().flatten())?;
                     unit.attentions.take_over(&attentions);
                 }

@@ -123,16 +123,16 @@ impl ScsiDevice {
     /// unit. `None`: there was none.
     #[must_use]
     pub fn remove_unit(&self, address: UnitAddress) -> Option<RemovedUnit> {
-        let unit = self.shared.units.remove(address)?;
+        let (unit, borrowed) = self.shared.units.remove(address)?;
         let used = self.shared.queues.release(unit.number);
         self.tell(|| self.shared.events.removed(address));
-        Some(RemovedUnit { unit, used })
+        Some(RemovedUnit { unit, uses: [used, borrowed] })
     }
 
     /// The disk of a unit has another size: its driver is told, and those of all other units on the
     /// disk. This asks the file system, so it is nothing for an IoThread.
     pub fn capacity_changed(&self, address: UnitAddress) {
-        let access = self.units().all().get(&address).map(|unit| Arc::clone(&unit.access));
+        let access = self.units().at(address, |unit| Arc::clone(&unit.access));
         if let Some(access) = access {
             access.refresh();
         }
@@ -141,7 +141,7 @@ impl ScsiDevice {
     /// Waits until the requests of a unit are answered that have begun. IoThreads answer them, so
     /// this is nothing for one.
     pub fn finish_begun(&self, address: UnitAddress) {
-        let number = self.units().all().get(&address).map(|unit| unit.number);
+        let number = self.units().at(address, |unit| unit.number);
         if let Some(number) = number {
             self.shared.queues.cover(Which::Unit(number), How::Finish).wait();
         }
@@ -180,12 +180,13 @@ impl ScsiDevice {
         &self.shared.common
     }
 
-    pub(crate) fn sources(&self) -> Vec<DiskSource> {
-        self.units().all().values().map(|unit| unit.source.clone()).collect()
+    /// Whether any of its disks is one.
+    pub(crate) fn has_disk(&self, is_one: impl Fn(&DiskSource) -> bool) -> bool {
+        self.units().look(|mut all| all.any(|unit| is_one(&unit.source)))
     }
 
     pub(crate) fn late_since(&self) -> Option<Instant> {
-        self.units().all().values().filter_map(|unit| unit.source.late_since()).min()
+        self.units().look(|all| all.filter_map(|unit| unit.source.late_since()).min())
     }
 
     pub(crate) fn num_queues(&self) -> u16 {
@@ -217,7 +218,7 @@ impl ScsiDevice {
         self.shared.events.forget();
         self.shared.sizes[0].store(config::SENSE_SIZE, Ordering::Relaxed);
         self.shared.sizes[1].store(config::CDB_SIZE, Ordering::Relaxed);
-        self.units().all().values().for_each(|unit| unit.restart());
+        self.units().look(|all| all.for_each(|unit| unit.restart()));
     }
 
     pub(crate) fn config_space(&self) -> Vec<u8> {
@@ -258,20 +259,22 @@ impl ScsiDevice {
 /// IoThread closes it: that waits for as long as a file system does.
 pub struct RemovedUnit {
     unit: Arc<Unit>,
-    used: Waiting,
+    /// By requests, and by other threads.
+    uses: [Waiting; 2],
 }
 
 impl RemovedUnit {
-    /// Whether no request uses the disk any more, so that dropping this closes it, unless others
+    /// Whether nobody uses the disk any more, so that dropping this closes it, unless others
     /// have it.
     #[must_use]
     pub fn is_unused(&self) -> bool {
-        self.used.poll(&Context::from_waker(Waker::noop())).is_ready()
+        let cx = Context::from_waker(Waker::noop());
+        self.uses.iter().all(|used| used.poll(&cx).is_ready())
     }
 
     /// Waits for that, and closes the disk. It can be opened again then.
     pub fn close(self) {
-        self.used.wait();
+        self.uses.iter().for_each(Waiting::wait);
         drop(self.unit);
     }
 }
@@ -304,7 +307,7 @@ impl Peer for UnitPeer {
 
     fn refresh(&self) {
         let Some(device) = self.device.upgrade() else { return };
-        let unit = device.units.all().remove(&self.address);
+        let unit = device.units.borrow(self.address);
         let Some(unit) = unit.filter(|unit| unit.number == self.number) else { return };
         // Where it fails, the disk has the size that it had.
         let _ = unit.source.refresh();

@@ -1,9 +1,10 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
 use super::block;
-use super::cdb::Cdb;
+use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
+use super::reserve;
 use super::sense::{Format, Sense};
 use super::unit::Unit;
 
@@ -166,7 +167,7 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
     let write_cache = write_cache.filter(|wanted| *wanted != unit.has_write_cache());
     match write_cache {
         Some(true) => unit.set_write_cache(true),
-        Some(false) => switch_cache_off(local, task).await?,
+        Some(false) => switch_cache_off(local, cdb, task).await?,
         None => {}
     }
     let sense_format = sense_format.filter(|wanted| *wanted != unit.sense_format());
@@ -181,9 +182,11 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
 
 /// Without a cache initiators flush no more, so what they have written is flushed first, and nobody
 /// writes meanwhile.
-async fn switch_cache_off(local: &LocalUnit, task: Task<'_>) -> Result<(), Failure> {
+async fn switch_cache_off(local: &LocalUnit, cdb: &Cdb, task: Task<'_>) -> Result<(), Failure> {
     let unit = &local.unit;
     let exclusive = unit.access.exclude(task.id()).await;
+    // What was allowed when the command came may not be any more.
+    reserve::check(unit, Op::ModeSelect, cdb)?;
     block::flush(local).await?;
     unit.set_write_cache(false);
     drop(exclusive);

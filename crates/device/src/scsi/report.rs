@@ -14,9 +14,7 @@ const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
 
 /// A command for an address without a unit.
 pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Moved {
-    let all = units.all();
-    let has_target = all.keys().any(|unit| unit.target == address.target);
-    if !has_target {
+    if !units.has_target(address.target) {
         return Err(Failure::BadTarget);
     }
     let Ok(command) = cdb.command() else { return Err(Sense::NO_SUCH_UNIT.into()) };
@@ -43,9 +41,10 @@ pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
 
 pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     let moved = list_luns(units, Some(unit.address.target), cdb, data)?;
-    for other in units.all().values().filter(|other| other.address.target == unit.address.target) {
-        other.attentions.forget(Sense::UNITS_CHANGED);
-    }
+    units.look(|all| {
+        let of_target = all.filter(|other| other.address.target == unit.address.target);
+        of_target.for_each(|other| other.attentions.forget(Sense::UNITS_CHANGED));
+    });
     Ok(moved)
 }
 
@@ -61,11 +60,11 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
     if length < 16 {
         return Err(Sense::in_cdb(6, None).into());
     }
-    let all = units.all();
-    let target = target.or_else(|| all.keys().next().map(|unit| unit.target));
+    let all: Vec<UnitAddress> = units.look(|all| all.map(|unit| unit.address).collect());
+    let target = target.or_else(|| all.first().map(|unit| unit.target));
     let mut luns = Vec::new();
     if has_units {
-        let of_target = all.keys().filter(|unit| Some(unit.target) == target);
+        let of_target = all.iter().filter(|unit| Some(unit.target) == target);
         luns.extend(of_target.flat_map(|unit| unit.lun_bytes()));
     }
     if has_well_known {

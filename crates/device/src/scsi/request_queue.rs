@@ -61,14 +61,15 @@ impl RequestQueue {
     #[cold]
     fn refresh(&self) {
         self.generation.set(self.units.generation());
-        let attach = |unit: Arc<Unit>| {
-            let same = |local: &&Rc<LocalUnit>| Arc::ptr_eq(&local.unit, &unit);
+        let attach = |unit: &Arc<Unit>| {
+            let same = |local: &&Rc<LocalUnit>| Arc::ptr_eq(&local.unit, unit);
             if let Some(local) = self.local.borrow().iter().find(same) {
                 return Rc::clone(local);
             }
-            Rc::new(LocalUnit { disk: unit.source.attach(&self.io), unit })
+            Rc::new(LocalUnit { disk: unit.source.attach(&self.io), unit: Arc::clone(unit) })
         };
-        let local = self.units.all().into_values().map(attach).collect();
+        // Whoever removes a unit has it released here before the disk is closed.
+        let local = self.units.look(|all| all.map(attach).collect());
         *self.local.borrow_mut() = local;
     }
 

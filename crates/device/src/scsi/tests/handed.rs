@@ -11,7 +11,7 @@ fn a_device_goes_on_with_what_its_initiators_have() {
     let mut after = before.beside(&awaited);
     let scsi = Initiator::scsi(&before.device);
     scsi.capacity_changed(UNIT);
-    scsi.units().all()[&UNIT].access.set_cache_off(true);
+    before.access().set_cache_off(true);
     let (state, files) = before.device.hand_over().unwrap();
     assert_eq!(files.len(), 1);
     let text = serde_json::to_string(&state).unwrap();

@@ -7,7 +7,7 @@ use super::*;
 use crate::scsi::access::Exclusive;
 use crate::scsi::persist::CommandClass;
 use crate::scsi::task_set::TaskId;
-use crate::scsi::unit::Unit;
+use crate::scsi::units::Borrowed;
 use crate::testing::HOPELESS;
 
 pub(super) const ABORT_TASK_SET: u32 = 1;
@@ -36,8 +36,8 @@ const STOP: [u8; 6] = [0x1b, 0, 0, 0, 0, 0];
 const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
 
 impl Initiator {
-    fn unit(&self) -> Arc<Unit> {
-        Arc::clone(&Self::scsi(&self.device).units().all()[&UNIT])
+    fn unit(&self) -> Borrowed {
+        Self::scsi(&self.device).units().borrow(UNIT).unwrap()
     }
 
     pub(super) fn access(&self) -> Arc<DiskAccess> {
@@ -374,11 +374,16 @@ fn the_disk_of_a_unit_that_is_removed_is_closed_by_whoever_removed_it() {
     let mut all = [Initiator::on(Arc::new(disk), &DiskOptions::default(), options())];
     let held = hold(&mut all);
     begin_reads(&mut all);
+    let borrowed = all[0].unit();
     let removed = Initiator::scsi(&all[0].device).remove_unit(UNIT).unwrap();
     all[0].scene.turn(20);
     assert!(!removed.is_unused(), "a read is in progress");
     drop(held);
-    turn_until(&mut all, |all| all[0].has_answer() && removed.is_unused());
+    turn_until(&mut all, |all| all[0].has_answer());
+    all[0].scene.turn(20);
+    assert!(!removed.is_unused(), "another thread looks at its size");
+    drop(borrowed);
+    turn_until(&mut all, |_| removed.is_unused());
     assert_eq!((all[0].end().status, count()), (0, 2));
     removed.close();
     assert_eq!(count(), 1);
