@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use device::blk::config::BlkOptions;
+use device::blk::config::{BlkOptions, QUEUES_MAX};
 use device::scsi::ScsiDevice;
 use device::scsi::access::{DiskAccess, KeptIn};
 use device::scsi::address::UnitAddress;
@@ -58,7 +58,7 @@ impl ExportSpec {
                 let default_serial = || disk_names::serial(source.identity());
                 let options = BlkOptions {
                     serial: settings.serial.clone().unwrap_or_else(default_serial),
-                    num_queues: settings.num_queues,
+                    num_queues: settings.num_queues.unwrap_or(QUEUES_MAX),
                     queue_size: settings.queue_size,
                     write_cache: disk.cache.has_write_cache(),
                     notify_batch: settings.notify_batch,
@@ -76,7 +76,7 @@ impl ExportSpec {
             }
             DeviceSpec::Scsi(units) => {
                 let options = ScsiOptions {
-                    num_queues: settings.num_queues.min(REQUEST_QUEUES_MAX),
+                    num_queues: settings.num_queues.unwrap_or(REQUEST_QUEUES_MAX),
                     queue_size: settings.queue_size,
                     notify_batch: settings.notify_batch,
                     run_max: settings.run_max,

@@ -69,10 +69,11 @@ pub struct ExportArgs {
     /// holds up the answers of those behind it. For virtio-blk.
     #[arg(long, value_name = "ON|OFF", default_value = "off")]
     pub in_order: OnOff,
-    /// The most queues that a front-end may use. Queues that it does not use cost nothing.
-    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX,
+    /// The most queues that a front-end may use, without it as many as the device can have: 256, or
+    /// 254 request queues of virtio-scsi. Queues that it does not use cost nothing.
+    #[arg(long, value_name = "N",
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
-    pub num_queues: u16,
+    pub num_queues: Option<u16>,
     /// The queue size assumed when computing `seg_max`: a power of two from 4 to 1024.
     /// The front-end may use any size up to 1024.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::address::LUN_MAX;
+use device::scsi::config::REQUEST_QUEUES_MAX;
 use device::scsi::unit;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -84,6 +85,12 @@ impl ExportSpec {
         if let DeviceSpec::Scsi(units) = &self.device {
             check_apart(units)?;
             units.iter().try_for_each(UnitSpec::check)?;
+            if self.settings.num_queues > Some(REQUEST_QUEUES_MAX) {
+                bail!(
+                    "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; ask for \
+                     no more as the number of queues"
+                );
+            }
         }
         self.settings.check(iothreads)
     }
@@ -121,7 +128,7 @@ impl WrittenExport {
             cache: self.cache.or(usual.cache),
             serial: self.serial.or_else(|| usual.serial.clone()),
             logical_block_bytes: self.logical_block_bytes.or(usual.logical_block_bytes),
-            num_queues: self.num_queues.unwrap_or(usual.num_queues),
+            num_queues: self.num_queues.or(usual.num_queues),
             queue_size: self.queue_size.unwrap_or(usual.queue_size),
             iothread: self.iothread.or(usual.iothread),
             notify_batch: self.notify_batch.unwrap_or(usual.notify_batch),
@@ -329,8 +336,9 @@ pub struct ExportSettings {
     pub serial: Option<String>,
     /// The smallest unit of a request. `None`: as the disk has it.
     pub logical_block_bytes: Option<u32>,
-    /// The most queues that a front-end may use.
-    pub num_queues: u16,
+    /// The most queues that a front-end may use, of virtio-scsi those for requests. `None`: as many
+    /// as the device can have.
+    pub num_queues: Option<u16>,
     /// Entries of a queue, for the limit on segments.
     pub queue_size: u16,
     /// The one IoThread that serves all its queues; `None`: they are spread.
@@ -352,7 +360,7 @@ impl Default for ExportSettings {
             cache: None,
             serial: None,
             logical_block_bytes: None,
-            num_queues: QUEUES_MAX,
+            num_queues: None,
             queue_size: 128,
             iothread: None,
             notify_batch: true,
@@ -372,7 +380,7 @@ impl ExportSettings {
         if let Some(serial) = &self.serial {
             check_text(serial, SERIAL_BYTES).context("the serial number")?;
         }
-        if !(1..=QUEUES_MAX).contains(&self.num_queues) {
+        if self.num_queues.is_some_and(|number| !(1..=QUEUES_MAX).contains(&number)) {
             bail!("the number of queues must be 1 to {QUEUES_MAX}");
         }
         check_queue_size(self.queue_size).context("the queue size")?;
@@ -463,8 +471,8 @@ mod tests {
         let table: [(Change, &str); 7] = [
             (|settings| settings.serial = Some("x".repeat(21)), "20 bytes"),
             (|settings| settings.serial = Some("\u{e9}".into()), "ASCII"),
-            (|settings| settings.num_queues = 0, "1 to 256"),
-            (|settings| settings.num_queues = 257, "1 to 256"),
+            (|settings| settings.num_queues = Some(0), "1 to 256"),
+            (|settings| settings.num_queues = Some(257), "1 to 256"),
             (|settings| settings.queue_size = 6, "a power of two"),
             (|settings| settings.queue_size = 2048, "a power of two"),
             (|settings| settings.iothread = Some(3), "they are 0 to 2"),
@@ -476,6 +484,21 @@ mod tests {
             let error = settings.check(3).unwrap_err();
             assert!(format!("{error:#}").contains(expected), "{error:#}");
         }
+    }
+
+    #[test]
+    fn a_virtio_scsi_device_has_two_queues_of_its_own() {
+        let check = |device, num_queues| {
+            let settings = ExportSettings { num_queues, ..ExportSettings::default() };
+            let endpoint = EndpointSpec::Path("/a".into());
+            ExportSpec { name: None, endpoint, device, settings }.check(1)
+        };
+        let blk = || DeviceSpec::Blk(DiskSpec::Null { size_bytes: 512 });
+        for (num_queues, fits) in [(None, true), (Some(254), true), (Some(255), false)] {
+            let result = check(DeviceSpec::Scsi(Vec::new()), num_queues);
+            assert_eq!(result.is_ok(), fits, "{num_queues:?}: {result:?}");
+        }
+        assert!(check(blk(), Some(256)).is_ok());
     }
 
     #[test]

@@ -210,7 +210,7 @@ impl ExportSettings {
             }
             "num-queues" => {
                 self.num_queues = match value.parse() {
-                    Ok(number @ 1..=QUEUES_MAX) => number,
+                    Ok(number @ 1..=QUEUES_MAX) => Some(number),
                     _ => bail!("the number of queues must be 1 to {QUEUES_MAX}"),
                 }
             }
@@ -266,7 +266,7 @@ mod tests {
         let file = DiskSpec::File("/srv/x=y.img".into());
         assert_eq!(all[0].device, DeviceSpec::Blk(file));
         assert!(all[0].settings.read_only && all[0].settings.cache == Some(CacheMode::Directsync));
-        assert_eq!((all[0].settings.num_queues, all[1].settings.num_queues), (2, 7));
+        assert_eq!([0, 1].map(|at| all[at].settings.num_queues), [Some(2), Some(7)]);
         let null = DiskSpec::Null { size_bytes: 1 << 30 };
         assert_eq!(all[1].device, DeviceSpec::Blk(null));
         assert!(!all[1].settings.read_only && all[1].settings.cache == Some(CacheMode::Writeback));
@@ -286,7 +286,7 @@ mod tests {
         };
         assert_eq!(addresses(&all[0]), [(0, 0), (2, 7)]);
         assert_eq!(addresses(&all[1]), [(0, 3)]);
-        assert_eq!(all[1].settings.num_queues, 2);
+        assert_eq!(all[1].settings.num_queues, Some(2));
         // It may get its units later.
         assert!(addresses(&exports(&main).unwrap()[0]).is_empty());
         for bad in [
