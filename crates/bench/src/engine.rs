@@ -254,7 +254,7 @@ async fn request(shared: Rc<Shared>, request: Request) {
     } else {
         let buffers = memory.buffers(len);
         match op {
-            Op::Write => shared.disk.write(offset, buffers, false).await,
+            Op::Write => shared.disk.write(offset, buffers, false).await.map_err(Into::into),
             _ => shared.disk.read(offset, buffers).await.map_err(Into::into),
         }
     };

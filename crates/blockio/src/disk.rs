@@ -398,11 +398,14 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on. A
-    /// part may have been written then. With `fua` also the error of an earlier
-    /// [`flush`](Self::flush).
-    pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> io::Result<()> {
-        self.check_write(offset, buffers.bytes() as u64)?;
+    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on,
+    /// with the part of `buffers` that was not written, or not wholly. With `fua` also the error of
+    /// an earlier [`flush`](Self::flush), and of one after the write: then nothing is left of
+    /// `buffers`, and any of it may be lost.
+    pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
+        if let Err(error) = self.check_write(offset, buffers.bytes() as u64) {
+            return Err(Unfinished { error, rest: buffers });
+        }
         match &self.kind {
             Kind::File(disk) => disk.write(offset, buffers, fua).await,
             Kind::Null => Ok(()),

@@ -106,9 +106,14 @@ impl FileDisk {
         }
     }
 
-    pub(super) async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> io::Result<()> {
-        if fua {
-            self.file.loss().check()?;
+    pub(super) async fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Result<(), Unfinished> {
+        if fua && let Err(error) = self.file.loss().check() {
+            return Err(Unfinished { error, rest: buffers });
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
@@ -120,11 +125,12 @@ impl FileDisk {
         } else {
             Box::pin(self.write_by_way(kind, offset, buffers)).await?;
         }
-        match fua {
-            false => Ok(()),
+        let settled = match fua {
+            false => return Ok(()),
             true if self.has_dsync.get() => self.file.loss().check(),
             true => Box::pin(self.flush()).await,
-        }
+        };
+        settled.map_err(|error| Unfinished { error, rest: Buffers::empty() })
     }
 
     /// Writes what others must be kept away from meanwhile, or what is misaligned.
@@ -397,6 +403,12 @@ impl FileDisk {
             }
             if result.is_ok() {
                 result = self.transfer(kind, window.start, bounce).await;
+                if kind != OpKind::Read
+                    && let Err(Unfinished { rest, .. }) = &result
+                {
+                    let written = window.bytes - rest.bytes();
+                    buffers.advance(written.saturating_sub(window.lead).min(window.piece));
+                }
             }
             if let Err(Unfinished { error, .. }) = result {
                 return Err(Unfinished { error, rest: buffers });

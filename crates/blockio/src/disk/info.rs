@@ -53,7 +53,7 @@ pub enum DiskState {
 pub struct Unfinished {
     /// Why.
     pub error: io::Error,
-    /// What was not transferred.
+    /// What was not transferred. Empty: all of a write was, and may be lost.
     pub rest: Buffers,
 }
 

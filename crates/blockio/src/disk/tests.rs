@@ -316,7 +316,7 @@ fn a_full_file_system_is_reported_as_such() {
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
     let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
-    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::ENOSPC));
 }
 
 /// A character device has no pages to write back: `fdatasync` says that it cannot (EINVAL), and
@@ -369,7 +369,7 @@ fn ranges_are_checked_and_read_only_is_kept() {
         assert_eq!(errno, Some(libc::EINVAL), "{offset} {bytes}");
     }
     let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
-    assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EROFS));
+    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::EROFS));
     assert!(thread.block_on(disk.discard(0, 512)).unwrap().is_err());
     assert!(thread.block_on(disk.write_zeroes(0, 512, true)).unwrap().is_err());
 }

@@ -238,7 +238,9 @@ async fn write(blk: &Blk, sector: u64, readable: Buffers) -> Result<u64, Request
     let bytes = readable.bytes() as u64;
     let fua = blk.device.write_through();
     let result = blk.disk.write(offset, readable, fua).await;
-    result.map_err(|source| RequestError::Disk { action: "write", offset, source })?;
+    let failed =
+        |error: Unfinished| RequestError::Disk { action: "write", offset, source: error.error };
+    result.map_err(failed)?;
     Ok(bytes)
 }
 

@@ -31,10 +31,8 @@ const PATTERN_STEP_BYTES: u64 = 256 << 10;
 const ZEROES_STEP_BYTES: u64 = 4 << 20;
 /// What is written over and over fills a page, as disks like it, unless a block is larger.
 const PAGE_BYTES: usize = 4096;
-
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
-
 const FUA: u8 = 0x08;
 
 /// Where the blocks of a command are, in bytes.
@@ -108,6 +106,16 @@ fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) ->
     let blocks = (wanted - rest.bytes()) / block;
     let lba = range.lba + blocks as u64;
     disk_error_after(blocks * block, DiskUse::reads("read", lba), source)
+}
+
+/// A write that failed before the `rest` of its range. The initiator learns of the first block that
+/// was not written; where all were, nobody knows which is lost.
+#[cold]
+fn not_written(range: Range, block: u32, unfinished: Unfinished) -> Failure {
+    let Unfinished { error, rest } = unfinished;
+    let blocks = (range.bytes - rest.bytes() as u64) / u64::from(block);
+    let at = DiskUse::writes("write", range.lba + blocks);
+    disk_error(if rest.is_empty() { DiskUse::FLUSH } else { at }, error)
 }
 
 /// Whether commands on the medium are carried out.
@@ -185,16 +193,15 @@ pub(super) fn begin_write(
 }
 
 #[inline]
-pub(super) fn end_write(range: Range, result: io::Result<()>) -> Moved {
-    match result {
-        Ok(()) => Ok(iomem::fits(range.bytes, "bytes of a command")),
-        Err(error) => Err(disk_error(DiskUse::writes("write", range.lba), error)),
-    }
+pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
+    let block = || local.disk.info().logical_block_bytes;
+    result.map_err(|unfinished| not_written(range, block(), unfinished))?;
+    Ok(iomem::fits(range.bytes, "bytes of a command"))
 }
 
 pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, mut out: Buffers) -> Moved {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
-    end_write(range, local.disk.write(range.offset, out, fua).await)
+    end_write(local, range, local.disk.write(range.offset, out, fua).await)
 }
 
 /// Brings all writes to stable storage, whatever blocks the initiator asks for.
@@ -316,14 +323,14 @@ pub(super) async fn write_same(
             result.map_err(|error| disk_error(DiskUse::writes("write zeroes", step.lba), error))?;
         }
     } else {
-        let failed = |lba| move |error| disk_error(DiskUse::writes("write", lba), error);
-        let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed(lba))?;
+        let failed = |error| disk_error(DiskUse::writes("write", lba), error);
+        let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed)?;
         while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
             task.check()?;
             check_still(&local.disk, step)?;
             let length = iomem::fits(step.bytes, "bytes of a step");
-            let piece = copies.buffers(length, ()).map_err(failed(step.lba))?;
-            local.disk.write(step.offset, piece, false).await.map_err(failed(step.lba))?;
+            let piece = copies.buffers(length, ()).map_err(failed)?;
+            end_write(local, step, local.disk.write(step.offset, piece, false).await)?;
         }
     }
     settle(local).await?;
@@ -350,8 +357,7 @@ pub(super) async fn write_and_verify(
         return Ok(0);
     }
     let again = out.again();
-    let result = local.disk.write(range.offset, out, true).await;
-    result.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
+    end_write(local, range, local.disk.write(range.offset, out, true).await)?;
     compare(&local.disk, range, how, task, &again).await?;
     Ok(bytes)
 }
@@ -388,8 +394,7 @@ pub(super) async fn compare_and_write(
     let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
-    let result = local.disk.write(range.offset, wanted, fua).await;
-    result.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
+    end_write(local, range, local.disk.write(range.offset, wanted, fua).await)?;
     drop(exclusive);
     Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
 }
@@ -577,6 +582,21 @@ mod tests {
             let error = io::Error::from_raw_os_error(libc::EIO);
             assert_eq!(asked, DiskUse::reads("read", 100 + blocks as u64));
             assert_eq!(sense, Sense::of_disk(&error, asked));
+        }
+    }
+
+    #[test]
+    fn a_write_that_fails_halfway_names_the_first_block_that_was_not_written() {
+        let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
+        for (rest, lba) in
+            [(2048, Some(100)), (1024, Some(102)), (1000, Some(102)), (1, Some(103)), (0, None)]
+        {
+            let error = io::Error::from_raw_os_error(libc::EIO);
+            let unfinished = Unfinished { error, rest: Buffers::aligned(rest, 1) };
+            let failure = not_written(range, 512, unfinished);
+            assert_eq!(failure.moved(), 0, "{rest}");
+            let Failure::Disk { asked, .. } = failure else { unreachable!() };
+            assert_eq!(asked, lba.map_or(DiskUse::FLUSH, |lba| DiskUse::writes("write", lba)));
         }
     }
 }

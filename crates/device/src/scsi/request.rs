@@ -347,7 +347,7 @@ impl Handler for Scsi {
                     Ok(Some(write)) => {
                         let offset = write.range.offset;
                         let result = local.disk.write(offset, chain.readable, write.fua).await;
-                        block::end_write(write.range, result).map_err(refused)
+                        block::end_write(&local, write.range, result).map_err(refused)
                     }
                     Ok(None) => Ok(0),
                     Err(refused) => Err(refused),

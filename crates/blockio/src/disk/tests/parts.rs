@@ -1,5 +1,10 @@
 //! Reads into memory of the disk's own.
 
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
 use super::*;
 
 /// Whoever asks for parts gets them from the same budget, one after the other.
@@ -35,5 +40,30 @@ fn parts_are_read_into_memory_of_the_budget() {
         assert_eq!(stats.bytes.get(), 0);
         assert!(thread.block_on(disk.read_part(MIB, 512)).unwrap().is_err());
         assert!(thread.block_on(disk.read_part(MIB, 0)).unwrap().unwrap().is_empty());
+    }
+}
+
+/// A file that another program has made shorter, and that must not grow: what is before its end is
+/// written.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_that_fails_says_what_it_has_not_written() {
+    const END: u64 = 4096;
+    for setup in SETUPS {
+        for lead in [0, 512] {
+            let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+            let file = File::from(memfd_create("disk", flags).unwrap());
+            file.set_len(3 * END).unwrap();
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            let source = open_unknown(Path::new(&path), false);
+            file.set_len(END).unwrap();
+            fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+            let thread = thread_with(setup);
+            let disk = source.attach(thread.io());
+            let data = Buffers::aligned(8192, 512);
+            let unfinished = thread.block_on(disk.write(lead, data, false)).unwrap().unwrap_err();
+            assert_eq!(unfinished.error.raw_os_error(), Some(libc::EPERM), "{setup:?}");
+            assert_eq!(unfinished.rest.bytes() as u64, 8192 - (END - lead), "{setup:?}");
+        }
     }
 }

@@ -106,7 +106,16 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
         }
         assert_eq!(unit.good(&capacity, &[], 32)[14] & 0x80 != 0, discard);
         assert_eq!(unit.good(&limits, &[], 64)[20..24] != [0; 4], discard);
-        assert_eq!(unit.good(&provisioning, &[], 8)[5..7] != [0; 2], discard);
+        // UNMAP and both lengths of WRITE SAME, thin; what is unmapped reads as anything.
+        let [e0, e1] = if discard { [0xe0, 2] } else { [0; 2] };
+        assert_eq!(unit.good(&provisioning, &[], 8), [0, 0xb2, 0, 4, 0, e0, e1, 0]);
+        let status = unit.good(&cdb16(0x9e, 0x12, 7, 64), &[], 64);
+        let mut expected = [0; 24];
+        expected[3] = 20;
+        expected[8..16].copy_from_slice(&7_u64.to_be_bytes());
+        expected[16..20].copy_from_slice(&u32::try_from(BLOCKS - 7).unwrap().to_be_bytes());
+        assert_eq!(status, expected, "mapped, or nobody knows");
+        assert_eq!(unit.sense(&cdb16(0x9e, 0x12, BLOCKS, 64), &[], 64), [5, 0x21, 0]);
         let unmap = unit.run(&cdb10(0x42, 0, 0, 0), &[], 0);
         let same = unit.run(&cdb10(0x41, 8, 0, 1), &[0; BLOCK], 0);
         let expected = if discard { [[0; 3]; 2] } else { [[5, 0x20, 0], [5, 0x24, 0]] };
@@ -138,4 +147,25 @@ fn a_read_that_fails_halfway_says_so_by_residual_and_address() {
     assert_eq!((sense[0], sense[2], sense[12]), (0xf0, 3, 0x11));
     assert_eq!(sense[3..7], (100 + blocks).to_be_bytes());
     assert_eq!(seen[RESPONSE_BYTES as usize..], vec![7; blocks as usize * 512]);
+}
+
+/// The same of what the kernel cannot read.
+#[test]
+fn a_write_that_fails_halfway_names_the_block_where_it_did() {
+    const BYTES: u32 = 64 * 512;
+    const KEPT: u64 = RESPONSE + 0x4000;
+    const WRITTEN: u32 = 16;
+    let mut initiator = Initiator::new();
+    let mut request = vec![0; REQUEST_BYTES];
+    request[..8].copy_from_slice(&UNIT.bytes());
+    request[19..29].copy_from_slice(&cdb10(0x2a, 0, 100, 64));
+    initiator.scene.memory.write(DATA, &request).unwrap();
+    initiator.scene.memory_file.set_len(KEPT).unwrap();
+    let request = Desc::readable(DATA, u32::try_from(REQUEST_BYTES).unwrap());
+    let data = Desc::readable(KEPT - u64::from(WRITTEN) * 512, BYTES);
+    initiator.scene.offer(&[request, data, Desc::writable(RESPONSE, RESPONSE_BYTES)]);
+    initiator.scene.answer();
+    let sense = initiator.raw_sense();
+    assert_eq!((sense[0], sense[2], sense[12]), (0xf0, 3, 0x0c));
+    assert_eq!(sense[3..7], (100 + WRITTEN).to_be_bytes());
 }
