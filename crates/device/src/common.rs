@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
@@ -38,12 +38,20 @@ pub(crate) struct Common {
     pub(crate) working: Working,
     /// By the number of the queue, for those that were started once.
     stats: Mutex<BTreeMap<u16, Arc<QueueStats>>>,
+    /// Another process has stopped the queues, and handed them over.
+    was_handed_over: AtomicBool,
 }
 
 impl Common {
     pub(crate) fn new(working: Working, events: Arc<dyn Events>) -> Self {
         let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
-        Self { features: AtomicU64::new(0), events, trust, working, stats: Mutex::default() }
+        let (features, stats) = (AtomicU64::new(0), Mutex::default());
+        Self { features, events, trust, working, stats, was_handed_over: AtomicBool::new(false) }
+    }
+
+    /// Queues that start from now on were stopped by another process, in the way of this one.
+    pub(crate) fn is_handed_over(&self) {
+        self.was_handed_over.store(true, Ordering::Relaxed);
     }
 
     /// What the driver negotiated; 0 when there is no driver.
@@ -63,6 +71,9 @@ impl Common {
 
     /// What a queue starts with.
     pub(crate) fn queue_options(&self, index: u16) -> QueueOptions {
+        let mut all = self.stats();
+        let is_new = !all.contains_key(&index) && !self.was_handed_over.load(Ordering::Relaxed);
+        let stats = Arc::clone(all.entry(index).or_default());
         QueueOptions {
             index,
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
@@ -73,7 +84,8 @@ impl Common {
             long_lists_bytes: self.working.long_lists_bytes,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),
-            stats: Arc::clone(self.stats().entry(index).or_default()),
+            stats,
+            is_new,
         }
     }
 

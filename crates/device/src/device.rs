@@ -343,7 +343,7 @@ impl Device {
         }
     }
 
-    fn common(&self) -> &Common {
+    pub(crate) fn common(&self) -> &Common {
         match self {
             Self::Blk(blk) => blk.common(),
             Self::Scsi(scsi) => scsi.common(),

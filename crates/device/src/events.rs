@@ -20,6 +20,11 @@ pub trait Events: Send + Sync {
     /// A queue starts with an inflight region, which tells this of the process before.
     fn queue_recovered(&self, queue: u16, recovery: Recovery);
 
+    /// A queue starts at this entry of its ring, for the first time here, and neither marks
+    /// requests in an inflight region nor answers them in order. If the process before was killed,
+    /// requests may be lost.
+    fn queue_goes_on(&self, queue: u16, next_avail: u16);
+
     /// The driver's memory cannot be registered with the engine of a queue's IoThread. The queue
     /// is served without.
     fn memory_not_registered(&self, error: &io::Error);
@@ -28,6 +33,11 @@ pub trait Events: Send + Sync {
     /// cannot wait from now on.
     fn call_cut_short(&self);
 }
+
+/// What [`Events::queue_goes_on`] means, for a log.
+pub const LOST_IF_KILLED: &str = "the queue begins in the middle of its ring, without an inflight \
+     region: if the process before was killed, requests that were not answered may be lost, and \
+     the guest waits for them";
 
 /// Why a queue takes no more chains.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +83,10 @@ impl Events for LogEvents {
         if let Some(text) = recovery.describe() {
             tracing::info!(device = self.name, queue, "{text}");
         }
+    }
+
+    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
+        tracing::warn!(device = self.name, queue, next_avail, "{LOST_IF_KILLED}");
     }
 
     fn memory_not_registered(&self, error: &io::Error) {

@@ -38,6 +38,8 @@ pub(crate) struct QueueOptions {
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,
     pub(crate) stats: Arc<QueueStats>,
+    /// Whoever served the queue before has not stopped it as this process does.
+    pub(crate) is_new: bool,
 }
 
 impl QueueSetup {
@@ -48,7 +50,13 @@ impl QueueSetup {
         options: &QueueOptions,
     ) -> Result<SplitQueue, QueueError> {
         let config = self.ring.config(options.event_idx, options.indirect);
-        let Some(inflight) = &self.inflight else { return SplitQueue::new(memory, config) };
+        let Some(inflight) = &self.inflight else {
+            let ring = SplitQueue::new(memory, config)?;
+            if options.is_new && !options.in_order && self.ring.next_avail != 0 {
+                options.events.queue_goes_on(options.index, self.ring.next_avail);
+            }
+            return Ok(ring);
+        };
         let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
         options.events.queue_recovered(options.index, recovery);
         Ok(ring)

@@ -59,6 +59,10 @@ impl Events for Heard {
         self.add(format!("queue {queue}: {recovery:?}"));
     }
 
+    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
+        self.add(format!("queue {queue} goes on at {next_avail}"));
+    }
+
     fn memory_not_registered(&self, error: &io::Error) {
         self.add(error.to_string());
     }
@@ -81,6 +85,7 @@ pub(crate) struct Scene {
     kick: OwnedFd,
     /// What queues start with.
     pub(crate) inflight: Option<InflightQueue>,
+    pub(crate) next_avail: u16,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
 }
@@ -123,16 +128,17 @@ impl Scene {
             call: new_eventfd(),
             kick: new_eventfd(),
             inflight: None,
+            next_avail: 0,
             run_max: None,
             in_order: false,
         }
     }
 
-    fn setup(&self, next_avail: u16) -> QueueSetup {
+    fn setup(&self) -> QueueSetup {
         let clone = |fd: &OwnedFd| Some(fd.try_clone().unwrap());
         QueueSetup {
             memory: Arc::clone(&self.memory),
-            ring: Ring { next_avail, ..RING },
+            ring: Ring { next_avail: self.next_avail, ..RING },
             inflight: self.inflight.clone(),
             kick: clone(&self.kick),
             call: clone(&self.call),
@@ -153,9 +159,10 @@ impl Scene {
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),
             stats: Arc::clone(&self.stats),
+            is_new: true,
         };
         let io = self.thread.io();
-        let (queue, handle) = Queue::new(self.setup(0), io, options).unwrap();
+        let (queue, handle) = Queue::new(self.setup(), io, options).unwrap();
         let task = queue_task::serve(Rc::clone(io), queue, Rc::new(handler));
         io.spawn(async move { task.await.tell() });
         handle
@@ -171,7 +178,7 @@ impl Scene {
         device: &Device,
         index: u16,
     ) -> Pending<Result<QueueHandle, StartError>> {
-        device.begin_start_queue(index, &self.thread.remote(), self.setup(0))
+        device.begin_start_queue(index, &self.thread.remote(), self.setup())
     }
 
     /// Makes a chain available and kicks.

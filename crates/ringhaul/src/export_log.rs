@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt::Display;
 use std::io;
 
-use device::{Events, QueueFault};
+use device::{Events, LOST_IF_KILLED, QueueFault};
 use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
@@ -86,6 +86,18 @@ impl Events for ExportLog {
             && let Some(left_out) = self.sessions.permit()
         {
             tracing::info!(export = self.name, queue, left_out, "{text}");
+        }
+    }
+
+    fn queue_goes_on(&self, queue: u16, next_avail: u16) {
+        if let Some(left_out) = self.sessions.permit() {
+            tracing::warn!(
+                export = self.name,
+                queue,
+                next_avail,
+                left_out,
+                "{LOST_IF_KILLED}; use a front-end that keeps a region, or --in-order on"
+            );
         }
     }
 

@@ -296,4 +296,31 @@ mod tests {
         let none = scene.begin_start_queue_of(&device, 1);
         assert!(matches!(scene.wait(&none), Err(StartError::NoSuchQueue { index: 1, count: 1 })));
     }
+
+    #[test]
+    fn a_queue_of_which_nobody_knows_what_it_had_is_reported() {
+        let mut scene = Scene::new();
+        let mut heard = |in_order, next_avail, is_handed_over| {
+            scene.next_avail = next_avail;
+            scene.driver.ring().put_avail_idx(next_avail);
+            let options = BlkOptions { in_order, ..BlkOptions::default() };
+            let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+            let events = Arc::clone(&scene.events);
+            let device = Device::blk(source, options, events);
+            if is_handed_over {
+                let (state, files) = device.hand_over().unwrap();
+                device.go_on(state, files).unwrap();
+            }
+            for _ in 0..2 {
+                let handle = scene.start_queue_of(&device, 0);
+                let _ = scene.wait(&handle.begin_stop());
+            }
+            scene.events.take()
+        };
+        // The second time this process has stopped it.
+        assert_eq!(heard(false, 7, false), ["queue 0 goes on at 7"]);
+        assert!(heard(false, 0, false).is_empty());
+        assert!(heard(true, 7, false).is_empty());
+        assert!(heard(false, 7, true).is_empty(), "another process has stopped it");
+    }
 }
