@@ -101,20 +101,35 @@ impl ExportSpec {
 #[derive(Debug, Clone, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct WrittenExport {
+    /// What commands call it, up to 100 characters; the path of its socket if it is left out.
     name: Option<String>,
+    /// Where front-ends come from.
     endpoint: EndpointSpec,
+    /// What is exported.
     device: DeviceSpec,
+    /// Refuse writes.
     read_only: Option<bool>,
+    /// Do not lock the disk.
     no_lock: Option<bool>,
+    /// Answer requests of virtio-blk in order where there is no inflight region.
     in_order: Option<bool>,
+    /// How the disk is opened; with direct I/O where the file system has it if it is left out.
     cache: Option<CacheMode>,
+    /// What the guest sees, up to 20 bytes; what follows from what the disk is if it is left out.
     serial: Option<String>,
+    /// The smallest unit of a request, a power of two from 512 to 65,536.
     logical_block_bytes: Option<u32>,
+    /// The most queues that a front-end may use, 1 to 256.
     num_queues: Option<u16>,
+    /// Entries of a queue, for the limit on segments: a power of two from 4 to 1024.
     queue_size: Option<u16>,
+    /// The one IoThread that serves all its queues, from 0; they are spread if it is left out.
     iothread: Option<u16>,
+    /// Off is for measurement: then the driver's wish for a call is looked at for each request.
     notify_batch: Option<bool>,
+    /// For measurement: the most chains that a queue takes in one go.
     run_max: Option<NonZeroU16>,
+    /// Register the guest's memory with io_uring.
     fixed_buffers: Option<bool>,
 }
 
@@ -246,13 +261,13 @@ impl UnitSpec {
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
 pub struct UnitSettings {
-    /// As that of [`ExportSettings`], like the next four.
+    /// Writes are refused. `None`: as for the export, like the next three.
     pub read_only: Option<bool>,
-    #[expect(missing_docs, reason = "see above")]
+    /// The disk is not locked.
     pub no_lock: Option<bool>,
-    #[expect(missing_docs, reason = "see above")]
+    /// How the disk is opened.
     pub cache: Option<CacheMode>,
-    #[expect(missing_docs, reason = "see above")]
+    /// The smallest unit of a request, a power of two from 512 to 65,536.
     pub logical_block_bytes: Option<u32>,
     /// Up to 36 bytes. `None`: what follows from what the disk is.
     pub serial: Option<String>,

@@ -120,11 +120,14 @@ pub struct MemoryUse {
 
 /// System calls of an IoThread.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[expect(missing_docs, reason = "they are called so")]
 pub struct SystemCalls {
+    /// Submits of Linux AIO.
     pub io_submit: u64,
+    /// Harvests of Linux AIO that went through the kernel.
     pub io_getevents: u64,
+    /// Submits and waits of io_uring.
     pub io_uring_enter: u64,
+    /// Waits of a loop that has no ring to wait in.
     pub epoll_wait: u64,
     /// Calls to drivers.
     pub eventfd_write: u64,

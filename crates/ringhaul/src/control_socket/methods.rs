@@ -141,6 +141,16 @@ fn make_plain(schema: &mut Value) {
     }
 }
 
+/// Has the daemon carry out a command, each of which has its own kind of reply.
+macro_rules! ask {
+    ($client:ident, $command:expr, $reply:path) => {
+        $client.handle($command).map(|reply| match reply {
+            $reply(answer) => answer,
+            other => unreachable!("{other:?} is no {}", stringify!($reply)),
+        })
+    };
+}
+
 /// An answer that says only that something was done.
 #[derive(Serialize, JsonSchema)]
 struct Done {}
@@ -153,6 +163,7 @@ struct Ping {}
 /// The version of the daemon.
 #[derive(Serialize, JsonSchema)]
 struct Version {
+    /// As `ringhaul --version` has it.
     version: &'static str,
 }
 
@@ -177,10 +188,7 @@ impl Method for List {
     type Answer = Vec<ExportStatus>;
 
     fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, Problem> {
-        match client.handle(Command::Show)? {
-            Reply::Exports(exports) => Ok(exports),
-            other => unreachable!("{other:?} is no list of exports"),
-        }
+        ask!(client, Command::Show, Reply::Exports)
     }
 }
 
@@ -188,6 +196,7 @@ impl Method for List {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Show {
+    /// Its name or its socket.
     export: String,
 }
 
@@ -197,10 +206,7 @@ impl Method for Show {
     type Answer = ExportDetails;
 
     fn carry_out(self, client: &mut Client) -> Result<ExportDetails, Problem> {
-        match client.handle(Command::Describe(self.export))? {
-            Reply::Export(details) => Ok(*details),
-            other => unreachable!("{other:?} is no export"),
-        }
+        ask!(client, Command::Describe(self.export), Reply::Export).map(|details| *details)
     }
 }
 
@@ -225,10 +231,7 @@ impl Method for Removal {
     type Answer = ExportStatus;
 
     fn carry_out(self, client: &mut Client) -> Result<ExportStatus, Problem> {
-        match client.handle(Command::Remove(self))? {
-            Reply::Removed(status) => Ok(*status),
-            other => unreachable!("{other:?} is no end of an export"),
-        }
+        ask!(client, Command::Remove(self), Reply::Removed).map(|status| *status)
     }
 }
 
@@ -236,7 +239,9 @@ impl Method for Removal {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct AddUnit {
+    /// The name or the socket of the export.
     export: String,
+    /// The unit.
     unit: UnitSpec,
 }
 
@@ -255,9 +260,12 @@ impl Method for AddUnit {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct RemoveUnit {
+    /// The name or the socket of the export.
     export: String,
+    /// 0 to 255.
     #[serde(default)]
     target: u8,
+    /// 0 to 16,383.
     lun: u16,
 }
 
@@ -276,11 +284,15 @@ impl Method for RemoveUnit {
 #[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Resize {
+    /// The name or the socket of the export.
     export: String,
+    /// That of the unit; 0 if it is left out.
     target: Option<u8>,
-    /// `None`: the disk of a virtio-blk device.
+    /// The unit. `None`: the disk of a virtio-blk device.
     lun: Option<u16>,
+    /// How large the disk is to be. `None`: as large as its file or device is now.
     size_bytes: Option<u64>,
+    /// It may be smaller than what there is, which is lost beyond it.
     #[serde(default)]
     shrink: bool,
 }
@@ -289,6 +301,7 @@ struct Resize {
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 struct Resized {
+    /// How large it is now.
     size_bytes: u64,
 }
 
@@ -304,10 +317,7 @@ impl Method for Resize {
         }
         let place = lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun });
         let command = Command::Resize(export, place, NewSize { size_bytes, shrink });
-        match client.handle(command)? {
-            Reply::Resized(size_bytes) => Ok(Resized { size_bytes }),
-            other => unreachable!("{other:?} is no size"),
-        }
+        ask!(client, command, Reply::Resized).map(|size_bytes| Resized { size_bytes })
     }
 }
 
@@ -317,10 +327,7 @@ impl Method for SettingsChange {
     type Answer = Settings;
 
     fn carry_out(self, client: &mut Client) -> Result<Settings, Problem> {
-        match client.handle(Command::Set(self))? {
-            Reply::Settings(settings) => Ok(settings),
-            other => unreachable!("{other:?} is no setting"),
-        }
+        ask!(client, Command::Set(self), Reply::Settings)
     }
 }
 
@@ -335,10 +342,7 @@ impl Method for Counters {
     type Answer = DaemonStats;
 
     fn carry_out(self, client: &mut Client) -> Result<DaemonStats, Problem> {
-        match client.handle(Command::Stats)? {
-            Reply::Stats(stats) => Ok(*stats),
-            other => unreachable!("{other:?} has no counters"),
-        }
+        ask!(client, Command::Stats, Reply::Stats).map(|stats| *stats)
     }
 }
 
@@ -441,6 +445,43 @@ mod tests {
             let row = format!("| {code} | {} |", meaning.as_str().unwrap());
             assert!(docs.contains(&row), "docs/control.md lacks {row}");
         }
+    }
+
+    /// Keys of objects without a description. Those that say which of several kinds an object is
+    /// are described with the kind.
+    fn undescribed(place: &str, schema: &Value, found: &mut Vec<String>) {
+        match schema {
+            Value::Object(object) => {
+                let keys = object.get("properties").and_then(Value::as_object);
+                let is_kind =
+                    object.contains_key("description") && keys.is_some_and(|keys| keys.len() == 1);
+                for (key, value) in keys.into_iter().flatten().filter(|_| !is_kind) {
+                    if value.get("description").or(value.get("const")).is_none() {
+                        found.push(format!("{place} {key}"));
+                    }
+                }
+                object.iter().for_each(|(key, value)| {
+                    undescribed(&format!("{place} {key}"), value, found);
+                });
+            }
+            Value::Array(array) => array.iter().for_each(|v| undescribed(place, v, found)),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn every_key_is_described() {
+        let (schema, mut found) = (schema(), Vec::new());
+        for (name, method) in schema["methods"].as_object().unwrap() {
+            for (part, of_method) in method.as_object().unwrap() {
+                // The description of a method is not one of its keys.
+                let mut keys = of_method.clone();
+                keys.as_object_mut().unwrap().remove("description");
+                undescribed(&format!("{name} {part}"), &keys, &mut found);
+            }
+        }
+        undescribed("event", &schema["events"], &mut found);
+        assert!(found.is_empty(), "{found:#?}");
     }
 
     /// Unknown keys are refused, and the schema says so.
