@@ -253,6 +253,7 @@ impl FrontEnd {
                 Ok(())
             }
             Progress::Refused(text) => Err(self.fail("a message is refused", &text)),
+            Progress::RingLost(text) => Err(self.fail("a ring does not start again", &text)),
             Progress::Ended(end) => self.ended(&end),
         }
     }

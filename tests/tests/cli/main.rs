@@ -16,6 +16,7 @@ mod resize;
 mod sockets;
 mod takeover;
 mod takeover_commands;
+mod takeover_waits;
 mod units;
 
 use anyhow::Result;

@@ -13,7 +13,7 @@ use ringhaul_kit::cli::{
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
-use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::server::ringhaul_binary;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -284,45 +284,6 @@ fn a_new_process_takes_all_over_or_none() -> Result<()> {
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     check(&mut one, 4).and_then(|()| check(&mut other, 4))
-}
-
-/// What hangs is not taken over, and neither are the others, which go on.
-#[test]
-fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
-    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
-    let scene = scene()?;
-    let hung = scene.socket("hung.sock");
-    let mut command = begin(&scene)?;
-    // Its submits wait for nothing, so the other export is served.
-    command.args(["--engine", "threads"]);
-    command.arg("--export").arg(format!(
-        "socket-path={},blk-file={},read-only=on,lock=off",
-        hung.display(),
-        fuse.file().display()
-    ));
-    let daemon = Running::serve(&mut command)?;
-    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
-    check(&mut frontend, 1)?;
-    fuse.withhold(daemon.pid(), &[opcode::READ]);
-    let load = bench(&hung, "--rw randread --iodepth 4 --number_ios 100");
-    let load = Running::start(&mut load?)?;
-    fuse.wait_for(opcode::READ)?;
-    let refused = taking_over(&scene).and_then(|mut command| run(&mut command));
-    let goes_on = check(&mut frontend, 2);
-    // Whatever has come of it: the kernel keeps a process whose reads hang.
-    fuse.release();
-    let refused = refused?.expect_code(2)?.stderr;
-    ensure!(refused.contains("requests were not finished in time"), "{refused}");
-    goes_on?;
-    load.finish()?.expect_code(0)?;
-    // The disk counts as one that does not answer until the next look at it.
-    let mut next = Running::start(&mut taking_over(&scene)?)?;
-    while let Err(error) = next.wait_for("took over 2 exports") {
-        ensure!(error.to_string().contains("its queues would not stop"), "{error}");
-        next = Running::start(&mut taking_over(&scene)?)?;
-    }
-    daemon.finish()?.expect_code(0)?;
-    check(&mut frontend, 3)
 }
 
 /// Either the old process goes on, or it has left, and a new one starts as after any crash.

@@ -227,7 +227,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (8, &["vhost_user::outcome"]),
             (9, &["vhost_user::config"]),
             (10, &["vhost_user::connection"]),
-            (11, &["vhost_user::hand_over"]),
+            (11, &["vhost_user::connection::pause", "vhost_user::hand_over"]),
             (12, &["vhost_user::session"]),
             (13, &["vhost_user"]),
             // Exports and the thread that controls them.

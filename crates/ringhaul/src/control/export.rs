@@ -274,6 +274,13 @@ impl Export {
                     export.log.report(|| What::Error { message, left_out });
                 });
             }
+            Progress::RingLost(why) => {
+                let message = format!("a ring does not start again after a pause: {why}");
+                self.limited(|export, left_out| {
+                    tracing::warn!(export = export.name(), left_out, "{message}");
+                    export.log.report(|| What::Error { message, left_out });
+                });
+            }
             Progress::Ended(end) => self.session_has_ended(&end),
         }
         self.session_is_ready = true;

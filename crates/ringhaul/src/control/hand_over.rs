@@ -16,8 +16,8 @@ use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
 use crate::vhost_user::Session;
 
-/// How long queues may take to stop.
-const STOP_MAX: Duration = Duration::from_secs(5);
+/// How long queues may take to stop. Guests of all exports wait, those whose disks are quick too.
+const STOP_MAX: Duration = Duration::from_secs(2);
 
 /// Where a hand-over is at.
 pub(super) enum HandOver {
@@ -72,10 +72,7 @@ impl Export {
                 None => CommandError::DiskBusy(name),
             });
         }
-        if matches!(self.disk_state(), DiskState::Late) {
-            let text = format!("the disk of {name} does not answer: its queues would not stop");
-            return Err(CommandError::Failed(anyhow::anyhow!(text)));
-        }
+        self.check_disks()?;
         let describe = |fds: &mut HandedFds| -> io::Result<HandedExport> {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
@@ -92,6 +89,18 @@ impl Export {
             let text = format!("cannot hand over {name}: {error}");
             CommandError::Failed(anyhow::Error::new(error).context(text))
         })
+    }
+
+    /// Refuses to stop queues that would not.
+    pub(super) fn check_disks(&self) -> Answered<()> {
+        if !matches!(self.disk_state(), DiskState::Late) {
+            return Ok(());
+        }
+        let name = self.spec.name();
+        let text = format!(
+            "the disk of {name} does not answer: its queues would not stop; try again when it does"
+        );
+        Err(CommandError::Failed(anyhow::anyhow!(text)))
     }
 
     /// Has its queues stop between two messages. It takes no front-end meanwhile.

@@ -1,5 +1,7 @@
 //! The device as one front-end has set it up, and what its messages do to it.
 
+mod pause;
+
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -19,7 +21,7 @@ use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
-use super::ring::{Progress, RingState, invalid, ring_size};
+use super::ring::{Progress, RingState, invalid, note, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
@@ -43,7 +45,7 @@ pub(super) struct Connection {
     control_ring: Option<usize>,
     /// It may have to start when others have.
     control_is_due: bool,
-    /// The first ring that did not start or stop.
+    /// The first ring that did not start or stop. What is not the ring's own fault comes first.
     failure: Option<io::Error>,
 }
 
@@ -399,7 +401,7 @@ impl Connection {
         let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
         let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
         if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
-            self.failure.get_or_insert(error);
+            note(&mut self.failure, error);
         }
     }
 
@@ -411,17 +413,6 @@ impl Connection {
         if others.all(|(_, ring)| !ring.settings.started || ring.is_running()) {
             self.start_ring(control);
         }
-    }
-
-    /// Begins to stop all rings, to be started again.
-    pub(super) fn begin_pause(&mut self) {
-        self.rings.iter_mut().for_each(|ring| ring.begin_stop(&self.setup.waker));
-    }
-
-    /// Begins to start those rings again that should run.
-    pub(super) fn begin_resume(&mut self) {
-        let start = Start { answer: Ok(None), undo: None, unmapped: None };
-        let _ = self.start(0..self.rings.len(), start);
     }
 
     /// Whether all rings have started or stopped, as requested. An error: one has not.
@@ -445,7 +436,7 @@ impl Connection {
             match ring.progress() {
                 Progress::Settled => {}
                 Progress::Busy => is_busy = true,
-                Progress::Failed(error) => drop(self.failure.get_or_insert(error)),
+                Progress::Failed(error) => note(&mut self.failure, error),
             }
         }
         is_busy

@@ -22,6 +22,8 @@ pub(super) struct RingState {
     pub(super) call: Option<OwnedFd>,
     pub(super) err: Option<OwnedFd>,
     service: Service,
+    /// It was stopped only to be started again.
+    is_paused: bool,
 }
 
 /// What the front-end has set.
@@ -66,6 +68,17 @@ impl RingState {
             }
             other => self.service = other,
         }
+    }
+
+    /// Begins to stop the queue until it is [due to start again](Self::take_due).
+    pub(super) fn begin_pause(&mut self, waker: &Waker) {
+        self.is_paused = true;
+        self.begin_stop(waker);
+    }
+
+    /// True once, when it has paused.
+    pub(super) fn take_due(&mut self) -> bool {
+        self.is_stopped() && std::mem::take(&mut self.is_paused)
     }
 
     /// Begins to start the queue, number `index` of the device, if what was said so far asks for
@@ -115,7 +128,12 @@ impl RingState {
                 }
                 Poll::Ready(Some(Err(error))) => {
                     self.service = Service::Stopped;
-                    Progress::Failed(io::Error::other(error))
+                    Progress::Failed(match error {
+                        StartError::Ring(_) => invalid(error.to_string()),
+                        StartError::NoSuchQueue { .. } | StartError::ThreadEnded => {
+                            io::Error::other(error)
+                        }
+                    })
                 }
                 Poll::Ready(None) => {
                     self.service = Service::Stopped;
@@ -139,6 +157,11 @@ impl RingState {
 
     pub(super) fn is_running(&self) -> bool {
         matches!(self.service, Service::Running(_))
+    }
+
+    /// Whether it serves requests: one that is stopping finishes those that it has taken.
+    pub(super) fn is_serving(&self) -> bool {
+        matches!(self.service, Service::Running(_) | Service::Stopping(..))
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -195,11 +218,6 @@ impl RingState {
         Ok(())
     }
 
-    /// Whether its addresses are in the memory, if they are known.
-    pub(super) fn check(&self, memory: &GuestMemory) -> io::Result<()> {
-        self.settings.addresses.map_or(Ok(()), |addresses| self.ring(addresses, memory).map(drop))
-    }
-
     /// As after GET_VRING_BASE: a kick starts it again.
     pub(super) fn set_stopped(&mut self) {
         self.settings.started = false;
@@ -245,6 +263,20 @@ fn clone(fd: Option<&OwnedFd>) -> io::Result<Option<OwnedFd>> {
     fd.map(OwnedFd::try_clone).transpose()
 }
 
+/// What is wrong with what a front-end or its guest has said, and concerns nothing else.
 pub(super) fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+/// Keeps the first failure, or the first that is not the fault of a ring.
+pub(super) fn note(failure: &mut Option<io::Error>, error: io::Error) {
+    let is_graver = |before: &io::Error| is_of_ring(before) && !is_of_ring(&error);
+    if failure.as_ref().is_none_or(is_graver) {
+        *failure = Some(error);
+    }
+}
+
+/// Whether this is about what the front-end has said of a ring, or what the guest has in it.
+pub(super) fn is_of_ring(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::InvalidInput
 }

@@ -15,6 +15,7 @@ use super::connection::Connection;
 use super::hand_over::{SessionState, TakenOver};
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
+use super::ring::is_of_ring;
 use super::setup::SessionSetup;
 use crate::handed_fds::HandedFds;
 use crate::status::SessionDetails;
@@ -38,6 +39,8 @@ pub enum Progress {
     Handled,
     /// A message was refused, for this reason, and the connection continues. There may be more.
     Refused(String),
+    /// After a pause a ring does not start again, for this reason, and the connection continues.
+    RingLost(String),
     /// The session is over: all requests are answered, the front-end sees the connection closed.
     Ended(End),
 }
@@ -72,6 +75,8 @@ pub struct Session {
     silence: Option<Instant>,
     /// It is to pause before the next message.
     is_to_pause: bool,
+    /// The front-end is to read the configuration space again when the pause is over.
+    has_changed: bool,
 }
 
 enum Stage {
@@ -107,7 +112,14 @@ impl Session {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
         let connection = Connection::new(setup);
         let silence = Some(now + SILENCE_LIMIT);
-        Self { channel, connection, stage: Stage::Ready, silence, is_to_pause: false }
+        Self {
+            channel,
+            connection,
+            stage: Stage::Ready,
+            silence,
+            is_to_pause: false,
+            has_changed: false,
+        }
     }
 
     /// A session that another process has [paused](Self::begin_pause) and
@@ -124,10 +136,8 @@ impl Session {
     ) -> io::Result<Self> {
         let silence = (!state.is_patient).then_some(now + SILENCE_LIMIT);
         let TakenOver { channel, connection, has_changed } = state.take_over(setup, fds, now)?;
-        if has_changed {
-            connection.send_config_change();
-        }
-        Ok(Self { channel, connection, stage: Stage::Paused, silence, is_to_pause: true })
+        let stage = Stage::Paused;
+        Ok(Self { channel, connection, stage, silence, is_to_pause: true, has_changed })
     }
 
     /// Has the session stop its queues when it has finished the message that it is at, and read no
@@ -212,24 +222,31 @@ impl Session {
 
     /// Continues with a pause, or with its end.
     fn pause(&mut self, stage: Stage, now: Instant) -> Progress {
-        match (stage, self.connection.settle()) {
-            (stage, Poll::Pending) => self.stage = stage,
-            (_, Poll::Ready(Err(error))) => {
+        if self.is_to_pause && !matches!(stage, Stage::Resuming) {
+            let settled = self.connection.settle();
+            self.stage = if settled.is_pending() { stage } else { Stage::Paused };
+            let Poll::Ready(Err(error)) = settled else { return Progress::Waiting };
+            self.end(End::Dropped(error.to_string()));
+            return self.progress(now);
+        }
+        if std::mem::take(&mut self.has_changed) {
+            self.connection.send_config_change();
+        }
+        self.stage = Stage::Resuming;
+        match self.connection.resume() {
+            Poll::Pending => return Progress::Waiting,
+            Poll::Ready(Ok(())) => {}
+            Poll::Ready(Err(error)) if is_of_ring(&error) => {
+                self.stage = Stage::Ready;
+                return Progress::RingLost(error.to_string());
+            }
+            Poll::Ready(Err(error)) => {
                 self.end(End::Dropped(error.to_string()));
                 return self.progress(now);
             }
-            (Stage::Resuming, _) => {
-                self.stage = Stage::Ready;
-                return Progress::Handled;
-            }
-            _ if self.is_to_pause => self.stage = Stage::Paused,
-            _ => {
-                self.connection.begin_resume();
-                self.stage = Stage::Resuming;
-                return self.progress(now);
-            }
         }
-        Progress::Waiting
+        self.stage = Stage::Ready;
+        Progress::Handled
     }
 
     /// Begins to disconnect the front-end. It sees the hang-up only when all its requests are

@@ -75,7 +75,7 @@ impl Scene {
             match session.progress(self.now) {
                 Progress::Waiting => return None,
                 Progress::Handled => {}
-                Progress::Refused(text) => self.refused.push(text),
+                Progress::Refused(text) | Progress::RingLost(text) => self.refused.push(text),
                 Progress::Ended(end) => return Some(end),
             }
         }

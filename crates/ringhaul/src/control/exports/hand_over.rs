@@ -23,6 +23,10 @@ impl Exports {
                 answer.send(Err(CommandError::Changed));
             }
             HandOverOrder::Pause(_, answer) => {
+                if let Err(error) = self.list.iter().try_for_each(Export::check_disks) {
+                    answer.send(Err(error));
+                    return Then::GoOn;
+                }
                 self.list.iter_mut().for_each(Export::begin_pause);
                 self.hand_over = Some(HandOver::Pausing { since: now, answer });
             }
@@ -42,9 +46,6 @@ impl Exports {
 
     fn describe(&self) -> Result<Described, CommandError> {
         let mut fds = HandedFds::default();
-        if self.hand_over.is_some() {
-            return Err(CommandError::HandingOver);
-        }
         if self.stopping.is_some() {
             return Err(CommandError::Ending);
         }
@@ -56,7 +57,19 @@ impl Exports {
         }
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
-        Ok(Described { exports, fds, generation: self.generation })
+        // Behind the disks, of which one may be what an earlier hand-over still waits for.
+        match self.hand_over {
+            Some(HandOver::Resuming(_)) => Err(self.not_done(Export::has_resumed)),
+            Some(_) => Err(CommandError::HandingOver),
+            None => Ok(Described { exports, fds, generation: self.generation }),
+        }
+    }
+
+    /// Says what other exports have not finished.
+    fn not_done(&self, is_done: impl Fn(&Export) -> bool) -> CommandError {
+        let others = self.list.iter().filter(|export| !is_done(export));
+        let left = others.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
+        CommandError::NotPaused(left.collect::<Vec<_>>().join(", "))
     }
 
     /// Continues with a hand-over for as long as nothing has to be waited for.
@@ -74,11 +87,7 @@ impl Exports {
                     }
                     answer.send(paused);
                 } else if is_late {
-                    let left = self.list.iter().filter(|export| !export.has_paused());
-                    let left =
-                        left.map(|export| format!("{}: {}", export.name(), export.what_is_left()));
-                    let left: Vec<String> = left.collect();
-                    answer.send(Err(CommandError::NotPaused(left.join(", "))));
+                    answer.send(Err(self.not_done(Export::has_paused)));
                     self.begin_resume(Pending::new().0);
                 } else {
                     self.hand_over = Some(HandOver::Pausing { since, answer });

@@ -17,6 +17,7 @@ use super::super::message::{Config, Header, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::*;
 
+mod hand_over;
 mod inflight;
 
 const QUEUES: u16 = 2;

@@ -1,0 +1,34 @@
+//! Rings that stop only to be started again, here or in another process.
+
+use std::io;
+use std::task::Poll;
+
+use super::Connection;
+
+impl Connection {
+    /// Begins to stop all rings, to be started again.
+    pub(in crate::vhost_user) fn begin_pause(&mut self) {
+        self.rings.iter_mut().for_each(|ring| ring.begin_pause(&self.setup.waker));
+    }
+
+    /// Continues to start those rings again that should run, each as soon as it has stopped: what
+    /// keeps one of them from that keeps no other. As [`settle`](Self::settle).
+    pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
+        self.progress();
+        let control = self.control_ring;
+        for ring in (0..self.rings.len()).filter(|ring| Some(*ring) != control) {
+            if self.rings[ring].take_due() {
+                self.start_ring(ring);
+                self.control_is_due = true;
+            }
+        }
+        if let Some(control) = self.control_ring {
+            let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
+            let is_due = others.all(|(_, ring)| !ring.settings.started || ring.is_serving());
+            if is_due && self.rings[control].take_due() {
+                self.start_ring(control);
+            }
+        }
+        self.settle()
+    }
+}

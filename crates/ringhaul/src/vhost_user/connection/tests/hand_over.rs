@@ -1,0 +1,83 @@
+//! Sessions that go from one process to another.
+
+use std::io::{ErrorKind, Read};
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use super::super::super::channel::Channel;
+use super::super::super::hand_over::SessionState;
+use super::super::super::session::{Progress, Session};
+use super::*;
+use crate::handed_fds::HandedFds;
+
+/// The session of `scene` in another process, whose disk has so many bytes.
+fn take_over(scene: &mut Scene, disk_bytes: u64) -> (Scene, Session, UnixStream) {
+    scene.connection.begin_pause();
+    scene.settle().unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let channel = Channel::new(ours, Arc::clone(&scene.examiner));
+    let mut fds = HandedFds::default();
+    let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
+    let source = DiskSource::null(disk_bytes, &DiskOptions::default()).unwrap();
+    let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
+    let other = Scene::of(Device::blk(source, options, Arc::new(LogEvents::new("test"))), 0);
+    let setup = other.connection.setup.clone();
+    let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
+    (other, session, theirs)
+}
+
+/// Lets the session go on, and returns what it has come to first.
+fn go_on(scene: &mut Scene, session: &mut Session) -> Progress {
+    session.begin_resume();
+    loop {
+        match session.progress(Instant::now()) {
+            Progress::Waiting => drop(scene.io.turn(Wait::Never).unwrap()),
+            other => return other,
+        }
+    }
+}
+
+fn end(scene: Scene, mut session: Session) {
+    session.begin_end();
+    while !matches!(session.progress(Instant::now()), Progress::Ended(_)) {
+        scene.io.turn(Wait::Never).unwrap();
+    }
+}
+
+/// Until the process that takes over serves, the front-end would ask one that does not.
+#[test]
+fn another_size_is_told_when_the_queues_go_on() {
+    for (bytes, is_told) in [(1 << 20, false), (2 << 20, true)] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        let (ours, mut news) = UnixStream::pair().unwrap();
+        news.set_nonblocking(true).unwrap();
+        assert_eq!(scene.tell(&Request::SetBackendReqFd, vec![ours.into()]), Ended::Done);
+        scene.start();
+        let (mut other, mut session, _front_end) = take_over(&mut scene, bytes);
+        let nothing = news.read(&mut [0; 64]).unwrap_err();
+        assert_eq!(nothing.kind(), ErrorKind::WouldBlock);
+        assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+        assert_eq!(news.read(&mut [0; 64]).is_ok_and(|bytes| bytes == 12), is_told);
+        end(other, session);
+        scene.end();
+    }
+}
+
+#[test]
+fn a_ring_outside_the_memory_stops_alone() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let nowhere = addresses(USER_ADDR + MEMORY_BYTES);
+    scene.connection.rings[1].settings.addresses = Some(nowhere);
+    let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
+    let lost = go_on(&mut other, &mut session);
+    assert!(
+        matches!(&lost, Progress::RingLost(why) if why.contains("not in its memory")),
+        "{lost:?}"
+    );
+    assert_eq!(session.next_avail(0), Some(0));
+    let states = session.describe().queues.into_iter().map(|queue| format!("{:?}", queue.state));
+    assert_eq!(states.collect::<Vec<_>>(), ["Running", "Stopped"]);
+    end(other, session);
+    scene.end();
+}

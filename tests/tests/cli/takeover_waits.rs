@@ -1,0 +1,113 @@
+//! Takeovers while disks do not answer, or rings have no memory.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, bench, run, serve};
+use ringhaul_kit::daemon::SECTOR_BYTES;
+use ringhaul_kit::frontend::message::Message;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use serde_json::json;
+
+use crate::scene;
+use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+
+/// What hangs is not taken over, and neither are the others, which go on.
+#[test]
+fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let hung = scene.socket("hung.sock");
+    let mut command = begin(&scene)?;
+    // Its submits wait for nothing, so the other export is served.
+    command.args(["--engine", "threads"]);
+    command.arg("--export").arg(format!(
+        "socket-path={},blk-file={},read-only=on,lock=off",
+        hung.display(),
+        fuse.file().display()
+    ));
+    let daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let load = bench(&hung, "--rw randread --iodepth 4 --number_ios 100");
+    let load = Running::start(&mut load?)?;
+    fuse.wait_for(opcode::READ)?;
+    let refused = taking_over(&scene).and_then(|mut command| run(&mut command));
+    let goes_on = check(&mut frontend, 2);
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    let refused = refused?.expect_code(2)?.stderr;
+    ensure!(refused.contains("requests were not finished in time"), "{refused}");
+    goes_on?;
+    load.finish()?.expect_code(0)?;
+    // The disk counts as one that does not answer until the next look at it.
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    while let Err(error) = next.wait_for("took over 2 exports") {
+        ensure!(error.to_string().contains("its queues would not stop"), "{error}");
+        next = Running::start(&mut taking_over(&scene)?)?;
+    }
+    daemon.finish()?.expect_code(0)?;
+    check(&mut frontend, 3)
+}
+
+/// What hangs in one ring keeps no other one from going on, and the next takeover is refused before
+/// anything stops.
+#[test]
+fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let mut command = serve(&scene.socket("vm.sock"), &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
+    let mut daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
+    let read = [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];
+    frontend.rings[0].put_chain(0, &read);
+    frontend.rings[0].submit(0)?;
+    fuse.wait_for(opcode::READ)?;
+    let hangs = (|| {
+        let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+        ensure!(refused.contains("requests were not finished in time"), "{refused}");
+        let id = frontend.request(1, blk::GET_ID, 0, &[], 20)?;
+        ensure!(id.status == blk::OK, "{id:?}");
+        daemon.wait_for("a read has not been answered for")?;
+        let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+        ensure!(refused.contains("its queues would not stop"), "{refused}");
+        Ok(())
+    })();
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    hangs?;
+    ensure!(frontend.rings[0].wait_used()?.bytes == 513, "the read has failed");
+    frontend.read(0, 6, SECTOR_BYTES)?;
+    Ok(())
+}
+
+/// Rings whose memory the front-end has taken back wait for it, over takeovers that fail and that
+/// do not.
+#[test]
+fn rings_without_memory_wait_for_it() -> Result<()> {
+    let scene = scene()?;
+    let mut daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    let region = frontend.memory.regions[0].clone();
+    for seed in 2..4 {
+        frontend.tell(Message::remove_region(&region))?;
+        let mut client = Client::new(&scene)?;
+        client.begin()?;
+        let paused = client.ask("takeover.pause", &json!({}))?;
+        ensure!(paused["error"].is_null(), "{paused}");
+        drop(client);
+        daemon.wait_for("does not take over")?;
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        next.wait_for(TAKEN)?;
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+        frontend.tell(Message::add_region(&region))?;
+        check(&mut frontend, seed)?;
+    }
+    Ok(())
+}
