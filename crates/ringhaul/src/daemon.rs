@@ -47,8 +47,13 @@ pub struct Daemon {
     subscribers: Subscribers,
     /// What was set since.
     changes: Mutex<SettingsChange>,
+    /// Says which exports are those of the configuration file.
+    of_file: OnceLock<ExportsOfFile>,
     succession: Arc<Succession>,
 }
+
+/// Whoever has read the configuration file knows them, as they are served by it.
+type ExportsOfFile = Box<dyn Fn() -> Vec<ExportSpec> + Send + Sync>;
 
 /// An export that is ready to be served.
 struct Opened {
@@ -110,6 +115,7 @@ impl Daemon {
             life: OnceLock::new(),
             subscribers: Subscribers::default(),
             changes: Mutex::default(),
+            of_file: OnceLock::new(),
             succession: Arc::default(),
         };
         Ok((daemon, Ending(received)))

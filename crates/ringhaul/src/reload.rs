@@ -44,6 +44,10 @@ impl Reload {
     ) -> Result<Self> {
         let (asked, requests) = mpsc::channel();
         let mut reloader = Reloader::new(file, config, served, daemon);
+        if let Some(daemon) = reloader.daemon.upgrade() {
+            let record = Arc::clone(&reloader.record);
+            daemon.set_exports_of_file(move || lock(&record).served.values().cloned().collect());
+        }
         let work = move || {
             while let Ok(first) = requests.recv() {
                 // Those that came meanwhile mean the same.

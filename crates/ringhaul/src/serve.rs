@@ -87,10 +87,11 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
     take::set(&daemon, &life.changes)?;
-    let (taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
+    let (mut taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
+    let served = taken.of_file.take();
     let last_words = taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
-    let reload = config.map(|(file, config)| reload_served(file, &config, &daemon));
+    let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
     let reload = reload.and_then(|reload| without(reload, "the configuration file"));
     let heed = heed(&daemon, reload.clone());
     without(last_words.listen(heed), "what the old process was asked to do");
@@ -133,9 +134,17 @@ fn heed(
     }
 }
 
-/// Applies later changes of a file, of whose exports a daemon serves those that it has taken over.
-/// The others are new with the next SIGHUP.
-fn reload_served(file: ConfigFile, config: &Config, daemon: &Arc<Daemon>) -> Result<Reload> {
+/// Applies later changes of a file, of whose exports a daemon has taken over those that are
+/// `served`, or if that was not said, those that it has. What differs changes with the next SIGHUP.
+fn reload_served(
+    file: ConfigFile,
+    config: &Config,
+    served: Option<Vec<ExportSpec>>,
+    daemon: &Arc<Daemon>,
+) -> Result<Reload> {
+    if let Some(served) = served {
+        return Reload::start(file, config, &served, Arc::downgrade(daemon));
+    }
     let shown = daemon.handle(Command::Show).map_err(CommandError::into_error)?;
     let Reply::Exports(shown) = shown else { unreachable!("{shown:?} is no list") };
     let is_served =

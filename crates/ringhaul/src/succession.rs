@@ -154,7 +154,10 @@ impl Succession {
         let mut state = self.lock();
         match &mut *state {
             State::Ours { changes } => *changes += 1,
-            State::Open { asked } => return asked.push((what, Box::new(begin))),
+            State::Open { asked } => {
+                tracing::info!("what is asked waits until it is certain which process goes on");
+                return asked.push((what, Box::new(begin)));
+            }
             State::Theirs(heir) => return heir.pass_on(what),
         }
         drop(state);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene};
+use ringhaul_kit::cli::{Running, Scene, ringhaul};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -150,5 +150,38 @@ fn what_is_set_during_a_takeover_holds() -> Result<()> {
     let now = Client::new(&scene)?.ask("set", &json!({}))?;
     ensure!(now["result"]["poll-max-us"] == set, "{set} was set last, and {now} holds");
     eprintln!("{set} times set");
+    Ok(())
+}
+
+/// A configuration file is read again by the process that serves in the end.
+#[test]
+fn a_file_is_read_again_after_a_takeover() -> Result<()> {
+    let scene = scene()?;
+    let (control, socket) = (scene.socket("control"), scene.socket("vm.sock"));
+    let text = format!(
+        "control = \"{}\"\n[[export]]\nendpoint = {{ path = \"{}\" }}\n\
+         device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n",
+        control.display(),
+        socket.display()
+    );
+    let file = scene.path("ringhaul.toml");
+    std::fs::write(&file, text)?;
+    let mut daemon = Running::serve(ringhaul()?.args(["serve", "--config"]).arg(&file))?;
+    let waits = "waits until it is certain which process goes on";
+    let given_up = heir(&scene)?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for(waits)?;
+    drop(given_up);
+    daemon.wait_for("is applied, as far as it can be")?;
+
+    let mut heir = heir(&scene)?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for(waits)?;
+    let taken = heir.ask("takeover.take", &json!({}))?;
+    ensure!(taken["error"].is_null(), "{taken}");
+    let passed_on = heir.answer()?;
+    ensure!(passed_on["method"] == "takeover.pass-on", "{passed_on}");
+    ensure!(passed_on["params"] == "reload", "{passed_on}");
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }

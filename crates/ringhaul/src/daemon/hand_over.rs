@@ -16,7 +16,7 @@ use crate::export::{Endpoint, EndpointState};
 use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
 use crate::settings::SettingsChange;
-use crate::spec::{DiskSpec, ExportSettings};
+use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
 use crate::takeover::format::Life;
 
 /// Exports that another process still serves.
@@ -61,6 +61,19 @@ impl Daemon {
         let control = control.as_ref().and_then(Weak::upgrade);
         let path = control.as_ref().and_then(|control| control.path());
         Ok((life.clone(), path.context("there is no control socket to take over by")?.to_owned()))
+    }
+
+    /// Another process asks this for the exports of the configuration file.
+    pub(crate) fn set_exports_of_file(
+        &self,
+        list: impl Fn() -> Vec<ExportSpec> + Send + Sync + 'static,
+    ) {
+        assert!(self.of_file.set(Box::new(list)).is_ok(), "a process has one file");
+    }
+
+    /// The exports of the configuration file as they are served by it, if there is one.
+    pub(crate) fn exports_of_file(&self) -> Option<Vec<ExportSpec>> {
+        self.of_file.get().map(|list| list())
     }
 
     /// Describes the exports for another process.

@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::control::handed::{ExportProgress, HandedExport};
 use crate::export::EndpointState;
 use crate::settings::SettingsChange;
+use crate::spec::ExportSpec;
 
 /// The format in which this version describes itself.
 pub(super) const FORMAT: u32 = 1;
@@ -61,6 +62,8 @@ pub(super) struct Standstill {
     pub(super) since_ns: u64,
     /// What was set since the start: more than when the old process described itself, maybe.
     pub(super) changes: SettingsChange,
+    /// The exports of the configuration file as they are served by it, if there is one.
+    pub(super) of_file: Option<Vec<ExportSpec>>,
     pub(super) exports: Vec<ExportProgress>,
 }
 

@@ -92,7 +92,8 @@ fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> 
     talk.expect(PAUSE, OPEN_MAX)?;
     let (standing, paused) = daemon.pause(generation).map_err(CommandError::into_error)?;
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
-    let standstill = Standstill { since_ns, changes, exports: paused.exports };
+    let (of_file, exports) = (daemon.exports_of_file(), paused.exports);
+    let standstill = Standstill { since_ns, changes, of_file, exports };
     talk.answer(&standstill, &paused.fds)?;
     drop(paused.fds);
     talk.expect(TAKE, TAKE_MAX)?;

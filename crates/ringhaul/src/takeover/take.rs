@@ -21,6 +21,7 @@ use crate::daemon::hand_over::Expected;
 use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
 use crate::settings::SettingsChange;
+use crate::spec::ExportSpec;
 use crate::succession::{PASS_ON, PassedOn};
 
 /// How long the old process may take to answer while it serves, and to stop its queues.
@@ -47,6 +48,8 @@ pub(crate) struct Taken {
     version: String,
     process: u32,
     exports: usize,
+    /// Those of the configuration file, if the old process had one.
+    pub(crate) of_file: Option<Vec<ExportSpec>>,
 }
 
 impl Predecessor {
@@ -82,9 +85,10 @@ impl Predecessor {
         last: impl FnOnce() -> Result<T>,
     ) -> Result<(Taken, T)> {
         match self.try_take(daemon, last) {
-            Ok((exports, since_ns, result)) => {
+            Ok((exports, stood, result)) => {
                 let Self { receiver, version, process, .. } = self;
-                Ok((Taken { receiver, since_ns, version, process, exports }, result))
+                let Standstill { since_ns, of_file, .. } = stood;
+                Ok((Taken { receiver, since_ns, version, process, exports, of_file }, result))
             }
             Err(error) => {
                 let why = json!({ "why": format!("{error:#}") });
@@ -95,29 +99,29 @@ impl Predecessor {
         }
     }
 
-    /// Returns how many exports there are, and since when their queues stand still.
+    /// Returns how many exports there are, and what the old process has said beside them.
     fn try_take<T>(
         &mut self,
         daemon: &Daemon,
         last: impl FnOnce() -> Result<T>,
-    ) -> Result<(usize, u64, T)> {
+    ) -> Result<(usize, Standstill, T)> {
         let handed = std::mem::take(&mut self.exports);
         let exports = handed.len();
         let expected: Expected =
             daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
         tracing::info!("ready to take over {exports} exports from process {}", self.process);
         let paused = ask::<Standstill>(&mut self.receiver, PAUSE, &Value::Null);
-        let (standstill, fds) = paused.context("the old process does not stop")?;
+        let (mut standstill, fds) = paused.context("the old process does not stop")?;
         if standstill.changes != self.life.changes {
             set(daemon, &standstill.changes)?;
         }
-        daemon.take_over(expected, standstill.exports, fds)?;
+        daemon.take_over(expected, std::mem::take(&mut standstill.exports), fds)?;
         let result = last()?;
         // Without a limit: whether it has heard must be known.
         self.receiver.stream().set_read_timeout(None)?;
         ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
             .context("the old process has not said that it leaves")?;
-        Ok((exports, standstill.since_ns, result))
+        Ok((exports, standstill, result))
     }
 }
 
