@@ -13,6 +13,7 @@ use device::{CallWatch, Device};
 use crate::command::{Command, CommandError, NewSize, Reply};
 use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
 use crate::disk_accesses::DiskAccesses;
+use crate::disk_user::user;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Chosen, Thread, Threads, choose, set_up};
 use crate::export::Endpoint;
@@ -224,8 +225,8 @@ impl Daemon {
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
-        let ChangingUnit { name, device, settings, .. } = changing;
-        let mut disk = OpenDisk::open(&unit.disk(&settings))?;
+        let ChangingUnit { name, device, settings, endpoint, .. } = changing;
+        let mut disk = OpenDisk::open(&unit.disk(&settings), user(&endpoint, Some(place)))?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;

@@ -28,7 +28,7 @@ pub(crate) fn naa(identity: &str) -> [u8; 8] {
 }
 
 /// FNV-1a in 128 bits.
-fn hash(identity: &str) -> u128 {
+pub(crate) fn hash(identity: &str) -> u128 {
     identity.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
         (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
     })

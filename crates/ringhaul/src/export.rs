@@ -96,6 +96,15 @@ impl Endpoint {
         Ok(Self::Listener(OwnSocket { listener, path, identity, is_lent: false }))
     }
 
+    /// Checks that [`bind`](Self::bind) will find nobody at `path`, and makes way for it.
+    ///
+    /// # Errors
+    ///
+    /// When a program listens there, or something else exists there.
+    pub(crate) fn check_free(path: &Path, option: &str) -> Result<()> {
+        clear_socket_path(path, option)
+    }
+
     /// Takes over descriptor `fd`, a listening or a connected Unix socket that the parent of
     /// this program has left open for it. The number is closed at the end of the export.
     ///

@@ -222,7 +222,11 @@ mod tests {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
         let endpoint = EndpointSpec::Path("test.sock".into());
         let spec = ExportSpec { name: None, endpoint, device, settings };
-        let disks = spec.disks().iter().map(OpenDisk::open).collect::<Result<Vec<_>>>()?;
+        let disks = spec
+            .disks()
+            .iter()
+            .map(|disk| OpenDisk::open(disk, None))
+            .collect::<Result<Vec<_>>>()?;
         spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses)
     }
 

@@ -28,10 +28,13 @@ impl OpenDisk {
     /// # Errors
     ///
     /// When it cannot be used.
-    pub(crate) fn open_when_left(wanted: &(DiskSpec, ExportSettings)) -> Result<Self> {
+    pub(crate) fn open_when_left(
+        wanted: &(DiskSpec, ExportSettings),
+        user: Option<u64>,
+    ) -> Result<Self> {
         let mut is_told = false;
         loop {
-            match Self::open(wanted) {
+            match Self::open(wanted, user) {
                 // Each try takes its time.
                 Err(error) if is_left_behind(&error) => {
                     if !std::mem::replace(&mut is_told, true) {
@@ -43,19 +46,22 @@ impl OpenDisk {
         }
     }
 
-    /// Opens a disk of an export.
+    /// Opens a disk of an export for a [user](DiskOptions::user).
     ///
     /// # Errors
     ///
     /// When it cannot be used.
-    pub(crate) fn open((disk, settings): &(DiskSpec, ExportSettings)) -> Result<Self> {
+    pub(crate) fn open(
+        (disk, settings): &(DiskSpec, ExportSettings),
+        user: Option<u64>,
+    ) -> Result<Self> {
         let (source, cache, name) = match disk {
             DiskSpec::File(path) => {
-                let (source, cache) = open_file(path, settings)?;
+                let (source, cache) = open_file(path, settings, user)?;
                 (source, cache, path.display().to_string())
             }
             DiskSpec::Null { size_bytes } => {
-                let source = DiskSource::null(*size_bytes, &disk_options(settings, false))?;
+                let source = DiskSource::null(*size_bytes, &disk_options(settings, false, None))?;
                 (source, settings.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
             }
         };
@@ -80,7 +86,7 @@ impl OpenDisk {
         // Where there was no direct I/O, it fell back.
         let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
         let source =
-            DiskSource::handed_over(file, path, &disk_options(settings, direct), size_bytes)?;
+            DiskSource::handed_over(file, path, &disk_options(settings, direct, None), size_bytes)?;
         Ok(Self::new(path.display().to_string(), source, cache))
     }
 
@@ -101,26 +107,31 @@ fn is_left_behind(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
 }
 
-fn disk_options(settings: &ExportSettings, direct: bool) -> DiskOptions {
+fn disk_options(settings: &ExportSettings, direct: bool, user: Option<u64>) -> DiskOptions {
     DiskOptions {
         direct,
         read_only: settings.read_only,
         no_lock: settings.no_lock,
         logical_block_bytes: settings.logical_block_bytes,
+        user,
     }
 }
 
 /// Opens a file as `--cache` says, or without it in the best way that works.
-fn open_file(path: &Path, settings: &ExportSettings) -> Result<(DiskSource, CacheMode)> {
+fn open_file(
+    path: &Path,
+    settings: &ExportSettings,
+    user: Option<u64>,
+) -> Result<(DiskSource, CacheMode)> {
     let cache = settings.cache.unwrap_or(CacheMode::None);
-    let error = match DiskSource::file(path, &disk_options(settings, cache.is_direct())) {
+    let error = match DiskSource::file(path, &disk_options(settings, cache.is_direct(), user)) {
         Ok(source) => return Ok((source, cache)),
         // Whoever has it in use has it in use with the page cache too.
         Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
         Err(error) => error,
     };
     if cache.is_direct()
-        && let Ok(source) = DiskSource::file(path, &disk_options(settings, false))
+        && let Ok(source) = DiskSource::file(path, &disk_options(settings, false, user))
     {
         if settings.cache.is_some() {
             bail!("{error} (--cache writeback or --cache writethrough)");

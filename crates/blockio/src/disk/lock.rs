@@ -6,6 +6,9 @@
 //! A program takes read locks on the bytes of what it uses and does not share, and only then asks
 //! whether others have locks on the opposite bytes: so of two that come at once, at least one sees
 //! the other.
+//!
+//! Far behind these, and behind all data, there is a byte for each user of the disk (see
+//! [`DiskOptions::user`](super::DiskOptions::user)). It keeps nobody away but the same user.
 
 use std::fs::File;
 use std::io;
@@ -24,6 +27,9 @@ const RESIZE: i64 = 3;
 const USED: i64 = 100;
 const UNSHARED: i64 = 200;
 
+/// The byte of user 0.
+const USERS: i64 = 1 << 62;
+
 /// The kernel may keep the file of a program that was killed open for a while (io_uring does, for
 /// some 100 ms), and a device claimed.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -36,10 +42,12 @@ pub(super) enum Conflict {
     Locked,
     /// A block device that is mounted or was opened for one program alone.
     Claimed,
+    /// The same user has the file.
+    SameUser,
 }
 
 /// Runs `open` until it meets no conflict, for two seconds at most; not again when it is this very
-/// process that is in the way.
+/// process that is in the way, which the same user cannot be.
 pub(super) fn patiently<T>(
     path: &Path,
     mut open: impl FnMut() -> Result<T, Attempt>,
@@ -51,7 +59,8 @@ pub(super) fn patiently<T>(
             Err(Attempt::Failed(error)) => return Err(error),
             Err(Attempt::Conflict(conflict)) => conflict,
         };
-        if Instant::now() >= end || holder::is_this_process(path) {
+        let is_own = !matches!(conflict, Conflict::SameUser) && holder::is_this_process(path);
+        if Instant::now() >= end || is_own {
             return Err(in_use(path, &conflict));
         }
         std::thread::sleep(PAUSE);
@@ -65,10 +74,12 @@ pub(super) enum Attempt {
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
-    let (by, is_seen) = match holder::holders(path) {
-        Holders::ThisProcess => ("this daemon, for another export".to_owned(), true),
-        Holders::Others(names) => (names, true),
-        Holders::Unknown => {
+    let (by, is_seen) = match (conflict, holder::holders(path)) {
+        // Others may have the file open beside it.
+        (Conflict::SameUser, _) => (String::new(), false),
+        (_, Holders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
+        (_, Holders::Others(names)) => (names, true),
+        (_, Holders::Unknown) => {
             let who = "a program that is not visible here, or operations of one that was killed";
             (who.to_owned(), false)
         }
@@ -81,8 +92,28 @@ fn in_use(path: &Path, conflict: &Conflict) -> Error {
         Conflict::Claimed => {
             format!("it is busy, mounted or used by another program ({by}); stop that first")
         }
+        Conflict::SameUser => "operations of an earlier process of this very user may still read \
+                               from it into shared memory; they end when the disk answers"
+            .to_owned(),
     };
     Error::InUse { path: path.to_owned(), reason, is_seen }
+}
+
+/// Locks `file`, which must be open for reading, for its user.
+pub(super) fn lock_for(file: &File, user: u64) -> Result<(), Conflict> {
+    let byte = i64::try_from(user).ok().and_then(|user| USERS.checked_add(user));
+    let byte = byte.expect("a user is a number of 62 bits");
+    match set_read_lock(file, byte) {
+        Ok(()) if is_locked(file, byte) => Err(Conflict::SameUser),
+        Err(error) if is_conflict(&error) => Err(Conflict::SameUser),
+        // Without locks nobody can be told apart, as the documentation says.
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Whether somebody has a lock on the byte that excludes all others.
+fn is_conflict(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
 /// Locks `file`, which must be open for reading.
@@ -93,10 +124,7 @@ pub(super) fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), Conf
     for byte in own {
         match set_read_lock(file, byte) {
             Ok(()) => {}
-            // Somebody has written to the byte's lock alone.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                return Err(Conflict::Locked);
-            }
+            Err(error) if is_conflict(&error) => return Err(Conflict::Locked),
             Err(error) => {
                 // Some network file systems have none; that alone does not make it unusable.
                 tracing::warn!(
@@ -142,4 +170,29 @@ fn is_locked(file: &File, byte: i64) -> bool {
     // SAFETY: the descriptor is open, and the kernel uses the structure during the call alone.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_user_keeps_away_nobody_but_himself() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::open(named.path()).unwrap();
+        let (first, second) = (open(), open());
+        let last = (1 << 62) - 1;
+        for user in [0, 7, last] {
+            lock_for(&first, user).unwrap();
+        }
+        lock(&first, named.path(), true).unwrap();
+        lock(&second, named.path(), true).unwrap();
+        lock_for(&second, 8).unwrap();
+        for user in [0, 7, last] {
+            assert!(matches!(lock_for(&second, user), Err(Conflict::SameUser)), "{user}");
+        }
+        drop(first);
+        lock_for(&second, 7).unwrap();
+    }
 }

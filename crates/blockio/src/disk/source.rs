@@ -13,7 +13,7 @@ use super::alignment::Alignment;
 use super::blocks::Blocks;
 use super::identity;
 use super::info::{DiskInfo, DiskOptions, check_logical_block};
-use super::lock::{Attempt, Conflict, lock, patiently};
+use super::lock::{Attempt, Conflict, lock, lock_for, patiently};
 use super::outside::Outside;
 use super::sysfs;
 use crate::error::Error;
@@ -260,6 +260,9 @@ fn open_alone(path: &Path, options: &DiskOptions, is_block: bool) -> Result<File
     })?;
     if !options.no_lock {
         lock(&file, path, options.read_only).map_err(Attempt::Conflict)?;
+    }
+    if let Some(user) = options.user {
+        lock_for(&file, user).map_err(Attempt::Conflict)?;
     }
     Ok(file)
 }

@@ -16,7 +16,7 @@ use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::handed_fds::HandedFds;
 use crate::memory_limits::MemoryLimits;
-use crate::spec::{ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
 use crate::status::ExportDetails;
 
@@ -53,6 +53,7 @@ pub(crate) struct ChangingUnit {
     pub(crate) name: String,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
+    pub(crate) endpoint: EndpointSpec,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
 }

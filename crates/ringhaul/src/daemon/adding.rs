@@ -11,8 +11,9 @@ use crate::command::{CommandError, Reply};
 use crate::control::Reservation;
 use crate::ending::Event;
 use crate::engines::choose;
+use crate::export::Endpoint;
 use crate::open_disk::OpenDisk;
-use crate::spec::ExportSpec;
+use crate::spec::{EndpointSpec, ExportSpec};
 use crate::subscribers::{ExportEvent, What};
 
 /// Exports that are being opened.
@@ -54,6 +55,7 @@ impl Daemon {
 
     fn add_as_they_open(&self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
         let mut names = self.reserve(&specs)?;
+        check_sockets(&specs)?;
         let mut opening = OpeningExports::begin(specs, true);
         let ready = opening.take_ready(Some(OPEN_MAX))?;
         let mut serves_any = !ready.is_empty();
@@ -97,6 +99,7 @@ impl Daemon {
 
     pub(super) fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
         let names = self.reserve(&specs)?;
+        check_sockets(&specs)?;
         let opened = OpeningExports::begin(specs, false).take_ready(None)?;
         self.serve_opened(names, opened)?;
         Ok(Reply::Added)
@@ -135,4 +138,13 @@ impl Daemon {
         }
         Ok(())
     }
+}
+
+/// Checks that no other program serves the sockets: it may have the disks too, which would be
+/// waited for.
+fn check_sockets(specs: &[ExportSpec]) -> Result<()> {
+    specs.iter().try_for_each(|spec| match &spec.endpoint {
+        EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path"),
+        EndpointSpec::Fd(_) => Ok(()),
+    })
 }

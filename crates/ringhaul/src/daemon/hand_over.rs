@@ -199,7 +199,7 @@ fn take_disk(
         }
         (DiskSpec::Null { .. }, None) => {
             let size_bytes = disk.size_bytes;
-            OpenDisk::open(&(DiskSpec::Null { size_bytes }, settings.clone()))
+            OpenDisk::open(&(DiskSpec::Null { size_bytes }, settings.clone()), None)
         }
         (DiskSpec::File(path), None) => {
             anyhow::bail!("{} was handed over without a descriptor", path.display())

@@ -17,13 +17,16 @@ struct Waiting {
     disks: Vec<Option<OpenDisk>>,
 }
 
+/// A disk, how it is opened, and its user.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>);
+
 /// All disks of some exports, which are opened side by side.
 pub(super) struct OpeningExports {
     /// `None`: it was taken out.
     exports: Vec<Option<Waiting>>,
     /// For each disk the export that it belongs to, and its place there.
     places: Vec<(usize, usize)>,
-    jobs: SideBySide<(DiskSpec, ExportSettings), Result<OpenDisk>>,
+    jobs: SideBySide<WantedDisk, Result<OpenDisk>>,
 }
 
 impl OpeningExports {
@@ -32,15 +35,15 @@ impl OpeningExports {
     pub(super) fn begin(specs: Vec<ExportSpec>, waits_for_left: bool) -> Self {
         let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for (index, spec) in specs.into_iter().enumerate() {
-            let disks = spec.disks();
+            let (disks, users) = (spec.disks(), spec.users());
             places.extend((0..disks.len()).map(|place| (index, place)));
             let of_export = Waiting { spec, disks: disks.iter().map(|_| None).collect() };
             exports.push(Some(of_export));
-            wanted.extend(disks);
+            wanted.extend(disks.into_iter().zip(users));
         }
-        let jobs = SideBySide::begin(wanted, move |wanted| {
+        let jobs = SideBySide::begin(wanted, move |(wanted, user): WantedDisk| {
             let open = if waits_for_left { OpenDisk::open_when_left } else { OpenDisk::open };
-            open(&wanted)
+            open(&wanted, user)
         });
         Self { exports, places, jobs }
     }
@@ -153,6 +156,30 @@ mod tests {
         assert!(message.push(SendAncillaryMessage::ScmRights(&descriptors)));
         sendmsg(&pair.0, &[IoSlice::new(b"x")], &mut message, SendFlags::empty()).unwrap();
         pair
+    }
+
+    /// Others may have the same image read-only, or without locks.
+    #[test]
+    fn reads_that_a_killed_process_has_left_keep_away_its_own_export_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        std::fs::write(&disk, [0; 512]).unwrap();
+        let [own, other] = ["own", "other"].map(|name| {
+            let mut export = export(&folder.path().join(name).display().to_string(), &disk);
+            (export.settings.read_only, export.settings.no_lock) = (true, true);
+            export
+        });
+        let user = own.users()[0];
+        let options = DiskOptions { read_only: true, user, ..DiskOptions::default() };
+        let held = leave(DiskSource::file(&disk, &options).unwrap());
+        let open = |export: &ExportSpec| {
+            OpeningExports::begin(vec![export.clone()], false).take_ready(None)
+        };
+        let _other = open(&other).unwrap();
+        let text = open(&own).err().unwrap().to_string();
+        assert!(text.contains("earlier process of this very user"), "{text}");
+        drop(held);
+        open(&own).unwrap();
     }
 
     fn names(ready: &[(ExportSpec, Vec<OpenDisk>)]) -> Vec<String> {

@@ -42,7 +42,8 @@ impl Export {
         };
         self.changing.push(Some(place));
         let settings = self.spec.settings.clone();
-        Ok(ChangingUnit { id: self.id, name, device: device.clone(), settings, removed })
+        let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
+        Ok(ChangingUnit { id: self.id, name, device, settings, endpoint, removed })
     }
 
     /// Begins to give a disk another size.

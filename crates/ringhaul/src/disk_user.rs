@@ -1,0 +1,112 @@
+//! Who uses a disk: an export, told apart from all others of this machine.
+//!
+//! The kernel may still read for a process that was killed, into the memory of its guest. Only the
+//! process that serves this guest next has to wait for that, so the disk is locked for its export,
+//! in a way that no other export notices (`DiskOptions::user`). The next process must find the
+//! same number, and nobody else may have it at the time. That holds for the place of the export's
+//! socket in its file system: a path alone leads elsewhere in each container, and a folder that is
+//! made anew at each start has another inode each time.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use iomem::fits;
+
+use crate::disk_names::hash;
+use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec, UnitPlace};
+
+impl ExportSpec {
+    /// Who uses each of its disks.
+    pub(crate) fn users(&self) -> Vec<Option<u64>> {
+        match &self.device {
+            DeviceSpec::Blk(_) => vec![user(&self.endpoint, None)],
+            DeviceSpec::Scsi(units) => {
+                units.iter().map(|unit| user(&self.endpoint, Some(unit.place()))).collect()
+            }
+        }
+    }
+}
+
+/// Who uses the disk at this place of the export with this socket. `None`: a socket that was
+/// inherited is known by nothing that lasts.
+pub(crate) fn user(endpoint: &EndpointSpec, place: Option<UnitPlace>) -> Option<u64> {
+    let EndpointSpec::Path(path) = endpoint else { return None };
+    let socket = place_of(path)?;
+    // Nothing of a kernel that was started before is left.
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let unit = place.map(|place| place.to_string()).unwrap_or_default();
+    Some(fits(hash(&format!("{} {unit} {socket}", boot.trim())) >> 66, "62 bits"))
+}
+
+/// Where a path leads: the file system, and the path in that.
+fn place_of(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_string_lossy();
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
+    let device = folder.metadata().ok()?.dev();
+    let folder = escaped(&folder.to_string_lossy());
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    Some(format!("{device} {}/{name}", in_file_system(&mounts, &folder)))
+}
+
+/// A path as a list of mounts has it.
+fn escaped(path: &str) -> String {
+    let escape = |char: char| match char {
+        ' ' | '\t' | '\n' | '\\' => format!("\\{:03o}", u32::from(char)),
+        other => other.to_string(),
+    };
+    path.chars().map(escape).collect()
+}
+
+/// A folder as its file system has it, of which a part may be mounted; see proc_pid_mountinfo(5).
+fn in_file_system(mounts: &str, folder: &str) -> String {
+    let below = |line: &str| {
+        let mut fields = line.split(' ').skip(3);
+        let (root, point) = (fields.next()?.to_owned(), fields.next()?);
+        let rest = folder.strip_prefix(point.trim_end_matches('/'))?;
+        (rest.is_empty() || rest.starts_with('/')).then_some((point.len(), root, rest))
+    };
+    // The last one covers others at the same point.
+    match mounts.lines().filter_map(below).max_by_key(|(length, ..)| *length) {
+        Some((_, root, rest)) => format!("{}{rest}", root.trim_end_matches('/')),
+        None => folder.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_is_the_same_after_a_restart_and_nobody_else() {
+        let scene = tempfile::tempdir().unwrap();
+        let folder = scene.path().join("run");
+        std::fs::create_dir(&folder).unwrap();
+        let of = |path: &str| user(&EndpointSpec::Path(scene.path().join(path)), None);
+        let first = of("run/a.sock").unwrap();
+        assert!(first < 1 << 62);
+        assert_ne!(of("run/b.sock"), Some(first));
+        assert_ne!(of("a.sock"), Some(first));
+        std::os::unix::fs::symlink(&folder, scene.path().join("link")).unwrap();
+        assert_eq!(of("link/a.sock"), Some(first));
+        std::fs::remove_dir(&folder).unwrap();
+        assert_eq!(of("run/a.sock"), None);
+        std::fs::create_dir(&folder).unwrap();
+        assert_eq!(of("run/a.sock"), Some(first));
+        let place = |lun| Some(UnitPlace { target: 0, lun });
+        let endpoint = EndpointSpec::Path(folder.join("a.sock"));
+        assert_ne!(user(&endpoint, place(0)), user(&endpoint, place(1)));
+        assert_eq!(user(&EndpointSpec::Fd(3), None), None);
+    }
+
+    #[test]
+    fn a_folder_is_known_by_its_place_in_its_file_system() {
+        let mounts = "1 0 0:1 / / rw - ext4 /dev/vda rw\n\
+                      2 1 0:2 / /run rw - tmpfs none rw\n\
+                      3 2 0:2 /pods/7/s /run/so\\040s rw - tmpfs none rw\n";
+        assert_eq!(in_file_system(mounts, "/run/vm"), "/vm");
+        assert_eq!(in_file_system(mounts, "/runner"), "/runner");
+        assert_eq!(in_file_system(mounts, &escaped("/run/so s/vm")), "/pods/7/s/vm");
+        assert_eq!(in_file_system("", "/run/vm"), "/run/vm");
+    }
+}
