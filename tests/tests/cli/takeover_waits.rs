@@ -1,12 +1,15 @@
-//! Takeovers while disks do not answer, or rings have no memory.
+//! Takeovers while disks do not answer, rings have no memory, or no descriptors are left.
 
-use anyhow::{Result, ensure};
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, bench, run, serve};
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 
 use crate::scene;
@@ -110,4 +113,42 @@ fn rings_without_memory_wait_for_it() -> Result<()> {
         check(&mut frontend, seed)?;
     }
     Ok(())
+}
+
+/// The numbers of the descriptors that a process has open.
+fn open_fds(process: Pid) -> Result<BTreeSet<u64>> {
+    let folder = format!("/proc/{}/fd", process.as_raw_nonzero());
+    let entries = std::fs::read_dir(&folder).with_context(|| format!("looking at {folder}"))?;
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().parse()?)).collect()
+}
+
+/// What was handed over so far is closed, and the queues start with what they give back.
+#[test]
+fn a_daemon_without_descriptors_goes_on() -> Result<()> {
+    let scene = scene()?;
+    let daemon = Running::serve(&mut begin(&scene)?)?;
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    check(&mut frontend, 1)?;
+    let process = daemon.pid();
+    for seed in 2..5 {
+        let mut client = Client::new(&scene)?;
+        client.ask("ping", &json!({}))?;
+        // The limit is one on numbers, and a descriptor far above the others may be open.
+        let open = open_fds(process)?;
+        let limit = (0..).find(|number| !open.contains(number));
+        let described = client.begin()?;
+        ensure!(described["error"].is_null(), "{described}");
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        let few = Rlimit { current: limit, maximum };
+        let many = prlimit(Some(process), Resource::Nofile, few)?;
+        let refused = client.ask("takeover.pause", &json!({}))?;
+        prlimit(Some(process), Resource::Nofile, many)?;
+        let why = refused["error"]["message"].as_str().context("it was not refused")?;
+        ensure!(why.contains("cannot hand over sessions: Too many open files"), "{why}");
+        check(&mut frontend, seed)?;
+    }
+    let mut next = Running::start(&mut taking_over(&scene)?)?;
+    next.wait_for(TAKEN)?;
+    daemon.finish()?.expect_code(0)?;
+    check(&mut frontend, 5)
 }

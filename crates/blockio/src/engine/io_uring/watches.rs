@@ -1,10 +1,11 @@
 //! Eventfds watched in the ring, by multishot polls. They are edge-triggered and never read.
 
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use io_uring::{cqueue, opcode, types};
 use iomem::fits;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use crate::engine::kernel::Ring;
@@ -51,6 +52,9 @@ pub(super) struct Watches {
     /// How long the next loss is to wait.
     wait: Duration,
     log: Rare,
+    /// Watches nothing: it says what can be polled. It is kept, so that a queue which starts again
+    /// needs no descriptor that it did not have before.
+    probe: Option<OwnedFd>,
 }
 
 impl Watches {
@@ -61,7 +65,7 @@ impl Watches {
         fd: BorrowedFd<'_>,
         token: u64,
     ) -> Result<(), Errno> {
-        check_pollable(fd)?;
+        self.check_pollable(fd)?;
         if !ring.make_room(None) {
             return Err(Errno::AGAIN);
         }
@@ -71,6 +75,16 @@ impl Watches {
         });
         self.arm(ring, index, fd.as_raw_fd(), token);
         Ok(())
+    }
+
+    /// Refuses what cannot be polled at once, and not only when the ring gets to it.
+    fn check_pollable(&mut self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+        let probe = match &self.probe {
+            Some(probe) => probe,
+            None => self.probe.insert(epoll::create(CreateFlags::CLOEXEC)?),
+        };
+        epoll::add(probe, fd, EventData::new_u64(0), EventFlags::IN)?;
+        epoll::delete(probe, fd)
     }
 
     fn arm(&mut self, ring: &mut Ring, index: usize, fd: RawFd, token: u64) {
@@ -167,13 +181,6 @@ impl Watches {
             }
         }
     }
-}
-
-/// Refuses what cannot be polled at once, and not only when the ring gets to it.
-fn check_pollable(fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
-    let epoll = create(CreateFlags::CLOEXEC)?;
-    add(&epoll, fd, EventData::new_u64(0), EventFlags::IN)
 }
 
 fn user_data(index: usize, serial: u32) -> u64 {
