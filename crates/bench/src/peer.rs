@@ -1,4 +1,5 @@
-//! The process at the other end of a socket.
+//! The process at the other end of a socket. The daemon asks for it too (`ringhaul/src/peer.rs`);
+//! no crate below both knows sockets, and one for this call alone would be more to keep.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

@@ -6,12 +6,17 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::cli::{self, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::fuse::{Fuse, opcode};
 use serde_json::{Value, json};
 
 use super::{is_root, scene};
+
+/// A limit that only ends a hopeless wait.
+const HOPELESS: Duration = Duration::from_secs(60);
 
 /// A connection to a daemon.
 pub(crate) struct Client(BufReader<UnixStream>);
@@ -217,6 +222,32 @@ fn subscribers_learn_what_happens() -> Result<()> {
     // A subscriber may ask for other things too.
     ensure!(some.call("ping", &json!({}))?["result"].is_object(), "it is not answered");
     client.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Nobody need ask how the disk is doing.
+#[test]
+fn subscribers_learn_of_a_disk_that_does_not_answer() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let (socket, control) = (scene.socket("vm.sock"), scene.socket("control"));
+    let mut command = cli::serve(&socket, &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads", "--name", "vm"]);
+    let daemon = Running::serve(command.arg("--control").arg(&control))?;
+    let mut client = Client::new(&control)?;
+    client.call("subscribe", &json!({ "events": ["error"] }))?;
+    client.0.get_ref().set_read_timeout(Some(HOPELESS))?;
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let load = Running::start(&mut bench(&socket, "--rw randread --number_ios 1")?);
+    let told = event(&mut client);
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    let told = told?;
+    let message = told["message"].as_str().unwrap_or_default();
+    ensure!(told["export"] == "vm" && message.contains("its disk has not answered for"), "{told}");
+    load?.finish()?.expect_code(0)?;
+    Client::new(&control)?.call("shutdown", &json!({}))?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
