@@ -3,14 +3,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
 use serde_json::{Value, json};
 
-use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
-
-pub(super) const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
-pub(super) const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
+use super::{LIMIT, Scene, boot, scenario, verified};
 
 const KILLS: u64 = 30;
 
@@ -39,7 +35,7 @@ fn kills(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     let mut server = scene.serve(&export)?;
     let mut vm = boot(&[&export])?;
     let disk = if is_scsi { "sda" } else { "vda" };
-    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+    verified::start(&mut vm, disk)?;
 
     let mut done_again = 0;
     for kill in 0..KILLS {
@@ -54,21 +50,7 @@ fn kills(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     eprintln!("{done_again} starts did requests again");
     ensure!(done_again > 0, "no kill has left a request behind, so nothing was tried");
 
-    vm.check(VERIFY_STOP, LIMIT)?;
-    check_no_errors(&mut vm)?;
-    check_same_bytes(&mut vm, disk, &export.file)?;
-    vm.power_off(LIMIT)?;
-    ensure!(!server.messages().contains("failed"), "{}", server.messages());
-    check_clean_exit(&mut server)
-}
-
-/// The guest's kernel has reported no error of its disks. That a logical unit was switched on is
-/// none: what it may have lost of its state is reported so (SAM-5, unit attention conditions).
-pub(super) fn check_no_errors(vm: &mut Vm) -> Result<()> {
-    let errors = "i/o error|blocked for more|timed out|abort|reset|offline|rejecting";
-    let is_none = "Power-on or device reset occurred";
-    vm.check(&format!("! dmesg | grep -v '{is_none}' | grep -iE '{errors}'"), LIMIT)?;
-    Ok(())
+    verified::finish(vm, disk, server)
 }
 
 #[test]

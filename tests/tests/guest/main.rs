@@ -11,6 +11,7 @@ mod scsi;
 mod scsi_boot;
 mod scsi_names;
 mod upgrades;
+mod verified;
 
 use std::collections::HashMap;
 use std::fs::File;

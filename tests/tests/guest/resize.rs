@@ -7,10 +7,7 @@ use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export};
 use serde_json::json;
 
-use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
-
-const VERIFY_START: &str = include_str!("../../guest/verify-start.sh");
-const VERIFY_STOP: &str = include_str!("../../guest/verify-stop.sh");
+use super::{LIMIT, Scene, boot, scenario, verified};
 
 /// Waits until the guest knows this size of a disk.
 pub(super) fn has_mebibytes(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
@@ -24,10 +21,10 @@ fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("resize-{engine}"), engine, Cache::None)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
-    let mut server = scene.serve(&export)?;
+    let server = scene.serve(&export)?;
     let mut vm = boot(&[&export])?;
     let (disk, lun) = if is_scsi { ("sda", Some(0)) } else { ("vda", None) };
-    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+    verified::start(&mut vm, disk)?;
 
     for (mebibytes, by_request) in
         [(144, true), (160, false), (176, true), (192, false), (136, true), (256, true)]
@@ -49,12 +46,7 @@ fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
         ensure!(export.file.metadata()?.len() == bytes, "the file has another size");
     }
 
-    vm.check(VERIFY_STOP, LIMIT)?;
-    check_same_bytes(&mut vm, disk, &export.file)?;
-    vm.power_off(LIMIT)?;
-    let errors = server.messages().lines().filter(|line| line.contains("failed")).count();
-    ensure!(errors == 0, "{}", server.messages());
-    check_clean_exit(&mut server)
+    verified::finish(vm, disk, server)
 }
 
 #[test]

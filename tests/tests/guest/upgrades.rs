@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use ringhaul_kit::server::{Cache, Engine, Export};
 
-use super::kills::{VERIFY_START, VERIFY_STOP, check_no_errors, wait_served};
-use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, with};
+use super::kills::wait_served;
+use super::{LIMIT, Scene, boot, scenario, verified};
 
 const UPGRADES: u64 = 10;
 
@@ -18,7 +18,7 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     // What a device reports that begins anew.
     let power_on = "dmesg | grep -c 'Power-on or device reset occurred' || true";
     let before = vm.check(power_on, LIMIT)?;
-    vm.check(&with(VERIFY_START, &[("DISK", disk)]), LIMIT)?;
+    verified::start(&mut vm, disk)?;
     let mut still = Vec::new();
     for upgrade in 0..UPGRADES {
         // At once, and later and later.
@@ -32,13 +32,9 @@ fn upgrades(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     // The last process has marked its requests in what the front-end keeps, as the first one did.
     server.kill()?;
     drop(server);
-    let mut server = scene.serve(&export)?;
+    let server = scene.serve(&export)?;
     wait_served(&server, 20)?;
-    vm.check(VERIFY_STOP, LIMIT)?;
-    check_no_errors(&mut vm)?;
-    check_same_bytes(&mut vm, disk, &export.file)?;
-    vm.power_off(LIMIT)?;
-    check_clean_exit(&mut server)
+    verified::finish(vm, disk, server)
 }
 
 #[test]

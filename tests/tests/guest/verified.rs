@@ -1,0 +1,35 @@
+//! A load in the guest that reads what it has written, and how it ends when nothing was lost.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::guest::Vm;
+use ringhaul_kit::server::Server;
+
+use super::{LIMIT, check_clean_exit, check_same_bytes, with};
+
+const START: &str = include_str!("../../guest/verify-start.sh");
+const STOP: &str = include_str!("../../guest/verify-stop.sh");
+
+/// Begins to write to a disk, and to read it again.
+pub(super) fn start(vm: &mut Vm, disk: &str) -> Result<()> {
+    vm.check(&with(START, &[("DISK", disk)]), LIMIT).map(drop)
+}
+
+/// Ends that, the guest and the daemon. None of them has seen an error, and the disk has what the
+/// guest reads.
+pub(super) fn finish(mut vm: Vm, disk: &str, mut server: Server) -> Result<()> {
+    vm.check(STOP, LIMIT)?;
+    check_no_errors(&mut vm)?;
+    check_same_bytes(&mut vm, disk, &server.export().file)?;
+    vm.power_off(LIMIT)?;
+    ensure!(!server.messages().contains("failed"), "{}", server.messages());
+    check_clean_exit(&mut server)
+}
+
+/// The guest's kernel has reported no error of its disks. That a logical unit was switched on is
+/// none: what it may have lost of its state is reported so (SAM-5, unit attention conditions).
+fn check_no_errors(vm: &mut Vm) -> Result<()> {
+    let errors = "i/o error|blocked for more|timed out|abort|reset|offline|rejecting";
+    let is_none = "Power-on or device reset occurred";
+    vm.check(&format!("! dmesg | grep -v '{is_none}' | grep -iE '{errors}'"), LIMIT)?;
+    Ok(())
+}
