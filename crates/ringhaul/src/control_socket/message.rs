@@ -73,7 +73,7 @@ impl Code {
             Self::Exists => "there is one already",
             Self::Busy => "it is too early or too late for that, or somebody else changes it",
             Self::WrongKind => "the export is of another kind",
-            Self::Ending => "the daemon is ending",
+            Self::Ending => "the daemon is ending, or another process has taken over from it",
             Self::Refused => "this client is not served",
             Self::Unfinished => "it was not finished by the deadline, and goes on",
         }
