@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use crate::config::BounceConfig;
-use crate::open_file::OpenFile;
 use crate::stats::Stats;
 use crate::task::{Owner, Running};
 use iomem::{Buffers, Repeated};
@@ -27,7 +26,7 @@ const ZEROES_BYTES: usize = 64 << 10;
 pub(crate) struct BounceBudget {
     state: Rc<Budget>,
     /// The shares of disks that are attached, or have pieces in the kernel.
-    shares: RefCell<Vec<(*const OpenFile, Weak<BounceShare>)>>,
+    shares: RefCell<Vec<(*const (), Weak<BounceShare>)>>,
     zeroes: RefCell<Option<Repeated>>,
 }
 
@@ -71,12 +70,13 @@ impl BounceBudget {
         Self { state: Rc::new(state), shares: RefCell::default(), zeroes: RefCell::default() }
     }
 
-    /// The share of the disk that `file` is. There is one for each file, whoever names it.
-    pub(crate) fn share(&self, file: &Arc<OpenFile>) -> Rc<BounceShare> {
+    /// The share of the disk that `disk` stands for: its open file, or what another kind has for
+    /// it. There is one for each, whoever names it.
+    pub(crate) fn share<T: ?Sized>(&self, disk: &Arc<T>) -> Rc<BounceShare> {
         let budget = &self.state;
         let mut shares = self.shares.borrow_mut();
         shares.retain(|(_, share)| share.strong_count() > 0);
-        let address = Arc::as_ptr(file);
+        let address = Arc::as_ptr(disk).cast::<()>();
         let known = shares.iter().find(|(other, _)| *other == address);
         if let Some(share) = known.and_then(|(_, share)| share.upgrade()) {
             return share;
@@ -226,7 +226,7 @@ mod tests {
         IoThread::new(&IoThreadConfig { bounce, ..IoThreadConfig::default() }).unwrap()
     }
 
-    fn file() -> Arc<OpenFile> {
+    fn file() -> Arc<crate::open_file::OpenFile> {
         let file = std::fs::File::open("/dev/null").unwrap();
         Arc::new(std::os::fd::OwnedFd::from(file).into())
     }

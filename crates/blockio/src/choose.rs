@@ -95,8 +95,8 @@ impl Alike {
 /// differently from a trial on an idle machine.)
 #[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
-    if source.is_null() {
-        return Choice::new(EngineKind::Threads, "a null disk has no operations for it");
+    if !source.has_engine() {
+        return Choice::new(EngineKind::Threads, "the disk has no file, and needs no engine");
     }
     let io_uring = Trial::new(EngineKind::IoUring, source);
     if !source.info().direct {

@@ -6,13 +6,17 @@
 
 mod alignment;
 mod blocks;
+mod facts;
 mod file;
 mod holder;
 mod identity;
 mod info;
 mod lock;
+mod null;
 mod outside;
+mod raw;
 mod retries;
+mod seam;
 mod shared;
 #[cfg(ringhaul_sim)]
 mod simulated;
@@ -21,20 +25,18 @@ mod sysfs;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
-use info::check_logical_block;
-pub use info::{DiskInfo, DiskOptions, DiskState, Unfinished};
-use iomem::{Buffers, Repeated};
+pub use info::{Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Unfinished};
+use iomem::Buffers;
 pub use outside::Outside;
+use seam::{AttachedOther, OtherSource};
 use shared::Shared;
 use source::FileSource;
 
@@ -54,6 +56,8 @@ pub struct DiskSource {
 enum SourceKind {
     File(FileSource),
     Null,
+    /// Everything else: see the module `seam`.
+    Other(Arc<dyn OtherSource>),
 }
 
 impl DiskSource {
@@ -72,22 +76,30 @@ impl DiskSource {
     }
 
     /// A disk whose open file another process has handed over, with the lock and with what the
-    /// kernel has yet to report of its write-back. `path` is what led to it. The disk has the size
-    /// in bytes that it had there, whatever has become of the file: nobody has been told.
+    /// kernel has yet to report of its write-back. `path` is what led to it. Its size is that of
+    /// the file now; [`with_size`](Self::with_size) has it be the size that it had there.
     ///
     /// # Errors
     ///
     /// When it was not opened as the options say, or as [`file`](Self::file).
-    pub fn handed_over(
-        file: File,
-        path: &Path,
-        options: &DiskOptions,
-        size_bytes: u64,
-    ) -> Result<Self, Error> {
+    pub fn handed_over(file: File, path: &Path, options: &DiskOptions) -> Result<Self, Error> {
         let (file, info) = FileSource::handed_over(file, path, options)?;
-        let this = Self::new(info, SourceKind::File(file));
-        this.shared.set_size_bytes(size_bytes);
-        Ok(this)
+        Ok(Self::new(info, SourceKind::File(file)))
+    }
+
+    /// The disk with the size in bytes that it had in another process, whatever has become of it:
+    /// nobody has been told.
+    #[must_use]
+    pub fn with_size(self, size_bytes: u64) -> Self {
+        self.adopt_size(size_bytes);
+        self
+    }
+
+    fn adopt_size(&self, size_bytes: u64) {
+        if let SourceKind::Other(source) = &self.kind {
+            source.adopt_size(size_bytes);
+        }
+        self.shared.set_size_bytes(size_bytes);
     }
 
     fn new(info: DiskInfo, kind: SourceKind) -> Self {
@@ -101,35 +113,22 @@ impl DiskSource {
     ///
     /// When the size is zero or not a multiple of the logical block.
     pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
-        let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
-        check_size(size_bytes, logical_block_bytes)?;
-        let info = DiskInfo {
-            size_bytes,
-            logical_block_bytes,
-            physical_block_bytes: logical_block_bytes,
-            read_only: options.read_only,
-            direct: options.direct,
-        };
-        Ok(Self::new(info, SourceKind::Null))
+        Ok(Self::new(null::info(size_bytes, options)?, SourceKind::Null))
     }
 
-    /// What the disk is like now.
-    #[must_use]
-    pub fn info(&self) -> DiskInfo {
-        self.shared.info(&self.info)
-    }
-
-    /// Takes over the size that the file or device has now, on all IoThreads. Requests that are in
-    /// progress finish as they began. Returns the size in bytes; that of a null disk never changes
-    /// by itself.
+    /// Takes over the size that the file, the device or the other end has now, on all IoThreads.
+    /// Requests that are in progress finish as they began. Returns the size in bytes; that of a
+    /// null disk never changes by itself.
     ///
     /// # Errors
     ///
     /// When it cannot be determined, or is none that a disk can have, as when it is opened. The
     /// disk is as it was then.
     pub fn refresh(&self) -> Result<u64, Error> {
-        if let SourceKind::File(source) = &self.kind {
-            self.shared.set_size_bytes(source.size_bytes(&self.info)?);
+        match &self.kind {
+            SourceKind::File(source) => self.shared.set_size_bytes(source.size_bytes(&self.info)?),
+            SourceKind::Other(source) => self.shared.set_size_bytes(source.find_size()?),
+            SourceKind::Null => {}
         }
         Ok(self.shared.size_bytes())
     }
@@ -144,6 +143,7 @@ impl DiskSource {
         let size_bytes = self.shared.size_bytes();
         match &self.kind {
             SourceKind::File(source) => Ok(source.any_size_bytes()?.max(size_bytes)),
+            SourceKind::Other(source) => Ok(source.find_size()?.max(size_bytes)),
             SourceKind::Null => Ok(size_bytes),
         }
     }
@@ -154,125 +154,29 @@ impl DiskSource {
     ///
     /// # Errors
     ///
-    /// When it is a block device, is read-only, or can have no such size; when the file system
-    /// refuses. The disk is as it was then.
+    /// When it is a block device, is read-only, or can have no such size; when the file system or
+    /// the other end refuses. The disk is as it was then.
     pub fn set_size(&self, size_bytes: u64, settle: impl FnOnce()) -> Result<(), Error> {
+        self.check_new_size(size_bytes)?;
         let before = self.shared.size_bytes();
-        match &self.kind {
-            SourceKind::Null => check_size(size_bytes, self.info.logical_block_bytes)?,
-            SourceKind::File(source) => {
-                source.check_new_size(size_bytes, &self.info)?;
-                if size_bytes < before {
-                    self.shared.set_size_bytes(size_bytes);
-                    settle();
-                }
-                if let Err(error) = source.truncate(size_bytes) {
-                    self.shared.set_size_bytes(before);
-                    return Err(error);
-                }
-            }
+        if size_bytes < before {
+            self.shared.set_size_bytes(size_bytes);
+            settle();
         }
-        self.shared.set_size_bytes(size_bytes);
-        Ok(())
+        let resized = match &self.kind {
+            SourceKind::Null => Ok(()),
+            SourceKind::File(source) => source.truncate(size_bytes),
+            SourceKind::Other(source) => source.set_size(size_bytes),
+        };
+        self.shared.set_size_bytes(if resized.is_ok() { size_bytes } else { before });
+        resized
     }
 
-    /// What sees from outside how large its file or device is. `None`: it has none.
-    #[must_use]
-    pub fn outside(&self) -> Option<Arc<Outside>> {
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         match &self.kind {
-            SourceKind::File(source) => source.outside.clone(),
-            SourceKind::Null => None,
-        }
-    }
-
-    /// How the disk is doing, as its IoThreads have found it lately.
-    #[must_use]
-    pub fn state(&self) -> DiskState {
-        match &self.kind {
-            SourceKind::File(source) if source.file.loss().check().is_err() => DiskState::Lost,
-            _ => self.late_since().map_or(DiskState::Ready, DiskState::Late),
-        }
-    }
-
-    /// The errno of the loss of data, if [there was one](DiskState::Lost).
-    #[must_use]
-    pub fn loss(&self) -> Option<i32> {
-        let lost = self.open_file()?.loss().check().err()?;
-        lost.raw_os_error()
-    }
-
-    /// Data may be lost, as the process has learnt that has handed the disk over.
-    pub fn inherit_loss(&self, errno: i32) {
-        if let Some(file) = self.open_file() {
-            file.loss().inherit(errno);
-        }
-    }
-
-    /// The open file, to be [handed over](Self::handed_over) to another process. `None`: a null
-    /// disk has none.
-    #[must_use]
-    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.open_file().map(AsFd::as_fd)
-    }
-
-    /// A text that is the same whenever this disk is opened, and another one for another disk: the
-    /// id of the file system and the number of the file in it, or what a block device says of
-    /// itself. It may name files. Empty for a null disk. Where the file system has no id of its
-    /// own (XFS before Linux 6.9, NFS, FAT), it has the number of its device, which may change.
-    #[must_use]
-    pub fn identity(&self) -> &str {
-        match &self.kind {
-            SourceKind::File(source) => &source.identity,
-            SourceKind::Null => "",
-        }
-    }
-
-    /// Whether the kernel says that its medium rotates, so that requests cost the less the nearer
-    /// they are.
-    #[must_use]
-    pub fn is_rotational(&self) -> bool {
-        match &self.kind {
-            SourceKind::File(source) => source.is_rotational,
-            SourceKind::Null => false,
-        }
-    }
-
-    /// The unit in which space is given back by a discard, in bytes: what is smaller, or is not
-    /// aligned to it, stays. A multiple of the logical block. `None` if the kernel says that the
-    /// device never gives any back.
-    #[must_use]
-    pub fn discard_bytes(&self) -> Option<u32> {
-        match &self.kind {
-            SourceKind::File(source) => source.discard_bytes,
-            SourceKind::Null => Some(self.info.logical_block_bytes),
-        }
-    }
-
-    /// Whether it is a null disk, which never needs an engine.
-    #[must_use]
-    pub fn is_null(&self) -> bool {
-        matches!(self.kind, SourceKind::Null)
-    }
-
-    pub(crate) fn open_file(&self) -> Option<&crate::op::OpenFile> {
-        match &self.kind {
-            SourceKind::File(source) => Some(&source.file),
-            SourceKind::Null => None,
-        }
-    }
-
-    /// Whether it is a device, and no file on a file system.
-    pub(crate) fn is_block_device(&self) -> bool {
-        matches!(&self.kind, SourceKind::File(source) if source.is_block_device)
-    }
-
-    /// Since when an operation is in the kernel that it has not answered for 5 seconds or more, as
-    /// the IoThreads of this disk have found it lately.
-    #[must_use]
-    pub fn late_since(&self) -> Option<Instant> {
-        match &self.kind {
-            SourceKind::File(source) => source.file.late_since(),
-            SourceKind::Null => None,
+            SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),
+            SourceKind::File(source) => source.check_new_size(size_bytes, &self.info),
+            SourceKind::Other(source) => source.check_new_size(size_bytes),
         }
     }
 
@@ -284,51 +188,25 @@ impl DiskSource {
         Self { engine: Some((engine, reason.into())), ..self }
     }
 
-    /// The engine that it prefers, and why.
-    #[must_use]
-    pub fn preference(&self) -> Option<(EngineKind, &str)> {
-        self.engine.as_ref().map(|(engine, reason)| (*engine, &**reason))
-    }
-
-    /// The engine that it [is to use](Self::prefer_engine).
-    #[must_use]
-    pub fn preferred_engine(&self) -> Option<EngineKind> {
-        self.preference().map(|(engine, _)| engine)
-    }
-
-    /// The engine that the disk has on `io`. A null disk has none.
-    #[must_use]
-    pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
-        (!self.is_null()).then(|| io.engine_for(self.preferred_engine()))
-    }
-
     /// The disk for tasks on `io`.
     #[must_use]
     pub fn attach(&self, io: &Rc<Io>) -> Disk {
+        self.attach_with(io, self.preferred_engine())
+    }
+
+    /// The same, where a disk that lies over this one knows which engine is preferred.
+    fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
         let kind = match &self.kind {
             SourceKind::File(source) => {
-                Kind::File(source.attach(Rc::clone(io), io.engine_for(self.preferred_engine())))
+                Kind::File(source.attach(Rc::clone(io), io.engine_for(engine)))
             }
             SourceKind::Null => Kind::Null,
+            SourceKind::Other(source) => Kind::Other(AttachedOther::new(source, io, engine)),
         };
         let block_mask = u64::from(self.info.logical_block_bytes) - 1;
         Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind }
     }
 }
-
-/// Checks the size of a null disk.
-fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), Error> {
-    if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
-        return Err(Error::Options(format!(
-            "a disk of {size_bytes} bytes is not possible: the size must be a multiple of its \
-             logical block of {logical_block_bytes} bytes, and not zero"
-        )));
-    }
-    Ok(())
-}
-
-/// Bytes that a null disk gives at once, where it chooses: whole logical blocks.
-const NULL_PART_BYTES: usize = 64 << 10;
 
 /// A disk on one IoThread.
 pub struct Disk {
@@ -344,6 +222,7 @@ pub struct Disk {
 enum Kind {
     File(FileDisk),
     Null,
+    Other(AttachedOther),
 }
 
 impl Disk {
@@ -369,6 +248,7 @@ impl Disk {
                 buffers.wrote(buffers.bytes());
                 Ok(())
             }
+            Kind::Other(other) => other.disk.read(offset, buffers).await,
         }
     }
 
@@ -385,11 +265,8 @@ impl Disk {
         match &self.kind {
             _ if len == 0 => Ok(Buffers::empty()),
             Kind::File(disk) => disk.read_part(offset, len, self.info.logical_block_bytes).await,
-            Kind::Null => {
-                let block = self.info.logical_block_bytes as usize;
-                let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(NULL_PART_BYTES);
-                Repeated::zeroes(block, block)?.buffers(bytes.max(block), ())
-            }
+            Kind::Null => null::read_part(len, self.info.logical_block_bytes),
+            Kind::Other(other) => other.read_part(offset, len, self.info.logical_block_bytes).await,
         }
     }
 
@@ -409,6 +286,7 @@ impl Disk {
         match &self.kind {
             Kind::File(disk) => disk.write(offset, buffers, fua).await,
             Kind::Null => Ok(()),
+            Kind::Other(other) => other.disk.write(offset, buffers, fua).await,
         }
     }
 
@@ -429,6 +307,7 @@ impl Disk {
         match &self.kind {
             Kind::File(disk) => disk.flush().await,
             Kind::Null => Ok(()),
+            Kind::Other(other) => other.disk.flush().await,
         }
     }
 
@@ -442,6 +321,7 @@ impl Disk {
         self.check_write(offset, len)?;
         match &self.kind {
             Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
+            Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
             _ => Ok(()),
         }
     }
@@ -455,7 +335,25 @@ impl Disk {
         self.check_write(offset, len)?;
         match &self.kind {
             Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
+            Kind::Other(other) if len > 0 => other.disk.write_zeroes(offset, len, may_unmap).await,
             _ => Ok(()),
+        }
+    }
+
+    /// What is known of the `len` bytes, at least one block, from `offset` on, without reading
+    /// them: how the first of them are, and how many are like them, at most `len`.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), and `EINVAL` for no bytes.
+    pub async fn block_status(&self, offset: u64, len: u64) -> io::Result<Extent> {
+        self.check(offset, len)?;
+        if len == 0 {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        match &self.kind {
+            Kind::File(_) | Kind::Null => Ok(Extent::data(len)),
+            Kind::Other(other) => other.disk.block_status(offset, len).await,
         }
     }
 
@@ -484,7 +382,11 @@ impl Disk {
 }
 
 #[cfg(test)]
+pub(crate) mod elsewhere;
+#[cfg(test)]
 mod flush_tests;
+#[cfg(test)]
+mod kinds_tests;
 #[cfg(test)]
 mod size_tests;
 #[cfg(test)]

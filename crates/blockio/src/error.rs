@@ -72,6 +72,14 @@ pub enum Error {
         /// killed may have it, so that it can be opened when they have ended.
         is_seen: bool,
     },
+    /// A disk that is no file, or lies over another one, cannot be opened.
+    #[error("cannot use {disk}: {reason}")]
+    Disk {
+        /// Its kind and which it is.
+        disk: String,
+        /// What is wrong with it, and what to do about it.
+        reason: String,
+    },
     /// Options that exclude each other or are out of range.
     #[error("{0}")]
     Options(String),
@@ -89,6 +97,7 @@ impl Error {
             Self::AioExhausted { .. }
             | Self::Unusable { .. }
             | Self::InUse { .. }
+            | Self::Disk { .. }
             | Self::Options(_) => None,
         }
     }

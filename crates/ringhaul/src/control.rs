@@ -172,7 +172,7 @@ impl Control {
         Ok((disk, turn))
     }
 
-    /// The disks whose size may change from outside.
+    /// The disks of all exports, to be watched.
     ///
     /// # Errors
     ///

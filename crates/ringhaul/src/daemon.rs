@@ -283,7 +283,7 @@ impl Daemon {
         Ok(Reply::Resized(size))
     }
 
-    /// The disks whose size may change from outside.
+    /// The disks of all exports, to be watched.
     ///
     /// # Errors
     ///

@@ -12,6 +12,7 @@ pub mod daemon;
 mod descriptor_limit;
 mod disk_accesses;
 mod disk_names;
+pub mod disk_spec;
 mod disk_user;
 pub mod ending;
 mod engines;

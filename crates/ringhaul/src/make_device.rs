@@ -189,9 +189,9 @@ impl UnitSpec {
 /// Where the persistent reservations of a disk are kept if nothing else is said: beside a file. A
 /// block device has no such place.
 fn usual_reservations(disk: &DiskSpec) -> Option<PathBuf> {
-    match disk {
-        DiskSpec::File(path) if path.is_file() => {
-            let path = path.canonicalize().unwrap_or(path.clone());
+    match disk.whole_file() {
+        Some(path) if path.is_file() => {
+            let path = path.canonicalize().unwrap_or(path.to_owned());
             let mut beside = path.into_os_string();
             beside.push(".reservations");
             Some(beside.into())

@@ -55,39 +55,30 @@ impl OpenDisk {
         (disk, settings): &(DiskSpec, ExportSettings),
         user: Option<u64>,
     ) -> Result<Self> {
-        let (source, cache, name) = match disk {
-            DiskSpec::File(path) => {
-                let (source, cache) = open_file(path, settings, user)?;
-                (source, cache, path.display().to_string())
-            }
-            DiskSpec::Null { size_bytes } => {
-                let source = DiskSource::null(*size_bytes, &disk_options(settings, false, None))?;
-                (source, settings.cache.unwrap_or(CacheMode::None), "null disk".to_owned())
-            }
-        };
-        Ok(Self::new(name, source, cache))
+        let (source, cache) = open(disk, &mut |path| open_file(path, settings, user), settings)?;
+        Ok(Self::new(disk.name(), source, cache))
     }
 
-    /// A disk that another process has open for an export of these settings.
+    /// A disk of this size that another process has open for an export of these settings, with
+    /// the file of it that is written to.
     ///
     /// # Errors
     ///
     /// When it cannot be used here.
     pub(crate) fn take_over(
-        path: &Path,
-        settings: &ExportSettings,
-        file: File,
+        (disk, settings): &(DiskSpec, ExportSettings),
+        mut file: Option<File>,
         size_bytes: u64,
     ) -> Result<Self> {
-        let direct = fcntl_getfl(&file)
-            .map(|flags| flags.contains(OFlags::DIRECT))
-            .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
-        let wanted = settings.cache.unwrap_or(CacheMode::None);
-        // Where there was no direct I/O, it fell back.
-        let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
-        let source =
-            DiskSource::handed_over(file, path, &disk_options(settings, direct, None), size_bytes)?;
-        Ok(Self::new(path.display().to_string(), source, cache))
+        let mut take = |path: &Path| match file.take() {
+            Some(file) => take_file(file, path, settings),
+            None => bail!("{} was handed over without a descriptor", path.display()),
+        };
+        let (source, cache) = open(disk, &mut take, settings)?;
+        if file.is_some() {
+            bail!("{disk} came with a descriptor that it has no use for");
+        }
+        Ok(Self::new(disk.name(), source.with_size(size_bytes), cache))
     }
 
     fn new(name: String, source: DiskSource, cache: CacheMode) -> Self {
@@ -115,6 +106,43 @@ fn disk_options(settings: &ExportSettings, direct: bool, user: Option<u64>) -> D
         logical_block_bytes: settings.logical_block_bytes,
         user,
     }
+}
+
+/// How a file is opened: it is, with a cache.
+type OpenFile<'a> = dyn FnMut(&Path) -> Result<(DiskSource, CacheMode)> + 'a;
+
+/// Opens what a disk is made of, beginning at the bottom.
+fn open(
+    disk: &DiskSpec,
+    open_file: &mut OpenFile<'_>,
+    settings: &ExportSettings,
+) -> Result<(DiskSource, CacheMode)> {
+    match disk {
+        DiskSpec::File(path) => open_file(path),
+        DiskSpec::Null { size_bytes } => {
+            let source = DiskSource::null(*size_bytes, &disk_options(settings, false, None))?;
+            Ok((source, settings.cache.unwrap_or(CacheMode::None)))
+        }
+        DiskSpec::Raw { offset_bytes, size_bytes, over } => {
+            let (below, cache) = open(over, open_file, settings)?;
+            Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
+        }
+    }
+}
+
+/// Takes a file that another process has opened.
+fn take_file(
+    file: File,
+    path: &Path,
+    settings: &ExportSettings,
+) -> Result<(DiskSource, CacheMode)> {
+    let direct = fcntl_getfl(&file)
+        .map(|flags| flags.contains(OFlags::DIRECT))
+        .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
+    let wanted = settings.cache.unwrap_or(CacheMode::None);
+    // Where there was no direct I/O, it fell back.
+    let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
+    Ok((DiskSource::handed_over(file, path, &disk_options(settings, direct, None))?, cache))
 }
 
 /// Opens a file as `--cache` says, or without it in the best way that works.

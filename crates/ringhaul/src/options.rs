@@ -34,7 +34,8 @@ pub struct ExportArgs {
     #[arg(long, value_name = "DEVICE", default_value = "blk")]
     pub device: DeviceKind,
     /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
-    /// repeated. It needs `blk-file=PATH` or `null=SIZE`. `read-only`, `lock`, `cache` and
+    /// repeated. It needs its disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK`
+    /// with what `--disk` takes. `read-only`, `lock`, `cache` and
     /// `logical-block-size` are as the options of these names, which hold for units that leave them
     /// out; `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`,
     /// `discard=on|off`, `vendor`, `product` and `revision` are what the guest sees. Write a comma
@@ -44,13 +45,15 @@ pub struct ExportArgs {
     /// Serve this regular file or block device.
     #[arg(long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
-    /// Serve this disk: `null,size=SIZE` (answers at once, stores nothing: for measurement) or
-    /// `file,path=PATH`. SIZE takes the suffixes K, M, G, T and P (powers of
-    /// 1024).
-    #[arg(long, value_name = "KIND,KEY=VALUE")]
+    /// Serve this disk: `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for
+    /// measurement); or `raw,offset=SIZE,size=SIZE,over=DISK`, a part of another disk. Short for
+    /// the first two: a PATH that begins with `/` or `./`, `file:PATH` and `null:SIZE`. SIZE takes
+    /// the suffixes K, M, G, T and P (powers of 1024). Write a comma in a value twice.
+    #[arg(long, value_name = "KIND,KEY=VALUE,...")]
     pub disk: Option<String>,
-    /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH`, and
-    /// `blk-file=PATH` or `null=SIZE`; or `device=scsi` and units, each of which begins with
+    /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its
+    /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with what `--disk`
+    /// takes; or `device=scsi` and units, each of which begins with
     /// `lun=[T:]LUN`, followed by its keys. `name`, `read-only=on|off`, `lock`, `cache`, `serial`,
     /// `logical-block-size`, `num-queues`, `queue-size` and `iothread` are as the options of these
     /// names, which hold for exports that leave them out (except `name`, `serial` and `iothread`).

@@ -110,7 +110,7 @@ impl Looks {
                 daemon.subscribers().report(event);
             }
         }
-        for disk in watched {
+        for disk in watched.into_iter().filter(|disk| disk.outside.is_some()) {
             self.look_at(disk);
         }
     }
@@ -174,6 +174,10 @@ impl Known {
         let what = name_of(disk.place);
         match disk.state {
             disk::DiskState::Ready => None,
+            disk::DiskState::Away(since) => Some(format!(
+                "the other end of {what} has not been reached for {} s; its requests wait",
+                since.elapsed().as_secs()
+            )),
             disk::DiskState::Late(since) => {
                 Some(format!("{what} has not answered for {} s", since.elapsed().as_secs()))
             }
@@ -235,7 +239,7 @@ fn start_looker() -> io::Result<mpsc::Sender<Look>> {
 /// Looks at a disk, and has the daemon pass it on if it has grown. Waits for as long as its file
 /// system does.
 fn look(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
-    let size = match disk.outside.size_bytes() {
+    let size = match disk.outside.as_ref()?.size_bytes() {
         Ok(size) => size?,
         Err(error) => return Some(Finding::Failed(error.to_string())),
     };
@@ -270,7 +274,7 @@ mod tests {
         let mut watched = WatchedDisk {
             export: "vm".into(),
             place: None,
-            outside: disk.outside().unwrap(),
+            outside: disk.outside(),
             size_bytes: 512,
             state: disk.state(),
             loss: None,

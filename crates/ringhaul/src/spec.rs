@@ -13,6 +13,8 @@ use device::scsi::unit;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use crate::disk_spec::DiskSpec;
+
 /// The longest name of an export.
 const NAME_CHARACTERS: usize = 100;
 
@@ -310,28 +312,6 @@ impl TryFrom<String> for Wwn {
 impl From<Wwn> for String {
     fn from(wwn: Wwn) -> Self {
         format!("{:016x}", u64::from_be_bytes(wwn.0))
-    }
-}
-
-/// A disk by its kind.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
-pub enum DiskSpec {
-    /// A regular file or a block device.
-    File(PathBuf),
-    /// A disk that answers at once and keeps nothing.
-    Null {
-        /// Its size.
-        size_bytes: u64,
-    },
-}
-
-impl std::fmt::Display for DiskSpec {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::File(path) => write!(f, "{}", path.display()),
-            Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
-        }
     }
 }
 

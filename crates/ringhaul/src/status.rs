@@ -87,6 +87,8 @@ pub enum DiskState {
     /// It answers.
     #[default]
     Ready,
+    /// Its other end is not reached: it is tried again, and requests wait.
+    Away,
     /// It has not answered an operation for 5 seconds or more.
     Late,
     /// Data that was written may be lost, so flushes fail until it is opened anew.
@@ -97,6 +99,7 @@ impl From<blockio::disk::DiskState> for DiskState {
     fn from(state: blockio::disk::DiskState) -> Self {
         match state {
             blockio::disk::DiskState::Ready => Self::Ready,
+            blockio::disk::DiskState::Away(_) => Self::Away,
             blockio::disk::DiskState::Late(_) => Self::Late,
             blockio::disk::DiskState::Lost => Self::Lost,
         }
@@ -290,6 +293,14 @@ pub struct DiskDetails {
     pub read_only: bool,
     /// How it is doing.
     pub state: DiskState,
+    /// Since when it is not ready, in seconds, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state_seconds: Option<u64>,
+    /// What else there is to say about its state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remark: Option<String>,
+    /// What it is made of: itself first, then what it lies on.
+    pub chain: Vec<String>,
     /// How its operations reach the kernel; none for a disk that needs no kernel.
     pub engine: Option<String>,
     /// Why it is that engine.

@@ -28,7 +28,7 @@ fn a_flush_waits_for_what_another_one_was_told() {
                     while stats.flush.ops.get() == 0 {
                         std::thread::yield_now();
                     }
-                    loss.ended(other, OpKind::Flush, errno, Instant::now());
+                    loss.ended(other, OpKind::Flush, errno, std::time::Instant::now());
                 });
                 let result = thread.block_on(disk.flush()).unwrap();
                 assert_eq!(

@@ -1,7 +1,7 @@
 //! What a disk is asked to be, what it is, and how its transfers fail.
 
-use std::io;
 use std::time::Instant;
+use std::{fmt, io};
 
 use crate::error::Error;
 use iomem::Buffers;
@@ -48,8 +48,72 @@ pub enum DiskState {
     Ready,
     /// It has not answered an operation since then, for 5 seconds or more.
     Late(Instant),
+    /// Its other end has not been reached since then: it is tried again, and requests wait.
+    Away(Instant),
     /// Data that was written may be lost: flushes fail until it is opened anew.
     Lost,
+}
+
+/// What a disk can do, beside reading and writing.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Abilities {
+    /// What was flushed survives a loss of power.
+    pub flush: bool,
+    /// Space that is not needed any more is given back.
+    pub discard: bool,
+    /// Ranges are zeroed without zeroes being moved.
+    pub zeroes: bool,
+    /// [`set_size`](super::DiskSource::set_size) works.
+    pub resize: bool,
+    /// Others are kept away while it is in use.
+    pub lock: bool,
+    /// States from earlier can be opened.
+    pub snapshots: bool,
+}
+
+/// One of the things that a disk is made of: a layer, or what is at the bottom.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// Its kind, such as `file`.
+    pub kind: &'static str,
+    /// Where or which it is, in words. Empty: there is nothing to say.
+    pub place: String,
+}
+
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &*self.place {
+            "" => f.write_str(self.kind),
+            place => write!(f, "{} {place}", self.kind),
+        }
+    }
+}
+
+/// Neighbouring bytes of a disk that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// How many.
+    pub bytes: u64,
+    /// What is known of them.
+    pub kind: ExtentKind,
+}
+
+/// What is known of bytes that were not read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// They may be anything.
+    Data,
+    /// They are zeroes, and have their space.
+    Zero,
+    /// They are zeroes, and take no space.
+    Hole,
+}
+
+impl Extent {
+    /// Bytes of which nothing is known.
+    pub(super) fn data(bytes: u64) -> Self {
+        Self { bytes, kind: ExtentKind::Data }
+    }
 }
 
 /// A transfer that has failed.

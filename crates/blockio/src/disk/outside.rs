@@ -1,51 +1,67 @@
-//! How large a file or device is, asked by its name.
+//! How large a disk could be, asked without its help: a file or device by its name.
 
 use std::fs::Metadata;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 use super::sysfs;
 
-/// What sees from outside how large a file or block device is, while a disk has it open: this
-/// neither keeps it open nor depends on the disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outside {
-    path: PathBuf,
-    number: Number,
-}
+/// What sees from outside how large a disk could be, while it is in use: this neither keeps its
+/// file open nor depends on the disk.
+pub struct Outside(Look);
 
-/// What tells it from all others.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Number {
+enum Look {
     Device(u64),
-    File { device: u64, inode: u64 },
+    File { path: PathBuf, device: u64, inode: u64 },
+    Other(Box<dyn Fn() -> io::Result<Option<u64>> + Send + Sync>),
 }
 
 impl Outside {
     pub(super) fn new(path: &Path, metadata: &Metadata, is_block_device: bool) -> Self {
-        let number = match is_block_device {
-            true => Number::Device(metadata.rdev()),
-            false => Number::File { device: metadata.dev(), inode: metadata.ino() },
-        };
-        Self { path: path.to_owned(), number }
+        Self(match is_block_device {
+            true => Look::Device(metadata.rdev()),
+            false => {
+                let (device, inode) = (metadata.dev(), metadata.ino());
+                Look::File { path: path.to_owned(), device, inode }
+            }
+        })
     }
 
-    /// Its size in bytes. `None`: nobody finds it under its name any more. This may wait for as
-    /// long as a file system does.
+    /// That of a disk of another kind. A kind that learns of a new size from its other
+    /// end keeps that where this look finds it.
+    pub(super) fn other(
+        look: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Look::Other(Box::new(look)))
+    }
+
+    /// Its size in bytes. `None`: it is not known, for example because nobody finds the file under
+    /// its name any more. This may wait for as long as a file system does.
     ///
     /// # Errors
     ///
     /// When the kernel does not say.
     pub fn size_bytes(&self) -> io::Result<Option<u64>> {
-        match self.number {
-            Number::Device(number) => Ok(sysfs::size_bytes(number)),
-            Number::File { device, inode } => match std::fs::metadata(&self.path) {
-                Ok(data) if (data.dev(), data.ino()) == (device, inode) => Ok(Some(data.len())),
+        match &self.0 {
+            Look::Device(number) => Ok(sysfs::size_bytes(*number)),
+            Look::File { path, device, inode } => match std::fs::metadata(path) {
+                Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(Some(data.len())),
                 Ok(_) => Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
                 Err(error) => Err(error),
             },
+            Look::Other(look) => look(),
+        }
+    }
+}
+
+impl fmt::Debug for Outside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Look::Device(number) => write!(f, "Outside(device {number})"),
+            Look::File { path, .. } => write!(f, "Outside({})", path.display()),
+            Look::Other(_) => f.write_str("Outside(other)"),
         }
     }
 }

@@ -100,11 +100,11 @@ fn an_open_disk_can_be_handed_over() {
         DiskOptions { direct: true, ..options.clone() },
         DiskOptions { logical_block_bytes: Some(700), ..options.clone() },
     ] {
-        assert!(DiskSource::handed_over(handed(), file.path(), &wrong, MIB).is_err());
+        assert!(DiskSource::handed_over(handed(), file.path(), &wrong).is_err());
     }
     // Somebody has cut it, and nobody is told by this.
     file.as_file().set_len(MIB / 2).unwrap();
-    let other = DiskSource::handed_over(handed(), file.path(), &options, MIB).unwrap();
+    let other = DiskSource::handed_over(handed(), file.path(), &options).unwrap().with_size(MIB);
     file.as_file().set_len(MIB).unwrap();
     assert_eq!((other.info(), other.identity()), (source.info(), source.identity()));
     assert_eq!((source.loss(), other.loss()), (Some(libc::EIO), None));

@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, SeekFrom, fcntl_getfl};
 use super::alignment::Alignment;
 use super::blocks::Blocks;
 use super::identity;
-use super::info::{DiskInfo, DiskOptions, check_logical_block};
+use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use super::lock::{Attempt, Conflict, lock, lock_for, patiently};
 use super::outside::Outside;
 use super::sysfs;
@@ -170,6 +170,30 @@ impl FileSource {
         let blocks = self.blocks.as_ref().map(|_| self.align.request);
         let checked = check_size(size_bytes, info.logical_block_bytes, blocks);
         checked.map_err(|reason| self.unusable(reason))
+    }
+
+    pub(super) fn state(&self) -> DiskState {
+        match self.file.late_since() {
+            _ if self.file.loss().check().is_err() => DiskState::Lost,
+            Some(since) => DiskState::Late(since),
+            None => DiskState::Ready,
+        }
+    }
+
+    pub(super) fn abilities(&self, info: &DiskInfo) -> Abilities {
+        Abilities {
+            flush: true,
+            discard: self.discard_bytes.is_some() && !info.read_only,
+            zeroes: !info.read_only,
+            resize: !self.is_block_device && !info.read_only,
+            lock: true,
+            snapshots: false,
+        }
+    }
+
+    pub(super) fn link(&self) -> Link {
+        let kind = if self.is_block_device { "block device" } else { "file" };
+        Link { kind, place: self.file.path().display().to_string() }
     }
 
     fn unusable(&self, reason: String) -> Error {

@@ -101,11 +101,11 @@ fn disks_with_different_engines_are_busy_at_the_same_time() {
         for (source, index) in sources.into_iter().chain([null]).zip(0_u8..) {
             let engine = ENGINES[usize::from(index) % 3];
             let source = source.prefer_engine(engine, "the test asks for it");
-            assert!(source.is_null() || source.engine_on(thread.io()) == Some(engine));
+            assert!(!source.has_engine() || source.engine_on(thread.io()) == Some(engine));
             let (io, done) = (Rc::clone(thread.io()), Rc::clone(&done));
             let disk = source.attach(thread.io());
             thread.io().spawn(async move {
-                if source.is_null() {
+                if !source.has_engine() {
                     disk.read(0, Buffers::aligned(4096, 4096)).await.unwrap();
                 } else {
                     use_disk(&disk, index + 1).await;

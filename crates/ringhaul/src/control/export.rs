@@ -175,8 +175,9 @@ impl Export {
     }
 
     /// Has the front-end of an export that is stopping see the end at once, whatever of its
-    /// requests is not answered.
+    /// requests is not answered. Those that wait for the other end of a disk fail.
     pub(super) fn cut_off(&self) {
+        self.disks.iter().for_each(DiskSource::give_up);
         self.session.iter().for_each(Session::cut_off);
     }
 

@@ -93,7 +93,7 @@ impl Export {
 
     /// Refuses to stop queues that would not.
     pub(super) fn check_disks(&self) -> Answered<()> {
-        if !matches!(self.disk_state(), DiskState::Late) {
+        if !matches!(self.disk_state(), DiskState::Late | DiskState::Away) {
             return Ok(());
         }
         let name = self.spec.name();

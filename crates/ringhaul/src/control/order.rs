@@ -66,12 +66,13 @@ pub(crate) struct ResizingDisk {
     pub(crate) disk: DiskSource,
 }
 
-/// A disk of an export that is a file or a device, which may change from outside.
+/// A disk of an export, whose state may change, and whose size from outside.
 pub(crate) struct WatchedDisk {
     pub(crate) export: String,
     /// `None`: that of a virtio-blk device.
     pub(crate) place: Option<UnitPlace>,
-    pub(crate) outside: Arc<Outside>,
+    /// `None`: its size changes by commands only.
+    pub(crate) outside: Option<Arc<Outside>>,
     /// What its drivers know.
     pub(crate) size_bytes: u64,
     pub(crate) state: DiskState,
@@ -112,7 +113,7 @@ pub(super) enum Order {
     /// What was begun at a place has ended. The answer is the disk of a unit that was added, for
     /// whoever closes it, if the export has ended meanwhile.
     EndChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
-    /// To list the disks whose size may change from outside.
+    /// To list the disks of all exports, to be watched.
     Watch(Answer<Vec<WatchedDisk>>),
     Stop,
     Abandon,

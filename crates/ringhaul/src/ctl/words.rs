@@ -67,21 +67,25 @@ fn make_spec_absolute(spec: &mut ExportSpec) -> Result<()> {
         *path = absolute(path)?;
     }
     match &mut spec.device {
-        DeviceSpec::Blk(DiskSpec::File(path)) => *path = absolute(path)?,
-        DeviceSpec::Blk(DiskSpec::Null { .. }) => {}
+        DeviceSpec::Blk(disk) => make_disk_absolute(disk)?,
         DeviceSpec::Scsi(units) => units.iter_mut().try_for_each(make_absolute)?,
     }
     Ok(())
 }
 
 fn make_absolute(unit: &mut UnitSpec) -> Result<()> {
-    if let DiskSpec::File(path) = &mut unit.disk {
-        *path = absolute(path)?;
-    }
+    make_disk_absolute(&mut unit.disk)?;
     if let Some(path) = &mut unit.settings.reservations {
         *path = absolute(path)?;
     }
     Ok(())
+}
+
+fn make_disk_absolute(disk: &mut DiskSpec) -> Result<()> {
+    disk.change_paths(&mut |path| {
+        *path = absolute(path)?;
+        Ok(())
+    })
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

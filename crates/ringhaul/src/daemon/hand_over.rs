@@ -188,22 +188,10 @@ impl Drop for Standing<'_> {
 }
 
 fn take_disk(
-    (spec, settings): &(DiskSpec, ExportSettings),
+    wanted: &(DiskSpec, ExportSettings),
     disk: &HandedDisk,
     fds: &mut HandedFds,
 ) -> Result<OpenDisk> {
     let file = fds.take_some(disk.file).context("cannot take a disk over")?;
-    match (spec, file) {
-        (DiskSpec::File(path), Some(file)) => {
-            OpenDisk::take_over(path, settings, file.into(), disk.size_bytes)
-        }
-        (DiskSpec::Null { .. }, None) => {
-            let size_bytes = disk.size_bytes;
-            OpenDisk::open(&(DiskSpec::Null { size_bytes }, settings.clone()), None)
-        }
-        (DiskSpec::File(path), None) => {
-            anyhow::bail!("{} was handed over without a descriptor", path.display())
-        }
-        (DiskSpec::Null { .. }, Some(_)) => anyhow::bail!("a null disk came with a descriptor"),
-    }
+    OpenDisk::take_over(wanted, file.map(Into::into), disk.size_bytes)
 }

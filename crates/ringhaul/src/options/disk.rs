@@ -1,105 +1,50 @@
-//! What `--disk` and `--blk-file` name.
+//! What options say about disks.
 
-use std::path::PathBuf;
-
-use anyhow::{Context, Error, Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::spec::{CacheMode, DiskSpec};
+use crate::disk_spec::DiskSpec;
+use crate::spec::CacheMode;
 
-pub(super) fn parse_disk(text: &str) -> Result<DiskSpec> {
-    let mut parts = text.split(',');
-    let kind = parts.next().unwrap_or_default();
-    if !["null", "file"].contains(&kind) {
-        bail!("unknown disk kind '{kind}' (expected: null, file)");
+/// Takes the disk of an export or a unit out of its keys: `disk=DISK`, to which all that follows
+/// belongs, or one of the short forms `blk-file=PATH` and `null=SIZE`.
+pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
+    let mut disks = Vec::new();
+    if let Some(at) = parts.iter().position(|part| part.starts_with("disk=")) {
+        let mut words = parts.split_off(at);
+        let text = words.join(",");
+        words[0].drain(.."disk=".len());
+        let disk = DiskSpec::of_parts(&words);
+        disks.push(disk.with_context(|| {
+            format!("in {text}, to whose disk all keys belong that stand behind it")
+        })?);
     }
-    let mut size = None;
-    let mut path = None;
-    let mut keys = Keys::default();
-    for part in parts {
-        keys.check(part)?;
-        match (kind, part.split_once('=')) {
-            ("null", Some(("size", value))) => {
-                size = Some(parse_size(value).map_err(Error::msg)?);
+    let mut others = Vec::new();
+    for part in parts.drain(..) {
+        match part.split_once('=') {
+            Some(("blk-file", path)) if !path.is_empty() => disks.push(DiskSpec::File(path.into())),
+            Some(("null", size)) => {
+                let size_bytes = parse_size(size).map_err(anyhow::Error::msg)?;
+                disks.push(DiskSpec::Null { size_bytes });
             }
-            ("file", Some(("path", value))) if !value.is_empty() => {
-                path = Some(PathBuf::from(value))
-            }
-            ("file", Some(("path", _))) => {}
-            _ => bail!("'{part}' is not an option of disk kind {kind}"),
+            _ => others.push(part),
         }
     }
-    match (kind, size, path) {
-        ("null", Some(size_bytes), _) => Ok(DiskSpec::Null { size_bytes }),
-        ("file", _, Some(path)) => Ok(DiskSpec::File(path)),
-        ("null", ..) => bail!("a null disk needs a size, as in null,size=64G"),
-        _ => bail!("a file needs a path, as in file,path=disk.img"),
+    *parts = others;
+    match <[DiskSpec; 1]>::try_from(disks) {
+        Ok([disk]) => Ok(disk),
+        Err(none) if none.is_empty() => bail!("it lacks disk=DISK, blk-file=PATH or null=SIZE"),
+        Err(_) => bail!("it names more than one disk (with disk, blk-file or null); it has one"),
     }
 }
 
-/// The keys of a list that were seen. One that comes twice has two meanings, of which we would have
-/// to choose one in silence.
-#[derive(Default)]
-pub(super) struct Keys(Vec<String>);
-
-impl Keys {
-    /// Refuses a `KEY=VALUE` whose key was seen before.
-    pub(super) fn check(&mut self, part: &str) -> Result<()> {
-        let key = part.split_once('=').map_or(part, |(key, _)| key);
-        if self.0.iter().any(|seen| seen == key) {
-            bail!("{key} is given twice; leave one of them out");
-        }
-        self.0.push(key.to_owned());
-        Ok(())
-    }
-}
-
-/// The parts of a list; two commas stand for one in a part.
-pub(super) fn split_at_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut characters = text.chars().peekable();
-    while let Some(character) = characters.next() {
-        match (character, parts.last_mut()) {
-            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
-            (',', Some(part)) => part.extend(characters.next()),
-            (_, Some(part)) => part.push(character),
-            (_, None) => {}
-        }
-    }
-    parts
+/// Whether it has keys of a disk.
+pub(super) fn name_disk(parts: &[String]) -> bool {
+    ["disk=", "blk-file=", "null="].iter().any(|key| parts.iter().any(|part| part.starts_with(key)))
 }
 
 pub(super) fn parse_cache(value: &str) -> Result<CacheMode> {
     let mode = CacheMode::from_str(value, false).map_err(anyhow::Error::msg);
     mode.context("it must be none, directsync, writeback or writethrough")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn disks_are_understood() {
-        let null = |size_bytes| Some(DiskSpec::Null { size_bytes });
-        assert_eq!(parse_disk("null,size=64G").ok(), null(64 << 30));
-        assert_eq!(parse_disk("null,size=512").ok(), null(512));
-        assert_eq!(parse_disk("file,path=a=b").ok(), Some(DiskSpec::File("a=b".into())));
-        for bad in [
-            "null",
-            "null,size=1X",
-            "null,size=99999999999T",
-            "null,size=",
-            "null,path=x",
-            "file",
-            "qcow2,path=x",
-            "",
-        ] {
-            assert!(parse_disk(bad).is_err(), "{bad} was taken");
-        }
-        for twice in ["null,size=1M,size=2M", "null,size=1M,size=1M", "file,path=a,path=b"] {
-            let error = parse_disk(twice).unwrap_err().to_string();
-            assert!(error.contains("is given twice"), "{twice}: {error}");
-        }
-    }
 }

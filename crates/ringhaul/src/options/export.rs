@@ -3,13 +3,13 @@
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use device::blk::config::QUEUES_MAX;
-use ringhaul_options::parse_size;
 
-use super::disk::{Keys, parse_cache, parse_disk, split_at_commas};
+use super::disk::{name_disk, parse_cache, take_disk};
 use super::unit::{parse_all, parse_units};
 use super::{
     DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
 };
+use crate::disk_spec::{Keys, split_at_commas};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
@@ -98,7 +98,7 @@ impl ExportArgs {
         let disk = match (&self.blk_file, &self.disk) {
             (Some(path), _) => DiskSpec::File(path.clone()),
             (None, Some(text)) => {
-                parse_disk(text).with_context(|| format!("cannot understand --disk {text}"))?
+                DiskSpec::parse(text).with_context(|| format!("cannot understand --disk {text}"))?
             }
             (None, None) => bail!("no disk is given; use --blk-file PATH or --disk null,size=SIZE"),
         };
@@ -141,11 +141,12 @@ impl ExportArgs {
 
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
         let mut settings = self.usual_settings();
-        let (mut name, mut endpoint, mut disk) = (None, None, None);
+        let (mut name, mut endpoint) = (None, None);
         let mut keys = Keys::default();
         let mut parts = split_at_commas(text);
         let units = parts.iter().position(|part| part.starts_with("lun="));
         let units = units.map(|at| parts.split_off(at));
+        let disk = name_disk(&parts).then(|| take_disk(&mut parts)).transpose()?;
         let mut is_scsi = false;
         for part in parts {
             let (key, value) = part
@@ -153,20 +154,12 @@ impl ExportArgs {
                 .filter(|(_, value)| !value.is_empty())
                 .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
             keys.check(&part)?;
-            if ["blk-file", "null"].contains(&key) && disk.is_some() {
-                bail!("it names both blk-file and null; an export has one disk");
-            }
             match key {
                 "name" => name = Some(parse_name(value).map_err(anyhow::Error::msg)?),
                 "socket-path" => endpoint = Some(EndpointSpec::Path(value.into())),
                 "device" => {
                     let kind = DeviceKind::from_str(value, false).map_err(anyhow::Error::msg);
                     is_scsi = kind.context("it must be blk or scsi")? == DeviceKind::Scsi;
-                }
-                "blk-file" => disk = Some(DiskSpec::File(value.into())),
-                "null" => {
-                    let size_bytes = parse_size(value).map_err(anyhow::Error::msg)?;
-                    disk = Some(DiskSpec::Null { size_bytes });
                 }
                 _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
             }
@@ -184,7 +177,7 @@ impl ExportArgs {
             }
             (false, Some(_), _) => bail!("a virtio-blk device has no units; add device=scsi"),
             (false, None, disk) => {
-                DeviceSpec::Blk(disk.context("it lacks blk-file=PATH or null=SIZE")?)
+                DeviceSpec::Blk(disk.context("it lacks disk=DISK, blk-file=PATH or null=SIZE")?)
             }
         };
         Ok(ExportSpec { name, endpoint, device, settings })
@@ -221,8 +214,8 @@ impl ExportSettings {
                 self.iothread = Some(value.parse().context("it must be a number")?);
             }
             _ => bail!(
-                "unknown key '{key}' (expected: socket-path, name, device, lun, blk-file, null, \
-                 read-only, lock, in-order, cache, serial, logical-block-size, num-queues, \
+                "unknown key '{key}' (expected: socket-path, name, device, lun, disk, blk-file, \
+                 null, read-only, lock, in-order, cache, serial, logical-block-size, num-queues, \
                  queue-size, iothread)"
             ),
         }
@@ -258,10 +251,14 @@ mod tests {
             "socket-path=/a,,b.sock,blk-file=/srv/x=y.img,read-only=on",
             "--export",
             "socket-path=/c.sock,null=1G,cache=writeback,num-queues=7,serial=s,name=vm1",
+            "--export",
+            "socket-path=/d.sock,cache=writeback,disk=raw,offset=1M,over=file,path=/a,,b",
         ])
         .unwrap();
         assert_eq!((&*all[0].name(), &*all[1].name()), ("/a,b.sock", "vm1"));
-        assert_eq!(all.len(), 2);
+        assert_eq!(all.len(), 3);
+        let part = DiskSpec::parse("raw,offset=1M,over=/a,,b").unwrap();
+        assert_eq!(all[2].device, DeviceSpec::Blk(part));
         assert_eq!(all[0].endpoint, EndpointSpec::Path("/a,b.sock".into()));
         let file = DiskSpec::File("/srv/x=y.img".into());
         assert_eq!(all[0].device, DeviceSpec::Blk(file));
@@ -294,6 +291,7 @@ mod tests {
             &["--socket-path", "/a", "--device", "scsi", "--blk-file", "/x"],
             &["--export", "socket-path=/a,lun=0,null=1M"],
             &["--export", "socket-path=/a,device=scsi,null=1M"],
+            &["--export", "socket-path=/a,device=scsi,disk=null:1M"],
             &["--export", "socket-path=/a,device=nvme,null=1M"],
         ] {
             assert!(exports(bad).is_err(), "{bad:?} was taken");
@@ -347,6 +345,9 @@ mod tests {
             "socket-path=/a,socket-path=/b,null=1M",
             "socket-path=/a,null=1M,null=1M",
             "socket-path=/a,null=1M,blk-file=/x",
+            "socket-path=/a,null=1M,disk=null:1M",
+            "disk=null:1M,socket-path=/a",
+            "socket-path=/a,disk=",
             "socket-path=/a,null=1M,serial=a,serial=b",
             "socket-path=/a,null=1M,name=",
             "socket-path=/a,null=1M,name=a\tb",

@@ -3,11 +3,11 @@
 use anyhow::{Context, Result, bail};
 use device::scsi::address::LUN_MAX;
 use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
-use ringhaul_options::parse_size;
 
-use super::disk::{Keys, parse_cache, split_at_commas};
+use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
-use crate::spec::{DiskSpec, UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
+use crate::disk_spec::{Keys, split_at_commas};
+use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
@@ -63,26 +63,17 @@ pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
 
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     let UnitPlace { target, lun } = parse_place(address)?;
-    let (mut disk, mut settings, mut keys) = (None, UnitSettings::default(), Keys::default());
-    for part in parts {
+    let (mut settings, mut keys) = (UnitSettings::default(), Keys::default());
+    let mut parts = parts.to_vec();
+    let disk = take_disk(&mut parts)?;
+    for part in &parts {
         let (key, value) = part
             .split_once('=')
             .filter(|(_, value)| !value.is_empty())
             .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
         keys.check(part)?;
-        if ["blk-file", "null"].contains(&key) && disk.is_some() {
-            bail!("it names both blk-file and null; a unit has one disk");
-        }
-        match key {
-            "blk-file" => disk = Some(DiskSpec::File(value.into())),
-            "null" => {
-                let size_bytes = parse_size(value).map_err(anyhow::Error::msg)?;
-                disk = Some(DiskSpec::Null { size_bytes });
-            }
-            _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
-        }
+        settings.set(key, value).with_context(|| format!("in '{part}'"))?;
     }
-    let disk = disk.context("it lacks blk-file=PATH or null=SIZE")?;
     Ok(UnitSpec { target, lun, disk, settings })
 }
 
@@ -116,7 +107,7 @@ impl UnitSettings {
             "product" => self.product = Some(text(value, PRODUCT_BYTES)?),
             "revision" => self.revision = Some(text(value, REVISION_BYTES)?),
             _ => bail!(
-                "unknown key '{key}' (expected: blk-file, null, read-only, lock, cache, \
+                "unknown key '{key}' (expected: disk, blk-file, null, read-only, lock, cache, \
                  logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \
                  product, revision)"
             ),
@@ -128,6 +119,7 @@ impl UnitSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk_spec::DiskSpec;
 
     #[test]
     fn units_have_addresses_disks_and_settings_of_their_own() {
@@ -138,6 +130,8 @@ mod tests {
         assert_eq!(unit.settings.read_only, Some(true));
         assert_eq!(unit.settings.wwn.map(|wwn| wwn.0), Some([0x30, 0, 0, 0, 0, 0, 0, 1]));
         assert_eq!(unit.settings.discard, None);
+        let unit = parse_unit("0,vendor=a,disk=raw,offset=1M,over=/a,,b").unwrap();
+        assert_eq!(unit.disk, DiskSpec::parse("raw,offset=1M,over=/a,,b").unwrap());
         let parts = ["lun=0", "null=1M", "lun=1:5", "blk-file=/x", "rotational=off"];
         let units = parse_units(&parts.map(str::to_owned)).unwrap();
         assert_eq!(units.len(), 2);
@@ -159,6 +153,9 @@ mod tests {
             "0,null=1M,wwn=f000000000000001",
             "0,null=1M,discard=maybe",
             "0,null=1M,size=3",
+            "0,null=1M,disk=null:1M",
+            "0,disk=null:1M,read-only=on",
+            "0,disk=",
             "0,null=1X",
         ] {
             assert!(parse_unit(bad).is_err(), "{bad} was taken");

@@ -133,7 +133,7 @@ impl Export {
         }
     }
 
-    /// Its disks whose size may change from outside.
+    /// Its disks, to be watched.
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let places: Vec<Option<UnitPlace>> = match &self.spec.device {
             DeviceSpec::Blk(_) => vec![None],
@@ -142,8 +142,8 @@ impl Export {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
             let (state, loss) = (disk.state(), disk.loss());
-            Some(WatchedDisk { export, place, outside: disk.outside()?, size_bytes, state, loss })
+            WatchedDisk { export, place, outside: disk.outside(), size_bytes, state, loss }
         };
-        places.into_iter().zip(&self.disks).filter_map(watched).collect()
+        places.into_iter().zip(&self.disks).map(watched).collect()
     }
 }

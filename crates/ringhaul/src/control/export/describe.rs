@@ -40,7 +40,7 @@ impl Export {
 
 fn describe(place: Option<UnitPlace>, disk: &DiskSource) -> DiskDetails {
     let info = disk.info();
-    let engine = disk.preference().filter(|_| !disk.is_null());
+    let engine = disk.preference().filter(|_| disk.has_engine());
     DiskDetails {
         place,
         size_bytes: info.size_bytes,
@@ -48,6 +48,9 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource) -> DiskDetails {
         direct: info.direct,
         read_only: info.read_only,
         state: disk.state().into(),
+        state_seconds: disk.late_since().map(|since| since.elapsed().as_secs()),
+        remark: disk.remark(),
+        chain: disk.chain().iter().map(ToString::to_string).collect(),
         engine: engine.map(|(engine, _)| engine.to_string()),
         engine_reason: engine.map(|(_, reason)| reason.to_owned()),
     }

@@ -1,0 +1,246 @@
+//! A kind of disk for tests: its content is another thread's, which may be out of reach.
+
+use std::collections::VecDeque;
+use std::io;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Instant;
+
+use iomem::Buffers;
+
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
+use super::outside::Outside;
+use super::seam::{OtherDisk, OtherSource, Request};
+use super::source::FileSource;
+use super::{DiskSource, SourceKind};
+use crate::config::EngineKind;
+use crate::error::Error;
+use crate::foreign_op::ForeignCompleter;
+use crate::io::Io;
+
+/// The other end, and how it is reached.
+#[derive(Clone)]
+pub(crate) struct Elsewhere(Arc<Handle>);
+
+/// Ends the thread when nobody has the disk any more.
+struct Handle(Arc<End>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.state.lock().unwrap().is_over = true;
+        self.0.changed.notify_all();
+    }
+}
+
+struct End {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// What the other end tells about its size.
+    size_bytes: Arc<AtomicU64>,
+}
+
+#[derive(Default)]
+struct State {
+    content: Vec<u8>,
+    jobs: VecDeque<(Job, ForeignCompleter)>,
+    away_since: Option<Instant>,
+    was_given_up: bool,
+    is_over: bool,
+}
+
+type Job = Box<dyn FnOnce(&mut Vec<u8>) + Send>;
+
+impl Elsewhere {
+    pub(crate) fn new(content: &[u8]) -> Self {
+        let state = State { content: content.to_vec(), ..State::default() };
+        let size_bytes = Arc::new(AtomicU64::new(content.len() as u64));
+        let end = Arc::new(End { state: Mutex::new(state), changed: Condvar::new(), size_bytes });
+        let served = Arc::clone(&end);
+        std::thread::spawn(move || serve(&served));
+        Self(Arc::new(Handle(end)))
+    }
+
+    pub(crate) fn source(self) -> DiskSource {
+        let info = DiskInfo {
+            size_bytes: self.0.0.size_bytes.load(Ordering::Relaxed),
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            read_only: false,
+            direct: false,
+        };
+        DiskSource::new(info, SourceKind::Other(Arc::new(ElsewhereSource(self))))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.0.state.lock().unwrap()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state());
+        self.0.0.changed.notify_all();
+    }
+
+    pub(crate) fn set_away(&self, is_away: bool) {
+        self.change(|state| state.away_since = is_away.then(Instant::now));
+    }
+
+    /// The other end has another size, and says so.
+    pub(crate) fn tell_size(&self, size_bytes: u64) {
+        self.change(|state| state.content.resize(usize::try_from(size_bytes).unwrap(), 0));
+        self.0.0.size_bytes.store(size_bytes, Ordering::Relaxed);
+    }
+}
+
+fn serve(end: &End) {
+    let mut state = end.state.lock().unwrap();
+    while !state.is_over {
+        let may_serve = state.was_given_up || state.away_since.is_none();
+        let job = if may_serve { state.jobs.pop_front() } else { None };
+        match job {
+            Some((_, completer)) if state.was_given_up => {
+                completer.complete(Err(io::Error::from_raw_os_error(libc::EIO)));
+            }
+            Some((job, completer)) => {
+                job(&mut state.content);
+                completer.complete(Ok(0));
+            }
+            None => state = end.changed.wait(state).unwrap(),
+        }
+    }
+}
+
+struct ElsewhereSource(Elsewhere);
+
+impl std::fmt::Debug for ElsewhereSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ElsewhereSource")
+    }
+}
+
+impl OtherSource for ElsewhereSource {
+    fn attach(&self, io: &Rc<Io>, _: Option<EngineKind>) -> Box<dyn OtherDisk> {
+        Box::new(ElsewhereDisk { end: self.0.clone(), io: Rc::clone(io) })
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        vec![Link { kind: "elsewhere", place: "thread".to_owned() }]
+    }
+
+    fn identity(&self) -> &str {
+        "elsewhere"
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { zeroes: true, resize: true, ..Abilities::default() }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        None
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        None
+    }
+
+    fn state(&self) -> DiskState {
+        self.0.state().away_since.map_or(DiskState::Ready, DiskState::Away)
+    }
+
+    fn remark(&self) -> Option<String> {
+        Some(format!("{} jobs", self.0.state().jobs.len()))
+    }
+
+    fn give_up(&self) {
+        self.0.change(|state| state.was_given_up = true);
+    }
+
+    fn outside(&self) -> Option<Arc<Outside>> {
+        let size_bytes = Arc::clone(&self.0.0.0.size_bytes);
+        let look = move || Ok(Some(size_bytes.load(Ordering::Relaxed)));
+        Some(Arc::new(Outside::other(look)))
+    }
+
+    fn find_size(&self) -> Result<u64, Error> {
+        Ok(self.0.0.0.size_bytes.load(Ordering::Relaxed))
+    }
+
+    fn check_new_size(&self, _: u64) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.0.tell_size(size_bytes);
+        Ok(())
+    }
+
+    fn adopt_size(&self, _: u64) {}
+}
+
+struct ElsewhereDisk {
+    end: Elsewhere,
+    io: Rc<Io>,
+}
+
+impl ElsewhereDisk {
+    /// Has the other thread do something.
+    async fn have(&self, job: impl FnOnce(&mut Vec<u8>) + Send + 'static) -> io::Result<()> {
+        let (op, completer) = self.io.foreign_op(Buffers::empty());
+        self.end.change(|state| state.jobs.push_back((Box::new(job), completer)));
+        op.await.result.map(|_| ())
+    }
+
+    async fn fill(&self, offset: u64, len: u64) -> io::Result<()> {
+        let range = range(offset, len);
+        self.have(move |content| content[range].fill(0)).await
+    }
+}
+
+fn range(offset: u64, len: u64) -> std::ops::Range<usize> {
+    let start = usize::try_from(offset).unwrap();
+    start..start + usize::try_from(len).unwrap()
+}
+
+impl OtherDisk for ElsewhereDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(async move {
+            let data = Arc::new(Mutex::new(Vec::new()));
+            let (filled, range) = (Arc::clone(&data), range(offset, buffers.bytes() as u64));
+            let job = move |content: &mut Vec<u8>| {
+                *filled.lock().unwrap() = content[range].to_vec();
+            };
+            match self.have(job).await {
+                Ok(()) => {
+                    let bytes = buffers.copy_from(0, &data.lock().unwrap());
+                    buffers.wrote(bytes);
+                    Ok(())
+                }
+                Err(error) => Err(Unfinished { error, rest: buffers }),
+            }
+        })
+    }
+
+    fn write(&self, offset: u64, buffers: Buffers, _: bool) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(async move {
+            let (data, range) = (buffers.to_vec(), range(offset, buffers.bytes() as u64));
+            let written = self.have(move |content| content[range].copy_from_slice(&data)).await;
+            written.map_err(|error| Unfinished { error, rest: buffers })
+        })
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.have(|_| ()))
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        Box::pin(self.fill(offset, len))
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, _: bool) -> Request<'_, io::Result<()>> {
+        Box::pin(self.fill(offset, len))
+    }
+
+    fn block_status(&self, _: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(async move { Ok(Extent::data(len)) })
+    }
+}

@@ -1,0 +1,188 @@
+//! What is known about a disk that is open, whatever its kind.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::info::{Abilities, DiskInfo, DiskState, Link};
+use super::outside::Outside;
+use super::source::FileSource;
+use super::{DiskSource, SourceKind};
+use crate::config::EngineKind;
+use crate::io::Io;
+use crate::op::OpenFile;
+
+impl DiskSource {
+    /// What the disk is like now.
+    #[must_use]
+    pub fn info(&self) -> DiskInfo {
+        self.shared.info(&self.info)
+    }
+
+    /// What the disk can do.
+    #[must_use]
+    pub fn abilities(&self) -> Abilities {
+        match &self.kind {
+            SourceKind::File(source) => source.abilities(&self.info),
+            SourceKind::Null => Abilities { discard: true, zeroes: true, ..Abilities::default() },
+            SourceKind::Other(source) => source.abilities(),
+        }
+    }
+
+    /// What the disk is made of: itself first, then what it lies on.
+    #[must_use]
+    pub fn chain(&self) -> Vec<Link> {
+        match &self.kind {
+            SourceKind::File(source) => vec![source.link()],
+            SourceKind::Null => vec![Link { kind: "null", place: String::new() }],
+            SourceKind::Other(source) => source.chain(),
+        }
+    }
+
+    /// What sees from outside how large the disk could be. `None`: that never changes without a
+    /// call of [`set_size`](Self::set_size).
+    #[must_use]
+    pub fn outside(&self) -> Option<Arc<Outside>> {
+        match &self.kind {
+            SourceKind::File(source) => source.outside.clone(),
+            SourceKind::Null => None,
+            SourceKind::Other(source) => source.outside(),
+        }
+    }
+
+    /// How the disk is doing, as its IoThreads have found it lately.
+    #[must_use]
+    pub fn state(&self) -> DiskState {
+        match &self.kind {
+            SourceKind::File(source) => source.state(),
+            SourceKind::Null => DiskState::Ready,
+            SourceKind::Other(source) => source.state(),
+        }
+    }
+
+    /// Since when the disk has not answered: an operation of the kernel for 5 seconds or more, or
+    /// the other end of a disk that is not local, as its IoThreads have found it lately.
+    #[must_use]
+    pub fn late_since(&self) -> Option<Instant> {
+        match self.state() {
+            DiskState::Late(since) | DiskState::Away(since) => Some(since),
+            // It may be late besides.
+            DiskState::Lost => self.local()?.file.late_since(),
+            DiskState::Ready => None,
+        }
+    }
+
+    /// One line on what only this kind of disk can say about its state, such as how many
+    /// connections it has.
+    #[must_use]
+    pub fn remark(&self) -> Option<String> {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => None,
+            SourceKind::Other(source) => source.remark(),
+        }
+    }
+
+    /// Has all requests fail that wait for the other end of a disk that is not local, and all that
+    /// come. Operations of the kernel cannot be taken back: those of a file go on. This is the end
+    /// of the disk, for all clones of it; others that have opened it are not affected.
+    pub fn give_up(&self) {
+        if let SourceKind::Other(source) = &self.kind {
+            source.give_up();
+        }
+    }
+
+    /// The errno of the loss of data, if [there was one](DiskState::Lost).
+    #[must_use]
+    pub fn loss(&self) -> Option<i32> {
+        let lost = self.open_file()?.loss().check().err()?;
+        lost.raw_os_error()
+    }
+
+    /// Data may be lost, as the process has learnt that has handed the disk over.
+    pub fn inherit_loss(&self, errno: i32) {
+        if let Some(file) = self.open_file() {
+            file.loss().inherit(errno);
+        }
+    }
+
+    /// The open file that is written to, to be [handed over](Self::handed_over) to another process.
+    /// `None`: it has none, and the other process opens the disk by itself.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.open_file().map(AsFd::as_fd)
+    }
+
+    /// A text that is the same whenever this disk is opened, and another one for another disk: the
+    /// id of the file system and the number of the file in it, or what a block device says of
+    /// itself. It may name files. Empty for a null disk. Where the file system has no id of its
+    /// own (XFS before Linux 6.9, NFS, FAT), it has the number of its device, which may change.
+    #[must_use]
+    pub fn identity(&self) -> &str {
+        match &self.kind {
+            SourceKind::File(source) => &source.identity,
+            SourceKind::Null => "",
+            SourceKind::Other(source) => source.identity(),
+        }
+    }
+
+    /// Whether the kernel says that its medium rotates, so that requests cost the less the nearer
+    /// they are.
+    #[must_use]
+    pub fn is_rotational(&self) -> bool {
+        self.local().is_some_and(|source| source.is_rotational)
+    }
+
+    /// The unit in which space is given back by a discard, in bytes: what is smaller, or is not
+    /// aligned to it, stays. A multiple of the logical block. `None` if the kernel says that the
+    /// device never gives any back.
+    #[must_use]
+    pub fn discard_bytes(&self) -> Option<u32> {
+        match &self.kind {
+            SourceKind::File(source) => source.discard_bytes,
+            SourceKind::Null => Some(self.info.logical_block_bytes),
+            SourceKind::Other(source) => source.discard_bytes(),
+        }
+    }
+
+    /// Whether operations on a file or a block device are made for it, by an engine.
+    #[must_use]
+    pub fn has_engine(&self) -> bool {
+        self.local().is_some()
+    }
+
+    /// The engine that it prefers, and why.
+    #[must_use]
+    pub fn preference(&self) -> Option<(EngineKind, &str)> {
+        self.engine.as_ref().map(|(engine, reason)| (*engine, &**reason))
+    }
+
+    /// The engine that it [is to use](Self::prefer_engine).
+    #[must_use]
+    pub fn preferred_engine(&self) -> Option<EngineKind> {
+        self.preference().map(|(engine, _)| engine)
+    }
+
+    /// The engine that the disk has on `io`. One without a file [has none](Self::has_engine).
+    #[must_use]
+    pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
+        self.has_engine().then(|| io.engine_for(self.preferred_engine()))
+    }
+
+    pub(crate) fn open_file(&self) -> Option<&OpenFile> {
+        self.local().map(|source| &*source.file)
+    }
+
+    /// Whether it is on a device, and not on a file of a file system.
+    pub(crate) fn is_block_device(&self) -> bool {
+        self.local().is_some_and(|source| source.is_block_device)
+    }
+
+    /// The file or block device under all layers.
+    pub(super) fn local(&self) -> Option<&FileSource> {
+        match &self.kind {
+            SourceKind::File(source) => Some(source),
+            SourceKind::Null => None,
+            SourceKind::Other(source) => source.local(),
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! What every kind of disk promises.
+
+use std::task::{Context, Poll, Waker};
+
+use tempfile::NamedTempFile;
+
+use super::elsewhere::Elsewhere;
+use super::*;
+use crate::config::IoThreadConfig;
+use crate::io_thread::IoThread;
+
+const MIB: u64 = 1 << 20;
+
+fn new_thread() -> IoThread {
+    IoThread::new(&IoThreadConfig::default()).unwrap()
+}
+
+/// A file next to the sources: the system's temporary folder may lack direct I/O.
+fn temp_file(bytes: u64) -> NamedTempFile {
+    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    file.as_file().set_len(bytes).unwrap();
+    file
+}
+
+fn open(file: &NamedTempFile, direct: bool) -> DiskSource {
+    let options = DiskOptions { direct, ..DiskOptions::default() };
+    DiskSource::file(file.path(), &options).unwrap()
+}
+
+fn elsewhere(bytes: u64) -> Elsewhere {
+    Elsewhere::new(&vec![0; usize::try_from(bytes).unwrap()])
+}
+
+/// Runs `test` with a disk of 4 MiB of each kind, and layers of them.
+fn with_each(test: impl Fn(&IoThread, DiskSource)) {
+    let part = |source, offset, size| DiskSource::raw(source, offset, size).unwrap();
+    let whole = |source| part(source, 0, None);
+    for direct in [false, true] {
+        let [file, larger] = [4 * MIB, 6 * MIB].map(temp_file);
+        test(&new_thread(), open(&file, direct));
+        test(&new_thread(), whole(open(&file, direct)));
+        test(&new_thread(), part(open(&larger, direct), MIB + 512, Some(4 * MIB)));
+        test(&new_thread(), whole(whole(part(open(&larger, direct), 2 * MIB, None))));
+    }
+    test(&new_thread(), elsewhere(4 * MIB).source());
+    test(&new_thread(), part(elsewhere(5 * MIB).source(), MIB, None));
+}
+
+/// Buffers of these bytes, of which `skew` are left out at the start.
+fn filled(data: &[u8], skew: usize) -> Buffers {
+    let mut buffers = Buffers::aligned(data.len() + skew, 4096);
+    buffers.advance(skew);
+    buffers.copy_from(0, data);
+    buffers
+}
+
+fn read(thread: &IoThread, disk: &Disk, offset: u64, bytes: usize) -> Vec<u8> {
+    let target = filled(&vec![0xee; bytes], bytes % 3);
+    let view = target.again();
+    thread.block_on(disk.read(offset, target)).unwrap().unwrap();
+    view.to_vec()
+}
+
+fn pattern(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| u8::try_from((at + at / 509) % 251 + 1).unwrap()).collect()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_is_written_is_read_back_whatever_the_kind() {
+    with_each(|thread, source| {
+        let (disk, data) = (source.attach(thread.io()), pattern(70_144));
+        assert_eq!((source.info().size_bytes, disk.info()), (4 * MIB, source.info()));
+        for (offset, skew, fua) in
+            [(0, 0, true), (MIB + 512, 5, false), (4 * MIB - 70_144, 0, true)]
+        {
+            thread.block_on(disk.write(offset, filled(&data, skew), fua)).unwrap().unwrap();
+            assert!(read(thread, &disk, offset, data.len()) == data, "{offset}");
+        }
+        thread.block_on(disk.flush()).unwrap().unwrap();
+        let part = thread.block_on(disk.read_part(MIB + 512, 70_144)).unwrap().unwrap();
+        let bytes = part.bytes();
+        assert!((512..=70_144).contains(&bytes) && part.to_vec() == data[..bytes]);
+        drop(part);
+        thread.block_on(disk.write_zeroes(MIB, 32_768, true)).unwrap().unwrap();
+        let now = read(thread, &disk, MIB, 70_656);
+        assert!(now[..32_768].iter().all(|byte| *byte == 0) && now[32_768..] == data[32_256..]);
+        thread.block_on(disk.discard(2 * MIB, MIB)).unwrap().unwrap();
+        assert!(read(thread, &disk, MIB, 70_656) == now, "a discard went too far");
+        assert_eq!(thread.io().ops(), 0, "slots are left over");
+    });
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_stay_on_their_disk_whatever_the_kind() {
+    let errno = |result: io::Result<()>| result.unwrap_err().raw_os_error();
+    with_each(|thread, source| {
+        let disk = source.attach(thread.io());
+        for (offset, len) in
+            [(4 * MIB, 512), (4 * MIB - 512, 1024), (256, 512), (u64::MAX - 511, 512)]
+        {
+            let data = || filled(&vec![1; usize::try_from(len).unwrap()], 0);
+            let results = [
+                thread.block_on(disk.read(offset, data())).unwrap().map_err(Into::into),
+                thread.block_on(disk.write(offset, data(), false)).unwrap().map_err(Into::into),
+                thread.block_on(disk.discard(offset, len)).unwrap(),
+                thread.block_on(disk.write_zeroes(offset, len, false)).unwrap(),
+                thread.block_on(disk.block_status(offset, len)).unwrap().map(|_| ()),
+                thread.block_on(disk.read_part(offset, len)).unwrap().map(|_| ()),
+            ];
+            for result in results {
+                assert_eq!(errno(result), Some(libc::EINVAL), "{offset} {len}");
+            }
+        }
+        for result in [disk.discard(4 * MIB, 0), disk.discard(0, 0)] {
+            thread.block_on(result).unwrap().unwrap();
+        }
+        thread.block_on(disk.write_zeroes(4 * MIB, 0, true)).unwrap().unwrap();
+    });
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn all_of_a_disk_has_a_status_whatever_the_kind() {
+    with_each(|thread, source| {
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(MIB, filled(&pattern(65_536), 0), false)).unwrap().unwrap();
+        let mut offset = 0;
+        while offset < 4 * MIB {
+            let len = 4 * MIB - offset;
+            let extent = thread.block_on(disk.block_status(offset, len)).unwrap().unwrap();
+            assert!((1..=len).contains(&extent.bytes), "{extent:?}");
+            let bytes = usize::try_from(extent.bytes).unwrap();
+            let is_zero = read(thread, &disk, offset, bytes).iter().all(|byte| *byte == 0);
+            assert!(extent.kind == ExtentKind::Data || is_zero, "{extent:?} at {offset}");
+            offset += extent.bytes;
+        }
+        assert!(thread.block_on(disk.block_status(0, 0)).unwrap().is_err());
+    });
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_disk_gets_another_size_with_all_that_lies_on_it() {
+    let file = temp_file(4 * MIB);
+    let source = DiskSource::raw(open(&file, false), MIB, None).unwrap();
+    let outside = source.outside().unwrap();
+    file.as_file().set_len(5 * MIB).unwrap();
+    assert_eq!(outside.size_bytes().unwrap(), Some(4 * MIB));
+    assert_eq!(source.info().size_bytes, 3 * MIB, "nobody has taken it over");
+    assert_eq!((source.refresh().unwrap(), source.info().size_bytes), (4 * MIB, 4 * MIB));
+    let mut settled = false;
+    source.set_size(2 * MIB, || settled = true).unwrap();
+    assert_eq!(file.as_file().metadata().unwrap().len(), 3 * MIB);
+    assert!(settled && source.covered_bytes().unwrap() == 2 * MIB);
+    assert!(source.set_size(0, || ()).is_err() && source.set_size(100, || ()).is_err());
+    assert_eq!(source.info().size_bytes, 2 * MIB);
+    // In another process it keeps the size that it had, although the file was cut meanwhile.
+    let taken = DiskSource::raw(open_again(&file), MIB, None).unwrap().with_size(4 * MIB);
+    let thread = new_thread();
+    assert_eq!(read(&thread, &taken.attach(thread.io()), 3 * MIB, 512), [0; 512]);
+    let fixed = DiskSource::raw(open_again(&file), MIB, Some(MIB)).unwrap();
+    assert!(fixed.outside().is_none() && !fixed.abilities().resize);
+    assert!(fixed.set_size(512, || ()).unwrap_err().to_string().contains("its size was given"));
+    let end = elsewhere(MIB);
+    let told = DiskSource::raw(end.clone().source(), 512, None).unwrap();
+    end.tell_size(2 * MIB);
+    assert_eq!(told.outside().unwrap().size_bytes().unwrap(), Some(2 * MIB - 512));
+    assert_eq!(told.refresh().unwrap(), 2 * MIB - 512);
+}
+
+fn open_again(file: &NamedTempFile) -> DiskSource {
+    let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+    DiskSource::file(file.path(), &options).unwrap()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
+    let file = temp_file(4 * MIB);
+    let source = open(&file, false);
+    let of = |offset, size| DiskSource::raw(source.clone(), offset, size).unwrap();
+    assert_eq!(of(0, None).identity(), source.identity());
+    let parts = [of(0, Some(MIB)), of(MIB, None), of(MIB, Some(MIB)), source.clone()];
+    let names: std::collections::BTreeSet<&str> = parts.iter().map(DiskSource::identity).collect();
+    assert_eq!(names.len(), 4);
+    let before = of(MIB, None).identity().to_owned();
+    source.set_size(8 * MIB, || ()).unwrap();
+    assert_eq!(of(MIB, None).identity(), before);
+    let kinds =
+        |source: &DiskSource| source.chain().iter().map(|link| link.kind).collect::<Vec<_>>();
+    assert_eq!(kinds(&DiskSource::raw(of(MIB, None), 0, None).unwrap()), ["raw", "raw", "file"]);
+    for (offset, size, expected) in [
+        (100, None, "its offset of 100 bytes is not a multiple"),
+        (0, Some(100), "its size of 100 bytes is not a multiple"),
+        (8 * MIB, None, "there are 0 from offset"),
+        (MIB, Some(8 * MIB), "choose a smaller offset or size"),
+        (0, Some(0), "not zero"),
+    ] {
+        let error = DiskSource::raw(source.clone(), offset, size).unwrap_err().to_string();
+        assert!(
+            error.contains(expected) && error.contains(file.path().to_str().unwrap()),
+            "{error}"
+        );
+    }
+    // A part has the engine of its file, and what it says about blocks holds for the part.
+    let odd = of(512, None).prefer_engine(EngineKind::Aio, "a test");
+    let thread = new_thread();
+    thread.io().add_engine(EngineKind::Aio.into()).unwrap();
+    assert_eq!(odd.engine_on(thread.io()), Some(EngineKind::Aio));
+    assert_eq!((odd.info().physical_block_bytes, odd.discard_bytes()), (512, Some(512)));
+    assert!(odd.descriptor().is_some() && elsewhere(512).source().descriptor().is_none());
+}
+
+/// Requests wait for an end that is away; they are neither lost nor failed, until that is wanted.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
+    for gives_up in [false, true] {
+        let end = elsewhere(MIB);
+        let source = DiskSource::raw(end.clone().source(), 0, None).unwrap();
+        assert_eq!((source.state(), source.has_engine()), (DiskState::Ready, false));
+        end.set_away(true);
+        assert!(matches!(source.state(), DiskState::Away(_)) && source.late_since().is_some());
+        let thread = new_thread();
+        let disk = source.attach(thread.io());
+        let mut write = Box::pin(disk.write(0, filled(&[7; 512], 0), false));
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(matches!(write.as_mut().poll(&mut cx), Poll::Pending));
+        assert_eq!(source.remark().unwrap(), "1 jobs");
+        if gives_up {
+            source.give_up();
+            let error = thread.block_on(write).unwrap().unwrap_err().error;
+            assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        } else {
+            end.set_away(false);
+            thread.block_on(write).unwrap().unwrap();
+            assert_eq!(read(&thread, &disk, 0, 512), [7; 512]);
+        }
+    }
+}

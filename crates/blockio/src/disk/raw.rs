@@ -1,0 +1,233 @@
+//! Layer `raw`: a part of the disk below, byte for byte.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use iomem::Buffers;
+
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
+use super::outside::Outside;
+use super::seam::{OtherDisk, OtherSource, Request};
+use super::source::FileSource;
+use super::{Disk, DiskSource, SourceKind};
+use crate::config::EngineKind;
+use crate::error::Error;
+use crate::io::Io;
+
+impl DiskSource {
+    /// The part of a disk that begins at a byte and has so many, or all that follow: then it grows
+    /// and shrinks with the disk. Nobody but the caller keeps others away from what lies beside it.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such part, or it is not made of whole logical blocks.
+    pub fn raw(
+        below: DiskSource,
+        offset_bytes: u64,
+        size_bytes: Option<u64>,
+    ) -> Result<Self, Error> {
+        let info = below.info();
+        let part = Part { offset_bytes, size_bytes, block: info.logical_block_bytes };
+        let of_part =
+            part.size_within(info.size_bytes).map_err(|reason| refused(&below, reason))?;
+        let identity = part.identity(below.identity());
+        let physical_fits = offset_bytes.is_multiple_of(info.physical_block_bytes.into());
+        let info = DiskInfo {
+            size_bytes: of_part,
+            physical_block_bytes: match physical_fits {
+                true => info.physical_block_bytes,
+                false => info.logical_block_bytes,
+            },
+            ..info
+        };
+        let source = RawSource { below, part, identity };
+        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+    }
+}
+
+fn refused(below: &DiskSource, reason: String) -> Error {
+    let chain: Vec<String> = below.chain().iter().map(ToString::to_string).collect();
+    Error::Disk { disk: format!("a part of {}", chain.join(", ")), reason }
+}
+
+/// Where the part is.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    offset_bytes: u64,
+    size_bytes: Option<u64>,
+    /// The logical block.
+    block: u32,
+}
+
+impl Part {
+    /// Its size on a disk of this many bytes.
+    fn size_within(self, disk_bytes: u64) -> Result<u64, String> {
+        let Self { offset_bytes, size_bytes, block } = self;
+        for (what, bytes) in [("offset", Some(offset_bytes)), ("size", size_bytes)] {
+            if bytes.is_some_and(|bytes| !bytes.is_multiple_of(block.into())) {
+                return Err(format!(
+                    "its {what} of {} bytes is not a multiple of the logical block of {block}",
+                    bytes.unwrap_or(0)
+                ));
+            }
+        }
+        let after = disk_bytes.saturating_sub(offset_bytes);
+        let size = size_bytes.unwrap_or(after);
+        if size == 0 || size > after {
+            return Err(format!(
+                "the disk has {disk_bytes} bytes, and of those there are {after} from offset \
+                 {offset_bytes} on; choose a smaller offset or size, and a size that is not zero"
+            ));
+        }
+        Ok(size)
+    }
+
+    fn is_all(self) -> bool {
+        self.offset_bytes == 0 && self.size_bytes.is_none()
+    }
+
+    /// That of the part of a disk. It must not change when the disk grows.
+    fn identity(self, of_disk: &str) -> String {
+        if of_disk.is_empty() || self.is_all() {
+            return of_disk.to_owned();
+        }
+        let size = self.size_bytes.map_or("all".to_owned(), |size| size.to_string());
+        format!("{of_disk}, {size} bytes from {}", self.offset_bytes)
+    }
+}
+
+#[derive(Debug)]
+struct RawSource {
+    below: DiskSource,
+    part: Part,
+    identity: String,
+}
+
+impl OtherSource for RawSource {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+        let below = self.below.attach_with(io, engine);
+        Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        let Part { offset_bytes, size_bytes, .. } = self.part;
+        let size = size_bytes.map_or("all".to_owned(), |size| size.to_string());
+        let place = format!("{size} bytes from {offset_bytes}");
+        let mut chain = vec![Link { kind: "raw", place }];
+        chain.extend(self.below.chain());
+        chain
+    }
+
+    fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    fn abilities(&self) -> Abilities {
+        let below = self.below.abilities();
+        Abilities { resize: below.resize && self.part.size_bytes.is_none(), ..below }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        let unit = self.below.discard_bytes()?;
+        let fits = self.part.offset_bytes.is_multiple_of(unit.into());
+        Some(if fits { unit } else { self.part.block })
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        self.below.local()
+    }
+
+    fn state(&self) -> DiskState {
+        self.below.state()
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.below.remark()
+    }
+
+    fn give_up(&self) {
+        self.below.give_up();
+    }
+
+    fn outside(&self) -> Option<Arc<Outside>> {
+        if self.part.size_bytes.is_some() {
+            return None;
+        }
+        let (part, below) = (self.part, self.below.outside()?);
+        // A disk that ends before the part begins is none to be told about.
+        let look = move || Ok(below.size_bytes()?.and_then(|size| part.size_within(size).ok()));
+        Some(Arc::new(Outside::other(look)))
+    }
+
+    fn find_size(&self) -> Result<u64, Error> {
+        let size = self.part.size_within(self.below.refresh()?);
+        size.map_err(|reason| refused(&self.below, reason))
+    }
+
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        if self.part.size_bytes.is_some() {
+            let reason = "its size was given when it was opened; open it with another one";
+            return Err(refused(&self.below, reason.to_owned()));
+        }
+        self.part.size_within(self.end_of(size_bytes)?).map_err(|why| refused(&self.below, why))?;
+        self.below.check_new_size(self.end_of(size_bytes)?)
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.below.set_size(self.end_of(size_bytes)?, || ())
+    }
+
+    fn adopt_size(&self, size_bytes: u64) {
+        if self.part.size_bytes.is_none()
+            && let Ok(end) = self.end_of(size_bytes)
+        {
+            self.below.adopt_size(end);
+        }
+    }
+}
+
+impl RawSource {
+    /// Where the disk below ends if the part has this size.
+    fn end_of(&self, size_bytes: u64) -> Result<u64, Error> {
+        let end = self.part.offset_bytes.checked_add(size_bytes);
+        end.ok_or_else(|| refused(&self.below, format!("{size_bytes} bytes are too many")))
+    }
+}
+
+struct RawDisk {
+    below: Disk,
+    offset_bytes: u64,
+}
+
+/// Offsets do not overflow: [`Disk`] has checked that they lie on this disk, which lies on another.
+impl OtherDisk for RawDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(self.below.read(self.offset_bytes + offset, buffers))
+    }
+
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(self.below.write(self.offset_bytes + offset, buffers, fua))
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.below.flush())
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        Box::pin(self.below.discard(self.offset_bytes + offset, len))
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
+        Box::pin(self.below.write_zeroes(self.offset_bytes + offset, len, may_unmap))
+    }
+
+    fn block_status(&self, offset: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(self.below.block_status(self.offset_bytes + offset, len))
+    }
+}

@@ -1,0 +1,147 @@
+//! Where disks of other kinds come in: those that are no local file, such as one that a server has,
+//! and formats and layers, which are disks over other disks.
+//!
+//! Such a kind is one file of this folder. It has
+//!
+//! - a way to open it, as `DiskSource::raw` is one: it may take long, for disks are opened by
+//!   threads of their own; it ends with `DiskSource::new`, a [`DiskInfo`](super::DiskInfo) and
+//!   `SourceKind::Other`;
+//! - an [`OtherSource`], for all threads: what is known about the disk, its size, its state;
+//! - an [`OtherDisk`] for each IoThread: the requests.
+//!
+//! A layer opens what it lies on first, keeps that [`DiskSource`](super::DiskSource), and attaches
+//! it with the engine that it is given. It answers what it does not change (the state, the file at
+//! the bottom, the loss of data) with what that disk says. Crates that only one kind needs are
+//! optional, behind a feature of this crate with the name of the kind, and so is its module.
+//!
+//! Files and null disks do not come this way: [`Disk`](super::Disk) knows them by name, and nothing
+//! is virtual there. A request to a disk of another kind costs one allocation, for its future, and
+//! one virtual call.
+//!
+//! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
+//! that is read-only. Memory is aligned as its owner likes. What another library or thread does
+//! goes through [`foreign_op`](crate::Io::foreign_op), which owns the memory until it has ended.
+//! The future of a request may be dropped at any time; what it has begun then ends by itself.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::{fmt, io};
+
+use iomem::Buffers;
+
+use super::info::{Abilities, DiskState, Extent, Link, Unfinished};
+use super::outside::Outside;
+use super::source::FileSource;
+use crate::bounce::BounceShare;
+use crate::config::EngineKind;
+use crate::error::Error;
+use crate::io::Io;
+
+/// A request to a disk of another kind.
+pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// A disk of another kind that is open, for all threads. Its methods are called by threads that may
+/// wait, but for those that only say what is known.
+pub(super) trait OtherSource: fmt::Debug + Send + Sync {
+    /// The disk for tasks on `io`. It does not wait: connections are made by a task, and requests
+    /// wait for that. A layer passes `engine` on to what it lies on.
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk>;
+
+    /// See [`DiskSource::chain`](super::DiskSource::chain).
+    fn chain(&self) -> Vec<Link>;
+
+    /// See [`DiskSource::identity`](super::DiskSource::identity): it decides which exports share
+    /// reservations, so a disk that is reached in two ways has the same.
+    fn identity(&self) -> &str;
+
+    /// See [`DiskSource::abilities`](super::DiskSource::abilities).
+    fn abilities(&self) -> Abilities;
+
+    /// See [`DiskSource::discard_bytes`](super::DiskSource::discard_bytes).
+    fn discard_bytes(&self) -> Option<u32>;
+
+    /// The file or block device at the bottom, if there is one in this process.
+    fn local(&self) -> Option<&FileSource>;
+
+    /// How it is doing.
+    fn state(&self) -> DiskState;
+
+    /// See [`DiskSource::remark`](super::DiskSource::remark).
+    fn remark(&self) -> Option<String>;
+
+    /// See [`DiskSource::give_up`](super::DiskSource::give_up).
+    fn give_up(&self);
+
+    /// What notices that it has another size.
+    fn outside(&self) -> Option<Arc<Outside>>;
+
+    /// The size that it has now: one that a disk can have.
+    fn find_size(&self) -> Result<u64, Error>;
+
+    /// Whether it can be given this size.
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error>;
+
+    /// Gives it this size, which was checked. No request is beyond.
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error>;
+
+    /// Its user knows it by this size, as it was in another process.
+    fn adopt_size(&self, size_bytes: u64);
+}
+
+/// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for what its methods promise.
+pub(super) trait OtherDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>>;
+
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>>;
+
+    fn flush(&self) -> Request<'_, io::Result<()>>;
+
+    /// Of at least one block.
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>>;
+
+    /// Of at least one block.
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>>;
+
+    /// Of at least one block.
+    fn block_status(&self, offset: u64, len: u64) -> Request<'_, io::Result<Extent>>;
+}
+
+/// A disk of another kind on one IoThread, with its share of the memory there.
+pub(super) struct AttachedOther {
+    pub(super) disk: Box<dyn OtherDisk>,
+    share: Rc<BounceShare>,
+    io: Rc<Io>,
+}
+
+impl AttachedOther {
+    pub(super) fn new(
+        source: &Arc<dyn OtherSource>,
+        io: &Rc<Io>,
+        engine: Option<EngineKind>,
+    ) -> Self {
+        let share = io.bounce_budget.share(source);
+        Self { disk: source.attach(io, engine), share, io: Rc::clone(io) }
+    }
+
+    /// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+    pub(super) async fn read_part(&self, offset: u64, len: u64, block: u32) -> io::Result<Buffers> {
+        let most = self.share.piece_bytes(block as usize);
+        let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(most);
+        let permit = self.share.take(bytes).await;
+        let memory = Buffers::uninitialized(bytes, PAGE, permit)
+            .inspect_err(|_| self.io.stats().bounce.failed.add(1))?;
+        let part = memory.again();
+        self.disk.read(offset, memory).await?;
+        Ok(part)
+    }
+}
+
+/// Memory that begins at a page suits every disk.
+const PAGE: usize = 4096;

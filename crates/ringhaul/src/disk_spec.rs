@@ -1,0 +1,109 @@
+//! Which disk is meant: the one way to name it, on the command line, in files and on the control
+//! socket. It is data; nothing is opened here.
+//!
+//! A disk is of a kind. Some kinds are layers: they lie over another disk, which is a part of their
+//! name. How a disk is used (read-only, its cache) is no part of it; see
+//! [`ExportSettings`](crate::spec::ExportSettings). Secrets are not either: a kind that needs one
+//! has a key that names a file with it.
+//!
+//! To add a kind: a variant in `data.rs`, its row in the table of `words.rs`, and how it is opened,
+//! in `open_disk.rs`.
+
+mod data;
+mod words;
+
+use std::fmt;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+pub use data::DiskSpec;
+pub(crate) use words::{Keys, split_at_commas};
+
+impl Serialize for DiskSpec {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for DiskSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(TextOrTable)
+    }
+}
+
+struct TextOrTable;
+
+impl<'de> Visitor<'de> for TextOrTable {
+    type Value = DiskSpec;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a disk: a text such as \"file,path=disk.img\", or its kind with its keys")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<DiskSpec, E> {
+        DiskSpec::parse(text).map_err(|error| E::custom(format!("{error:#}")))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
+        DiskSpec::deserialize(MapAccessDeserializer::new(map))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn of_json(text: &str) -> Result<DiskSpec, String> {
+        serde_json::from_str(text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_disk_is_written_and_read_as_a_table_and_read_as_text() {
+        let raw = DiskSpec::Raw {
+            offset_bytes: 1 << 20,
+            size_bytes: None,
+            over: Box::new(DiskSpec::File("/a".into())),
+        };
+        for (disk, json, text) in [
+            (DiskSpec::File("/a".into()), r#"{"file":"/a"}"#, "file,path=/a"),
+            (DiskSpec::Null { size_bytes: 512 }, r#"{"null":{"size-bytes":512}}"#, "null:512"),
+            (
+                raw,
+                r#"{"raw":{"offset-bytes":1048576,"size-bytes":null,"over":{"file":"/a"}}}"#,
+                "raw,offset=1M,over=/a",
+            ),
+        ] {
+            assert_eq!(serde_json::to_string(&disk).unwrap(), json);
+            assert_eq!(of_json(json).unwrap(), disk);
+            assert_eq!(of_json(&format!("{text:?}")).unwrap(), disk);
+        }
+        let nested = of_json(r#"{"raw": {"over": "null:1M"}}"#).unwrap();
+        assert_eq!(nested, DiskSpec::parse("raw,over=null:1M").unwrap());
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_disk_is_said() {
+        for (json, expected) in [
+            (r#"{"null":{"size-bytes":512,"size":1}}"#, "unknown field `size`"),
+            (r#"{"qcow3":"/a"}"#, "unknown variant `qcow3`"),
+            (r#""qcow3,path=/a""#, "unknown disk kind 'qcow3'"),
+            ("7", "a disk: a text such as"),
+        ] {
+            let error = of_json(json).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_a_disk_that_is_all_of_a_file_is_that_file() {
+        let file = |text| DiskSpec::parse(text).unwrap().whole_file().map(Path::to_owned);
+        assert_eq!(file("raw,over=raw,over=/a"), Some("/a".into()));
+        assert_eq!(file("raw,offset=512,over=/a"), None);
+        assert_eq!(file("raw,size=512,over=/a"), None);
+        assert_eq!(file("raw,over=null:512"), None);
+    }
+}

@@ -1,0 +1,93 @@
+//! What the name of a disk says.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use schemars::{JsonSchema, Schema};
+use serde::{Deserialize, Serialize};
+
+/// A disk by its kind. It is read from text, too, as `--disk` has it.
+// `remote` has serde make functions for the variants, which the implementations below call.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(remote = "Self", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
+#[serde(deny_unknown_fields)]
+#[schemars(transform = or_text)]
+pub enum DiskSpec {
+    /// A regular file or a block device.
+    File(PathBuf),
+    /// A disk that answers at once and keeps nothing.
+    Null {
+        /// Its size.
+        size_bytes: u64,
+    },
+    /// A part of another disk.
+    Raw {
+        /// Where it begins.
+        #[serde(default)]
+        offset_bytes: u64,
+        /// How large it is. `None`: as large as what follows.
+        #[serde(default)]
+        size_bytes: Option<u64>,
+        /// What it is a part of.
+        over: Box<DiskSpec>,
+    },
+}
+
+impl DiskSpec {
+    /// What the log calls it.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Null { .. } => "null disk".to_owned(),
+            other => other.to_string(),
+        }
+    }
+
+    /// The path of the file or device that it is, all of it and nothing else.
+    pub(crate) fn whole_file(&self) -> Option<&Path> {
+        match self {
+            Self::File(path) => Some(path),
+            Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
+            Self::Null { .. } | Self::Raw { .. } => None,
+        }
+    }
+
+    /// All paths in it, to be changed.
+    ///
+    /// # Errors
+    ///
+    /// The first of `change`.
+    pub(crate) fn change_paths(
+        &mut self,
+        change: &mut dyn FnMut(&mut PathBuf) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::File(path) => change(path),
+            Self::Null { .. } => Ok(()),
+            Self::Raw { over, .. } => over.change_paths(change),
+        }
+    }
+}
+
+impl fmt::Display for DiskSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
+            Self::Raw { offset_bytes, size_bytes: Some(size), over } => {
+                write!(f, "{size} bytes from {offset_bytes} on of {over}")
+            }
+            Self::Raw { offset_bytes, size_bytes: None, over } => {
+                write!(f, "all from byte {offset_bytes} on of {over}")
+            }
+        }
+    }
+}
+
+/// Adds to a schema that the text of `--disk` is understood, too.
+fn or_text(schema: &mut Schema) {
+    if let Some(kinds) = schema.get_mut("oneOf").and_then(|kinds| kinds.as_array_mut()) {
+        let text = "The same as a text, as `--disk` has it.";
+        kinds.push(serde_json::json!({ "type": "string", "description": text }));
+    }
+}

@@ -1,0 +1,287 @@
+//! The words in which a disk is named: `KIND,KEY=VALUE,...`, or a short form.
+//!
+//! A layer names the disk that it lies over with its last key, `over`: all that follows belongs to
+//! that disk. So `raw,offset=1M,over=file,path=disk.img` needs no brackets, however many layers
+//! there are. Commas in values are written twice.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Error, Result, bail};
+use ringhaul_options::parse_size;
+
+use super::data::DiskSpec;
+
+/// A kind of disk, and what its name is made of.
+struct Kind {
+    name: &'static str,
+    /// Its keys. One that is called `over` is that of a layer.
+    keys: &'static [&'static str],
+    /// Short forms of it begin with its name and a colon, or with one of these and a colon.
+    schemes: &'static [&'static str],
+    /// What a short form means: the part up to the first comma, and where its keys go.
+    read_short: fn(&str, &mut Words) -> Result<()>,
+    /// The disk that has these keys.
+    make: fn(Words) -> Result<DiskSpec>,
+}
+
+/// All kinds there are.
+const KINDS: &[Kind] = &[
+    Kind {
+        name: "file",
+        keys: &["path"],
+        schemes: &[],
+        read_short: |text, words| words.add("path", after_scheme(text)),
+        make: |mut words| {
+            let path = words.take("path").context("a file needs a path, as in file,path=disk.img");
+            Ok(DiskSpec::File(PathBuf::from(path?)))
+        },
+    },
+    Kind {
+        name: "null",
+        keys: &["size"],
+        schemes: &[],
+        read_short: |text, words| words.add("size", after_scheme(text)),
+        make: |mut words| {
+            let size = words.take_size("size")?;
+            let size_bytes = size.context("a null disk needs a size, as in null,size=64G")?;
+            Ok(DiskSpec::Null { size_bytes })
+        },
+    },
+    Kind {
+        name: "raw",
+        keys: &["offset", "size", OVER],
+        schemes: &[],
+        read_short: |_, _| bail!("disk kind raw has no short form"),
+        make: |mut words| {
+            Ok(DiskSpec::Raw {
+                offset_bytes: words.take_size("offset")?.unwrap_or(0),
+                size_bytes: words.take_size("size")?,
+                over: words.take_over("raw,offset=1M,over=file,path=disk.img")?,
+            })
+        },
+    },
+];
+
+/// The key of the disk below.
+const OVER: &str = "over";
+
+impl DiskSpec {
+    /// The disk that a text names, such as `file,path=disk.img`.
+    ///
+    /// # Errors
+    ///
+    /// When it names none.
+    pub fn parse(text: &str) -> Result<Self> {
+        disk(&split_at_commas(text))
+    }
+
+    /// The same, of a text that was taken apart at its commas.
+    pub(crate) fn of_parts(parts: &[String]) -> Result<Self> {
+        disk(parts)
+    }
+}
+
+/// The disk that these words name.
+fn disk(parts: &[String]) -> Result<DiskSpec> {
+    let Some((first, rest)) = parts.split_first() else { bail!("no disk is named") };
+    let mut words = Words::default();
+    let kind = if ["/", "./", "../"].iter().any(|start| first.starts_with(start)) {
+        words.add("path", first)?;
+        find("file")?
+    } else if let Some((scheme, _)) = first.split_once(':') {
+        let is_meant = |kind: &&Kind| kind.name == scheme || kind.schemes.contains(&scheme);
+        let kind = KINDS.iter().find(is_meant);
+        let kind = kind.with_context(|| unknown_kind(scheme))?;
+        (kind.read_short)(first, &mut words)?;
+        kind
+    } else {
+        find(first)?
+    };
+    let mut rest = rest.iter();
+    while let Some(part) = rest.next() {
+        let (key, value) = part
+            .split_once('=')
+            .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
+        if !kind.keys.contains(&key) {
+            let (name, keys) = (kind.name, kind.keys.join(", "));
+            bail!("unknown key '{key}' of disk kind {name} (expected: {keys})");
+        }
+        if key == OVER {
+            let mut below = vec![value.to_owned()];
+            below.extend(rest.by_ref().cloned());
+            let disk = disk(&below).with_context(|| format!("in {OVER}={}", below.join(",")))?;
+            words.over = Some(Box::new(disk));
+        } else {
+            words.add(key, value)?;
+        }
+    }
+    (kind.make)(words)
+}
+
+fn find(name: &str) -> Result<&'static Kind> {
+    KINDS.iter().find(|kind| kind.name == name).with_context(|| unknown_kind(name))
+}
+
+fn unknown_kind(name: &str) -> String {
+    let kinds: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
+    format!(
+        "unknown disk kind '{name}' (expected: {}; or the path of a file, beginning with / or ./)",
+        kinds.join(", ")
+    )
+}
+
+fn after_scheme(text: &str) -> &str {
+    text.split_once(':').map_or(text, |(_, rest)| rest)
+}
+
+/// The keys of one disk with their values.
+#[derive(Default)]
+struct Words {
+    keys: Keys,
+    values: Vec<(String, String)>,
+    over: Option<Box<DiskSpec>>,
+}
+
+impl Words {
+    fn add(&mut self, key: &str, value: &str) -> Result<()> {
+        if value.is_empty() {
+            bail!("{key} has no value");
+        }
+        self.keys.check(key)?;
+        self.values.push((key.to_owned(), value.to_owned()));
+        Ok(())
+    }
+
+    fn take(&mut self, key: &str) -> Option<String> {
+        let at = self.values.iter().position(|(other, _)| other == key)?;
+        Some(self.values.swap_remove(at).1)
+    }
+
+    fn take_size(&mut self, key: &str) -> Result<Option<u64>> {
+        let parse = |text: String| parse_size(&text).map_err(Error::msg);
+        self.take(key).map(parse).transpose().with_context(|| key.to_owned())
+    }
+
+    fn take_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
+        self.over.take().with_context(|| format!("it lies over a disk; name it, as in {example}"))
+    }
+}
+
+/// The keys of a list that were seen. One that comes twice has two meanings, of which we would have
+/// to choose one in silence.
+#[derive(Default)]
+pub(crate) struct Keys(Vec<String>);
+
+impl Keys {
+    /// Refuses a `KEY=VALUE` whose key was seen before.
+    pub(crate) fn check(&mut self, part: &str) -> Result<()> {
+        let key = part.split_once('=').map_or(part, |(key, _)| key);
+        if self.0.iter().any(|seen| seen == key) {
+            bail!("{key} is given twice; leave one of them out");
+        }
+        self.0.push(key.to_owned());
+        Ok(())
+    }
+}
+
+/// The parts of a list; two commas stand for one in a part.
+pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut characters = text.chars().peekable();
+    while let Some(character) = characters.next() {
+        match (character, parts.last_mut()) {
+            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
+            (',', Some(part)) => part.extend(characters.next()),
+            (_, Some(part)) => part.push(character),
+            (_, None) => {}
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Option<DiskSpec> {
+        DiskSpec::parse(text).ok()
+    }
+
+    #[test]
+    fn disks_are_understood() {
+        let null = |size_bytes| Some(DiskSpec::Null { size_bytes });
+        let file = |path: &str| Some(DiskSpec::File(path.into()));
+        for (text, disk) in [
+            ("null,size=64G", null(64 << 30)),
+            ("null,size=512", null(512)),
+            ("null:64G", null(64 << 30)),
+            ("file,path=a=b", file("a=b")),
+            ("file,path=a,,b:c", file("a,b:c")),
+            ("file:a b", file("a b")),
+            ("/a", file("/a")),
+            ("./a:b", file("./a:b")),
+            ("../a", file("../a")),
+        ] {
+            assert_eq!(parse(text), disk, "{text}");
+        }
+        for bad in [
+            "null",
+            "null,size=1X",
+            "null,size=99999999999T",
+            "null,size=",
+            "null,path=x",
+            "null:1M,size=1M",
+            "null:",
+            "file",
+            "file:",
+            "qcow3,path=x",
+            "disk.img",
+            "",
+            ",",
+            "file,path=x,over=null:1M",
+        ] {
+            assert!(parse(bad).is_none(), "{bad} was taken");
+        }
+    }
+
+    #[test]
+    fn a_layer_lies_over_all_that_follows() {
+        let raw = |offset_bytes, size_bytes, over| DiskSpec::Raw {
+            offset_bytes,
+            size_bytes,
+            over: Box::new(over),
+        };
+        let file = || DiskSpec::File("/a,b".into());
+        let texts = [
+            ("raw,offset=1M,size=2M,over=file,path=/a,,b", raw(1 << 20, Some(2 << 20), file())),
+            ("raw,over=/a,,b", raw(0, None, file())),
+            ("raw,offset=512,over=raw,size=1K,over=/a,,b", {
+                raw(512, None, raw(0, Some(1024), file()))
+            }),
+        ];
+        for (text, disk) in texts {
+            assert_eq!(parse(text), Some(disk), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_what_is_known() {
+        for (bad, expected) in [
+            ("qcow3,path=x", "unknown disk kind 'qcow3' (expected: file, null, raw; or the path"),
+            ("nbd:x", "unknown disk kind 'nbd'"),
+            ("raw,offset=1M", "it lies over a disk; name it"),
+            ("raw:1M", "has no short form"),
+            ("raw,path=x", "unknown key 'path' of disk kind raw (expected: offset, size, over)"),
+            ("raw,over=null,path=x", "in over=null,path=x: unknown key 'path' of disk kind null"),
+            ("raw,over=null:1M,offset=1M", "unknown key 'offset' of disk kind null"),
+            ("null,size=1M,size=1M", "size is given twice"),
+            ("file,path=a,path=b", "path is given twice"),
+            ("raw,offset=1,offset=1,over=/a", "offset is given twice"),
+            ("null,size", "'size' is not of the form KEY=VALUE"),
+            ("null,size=x", "size: "),
+        ] {
+            let error = format!("{:#}", DiskSpec::parse(bad).unwrap_err());
+            assert!(error.contains(expected), "{bad}: {error}");
+        }
+    }
+}
