@@ -264,7 +264,7 @@ impl Disk {
         self.state.borrow_mut().history.swapped(sector, was, Value::Id(id), begin, end);
     }
 
-    /// Whether a sector had this content all the time.
+    /// Whether a request that was out from `begin` to `end` must have found this in a sector.
     pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
         self.state.borrow().history.surely_has(sector, value, begin, end)
     }

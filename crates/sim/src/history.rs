@@ -109,14 +109,18 @@ impl History {
         writes.iter().rev().find(|write| write.certain).map_or(Value::Zero, |write| write.value)
     }
 
-    /// Whether a sector had this content from `begin` to `end`, whatever the order of requests.
+    /// Whether a request that was out from `begin` to `end` must have found this content in a
+    /// sector, whatever the order of requests. What it writes itself comes after its look, unless a
+    /// daemon died while it was out.
     pub(crate) fn surely_has(&self, sector: u64, value: Value, begin: u64, end: u64) -> bool {
         let writes = &self.sectors[fits::<_, usize>(sector, "the number of a sector")].writes;
         let is_it = |write: &&Write| write.certain && write.value == value && write.end < begin;
         writes.iter().any(|write| {
             is_it(&write)
                 && writes.iter().all(|other| {
-                    other.value == value || other.end < write.begin || end < other.begin
+                    let is_own = other.begin == begin && other.deaths.is_empty();
+                    let is_elsewhen = other.end < write.begin || end < other.begin;
+                    is_own || other.value == value || is_elsewhen
                 })
         })
     }
@@ -403,6 +407,8 @@ mod tests {
         assert!(history.surely_has(0, A, 25, 35));
         assert!(!history.surely_has(0, A, 15, 35) && !history.surely_has(0, A, 25, 45));
         assert!(!history.surely_has(0, B, 25, 60));
+        // It writes itself, when it has looked.
+        assert!(history.surely_has(0, A, 40, 60) && history.surely_has(0, A, 40, 45));
     }
 
     #[test]
