@@ -16,15 +16,16 @@ pub(super) enum Holders {
 /// The most that are named.
 const NAMED_MAX: usize = 3;
 
-/// Whether this process has `path` open.
-pub(super) fn is_this_process(path: &Path) -> bool {
-    fs::canonicalize(path).is_ok_and(|path| has_open("self", &path))
+/// Whether this process has `path` open, and locked if that is wanted.
+pub(super) fn is_this_process(path: &Path, is_locked: bool) -> bool {
+    fs::canonicalize(path).is_ok_and(|path| has_open("self", &path, is_locked))
 }
 
-/// Which programs have `path` open, as far as this process may see it.
-pub(super) fn holders(path: &Path) -> Holders {
+/// Which programs have `path` open, and locked if that is wanted, as far as this process may see
+/// it.
+pub(super) fn holders(path: &Path, is_locked: bool) -> Holders {
     let Ok(path) = fs::canonicalize(path) else { return Holders::Unknown };
-    if has_open("self", &path) {
+    if has_open("self", &path, is_locked) {
         return Holders::ThisProcess;
     }
     let mut names: Vec<String> = use_by_kernel(&path).into_iter().collect();
@@ -33,7 +34,7 @@ pub(super) fn holders(path: &Path) -> Holders {
         let Some(process) = name.to_str().filter(|name| name.parse::<u32>().is_ok()) else {
             continue;
         };
-        if has_open(process, &path) {
+        if has_open(process, &path, is_locked) {
             let program = fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default();
             let program = program.file_name().unwrap_or_default().to_string_lossy();
             names.push(format!("{program} (process {process})"));
@@ -64,13 +65,18 @@ fn mounted_on<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
 }
 
 /// The links are read, not followed: a file system that hangs cannot hold this up.
-fn has_open(process: &str, path: &Path) -> bool {
+fn has_open(process: &str, path: &Path, is_locked: bool) -> bool {
     let folder = fs::read_dir(format!("/proc/{process}/fd"));
-    folder
-        .into_iter()
-        .flatten()
-        .flatten()
-        .any(|entry| fs::read_link(entry.path()).is_ok_and(|target| target == path))
+    folder.into_iter().flatten().flatten().any(|entry| {
+        let is_path = fs::read_link(entry.path()).is_ok_and(|target| target == path);
+        is_path && (!is_locked || has_lock(process, &entry.file_name().to_string_lossy()))
+    })
+}
+
+/// Whether a descriptor has a lock, as its program shows: some only read what others have locked.
+fn has_lock(process: &str, descriptor: &str) -> bool {
+    let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
+    info.is_ok_and(|info| info.lines().any(|line| line.starts_with("lock:")))
 }
 
 #[cfg(test)]

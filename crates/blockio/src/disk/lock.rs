@@ -59,7 +59,11 @@ pub(super) fn patiently<T>(
             Err(Attempt::Failed(error)) => return Err(error),
             Err(Attempt::Conflict(conflict)) => conflict,
         };
-        let is_own = !matches!(conflict, Conflict::SameUser) && holder::is_this_process(path);
+        let is_own = match conflict {
+            Conflict::Locked => holder::is_this_process(path, true),
+            Conflict::Claimed => holder::is_this_process(path, false),
+            Conflict::SameUser => false,
+        };
         if Instant::now() >= end || is_own {
             return Err(in_use(path, &conflict));
         }
@@ -74,16 +78,18 @@ pub(super) enum Attempt {
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
-    let (by, is_seen) = match (conflict, holder::holders(path)) {
-        // Others may have the file open beside it.
-        (Conflict::SameUser, _) => (String::new(), false),
-        (_, Holders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
-        (_, Holders::Others(names)) => (names, true),
-        (_, Holders::Unknown) => {
-            let who = "a program that is not visible here, or operations of one that was killed";
-            (who.to_owned(), false)
-        }
-    };
+    let (by, is_seen) =
+        match (conflict, holder::holders(path, matches!(conflict, Conflict::Locked))) {
+            // Others may have the file open beside it.
+            (Conflict::SameUser, _) => (String::new(), false),
+            (_, Holders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
+            (_, Holders::Others(names)) => (names, true),
+            (_, Holders::Unknown) => {
+                let who =
+                    "a program that is not visible here, or operations of one that was killed";
+                (who.to_owned(), false)
+            }
+        };
     let reason = match conflict {
         Conflict::Locked => format!(
             "it is locked by {by}; stop that first, open it read-only in both, or use --lock off \

@@ -192,6 +192,8 @@ mod tests {
         let [left, free] = &["left", "free"].map(|name| folder.path().join(name));
         [left, free].into_iter().for_each(|path| std::fs::write(path, [0; 512]).unwrap());
         let held = leave(DiskSource::file(left, &DiskOptions::default()).unwrap());
+        // Somebody reads it besides, without a lock.
+        let _reader = std::fs::File::open(left).unwrap();
         let refused = OpeningExports::begin(vec![export("/added", left)], false).take_ready(None);
         let text = refused.err().unwrap().to_string();
         assert!(text.contains("operations of one that was killed"), "{text}");
