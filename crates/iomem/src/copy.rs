@@ -1,7 +1,11 @@
 //! Copies from and to memory that others may be using at the same time.
 
-/// Copies from memory that others may be writing; reads each byte once, and in pieces as large as
-/// alignment allows, up to a word.
+/// A word that may be anywhere in memory.
+#[derive(Clone, Copy)]
+#[repr(C, packed)]
+struct Unaligned<T: Copy>(T);
+
+/// Copies from memory that others may be writing; reads each byte once.
 ///
 /// # Safety
 ///
@@ -9,45 +13,41 @@
 /// the caller alone.
 #[inline]
 pub unsafe fn copy_out(src: *const u8, dst: *mut u8, len: usize) {
-    let [head, words] = cut(src.addr(), len);
-    if head > 0 {
-        // SAFETY: the caller's promises hold for a part.
-        unsafe { copy_out_rest(src, dst, head) };
+    let mut at = 0;
+    while at + 8 <= len {
+        // SAFETY: eight bytes are left of both.
+        unsafe { move_out::<u64>(src.add(at), dst.add(at)) };
+        at += 8;
     }
-    for word in 0..words {
-        let at = head + word * 8;
-        let (src, dst) = (src.wrapping_add(at), dst.wrapping_add(at));
-        // SAFETY: eight bytes are left of both, and `src` is aligned to that.
-        unsafe { dst.cast::<u64>().write_unaligned(src.cast::<u64>().read_volatile()) };
+    if len & 4 != 0 {
+        // SAFETY: after whole words, these four are left and those of the lower bits.
+        unsafe { move_out::<u32>(src.add(at), dst.add(at)) };
+        at += 4;
     }
-    let done = head + words * 8;
-    if done < len {
-        // SAFETY: the caller's promises hold for a part.
-        unsafe { copy_out_rest(src.wrapping_add(done), dst.wrapping_add(done), len - done) };
+    if len & 2 != 0 {
+        // SAFETY: as above.
+        unsafe { move_out::<u16>(src.add(at), dst.add(at)) };
+        at += 2;
     }
-}
-
-/// See [`copy_out`].
-unsafe fn copy_out_rest(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    while len > 0 {
-        let count = piece(src.addr(), len);
-        // SAFETY: `count` bytes are left of both, and `src` is aligned to `count`. Both pointers
-        // advance by what was copied.
-        unsafe {
-            match count {
-                8 => dst.cast::<u64>().write_unaligned(src.cast::<u64>().read_volatile()),
-                4 => dst.cast::<u32>().write_unaligned(src.cast::<u32>().read_volatile()),
-                2 => dst.cast::<u16>().write_unaligned(src.cast::<u16>().read_volatile()),
-                _ => dst.write(src.read_volatile()),
-            }
-            (src, dst) = (src.add(count), dst.add(count));
-        }
-        len -= count;
+    if len & 1 != 0 {
+        // SAFETY: as above.
+        unsafe { move_out::<u8>(src.add(at), dst.add(at)) };
     }
 }
 
-/// Copies into memory that others may be reading; writes each byte once, and in pieces as large as
-/// alignment allows, up to a word.
+/// # Safety
+///
+/// `src` must be the start of a `T` mapped for reading, `dst` of one that is the caller's alone.
+#[inline]
+unsafe fn move_out<T: Copy>(src: *const u8, dst: *mut u8) {
+    // SAFETY: the caller's promise; neither has to be aligned. The access is volatile, so the
+    // compiler reads once what others may change in between.
+    unsafe { dst.cast::<Unaligned<T>>().write(src.cast::<Unaligned<T>>().read_volatile()) };
+}
+
+/// Copies into memory that others may be reading. They see the bytes for certain after whatever
+/// tells them of it, as used idx does, has been stored with release ordering, and some of them
+/// perhaps before.
 ///
 /// # Safety
 ///
@@ -55,81 +55,20 @@ unsafe fn copy_out_rest(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
 /// writing.
 #[inline]
 pub unsafe fn copy_in(src: *const u8, dst: *mut u8, len: usize) {
-    let [head, words] = cut(dst.addr(), len);
-    if head > 0 {
-        // SAFETY: the caller's promises hold for a part.
-        unsafe { copy_in_rest(src, dst, head) };
-    }
-    for word in 0..words {
-        let at = head + word * 8;
-        let (src, dst) = (src.wrapping_add(at), dst.wrapping_add(at));
-        // SAFETY: eight bytes are left of both, and `dst` is aligned to that.
-        unsafe { dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned()) };
-    }
-    let done = head + words * 8;
-    if done < len {
-        // SAFETY: the caller's promises hold for a part.
-        unsafe { copy_in_rest(src.wrapping_add(done), dst.wrapping_add(done), len - done) };
-    }
+    // SAFETY: the caller's promise. What is written is never read here, so nothing is derived from
+    // what others make of it meanwhile.
+    unsafe { dst.copy_from_nonoverlapping(src, len) };
 }
 
-/// See [`copy_in`].
-unsafe fn copy_in_rest(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    while len > 0 {
-        let count = piece(dst.addr(), len);
-        // SAFETY: as in `copy_out_rest`, the other way round.
-        unsafe {
-            match count {
-                8 => dst.cast::<u64>().write_volatile(src.cast::<u64>().read_unaligned()),
-                4 => dst.cast::<u32>().write_volatile(src.cast::<u32>().read_unaligned()),
-                2 => dst.cast::<u16>().write_volatile(src.cast::<u16>().read_unaligned()),
-                _ => dst.write_volatile(src.read()),
-            }
-            (src, dst) = (src.add(count), dst.add(count));
-        }
-        len -= count;
-    }
-}
-
-/// Zeroes memory that others may be reading.
+/// Zeroes memory that others may be reading, as [`copy_in`] would.
 ///
 /// # Safety
 ///
 /// `dst` must be the start of `len` bytes mapped for writing.
 #[inline]
 pub(crate) unsafe fn zero(dst: *mut u8, len: usize) {
-    let [head, words] = cut(dst.addr(), len);
-    if head > 0 {
-        // SAFETY: the caller's promise holds for a part.
-        unsafe { zero_rest(dst, head) };
-    }
-    for word in 0..words {
-        // SAFETY: eight bytes are left, and `dst` is aligned to that.
-        unsafe { dst.wrapping_add(head + word * 8).cast::<u64>().write_volatile(0) };
-    }
-    let done = head + words * 8;
-    if done < len {
-        // SAFETY: the caller's promise holds for a part.
-        unsafe { zero_rest(dst.wrapping_add(done), len - done) };
-    }
-}
-
-/// See [`zero`].
-unsafe fn zero_rest(mut dst: *mut u8, mut len: usize) {
-    while len > 0 {
-        let count = piece(dst.addr(), len);
-        // SAFETY: `count` bytes are left, and `dst` is aligned to `count`.
-        unsafe {
-            match count {
-                8 => dst.cast::<u64>().write_volatile(0),
-                4 => dst.cast::<u32>().write_volatile(0),
-                2 => dst.cast::<u16>().write_volatile(0),
-                _ => dst.write_volatile(0),
-            }
-            dst = dst.add(count);
-        }
-        len -= count;
-    }
+    // SAFETY: as in `copy_in`.
+    unsafe { dst.write_bytes(0, len) };
 }
 
 /// Copies between memory that others may be using. Both may be parts of the same memory; what
@@ -140,7 +79,7 @@ unsafe fn zero_rest(mut dst: *mut u8, mut len: usize) {
 /// `src` must be the start of `len` bytes mapped for reading, `dst` of `len` bytes mapped for
 /// writing.
 pub(crate) unsafe fn copy_across(mut src: *const u8, mut dst: *mut u8, mut len: usize) {
-    // Two addresses seldom have an alignment in common, but each has one with memory of our own.
+    // Each byte is read once and written once, whatever overlaps.
     let mut between = [0u8; 512];
     while len > 0 {
         let count = len.min(between.len());
@@ -152,20 +91,6 @@ pub(crate) unsafe fn copy_across(mut src: *const u8, mut dst: *mut u8, mut len: 
         }
         len -= count;
     }
-}
-
-/// The bytes before the first aligned word of `len` bytes at an address, and how many such words
-/// follow.
-#[inline]
-fn cut(addr: usize, len: usize) -> [usize; 2] {
-    let head = (addr.wrapping_neg() & 7).min(len);
-    [head, (len - head) / 8]
-}
-
-/// The bytes to copy at once at an address of shared memory, of `len` that are left.
-#[inline]
-fn piece(addr: usize, len: usize) -> usize {
-    [8, 4, 2].into_iter().find(|&size| len >= size && addr.is_multiple_of(size)).unwrap_or(1)
 }
 
 #[cfg(test)]

@@ -385,8 +385,22 @@ impl SharedBytes {
         }
     }
 
-    /// Writes `data`, as far as there is room, and zeroes behind it.
+    /// Writes zeroes.
     #[inline]
+    pub fn zero(&self) {
+        match &self.0 {
+            &Place::Range { start, bytes, ref memory } => {
+                // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped.
+                unsafe { zero(start, bytes) };
+                if let Some(log) = memory.log() {
+                    log.wrote(start, bytes);
+                }
+            }
+            Place::List(list) => list.zero_from(0),
+        }
+    }
+
+    /// Writes `data`, as far as there is room, and zeroes behind it.
     pub fn write(&self, data: &[u8]) {
         match &self.0 {
             &Place::Range { start, bytes, ref memory } => {

@@ -43,13 +43,13 @@ impl Address {
     /// The address in a request.
     #[inline]
     pub(crate) fn parse(bytes: [u8; 8]) -> Self {
-        let [1, target, l0, l1, 0, 0, 0, 0] = bytes else {
-            return if bytes == [0xc1, 1, 0, 0, 0, 0, 0, 0] {
-                Self::ReportLuns
-            } else {
-                Self::Invalid
-            };
-        };
+        const FIRST_AND_LAST_BYTES: u64 = 0xff00_0000_ffff_ffff;
+        let [_, target, l0, l1, ..] = bytes;
+        // The bytes are compared at once: each request does this.
+        let word = u64::from_be_bytes(bytes);
+        if word & FIRST_AND_LAST_BYTES != 1 << 56 {
+            return if word == 0xc101 << 48 { Self::ReportLuns } else { Self::Invalid };
+        }
         let lun = match l0 {
             // Flat space addressing, which drivers use for all.
             0x40..0x80 => u16::from_be_bytes([l0 & 0x3f, l1]),

@@ -8,7 +8,7 @@ use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
 use super::cdb::{Cdb, Op, UNMAP};
-use super::outcome::{Data, Done, Failure, Moved, Task};
+use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
 use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{DiskUse, Sense};
@@ -151,10 +151,10 @@ pub(super) fn begin_read(
     local: &LocalUnit,
     cdb: &Cdb,
     into: &mut Buffers,
-) -> Result<Option<Range>, Failure> {
-    check_ready(&local.unit)?;
-    let range = range(&local.disk, cdb.blocks())?;
-    let bytes = length(range, into)?;
+) -> Result<Option<Range>, Refused> {
+    check_ready(&local.unit).map_err(refused)?;
+    let range = range(&local.disk, cdb.blocks()).map_err(refused)?;
+    let bytes = length(range, into).map_err(refused)?;
     into.truncate(bytes);
     Ok((bytes > 0).then_some(range))
 }
@@ -181,10 +181,10 @@ pub(super) fn begin_write(
     local: &LocalUnit,
     cdb: &Cdb,
     out: &mut Buffers,
-) -> Result<Option<Write>, Failure> {
-    check_writable(local)?;
-    let range = range(&local.disk, cdb.blocks())?;
-    let bytes = length(range, out)?;
+) -> Result<Option<Write>, Refused> {
+    check_writable(local).map_err(refused)?;
+    let range = range(&local.disk, cdb.blocks()).map_err(refused)?;
+    let bytes = length(range, out).map_err(refused)?;
     out.truncate(bytes);
     // WRITE (6) has an address in place of the bit.
     let asks = cdb.opcode() != 0x0a && cdb.byte(1) & FUA != 0;
@@ -519,7 +519,7 @@ mod tests {
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
         let tasks = Tasks::default();
         let unit = UnitAddress { target: 0, lun: 0 };
-        let task = Task { tasks: &tasks, number: tasks.begin(unit, None, 7, 1) };
+        let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
         let ended = thread.block_on(async {
@@ -542,7 +542,7 @@ mod tests {
         let disk = source.attach(thread.io());
         let tasks = Tasks::default();
         let unit = UnitAddress { target: 0, lun: 0 };
-        let task = Task { tasks: &tasks, number: tasks.begin(unit, None, 7, 1) };
+        let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
         let range = Range { lba: 0, offset: 0, bytes };
         for (how, data) in [
             (Check::Medium, Buffers::empty()),

@@ -37,6 +37,20 @@ pub(crate) enum Failure {
     Aborted(Abort),
 }
 
+/// Why a command is not carried out: a pointer, since results are passed on with each one that is.
+pub(crate) type Refused = Box<Failure>;
+
+#[cold]
+pub(crate) fn refused(failure: impl Into<Failure>) -> Refused {
+    Box::new(failure.into())
+}
+
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Self {
+        *refused
+    }
+}
+
 /// What has come of a command: the bytes of data that were transferred.
 pub(crate) type Moved = Result<usize, Failure>;
 

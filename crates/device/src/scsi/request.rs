@@ -12,12 +12,13 @@ use virtio_bindings::virtio_scsi::{
 use virtqueue::{Chain, LocalMemory};
 
 use super::address::{Address, UnitAddress};
+use super::block::Write;
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
-use super::outcome::{Data, Done, Failure, Moved, Task};
+use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::sense::{Format, Sense};
-use super::task_set::Abort;
+use super::task_set::{Abort, Arrived};
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve};
@@ -84,31 +85,31 @@ impl Scsi {
         Some(split(&bytes))
     }
 
-    /// How a task goes on that has begun; `None` if it is no unit that has the answer.
+    /// How a command goes on that has come; `None` if it is no unit that has the answer.
     #[inline]
     fn way(
         &self,
         local: Option<Rc<LocalUnit>>,
         cdb: &Cdb,
         room: [usize; 2],
-        (task, head): (usize, u16),
+        (arrived, head): (&mut Arrived, u16),
     ) -> Result<(Rc<LocalUnit>, Way), Option<Refused>> {
-        self.queue.tasks.check(task).map_err(|abort| refused(Failure::Aborted(abort)))?;
+        arrived.check().map_err(|abort| refused(Failure::Aborted(abort)))?;
         let is_both_ways = !room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
             return Err(None);
         };
-        let way = self.admit(&local, cdb, (task, head))?;
+        let way = self.admit(&local, cdb, (arrived, head))?;
         Ok((local, way))
     }
 
-    /// How a task goes on, if the unit carries out its command now.
+    /// How a command goes on, if the unit carries it out now.
     #[inline]
     fn admit(
         &self,
         local: &LocalUnit,
         cdb: &Cdb,
-        (task, head): (usize, u16),
+        (arrived, head): (&mut Arrived, u16),
     ) -> Result<Way, Refused> {
         let unit = &local.unit;
         let command = cdb.command().map_err(refused)?;
@@ -123,7 +124,7 @@ impl Scsi {
             if unit.access.is_exclusive() {
                 return Ok(Way::Other(op));
             }
-            self.queue.tasks.takes_medium(task);
+            arrived.takes_medium();
         }
         Ok(match op {
             Op::Read => Way::Read,
@@ -215,6 +216,13 @@ impl Scsi {
         (kind, done.map_err(refused))
     }
 
+    /// The chain cannot be answered: what the driver finds in its response must not be a success.
+    #[cold]
+    fn give_up(&self, queue: &Queue, head: u16) {
+        self.queue.tasks.skip(queue.next_avail());
+        queue.push_unanswered(head);
+    }
+
     /// Answers what no unit carries out.
     #[cold]
     fn answer_alone(&self, header: Option<&Header>, data: &Data) -> Result<Done, Refused> {
@@ -241,16 +249,8 @@ enum Way {
     Other(Op),
 }
 
-/// Why a command is not carried out: a pointer, since results are passed on with each one that is.
-type Refused = Box<Failure>;
-
 /// What has come of a command, and what it counts as.
 type Served = (RequestKind, Result<Done, Refused>);
-
-#[cold]
-fn refused(failure: impl Into<Failure>) -> Refused {
-    Box::new(failure.into())
-}
 
 /// What has come of a command that an earlier process may have carried out before it could answer.
 /// One whose success makes it fail the second time has perhaps succeeded.
@@ -309,10 +309,7 @@ impl Handler for Scsi {
         let sense_bytes: usize = iomem::fits(self.device.sense_size(), "a size of sense data");
         let response = chain.writable.take_shared_bytes(FIXED_RESPONSE_BYTES + sense_bytes);
         let (Some(response), None) = (response, &chain.fault) else {
-            // It cannot be answered: what the driver finds in its response must not be a success.
-            self.queue.tasks.skip(queue.next_avail());
-            queue.push_unanswered(head);
-            return;
+            return self.give_up(&queue, head);
         };
         let header = self.header(&mut chain.readable);
         let room = [chain.readable.bytes(), chain.writable.bytes()];
@@ -327,52 +324,54 @@ impl Handler for Scsi {
         };
         let local = self.queue.unit(address);
         let unit = local.as_ref().map(|local| local.unit.number);
-        let task = tasks.begin(address, unit, tag, queue.next_avail());
-        let (kind, done) = match self.way(local, &header.cdb, room, (task, head)) {
-            Ok((local, Way::Read)) => {
-                let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
-                let moved = match range.map_err(refused) {
-                    Ok(Some(range)) => {
-                        let result = local.disk.read(range.offset, chain.writable).await;
-                        block::end_read(&local, range, result).map_err(refused)
+        let mut arrived = tasks.arrive(address, unit, tag, queue.next_avail());
+        let (ended, (kind, done)) = match self.way(local, &header.cdb, room, (&mut arrived, head)) {
+            Ok((local, way)) => {
+                let task = tasks.begin(arrived);
+                let served = match way {
+                    Way::Read => {
+                        let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
+                        let moved = match range {
+                            Ok(Some(range)) => {
+                                let result = local.disk.read(range.offset, chain.writable).await;
+                                block::end_read(&local, range, result).map_err(refused)
+                            }
+                            Ok(None) => Ok(0),
+                            Err(refused) => Err(refused),
+                        };
+                        (RequestKind::Read, moved.map(Done::from))
                     }
-                    Ok(None) => Ok(0),
-                    Err(refused) => Err(refused),
-                };
-                (RequestKind::Read, moved.map(Done::from))
-            }
-            Ok((local, Way::Write)) => {
-                let write = block::begin_write(&local, &header.cdb, &mut chain.readable);
-                let moved = match write.map_err(refused) {
-                    Ok(Some(write)) => {
-                        let offset = write.range.offset;
-                        let result = local.disk.write(offset, chain.readable, write.fua).await;
-                        block::end_write(&local, write.range, result).map_err(refused)
+                    Way::Write => {
+                        let write = block::begin_write(&local, &header.cdb, &mut chain.readable);
+                        let moved = match write {
+                            Ok(Some(Write { range, fua })) => {
+                                let out = chain.readable;
+                                let result = local.disk.write(range.offset, out, fua).await;
+                                block::end_write(&local, range, result).map_err(refused)
+                            }
+                            Ok(None) => Ok(0),
+                            Err(refused) => Err(refused),
+                        };
+                        (RequestKind::Write, moved.map(Done::from))
                     }
-                    Ok(None) => Ok(0),
-                    Err(refused) => Err(refused),
+                    Way::Other(op) => {
+                        let data = Data { out: chain.readable, into: chain.writable };
+                        let served = Box::pin(self.execute(local, op, header, task, data)).await;
+                        if queue.is_done_again(head) { done_again(op, served) } else { served }
+                    }
                 };
-                (RequestKind::Write, moved.map(Done::from))
+                (tasks.end(task), served)
             }
-            Ok((local, Way::Other(op))) => {
+            Err(refused) => {
                 let data = Data { out: chain.readable, into: chain.writable };
-                let served = Box::pin(self.execute(local, op, header, task, data)).await;
-                if queue.is_done_again(head) { done_again(op, served) } else { served }
-            }
-            Err(Some(refused)) => (RequestKind::Other, Err(refused)),
-            Err(None) => {
-                let data = Data { out: chain.readable, into: chain.writable };
-                (RequestKind::Other, self.answer_alone(Some(&header), &data))
+                let alone = || self.answer_alone(Some(&header), &data);
+                (arrived.end(), (RequestKind::Other, refused.map_or_else(alone, Err)))
             }
         };
-        let ended = tasks.end(task);
         let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
         answer.give(Some(address), (kind, done));
-        if ended.is_awaited() {
-            // Whoever waits answers on another queue, and this answer comes first.
-            queue.publish_early();
-        }
-        drop(ended);
+        // Whoever waits for the task answers on another queue, and this answer comes first.
+        ended.tell(|| queue.publish_early());
     }
 }
 
@@ -390,17 +389,20 @@ struct Answer<'a> {
 impl Answer<'_> {
     /// Answers a command for a unit or for none: counts it, writes its response, pushes its chain.
     #[inline]
-    fn give(self, unit: Option<UnitAddress>, (kind, done): Served) {
+    fn give(&self, unit: Option<UnitAddress>, (kind, done): Served) {
         let [out, into] = self.room;
         let all = out + into;
         let response_bytes = self.response.bytes();
         let moved = match done {
             Ok(done) if self.memory.is_intact() => {
                 self.queue.count(kind, done.medium_bytes);
-                // Whole words are written faster.
-                let mut bytes = [0; FIXED_RESPONSE_BYTES.next_multiple_of(8)];
-                bytes[RESIDUAL].copy_from_slice(&residual(all - done.moved));
-                self.response.write(&bytes);
+                if done.moved == all {
+                    self.response.zero();
+                } else {
+                    let mut bytes = [0; RESIDUAL.end];
+                    bytes[RESIDUAL].copy_from_slice(&residual(all - done.moved));
+                    self.response.write(&bytes);
+                }
                 done.moved
             }
             // What was read from memory that is gone were zeroes, and what was written is lost.

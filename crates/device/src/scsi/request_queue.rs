@@ -18,6 +18,8 @@ use crate::reach::Reach;
 
 /// A logical unit with its disk on this IoThread.
 pub(crate) struct LocalUnit {
+    /// That of the unit.
+    address: UnitAddress,
     pub(crate) unit: Arc<Unit>,
     pub(crate) disk: Disk,
 }
@@ -29,6 +31,8 @@ pub(crate) struct RequestQueue {
     units: Arc<Units>,
     /// Sorted by address.
     local: RefCell<Vec<Rc<LocalUnit>>>,
+    /// Where the last request has found its unit.
+    found: Cell<usize>,
     /// That of `units` when `local` was made.
     generation: Cell<u64>,
     ring: OnceCell<Weak<Queue>>,
@@ -41,6 +45,7 @@ impl RequestQueue {
             io: Rc::clone(io),
             units,
             local: RefCell::default(),
+            found: Cell::default(),
             // Units are looked up at the first request.
             generation: Cell::new(u64::MAX),
             ring: OnceCell::from(Rc::downgrade(queue)),
@@ -54,7 +59,15 @@ impl RequestQueue {
             self.refresh();
         }
         let local = self.local.borrow();
-        let at = local.binary_search_by_key(&address, |local| local.unit.address).ok()?;
+        match local.get(self.found.get()) {
+            Some(found) if found.address == address => Some(Rc::clone(found)),
+            _ => self.find(&local, address),
+        }
+    }
+
+    fn find(&self, local: &[Rc<LocalUnit>], address: UnitAddress) -> Option<Rc<LocalUnit>> {
+        let at = local.binary_search_by_key(&address, |local| local.address).ok()?;
+        self.found.set(at);
         Some(Rc::clone(&local[at]))
     }
 
@@ -66,7 +79,8 @@ impl RequestQueue {
             if let Some(local) = self.local.borrow().iter().find(same) {
                 return Rc::clone(local);
             }
-            Rc::new(LocalUnit { disk: unit.source.attach(&self.io), unit: Arc::clone(unit) })
+            let disk = unit.source.attach(&self.io);
+            Rc::new(LocalUnit { address: unit.address, unit: Arc::clone(unit), disk })
         };
         // Whoever removes a unit has it released here before the disk is closed.
         let local = self.units.look(|all| all.map(attach).collect());

@@ -116,19 +116,23 @@ impl Drop for Cover {
 /// The tasks of one request queue, on its IoThread.
 pub(crate) struct Tasks {
     queue: u64,
-    /// By the number of the task; `None`: the number is free.
-    tasks: RefCell<Vec<Option<Task>>>,
-    free: RefCell<Vec<usize>>,
+    slots: RefCell<Slots>,
     covers: RefCell<Vec<Cover>>,
     has_covers: Cell<bool>,
+}
+
+#[derive(Default)]
+struct Slots {
+    /// By the number of the task; `None`: the number is free.
+    tasks: Vec<Option<Task>>,
+    free: Vec<usize>,
 }
 
 impl Default for Tasks {
     fn default() -> Self {
         Self {
             queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
-            tasks: RefCell::default(),
-            free: RefCell::default(),
+            slots: RefCell::default(),
             covers: RefCell::default(),
             has_covers: Cell::default(),
         }
@@ -136,26 +140,32 @@ impl Default for Tasks {
 }
 
 impl Tasks {
-    /// A task begins, whose chain was the one before avail entry `next_avail`. Returns its number.
+    /// A command has come, whose chain was the one before avail entry `next_avail`.
     #[inline]
-    pub(crate) fn begin(
+    pub(crate) fn arrive(
         &self,
         address: UnitAddress,
         unit: Option<UnitNumber>,
         tag: u64,
         next_avail: u16,
-    ) -> usize {
+    ) -> Arrived {
         let mut task = Task { address, unit, tag, has_medium: false, abort: None, waiting: None };
         if self.has_covers.get() {
             self.meet_covers(&mut task, next_avail);
         }
-        let mut tasks = self.tasks.borrow_mut();
-        if let Some(number) = self.free.borrow_mut().pop() {
-            tasks[number] = Some(task);
+        Arrived(task)
+    }
+
+    /// A task begins. Returns its number.
+    #[inline]
+    pub(crate) fn begin(&self, Arrived(task): Arrived) -> usize {
+        let slots = &mut *self.slots.borrow_mut();
+        if let Some(number) = slots.free.pop() {
+            slots.tasks[number] = Some(task);
             return number;
         }
-        tasks.push(Some(task));
-        tasks.len() - 1
+        slots.tasks.push(Some(task));
+        slots.tasks.len() - 1
     }
 
     /// The chain before avail entry `next_avail` is no task of a unit.
@@ -204,14 +214,14 @@ impl Tasks {
     /// How it is to end, if it was aborted.
     #[inline]
     pub(crate) fn check(&self, number: usize) -> Result<(), Abort> {
-        let abort = self.tasks.borrow()[number].as_ref().and_then(|task| task.abort);
+        let abort = self.slots.borrow().tasks[number].as_ref().and_then(|task| task.abort);
         abort.map_or(Ok(()), Err)
     }
 
     /// The task uses the medium from now on.
     #[inline]
     pub(crate) fn takes_medium(&self, number: usize) {
-        if let Some(task) = &mut self.tasks.borrow_mut()[number] {
+        if let Some(task) = &mut self.slots.borrow_mut().tasks[number] {
             task.has_medium = true;
         }
     }
@@ -220,8 +230,9 @@ impl Tasks {
     /// when that is in the ring.
     #[inline]
     pub(crate) fn end(&self, number: usize) -> Ended {
-        let task = self.tasks.borrow_mut()[number].take().expect("a task ends once");
-        self.free.borrow_mut().push(number);
+        let slots = &mut *self.slots.borrow_mut();
+        let task = slots.tasks[number].take().expect("a task ends once");
+        slots.free.push(number);
         Ended { abort: task.abort, waiting: task.waiting }
     }
 
@@ -230,7 +241,7 @@ impl Tasks {
     /// second.
     /// Returns whether it waits for chains.
     pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) -> bool {
-        for (number, task) in self.tasks.borrow_mut().iter_mut().enumerate() {
+        for (number, task) in self.slots.borrow_mut().tasks.iter_mut().enumerate() {
             if let Some(task) = task
                 && which.covers(task, Some(self.id(number)))
             {
@@ -252,8 +263,8 @@ impl Tasks {
 impl Tasks {
     /// How often somebody waits for a task, or for a chain that nobody has popped.
     pub(crate) fn awaited(&self) -> usize {
-        let tasks = self.tasks.borrow();
-        let waiting = tasks.iter().flatten().filter_map(|task| task.waiting.as_ref());
+        let slots = self.slots.borrow();
+        let waiting = slots.tasks.iter().flatten().filter_map(|task| task.waiting.as_ref());
         waiting.map(|waiting| waiting.len()).sum::<usize>() + self.covers.borrow().len()
     }
 }
@@ -271,16 +282,43 @@ impl Task {
     }
 }
 
-/// A task that has ended. Those who wait for it hear that when this is dropped.
+/// A command that has yet to begin as a task. It may end without: then nothing has come of it.
+pub(crate) struct Arrived(Task);
+
+impl Arrived {
+    /// As [`Tasks::check`].
+    #[inline]
+    pub(crate) fn check(&self) -> Result<(), Abort> {
+        self.0.abort.map_or(Ok(()), Err)
+    }
+
+    /// It uses the medium from its beginning on.
+    #[inline]
+    pub(crate) fn takes_medium(&mut self) {
+        self.0.has_medium = true;
+    }
+
+    /// As [`Tasks::end`].
+    #[inline]
+    pub(crate) fn end(self) -> Ended {
+        Ended { abort: self.0.abort, waiting: self.0.waiting }
+    }
+}
+
+/// A task that has ended. Those who wait for it hear that when this is dropped, at the latest.
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
     waiting: Awaited,
 }
 
 impl Ended {
+    /// Tells those who wait, after `first`, which is done for them.
     #[inline]
-    pub(crate) fn is_awaited(&self) -> bool {
-        self.waiting.is_some()
+    pub(crate) fn tell(self, first: impl FnOnce()) {
+        if let Some(waiting) = self.waiting {
+            first();
+            drop(waiting);
+        }
     }
 }
 
@@ -377,7 +415,7 @@ mod tests {
     static NUMBER: LazyLock<UnitNumber> = LazyLock::new(UnitNumber::next);
 
     fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> usize {
-        tasks.begin(UNIT, Some(*NUMBER), tag, next_avail)
+        tasks.begin(tasks.arrive(UNIT, Some(*NUMBER), tag, next_avail))
     }
 
     fn poll(waiting: &Waiting) -> Poll<usize> {
@@ -387,8 +425,8 @@ mod tests {
     #[test]
     fn whoever_aborts_tasks_waits_until_they_have_ended() {
         let tasks = Tasks::default();
-        let [one, two, three] =
-            [(UNIT, 1), (UNIT, 2), (OTHER, 1)].map(|(unit, tag)| tasks.begin(unit, None, tag, 1));
+        let [one, two, three] = [(UNIT, 1), (UNIT, 2), (OTHER, 1)]
+            .map(|(unit, tag)| tasks.begin(tasks.arrive(unit, None, tag, 1)));
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), [3, 3], left);
         assert_eq!(poll(&waiting), Poll::Pending);
@@ -446,10 +484,10 @@ mod tests {
     fn what_is_done_with_tasks_of_a_unit_is_nothing_to_its_successor() {
         let tasks = Tasks::default();
         let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
-        let [one, two] = [before, after].map(|unit| tasks.begin(UNIT, unit, 1, 1));
+        let [one, two] = [before, after].map(|unit| tasks.begin(tasks.arrive(UNIT, unit, 1, 1)));
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), [1, 2], left);
-        let three = tasks.begin(UNIT, after, 1, 2);
+        let three = tasks.begin(tasks.arrive(UNIT, after, 1, 2));
         assert_eq!(tasks.check(one), Err(Abort::Reset));
         assert_eq!([two, three].map(|number| tasks.check(number)), [Ok(()); 2]);
         drop(tasks.end(one));
