@@ -202,3 +202,28 @@ fn ask<T: DeserializeOwned>(
     let fds = receiver.fds(answer.descriptors.len())?;
     Ok((answer.says, HandedFds::new(answer.descriptors, fds)))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::succession::Succession;
+
+    #[test]
+    fn what_the_old_process_passes_on_is_heeded() {
+        let (new, old) = UnixStream::pair().unwrap();
+        let (heeds, heeded) = mpsc::channel();
+        let heed = move |what| heeds.send(what).unwrap();
+        LastWords(Receiver::new(new)).listen(heed).unwrap();
+        let succession = Succession::default();
+        send(&old, "more", &Value::Null).unwrap();
+        send(&old, PASS_ON, &json!("dance")).unwrap();
+        succession.leave(7, old, |_| {});
+        for what in [PassedOn::Reload, PassedOn::End] {
+            succession.here_or_there(what, || panic!("it is passed on"));
+        }
+        drop(succession);
+        assert_eq!(heeded.iter().collect::<Vec<_>>(), [PassedOn::Reload, PassedOn::End]);
+    }
+}
