@@ -112,15 +112,16 @@ impl Succession {
         asked.into_iter().for_each(|(_, begin)| begin(Changing(Arc::clone(self))));
     }
 
-    /// This process has taken over, which says so at the other end. `tell` is called before
-    /// anything is passed on.
+    /// This process has taken over, and is at the other end. `tell` is called when it has been told
+    /// what was asked so far, and before anything else is passed on.
     pub(crate) fn leave(&self, process: u32, stream: UnixStream, tell: impl FnOnce(Arc<Heir>)) {
         let heir = Arc::new(Heir { process, stream });
         let mut state = self.lock();
-        tell(Arc::clone(&heir));
         if let State::Open { asked } = &*state {
             asked.iter().for_each(|(what, _)| heir.pass_on(*what));
         }
+        // This process may end at any moment after that.
+        tell(Arc::clone(&heir));
         *state = State::Theirs(heir);
         self.changed.notify_all();
     }
