@@ -39,6 +39,7 @@ mod args;
 mod arrivals;
 mod blk;
 mod device;
+mod disk;
 mod driver;
 mod engine;
 mod engine_args;
@@ -73,11 +74,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::Context;
+use blockio::DiskSource;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
 pub use args::{BenchArgs, DeviceKind, Eta, OutputFormat, Profile};
 pub use arrivals::RateProcess;
+pub use disk::DiskBenchArgs;
 pub use engine_args::EngineArgs;
 pub use engine_stats::{EngineReport, Setup, SizeReport};
 pub use error::BenchError;
@@ -101,6 +104,11 @@ pub use units::CpuList;
 /// A [`BenchError`], whose [`exit_code`](BenchError::exit_code) is the status to end with, or what
 /// kept the result from being written.
 pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
+    run_on(args, None)
+}
+
+/// As [`run`], but drives this disk, if there is one.
+fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Result<ExitCode> {
     let mut output = args.output.as_deref().map(create_output).transpose()?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -109,7 +117,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
             .and_then(|_| register(signal, interrupted.clone()))
             .context("cannot set up a signal handler")?;
     }
-    let report = phases::measure_until(args, &interrupted)?;
+    let report = phases::measure_until(args, disk, &interrupted)?;
     let text = match args.output_format {
         OutputFormat::Json => {
             serde_json::to_string_pretty(&report).context("cannot encode the result as JSON")?

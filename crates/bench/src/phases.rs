@@ -9,6 +9,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use blockio::DiskSource;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::args::BenchArgs;
@@ -33,16 +34,18 @@ use crate::worker::{Control, Stage};
 /// When the options do not fit the device, the server cannot be reached or goes away, or the file
 /// cannot be used.
 pub fn measure(args: &BenchArgs) -> Result<Report, BenchError> {
-    measure_until(args, &AtomicBool::new(false))
+    measure_until(args, None, &AtomicBool::new(false))
 }
 
-/// As [`measure`], but ends early, with what was measured so far, when `interrupted` is set.
+/// As [`measure`], but drives this disk, if there is one, and ends early, with what was measured so
+/// far, when `interrupted` is set.
 pub(crate) fn measure_until(
     args: &BenchArgs,
+    disk: Option<DiskSource>,
     interrupted: &AtomicBool,
 ) -> Result<Report, BenchError> {
     check_limits(args)?;
-    let target = Target::open(args)?;
+    let target = Target::open(args, disk)?;
     let facts = target.facts();
     let plan = Plan::new(args, &facts)?;
     let setup = target.setup(args);

@@ -42,10 +42,13 @@ pub(crate) enum Runner {
 }
 
 impl Target {
-    /// Connects to the server, or opens the file and finds an engine for it.
-    pub(crate) fn open(args: &BenchArgs) -> Result<Self, BenchError> {
+    /// Connects to the server, or finds an engine for the disk that is given, or that of the file.
+    pub(crate) fn open(args: &BenchArgs, disk: Option<DiskSource>) -> Result<Self, BenchError> {
+        if let Some(source) = disk {
+            return with_engine(args, source);
+        }
         if let Some(path) = &args.filename {
-            return open_file(args, path);
+            return with_engine(args, open_file(args, path)?);
         }
         let path = args.socket_path.clone().unwrap_or_default();
         let limit = (&*path, args.timeout);
@@ -171,7 +174,7 @@ fn batch_of(args: &BenchArgs) -> Batch {
     }
 }
 
-fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
+fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
     let options = DiskOptions {
         direct: args.engine.direct.is_on(),
         // So that a disk that is in use can be read.
@@ -179,10 +182,13 @@ fn open_file(args: &BenchArgs, path: &Path) -> Result<Target, BenchError> {
         logical_block_bytes: None,
         ..DiskOptions::default()
     };
-    let source = DiskSource::file(path, &options).map_err(|error| {
+    DiskSource::file(path, &options).map_err(|error| {
         let advice = if options.direct { " (--direct off)" } else { "" };
         BenchError::Connect(format!("{error}{}", if mentions_cache(&error) { advice } else { "" }))
-    })?;
+    })
+}
+
+fn with_engine(args: &BenchArgs, source: DiskSource) -> Result<Target, BenchError> {
     let engine = match args.engine.engine.kind() {
         Some(engine) => engine,
         None => blockio::choose::best_engine(&source).engine,

@@ -11,6 +11,7 @@ pub mod ctl;
 pub mod daemon;
 mod descriptor_limit;
 mod disk_accesses;
+pub mod disk_command;
 mod disk_names;
 pub mod disk_spec;
 mod disk_user;

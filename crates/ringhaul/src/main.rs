@@ -11,9 +11,10 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use ringhaul::config::{Config, ConfigFile};
 use ringhaul::ctl::CtlArgs;
+use ringhaul::disk_command::{self, DiskArgs, InfoArgs};
 use ringhaul::log::{self, LogFormat, parse_filter};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
-use ringhaul_bench::BenchError;
+use ringhaul_bench::{BenchError, DiskBenchArgs};
 
 /// The daemon cannot start, or the command line makes no sense.
 const EXIT_USAGE: u8 = 2;
@@ -54,10 +55,29 @@ enum Command {
     Bench(Box<ringhaul_bench::BenchArgs>),
     /// Ask a daemon that was started with `--control`, or tell it to change something.
     Ctl(CtlArgs),
+    /// Find out what a disk is like, or how fast, without serving it.
+    #[command(subcommand)]
+    Disk(DiskCommand),
     /// Print what makes a shell complete the words of this program.
     Completions {
         /// The shell.
         shell: Shell,
+    },
+}
+
+/// The commands about a disk.
+#[derive(Debug, Subcommand)]
+enum DiskCommand {
+    /// Print how large a disk is, what it is made of and what it can do. It may be in use.
+    Info(InfoArgs),
+    /// Read a disk, or write to it, for some time, and report how fast it is.
+    Bench {
+        /// Which disk.
+        #[command(flatten)]
+        disk: DiskArgs,
+        /// How it is driven.
+        #[command(flatten)]
+        bench: DiskBenchArgs,
     },
 }
 
@@ -97,6 +117,8 @@ fn main() -> ExitCode {
         Command::Check { file } => check(&file),
         Command::Bench(args) => ringhaul_bench::run(&args),
         Command::Ctl(args) => ringhaul::ctl::run(&args),
+        Command::Disk(DiskCommand::Info(args)) => disk_command::info(&args),
+        Command::Disk(DiskCommand::Bench { disk, bench }) => bench_disk(&disk, &bench),
         Command::Completions { shell } => print_completions(shell),
     });
     let code = result.unwrap_or_else(|error| {
@@ -119,6 +141,13 @@ fn with_config(cli: Cli, line: CommandLine) -> Result<(Cli, Option<(ConfigFile, 
     let config = file.read()?;
     let cli = Cli::from_arg_matches(&config.matches)?;
     Ok((cli, Some((file, config))))
+}
+
+/// Opens a disk and drives it: read-only, and beside others that only read, unless the pattern
+/// writes.
+fn bench_disk(disk: &DiskArgs, bench: &DiskBenchArgs) -> Result<ExitCode> {
+    let writes = bench.check_writes()?;
+    bench.run(disk.name(), disk.open(!writes)?)
 }
 
 /// Prints a script for a shell.

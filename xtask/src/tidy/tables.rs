@@ -83,7 +83,6 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
 /// who needs it.
 pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[
     ("crates/iomem/", "with_log", "a VMM that migrates: it logs what was written"),
-    ("crates/blockio/", "abilities", "whoever shows what a disk can"),
     ("crates/blockio/", "block_status", "layers, and whoever shows where a disk has holes"),
 ];
 
@@ -217,7 +216,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (3, &["spec"]),
             (4, &["disk_user", "export", "export_log", "log", "open_disk", "options::disk"]),
             (4, &["status", "subscribers"]),
-            (5, &["make_device"]),
+            (5, &["disk_command", "make_device"]),
             (5, &["options", "settings", "stats"]),
             (6, &["command"]),
             (6, &["options::unit"]),

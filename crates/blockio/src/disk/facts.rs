@@ -19,12 +19,14 @@ impl DiskSource {
         self.shared.info(&self.info)
     }
 
-    /// What the disk can do.
+    /// What the disk can do, unless it is read-only.
     #[must_use]
     pub fn abilities(&self) -> Abilities {
         match &self.kind {
-            SourceKind::File(source) => source.abilities(&self.info),
-            SourceKind::Null => Abilities { discard: true, zeroes: true, ..Abilities::default() },
+            SourceKind::File(source) => source.abilities(),
+            SourceKind::Null => {
+                Abilities { discard: true, zeroes: true, resize: true, ..Abilities::default() }
+            }
             SourceKind::Other(source) => source.abilities(),
         }
     }

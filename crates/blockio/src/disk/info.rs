@@ -67,7 +67,7 @@ pub struct Abilities {
     pub resize: bool,
     /// Others are kept away while it is in use.
     pub lock: bool,
-    /// States from earlier can be opened.
+    /// Earlier states of it can be opened.
     pub snapshots: bool,
 }
 

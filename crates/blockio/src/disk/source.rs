@@ -180,12 +180,12 @@ impl FileSource {
         }
     }
 
-    pub(super) fn abilities(&self, info: &DiskInfo) -> Abilities {
+    pub(super) fn abilities(&self) -> Abilities {
         Abilities {
             flush: true,
-            discard: self.discard_bytes.is_some() && !info.read_only,
-            zeroes: !info.read_only,
-            resize: !self.is_block_device && !info.read_only,
+            discard: self.discard_bytes.is_some(),
+            zeroes: true,
+            resize: !self.is_block_device,
             lock: true,
             snapshots: false,
         }

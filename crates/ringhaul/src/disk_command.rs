@@ -1,0 +1,229 @@
+//! `ringhaul disk`: what a disk is like, found out without serving it.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use blockio::DiskSource;
+use blockio::choose::best_engine;
+use clap::Args;
+use serde::Serialize;
+
+use crate::disk_spec::DiskSpec;
+use crate::open_disk::OpenDisk;
+use crate::spec::{CacheMode, ExportSettings};
+
+/// A disk of the command line.
+#[derive(Debug, Clone, Args)]
+pub struct DiskArgs {
+    /// The disk, as `--disk` of `serve` names it, such as a path that begins with `/` or `./`.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// The cache, as `--cache` of `serve`.
+    #[arg(long, value_name = "MODE")]
+    cache: Option<CacheMode>,
+}
+
+/// Options of `ringhaul disk info`.
+#[derive(Debug, Clone, Args)]
+pub struct InfoArgs {
+    #[command(flatten)]
+    disk: DiskArgs,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What there is to know about a disk.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Info {
+    disk: DiskSpec,
+    size_bytes: u64,
+    logical_block_bytes: u32,
+    physical_block_bytes: u32,
+    format: String,
+    /// Itself first, then what it lies on.
+    chain: Vec<String>,
+    cache: &'static str,
+    engine: Option<String>,
+    engine_reason: Option<String>,
+    can: Can,
+    /// The unit of a discard.
+    discard_bytes: Option<u32>,
+    identity: String,
+}
+
+/// What it can do when it is open for writing.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Can {
+    flush: bool,
+    discard: bool,
+    write_zeroes: bool,
+    resize: bool,
+    lock: bool,
+    snapshots: bool,
+}
+
+impl DiskArgs {
+    /// The name of the disk.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.disk
+    }
+
+    /// Opens the disk.
+    ///
+    /// # Errors
+    ///
+    /// When it is none, or cannot be used.
+    pub fn open(&self, read_only: bool) -> Result<DiskSource> {
+        Ok(self.open_with(read_only, false)?.1.source)
+    }
+
+    fn open_with(&self, read_only: bool, no_lock: bool) -> Result<(DiskSpec, OpenDisk)> {
+        let disk = DiskSpec::parse(&self.disk)
+            .with_context(|| format!("cannot understand the disk {}", self.disk))?;
+        let settings =
+            ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
+        let wanted = (disk, settings);
+        let open = OpenDisk::open(&wanted, None)?;
+        Ok((wanted.0, open))
+    }
+}
+
+/// Prints what a disk is like. It may be in use by others.
+///
+/// # Errors
+///
+/// When it cannot be opened.
+pub fn info(args: &InfoArgs) -> Result<ExitCode> {
+    let (disk, open) = args.disk.open_with(true, true)?;
+    let info = Info::of(disk, &open);
+    let text = match args.json {
+        true => serde_json::to_string_pretty(&info).context("cannot write JSON")? + "\n",
+        false => info.to_string(),
+    };
+    let printed = std::io::stdout().write_all(text.as_bytes());
+    printed.context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Info {
+    fn of(disk: DiskSpec, open: &OpenDisk) -> Self {
+        let (source, info) = (&open.source, open.source.info());
+        let (engine, engine_reason) = match source.has_engine() {
+            true => {
+                let best = best_engine(source);
+                (Some(best.engine.to_string()), Some(best.why))
+            }
+            false => (None, None),
+        };
+        let abilities = source.abilities();
+        let chain = source.chain();
+        Self {
+            disk,
+            size_bytes: info.size_bytes,
+            logical_block_bytes: info.logical_block_bytes,
+            physical_block_bytes: info.physical_block_bytes,
+            // No other kind has a format of its own.
+            format: "raw".to_owned(),
+            chain: chain.iter().map(ToString::to_string).collect(),
+            cache: open.cache.name(),
+            engine,
+            engine_reason,
+            can: Can {
+                flush: abilities.flush,
+                discard: abilities.discard,
+                write_zeroes: abilities.zeroes,
+                resize: abilities.resize,
+                lock: abilities.lock,
+                snapshots: abilities.snapshots,
+            },
+            discard_bytes: source.discard_bytes(),
+            identity: source.identity().to_owned(),
+        }
+    }
+}
+
+impl std::fmt::Display for Info {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let can = &self.can;
+        let all = [
+            ("flush", can.flush),
+            ("discard", can.discard),
+            ("write zeroes", can.write_zeroes),
+            ("resize", can.resize),
+            ("lock", can.lock),
+            ("snapshots", can.snapshots),
+        ];
+        let can: Vec<&str> = all.iter().filter(|(_, can)| *can).map(|(what, _)| *what).collect();
+        let mut size = format!("{} bytes", self.size_bytes);
+        if self.size_bytes >= 1 << 20 {
+            write!(size, ", {} MiB", self.size_bytes >> 20)?;
+        }
+        let blocks =
+            format!("{} bytes, physical {}", self.logical_block_bytes, self.physical_block_bytes);
+        let mut rows = vec![("size", size), ("blocks", blocks), ("format", self.format.clone())];
+        rows.extend(self.chain.iter().map(|link| ("made of", link.clone())));
+        rows.push(("cache", self.cache.to_owned()));
+        if let (Some(engine), Some(why)) = (&self.engine, &self.engine_reason) {
+            rows.push(("engine", format!("{engine}: {why}")));
+        }
+        rows.push(("can", can.join(", ")));
+        if let Some(bytes) = self.discard_bytes {
+            rows.push(("discards", format!("in units of {bytes} bytes")));
+        }
+        rows.push(("identity", self.identity.clone()));
+        for (name, what) in rows.iter().filter(|(_, what)| !what.is_empty()) {
+            writeln!(f, "{name:<9} {what}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str) -> Result<Info> {
+        let args = DiskArgs { disk: name.to_owned(), cache: None };
+        let (disk, open) = args.open_with(true, true)?;
+        Ok(Info::of(disk, &open))
+    }
+
+    #[test]
+    fn a_disk_is_described_though_it_is_in_use() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4 << 20).unwrap();
+        let path = file.path().display().to_string();
+        let args = DiskArgs { disk: path.clone(), cache: None };
+        let _in_use = args.open(false).unwrap();
+        let info = of(&format!("raw,offset=1M,over={path}")).unwrap();
+        assert_eq!(info.size_bytes, 3 << 20);
+        assert_eq!(info.chain, ["raw all bytes from 1048576".to_owned(), format!("file {path}")]);
+        assert!(info.can.flush && info.can.resize && info.engine.is_some());
+        let text = info.to_string();
+        for line in
+            ["size      3145728 bytes, 3 MiB\n", "made of   raw all bytes", "can       flush"]
+        {
+            assert!(text.contains(line), "{text}");
+        }
+        let null = of("null:1K").unwrap();
+        assert!(null.engine.is_none() && !null.can.flush && !null.to_string().contains("identity"));
+    }
+
+    #[test]
+    fn what_cannot_be_opened_says_why_in_one_line() {
+        for (name, expected) in [
+            ("disk.img", "cannot understand the disk disk.img: unknown disk kind 'disk.img'"),
+            ("/nowhere/disk.img", "check the path"),
+            ("raw,offset=1M,over=null:1M", "choose a smaller offset"),
+        ] {
+            let error = format!("{:#}", of(name).err().unwrap());
+            assert!(error.contains(expected) && !error.contains('\n'), "{error}");
+        }
+    }
+}
