@@ -26,8 +26,8 @@ const WRONG_KEYS: [(&str, [&str; 2]); 20] = [
     ("logical-block-size=100", ["100 bytes", "power of two from 512 to 65536"]),
     ("vendor=A,vendor=B", ["vendor", "given twice"]),
     ("colour=red", ["unknown key 'colour'", "vendor, product, revision"]),
-    ("null=1M", ["null", "given twice"]),
-    ("blk-file=/x", ["blk-file and null", "one disk"]),
+    ("null=1M", ["more than one disk", "it has one"]),
+    ("blk-file=/x", ["more than one disk", "disk, blk-file or null"]),
 ];
 
 /// Values of `--lun` that are wrong together.
