@@ -24,6 +24,7 @@ mod source;
 mod sysfs;
 
 use std::fs::File;
+use std::future::ready;
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
@@ -36,7 +37,7 @@ use file::FileDisk;
 pub use info::{Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Unfinished};
 use iomem::Buffers;
 pub use outside::Outside;
-use seam::{AttachedOther, OtherSource};
+use seam::{AttachedOther, OtherSource, Request};
 use shared::Shared;
 use source::FileSource;
 
@@ -239,16 +240,25 @@ impl Disk {
     /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
     /// the part of `buffers` that was not filled. Its content is undefined then.
     pub async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
-        if let Err(error) = self.check(offset, buffers.bytes() as u64) {
-            return Err(Unfinished { error, rest: buffers });
+        if self.is_other() || self.check(offset, buffers.bytes() as u64).is_err() {
+            return self.read_otherwise(offset, buffers).await;
         }
         match &self.kind {
             Kind::File(disk) => disk.read(offset, buffers).await,
-            Kind::Null => {
+            Kind::Null | Kind::Other(_) => {
                 buffers.wrote(buffers.bytes());
                 Ok(())
             }
-            Kind::Other(other) => other.disk.read(offset, buffers).await,
+        }
+    }
+
+    /// A read that is refused, or goes to another kind of disk: out of the way of all others.
+    #[cold]
+    #[inline(never)]
+    fn read_otherwise(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        match (self.check(offset, buffers.bytes() as u64), &self.kind) {
+            (Ok(()), Kind::Other(other)) => other.disk.read(offset, buffers),
+            (checked, _) => Box::pin(ready(refused(checked, buffers))),
         }
     }
 
@@ -280,13 +290,27 @@ impl Disk {
     /// an earlier [`flush`](Self::flush), and of one after the write: then nothing is left of
     /// `buffers`, and any of it may be lost.
     pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
-        if let Err(error) = self.check_write(offset, buffers.bytes() as u64) {
-            return Err(Unfinished { error, rest: buffers });
+        if self.is_other() || self.check_write(offset, buffers.bytes() as u64).is_err() {
+            return self.write_otherwise(offset, buffers, fua).await;
         }
         match &self.kind {
             Kind::File(disk) => disk.write(offset, buffers, fua).await,
-            Kind::Null => Ok(()),
-            Kind::Other(other) => other.disk.write(offset, buffers, fua).await,
+            Kind::Null | Kind::Other(_) => Ok(()),
+        }
+    }
+
+    /// As [`read_otherwise`](Self::read_otherwise).
+    #[cold]
+    #[inline(never)]
+    fn write_otherwise(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        match (self.check_write(offset, buffers.bytes() as u64), &self.kind) {
+            (Ok(()), Kind::Other(other)) => other.disk.write(offset, buffers, fua),
+            (checked, _) => Box::pin(ready(refused(checked, buffers))),
         }
     }
 
@@ -363,6 +387,11 @@ impl Disk {
     }
 
     #[inline(always)]
+    fn is_other(&self) -> bool {
+        matches!(self.kind, Kind::Other(_))
+    }
+
+    #[inline(always)]
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
         let in_range = offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes());
         if in_range && (offset | len) & self.block_mask == 0 {
@@ -379,6 +408,10 @@ impl Disk {
         }
         self.check(offset, len)
     }
+}
+
+fn refused(checked: io::Result<()>, rest: Buffers) -> Result<(), Unfinished> {
+    checked.map_err(|error| Unfinished { error, rest })
 }
 
 #[cfg(test)]
