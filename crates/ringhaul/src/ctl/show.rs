@@ -190,10 +190,25 @@ fn disks(disks: &Value) -> String {
         };
         let direct = if disk["direct"] == true { "direct" } else { "page cache" };
         let engine = [text(&disk["engine"]), text(&disk["engine-reason"])].join(": ");
-        vec![place, size(&disk["size-bytes"]), text(&disk["state"]), direct.to_owned(), engine]
+        let made_of: Vec<String> = list(&disk["chain"]).iter().map(text).collect();
+        let (size, made_of) = (size(&disk["size-bytes"]), made_of.join(" over "));
+        vec![place, size, disk_state(disk), direct.to_owned(), made_of, engine]
     };
-    let head = ["UNIT", "SIZE", "DISK", "CACHE", "ENGINE"];
+    let head = ["UNIT", "SIZE", "DISK", "CACHE", "MADE OF", "ENGINE"];
     format!("\n{}", table(&head, list(disks).iter().map(row).collect()))
+}
+
+/// How a disk is doing, since when, and what else it says about that.
+fn disk_state(disk: &Value) -> String {
+    let mut state = text(&disk["state"]);
+    // Writing to a string does not fail.
+    if let Some(seconds) = disk["state-seconds"].as_u64() {
+        let _ = write!(state, " for {seconds} s");
+    }
+    if disk["remark"].is_string() {
+        let _ = write!(state, " ({})", text(&disk["remark"]));
+    }
+    state
 }
 
 fn queues(queues: &Value) -> String {
@@ -301,6 +316,20 @@ b\\u{1b}  scsi    stopping  1 MiB  late   no front-end  0
         for form in [Form::Table, Form::Lines] {
             assert_eq!(answer("lun.add", &json!({}), form), "");
         }
+    }
+
+    #[test]
+    fn a_disk_is_shown_with_its_state_and_what_it_is_made_of() {
+        let shown = disks(&json!([
+            { "size-bytes": 1 << 20, "state": "away", "state-seconds": 7, "remark": "0 of 2",
+              "direct": false, "chain": ["raw all bytes from 512", "file /a"],
+              "engine": "aio", "engine-reason": "x" },
+        ]));
+        let expected = "
+UNIT  SIZE   DISK                   CACHE       MADE OF                              ENGINE
+-     1 MiB  away for 7 s (0 of 2)  page cache  raw all bytes from 512 over file /a  aio: x
+";
+        assert_eq!(shown, expected);
     }
 
     #[test]
