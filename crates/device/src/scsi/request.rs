@@ -122,8 +122,9 @@ impl Scsi {
         cdb.check(command).map_err(refused)?;
         if op.uses_medium() {
             if unit.access.is_exclusive() {
-                return Ok(Way::Other(op));
+                return Ok(Way::Waits(op));
             }
+            // It is found by whoever excludes others from now on, and looks for this no more.
             arrived.takes_medium();
         }
         Ok(match op {
@@ -166,17 +167,14 @@ impl Scsi {
     async fn execute(
         &self,
         local: Rc<LocalUnit>,
-        op: Op,
+        (op, waits): (Op, bool),
         header: Header,
         number: usize,
         data: Data,
     ) -> Served {
         let (local, cdb) = (&*local, &header.cdb);
         let task = Task { tasks: &self.queue.tasks, number };
-        if op.uses_medium()
-            && local.unit.access.is_exclusive()
-            && let Err(failure) = self.wait_for_medium(local, op, cdb, task).await
-        {
+        if waits && let Err(failure) = self.wait_for_medium(local, op, cdb, task).await {
             return (RequestKind::Other, Err(refused(failure)));
         }
         let plain = |moved: Moved| moved.map(Done::from);
@@ -247,6 +245,8 @@ enum Way {
     Read,
     Write,
     Other(Op),
+    /// Another command has the medium to itself.
+    Waits(Op),
 }
 
 /// What has come of a command, and what it counts as.
@@ -354,9 +354,10 @@ impl Handler for Scsi {
                         };
                         (RequestKind::Write, moved.map(Done::from))
                     }
-                    Way::Other(op) => {
+                    Way::Other(op) | Way::Waits(op) => {
                         let data = Data { out: chain.readable, into: chain.writable };
-                        let served = Box::pin(self.execute(local, op, header, task, data)).await;
+                        let how = (op, matches!(way, Way::Waits(_)));
+                        let served = Box::pin(self.execute(local, how, header, task, data)).await;
                         if queue.is_done_again(head) { done_again(op, served) } else { served }
                     }
                 };
