@@ -21,6 +21,7 @@ pub(crate) mod sense;
 pub(crate) mod task_set;
 pub mod unit;
 pub(crate) mod units;
+pub(crate) mod unmap;
 
 pub use device::{RemovedUnit, ScsiDevice, UnitError};
 

@@ -189,7 +189,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (7, &["scsi::unit"]),
             (8, &["scsi::units"]),
             (9, &["scsi::event_queue", "scsi::request_queue"]),
-            (10, &["scsi::block", "scsi::mode", "scsi::reserve"]),
+            (10, &["scsi::block", "scsi::mode", "scsi::reserve", "scsi::unmap"]),
             (11, &["scsi::inquiry"]),
             (12, &["scsi::report"]),
             (13, &["scsi::device"]),

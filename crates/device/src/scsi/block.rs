@@ -14,10 +14,6 @@ use super::reserve;
 use super::sense::{DiskUse, Sense};
 use super::unit::Unit;
 
-/// The most descriptors of one UNMAP.
-pub(super) const UNMAP_DESCRIPTORS_MAX: u32 = 256;
-/// The most blocks that one UNMAP gives back. A hole of any size is one system call.
-pub(super) const UNMAP_BLOCKS_MAX: u32 = 1 << 20;
 /// The most bytes of one WRITE SAME: 32 MiB. Where the disk has no operation for it, the blocks are
 /// written, and one request should not take seconds.
 pub(super) const WRITE_SAME_BYTES_MAX: u64 = 32 << 20;
@@ -38,9 +34,9 @@ const FUA: u8 = 0x08;
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
-    lba: u64,
+    pub(super) lba: u64,
     pub(super) offset: u64,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 impl Range {
@@ -63,7 +59,7 @@ pub(super) struct Write {
 
 /// Blocks of a medium.
 #[inline]
-fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
+pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let info = disk.info();
     // A power of two.
     let shift = info.logical_block_bytes.trailing_zeros();
@@ -75,7 +71,7 @@ fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
 }
 
 /// Whether the medium still has blocks: it may have become smaller while the command waited.
-fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
+pub(super) fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
     if range.offset + range.bytes > disk.info().size_bytes {
         return Err(Sense::LBA_OUT_OF_RANGE.into());
     }
@@ -84,7 +80,7 @@ fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
 
 /// What an error of the disk is for the initiator.
 #[cold]
-fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
+pub(super) fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
     disk_error_after(0, asked, source)
 }
 
@@ -128,7 +124,7 @@ pub(super) fn check_ready(unit: &Unit) -> Result<(), Failure> {
 }
 
 #[inline]
-fn check_writable(local: &LocalUnit) -> Result<(), Failure> {
+pub(super) fn check_writable(local: &LocalUnit) -> Result<(), Failure> {
     check_ready(&local.unit)?;
     if local.disk.info().read_only {
         return Err(Sense::WRITE_PROTECTED.into());
@@ -216,7 +212,7 @@ pub(super) async fn flush(local: &LocalUnit) -> Result<(), Failure> {
 }
 
 /// Without a write cache, what was done is on stable storage before it is answered.
-async fn settle(local: &LocalUnit) -> Result<(), Failure> {
+pub(super) async fn settle(local: &LocalUnit) -> Result<(), Failure> {
     if local.unit.has_write_cache() { Ok(()) } else { flush(local).await }
 }
 
@@ -236,57 +232,6 @@ pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
     }
     local.unit.access.set_stopped(!starts);
     Ok(0)
-}
-
-/// The descriptors of an UNMAP (SBC-4, section 5.35): all are checked before any is carried out.
-pub(super) async fn unmap(
-    local: &LocalUnit,
-    cdb: &Cdb,
-    task: Task<'_>,
-    data: Data,
-) -> Result<Done, Failure> {
-    const HEADER: usize = 8;
-    const DESCRIPTOR: usize = 16;
-    if !local.unit.can_unmap() {
-        return Err(Sense::UNKNOWN_OPCODE.into());
-    }
-    check_writable(local)?;
-    let length = usize::from(cdb.u16(7));
-    if length == 0 {
-        return Ok(Done::from(0));
-    }
-    let list = data.list(length)?;
-    let Some((header, descriptors)) = list.split_first_chunk::<HEADER>() else {
-        return Err(Sense::LIST_LENGTH.into());
-    };
-    let [_, _, d0, d1, ..] = *header;
-    // What is beyond the list or no whole descriptor is left out.
-    let said = usize::from(u16::from_be_bytes([d0, d1]));
-    let descriptors = &descriptors[..said.min(descriptors.len())];
-    let block = u64::from(local.disk.info().logical_block_bytes);
-    let mut ranges = Vec::new();
-    let mut all: u64 = 0;
-    for (index, descriptor) in descriptors.chunks_exact(DESCRIPTOR).enumerate() {
-        let [l0, l1, l2, l3, l4, l5, l6, l7, c0, c1, c2, c3, ..] = *descriptor else {
-            unreachable!("a descriptor has 16 bytes");
-        };
-        let lba = u64::from_be_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
-        let range = range(&local.disk, (lba, u32::from_be_bytes([c0, c1, c2, c3])))?;
-        all += range.bytes / block;
-        if index >= UNMAP_DESCRIPTORS_MAX as usize || all > UNMAP_BLOCKS_MAX.into() {
-            let at = HEADER + DESCRIPTOR * index;
-            return Err(Sense::in_list(iomem::fits(at, "a place in a list"), None).into());
-        }
-        ranges.push(range);
-    }
-    for range @ Range { lba, offset, bytes } in ranges {
-        task.check()?;
-        check_still(&local.disk, range)?;
-        let result = local.disk.discard(offset, bytes).await;
-        result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
-    }
-    settle(local).await?;
-    Ok(Done { moved: length, medium_bytes: all * block })
 }
 
 /// Writes one block over and over (SBC-4, section 5.54).
@@ -316,6 +261,7 @@ pub(super) async fn write_same(
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
     let mut left = Range { bytes, ..whole };
     if pattern.iter().all(|byte| *byte == 0) {
+        drop(pattern);
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
             check_still(&local.disk, step)?;
@@ -325,6 +271,7 @@ pub(super) async fn write_same(
     } else {
         let failed = |error| disk_error(DiskUse::writes("write", lba), error);
         let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed)?;
+        drop(pattern);
         while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
             task.check()?;
             check_still(&local.disk, step)?;

@@ -1,12 +1,11 @@
 //! INQUIRY and its vital product data pages (SPC-5, sections 6.6 and 7.7; SBC-4, section 6.6).
 
-use super::block::{
-    COMPARE_BLOCKS_MAX, UNMAP_BLOCKS_MAX, UNMAP_DESCRIPTORS_MAX, WRITE_SAME_BYTES_MAX,
-};
+use super::block::{COMPARE_BLOCKS_MAX, WRITE_SAME_BYTES_MAX};
 use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
 use super::sense::Sense;
 use super::unit::Unit;
+use super::unmap;
 
 /// Bytes of the standard data: up to the version descriptors.
 const STANDARD_BYTES: usize = 74;
@@ -131,8 +130,8 @@ fn limits(unit: &Unit) -> [u8; 60] {
     let granularity = info.physical_block_bytes / info.logical_block_bytes;
     page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
     if unit.can_unmap() {
-        page[16..20].copy_from_slice(&UNMAP_BLOCKS_MAX.to_be_bytes());
-        page[20..24].copy_from_slice(&UNMAP_DESCRIPTORS_MAX.to_be_bytes());
+        page[16..20].copy_from_slice(&unmap::BLOCKS_MAX.to_be_bytes());
+        page[20..24].copy_from_slice(&unmap::DESCRIPTORS_MAX.to_be_bytes());
         let unit_bytes = unit.source.discard_bytes().unwrap_or(info.logical_block_bytes);
         page[24..28].copy_from_slice(&(unit_bytes / info.logical_block_bytes).to_be_bytes());
     }

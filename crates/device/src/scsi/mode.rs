@@ -162,8 +162,8 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
     if length == 0 {
         return Ok(0);
     }
-    let list = data.list(length)?;
-    let Selected { write_cache, sense_format } = parse(unit, &form, &list)?;
+    // The list has gone when the command waits.
+    let Selected { write_cache, sense_format } = parse(unit, &form, &data.list(length)?)?;
     let write_cache = write_cache.filter(|wanted| *wanted != unit.has_write_cache());
     match write_cache {
         Some(true) => unit.set_write_cache(true),

@@ -114,10 +114,15 @@ impl Data {
 
     /// The parameter list, which the CDB says is this long.
     pub(crate) fn list(&self, length: usize) -> Result<Vec<u8>, Failure> {
+        self.front_of_list(length, DATA_MAX)
+    }
+
+    /// As [`list`](Self::list), of which nothing matters beyond `most` bytes.
+    pub(crate) fn front_of_list(&self, length: usize, most: usize) -> Result<Vec<u8>, Failure> {
         if length > self.out.bytes() {
             return Err(Failure::Overrun);
         }
-        let mut list = vec![0; length.min(DATA_MAX)];
+        let mut list = vec![0; length.min(most)];
         self.out.copy_to(0, &mut list);
         Ok(list)
     }

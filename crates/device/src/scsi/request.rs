@@ -21,7 +21,7 @@ use super::sense::{Format, Sense};
 use super::task_set::{Abort, Arrived};
 use super::unit::Unit;
 use super::units::Units;
-use super::{block, inquiry, mode, report, reserve};
+use super::{block, inquiry, mode, report, reserve, unmap};
 use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
@@ -184,7 +184,7 @@ impl Scsi {
             Op::SynchronizeCache => {
                 (RequestKind::Flush, plain(block::synchronize(local, cdb).await))
             }
-            Op::Unmap => (RequestKind::Discard, block::unmap(local, cdb, task, data).await),
+            Op::Unmap => (RequestKind::Discard, unmap::unmap(local, cdb, task, data).await),
             Op::WriteSame => {
                 (RequestKind::WriteZeroes, block::write_same(local, cdb, task, data).await)
             }

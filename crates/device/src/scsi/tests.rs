@@ -328,6 +328,24 @@ fn write_same_and_unmap_change_what_they_name() {
 }
 
 #[test]
+fn only_as_much_of_an_unmap_list_counts_as_may_be_used() {
+    let mut initiator = Initiator::new();
+    let mut list = vec![0; 0xffff];
+    let cdb = cdb10(0x42, 0, 0, 0xffff);
+    for (descriptors, pointer) in [(0, None), (256, None), (257, Some(8 + 16 * 256_u16))] {
+        list[2..4].copy_from_slice(&u16::to_be_bytes(descriptors * 16));
+        let answer = initiator.run(&cdb, &list, 0);
+        let Some(pointer) = pointer else {
+            assert_eq!((answer.response, answer.status, answer.residual), (0, 0, 0));
+            continue;
+        };
+        let [high, low] = pointer.to_be_bytes();
+        assert_eq!((answer.sense, answer.specific), ([5, 0x26, 0], [0x80, high, low]));
+    }
+    assert_eq!(initiator.run(&cdb, &list[1..], 0).response, 1, "the list is shorter than said");
+}
+
+#[test]
 fn the_write_cache_is_switched_by_mode_select() {
     let mut initiator = Initiator::new();
     let sense = [0x1a, 8, 0x08, 0, 255, 0];

@@ -1,0 +1,81 @@
+//! UNMAP (SBC-4, section 5.35).
+
+use blockio::Disk;
+
+use super::block::{Range, check_still, check_writable, disk_error, range, settle};
+use super::cdb::Cdb;
+use super::outcome::{Data, Done, Failure, Task};
+use super::request_queue::LocalUnit;
+use super::sense::{DiskUse, Sense};
+
+/// The most descriptors of one UNMAP.
+pub(super) const DESCRIPTORS_MAX: u32 = 256;
+/// The most blocks that one UNMAP gives back. A hole of any size is one system call.
+pub(super) const BLOCKS_MAX: u32 = 1 << 20;
+
+const HEADER_BYTES: usize = 8;
+const DESCRIPTOR_BYTES: usize = 16;
+
+/// Gives blocks back. All descriptors are checked before any is carried out.
+pub(super) async fn unmap(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
+    if !local.unit.can_unmap() {
+        return Err(Sense::UNKNOWN_OPCODE.into());
+    }
+    check_writable(local)?;
+    let length = usize::from(cdb.u16(7));
+    if length == 0 {
+        return Ok(Done::from(0));
+    }
+    let ranges = ranges(&local.disk, length, &data)?;
+    let medium_bytes = ranges.iter().map(|range| range.bytes).sum();
+    for range @ Range { lba, offset, bytes } in ranges {
+        task.check()?;
+        check_still(&local.disk, range)?;
+        let result = local.disk.discard(offset, bytes).await;
+        result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
+    }
+    settle(local).await?;
+    Ok(Done { moved: length, medium_bytes })
+}
+
+/// What the descriptors of an UNMAP name. Only this is kept while the disk works: the list may be
+/// far longer.
+fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure> {
+    let most = DESCRIPTORS_MAX as usize;
+    let list = data.front_of_list(length, HEADER_BYTES + DESCRIPTOR_BYTES * most)?;
+    let Some((header, descriptors)) = list.split_first_chunk::<HEADER_BYTES>() else {
+        return Err(Sense::LIST_LENGTH.into());
+    };
+    let [_, _, d0, d1, ..] = *header;
+    // What is beyond the list or no whole descriptor is left out.
+    let said = usize::from(u16::from_be_bytes([d0, d1])).min(length - HEADER_BYTES);
+    let descriptors = &descriptors[..said.min(descriptors.len())];
+    let too_many = |index| {
+        let at = HEADER_BYTES + DESCRIPTOR_BYTES * index;
+        Err(Sense::in_list(iomem::fits(at, "a place in a list"), None).into())
+    };
+    let block = u64::from(disk.info().logical_block_bytes);
+    let mut ranges = Vec::with_capacity(descriptors.len() / DESCRIPTOR_BYTES);
+    let mut blocks: u64 = 0;
+    for (index, descriptor) in descriptors.chunks_exact(DESCRIPTOR_BYTES).enumerate() {
+        let [l0, l1, l2, l3, l4, l5, l6, l7, c0, c1, c2, c3, ..] = *descriptor else {
+            unreachable!("a descriptor has 16 bytes");
+        };
+        let lba = u64::from_be_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
+        let range = range(disk, (lba, u32::from_be_bytes([c0, c1, c2, c3])))?;
+        blocks += range.bytes / block;
+        if blocks > BLOCKS_MAX.into() {
+            return too_many(index);
+        }
+        ranges.push(range);
+    }
+    if said / DESCRIPTOR_BYTES > most {
+        return too_many(most);
+    }
+    Ok(ranges)
+}
