@@ -47,7 +47,9 @@ impl<'de> Visitor<'de> for TextOrTable {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
-        DiskSpec::deserialize(MapAccessDeserializer::new(map))
+        let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map))?;
+        words::check_layers(disk.layers()).map_err(A::Error::custom)?;
+        Ok(disk)
     }
 }
 
@@ -87,7 +89,9 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_disk_is_said() {
+        let deep = format!("{}\"null:1M\"{}", r#"{"raw":{"over":"#.repeat(16), "}}".repeat(16));
         for (json, expected) in [
+            (&*deep, "it has 17 layers of disks; at most 16 can be"),
             (r#"{"null":{"size-bytes":512,"size":1}}"#, "unknown field `size`"),
             (r#"{"qcow3":"/a"}"#, "unknown variant `qcow3`"),
             (r#""qcow3,path=/a""#, "unknown disk kind 'qcow3'"),

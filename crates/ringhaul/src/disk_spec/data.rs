@@ -43,6 +43,14 @@ impl DiskSpec {
         }
     }
 
+    /// How many disks lie over one another in it.
+    pub(crate) fn layers(&self) -> usize {
+        match self {
+            Self::File(_) | Self::Null { .. } => 1,
+            Self::Raw { over, .. } => 1 + over.layers(),
+        }
+    }
+
     /// The path of the file or device that it is, all of it and nothing else.
     pub(crate) fn whole_file(&self) -> Option<&Path> {
         match self {

@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Error, Result, bail};
+use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
 
 use super::data::DiskSpec;
@@ -65,6 +65,9 @@ const KINDS: &[Kind] = &[
 /// The key of the disk below.
 const OVER: &str = "over";
 
+/// The most layers of a disk, far from what a stack or a JSON parser has room for.
+const LAYERS_MAX: usize = 16;
+
 impl DiskSpec {
     /// The disk that a text names, such as `file,path=disk.img`.
     ///
@@ -72,16 +75,28 @@ impl DiskSpec {
     ///
     /// When it names none.
     pub fn parse(text: &str) -> Result<Self> {
-        disk(&split_at_commas(text))
+        disk_of_layers(&split_at_commas(text))
     }
 
     /// The same, of a text that was taken apart at its commas.
     pub(crate) fn of_parts(parts: &[String]) -> Result<Self> {
-        disk(parts)
+        disk_of_layers(parts)
     }
 }
 
-/// The disk that these words name.
+/// The disk that these words name, whoever wrote them: each layer is a call within another.
+fn disk_of_layers(parts: &[String]) -> Result<DiskSpec> {
+    let is_over = |part: &&String| part.split_once('=').is_some_and(|(key, _)| key == OVER);
+    check_layers(1 + parts.iter().filter(is_over).count())?;
+    disk(parts)
+}
+
+/// Whether a disk may have so many layers.
+pub(super) fn check_layers(layers: usize) -> Result<()> {
+    ensure!(layers <= LAYERS_MAX, "it has {layers} layers of disks; at most {LAYERS_MAX} can be");
+    Ok(())
+}
+
 fn disk(parts: &[String]) -> Result<DiskSpec> {
     let Some((first, rest)) = parts.split_first() else { bail!("no disk is named") };
     let mut words = Words::default();
@@ -266,6 +281,8 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_said_with_what_is_known() {
+        let deep = "raw,over=".repeat(16) + "null:1M";
+        assert!(DiskSpec::parse(&deep["raw,over=".len()..]).is_ok());
         for (bad, expected) in [
             ("qcow3,path=x", "unknown disk kind 'qcow3' (expected: file, null, raw; or the path"),
             ("nbd:x", "unknown disk kind 'nbd'"),
@@ -279,6 +296,7 @@ mod tests {
             ("raw,offset=1,offset=1,over=/a", "offset is given twice"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
             ("null,size=x", "size: "),
+            (&deep, "it has 17 layers of disks; at most 16 can be"),
         ] {
             let error = format!("{:#}", DiskSpec::parse(bad).unwrap_err());
             assert!(error.contains(expected), "{bad}: {error}");
