@@ -396,6 +396,14 @@ fn units_that_come_and_go_are_told_by_the_others() {
     assert!(scsi.remove_unit(added).is_some() && scsi.remove_unit(added).is_none());
     assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     assert_eq!(initiator.run_at(added.bytes(), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
+    // What REPORT LUNS says of one target is nothing to the units of another.
+    let elsewhere = UnitAddress { target: 3, lun: 9 };
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let other = UnitOptions { naa: [0x30, 0, 0, 0, 0, 0, 0, 9], ..options() };
+    scsi.add_unit(elsewhere, source, other).unwrap();
+    initiator.good(&[0; 6], &[], 0);
+    assert!(scsi.remove_unit(elsewhere).is_some());
+    initiator.good(&[0; 6], &[], 0);
 }
 
 #[test]

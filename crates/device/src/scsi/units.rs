@@ -70,7 +70,7 @@ pub(crate) struct UnitNexus {
 }
 
 impl Units {
-    /// Adds a unit, of which the others tell.
+    /// Adds a unit, of which the others of its target tell: REPORT LUNS is for each target.
     pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<(), NoPlace> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
@@ -79,19 +79,19 @@ impl Units {
         if let Some(other) = all.values().find(|other| unit.is_taken_for(&other.unit)) {
             return Err(NoPlace::SameName(other.unit.address));
         }
-        all.values().for_each(|other| other.unit.attentions.add(Sense::UNITS_CHANGED));
+        tell(&all, unit.address.target, Sense::UNITS_CHANGED);
         let (borrowed, left) = Waiting::new();
         all.insert(unit.address, Place { unit, borrowed, left });
         self.generation.fetch_add(1, Ordering::Release);
         Ok(())
     }
 
-    /// Takes a unit away, of which the others tell. The second is ready when nobody has
+    /// Takes a unit away, of which the others of its target tell. The second is ready when nobody has
     /// [borrowed](Self::borrow) it any more.
     pub(crate) fn remove(&self, address: UnitAddress) -> Option<(Arc<Unit>, Waiting)> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let Place { unit, borrowed, .. } = all.remove(&address)?;
-        all.values().for_each(|other| other.unit.attentions.add(Sense::UNITS_CHANGED));
+        tell(&all, address.target, Sense::UNITS_CHANGED);
         self.generation.fetch_add(1, Ordering::Release);
         Some((unit, borrowed))
     }
@@ -106,9 +106,7 @@ impl Units {
     /// The initiator learns of something with its next command to each unit of a target.
     pub(crate) fn tell_target(&self, target: u8, sense: Sense) {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        let units = all.values().map(|place| &place.unit);
-        let meant = units.filter(|unit| unit.address.target == target);
-        meant.for_each(|unit| unit.attentions.add(sense));
+        tell(&all, target, sense);
     }
 
     /// Looks at the units there are now, in the order of their addresses. They stay while `look`
@@ -143,4 +141,11 @@ impl Units {
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
+}
+
+/// Has all units of a target tell their initiator of something.
+fn tell(all: &BTreeMap<UnitAddress, Place>, target: u8, sense: Sense) {
+    let units = all.values().map(|place| &place.unit);
+    let meant = units.filter(|unit| unit.address.target == target);
+    meant.for_each(|unit| unit.attentions.add(sense));
 }
