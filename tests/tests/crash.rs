@@ -1,4 +1,5 @@
-//! A driver that keeps its inflight region, and a daemon that is killed under it, again and again.
+//! A driver that keeps its inflight region, or has none and is answered in order, and a daemon that
+//! is killed under it, again and again.
 //!
 //! Every block is written with contents of its own each time, so that a write that is lost, comes
 //! too late or comes twice is found out by the next read of it, or at the end.
@@ -23,6 +24,7 @@ use tempfile::TempDir;
 
 for_each_engine! {
     a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice,
+    a_daemon_that_answers_in_order_needs_no_region,
 }
 
 /// How often the daemon is killed; `cargo xtask crash --rounds N` sets it.
@@ -64,7 +66,8 @@ impl Request {
 
 struct World {
     frontend: Frontend,
-    region: Arc<OwnedFd>,
+    /// `None`: it keeps none.
+    region: Option<Arc<OwnedFd>>,
     slots: Vec<Vec<Option<Request>>>,
     /// The version of each block that was answered.
     versions: Vec<u64>,
@@ -76,16 +79,20 @@ struct World {
 }
 
 impl World {
-    fn new(socket: &Path) -> Result<Self> {
+    fn new(socket: &Path, keeps_region: bool) -> Result<Self> {
         let mut setup = Setup::default().queue_size(QUEUE_SIZE);
-        setup.protocol_features =
-            setup.protocol_features.map(|all| all | protocol_feature::INFLIGHT_SHMFD);
         setup.queues = QUEUES;
-        let region = memfd_create("ringhaul-test-inflight", MemfdFlags::CLOEXEC)?;
-        ftruncate(&region, ACCOUNT_BYTES * u64::from(QUEUES))?;
+        let mut region = None;
+        if keeps_region {
+            let features = &mut setup.protocol_features;
+            *features = features.map(|all| all | protocol_feature::INFLIGHT_SHMFD);
+            let file = memfd_create("ringhaul-test-inflight", MemfdFlags::CLOEXEC)?;
+            ftruncate(&file, ACCOUNT_BYTES * u64::from(QUEUES))?;
+            region = Some(Arc::new(file));
+        }
         Ok(Self {
             frontend: Frontend::connect(socket, &setup)?,
-            region: Arc::new(region),
+            region,
             slots: vec![vec![None; SLOTS.into()]; QUEUES.into()],
             versions: vec![0; usize::try_from(BLOCKS)?],
             last_version: 0,
@@ -101,14 +108,15 @@ impl World {
     }
 
     /// Attaches as a front-end does that has heard nothing of the last daemon: queues go on where
-    /// used idx is, and the region says the rest.
+    /// used idx is, and the region says the rest, if there is one.
     fn attach(&mut self) -> Result<()> {
         self.frontend.negotiate()?;
         self.frontend.share_memory()?;
-        let mut area = [ACCOUNT_BYTES * u64::from(QUEUES), 0].map(u64::to_ne_bytes).concat();
-        area.extend([QUEUES, QUEUE_SIZE, 0, 0].map(u16::to_ne_bytes).concat());
-        let message = Message::new(code::SET_INFLIGHT_FD, area).with_fd(&self.region);
-        self.frontend.tell(message)?;
+        if let Some(region) = &self.region {
+            let mut area = [ACCOUNT_BYTES * u64::from(QUEUES), 0].map(u64::to_ne_bytes).concat();
+            area.extend([QUEUES, QUEUE_SIZE, 0, 0].map(u16::to_ne_bytes).concat());
+            self.frontend.tell(Message::new(code::SET_INFLIGHT_FD, area).with_fd(region))?;
+        }
         for queue in 0..usize::from(QUEUES) {
             let base = self.frontend.rings[queue].used_idx();
             self.frontend.start_queue(queue, base)?;
@@ -276,6 +284,14 @@ fn data_of(queue: usize, slot: usize) -> u64 {
 }
 
 fn a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice(engine: Engine) -> Result<()> {
+    kill_many_times(engine, true)
+}
+
+fn a_daemon_that_answers_in_order_needs_no_region(engine: Engine) -> Result<()> {
+    kill_many_times(engine, false)
+}
+
+fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
     let rounds = match std::env::var(ROUNDS) {
         Ok(text) => text.parse().with_context(|| format!("{ROUNDS} is {text:?}, and no number"))?,
         Err(_) => ROUNDS_DEFAULT,
@@ -295,10 +311,11 @@ fn a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice(engine: Engine) 
         logical_block_bytes: 512,
         read_only: false,
         units: None,
+        in_order: !keeps_region,
     };
     let start = || Server::start(Program::Ringhaul, &export);
     let mut server = start()?;
-    let mut world = World::new(&export.socket)?;
+    let mut world = World::new(&export.socket, keeps_region)?;
     world.attach()?;
     let (mut left, mut again) = (0, 0);
     for round in 0..rounds {

@@ -137,6 +137,8 @@ pub struct Export {
     pub read_only: bool,
     /// For virtio-scsi, where the file is LUN 0: further units, as values of `--lun`.
     pub units: Option<Vec<String>>,
+    /// Answers come in the order of the avail ring.
+    pub in_order: bool,
 }
 
 impl Export {
@@ -362,6 +364,9 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .arg(export.control());
     if export.read_only {
         command.arg("--read-only");
+    }
+    if export.in_order {
+        command.args(["--in-order", "on"]);
     }
     if let Some(units) = &export.units {
         let (file, serial) = (export.file.display(), &export.serial);

@@ -95,6 +95,7 @@ impl Scene {
             logical_block_bytes: 512,
             read_only: false,
             units: None,
+            in_order: false,
         })
     }
 
