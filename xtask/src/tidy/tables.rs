@@ -234,7 +234,14 @@ pub(super) const FLOORS: &[Floors] = &[
             (11, &["vhost_user::outcome"]),
             (12, &["vhost_user::config"]),
             (13, &["vhost_user::connection"]),
-            (14, &["vhost_user::connection::pause", "vhost_user::hand_over"]),
+            (
+                14,
+                &[
+                    "vhost_user::connection::pause",
+                    "vhost_user::connection::stop",
+                    "vhost_user::hand_over",
+                ],
+            ),
             (15, &["vhost_user::session"]),
             (16, &["vhost_user"]),
             // Exports and the thread that controls them.

@@ -1,6 +1,7 @@
 //! The device as one front-end has set it up, and what its messages do to it.
 
 mod pause;
+mod stop;
 
 use std::io;
 use std::ops::Range;
@@ -21,7 +22,7 @@ use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
-use super::ring::{Progress, RingState, invalid, note, ring_size};
+use super::ring::{RingState, invalid, note, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
@@ -45,6 +46,8 @@ pub(super) struct Connection {
     control_ring: Option<usize>,
     /// It may have to start when others have.
     control_is_due: bool,
+    /// Rings that stop when the control ring has.
+    to_stop: Range<usize>,
     /// The first ring that did not start or stop. What is not the ring's own fault comes first.
     failure: Option<io::Error>,
 }
@@ -65,6 +68,7 @@ impl Connection {
             backend_channel: None,
             control_ring,
             control_is_due: false,
+            to_stop: 0..0,
             failure: None,
         }
     }
@@ -315,9 +319,7 @@ impl Connection {
 
     /// Begins a change: the rings that it concerns stop first.
     pub(super) fn begin(&mut self, change: Change) -> Outcome {
-        for ring in change.rings(self.rings.len()) {
-            self.rings[ring].begin_stop(&self.setup.waker);
-        }
+        self.begin_stop(change.rings(self.rings.len()));
         Outcome::Later(Work::Stop(change))
     }
 
@@ -429,19 +431,6 @@ impl Connection {
         Poll::Ready(self.failure.take().map_or(Ok(()), Err))
     }
 
-    /// Takes what IoThreads have answered. Whether one has yet to.
-    fn progress(&mut self) -> bool {
-        let mut is_busy = false;
-        for ring in &mut self.rings {
-            match ring.progress() {
-                Progress::Settled => {}
-                Progress::Busy => is_busy = true,
-                Progress::Failed(error) => note(&mut self.failure, error),
-            }
-        }
-        is_busy
-    }
-
     /// The front-end's answer when rings have started.
     pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
@@ -453,20 +442,6 @@ impl Connection {
             (_, Start { answer: Ok(None), .. }) => Outcome::Done,
             (_, Start { answer: Err(refusal), .. }) => Outcome::Refuse(refusal),
         }
-    }
-
-    /// Stops all rings for good, whatever they are at. True when that is done.
-    pub(super) fn end(&mut self) -> bool {
-        let mut is_done = true;
-        for ring in &mut self.rings {
-            // One that was starting is stopped when it has.
-            while {
-                ring.begin_stop(&self.setup.waker);
-                !matches!(ring.progress(), Progress::Busy) && ring.is_running()
-            } {}
-            is_done &= ring.is_stopped();
-        }
-        is_done
     }
 
     /// Drops all that the front-end has brought, and what its driver has negotiated. An

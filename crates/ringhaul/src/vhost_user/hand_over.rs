@@ -151,7 +151,7 @@ impl SessionState {
         for (ring, fields) in connection.rings.iter_mut().zip(self.rings) {
             // One that does not fit into the memory did not run in the old process either.
             fields.take_over(ring, fds)?;
-            ring.begin_pause(&connection.setup.waker);
+            ring.set_paused();
         }
         let channel = self.channel.take_over(&connection.setup, fds, now)?;
         Ok(TakenOver { channel, connection, has_changed })

@@ -70,10 +70,9 @@ impl RingState {
         }
     }
 
-    /// Begins to stop the queue until it is [due to start again](Self::take_due).
-    pub(super) fn begin_pause(&mut self, waker: &Waker) {
+    /// It stops, or has, only to be [started again](Self::take_due).
+    pub(super) fn set_paused(&mut self) {
         self.is_paused = true;
-        self.begin_stop(waker);
     }
 
     /// True once, when it has paused.

@@ -198,7 +198,7 @@ impl Session {
             Stage::Working { header, work, since } => {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
-            Stage::Ending(end) if self.connection.end() => {
+            Stage::Ending(end) if self.connection.end(self.channel.is_hung_up()) => {
                 let unmapped = self.connection.let_go();
                 self.channel.shut_down();
                 let Some(unmapped) = unmapped else { return Progress::Ended(end) };

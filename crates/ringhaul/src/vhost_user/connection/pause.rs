@@ -4,16 +4,19 @@ use std::io;
 use std::task::Poll;
 
 use super::Connection;
+use crate::vhost_user::ring::RingState;
 
 impl Connection {
     /// Begins to stop all rings, to be started again.
     pub(in crate::vhost_user) fn begin_pause(&mut self) {
-        self.rings.iter_mut().for_each(|ring| ring.begin_pause(&self.setup.waker));
+        self.rings.iter_mut().for_each(RingState::set_paused);
+        self.begin_stop(0..self.rings.len());
     }
 
     /// Continues to start those rings again that should run, each as soon as it has stopped: what
     /// keeps one of them from that keeps no other. As [`settle`](Self::settle).
     pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
+        self.to_stop = 0..0;
         self.progress();
         let control = self.control_ring;
         for ring in (0..self.rings.len()).filter(|ring| Some(*ring) != control) {

@@ -17,6 +17,7 @@ use super::super::message::{Config, Header, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::*;
 
+mod functions;
 mod hand_over;
 mod inflight;
 
@@ -119,14 +120,19 @@ impl Scene {
 
     /// Starts all queues.
     fn start(&mut self) {
+        self.start_with(16);
+    }
+
+    /// Starts all queues, with rings of this size.
+    fn start_with(&mut self, size: u32) {
         use Request::*;
         let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
         let (mut all, memory) = (vec![(features, vec![])], self.memory());
         all.push((AddMemReg(region()), memory));
-        for index in 0..u32::from(QUEUES) {
+        for index in 0..u32::from(self.device.num_queues()) {
             let byte = u8::try_from(index).unwrap();
             let addresses = addresses(USER_ADDR + 0x4000 * u64::from(index));
-            all.push((SetVringNum { index, size: 16 }, vec![]));
+            all.push((SetVringNum { index, size }, vec![]));
             all.push((SetVringAddr { index, addresses }, vec![]));
             all.push((SetVringKick { index: byte, has_fd: true }, vec![new_eventfd()]));
             all.push((SetVringEnable { index, value: 1 }, vec![]));
@@ -164,7 +170,7 @@ impl Scene {
 
     /// Stops all queues and drops what the front-end has brought.
     fn end(mut self) {
-        while !self.connection.end() {
+        while !self.connection.end(false) {
             self.io.turn(Wait::Never).unwrap();
         }
         assert!(self.connection.let_go().is_none(), "little memory is unmapped at once");
