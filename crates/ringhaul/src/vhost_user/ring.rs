@@ -24,6 +24,8 @@ pub(super) struct RingState {
     service: Service,
     /// It was stopped only to be started again.
     is_paused: bool,
+    /// When it was to start last, that failed.
+    is_lost: bool,
 }
 
 /// What the front-end has set.
@@ -91,27 +93,39 @@ impl RingState {
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
+        let setup = self.queue_setup(memory, inflight, index);
+        self.is_lost = setup.is_err();
+        let Some(setup) = setup? else { return Ok(()) };
+        let handle = device.begin_start_queue(index, thread, setup);
+        handle.wake(waker);
+        self.service = Service::Starting(handle);
+        Ok(())
+    }
+
+    /// What the queue starts with, if it should.
+    fn queue_setup(
+        &self,
+        memory: &Arc<GuestMemory>,
+        inflight: Option<&InflightRegion>,
+        index: u16,
+    ) -> io::Result<Option<QueueSetup>> {
         let RingSettings { size, addresses, started, enabled, kick } = &self.settings;
         if !(*started && *enabled && matches!(self.service, Service::Stopped)) {
-            return Ok(());
+            return Ok(None);
         }
         // Memory and addresses may still be on their way.
-        let Some(addresses) = *addresses else { return Ok(()) };
+        let Some(addresses) = *addresses else { return Ok(None) };
         if *size == 0 || memory.num_regions() == 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let setup = QueueSetup {
+        Ok(Some(QueueSetup {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
             inflight: inflight.map(|region| region.queue(index)).transpose().map_err(other)?,
             kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref())?,
             err: clone(self.err.as_ref())?,
-        };
-        let handle = device.begin_start_queue(index, thread, setup);
-        handle.wake(waker);
-        self.service = Service::Starting(handle);
-        Ok(())
+        }))
     }
 
     /// Takes the answer of the IoThread if it is there.
@@ -126,7 +140,7 @@ impl RingState {
                     Progress::Settled
                 }
                 Poll::Ready(Some(Err(error))) => {
-                    self.service = Service::Stopped;
+                    (self.service, self.is_lost) = (Service::Stopped, true);
                     Progress::Failed(match error {
                         StartError::Ring(_) => invalid(error.to_string()),
                         StartError::NoSuchQueue { .. } | StartError::ThreadEnded => {
@@ -159,8 +173,13 @@ impl RingState {
     }
 
     /// Whether it serves requests: one that is stopping finishes those that it has taken.
-    pub(super) fn is_serving(&self) -> bool {
+    fn is_serving(&self) -> bool {
         matches!(self.service, Service::Running(_) | Service::Stopping(..))
+    }
+
+    /// Whether it should serve requests when those rings do again that were stopped for a while.
+    pub(super) fn is_missing(&self) -> bool {
+        self.settings.started && !self.is_lost && !self.is_serving()
     }
 
     pub(super) fn is_stopped(&self) -> bool {

@@ -27,7 +27,7 @@ impl Connection {
         }
         if let Some(control) = self.control_ring {
             let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
-            let is_due = others.all(|(_, ring)| !ring.settings.started || ring.is_serving());
+            let is_due = !others.any(|(_, ring)| ring.is_missing());
             if is_due && self.rings[control].take_due() {
                 self.start_ring(control);
             }

@@ -4,6 +4,8 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
+use device::scsi::config::ScsiOptions;
+
 use super::super::super::channel::Channel;
 use super::super::super::hand_over::SessionState;
 use super::super::super::session::{Progress, Session};
@@ -12,15 +14,20 @@ use crate::handed_fds::HandedFds;
 
 /// The session of `scene` in another process, whose disk has so many bytes.
 fn take_over(scene: &mut Scene, disk_bytes: u64) -> (Scene, Session, UnixStream) {
+    let source = DiskSource::null(disk_bytes, &DiskOptions::default()).unwrap();
+    let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
+    take_over_with(scene, Device::blk(source, options, Arc::new(LogEvents::new("test"))))
+}
+
+/// The session of `scene` in another process, which has this device.
+fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStream) {
     scene.connection.begin_pause();
     scene.settle().unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let channel = Channel::new(ours, Arc::clone(&scene.examiner));
     let mut fds = HandedFds::default();
     let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
-    let source = DiskSource::null(disk_bytes, &DiskOptions::default()).unwrap();
-    let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
-    let other = Scene::of(Device::blk(source, options, Arc::new(LogEvents::new("test"))), 0);
+    let other = Scene::of(device, 0);
     let setup = other.connection.setup.clone();
     let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
     (other, session, theirs)
@@ -76,8 +83,29 @@ fn a_ring_outside_the_memory_stops_alone() {
         "{lost:?}"
     );
     assert_eq!(session.next_avail(0), Some(0));
-    let states = session.describe().queues.into_iter().map(|queue| format!("{:?}", queue.state));
-    assert_eq!(states.collect::<Vec<_>>(), ["Running", "Stopped"]);
+    assert_eq!(states(&session), ["Running", "Stopped"]);
+    end(other, session);
+    scene.end();
+}
+
+fn states(session: &Session) -> Vec<String> {
+    let queues = session.describe().queues.into_iter();
+    queues.map(|queue| format!("{:?}", queue.state)).collect()
+}
+
+/// The driver can still end what it has in the others.
+#[test]
+fn task_management_goes_on_without_a_ring_that_is_lost() {
+    let options = || ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
+    let device = || Device::scsi(options(), Arc::new(LogEvents::new("test")));
+    let mut scene = Scene::of(device(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    scene.start();
+    let nowhere = addresses(USER_ADDR + MEMORY_BYTES);
+    scene.connection.rings[3].settings.addresses = Some(nowhere);
+    let (mut other, mut session, _front_end) = take_over_with(&mut scene, device());
+    let lost = go_on(&mut other, &mut session);
+    assert!(matches!(lost, Progress::RingLost(_)), "{lost:?}");
+    assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
     end(other, session);
     scene.end();
 }
