@@ -134,7 +134,7 @@ impl Bench {
             format!("{pinned} {program} {options}")
         });
         let times = self.times.options().join(" ");
-        let loads = [Device::Blk, Device::Scsi].map(|device| {
+        let loads = [Device::Blk, Device::Inflight, Device::Scsi].map(|device| {
             let options = bench_options(device, EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
             format!("ringhaul bench {options} {times} --randseed ROUND")
         });

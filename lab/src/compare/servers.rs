@@ -26,6 +26,8 @@ pub(super) enum Server {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Device {
     Blk,
+    /// The same, of a driver that keeps an inflight region.
+    Inflight,
     /// LUN 0 of a virtio-scsi device.
     Scsi,
 }
@@ -35,6 +37,7 @@ impl Device {
     pub(super) fn bench_options(self) -> &'static [&'static str] {
         match self {
             Self::Blk => &[],
+            Self::Inflight => &["--inflight"],
             Self::Scsi => &["--device", "scsi"],
         }
     }
@@ -60,12 +63,13 @@ impl Engine {
     }
 }
 
-/// Everybody who can drive a real disk. As virtio-scsi, Ringhaul has the engines that are named
-/// only: with what `auto` chooses in two starts, more might differ than the device.
+/// Everybody who can drive a real disk. As virtio-scsi, and with an inflight region, Ringhaul has
+/// engines that are named only: with what `auto` chooses in two starts, more might differ.
 const ON_DISKS: &[Server] = &[
     Server::Ringhaul(Device::Blk, Engine::Auto),
     Server::Ringhaul(Device::Blk, Engine::Aio),
     Server::Ringhaul(Device::Blk, Engine::IoUring),
+    Server::Ringhaul(Device::Inflight, Engine::Aio),
     Server::Ringhaul(Device::Scsi, Engine::Aio),
     Server::Ringhaul(Device::Scsi, Engine::IoUring),
     Server::Qsd("native"),
@@ -82,6 +86,7 @@ impl Server {
             // A null disk has no operations, so no engine matters.
             Target::Null => &[
                 Self::Ringhaul(Device::Blk, Engine::Auto),
+                Self::Ringhaul(Device::Inflight, Engine::Auto),
                 Self::Ringhaul(Device::Scsi, Engine::Auto),
                 Self::QsdNull,
             ],
@@ -117,10 +122,13 @@ impl Server {
         }
     }
 
-    /// For virtio-scsi, which no rival has, the virtio-blk of our own that it is measured against.
+    /// For virtio-scsi and the inflight region, which no rival has, the virtio-blk of our own that
+    /// they are measured against.
     pub(super) fn as_blk(self) -> Option<Self> {
         match self {
-            Self::Ringhaul(Device::Scsi, engine) => Some(Self::Ringhaul(Device::Blk, engine)),
+            Self::Ringhaul(Device::Scsi | Device::Inflight, engine) => {
+                Some(Self::Ringhaul(Device::Blk, engine))
+            }
             _ => None,
         }
     }
@@ -168,8 +176,10 @@ pub(super) fn ringhaul_options(
     socket: &str,
 ) -> Vec<String> {
     let disk = match (device, target) {
-        (Device::Blk, Target::Null) => vec!["--disk".to_owned(), format!("null,size={NULL_SIZE}")],
-        (Device::Blk, _) => vec!["--blk-file".to_owned(), disk.to_owned()],
+        (Device::Blk | Device::Inflight, Target::Null) => {
+            vec!["--disk".to_owned(), format!("null,size={NULL_SIZE}")]
+        }
+        (Device::Blk | Device::Inflight, _) => vec!["--blk-file".to_owned(), disk.to_owned()],
         (Device::Scsi, _) => {
             let disk = match target {
                 Target::Null => format!("null={NULL_SIZE}"),
@@ -213,6 +223,9 @@ impl fmt::Display for Server {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ringhaul(Device::Blk, engine) => write!(out, "Ringhaul {}", engine.name()),
+            Self::Ringhaul(Device::Inflight, engine) => {
+                write!(out, "Ringhaul inflight {}", engine.name())
+            }
             Self::Ringhaul(Device::Scsi, engine) => write!(out, "Ringhaul SCSI {}", engine.name()),
             Self::Qsd(aio) => write!(out, "QSD aio={aio}"),
             Self::QsdNull => out.write_str("QSD null-co"),
