@@ -241,10 +241,10 @@ itself, without a server or a virtqueue in between, and is the limit. Ratios are
 divided by the other's in the same round, median of the rounds: more is better for IOPS, less for
 the others; the rival is that setting of qemu-storage-daemon which has most IOPS under the same
 workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight region, it is our
-virtio-blk with the same engine. All bypass the page cache, the servers offer a write cache, and none gets a flush, so writes are equally durable.
-Latencies are the load generator's, from the driver's side, and fio's
-from submit to completion. The kernel's workers, to whom io_uring hands requests that may block, run
-on any CPU, for all alike, and their time is not in fio's.
+virtio-blk with the same engine. All bypass the page cache, the servers offer a write cache, and
+none gets a flush, so writes are equally durable. Latencies are the load generator's, from the
+driver's side, and fio's from submit to completion. The kernel's workers, to whom io_uring hands
+requests that may block, run on any CPU, for all alike, and their time is not in fio's.
 ";
 
 /// `push_str` with a line break.

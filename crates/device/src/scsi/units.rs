@@ -86,8 +86,8 @@ impl Units {
         Ok(())
     }
 
-    /// Takes a unit away, of which the others of its target tell. The second is ready when nobody has
-    /// [borrowed](Self::borrow) it any more.
+    /// Takes a unit away, of which the others of its target tell. The second is ready when nobody
+    /// has [borrowed](Self::borrow) it any more.
     pub(crate) fn remove(&self, address: UnitAddress) -> Option<(Arc<Unit>, Waiting)> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let Place { unit, borrowed, .. } = all.remove(&address)?;
