@@ -87,8 +87,9 @@ impl Guest {
                 attentions.raise(POWER_ON, now);
             }
         }
+        let target = scsi.units[disk].address.target;
         for (other, unit) in scsi.units.iter().enumerate() {
-            if other != disk && *unit.present.now() {
+            if other != disk && unit.address.target == target && *unit.present.now() {
                 self.disks[other].shared_mut().nexus(self.device).raise(UNITS_CHANGED, now);
             }
         }
@@ -102,11 +103,12 @@ impl Guest {
     /// Units are there from the beginning.
     pub(crate) fn units_begin(&self) {
         let now = self.world.tick();
-        for (later, disk) in (0..self.disks.len()).rev().zip(&self.disks) {
+        let target = |place| address(self.device, place).target;
+        for (place, disk) in self.disks.iter().enumerate() {
             let mut shared = disk.shared_mut();
             let attentions = shared.nexus(self.device);
             attentions.raise(POWER_ON, now);
-            if later > 0 {
+            if (place + 1..self.disks.len()).any(|later| target(later) == target(place)) {
                 // Units are added one after the other.
                 attentions.raise(UNITS_CHANGED, now);
             }
