@@ -29,8 +29,6 @@ const ZEROES_STEP_BYTES: u64 = 4 << 20;
 const PAGE_BYTES: usize = 4096;
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
-const FUA: u8 = 0x08;
-
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
@@ -166,8 +164,12 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     }
 }
 
+/// A read with FUA has what is newer in a cache written to the medium first (SBC-4).
 pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, mut into: Buffers) -> Moved {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
+    if cdb.asks_fua() {
+        flush(local).await?;
+    }
     end_read(local, range, local.disk.read(range.offset, into).await)
 }
 
@@ -182,9 +184,7 @@ pub(super) fn begin_write(
     let range = range(&local.disk, cdb.blocks()).map_err(refused)?;
     let bytes = length(range, out).map_err(refused)?;
     out.truncate(bytes);
-    // WRITE (6) has an address in place of the bit.
-    let asks = cdb.opcode() != 0x0a && cdb.byte(1) & FUA != 0;
-    let fua = asks || !local.unit.has_write_cache();
+    let fua = cdb.asks_fua() || !local.unit.has_write_cache();
     Ok((bytes > 0).then_some(Write { range, fua }))
 }
 
@@ -338,7 +338,7 @@ pub(super) async fn compare_and_write(
     let exclusive = local.unit.access.exclude(task.id()).await;
     // As it is after the wait, like the cache.
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
-    let fua = cdb.byte(1) & FUA != 0 || !local.unit.has_write_cache();
+    let fua = cdb.asks_fua() || !local.unit.has_write_cache();
     compare(&local.disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, local.disk.write(range.offset, wanted, fua).await)?;

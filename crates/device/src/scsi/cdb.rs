@@ -192,6 +192,14 @@ impl Cdb {
         self.0[0]
     }
 
+    /// Whether a read or a write is of the medium itself: FUA. The CDBs of 6 bytes have an address
+    /// in its place.
+    #[inline]
+    pub(crate) fn asks_fua(&self) -> bool {
+        const FUA: u8 = 0x08;
+        !matches!(self.opcode(), 0x08 | 0x0a) && self.byte(1) & FUA != 0
+    }
+
     #[inline]
     pub(crate) fn byte(&self, at: usize) -> u8 {
         self.0[at]

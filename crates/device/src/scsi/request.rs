@@ -128,7 +128,7 @@ impl Scsi {
             arrived.takes_medium();
         }
         Ok(match op {
-            Op::Read => Way::Read,
+            Op::Read if !cdb.asks_fua() => Way::Read,
             Op::Write => Way::Write,
             _ => Way::Other(op),
         })

@@ -236,6 +236,22 @@ fn blocks_are_written_and_read_by_commands_of_each_length() {
 }
 
 #[test]
+fn a_read_of_the_medium_flushes_the_cache_first() {
+    let mut initiator = Initiator::new();
+    let flushes = |initiator: &Initiator| initiator.scene.thread.io().stats().flush.ops.get();
+    initiator.good(&cdb10(0x2a, 0, 0, 1), &[7; BLOCK], 0);
+    for (cdb, expected) in [
+        (cdb10(0x28, 0, 0, 1), 0),
+        (cdb10(0x28, 0x10, 0, 1), 0),
+        (cdb10(0x28, 0x08, 0, 1), 1),
+        (cdb16(0x88, 0x18, 0, 1), 2),
+    ] {
+        assert_eq!(initiator.good(&cdb, &[], 512), [7; BLOCK]);
+        assert_eq!(flushes(&initiator), expected, "{cdb:02x?}");
+    }
+}
+
+#[test]
 fn data_that_does_not_fit_is_told_by_residuals_and_overruns() {
     let mut initiator = Initiator::new();
     let answer = initiator.run(&cdb10(0x28, 0, 0, 1), &[], 1000);
