@@ -78,6 +78,12 @@ impl Control {
         Ok(Reservation { control: self, names: specs.iter().map(ExportSpec::name).collect() })
     }
 
+    /// Whether there are no exports but these, and others can be added no more: what the daemon was
+    /// started for cannot be served, and it is to end.
+    pub(crate) fn give_up_start(&self, names: &[String]) -> bool {
+        self.ask(|answer| Order::GiveUpStart(names.to_vec(), answer)).unwrap_or(false)
+    }
+
     /// Begins to serve exports.
     ///
     /// # Errors
@@ -291,6 +297,11 @@ impl<'a> Reservation<'a> {
     pub(crate) fn split(&mut self, specs: &[ExportSpec]) -> Reservation<'a> {
         let is_of = |name: &mut String| specs.iter().any(|spec| spec.name() == *name);
         Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
+    }
+
+    /// As [`Control::give_up_start`] with these.
+    pub(crate) fn give_up_start(&self) -> bool {
+        self.control.give_up_start(&self.names)
     }
 
     /// Begins to serve the exports.

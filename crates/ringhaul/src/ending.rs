@@ -26,7 +26,7 @@ pub(crate) enum Event {
     HandedOver(Arc<Heir>),
     /// An IoThread has ended by an error.
     ThreadFailed,
-    /// The exports that the daemon was started for cannot be served.
+    /// The exports that the daemon was started for cannot be served, and there are no others.
     NotStarted(anyhow::Error),
 }
 

@@ -38,6 +38,8 @@ pub(super) struct Exports {
     closing: Vec<Closing>,
     /// Those that are being opened, and since when. Their names are taken.
     opening: Vec<(ExportSpec, Instant)>,
+    /// The daemon ends because none can be served.
+    is_given_up: bool,
     orders: mpsc::Receiver<Order>,
     /// Changes whenever the exports do.
     generation: u64,
@@ -69,6 +71,7 @@ impl Exports {
             next_id: 0,
             closing: Vec::new(),
             opening: Vec::new(),
+            is_given_up: false,
             orders,
             generation: 0,
             hand_over: None,
@@ -128,6 +131,7 @@ impl Exports {
             Order::Release(names) => {
                 self.opening.retain(|(spec, _)| !names.contains(&spec.name()));
             }
+            Order::GiveUpStart(names, answer) => answer.send(self.give_up_start(&names)),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
             Order::Show(answer) => answer.send(self.show()),
@@ -162,7 +166,7 @@ impl Exports {
     }
 
     fn reserve(&mut self, specs: Vec<ExportSpec>, now: Instant) -> Result<(), CommandError> {
-        if self.stopping.is_some() {
+        if self.stopping.is_some() || self.is_given_up {
             return Err(CommandError::Ending);
         }
         let before = self.opening.len();
@@ -178,6 +182,14 @@ impl Exports {
             self.opening.push((spec, now));
         }
         Ok(())
+    }
+
+    fn give_up_start(&mut self, names: &[String]) -> bool {
+        let is_alone = self.list.is_empty()
+            && self.closing.is_empty()
+            && self.opening.iter().all(|(spec, _)| names.contains(&spec.name()));
+        self.is_given_up |= is_alone;
+        is_alone
     }
 
     fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {

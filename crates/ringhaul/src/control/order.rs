@@ -99,6 +99,8 @@ pub(super) enum Order {
     Reserve(Vec<ExportSpec>, Answer<Answered<()>>),
     /// To forget them: they will not be served.
     Release(Vec<String>),
+    /// To add no more exports if there are none but these, which are being opened.
+    GiveUpStart(Vec<String>, Answer<bool>),
     Serve(Vec<ExportSetup>, Answer<Answered<()>>),
     /// To end an export, and answer when it has ended; to disconnect its front-end at once if this
     /// is so.

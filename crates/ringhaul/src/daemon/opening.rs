@@ -48,17 +48,9 @@ impl OpeningExports {
         Self { exports, places, jobs }
     }
 
-    /// Takes out those whose disks are all open, when that holds for all or no disk has come for so
-    /// long.
-    ///
-    /// # Errors
-    ///
-    /// When one of the disks cannot be opened. The others have been tried, too, and are closed
-    /// unless they hang.
-    pub(super) fn take_ready(
-        &mut self,
-        patience: Option<Duration>,
-    ) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>> {
+    /// Takes out those whose disks are all open, and those that have failed, when that holds for
+    /// all or no disk has come for so long.
+    pub(super) fn take_ready(&mut self, patience: Option<Duration>) -> Taken {
         let mut errors = Vec::new();
         let mut patience = patience;
         while let Some((number, disk)) = self.jobs.next(patience.map(|max| Instant::now() + max)) {
@@ -70,12 +62,14 @@ impl OpeningExports {
                 }
             }
         }
-        // The first in their order, whichever came first.
-        if let Some((_, error)) = errors.into_iter().min_by_key(|(number, _)| *number) {
-            return Err(error);
-        }
-        let ready = self.exports.iter_mut().filter_map(take_if_ready);
-        Ok(ready.collect())
+        // In their order, whichever came first.
+        errors.sort_by_key(|(number, _)| *number);
+        let fail = |(number, error): (usize, _)| {
+            let export = self.places[number].0;
+            Some(LateError { spec: self.exports[export].take()?.spec, error })
+        };
+        let failed = errors.into_iter().filter_map(fail).collect();
+        Taken { ready: self.exports.iter_mut().filter_map(take_if_ready).collect(), failed }
     }
 
     /// Those that have not been taken out.
@@ -113,6 +107,26 @@ impl OpeningExports {
     }
 }
 
+/// What has become of exports.
+pub(super) struct Taken {
+    pub(super) ready: Vec<(ExportSpec, Vec<OpenDisk>)>,
+    pub(super) failed: Vec<LateError>,
+}
+
+impl Taken {
+    /// Those that are ready, which are closed if one has failed.
+    ///
+    /// # Errors
+    ///
+    /// When a disk cannot be opened: the first in their order.
+    pub(super) fn all(self) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>> {
+        match self.failed.into_iter().next() {
+            Some(first) => Err(first.error),
+            None => Ok(self.ready),
+        }
+    }
+}
+
 /// Why an export is not served after all.
 pub(super) struct LateError {
     pub(super) spec: ExportSpec,
@@ -128,7 +142,7 @@ fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDi
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::IoSlice;
     use std::os::unix::net::UnixStream;
     use std::path::Path;
@@ -138,7 +152,7 @@ mod tests {
 
     use super::*;
 
-    fn export(name: &str, disk: &Path) -> ExportSpec {
+    pub(in super::super) fn export(name: &str, disk: &Path) -> ExportSpec {
         let disk = disk.display();
         let text = format!(
             r#"{{"endpoint": {{"path": "{name}"}}, "device": {{"blk": {{"file": "{disk}"}}}}}}"#
@@ -148,7 +162,7 @@ mod tests {
 
     /// Has a socket hold the disk open and locked, and no process, as operations of a process that
     /// was killed do.
-    fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
+    pub(in super::super) fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
         let pair = UnixStream::pair().unwrap();
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut message = SendAncillaryBuffer::new(&mut space);
@@ -173,7 +187,7 @@ mod tests {
         let options = DiskOptions { read_only: true, user, ..DiskOptions::default() };
         let held = leave(DiskSource::file(&disk, &options).unwrap());
         let open = |export: &ExportSpec| {
-            OpeningExports::begin(vec![export.clone()], false).take_ready(None)
+            OpeningExports::begin(vec![export.clone()], false).take_ready(None).all()
         };
         let _other = open(&other).unwrap();
         let text = open(&own).err().unwrap().to_string();
@@ -195,12 +209,12 @@ mod tests {
         // Somebody reads it besides, without a lock.
         let _reader = std::fs::File::open(left).unwrap();
         let refused = OpeningExports::begin(vec![export("/added", left)], false).take_ready(None);
-        let text = refused.err().unwrap().to_string();
+        let text = refused.all().err().unwrap().to_string();
         assert!(text.contains("operations of one that was killed"), "{text}");
         let both = vec![export("/left", left), export("/free", free)];
         let mut opening = OpeningExports::begin(both, true);
         // Longer than a try to open it takes.
-        let ready = opening.take_ready(Some(Duration::from_secs(3))).unwrap();
+        let ready = opening.take_ready(Some(Duration::from_secs(3))).all().unwrap();
         assert_eq!(names(&ready), ["/free"]);
         assert_eq!(opening.left().map(ExportSpec::name).collect::<Vec<_>>(), ["/left"]);
         drop(held);
@@ -209,6 +223,6 @@ mod tests {
         // One that can be seen is not waited for.
         drop(ready);
         let mut twice = OpeningExports::begin(vec![export("/a", free), export("/b", free)], true);
-        assert!(twice.take_ready(None).is_err());
+        assert!(twice.take_ready(None).all().is_err());
     }
 }

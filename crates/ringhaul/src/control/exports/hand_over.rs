@@ -46,7 +46,7 @@ impl Exports {
 
     fn describe(&self) -> Result<Described, CommandError> {
         let mut fds = HandedFds::default();
-        if self.stopping.is_some() {
+        if self.stopping.is_some() || self.is_given_up {
             return Err(CommandError::Ending);
         }
         if let Some((spec, _)) = self.opening.first() {
