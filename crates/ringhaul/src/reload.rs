@@ -133,12 +133,7 @@ impl Record {
 /// Whether this is an export that the file has made, whose units and size others may have changed.
 fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
     let is_device = match (&ours.device, &other.device) {
-        (DeviceSpec::Blk(DiskSpec::File(ours)), DeviceSpec::Blk(DiskSpec::File(other))) => {
-            ours == other
-        }
-        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => {
-            std::mem::discriminant(ours) == std::mem::discriminant(other)
-        }
+        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => is_the_same_disk(ours, other),
         (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
         _ => false,
     };
@@ -146,6 +141,18 @@ fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
         && ours.endpoint == other.endpoint
         && ours.name() == other.name()
         && ours.settings == other.settings
+}
+
+/// Null disks are one whatever their sizes, which commands change.
+fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
+    match (ours, other) {
+        (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
+        (
+            DiskSpec::Raw { offset_bytes, size_bytes, over },
+            DiskSpec::Raw { offset_bytes: offset, size_bytes: size, over: others },
+        ) => (offset_bytes, size_bytes) == (offset, size) && is_the_same_disk(over, others),
+        _ => ours == other,
+    }
 }
 
 impl Reloader {
@@ -293,14 +300,12 @@ impl Change {
                 }
                 Err(error) => Err(error),
             },
-            Self::Alter(commands, spec) => {
-                let result = alter(&daemon, commands);
-                // What was done of it is not done again.
-                let now = if result.is_ok() { Some(spec) } else { shown_at(&daemon, &export) };
-                let now = now.into_iter().map(|now| (export.clone(), now));
-                lock(record).served.extend(now);
-                result
-            }
+            Self::Alter(commands, _) => alter(&daemon, commands, |done| {
+                // What was done of it is not done again, and what others do is theirs.
+                if let Some(spec) = lock(record).served.get_mut(&export) {
+                    apply(spec, done);
+                }
+            }),
             Self::Keep(what) => {
                 tracing::warn!(
                     export,
@@ -326,24 +331,48 @@ fn shown(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
     }
 }
 
-/// An export as it is now, if there is one on this socket.
-fn shown_at(daemon: &Daemon, export: &str) -> Option<ExportSpec> {
-    shown(daemon)?.into_iter().find(|spec| spec.endpoint.to_string() == export)
-}
-
-/// Changes units of an export. What has failed is tried again by the next SIGHUP.
-fn alter(daemon: &Daemon, commands: Vec<Command>) -> Result<(), CommandError> {
+/// Changes units of an export, and calls `done` with each change that was made. What has failed is
+/// tried again by the next SIGHUP.
+fn alter(
+    daemon: &Daemon,
+    commands: Vec<Command>,
+    done: impl Fn(Command),
+) -> Result<(), CommandError> {
     let mut result = Ok(());
     for command in commands {
         let is_removal = matches!(command, Command::RemoveUnit(..));
-        match daemon.handle(command) {
+        match daemon.handle(command.clone()) {
+            Ok(_) => done(command),
             // Somebody else may have removed it.
-            Err(CommandError::UnknownUnit(..)) if is_removal => {}
+            Err(CommandError::UnknownUnit(..)) if is_removal => done(command),
             Err(error) => result = Err(error),
-            Ok(_) => {}
         }
     }
     result
+}
+
+/// Makes a change of units and sizes in what an export is to be.
+fn apply(spec: &mut ExportSpec, change: Command) {
+    match (&mut spec.device, change) {
+        (DeviceSpec::Scsi(units), Command::AddUnit(_, unit)) => units.push(*unit),
+        (DeviceSpec::Scsi(units), Command::RemoveUnit(_, place)) => {
+            units.retain(|unit| unit.place() != place);
+        }
+        (DeviceSpec::Scsi(units), Command::Resize(_, Some(place), size)) => {
+            let unit = units.iter_mut().find(|unit| unit.place() == place);
+            set_size(&mut unit.expect("what is resized is there").disk, size);
+        }
+        (DeviceSpec::Blk(disk), Command::Resize(_, None, size)) => set_size(disk, size),
+        (_, other) => unreachable!("{other:?} is no change of this export"),
+    }
+}
+
+/// Gives a null disk another size.
+fn set_size(disk: &mut DiskSpec, size: NewSize) {
+    match (disk, size.size_bytes) {
+        (DiskSpec::Null { size_bytes }, Some(size)) => *size_bytes = size,
+        (other, _) => unreachable!("the file gives {other} no other size"),
+    }
 }
 
 /// Whether an option may change while the daemon runs. What is logged without one is up to the
@@ -618,6 +647,54 @@ mod tests {
         let config = scene.reloader.file.read().unwrap();
         let record = lock(&scene.reloader.record);
         assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
+    }
+
+    #[test]
+    fn what_others_have_added_is_left_alone_when_a_change_has_failed_in_part() {
+        let scsi = |luns: &str| {
+            format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{luns}]\n")
+        };
+        let (null, file) = ("{ null = { size-bytes = 512 } }", "{ file = \"FOLDER/none\" }");
+        let unit = |lun: u16, disk: &str| format!("{{ lun = {lun}, disk = {disk} }}, ");
+        let mut scene = Scene::new(&scsi(&unit(0, null)), |config| config.exports.clone());
+        let theirs = r#"{"lun": 7, "disk": {"null": {"size-bytes": 512}}}"#;
+        let socket = in_folder("FOLDER/b", &scene.folder);
+        let theirs = Box::new(serde_json::from_str(theirs).unwrap());
+        scene.daemon.handle(Command::AddUnit(socket, theirs)).unwrap();
+        let larger = null.replace("512", "1024");
+        let wanted = scsi(&(unit(0, &larger) + &unit(1, null) + &unit(2, file)));
+        scene.reload(&wanted);
+        scene.reload(&wanted);
+        scene.reload(&scsi(&unit(0, &larger)));
+        let DeviceSpec::Scsi(units) = &shown(&scene.daemon).unwrap()[0].device else { panic!() };
+        let luns: Vec<u16> = units.iter().map(|unit| unit.lun).collect();
+        assert_eq!(luns, [0, 7]);
+        let record = lock(&scene.reloader.record);
+        let config = scene.reloader.file.read().unwrap();
+        assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
+    }
+
+    #[test]
+    fn only_null_disks_are_the_same_whatever_their_sizes() {
+        let export = |disk: &str| {
+            let mut export = exports(&[BLK]).remove("/a").unwrap();
+            export.device = DeviceSpec::Blk(DiskSpec::parse(disk).unwrap());
+            export
+        };
+        for (one, other, is_same) in [
+            ("null:512", "null:1024", true),
+            ("file,path=/a", "file,path=/a", true),
+            ("file,path=/a", "file,path=/b", false),
+            ("file,path=/a", "null:512", false),
+            ("raw,offset=512,over=/a", "raw,offset=512,over=/a", true),
+            ("raw,offset=512,over=/a", "raw,offset=1024,over=/a", false),
+            ("raw,size=512,over=/a", "raw,size=1024,over=/a", false),
+            ("raw,over=/a", "raw,over=/b", false),
+            ("raw,over=raw,over=/a", "raw,over=raw,size=512,over=/a", false),
+            ("raw,size=512,over=null:512", "raw,size=512,over=null:1024", true),
+        ] {
+            assert_eq!(is_the_same(&export(one), &export(other)), is_same, "{one} {other}");
+        }
     }
 
     #[test]
