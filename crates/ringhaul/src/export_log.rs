@@ -96,7 +96,8 @@ impl Events for ExportLog {
                 queue,
                 next_avail,
                 left_out,
-                "{LOST_IF_KILLED}; use a front-end that keeps a region, or --in-order on"
+                "{LOST_IF_KILLED}; use a front-end that keeps a region or, with virtio-blk, \
+                 --in-order on"
             );
         }
     }

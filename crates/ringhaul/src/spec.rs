@@ -87,6 +87,12 @@ impl ExportSpec {
         if let DeviceSpec::Scsi(units) = &self.device {
             check_apart(units)?;
             units.iter().try_for_each(UnitSpec::check)?;
+            if self.settings.in_order {
+                bail!(
+                    "in-order is for virtio-blk, and cannot be on for a virtio-scsi device; leave \
+                     it out, and use a front-end that keeps an inflight region"
+                );
+            }
             if self.settings.num_queues > Some(REQUEST_QUEUES_MAX) {
                 bail!(
                     "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; ask for \
@@ -494,6 +500,18 @@ mod tests {
             assert_eq!(result.is_ok(), fits, "{num_queues:?}: {result:?}");
         }
         assert!(check(blk(), Some(256)).is_ok());
+    }
+
+    #[test]
+    fn answers_in_order_are_for_virtio_blk() {
+        let check = |device| {
+            let settings = ExportSettings { in_order: true, ..ExportSettings::default() };
+            let endpoint = EndpointSpec::Path("/a".into());
+            ExportSpec { name: None, endpoint, device, settings }.check(1)
+        };
+        check(DeviceSpec::Blk(DiskSpec::Null { size_bytes: 512 })).unwrap();
+        let error = check(DeviceSpec::Scsi(Vec::new())).unwrap_err().to_string();
+        assert!(error.contains("in-order is for virtio-blk"), "{error}");
     }
 
     #[test]
