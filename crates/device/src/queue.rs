@@ -1,5 +1,7 @@
 //! One virtqueue of a device: the ring, its eventfds, and the commands that it carries out.
 
+mod stop;
+
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::error::Error;
@@ -91,10 +93,20 @@ impl QueueHandle {
     /// As [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
     /// queue.
     #[must_use]
-    pub fn begin_stop(self) -> Pending<u16> {
+    pub fn begin_stop(&self) -> Pending<u16> {
         let (answer, next_avail) = Pending::new();
         self.tell(|queue| queue.stop_with(answer));
         next_avail
+    }
+
+    /// Has a queue go on that was told to stop and has not answered, as if nobody had told it. That
+    /// stop is not answered then. If it has stopped, or the IoThread has ended, this is not: it is
+    /// ready with nothing.
+    #[must_use]
+    pub fn begin_go_on(&self) -> Pending<()> {
+        let (answer, goes_on) = Pending::new();
+        self.tell(|queue| queue.go_on(answer));
+        goes_on
     }
 
     /// What can be seen of the queue from outside its IoThread, also while it stops.
@@ -215,23 +227,6 @@ impl Queue {
         if self.broken.get() {
             self.tell_broken();
         }
-    }
-
-    /// No more chains are to be taken, those taken finished, then `answer` told the next avail
-    /// entry.
-    fn stop_with(&self, answer: Answer<u16>) {
-        *self.stop.borrow_mut() = Some(answer);
-    }
-
-    /// Whom to answer, when the queue is to stop. It does not before it has taken what an earlier
-    /// process had: whoever serves it next finds nothing of that in the avail ring.
-    #[inline]
-    pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
-        if self.stop.borrow().is_none() {
-            return None;
-        }
-        let is_ready = self.broken.get() || !self.ring.borrow().has_again();
-        is_ready.then(|| self.stop.take()).flatten()
     }
 
     /// Lets others see how many requests are not answered, and where the ring is. Once in a run,
@@ -382,11 +377,6 @@ impl Queue {
             self.caller.add_one(call);
             runs.called(ring.next_avail().wrapping_add(ring.available_now()));
         }
-    }
-
-    /// Takes no more chains from now on.
-    pub(crate) fn set_stopping(&self) {
-        self.stopping.set(true);
     }
 
     #[inline]

@@ -43,19 +43,26 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         Ok(id) => Registration { io: Rc::clone(&io), id },
         Err(error) => {
             queue.set_broken(&QueueFault::NotServed(error));
-            return wait_for_stop(&io, &queue).await.of(&queue);
+            wait_for_stop(&io, &queue).await;
+            return Stopped::of(&queue);
         }
     };
     let mut requests = TaskSet::new(Rc::clone(&io));
-    let stop = loop {
+    loop {
         let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
         let run = |cx: &mut Context<'_>| Poll::Ready(run(&queue, serve, &mut requests, cx));
         let (popped, more) = poll_fn(run).await;
         if queue.is_broken() {
             handler.broken();
         }
-        if let Some(answer) = queue.take_stop() {
-            break Stop(answer);
+        if queue.is_to_stop() {
+            queue.set_stopping(true);
+            handler.stop(&queue);
+            if finish(&io, &queue, &source, &mut requests).await {
+                break;
+            }
+            queue.set_stopping(false);
+            continue;
         }
         queue.show(requests.len());
         let answered = queue.has_to_notify();
@@ -73,13 +80,10 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             io.wake_me_at(due);
         }
         io.suspend().await;
-    };
-    queue.set_stopping();
-    handler.stop(&queue);
-    finish(&io, &queue, &source, &mut requests).await;
+    }
     assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
     drop(source);
-    stop.of(&queue)
+    Stopped::of(&queue)
 }
 
 /// Continues requests, and pops and starts others. Returns how many it popped, and whether there
@@ -147,13 +151,14 @@ impl Looks {
     }
 }
 
-/// Waits until the requests that were popped are answered, and their answers are visible.
+/// Waits until the requests that were popped are answered, and their answers are visible. False:
+/// the queue is not to stop any more.
 async fn finish<F: Future<Output = ()>>(
     io: &Io,
     queue: &Queue,
     source: &Registration,
     requests: &mut TaskSet<F>,
-) {
+) -> bool {
     loop {
         poll_fn(|cx| {
             requests.run_woken(cx);
@@ -161,6 +166,9 @@ async fn finish<F: Future<Output = ()>>(
             Poll::Ready(())
         })
         .await;
+        if !queue.is_to_stop() {
+            return false;
+        }
         if requests.is_empty() {
             break;
         }
@@ -170,13 +178,11 @@ async fn finish<F: Future<Output = ()>>(
         io.suspend().await;
     }
     queue.end();
+    true
 }
 
-async fn wait_for_stop(io: &Io, queue: &Queue) -> Stop {
-    loop {
-        if let Some(answer) = queue.take_stop() {
-            return Stop(answer);
-        }
+async fn wait_for_stop(io: &Io, queue: &Queue) {
+    while !queue.is_to_stop() {
         io.suspend().await;
     }
 }
@@ -193,15 +199,6 @@ impl Drop for Registration {
     }
 }
 
-/// A thread waits for the queue to stop.
-struct Stop(Answer<u16>);
-
-impl Stop {
-    fn of(self, queue: &Queue) -> Stopped {
-        Stopped { answer: self.0, next_avail: queue.next_avail() }
-    }
-}
-
 /// A queue has stopped, and the waiting thread does not know it yet.
 pub(crate) struct Stopped {
     answer: Answer<u16>,
@@ -209,6 +206,11 @@ pub(crate) struct Stopped {
 }
 
 impl Stopped {
+    fn of(queue: &Queue) -> Self {
+        let answer = queue.take_stop().expect("a queue stops because somebody waits for that");
+        Self { answer, next_avail: queue.next_avail() }
+    }
+
     pub(crate) fn tell(self) {
         self.answer.send(self.next_avail);
     }
@@ -325,6 +327,38 @@ mod tests {
         }
         assert_eq!(scene.driver.take_used(), None);
         assert_eq!(watch.requests(), 0);
+    }
+
+    #[test]
+    fn a_queue_that_stops_can_be_told_to_go_on() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.offer(&buffer());
+        scene.turn(10);
+        // Whether it waits for requests by then, or has not seen that it was to stop.
+        for (popped, turns) in [(2, 10), (3, 0)] {
+            let stopped = handle.begin_stop();
+            scene.turn(turns);
+            scene.offer(&buffer());
+            scene.turn(turns);
+            let goes_on = handle.begin_go_on();
+            scene.wait(&goes_on);
+            scene.turn(10);
+            assert_eq!(gate.popped.get(), popped, "it does not look at what has come meanwhile");
+            assert_eq!(stopped.check(), Poll::Ready(None));
+        }
+        gate.open();
+        scene.offer(&buffer());
+        let stopped = handle.begin_stop();
+        assert_eq!(scene.wait(&stopped), 4);
+        let goes_on = handle.begin_go_on();
+        scene.turn(10);
+        assert_eq!(goes_on.check(), Poll::Ready(None), "it has stopped");
+        for _ in 0..4 {
+            assert_eq!(scene.driver.take_used().map(|used| used.bytes), Some(7));
+        }
+        assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
     }
 
     #[test]
@@ -505,7 +539,7 @@ mod tests {
             let mut handle = Some(scene.start(Holder::default()));
             scene.turn(10);
             let watch = handle.as_ref().map(QueueHandle::watch);
-            let mut stop = || handle.take().map(QueueHandle::begin_stop);
+            let mut stop = || handle.take().map(|handle| handle.begin_stop());
             let posted = is_posted.then(&mut stop).flatten();
             drop(scene);
             let stopped = posted.or_else(stop).unwrap();

@@ -246,7 +246,7 @@ impl Export {
         self.guest.set_running(queue, false);
         let service = &mut self.services[queue];
         *service = match std::mem::replace(service, Service::Stopped(0)) {
-            Service::Running(handle) => Service::Stopping(handle.map(QueueHandle::begin_stop)),
+            Service::Running(handle) => Service::Stopping(handle.map(|handle| handle.begin_stop())),
             other => other,
         };
     }

@@ -75,6 +75,15 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
         ensure!(refused.contains("requests were not finished in time"), "{refused}");
         let id = frontend.request(1, blk::GET_ID, 0, &[], 20)?;
         ensure!(id.status == blk::OK, "{id:?}");
+        // So does the ring that it hangs in, and messages are answered.
+        let (header, status) = frontend.put_header(0, 8, blk::GET_ID, 0)?;
+        let data = Desc::writable(DATA + 0x1000, 20);
+        let get_id = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+        frontend.rings[0].put_chain(8, &get_id);
+        frontend.rings[0].submit(8)?;
+        let used = frontend.rings[0].wait_used()?;
+        ensure!(used.head == 8, "{used:?}");
+        frontend.config(0, 8)?;
         daemon.wait_for("a read has not been answered for")?;
         let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
         ensure!(refused.contains("its queues would not stop"), "{refused}");

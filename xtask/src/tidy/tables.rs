@@ -177,7 +177,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (1, &["in_order"]),
             (2, &["queue_setup"]),
             (2, &["queue"]),
-            (3, &["common", "queue_task"]),
+            (3, &["common", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
             (1, &["scsi::address", "scsi::medium", "scsi::sense"]),
             (1, &["scsi::persist::own_file"]),

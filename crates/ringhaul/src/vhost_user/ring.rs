@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::Remote;
-use device::{Device, Pending, QueueHandle, QueueSetup, QueueWatch, Ring, StartError};
+use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError};
 use virtqueue::{GuestMemory, InflightError, InflightRegion, MAX_QUEUE_SIZE};
 
 use super::message::RingAddresses;
@@ -45,7 +45,9 @@ enum Service {
     Stopped,
     Starting(Pending<Result<QueueHandle, StartError>>),
     Running(QueueHandle),
-    Stopping(Pending<u16>, QueueWatch),
+    Stopping(Pending<u16>, QueueHandle),
+    /// It was told to stop, and is told to go on, unless it has stopped.
+    GoingOn(Pending<()>, Pending<u16>, QueueHandle),
 }
 
 /// What became of a start or a stop.
@@ -63,10 +65,21 @@ impl RingState {
     pub(super) fn begin_stop(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Running(handle) => {
-                let watch = handle.watch();
                 let next_avail = handle.begin_stop();
                 next_avail.wake(waker);
-                self.service = Service::Stopping(next_avail, watch);
+                self.service = Service::Stopping(next_avail, handle);
+            }
+            other => self.service = other,
+        }
+    }
+
+    /// Has a queue go on that has not stopped yet.
+    pub(super) fn begin_go_on(&mut self, waker: &Waker) {
+        match std::mem::take(&mut self.service) {
+            Service::Stopping(next_avail, handle) => {
+                let goes_on = handle.begin_go_on();
+                goes_on.wake(waker);
+                self.service = Service::GoingOn(goes_on, next_avail, handle);
             }
             other => self.service = other,
         }
@@ -130,9 +143,11 @@ impl RingState {
 
     /// Takes the answer of the IoThread if it is there.
     pub(super) fn progress(&mut self) -> Progress {
+        self.hear_whether_it_goes_on();
         let ended = || Progress::Failed(io::Error::other("the IoThread of the queue has ended"));
         match &self.service {
             Service::Stopped | Service::Running(_) => Progress::Settled,
+            Service::GoingOn(..) => Progress::Busy,
             Service::Starting(handle) => match handle.check() {
                 Poll::Pending => Progress::Busy,
                 Poll::Ready(Some(Ok(handle))) => {
@@ -168,18 +183,24 @@ impl RingState {
         }
     }
 
+    fn hear_whether_it_goes_on(&mut self) {
+        self.service = match std::mem::take(&mut self.service) {
+            Service::GoingOn(goes_on, next_avail, handle) => match goes_on.check() {
+                Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
+                Poll::Ready(Some(())) => Service::Running(handle),
+                Poll::Ready(None) => Service::Stopping(next_avail, handle),
+            },
+            other => other,
+        };
+    }
+
     pub(super) fn is_running(&self) -> bool {
         matches!(self.service, Service::Running(_))
     }
 
-    /// Whether it serves requests: one that is stopping finishes those that it has taken.
-    fn is_serving(&self) -> bool {
-        matches!(self.service, Service::Running(_) | Service::Stopping(..))
-    }
-
     /// Whether it should serve requests when those rings do again that were stopped for a while.
     pub(super) fn is_missing(&self) -> bool {
-        self.settings.started && !self.is_lost && !self.is_serving()
+        self.settings.started && !self.is_lost && !self.is_running()
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -191,7 +212,7 @@ impl RingState {
             Service::Stopped => QueueState::Stopped,
             Service::Starting(_) => QueueState::Starting,
             Service::Running(_) => QueueState::Running,
-            Service::Stopping(..) => QueueState::Stopping,
+            Service::Stopping(..) | Service::GoingOn(..) => QueueState::Stopping,
         }
     }
 
@@ -202,7 +223,9 @@ impl RingState {
             Service::Stopped => (0, true),
             Service::Starting(_) => (0, false),
             Service::Running(handle) => (handle.watch().requests(), true),
-            Service::Stopping(_, watch) => (watch.requests(), watch.has_heard()),
+            Service::Stopping(_, handle) | Service::GoingOn(_, _, handle) => {
+                (handle.watch().requests(), handle.watch().has_heard())
+            }
         }
     }
 
@@ -216,7 +239,10 @@ impl RingState {
         match &self.service {
             Service::Stopped => Some(self.next_avail),
             Service::Running(handle) if !handle.is_full() => Some(handle.next_avail()),
-            Service::Running(_) | Service::Starting(_) | Service::Stopping(..) => None,
+            Service::Running(_)
+            | Service::Starting(_)
+            | Service::Stopping(..)
+            | Service::GoingOn(..) => None,
         }
     }
 

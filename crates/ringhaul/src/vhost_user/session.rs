@@ -186,15 +186,15 @@ impl Session {
                 self.stage = Stage::Pausing;
                 self.progress(now)
             }
-            stage @ (Stage::Pausing | Stage::Paused | Stage::Resuming) => self.pause(stage, now),
             Stage::Ready => {
                 self.stage = Stage::Ready;
                 self.listen(now)
             }
-            Stage::Working { .. } if self.channel.is_hung_up() => {
+            Stage::Working { .. } | Stage::Resuming if self.channel.is_hung_up() => {
                 self.end(End::Gone(None));
                 self.progress(now)
             }
+            stage @ (Stage::Pausing | Stage::Paused | Stage::Resuming) => self.pause(stage, now),
             Stage::Working { header, work, since } => {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
@@ -232,6 +232,9 @@ impl Session {
         if std::mem::take(&mut self.has_changed) {
             self.connection.send_config_change();
         }
+        if !matches!(stage, Stage::Resuming) {
+            self.connection.begin_resume();
+        }
         self.stage = Stage::Resuming;
         match self.connection.resume() {
             Poll::Pending => return Progress::Waiting,
@@ -267,8 +270,8 @@ impl Session {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
             Stage::Ready => Some(PollFlags::IN),
-            Stage::Working { .. } => Some(PollFlags::empty()),
-            Stage::Pausing | Stage::Paused | Stage::Resuming => None,
+            Stage::Working { .. } | Stage::Resuming => Some(PollFlags::empty()),
+            Stage::Pausing | Stage::Paused => None,
             Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended => None,
         }
     }

@@ -13,10 +13,15 @@ impl Connection {
         self.begin_stop(0..self.rings.len());
     }
 
-    /// Continues to start those rings again that should run, each as soon as it has stopped: what
-    /// keeps one of them from that keeps no other. As [`settle`](Self::settle).
-    pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
+    /// Has all rings go on that have not stopped: a request that hangs keeps none from that.
+    pub(in crate::vhost_user) fn begin_resume(&mut self) {
         self.to_stop = 0..0;
+        self.rings.iter_mut().for_each(|ring| ring.begin_go_on(&self.setup.waker));
+    }
+
+    /// Continues to start those rings again that should run and have stopped. As
+    /// [`settle`](Self::settle).
+    pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
         self.progress();
         let control = self.control_ring;
         for ring in (0..self.rings.len()).filter(|ring| Some(*ring) != control) {

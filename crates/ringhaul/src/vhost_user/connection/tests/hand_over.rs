@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use device::scsi::config::ScsiOptions;
+use rustix::event::PollFlags;
 
 use super::super::super::channel::Channel;
 use super::super::super::hand_over::SessionState;
@@ -24,7 +25,9 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
     scene.connection.begin_pause();
     scene.settle().unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let channel = Channel::new(ours, Arc::clone(&scene.examiner));
+    let mut channel = Channel::new(ours, Arc::clone(&scene.examiner));
+    // As the old process leaves it.
+    channel.lend(true);
     let mut fds = HandedFds::default();
     let state = SessionState::of(&channel, &scene.connection, true, &mut fds).unwrap();
     let other = Scene::of(device, 0);
@@ -91,6 +94,22 @@ fn a_ring_outside_the_memory_stops_alone() {
 fn states(session: &Session) -> Vec<String> {
     let queues = session.describe().queues.into_iter();
     queues.map(|queue| format!("{:?}", queue.state)).collect()
+}
+
+/// An IoThread may be at something else for long.
+#[test]
+fn a_hang_up_is_seen_before_all_rings_go_on() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let (other, mut session, front_end) = take_over(&mut scene, 1 << 20);
+    session.begin_resume();
+    assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+    assert_eq!(session.interest(), Some(PollFlags::empty()));
+    drop(front_end);
+    assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+    assert!(session.is_ending());
+    end(other, session);
+    scene.end();
 }
 
 /// The driver can still end what it has in the others.
