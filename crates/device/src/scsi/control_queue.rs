@@ -1,6 +1,6 @@
 //! Task management (virtio 1.3, section 5.6.6.2; SAM-6, chapter 7).
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -34,8 +34,8 @@ const FUNCTION_BYTES: usize = 24;
 /// Of a request about asynchronous notification: type, LUN, events.
 const NOTIFICATION_BYTES: usize = 16;
 
-/// Task management functions of a device that are carried out at a time. Each looks at all tasks,
-/// and each task keeps who waits for it: a control queue that is full of them would take gigabytes.
+/// Task management functions about a unit, or about a whole target, that wait for tasks at a time.
+/// Each task keeps who waits for it: a control queue that is full of them would take gigabytes.
 pub(super) const FUNCTIONS_MAX: usize = 8;
 
 /// What serves the control queue.
@@ -44,13 +44,25 @@ pub(crate) struct Control {
     turns: Turns,
 }
 
-/// Functions have their turn in the order in which they come.
+/// What a function is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    Unit(UnitAddress),
+    Target(u8),
+}
+
+/// Functions about the same have their turn in the order in which they come. Those about a unit
+/// that does not answer hold up no others.
 #[derive(Default)]
-struct Turns {
-    came: Cell<usize>,
-    ended: Cell<usize>,
+struct Turns(RefCell<BTreeMap<Subject, Line>>);
+
+/// The functions about one subject, while there are any.
+#[derive(Default)]
+struct Line {
+    came: usize,
+    ended: usize,
     /// By how many came before.
-    waiting: RefCell<BTreeMap<usize, Waker>>,
+    waiting: BTreeMap<usize, Waker>,
 }
 
 /// Why a request is not carried out.
@@ -91,7 +103,6 @@ impl Control {
         let [f0, f1, f2, f3, l0, l1, l2, l3, l4, l5, l6, l7, tag @ ..] = bytes;
         let function = u32::from_le_bytes([f0, f1, f2, f3]);
         let tag = u64::from_le_bytes(tag);
-        let _turn = self.turns.next().await;
         let Address::Unit(address) = Address::parse([l0, l1, l2, l3, l4, l5, l6, l7]) else {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         };
@@ -99,8 +110,14 @@ impl Control {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         }
         if function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET {
+            let _turn = self.turns.next(Subject::Target(address.target)).await;
             return byte(self.reset_nexus(address.target).await);
         }
+        if self.device.units().at(address, |_| ()).is_none() {
+            return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
+        }
+        let _turn = self.turns.next(Subject::Unit(address)).await;
+        // It may have been removed meanwhile.
         let Some(nexus) = self.device.units().nexus(address) else {
             return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
         };
@@ -141,30 +158,44 @@ impl Control {
 
 impl Turns {
     /// Waits until it is the turn of one more, which lasts until the result is dropped.
-    async fn next(&self) -> Turn<'_> {
-        let before = self.came.get();
-        self.came.set(before + 1);
-        poll_fn(|cx| self.poll(before, cx)).await;
-        Turn(self)
+    async fn next(&self, subject: Subject) -> Turn<'_> {
+        let before = {
+            let mut lines = self.0.borrow_mut();
+            let line = lines.entry(subject).or_default();
+            line.came += 1;
+            line.came - 1
+        };
+        poll_fn(|cx| self.poll(subject, before, cx)).await;
+        Turn { turns: self, subject }
     }
 
-    fn poll(&self, before: usize, cx: &Context<'_>) -> Poll<()> {
-        if before < self.ended.get() + FUNCTIONS_MAX {
+    fn poll(&self, subject: Subject, before: usize, cx: &Context<'_>) -> Poll<()> {
+        let mut lines = self.0.borrow_mut();
+        let line = lines.get_mut(&subject).expect("a line is kept while somebody waits");
+        if before < line.ended + FUNCTIONS_MAX {
             return Poll::Ready(());
         }
-        self.waiting.borrow_mut().insert(before, cx.waker().clone());
+        line.waiting.insert(before, cx.waker().clone());
         Poll::Pending
     }
 }
 
 /// A function is carried out.
-struct Turn<'a>(&'a Turns);
+struct Turn<'a> {
+    turns: &'a Turns,
+    subject: Subject,
+}
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let Turns { ended, waiting, .. } = self.0;
-        let next = waiting.borrow_mut().remove(&(ended.get() + FUNCTIONS_MAX));
-        ended.set(ended.get() + 1);
+        let mut lines = self.turns.0.borrow_mut();
+        let line = lines.get_mut(&self.subject).expect("a line is kept while somebody has a turn");
+        let next = line.waiting.remove(&(line.ended + FUNCTIONS_MAX));
+        line.ended += 1;
+        if line.ended == line.came {
+            lines.remove(&self.subject);
+        }
+        drop(lines);
         if let Some(next) = next {
             next.wake();
         }

@@ -19,7 +19,7 @@ pub(super) const UNIT_RESET: u32 = 5;
 pub(super) const OK: u8 = 0;
 pub(super) const RESET: u8 = 4;
 pub(super) const ABORTED: u8 = 2;
-const BAD_TARGET: u8 = 3;
+pub(super) const BAD_TARGET: u8 = 3;
 const FAILURE: u8 = 9;
 
 /// Unit attentions.
@@ -117,9 +117,13 @@ impl Control {
     }
 
     pub(super) fn begin(&mut self, function: u32) {
+        self.begin_at(UNIT, function);
+    }
+
+    pub(super) fn begin_at(&mut self, unit: UnitAddress, function: u32) {
         let mut request = vec![0; 24];
         request[4..8].copy_from_slice(&function.to_le_bytes());
-        request[8..16].copy_from_slice(&UNIT.bytes());
+        request[8..16].copy_from_slice(&unit.bytes());
         self.scene.memory.write(DATA, &request).unwrap();
         self.scene.memory.write(RESPONSE, &[0xee]).unwrap();
         self.scene.offer(&[Desc::readable(DATA, 24), Desc::writable(RESPONSE, 1)]);
