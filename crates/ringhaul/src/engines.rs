@@ -80,7 +80,7 @@ pub(crate) fn choose(args: &ServeArgs, disks: &[OpenDisk], had: &[Option<String>
 /// The best engine for each of these disks.
 fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     let sources = tried.iter().map(|&index| disks[index].source.clone()).collect();
-    let mut trials = SideBySide::begin(sources, |source| best_engine(&source));
+    let mut trials = SideBySide::begin(sources, |source, _| best_engine(&source));
     let tried_in_time = std::iter::from_fn(|| trials.next(Some(Instant::now() + TRIAL_MAX)));
     let mut choices: BTreeMap<usize, Choice> =
         tried_in_time.map(|(number, choice)| (tried[number], choice)).collect();

@@ -23,7 +23,8 @@ pub(crate) struct OpenDisk {
 
 impl OpenDisk {
     /// As [`open`](Self::open), but waits for a disk that nobody visible has in use: a daemon that
-    /// was killed may have left operations in the kernel, which have it until they end.
+    /// was killed may have left operations in the kernel, which have it until they end. `waits` is
+    /// called when that is so.
     ///
     /// # Errors
     ///
@@ -31,6 +32,7 @@ impl OpenDisk {
     pub(crate) fn open_when_left(
         wanted: &(DiskSpec, ExportSettings),
         user: Option<u64>,
+        waits: &dyn Fn(),
     ) -> Result<Self> {
         let mut is_told = false;
         loop {
@@ -39,6 +41,7 @@ impl OpenDisk {
                 Err(error) if is_left_behind(&error) => {
                     if !std::mem::replace(&mut is_told, true) {
                         tracing::warn!("{error:#}; it is waited for");
+                        waits();
                     }
                 }
                 result => return result,

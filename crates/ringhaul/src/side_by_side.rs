@@ -1,6 +1,7 @@
 //! The same for many things at once, on a few threads, of which some may hang.
 
-use std::collections::VecDeque;
+use std::cell::Cell;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,25 +15,40 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// behind when this is dropped.
 pub(crate) struct SideBySide<T, R> {
     work: Arc<Work<T, R>>,
-    done: Option<mpsc::Sender<(usize, R)>>,
-    results: mpsc::Receiver<(usize, R)>,
+    done: Option<mpsc::Sender<Word<R>>>,
+    results: mpsc::Receiver<Word<R>>,
     unanswered: usize,
+    /// Those of them that have given way.
+    waiting: BTreeSet<usize>,
 }
+
+/// What a thread says of the call of this number.
+enum Word<R> {
+    Done(usize, R),
+    Waits(usize),
+}
+
+/// With this a call says that it waits: it keeps its thread, and another one takes the next.
+pub(crate) type GiveWay<'a> = &'a dyn Fn();
 
 struct Work<T, R> {
     left: Mutex<VecDeque<(usize, T)>>,
-    call: Box<dyn Fn(T) -> R + Send + Sync>,
+    call: Box<dyn Fn(T, GiveWay<'_>) -> R + Send + Sync>,
 }
 
 impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
     /// Begins to call `call` for each of `list`.
-    pub(crate) fn begin(list: Vec<T>, call: impl Fn(T) -> R + Send + Sync + 'static) -> Self {
+    pub(crate) fn begin(
+        list: Vec<T>,
+        call: impl Fn(T, GiveWay<'_>) -> R + Send + Sync + 'static,
+    ) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let (unanswered, threads) = (list.len(), list.len().min(cpus.max(2)));
         let left = Mutex::new(list.into_iter().enumerate().collect());
         let work = Arc::new(Work { left, call: Box::new(call) });
         let (done, results) = mpsc::channel();
-        let mut this = Self { work, done: Some(done), results, unanswered };
+        let mut this =
+            Self { work, done: Some(done), results, unanswered, waiting: BTreeSet::new() };
         (0..threads).for_each(|_| this.add_thread());
         this
     }
@@ -40,7 +56,21 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
     /// The next result, with its number in the list. `None`: all were there, or it did not come in
     /// time.
     pub(crate) fn next(&mut self, until: Option<Instant>) -> Option<(usize, R)> {
-        while self.unanswered > 0 {
+        self.next_of(until, false)
+    }
+
+    /// As [`next`](Self::next), but does not wait for those that have given way.
+    pub(crate) fn next_busy(&mut self, until: Option<Instant>) -> Option<(usize, R)> {
+        self.next_of(until, true)
+    }
+
+    /// Whether all that is left has given way.
+    pub(crate) fn only_waits(&self) -> bool {
+        self.unanswered == self.waiting.len()
+    }
+
+    fn next_of(&mut self, until: Option<Instant>, is_busy: bool) -> Option<(usize, R)> {
+        while self.unanswered > 0 && !(is_busy && self.only_waits()) {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let help = self.done.is_some().then_some(PATIENCE);
             let result = match left.into_iter().chain(help).min() {
@@ -48,10 +78,12 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
                 None => self.results.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             match result {
-                Ok(result) => {
+                Ok(Word::Done(number, result)) => {
                     self.unanswered -= 1;
-                    return Some(result);
+                    self.waiting.remove(&number);
+                    return Some((number, result));
                 }
+                Ok(Word::Waits(number)) => drop(self.waiting.insert(number)),
                 Err(RecvTimeoutError::Timeout) if left.is_some_and(|left| left.is_zero()) => {
                     return None;
                 }
@@ -70,20 +102,33 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
             self.done = None;
         }
         let Some(done) = &self.done else { return };
-        let (work, sender) = (Arc::clone(&self.work), done.clone());
-        let thread = std::thread::Builder::new().name("ringhaul-side".into());
-        if thread.spawn(move || work.run(&sender)).is_err() {
+        if Work::start(&self.work, done).is_err() {
             // Where there can be no thread, this one does it.
-            self.work.run(done);
+            Work::run(&self.work, done);
         }
     }
 }
 
-impl<T, R> Work<T, R> {
-    fn run(&self, done: &mpsc::Sender<(usize, R)>) {
-        while let Some((number, item)) = self.take() {
+impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
+    fn start(this: &Arc<Self>, done: &mpsc::Sender<Word<R>>) -> std::io::Result<()> {
+        let (work, sender) = (Arc::clone(this), done.clone());
+        let thread = std::thread::Builder::new().name("ringhaul-side".into());
+        thread.spawn(move || Self::run(&work, &sender)).map(drop)
+    }
+
+    fn run(this: &Arc<Self>, done: &mpsc::Sender<Word<R>>) {
+        let mut is_replaced = false;
+        while !is_replaced && let Some((number, item)) = this.take() {
+            let gave_way = Cell::new(false);
+            let give_way = || {
+                let _ = done.send(Word::Waits(number));
+                // Without one, those that answer nothing are helped in the end.
+                gave_way.set(!this.is_empty() && Self::start(this, done).is_ok());
+            };
+            let result = (this.call)(item, &give_way);
+            is_replaced = gave_way.get();
             // Nobody waits any more for what took too long.
-            let _ = done.send((number, (self.call)(item)));
+            let _ = done.send(Word::Done(number, result));
         }
     }
 
@@ -105,7 +150,7 @@ mod tests {
     #[test]
     fn all_are_called_once() {
         for count in [0, 1, 2, 100] {
-            let mut calls = SideBySide::begin((0..count).collect(), |number: usize| number * 2);
+            let mut calls = SideBySide::begin((0..count).collect(), |number: usize, _| number * 2);
             let mut results: Vec<_> = std::iter::from_fn(|| calls.next(None)).collect();
             results.sort_unstable();
             assert_eq!(results, (0..count).map(|number| (number, number * 2)).collect::<Vec<_>>());
@@ -117,7 +162,7 @@ mod tests {
         let count = std::thread::available_parallelism().map_or(1, usize::from) + 3;
         let all = Arc::new(Barrier::new(count + 1));
         let gate = Arc::clone(&all);
-        let call = move |hangs: bool| {
+        let call = move |hangs: bool, _: GiveWay<'_>| {
             if hangs {
                 gate.wait();
             }
@@ -127,6 +172,27 @@ mod tests {
         let mut calls = SideBySide::begin(list, call);
         assert_eq!(calls.next(None), Some((count, false)));
         assert_eq!(calls.next(Some(Instant::now())), None);
+        all.wait();
+        assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
+    }
+
+    #[test]
+    fn those_that_wait_give_their_threads_back() {
+        let count = 100;
+        let all = Arc::new(Barrier::new(count + 1));
+        let gate = Arc::clone(&all);
+        let call = move |waits: bool, give_way: GiveWay<'_>| {
+            if waits {
+                give_way();
+                gate.wait();
+            }
+            waits
+        };
+        let list = [vec![true; count], vec![false]].concat();
+        let mut calls = SideBySide::begin(list, call);
+        assert_eq!(calls.next_busy(None), Some((count, false)));
+        assert_eq!(calls.next_busy(None), None);
+        assert!(calls.only_waits());
         all.wait();
         assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
     }

@@ -72,8 +72,12 @@ impl Daemon {
             self.report_failure(&[spec.name()], error.into());
         }
         for export in opening.left() {
-            let (export, seconds) = (export.name(), OPEN_MAX.as_secs());
-            let message = format!("its disk is not open after {seconds} s; it is waited for");
+            let export = export.name();
+            let message = if opening.only_left_behind() {
+                "its disk is in use by no program that is visible; it is waited for".to_owned()
+            } else {
+                format!("its disk is not open after {} s; it is waited for", OPEN_MAX.as_secs())
+            };
             tracing::warn!(export, "{message}");
             self.report_error(export, message);
         }

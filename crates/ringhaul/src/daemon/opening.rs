@@ -41,19 +41,24 @@ impl OpeningExports {
             exports.push(Some(of_export));
             wanted.extend(disks.into_iter().zip(users));
         }
-        let jobs = SideBySide::begin(wanted, move |(wanted, user): WantedDisk| {
-            let open = if waits_for_left { OpenDisk::open_when_left } else { OpenDisk::open };
-            open(&wanted, user)
+        let jobs = SideBySide::begin(wanted, move |(wanted, user): WantedDisk, give_way| {
+            if waits_for_left {
+                OpenDisk::open_when_left(&wanted, user, give_way)
+            } else {
+                OpenDisk::open(&wanted, user)
+            }
         });
         Self { exports, places, jobs }
     }
 
     /// Takes out those whose disks are all open, and those that have failed, when that holds for
-    /// all or no disk has come for so long.
+    /// all but those that a killed process has left in use, or no disk has come for so long.
     pub(super) fn take_ready(&mut self, patience: Option<Duration>) -> Taken {
         let mut errors = Vec::new();
         let mut patience = patience;
-        while let Some((number, disk)) = self.jobs.next(patience.map(|max| Instant::now() + max)) {
+        while let Some((number, disk)) =
+            self.jobs.next_busy(patience.map(|max| Instant::now() + max))
+        {
             match disk {
                 Ok(disk) => self.put(number, disk),
                 Err(error) => {
@@ -70,6 +75,11 @@ impl OpeningExports {
         };
         let failed = errors.into_iter().filter_map(fail).collect();
         Taken { ready: self.exports.iter_mut().filter_map(take_if_ready).collect(), failed }
+    }
+
+    /// Whether none of those that are left hangs: a killed process has left their disks in use.
+    pub(super) fn only_left_behind(&self) -> bool {
+        self.jobs.only_waits()
     }
 
     /// Those that have not been taken out.
@@ -213,8 +223,8 @@ pub(super) mod tests {
         assert!(text.contains("operations of one that was killed"), "{text}");
         let both = vec![export("/left", left), export("/free", free)];
         let mut opening = OpeningExports::begin(both, true);
-        // Longer than a try to open it takes.
-        let ready = opening.take_ready(Some(Duration::from_secs(3))).all().unwrap();
+        // It is known to be left behind, however long the others might take.
+        let ready = opening.take_ready(None).all().unwrap();
         assert_eq!(names(&ready), ["/free"]);
         assert_eq!(opening.left().map(ExportSpec::name).collect::<Vec<_>>(), ["/left"]);
         drop(held);
