@@ -10,8 +10,10 @@ use crate::export::EndpointState;
 use crate::settings::SettingsChange;
 use crate::spec::ExportSpec;
 
-/// The format in which this version describes itself.
-pub(super) const FORMAT: u32 = 1;
+/// The format in which this version describes itself. Raise it whenever the stored sample is not
+/// understood any more, or written in another way, and store another: versions that do not fit are
+/// then refused before anything stops.
+pub(super) const FORMAT: u32 = 2;
 /// The formats that it understands.
 pub(super) const FORMATS: [u32; 1] = [FORMAT];
 
@@ -85,4 +87,21 @@ pub(super) struct Request {
 pub(super) struct Answer<T> {
     pub(super) says: T,
     pub(super) descriptors: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A failure means that another version would not understand this one: raise [`FORMAT`].
+    #[test]
+    fn the_format_is_that_of_the_stored_sample() {
+        let sample: Value = serde_json::from_str(include_str!("format/sample.json")).unwrap();
+        let description: Description =
+            serde_json::from_value(sample["description"].clone()).unwrap();
+        assert_eq!(serde_json::to_value(description).unwrap(), sample["description"]);
+        let standstill: Standstill = serde_json::from_value(sample["standstill"].clone()).unwrap();
+        assert_eq!(serde_json::to_value(standstill).unwrap(), sample["standstill"]);
+        assert_eq!(FORMAT, 2, "the sample is of this format");
+    }
 }
