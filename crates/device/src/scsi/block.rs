@@ -164,11 +164,13 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     }
 }
 
-/// A read with FUA has what is newer in a cache written to the medium first (SBC-4).
-pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, mut into: Buffers) -> Moved {
+/// A read that waits. With FUA, what is newer in a cache is written to the medium first (SBC-4).
+pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into: Buffers) -> Moved {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
     if cdb.asks_fua() {
         flush(local).await?;
+        task.check()?;
+        check_still(&local.disk, range)?;
     }
     end_read(local, range, local.disk.read(range.offset, into).await)
 }

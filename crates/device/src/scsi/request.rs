@@ -179,7 +179,7 @@ impl Scsi {
         }
         let plain = |moved: Moved| moved.map(Done::from);
         let (kind, done) = match op {
-            Op::Read => (RequestKind::Read, plain(block::read(local, cdb, data.into).await)),
+            Op::Read => (RequestKind::Read, plain(block::read(local, cdb, task, data.into).await)),
             Op::Write => (RequestKind::Write, plain(block::write(local, cdb, data.out).await)),
             Op::SynchronizeCache => {
                 (RequestKind::Flush, plain(block::synchronize(local, cdb).await))
