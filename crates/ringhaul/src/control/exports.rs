@@ -185,9 +185,9 @@ impl Exports {
     }
 
     fn give_up_start(&mut self, names: &[String]) -> bool {
-        let is_alone = self.list.is_empty()
-            && self.closing.is_empty()
-            && self.opening.iter().all(|(spec, _)| names.contains(&spec.name()));
+        // A daemon that has served something goes on without exports.
+        let is_alone =
+            self.next_id == 0 && self.opening.iter().all(|(spec, _)| names.contains(&spec.name()));
         self.is_given_up |= is_alone;
         is_alone
     }
