@@ -105,10 +105,22 @@ enum Change {
 }
 
 impl Record {
-    /// Forgets exports that are not there any more: their disks could not be opened in the end, or
-    /// somebody has removed them, and perhaps put another in the place.
+    /// Forgets exports and units that are not there any more: their disks could not be opened in
+    /// the end, or somebody has removed them, and perhaps put another in the place.
     fn forget_gone(&mut self, shown: &[ExportSpec]) {
-        self.served.retain(|_, ours| shown.iter().any(|other| is_the_same(ours, other)));
+        let Self { served, pending } = self;
+        served.retain(|export, ours| {
+            let Some(other) = shown.iter().find(|other| is_the_same(ours, other)) else {
+                return false;
+            };
+            if let (DeviceSpec::Scsi(ours), DeviceSpec::Scsi(others)) =
+                (&mut ours.device, &other.device)
+                && !pending.contains_key(export)
+            {
+                ours.retain(|unit| others.iter().any(|other| is_the_same_unit(unit, other)));
+            }
+            true
+        });
     }
 
     /// What is to be done for the exports of the file to be as wanted, and is not being done. From
@@ -141,6 +153,13 @@ fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
         && ours.endpoint == other.endpoint
         && ours.name() == other.name()
         && ours.settings == other.settings
+}
+
+/// The same of a logical unit.
+fn is_the_same_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
+    ours.place() == other.place()
+        && ours.settings == other.settings
+        && is_the_same_disk(&ours.disk, &other.disk)
 }
 
 /// Null disks are one whatever their sizes, which commands change.
@@ -582,6 +601,29 @@ mod tests {
             shown(&self.daemon).unwrap().iter().map(ExportSpec::name).collect()
         }
 
+        fn socket(&self) -> String {
+            in_folder("FOLDER/b", &self.folder)
+        }
+
+        /// As a control client adds one to the export of [`scsi`].
+        fn add_unit(&self, unit: &str) {
+            let unit = Box::new(serde_json::from_str(unit).unwrap());
+            self.daemon.handle(Command::AddUnit(self.socket(), unit)).unwrap();
+        }
+
+        fn remove_unit(&self, lun: u16) {
+            let place = UnitPlace { target: 0, lun };
+            self.daemon.handle(Command::RemoveUnit(self.socket(), place)).unwrap();
+        }
+
+        fn luns(&self) -> Vec<u16> {
+            let exports = shown(&self.daemon).unwrap();
+            let DeviceSpec::Scsi(units) = &exports[0].device else { panic!("{exports:?}") };
+            let mut luns: Vec<u16> = units.iter().map(|unit| unit.lun).collect();
+            luns.sort_unstable();
+            luns
+        }
+
         fn poll_max_us(&self, change: Option<u16>) -> u16 {
             let change = SettingsChange { poll_max_us: change, ..SettingsChange::default() };
             let Ok(Reply::Settings(now)) = self.daemon.handle(Command::Set(change)) else {
@@ -601,6 +643,17 @@ mod tests {
              device = {{ blk = {{ null = {{ size-bytes = 512 }} }} }}\n"
         )
     }
+
+    /// An export of these units.
+    fn scsi(units: &str) -> String {
+        format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{units}]\n")
+    }
+
+    fn unit(lun: u16, disk: &str) -> String {
+        format!("{{ lun = {lun}, disk = {disk} }}, ")
+    }
+
+    const NULL: &str = "{ null = { size-bytes = 512 } }";
 
     #[test]
     fn what_is_not_served_in_the_end_is_added_again() {
@@ -627,13 +680,9 @@ mod tests {
 
     #[test]
     fn what_has_failed_is_tried_again_and_nothing_else() {
-        let scsi = |luns: &str| {
-            format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{luns}]\n")
-        };
-        let (null, file) = ("{ null = { size-bytes = 512 } }", "{ file = \"FOLDER/disk\" }");
-        let unit = |lun: u16, disk: &str| format!("{{ lun = {lun}, disk = {disk} }}, ");
-        let mut scene = Scene::new(&scsi(&unit(0, null)), |config| config.exports.clone());
-        let wanted = scsi(&(unit(0, null) + &unit(1, null) + &unit(2, file)));
+        let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
+        let file = "{ file = \"FOLDER/disk\" }";
+        let wanted = scsi(&(unit(0, NULL) + &unit(1, NULL) + &unit(2, file)));
         scene.reload(&wanted);
         let left = || {
             let config = scene.reloader.file.read().unwrap();
@@ -651,27 +700,33 @@ mod tests {
 
     #[test]
     fn what_others_have_added_is_left_alone_when_a_change_has_failed_in_part() {
-        let scsi = |luns: &str| {
-            format!("[[export]]\nendpoint = {{ path = \"FOLDER/b\" }}\ndevice.scsi = [{luns}]\n")
-        };
-        let (null, file) = ("{ null = { size-bytes = 512 } }", "{ file = \"FOLDER/none\" }");
-        let unit = |lun: u16, disk: &str| format!("{{ lun = {lun}, disk = {disk} }}, ");
-        let mut scene = Scene::new(&scsi(&unit(0, null)), |config| config.exports.clone());
-        let theirs = r#"{"lun": 7, "disk": {"null": {"size-bytes": 512}}}"#;
-        let socket = in_folder("FOLDER/b", &scene.folder);
-        let theirs = Box::new(serde_json::from_str(theirs).unwrap());
-        scene.daemon.handle(Command::AddUnit(socket, theirs)).unwrap();
-        let larger = null.replace("512", "1024");
-        let wanted = scsi(&(unit(0, &larger) + &unit(1, null) + &unit(2, file)));
+        let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
+        scene.add_unit(r#"{"lun": 7, "disk": {"null": {"size-bytes": 512}}}"#);
+        let (larger, file) = (NULL.replace("512", "1024"), "{ file = \"FOLDER/none\" }");
+        let wanted = scsi(&(unit(0, &larger) + &unit(1, NULL) + &unit(2, file)));
         scene.reload(&wanted);
         scene.reload(&wanted);
         scene.reload(&scsi(&unit(0, &larger)));
-        let DeviceSpec::Scsi(units) = &shown(&scene.daemon).unwrap()[0].device else { panic!() };
-        let luns: Vec<u16> = units.iter().map(|unit| unit.lun).collect();
-        assert_eq!(luns, [0, 7]);
+        assert_eq!(scene.luns(), [0, 7]);
         let record = lock(&scene.reloader.record);
         let config = scene.reloader.file.read().unwrap();
         assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
+    }
+
+    #[test]
+    fn a_unit_that_others_have_put_in_its_place_is_left_alone() {
+        let (one, two) = (unit(0, NULL), unit(0, NULL) + &unit(1, NULL));
+        let mut scene = Scene::new(&scsi(&two), |config| config.exports.clone());
+        scene.remove_unit(1);
+        scene.add_unit(
+            r#"{"lun": 1, "settings": {"read-only": true}, "disk": {"null": {"size-bytes": 512}}}"#,
+        );
+        scene.reload(&scsi(&one));
+        assert_eq!(scene.luns(), [0, 1]);
+        // One that was removed is missing.
+        scene.remove_unit(0);
+        scene.reload(&scsi(&one));
+        assert_eq!(scene.luns(), [0, 1]);
     }
 
     #[test]
