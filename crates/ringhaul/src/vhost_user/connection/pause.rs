@@ -22,21 +22,37 @@ impl Connection {
     /// Continues to start those rings again that should run and have stopped. As
     /// [`settle`](Self::settle).
     pub(in crate::vhost_user) fn resume(&mut self) -> Poll<io::Result<()>> {
-        self.progress();
+        loop {
+            let is_busy = self.progress();
+            // What has settled by now may be all that the control ring waits for, so it is looked
+            // at again until nothing is due.
+            let has_started = self.start_paused();
+            if is_busy {
+                return Poll::Pending;
+            }
+            if !has_started {
+                return Poll::Ready(self.failure.take().map_or(Ok(()), Err));
+            }
+        }
+    }
+
+    /// Begins to start what is due. Returns whether anything was.
+    fn start_paused(&mut self) -> bool {
+        let mut has_started = false;
         let control = self.control_ring;
         for ring in (0..self.rings.len()).filter(|ring| Some(*ring) != control) {
             if self.rings[ring].take_due() {
                 self.start_ring(ring);
-                self.control_is_due = true;
+                has_started = true;
             }
         }
-        if let Some(control) = self.control_ring {
+        if let Some(control) = control {
             let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
-            let is_due = !others.any(|(_, ring)| ring.is_missing());
-            if is_due && self.rings[control].take_due() {
+            if !others.any(|(_, ring)| ring.is_missing()) && self.rings[control].take_due() {
                 self.start_ring(control);
+                has_started = true;
             }
         }
-        self.settle()
+        has_started
     }
 }
