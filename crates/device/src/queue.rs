@@ -401,12 +401,9 @@ impl Queue {
         self.requests.count_error(kind);
     }
 
-    /// Avail entries that were not popped: the first, and the one behind the last.
-    pub(crate) fn chains(&self) -> [u16; 2] {
-        let ring = &mut *self.ring.borrow_mut();
-        let first = ring.next_avail();
-        let count = if self.broken.get() { 0 } else { ring.available_now() };
-        [first, first.wrapping_add(count)]
+    /// How many chains there are that were not popped and will be.
+    pub(crate) fn available(&self) -> u16 {
+        if self.broken.get() { 0 } else { self.ring.borrow_mut().available_now() }
     }
 
     /// Counts a request that is about to be pushed with an error status, and reports it.

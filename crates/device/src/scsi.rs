@@ -19,6 +19,7 @@ pub(crate) mod request_queue;
 pub(crate) mod reserve;
 pub(crate) mod sense;
 pub(crate) mod task_set;
+pub(crate) mod turns;
 pub mod unit;
 pub(crate) mod units;
 pub(crate) mod unmap;

@@ -16,6 +16,11 @@ use super::persist::{Attached, CommandClass, FileError, Nexus, PortInUse, PortNa
 pub use super::persist::{Keeping, KeptIn};
 use super::sense::Sense;
 use super::task_set::{Abort, How, TaskId, Waiting};
+use super::turns::Turns;
+
+/// Functions about the tasks of all initiators that wait for those of others at a time. A disk may
+/// be many units, and each may be asked for a thousand functions.
+pub(super) const FUNCTIONS_MAX: usize = 8;
 
 /// A unit on the disk, as those in other devices reach it.
 pub(crate) trait Peer: Send + Sync {
@@ -42,6 +47,13 @@ pub(crate) trait Stranger: Send + Sync {
     fn fence(&self) -> Waiting;
 }
 
+/// The tasks of a nexus that are looked for.
+struct Looked {
+    nexus: Nexus,
+    peer: Arc<dyn Peer>,
+    tasks: Waiting,
+}
+
 /// The tasks of a nexus that were looked for, when they have ended.
 pub(crate) struct Covered {
     pub(crate) nexus: Nexus,
@@ -53,7 +65,6 @@ pub(crate) struct Covered {
 }
 
 /// What the units on one disk share. Whoever has several exports of a disk makes one for it.
-#[derive(Default)]
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
@@ -67,6 +78,14 @@ pub struct DiskAccess {
     cache_is_off: AtomicBool,
     /// D_SENSE of the control mode page.
     has_descriptor_sense: AtomicBool,
+    /// Those of functions about the tasks of all initiators.
+    turns: Turns,
+}
+
+impl Default for DiskAccess {
+    fn default() -> Self {
+        Self::with(Arc::default())
+    }
 }
 
 /// What the units on a disk share, for another process.
@@ -88,7 +107,21 @@ impl DiskAccess {
     /// That of a disk that another process hands over: reservations are kept where it says.
     #[must_use]
     pub fn awaited() -> Self {
-        Self { reservations: Arc::new(Reservations::awaited()), ..Self::default() }
+        Self::with(Arc::new(Reservations::awaited()))
+    }
+
+    fn with(reservations: Arc<Reservations>) -> Self {
+        Self {
+            reservations,
+            peers: Mutex::default(),
+            strangers: Mutex::default(),
+            is_changing: AtomicBool::default(),
+            medium: Medium::default(),
+            is_stopped: AtomicBool::default(),
+            cache_is_off: AtomicBool::default(),
+            has_descriptor_sense: AtomicBool::default(),
+            turns: Turns::new(FUNCTIONS_MAX),
+        }
     }
 
     /// What another process needs, and the file of the reservations, while no command runs.
@@ -243,40 +276,41 @@ impl DiskAccess {
     }
 
     /// Looks for tasks of all nexuses and does with them what `how` says of each, if anything: with
-    /// all but the one that is excepted. Returns when those have ended that are waited for.
-    pub(crate) async fn cover(
-        &self,
-        except: Option<TaskId>,
-        how: impl Fn(Nexus) -> Option<How>,
-    ) -> Vec<Covered> {
+    /// all but the one that is excepted.
+    fn look(&self, except: Option<TaskId>, how: impl Fn(Nexus) -> Option<How>) -> Vec<Looked> {
         let look = |(nexus, peer): &(Nexus, Arc<dyn Peer>)| {
-            Some((*nexus, Arc::clone(peer), peer.cover(how(*nexus)?, except)?))
+            let tasks = peer.cover(how(*nexus)?, except)?;
+            Some(Looked { nexus: *nexus, peer: Arc::clone(peer), tasks })
         };
-        let all: Vec<_> = lock(&self.peers).iter().filter_map(look).collect();
-        let mut covered = Vec::new();
-        for (nexus, peer, tasks) in all {
-            let found = poll_fn(|cx| tasks.poll(cx)).await;
-            covered.push(Covered { nexus, peer, found, has_lost: tasks.has_lost() });
-        }
-        covered
+        lock(&self.peers).iter().filter_map(look).collect()
     }
 
-    /// Has tasks of the nexuses that are meant end: those of `by` as `own` says, but for the one
-    /// that is excepted, and those of others as a reset ends them: their drivers then begin them
-    /// again. `how` says which of its own. What others have not yet given to the device is no task,
-    /// and it is theirs to say when they do. Returns when those have ended that are meant.
+    /// Has the tasks of all initiators end, as a function of the nexus `by` asks: its own as `own`
+    /// says, with those that its driver has made available by now, and those of others as a reset
+    /// ends them: their drivers then begin them again. What others have not yet given to the device
+    /// is no task, and it is theirs to say when they do. Returns when those have ended that are
+    /// meant.
+    pub(crate) async fn end_all_tasks(&self, by: Nexus, own: Abort) -> Vec<Covered> {
+        // Before it waits for anything.
+        let mut looked = self.look(None, |nexus| (nexus == by).then_some(How::Abort(own)));
+        // Tasks never wait for functions, so that nothing waits for itself.
+        let _turn = self.turns.next().await;
+        let theirs = How::AbortBegun(Abort::Reset);
+        looked.extend(self.look(None, |nexus| (nexus != by).then_some(theirs)));
+        end(looked).await
+    }
+
+    /// The same for a command of the nexus `by`, and of the initiators that are meant.
     pub(crate) async fn end_tasks(
         &self,
-        by: Nexus,
-        (own, except): (Abort, Option<TaskId>),
-        how: fn(Abort) -> How,
+        (by, command): (Nexus, TaskId),
         is_meant: impl Fn(Nexus) -> bool,
     ) -> Vec<Covered> {
         let how = |nexus| {
-            let theirs = How::AbortBegun(Abort::Reset);
-            is_meant(nexus).then(|| if nexus == by { how(own) } else { theirs })
+            let abort = if nexus == by { Abort::Aborted } else { Abort::Reset };
+            is_meant(nexus).then_some(How::AbortBegun(abort))
         };
-        self.cover(except, how).await
+        end(self.look(Some(command), how)).await
     }
 
     /// Admits one PERSISTENT RESERVE OUT at a time, until the result is dropped. Two that abort
@@ -306,12 +340,22 @@ impl DiskAccess {
         self.medium.take().await;
         let exclusive = Exclusive(Arc::clone(self));
         let fenced = self.fence();
-        self.cover(Some(own), |_| Some(How::Drain)).await;
+        end(self.look(Some(own), |_| Some(How::Drain))).await;
         for fenced in fenced {
             poll_fn(|cx| fenced.poll(cx)).await;
         }
         exclusive
     }
+}
+
+/// Returns when the tasks have ended that are waited for.
+async fn end(looked: Vec<Looked>) -> Vec<Covered> {
+    let mut covered = Vec::new();
+    for Looked { nexus, peer, tasks } in looked {
+        let found = poll_fn(|cx| tasks.poll(cx)).await;
+        covered.push(Covered { nexus, peer, found, has_lost: tasks.has_lost() });
+    }
+    covered
 }
 
 /// Initiators whose tasks were ended by the one of nexus `by` learn of that.

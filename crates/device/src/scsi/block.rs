@@ -466,7 +466,7 @@ mod tests {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
         let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
         let range = Range { lba: 0, offset: 0, bytes };
@@ -476,7 +476,7 @@ mod tests {
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
             let (_waiting, left) = Waiting::new();
-            tasks.cover(Which::At(unit), How::Abort(Abort::Aborted), [1, 1], left);
+            tasks.cover(Which::At(unit), How::Abort(Abort::Aborted), 0, left);
             compare.await
         });
         assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));
@@ -489,7 +489,7 @@ mod tests {
         let bytes = 3 * COMPARE_TURN_BYTES + 512;
         let source = DiskSource::null(bytes, &DiskOptions::default()).unwrap();
         let disk = source.attach(thread.io());
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
         let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
         let range = Range { lba: 0, offset: 0, bytes };

@@ -1,10 +1,7 @@
 //! Task management (virtio 1.3, section 5.6.6.2; SAM-6, chapter 7).
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
 
 use iomem::Buffers;
 use virtio_bindings::virtio_scsi::{
@@ -34,35 +31,9 @@ const FUNCTION_BYTES: usize = 24;
 /// Of a request about asynchronous notification: type, LUN, events.
 const NOTIFICATION_BYTES: usize = 16;
 
-/// Task management functions about a unit, or about a whole target, that wait for tasks at a time.
-/// Each task keeps who waits for it: a control queue that is full of them would take gigabytes.
-pub(super) const FUNCTIONS_MAX: usize = 8;
-
 /// What serves the control queue.
 pub(crate) struct Control {
     device: ScsiDevice,
-    turns: Turns,
-}
-
-/// What a function is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Subject {
-    Unit(UnitAddress),
-    Target(u8),
-}
-
-/// Functions about the same have their turn in the order in which they come. Those about a unit
-/// that does not answer hold up no others.
-#[derive(Default)]
-struct Turns(RefCell<BTreeMap<Subject, Line>>);
-
-/// The functions about one subject, while there are any.
-#[derive(Default)]
-struct Line {
-    came: usize,
-    ended: usize,
-    /// By how many came before.
-    waiting: BTreeMap<usize, Waker>,
 }
 
 /// Why a request is not carried out.
@@ -77,7 +48,7 @@ enum ControlError {
 impl Control {
     pub(crate) fn new(device: &ScsiDevice) -> Self {
         device.queues().begin();
-        Self { device: device.clone(), turns: Turns::default() }
+        Self { device: device.clone() }
     }
 
     /// Answers in bytes: those of the response.
@@ -110,14 +81,8 @@ impl Control {
             return byte(VIRTIO_SCSI_S_BAD_TARGET);
         }
         if function == VIRTIO_SCSI_T_TMF_I_T_NEXUS_RESET {
-            let _turn = self.turns.next(Subject::Target(address.target)).await;
             return byte(self.reset_nexus(address.target).await);
         }
-        if self.device.units().at(address, |_| ()).is_none() {
-            return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
-        }
-        let _turn = self.turns.next(Subject::Unit(address)).await;
-        // It may have been removed meanwhile.
         let Some(nexus) = self.device.units().nexus(address) else {
             return byte(VIRTIO_SCSI_S_INCORRECT_LUN);
         };
@@ -156,52 +121,6 @@ impl Control {
     }
 }
 
-impl Turns {
-    /// Waits until it is the turn of one more, which lasts until the result is dropped.
-    async fn next(&self, subject: Subject) -> Turn<'_> {
-        let before = {
-            let mut lines = self.0.borrow_mut();
-            let line = lines.entry(subject).or_default();
-            line.came += 1;
-            line.came - 1
-        };
-        poll_fn(|cx| self.poll(subject, before, cx)).await;
-        Turn { turns: self, subject }
-    }
-
-    fn poll(&self, subject: Subject, before: usize, cx: &Context<'_>) -> Poll<()> {
-        let mut lines = self.0.borrow_mut();
-        let line = lines.get_mut(&subject).expect("a line is kept while somebody waits");
-        if before < line.ended + FUNCTIONS_MAX {
-            return Poll::Ready(());
-        }
-        line.waiting.insert(before, cx.waker().clone());
-        Poll::Pending
-    }
-}
-
-/// A function is carried out.
-struct Turn<'a> {
-    turns: &'a Turns,
-    subject: Subject,
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let mut lines = self.turns.0.borrow_mut();
-        let line = lines.get_mut(&self.subject).expect("a line is kept while somebody has a turn");
-        let next = line.waiting.remove(&(line.ended + FUNCTIONS_MAX));
-        line.ended += 1;
-        if line.ended == line.came {
-            lines.remove(&self.subject);
-        }
-        drop(lines);
-        if let Some(next) = next {
-            next.wake();
-        }
-    }
-}
-
 /// What a function is answered with that ended tasks. Some may be carried out later, when their
 /// queue starts again.
 fn answer(has_lost: bool) -> u32 {
@@ -211,8 +130,7 @@ fn answer(has_lost: bool) -> u32 {
 impl UnitNexus {
     /// The logical unit begins anew for all initiators, and tells them.
     async fn reset_unit(&self) -> u32 {
-        let own = (Abort::Reset, None);
-        let ended = self.access.end_tasks(self.nexus, own, How::Abort, |_| true).await;
+        let ended = self.access.end_all_tasks(self.nexus, Abort::Reset).await;
         self.access.reset();
         self.access.tell_all(Sense::UNIT_WAS_RESET);
         answer(self.has_lost(&ended))
@@ -220,8 +138,7 @@ impl UnitNexus {
 
     /// Ends the tasks of all initiators: the control mode page says that they are in one task set.
     async fn clear_task_set(&self) -> u32 {
-        let own = (Abort::Aborted, None);
-        let ended = self.access.end_tasks(self.nexus, own, How::Abort, |_| true).await;
+        let ended = self.access.end_all_tasks(self.nexus, Abort::Aborted).await;
         access::tell_cleared(&ended, self.nexus);
         answer(self.has_lost(&ended))
     }

@@ -125,7 +125,7 @@ impl Scsi {
                 return Ok(Way::Waits(op));
             }
             // It is found by whoever excludes others from now on, and looks for this no more.
-            arrived.takes_medium();
+            self.queue.tasks.takes_medium_at_once(arrived);
         }
         Ok(match op {
             Op::Read if !cdb.asks_fua() => Way::Read,
@@ -366,7 +366,7 @@ impl Handler for Scsi {
             Err(refused) => {
                 let data = Data { out: chain.readable, into: chain.writable };
                 let alone = || self.answer_alone(Some(&header), &data);
-                (arrived.end(), (RequestKind::Other, refused.map_or_else(alone, Err)))
+                (tasks.end_at_once(&arrived), (RequestKind::Other, refused.map_or_else(alone, Err)))
             }
         };
         let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));

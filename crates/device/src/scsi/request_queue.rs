@@ -41,7 +41,7 @@ pub(crate) struct RequestQueue {
 impl RequestQueue {
     fn new(io: &Rc<Io>, queue: &Rc<Queue>, units: Arc<Units>) -> Self {
         Self {
-            tasks: Tasks::default(),
+            tasks: Tasks::new(queue.next_avail()),
             io: Rc::clone(io),
             units,
             local: RefCell::default(),
@@ -96,10 +96,10 @@ impl RequestQueue {
     /// Does what `how` says with tasks, and with those whose chains nobody has popped.
     fn cover(&self, which: Which, how: How, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
-            self.tasks.cover(which, how, [0, 0], left);
+            self.tasks.cover(which, how, 0, left);
             return;
         };
-        if self.tasks.cover(which, how, ring.chains(), left) {
+        if self.tasks.cover(which, how, ring.available(), left) {
             // The driver need not have kicked for them, and may never do.
             ring.wake();
         }
@@ -138,7 +138,7 @@ impl RequestQueues {
             Box::new(move |queue| {
                 if let Some(queue) = queue {
                     queue.refresh();
-                    queue.tasks.cover(Which::Unit(unit), How::Finish, [0, 0], left);
+                    queue.tasks.cover(Which::Unit(unit), How::Finish, 0, left);
                 }
             })
         });

@@ -12,7 +12,7 @@ use super::outcome::{Data, Failure, Moved, Task};
 use super::persist::{CDB_BYTES, CommandClass, Done, Refusal, list_bytes};
 use super::request_queue::LocalUnit;
 use super::sense::Sense;
-use super::task_set::{Abort, How, TaskId};
+use super::task_set::TaskId;
 use super::unit::Unit;
 
 /// START STOP UNIT starts.
@@ -115,7 +115,6 @@ async fn end_aborted(unit: &Unit, done: &Done, task: TaskId) {
     let (shared, own) = (&unit.access, unit.attached.nexus());
     shared.reservation_changed().await;
     let is_meant = |nexus| done.aborted.contains(&nexus);
-    let tasks = (Abort::Aborted, Some(task));
-    let ended = shared.end_tasks(own, tasks, How::AbortBegun, is_meant).await;
+    let ended = shared.end_tasks((own, task), is_meant).await;
     access::tell_cleared(&ended, own);
 }

@@ -4,6 +4,9 @@
 //! answered as one that was aborted when it is done: until then its buffers are in use. Whoever
 //! aborts tasks waits for that. Tasks that the driver has made available, and that nobody has
 //! popped yet, are meant too (virtio 1.3, section 5.6.6.2).
+//!
+//! Whoever waits costs a queue one entry, which counts its tasks, however many these are: a driver
+//! may fill its control queue with functions, and each is to be about what came before it.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -85,24 +88,61 @@ struct Task {
     /// The unit that is there when it begins.
     unit: Option<UnitNumber>,
     tag: u64,
-    /// It may use the medium.
-    has_medium: bool,
+    /// How many chains of its queue were popped by then, with its own.
+    place: u64,
+    /// How many covers its queue had had when it could use the medium first.
+    medium_since: u64,
     abort: Option<Abort>,
-    waiting: Awaited,
 }
 
-/// Those who wait for a task, as hardly ever anybody does.
-type Awaited = Option<Box<Vec<Left>>>;
+/// That of a task that may not use the medium.
+const NO_MEDIUM: u64 = u64::MAX;
 
-/// Tasks that are meant, as far as they are still to be popped.
+/// Tasks that are meant, as long as some are to be popped or to end.
 struct Cover {
     which: Which,
     how: How,
-    /// The avail entry behind the last of them.
-    until: u16,
+    /// The place of the last that may be meant.
+    until: u64,
+    /// How many covers came before it.
+    before: u64,
     /// The last of them was popped.
     is_passed: bool,
+    /// Those that were found, are waited for and have not ended.
+    open: usize,
     left: Left,
+}
+
+impl Cover {
+    /// Whether it is about a task, which has an `id` once it has begun.
+    fn finds(&self, task: &Task, id: Option<TaskId>) -> bool {
+        task.place <= self.until && self.which.covers(task, id)
+    }
+
+    /// Whether it waits for a task that it finds.
+    fn awaits(&self, task: &Task) -> bool {
+        match self.how {
+            How::Look => false,
+            How::Drain => task.medium_since <= self.before,
+            How::Abort(_) | How::AbortBegun(_) | How::Finish => true,
+        }
+    }
+
+    /// A task is there that it finds, maybe.
+    fn meet(&mut self, task: &mut Task, id: Option<TaskId>) {
+        if !self.finds(task, id) {
+            return;
+        }
+        self.left.0.found.fetch_add(1, Ordering::Relaxed);
+        if let How::Abort(abort) | How::AbortBegun(abort) = self.how {
+            task.abort = task.abort.or(Some(abort));
+        }
+        self.open += usize::from(self.awaits(task));
+    }
+
+    fn is_done(&self) -> bool {
+        self.is_passed && self.open == 0
+    }
 }
 
 impl Drop for Cover {
@@ -117,8 +157,12 @@ impl Drop for Cover {
 pub(crate) struct Tasks {
     queue: u64,
     slots: RefCell<Slots>,
+    /// How many chains were popped, as far as avail entries tell: they begin anew after 2^16.
+    popped: Cell<u64>,
     covers: RefCell<Vec<Cover>>,
     has_covers: Cell<bool>,
+    /// How many there ever were.
+    covers_made: Cell<u64>,
 }
 
 #[derive(Default)]
@@ -128,18 +172,19 @@ struct Slots {
     free: Vec<usize>,
 }
 
-impl Default for Tasks {
-    fn default() -> Self {
+impl Tasks {
+    /// Of a queue that pops this avail entry next.
+    pub(crate) fn new(next_avail: u16) -> Self {
         Self {
             queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
             slots: RefCell::default(),
+            popped: Cell::new(next_avail.into()),
             covers: RefCell::default(),
             has_covers: Cell::default(),
+            covers_made: Cell::default(),
         }
     }
-}
 
-impl Tasks {
     /// A command has come, whose chain was the one before avail entry `next_avail`.
     #[inline]
     pub(crate) fn arrive(
@@ -149,9 +194,11 @@ impl Tasks {
         tag: u64,
         next_avail: u16,
     ) -> Arrived {
-        let mut task = Task { address, unit, tag, has_medium: false, abort: None, waiting: None };
+        let place = self.count(next_avail);
+        let medium_since = NO_MEDIUM;
+        let mut task = Task { address, unit, tag, place, medium_since, abort: None };
         if self.has_covers.get() {
-            self.meet_covers(&mut task, next_avail);
+            self.meet_covers(&mut task);
         }
         Arrived(task)
     }
@@ -171,35 +218,63 @@ impl Tasks {
     /// The chain before avail entry `next_avail` is no task of a unit.
     #[inline]
     pub(crate) fn skip(&self, next_avail: u16) {
+        let place = self.count(next_avail);
         if self.has_covers.get() {
-            self.pass(next_avail);
+            self.pass(place);
         }
+    }
+
+    /// A chain was popped. Returns its place.
+    #[inline]
+    fn count(&self, next_avail: u16) -> u64 {
+        let popped = self.popped.get();
+        let place = popped + u64::from(next_avail.wrapping_sub(low_half_of(popped)));
+        self.popped.set(place);
+        place
     }
 
     /// What has not been popped never will be: the ring is bad.
     pub(crate) fn forget_covers(&self) {
-        self.has_covers.set(false);
-        self.covers.take();
+        let mut covers = self.covers.borrow_mut();
+        for cover in covers.iter_mut().filter(|cover| !cover.is_passed) {
+            cover.left.lose();
+            cover.is_passed = true;
+        }
+        let done = self.take_done(&mut covers);
+        drop(covers);
+        drop(done);
     }
 
     #[cold]
-    fn meet_covers(&self, task: &mut Task, next_avail: u16) {
-        for cover in self.covers.borrow().iter() {
-            if cover.which.covers(task, None) {
-                task.add(cover.how, &cover.left);
+    fn meet_covers(&self, task: &mut Task) {
+        self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, None));
+        self.pass(task.place);
+    }
+
+    #[cold]
+    fn pass(&self, place: u64) {
+        let mut covers = self.covers.borrow_mut();
+        for cover in covers.iter_mut().filter(|cover| cover.until <= place) {
+            cover.is_passed = true;
+        }
+        let done = self.take_done(&mut covers);
+        drop(covers);
+        drop(done);
+    }
+
+    /// Those that nobody has to wait for any more.
+    fn take_done(&self, covers: &mut Vec<Cover>) -> Vec<Cover> {
+        let mut done = Vec::new();
+        let mut at = 0;
+        while let Some(cover) = covers.get(at) {
+            if cover.is_done() {
+                done.push(covers.swap_remove(at));
+            } else {
+                at += 1;
             }
         }
-        self.pass(next_avail);
-    }
-
-    #[cold]
-    fn pass(&self, next_avail: u16) {
-        let mut covers = self.covers.borrow_mut();
-        for cover in covers.iter_mut() {
-            cover.is_passed = next_avail == cover.until;
-        }
-        covers.retain(|cover| !cover.is_passed);
         self.has_covers.set(!covers.is_empty());
+        done
     }
 
     /// The task with this number, for all queues.
@@ -222,8 +297,14 @@ impl Tasks {
     #[inline]
     pub(crate) fn takes_medium(&self, number: usize) {
         if let Some(task) = &mut self.slots.borrow_mut().tasks[number] {
-            task.has_medium = true;
+            task.medium_since = task.medium_since.min(self.covers_made.get());
         }
+    }
+
+    /// The same of one that uses it from its beginning on.
+    #[inline]
+    pub(crate) fn takes_medium_at_once(&self, Arrived(task): &mut Arrived) {
+        task.medium_since = self.covers_made.get();
     }
 
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result
@@ -233,52 +314,70 @@ impl Tasks {
         let slots = &mut *self.slots.borrow_mut();
         let task = slots.tasks[number].take().expect("a task ends once");
         slots.free.push(number);
-        Ended { abort: task.abort, waiting: task.waiting }
+        self.leave(&task, Some(number))
+    }
+
+    /// The same of one that has not begun.
+    #[inline]
+    pub(crate) fn end_at_once(&self, Arrived(task): &Arrived) -> Ended {
+        self.leave(task, None)
+    }
+
+    #[inline]
+    fn leave(&self, task: &Task, number: Option<usize>) -> Ended {
+        let has_covers = self.has_covers.get();
+        let waiting = if has_covers { self.leave_covers(task, number) } else { Vec::new() };
+        Ended { abort: task.abort, waiting }
+    }
+
+    #[cold]
+    fn leave_covers(&self, task: &Task, number: Option<usize>) -> Vec<Cover> {
+        let id = number.map(|number| self.id(number));
+        let mut covers = self.covers.borrow_mut();
+        for cover in covers.iter_mut() {
+            if cover.finds(task, id) && cover.awaits(task) {
+                assert!(cover.open > 0, "a task ends that nobody has counted");
+                cover.open -= 1;
+            }
+        }
+        self.take_done(&mut covers)
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
-    /// and, if they are counted or all aborted, those of the `chains` from the first up to the
-    /// second.
-    /// Returns whether it waits for chains.
-    pub(crate) fn cover(&self, which: Which, how: How, chains: [u16; 2], left: Left) -> bool {
+    /// and, if they are counted or all aborted, those of the next chains, as many as are
+    /// `available`. Returns whether it waits for chains.
+    pub(crate) fn cover(&self, which: Which, how: How, available: u16, left: Left) -> bool {
+        let popped = self.popped.get();
+        let before = self.covers_made.replace(self.covers_made.get() + 1);
+        let meant = matches!(how, How::Look | How::Abort(_));
+        let until = popped + if meant { available.into() } else { 0 };
+        let is_passed = until == popped;
+        let mut cover = Cover { which, how, until, before, is_passed, open: 0, left };
         for (number, task) in self.slots.borrow_mut().tasks.iter_mut().enumerate() {
-            if let Some(task) = task
-                && which.covers(task, Some(self.id(number)))
-            {
-                task.add(how, &left);
+            if let Some(task) = task {
+                cover.meet(task, Some(self.id(number)));
             }
         }
-        let [next_avail, until] = chains;
-        let meant = matches!(how, How::Look | How::Abort(_));
-        if next_avail == until || !meant {
-            return false;
+        if !cover.is_done() {
+            self.covers.borrow_mut().push(cover);
+            self.has_covers.set(true);
         }
-        self.covers.borrow_mut().push(Cover { which, how, until, is_passed: false, left });
-        self.has_covers.set(true);
-        true
+        !is_passed
     }
+}
+
+/// What avail entries have of a place.
+#[inline]
+fn low_half_of(place: u64) -> u16 {
+    let [low, high, ..] = place.to_le_bytes();
+    u16::from_le_bytes([low, high])
 }
 
 #[cfg(test)]
 impl Tasks {
-    /// How often somebody waits for a task, or for a chain that nobody has popped.
+    /// How many wait for tasks, or for chains that nobody has popped.
     pub(crate) fn awaited(&self) -> usize {
-        let slots = self.slots.borrow();
-        let waiting = slots.tasks.iter().flatten().filter_map(|task| task.waiting.as_ref());
-        waiting.map(|waiting| waiting.len()).sum::<usize>() + self.covers.borrow().len()
-    }
-}
-
-impl Task {
-    fn add(&mut self, how: How, left: &Left) {
-        left.0.found.fetch_add(1, Ordering::Relaxed);
-        match how {
-            How::Look => return,
-            How::Drain if !self.has_medium => return,
-            How::Drain | How::Finish => {}
-            How::Abort(abort) | How::AbortBegun(abort) => self.abort = self.abort.or(Some(abort)),
-        }
-        self.waiting.get_or_insert_default().push(left.clone());
+        self.covers.borrow().len()
     }
 }
 
@@ -291,33 +390,20 @@ impl Arrived {
     pub(crate) fn check(&self) -> Result<(), Abort> {
         self.0.abort.map_or(Ok(()), Err)
     }
-
-    /// It uses the medium from its beginning on.
-    #[inline]
-    pub(crate) fn takes_medium(&mut self) {
-        self.0.has_medium = true;
-    }
-
-    /// As [`Tasks::end`].
-    #[inline]
-    pub(crate) fn end(self) -> Ended {
-        Ended { abort: self.0.abort, waiting: self.0.waiting }
-    }
 }
 
 /// A task that has ended. Those who wait for it hear that when this is dropped, at the latest.
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
-    waiting: Awaited,
+    waiting: Vec<Cover>,
 }
 
 impl Ended {
     /// Tells those who wait, after `first`, which is done for them.
     #[inline]
     pub(crate) fn tell(self, first: impl FnOnce()) {
-        if let Some(waiting) = self.waiting {
+        if !self.waiting.is_empty() {
             first();
-            drop(waiting);
         }
     }
 }
@@ -424,11 +510,11 @@ mod tests {
 
     #[test]
     fn whoever_aborts_tasks_waits_until_they_have_ended() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         let [one, two, three] = [(UNIT, 1), (UNIT, 2), (OTHER, 1)]
             .map(|(unit, tag)| tasks.begin(tasks.arrive(unit, None, tag, 1)));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), [3, 3], left);
+        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(three).abort, None);
         assert_eq!(tasks.end(one).abort, Some(Abort::Aborted));
@@ -441,9 +527,9 @@ mod tests {
 
     #[test]
     fn chains_that_nobody_has_popped_are_meant_and_later_ones_are_not() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0xffff);
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Task(UNIT, 7), How::Abort(Abort::Reset), [0xffff, 1], left);
+        tasks.cover(Which::Task(UNIT, 7), How::Abort(Abort::Reset), 2, left);
         assert_eq!(poll(&waiting), Poll::Pending);
         let other = begin(&tasks, 8, 0);
         let meant = begin(&tasks, 7, 1);
@@ -460,18 +546,18 @@ mod tests {
 
     #[test]
     fn only_tasks_that_have_the_medium_are_drained() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         // A tag tells tasks apart only where a driver keeps to the rules.
         let [one, two, own] = [3, 2, 3].map(|tag| begin(&tasks, tag, 1));
-        let elsewhere = Tasks::default();
+        let elsewhere = Tasks::new(0);
         let other = begin(&elsewhere, 3, 1);
         elsewhere.takes_medium(other);
         tasks.takes_medium(one);
         tasks.takes_medium(own);
         let (waiting, left) = Waiting::new();
         let which = Which::Others(*NUMBER, tasks.id(own));
-        tasks.cover(which, How::Drain, [1, 9], left.clone());
-        elsewhere.cover(which, How::Drain, [1, 9], left);
+        tasks.cover(which, How::Drain, 8, left.clone());
+        elsewhere.cover(which, How::Drain, 8, left);
         assert_eq!(poll(&waiting), Poll::Pending);
         assert_eq!(tasks.end(one).abort, None);
         assert_eq!(poll(&waiting), Poll::Pending);
@@ -482,11 +568,11 @@ mod tests {
 
     #[test]
     fn what_is_done_with_tasks_of_a_unit_is_nothing_to_its_successor() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
         let [one, two] = [before, after].map(|unit| tasks.begin(tasks.arrive(UNIT, unit, 1, 1)));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), [1, 2], left);
+        tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), 1, left);
         let three = tasks.begin(tasks.arrive(UNIT, after, 1, 2));
         assert_eq!(tasks.check(one), Err(Abort::Reset));
         assert_eq!([two, three].map(|number| tasks.check(number)), [Ok(()); 2]);
@@ -496,11 +582,11 @@ mod tests {
 
     #[test]
     fn a_command_aborts_tasks_that_have_begun() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         let begun = begin(&tasks, 1, 1);
         let (waiting, left) = Waiting::new();
         let how = How::AbortBegun(Abort::Reset);
-        tasks.cover(Which::Unit(*NUMBER), how, [1, 9], left);
+        tasks.cover(Which::Unit(*NUMBER), how, 8, left);
         let later = begin(&tasks, 2, 2);
         let found = [begun, later].map(|number| tasks.check(number));
         assert_eq!(found, [Err(Abort::Reset), Ok(())]);
@@ -512,13 +598,13 @@ mod tests {
 
     #[test]
     fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
-        let tasks = Tasks::default();
+        let tasks = Tasks::new(0);
         begin(&tasks, 1, 1);
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), How::Look, [1, 1], left);
+        tasks.cover(Which::Target(0), How::Look, 0, left);
         assert_eq!(poll(&waiting), Poll::Ready(1));
         let (waiting, left) = Waiting::new();
-        tasks.cover(Which::Target(0), How::Abort(Abort::Reset), [1, 9], left);
+        tasks.cover(Which::Target(0), How::Abort(Abort::Reset), 8, left);
         assert!(!waiting.has_lost());
         drop(tasks);
         assert!(poll(&waiting).is_ready() && waiting.has_lost());

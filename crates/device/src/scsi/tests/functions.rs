@@ -3,68 +3,123 @@
 use std::sync::atomic::Ordering;
 
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, BAD_TARGET, Control, NEXUS_RESET, OK, UNIT_RESET, hold, read, three,
+    ABORT_TASK_SET, ABORTED, BAD_TARGET, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET,
+    UNIT_RESET, hold, read, three, turn_until,
 };
 use super::*;
-use crate::scsi::control_queue::FUNCTIONS_MAX;
+use crate::scsi::access::{Exclusive, FUNCTIONS_MAX};
 
-#[test]
-fn however_many_functions_there_are_few_wait_for_tasks_at_a_time() {
+const INCORRECT_LUN: u8 = 12;
+/// As many as the control queue has room for.
+const MANY: usize = 30;
+
+/// Three initiators of a disk that is held, of which the first has begun a read.
+fn held_up() -> ([Initiator; 3], Exclusive) {
     let mut all = three();
     let held = hold(&mut all);
-    let chain = all[0].put(UNIT.bytes(), &read(), &[], 512);
-    all[0].scene.offer(&chain);
+    all[0].offer_read(0);
     all[0].scene.turn(10);
-    let mut control = Control::start(&all[0].device);
-    let functions = [ABORT_TASK_SET, UNIT_RESET, NEXUS_RESET].repeat(FUNCTIONS_MAX);
-    let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
-    for function in &functions {
-        control.begin(*function);
-        for _ in 0..10 {
-            assert_eq!(control.turn(&scenes), None, "a task has not ended");
+    (all, held)
+}
+
+fn scenes(all: &[Initiator]) -> Vec<&Scene> {
+    all.iter().map(|initiator| &initiator.scene).collect()
+}
+
+impl Initiator {
+    /// Makes a read available whose response is `apart` bytes behind that of others.
+    fn offer_read(&mut self, apart: u64) {
+        let mut chain = self.put(UNIT.bytes(), &read(), &[], 512);
+        chain[1..].iter_mut().for_each(|part| part.addr += apart);
+        self.scene.offer(&chain);
+    }
+
+    /// That of a read that was answered, unless another was written since.
+    fn response(&self, apart: u64) -> u8 {
+        let mut response = [0];
+        self.scene.memory.read(RESPONSE + 11 + apart, &mut response).unwrap();
+        response[0]
+    }
+}
+
+/// However many functions there are, and whatever holds them up.
+#[test]
+fn a_function_is_about_what_came_before_it() {
+    for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
+        let (mut all, held) = held_up();
+        let mut control = Control::start(&all[0].device);
+        for _ in 0..MANY {
+            control.begin(function);
         }
+        for _ in 0..2 * MANY {
+            assert_eq!(control.turn(&scenes(&all)), None, "a task has not ended");
+        }
+        drop(held);
+        turn_until(&mut all, |all| all[0].has_answer());
+        let before = all[0].end().response;
+        let answered = (0..2 * MANY).filter_map(|_| control.turn(&[])).count();
+        // Functions that would still have to look for tasks find this one.
+        all[0].offer_read(0x1000);
+        for _ in answered..MANY {
+            assert_eq!(control.end(&scenes(&all)), OK);
+        }
+        all[0].scene.answer();
+        let after = all[0].response(0x1000);
+        let ended = if function < NEXUS_RESET { ABORTED } else { RESET };
+        assert_eq!([before, after], [ended, OK], "{function}");
     }
-    let awaited = Initiator::scsi(&all[0].device).queues().awaited();
-    scenes.iter().for_each(|scene| scene.turn(10));
-    // Those about the unit, and those about its target.
-    assert_eq!(awaited.load(Ordering::Relaxed), 2 * FUNCTIONS_MAX);
+}
+
+#[test]
+fn however_many_functions_there_are_few_wait_for_the_tasks_of_others() {
+    let (mut all, held) = held_up();
+    all[1].offer_read(0);
+    all[1].scene.turn(10);
+    let mut control = Control::start(&all[0].device);
+    for _ in 0..MANY {
+        control.begin(UNIT_RESET);
+    }
+    for _ in 0..2 * MANY {
+        assert_eq!(control.turn(&scenes(&all)), None, "a task has not ended");
+    }
+    let awaited = [0, 1].map(|place| Initiator::scsi(&all[place].device).queues().awaited());
+    scenes(&all).iter().for_each(|scene| scene.turn(10));
+    let awaited = awaited.map(|awaited| awaited.load(Ordering::Relaxed));
+    assert_eq!(awaited, [MANY, FUNCTIONS_MAX]);
     drop(held);
-    for function in functions {
-        assert_eq!(control.end(&scenes), OK, "{function}");
+    for _ in 0..MANY {
+        assert_eq!(control.end(&scenes(&all)), OK);
     }
-    assert_eq!(all[0].end().response, ABORTED, "the first function ended it");
 }
 
 #[test]
 fn functions_about_a_unit_that_hangs_hold_up_none_about_others() {
-    const INCORRECT_LUN: u8 = 12;
     let mut all = three();
     let healthy = UnitAddress { target: 0, lun: 2 };
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
-    let other = UnitOptions { naa: [0x30, 0, 0, 0, 0, 0, 0, 9], ..options() };
+    let other =
+        UnitOptions { naa: [0x30, 0, 0, 0, 0, 0, 0, 9], access: Arc::default(), ..options() };
     Initiator::scsi(&all[0].device).add_unit(healthy, source, other).unwrap();
     assert_eq!(all[0].sense(&[0; 6], &[], 0), [6, 0x3f, 0x0e]);
     let held = hold(&mut all);
-    let chain = all[0].put(UNIT.bytes(), &read(), &[], 512);
-    all[0].scene.offer(&chain);
+    all[0].offer_read(0);
     all[0].scene.turn(10);
     let mut control = Control::start(&all[0].device);
-    let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
     for _ in 0..=FUNCTIONS_MAX {
-        control.begin(ABORT_TASK_SET);
+        control.begin(UNIT_RESET);
         for _ in 0..10 {
-            assert_eq!(control.turn(&scenes), None, "a task has not ended");
+            assert_eq!(control.turn(&scenes(&all)), None, "a task has not ended");
         }
     }
     let none = UnitAddress { target: 9, lun: 0 };
     let absent = UnitAddress { target: 0, lun: 3 };
     for (unit, response) in [(healthy, OK), (none, BAD_TARGET), (absent, INCORRECT_LUN)] {
-        control.begin_at(unit, ABORT_TASK_SET);
-        assert_eq!(control.end(&scenes), response, "{unit}");
+        control.begin_at(unit, UNIT_RESET);
+        assert_eq!(control.end(&scenes(&all)), response, "{unit}");
     }
     drop(held);
     for _ in 0..=FUNCTIONS_MAX {
-        assert_eq!(control.end(&scenes), OK);
+        assert_eq!(control.end(&scenes(&all)), OK);
     }
-    assert_eq!(all[0].end().response, ABORTED);
+    assert_eq!(all[0].end().response, RESET);
 }
