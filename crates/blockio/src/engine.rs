@@ -36,6 +36,7 @@ use rustix::io::Errno;
 
 use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
 use crate::error::Error;
+use crate::interest::Interest;
 use crate::mailbox::Mailbox;
 use crate::op::{Completer, IoFile, Slots};
 use crate::stats::Stats;
@@ -63,10 +64,10 @@ enum Waiter {
 }
 
 impl Waiter {
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: u64, interest: Interest) -> Result<(), Errno> {
         match self {
-            Self::Ring(ring) => ring.watch(fd, token),
-            Self::Epoll(epoll) => epoll.watch(fd, token),
+            Self::Ring(ring) => ring.watch(fd, token, interest),
+            Self::Epoll(epoll) => epoll.watch(fd, token, interest),
         }
     }
 
@@ -132,7 +133,7 @@ impl Engine {
 
     /// The one eventfd for results of the pool, completions of Linux AIO and all that is posted.
     fn watch_mailbox(&mut self) -> Result<(), Error> {
-        let watched = self.waiter.watch(self.threads.eventfd(), TOKEN_ENGINE);
+        let watched = self.waiter.watch(self.threads.eventfd(), TOKEN_ENGINE, Interest::Readable);
         watched.map_err(Error::system("watch an eventfd"))
     }
 
@@ -144,9 +145,14 @@ impl Engine {
         }
     }
 
-    /// Watches an eventfd, edge-triggered: it is never read.
-    pub(crate) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-        self.waiter.watch(fd, token)
+    /// Watches an eventfd, edge-triggered: it is never read. Or a socket, which somebody reads.
+    pub(crate) fn watch(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        token: u64,
+        interest: Interest,
+    ) -> Result<(), Errno> {
+        self.waiter.watch(fd, token, interest)
     }
 
     /// Ends the watch of `fd` that has this token.

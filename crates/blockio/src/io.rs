@@ -1,5 +1,7 @@
 //! The handle that tasks and disks of an IoThread get: [`Io`], and the future of an op.
 
+#[cfg(feature = "nbd")]
+use std::any::Any;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
@@ -13,6 +15,7 @@ use rustix::fd::OwnedFd;
 use crate::clock;
 use crate::config::{EngineConfig, EngineKind};
 use crate::error::Error;
+use crate::interest::Interest;
 pub use crate::io_state::Io;
 use crate::io_state::Ops;
 use crate::op::{Completion, FileRef, Op, OpKind, Start};
@@ -136,8 +139,41 @@ impl Io {
         source: Rc<dyn Source>,
         kick: Option<OwnedFd>,
     ) -> Result<SourceId, Error> {
+        let kick = kick.map(|kick| (kick, Interest::Readable));
         let engine = &mut self.ops.borrow_mut().engine;
         self.reactor.borrow_mut().add(engine, source, kick, self.this_task().0)
+    }
+
+    /// As [`add_source`](Self::add_source), for a socket that becomes what it is watched for.
+    #[cfg(feature = "nbd")]
+    pub(crate) fn add_socket(
+        &self,
+        source: Rc<dyn Source>,
+        socket: OwnedFd,
+        interest: Interest,
+    ) -> Result<SourceId, Error> {
+        let engine = &mut self.ops.borrow_mut().engine;
+        let socket = Some((socket, interest));
+        self.reactor.borrow_mut().add(engine, source, socket, self.this_task().0)
+    }
+
+    /// Keeps something for a disk on this IoThread, for as long as anybody else does. `key` is the
+    /// address of what the disk has for all IoThreads.
+    #[cfg(feature = "nbd")]
+    pub(crate) fn keep<T: Any>(&self, key: usize, kept: &Rc<T>) {
+        let mut all = self.kept.borrow_mut();
+        all.retain(|(_, kept)| kept.strong_count() > 0);
+        let kept: Rc<dyn Any> = Rc::<T>::clone(kept);
+        all.push((key, Rc::downgrade(&kept)));
+    }
+
+    /// What was [kept](Self::keep).
+    #[cfg(feature = "nbd")]
+    pub(crate) fn kept<T: Any>(&self, key: usize) -> Option<Rc<T>> {
+        let all = self.kept.borrow();
+        let (_, kept) =
+            all.iter().find(|(other, kept)| *other == key && kept.strong_count() > 0)?;
+        kept.upgrade()?.downcast().ok()
     }
 
     /// Ends the service of a source. Its kick is closed.

@@ -7,6 +7,8 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
+#[cfg(feature = "nbd")]
+use std::{any::Any, rc::Weak};
 
 use iomem::Buffers;
 use rustix::event::{EventfdFlags, eventfd};
@@ -36,6 +38,9 @@ pub struct Io {
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
+    /// What kinds of disks have here, by the address of what they have for all IoThreads.
+    #[cfg(feature = "nbd")]
+    pub(crate) kept: RefCell<Vec<(usize, Weak<dyn Any>)>>,
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
     pub(crate) submit_max: usize,
@@ -149,6 +154,8 @@ impl Io {
             }),
             reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
+            #[cfg(feature = "nbd")]
+            kept: RefCell::default(),
             _known: Known::new(&mailbox, &running),
             running,
             mailbox,

@@ -27,6 +27,7 @@ pub mod disk;
 pub mod engine;
 mod error;
 mod foreign_op;
+mod interest;
 mod io;
 mod io_file;
 mod io_memory;

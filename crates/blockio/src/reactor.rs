@@ -11,6 +11,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use crate::clock;
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::interest::Interest;
 use crate::task::Owner;
 use crate::task_key::TaskKey;
 
@@ -29,6 +30,8 @@ pub trait Source {
     fn disarm(&self);
     /// A cheap look for work, for busy-polling while the source is not armed.
     fn has_work(&self) -> bool;
+    /// The eventfd was written, or the socket has become what it is watched for.
+    fn happened(&self) {}
 }
 
 /// The result of arming a source.
@@ -49,7 +52,7 @@ pub struct SourceId(u32);
 
 struct Entry {
     source: Rc<dyn Source>,
-    kick: Option<OwnedFd>,
+    kick: Option<(OwnedFd, Interest)>,
     task: TaskKey,
     armed: bool,
     to_notify: bool,
@@ -94,8 +97,9 @@ impl Reactor {
     /// Has an engine watch everything that was watched by another one.
     pub(crate) fn watch_all(&self, engine: &mut Engine) -> Result<(), Error> {
         for (token, entry) in (0..).zip(&self.sources) {
-            if let Some(kick) = entry.as_ref().and_then(|entry| entry.kick.as_ref()) {
-                engine.watch(kick.as_fd(), token).map_err(Error::system("watch a kick eventfd"))?;
+            if let Some((kick, interest)) = entry.as_ref().and_then(|entry| entry.kick.as_ref()) {
+                let watched = engine.watch(kick.as_fd(), token, *interest);
+                watched.map_err(Error::system("watch a kick eventfd"))?;
             }
         }
         Ok(())
@@ -106,15 +110,15 @@ impl Reactor {
         &mut self,
         engine: &mut Engine,
         source: Rc<dyn Source>,
-        kick: Option<OwnedFd>,
+        kick: Option<(OwnedFd, Interest)>,
         task: TaskKey,
     ) -> Result<SourceId, Error> {
         let id = self.free.pop().unwrap_or_else(|| {
             self.sources.push(None);
             u32::try_from(self.sources.len() - 1).unwrap_or_else(|_| unreachable!("2^32 sources"))
         });
-        if let Some(kick) = &kick
-            && let Err(errno) = engine.watch(kick.as_fd(), u64::from(id))
+        if let Some((kick, interest)) = &kick
+            && let Err(errno) = engine.watch(kick.as_fd(), u64::from(id), *interest)
         {
             self.free.push(id);
             return Err(Error::system("watch the kick eventfd of a queue")(errno));
@@ -129,7 +133,7 @@ impl Reactor {
         let Some(entry) = self.sources.get_mut(id.0 as usize).and_then(Option::take) else {
             return;
         };
-        if let Some(kick) = &entry.kick {
+        if let Some((kick, _)) = &entry.kick {
             engine.unwatch(kick.as_fd(), u64::from(id.0));
         }
         self.disarmed.retain(|&other| other != id.0);
@@ -215,6 +219,7 @@ impl Reactor {
             let index: usize = fits(token, "a token");
             if let Some(Some(entry)) = self.sources.get_mut(index) {
                 woken.push(entry.task);
+                entry.source.happened();
                 if entry.armed {
                     entry.armed = false;
                     entry.source.disarm();

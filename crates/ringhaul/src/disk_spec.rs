@@ -10,6 +10,7 @@
 //! in `open_disk.rs`.
 
 mod data;
+mod nbd;
 mod words;
 
 use std::fmt;
@@ -19,6 +20,7 @@ use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use data::DiskSpec;
+pub use nbd::{NbdSpec, Unflushed};
 pub(crate) use words::{Keys, split_at_commas};
 
 impl Serialize for DiskSpec {
@@ -49,6 +51,7 @@ impl<'de> Visitor<'de> for TextOrTable {
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
         let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map))?;
         words::check_layers(disk.layers()).map_err(A::Error::custom)?;
+        disk.check().map_err(A::Error::custom)?;
         Ok(disk)
     }
 }

@@ -126,6 +126,10 @@ fn open(
             let source = DiskSource::null(*size_bytes, &disk_options(settings, false, None))?;
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
+        DiskSpec::Nbd(nbd) => {
+            let source = DiskSource::nbd(nbd.options(), &disk_options(settings, false, None))?;
+            Ok((source, settings.cache.unwrap_or(CacheMode::None)))
+        }
         DiskSpec::Raw { offset_bytes, size_bytes, over } => {
             let (below, cache) = open(over, open_file, settings)?;
             Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))

@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use super::kernel;
 use crate::clock;
 use crate::error::Error;
+use crate::interest::Interest;
 use crate::stats::Stats;
 
 /// Events taken by one epoll_wait.
@@ -28,9 +29,17 @@ impl Epoll {
         Ok(Self { epoll, events: Vec::with_capacity(EVENTS_MAX) })
     }
 
-    pub(super) fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-        let flags = EventFlags::IN | EventFlags::ET;
-        epoll::add(&self.epoll, fd, EventData::new_u64(token), flags)
+    pub(super) fn watch(
+        &self,
+        fd: BorrowedFd<'_>,
+        token: u64,
+        interest: Interest,
+    ) -> Result<(), Errno> {
+        let flags = match interest {
+            Interest::Readable => EventFlags::IN,
+            Interest::Writable => EventFlags::OUT,
+        };
+        epoll::add(&self.epoll, fd, EventData::new_u64(token), flags | EventFlags::ET)
     }
 
     pub(super) fn unwatch(&self, fd: BorrowedFd<'_>) {

@@ -23,6 +23,7 @@ use super::threads::Threads;
 use crate::clock;
 use crate::config::IoThreadConfig;
 use crate::error::Error;
+use crate::interest::Interest;
 use crate::io_file::NOT_REGISTERED;
 use crate::op::{Completer, IoFile, Op, OpKind};
 use crate::stats::Stats;
@@ -92,8 +93,13 @@ impl IoUring {
         [Some(&mut self.main), self.polled.as_mut()].into_iter().flatten()
     }
 
-    pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Errno> {
-        self.watches.add(&mut self.main.ring, fd, token)
+    pub(super) fn watch(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        token: u64,
+        interest: Interest,
+    ) -> Result<(), Errno> {
+        self.watches.add(&mut self.main.ring, fd, token, interest)
     }
 
     pub(super) fn unwatch(&mut self, token: u64) {
@@ -443,7 +449,7 @@ mod tests {
         let mut engine = IoUring::new(&config, false, false).unwrap();
         let mut threads = Threads::new(&Arc::new(Mailbox::new(new())));
         let watched = high(new());
-        engine.watch(watched.as_fd(), 7).unwrap();
+        engine.watch(watched.as_fd(), 7, Interest::Readable).unwrap();
         // The kernel finds nothing under the number, and then the eventfd.
         drop(watched);
         let mut slots = Slots::new(16);

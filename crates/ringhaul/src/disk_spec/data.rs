@@ -7,6 +7,8 @@ use anyhow::Result;
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 
+use super::nbd::NbdSpec;
+
 /// A disk by its kind. It is read from text, too, as `--disk` has it.
 // `remote` has serde make functions for the variants, which the implementations below call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -21,6 +23,8 @@ pub enum DiskSpec {
         /// Its size.
         size_bytes: u64,
     },
+    /// An export of an NBD server.
+    Nbd(NbdSpec),
     /// A part of another disk.
     Raw {
         /// Where it begins.
@@ -46,7 +50,7 @@ impl DiskSpec {
     /// How many disks lie over one another in it.
     pub(crate) fn layers(&self) -> usize {
         match self {
-            Self::File(_) | Self::Null { .. } => 1,
+            Self::File(_) | Self::Null { .. } | Self::Nbd(_) => 1,
             Self::Raw { over, .. } => 1 + over.layers(),
         }
     }
@@ -56,7 +60,20 @@ impl DiskSpec {
         match self {
             Self::File(path) => Some(path),
             Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
-            Self::Null { .. } | Self::Raw { .. } => None,
+            Self::Null { .. } | Self::Nbd(_) | Self::Raw { .. } => None,
+        }
+    }
+
+    /// Refuses what cannot be written in words either.
+    ///
+    /// # Errors
+    ///
+    /// With what is wrong.
+    pub(super) fn check(&self) -> Result<()> {
+        match self {
+            Self::File(_) | Self::Null { .. } => Ok(()),
+            Self::Nbd(nbd) => nbd.check(),
+            Self::Raw { over, .. } => over.check(),
         }
     }
 
@@ -72,6 +89,7 @@ impl DiskSpec {
         match self {
             Self::File(path) => change(path),
             Self::Null { .. } => Ok(()),
+            Self::Nbd(nbd) => nbd.socket.as_mut().map_or(Ok(()), change),
             Self::Raw { over, .. } => over.change_paths(change),
         }
     }
@@ -81,6 +99,7 @@ impl fmt::Display for DiskSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => write!(f, "{}", path.display()),
+            Self::Nbd(nbd) => nbd.fmt(f),
             Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
             Self::Raw { offset_bytes, size_bytes: Some(size), over } => {
                 write!(f, "{size} bytes from {offset_bytes} on of {over}")

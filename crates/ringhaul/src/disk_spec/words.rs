@@ -5,11 +5,13 @@
 //! there are. Commas in values are written twice.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
 
 use super::data::DiskSpec;
+use super::nbd::{NbdSpec, keys_of_uri};
 
 /// A kind of disk, and what its name is made of.
 struct Kind {
@@ -45,6 +47,27 @@ const KINDS: &[Kind] = &[
             let size = words.take_size("size")?;
             let size_bytes = size.context("a null disk needs a size, as in null,size=64G")?;
             Ok(DiskSpec::Null { size_bytes })
+        },
+    },
+    Kind {
+        name: "nbd",
+        keys: &["socket", "host", "port", "export", "connections", "deadline", "unflushed"],
+        schemes: &["nbd+unix"],
+        read_short: |text, words| {
+            keys_of_uri(text)?.iter().try_for_each(|(key, value)| words.add(key, value))
+        },
+        make: |mut words| {
+            let nbd = NbdSpec {
+                socket: words.take("socket").map(PathBuf::from),
+                host: words.take("host"),
+                port: words.take_as("port")?,
+                export: words.take("export").unwrap_or_default(),
+                connections: words.take_as("connections")?,
+                deadline_seconds: words.take_as("deadline")?,
+                unflushed: words.take_as("unflushed")?,
+            };
+            nbd.check()?;
+            Ok(DiskSpec::Nbd(nbd))
         },
     },
     Kind {
@@ -177,6 +200,14 @@ impl Words {
         self.take(key).map(parse).transpose().with_context(|| key.to_owned())
     }
 
+    fn take_as<T>(&mut self, key: &str) -> Result<Option<T>>
+    where
+        T: FromStr<Err: Into<Error>>,
+    {
+        let parse = |text: String| text.parse().map_err(Into::into);
+        self.take(key).map(parse).transpose().with_context(|| key.to_owned())
+    }
+
     fn take_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
         self.over.take().with_context(|| format!("it lies over a disk; name it, as in {example}"))
     }
@@ -284,8 +315,11 @@ mod tests {
         let deep = "raw,over=".repeat(16) + "null:1M";
         assert!(DiskSpec::parse(&deep["raw,over=".len()..]).is_ok());
         for (bad, expected) in [
-            ("qcow3,path=x", "unknown disk kind 'qcow3' (expected: file, null, raw; or the path"),
-            ("nbd:x", "unknown disk kind 'nbd'"),
+            (
+                "qcow3,path=x",
+                "unknown disk kind 'qcow3' (expected: file, null, nbd, raw; or the path",
+            ),
+            ("rbd9:x", "unknown disk kind 'rbd9'"),
             ("raw,offset=1M", "it lies over a disk; name it"),
             ("raw:1M", "has no short form"),
             ("raw,path=x", "unknown key 'path' of disk kind raw (expected: offset, size, over)"),

@@ -9,6 +9,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use crate::engine::kernel::Ring;
+use crate::interest::Interest;
 use crate::rare::Rare;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
@@ -22,9 +23,11 @@ const SERIAL_MASK: u32 = (1 << 30) - 1;
 const REARM_MIN: Duration = Duration::from_millis(1);
 const REARM_MAX: Duration = Duration::from_secs(1);
 
+#[derive(Clone, Copy)]
 struct Watch {
     fd: RawFd,
     token: u64,
+    interest: Interest,
     serial: u32,
 }
 
@@ -64,6 +67,7 @@ impl Watches {
         ring: &mut Ring,
         fd: BorrowedFd<'_>,
         token: u64,
+        interest: Interest,
     ) -> Result<(), Errno> {
         self.check_pollable(fd)?;
         if !ring.make_room(None) {
@@ -73,7 +77,8 @@ impl Watches {
             self.watches.push(None);
             self.watches.len() - 1
         });
-        self.arm(ring, index, fd.as_raw_fd(), token);
+        let watch = Watch { fd: fd.as_raw_fd(), token, interest, serial: 0 };
+        self.arm(ring, index, watch);
         Ok(())
     }
 
@@ -87,17 +92,21 @@ impl Watches {
         epoll::delete(probe, fd)
     }
 
-    fn arm(&mut self, ring: &mut Ring, index: usize, fd: RawFd, token: u64) {
+    fn arm(&mut self, ring: &mut Ring, index: usize, watch: Watch) {
         self.serial = (self.serial + 1) & SERIAL_MASK;
         let serial = self.serial;
-        let flags = u32::from(libc::POLLIN.unsigned_abs());
-        let entry = opcode::PollAdd::new(types::Fd(fd), flags)
+        let events = match watch.interest {
+            Interest::Readable => libc::POLLIN,
+            Interest::Writable => libc::POLLOUT,
+        };
+        let flags = u32::from(events.unsigned_abs());
+        let entry = opcode::PollAdd::new(types::Fd(watch.fd), flags)
             .multi(true)
             .build()
             .user_data(user_data(index, serial));
         // SAFETY: a poll points to no memory.
         unsafe { ring.push(&entry) };
-        self.watches[index] = Some(Watch { fd, token, serial });
+        self.watches[index] = Some(Watch { serial, ..watch });
     }
 
     /// Ends the watch with this token.
@@ -130,7 +139,7 @@ impl Watches {
         if watch.serial != serial {
             return Seen::Nothing;
         }
-        let (fd, token) = (watch.fd, watch.token);
+        let watch = *watch;
         if entry.result() < 0 {
             self.lose(index, &format!("it returned errno {}", -entry.result()), now);
             return Seen::Nothing;
@@ -139,12 +148,12 @@ impl Watches {
         if !cqueue::more(entry.flags()) {
             // The kernel ends a multishot poll when the completion ring is full.
             if ring.make_room(None) {
-                self.arm(ring, index, fd, token);
+                self.arm(ring, index, watch);
             } else {
                 self.lose(index, "it has no room for an entry", now);
             }
         }
-        Seen::Event(token)
+        Seen::Event(watch.token)
     }
 
     /// Arms a watch again after a while. What happens to its eventfd meanwhile is seen then,
@@ -173,9 +182,9 @@ impl Watches {
         self.wait = (self.wait * 2).clamp(REARM_MIN, REARM_MAX);
         for index in lost.indices {
             let Some(Some(watch)) = self.watches.get(index) else { continue };
-            let (fd, token) = (watch.fd, watch.token);
+            let watch = *watch;
             if ring.make_room(None) {
-                self.arm(ring, index, fd, token);
+                self.arm(ring, index, watch);
             } else {
                 self.lose(index, "it has no room for an entry", now);
             }

@@ -1,0 +1,247 @@
+//! What becomes of a request as parts of its reply come in: what a server may say to it, and where
+//! its data belongs. Nothing here reads or writes a socket.
+
+use super::wire::{Command, Framing, Reply, Request, Says, Violation, errno};
+use crate::disk::info::{Extent, ExtentKind};
+
+/// The most pieces that the data of a read may be in while it is not complete: a bound for what a
+/// server can make us keep.
+const PIECES_MAX: usize = 4096;
+
+const STATE_HOLE: u64 = 1 << 0;
+const STATE_ZERO: u64 = 1 << 1;
+
+/// What has come in of the reply to a request.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// The parts of a read that are there, as offsets within it, in order and apart.
+    pieces: Vec<(u64, u64)>,
+    errno: Option<i32>,
+    extent: Option<Extent>,
+}
+
+/// What is to be done about a part of a reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    Nothing,
+    /// So many bytes follow, which belong at this byte of the request.
+    Receive {
+        at: u64,
+        len: u64,
+    },
+    /// The request has zeroes there.
+    Zero {
+        at: u64,
+        len: u64,
+    },
+}
+
+impl Progress {
+    /// Takes in a part of the reply to `request`. `context` is that of the states of blocks.
+    ///
+    /// # Errors
+    ///
+    /// When it is none that this request can have.
+    pub(super) fn take_in(
+        &mut self,
+        request: &Request,
+        reply: &Reply,
+        framing: Framing,
+        context: Option<u32>,
+    ) -> Result<Action, Violation> {
+        let is_read = request.command == Command::Read;
+        match reply.says {
+            Says::Nothing => Ok(Action::Nothing),
+            Says::Error(error) => {
+                self.errno.get_or_insert(errno(error));
+                Ok(Action::Nothing)
+            }
+            Says::Simple if !is_read => Ok(Action::Nothing),
+            Says::Simple if framing == Framing::Simple => {
+                self.cover(0, request.len)?;
+                Ok(Action::Receive { at: 0, len: request.len })
+            }
+            Says::Data { offset, len } if is_read => {
+                let at = self.place(request, offset, len)?;
+                Ok(Action::Receive { at, len })
+            }
+            Says::Hole { offset, len } if is_read => {
+                let at = self.place(request, offset, len)?;
+                Ok(Action::Zero { at, len })
+            }
+            Says::Status { context: told, len, flags }
+                if request.command == Command::BlockStatus =>
+            {
+                if Some(told) == context {
+                    self.extent = Some(extent(len.min(request.len), flags)?);
+                }
+                Ok(Action::Nothing)
+            }
+            _ => Err(Violation("it sent a reply that does not fit the request")),
+        }
+    }
+
+    /// Where a part of the disk is in the request.
+    fn place(&mut self, request: &Request, offset: u64, len: u64) -> Result<u64, Violation> {
+        let at = offset.checked_sub(request.offset);
+        let fits = |at: &u64| at.checked_add(len).is_some_and(|end| end <= request.len);
+        let Some(at) = at.filter(fits) else {
+            return Err(Violation("it sent data that is outside of the request"));
+        };
+        self.cover(at, at + len)?;
+        Ok(at)
+    }
+
+    fn cover(&mut self, start: u64, end: u64) -> Result<(), Violation> {
+        let pieces = &mut self.pieces;
+        let next = pieces.partition_point(|(from, _)| *from < start);
+        let before = next.checked_sub(1).and_then(|index| pieces.get(index)).copied();
+        let after = pieces.get(next).copied();
+        if before.is_some_and(|(_, to)| to > start) || after.is_some_and(|(from, _)| from < end) {
+            return Err(Violation("it sent the same part of the disk twice"));
+        }
+        let before = before.filter(|(_, to)| *to == start).map(|(from, _)| from);
+        let after = after.filter(|(from, _)| *from == end).map(|(_, to)| to);
+        let joined = (before.unwrap_or(start), after.unwrap_or(end));
+        let replaced = next - usize::from(before.is_some())..next + usize::from(after.is_some());
+        if replaced.is_empty() && pieces.len() >= PIECES_MAX {
+            return Err(Violation("it sent the data of a read in too many pieces"));
+        }
+        pieces.splice(replaced, [joined]);
+        Ok(())
+    }
+
+    /// The result once the last part is there.
+    ///
+    /// # Errors
+    ///
+    /// When a part is missing.
+    pub(super) fn finish(&self, request: &Request) -> Result<Result<Extent, i32>, Violation> {
+        if let Some(errno) = self.errno {
+            return Ok(Err(errno));
+        }
+        match request.command {
+            Command::Read if self.pieces != [(0, request.len)] => {
+                Err(Violation("it did not send all that was asked for"))
+            }
+            // A server may know nothing about the context.
+            Command::BlockStatus => Ok(Ok(self.extent.unwrap_or(Extent::data(request.len)))),
+            _ => Ok(Ok(Extent::data(request.len))),
+        }
+    }
+}
+
+fn extent(bytes: u64, flags: u64) -> Result<Extent, Violation> {
+    if bytes == 0 {
+        return Err(Violation("it sent a state of no bytes"));
+    }
+    let kind = match flags & (STATE_HOLE | STATE_ZERO) {
+        STATE_ZERO => ExtentKind::Zero,
+        0 | STATE_HOLE => ExtentKind::Data,
+        _ => ExtentKind::Hole,
+    };
+    Ok(Extent { bytes, kind })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const READ: Request = Request { command: Command::Read, flags: 0, offset: 4096, len: 4096 };
+
+    fn data(offset: u64, len: u64) -> Reply {
+        Reply { cookie: 0, says: Says::Data { offset, len }, is_last: false }
+    }
+
+    fn take(progress: &mut Progress, request: &Request, says: Says) -> Result<Action, Violation> {
+        let reply = Reply { cookie: 0, says, is_last: true };
+        progress.take_in(request, &reply, Framing::Structured, Some(5))
+    }
+
+    #[test]
+    fn a_read_is_complete_when_all_of_it_has_come_once() {
+        let mut progress = Progress::default();
+        for (offset, at) in [(6144, 2048), (4096, 0), (5120, 1024), (7168, 3072)] {
+            let action = progress.take_in(&READ, &data(offset, 1024), Framing::Structured, None);
+            assert_eq!(action, Ok(Action::Receive { at, len: 1024 }));
+            let is_done = offset == 7168;
+            assert_eq!(progress.finish(&READ).is_ok(), is_done, "after {offset}");
+        }
+        let hole = Says::Hole { offset: 4096, len: 4096 };
+        let mut progress = Progress::default();
+        assert_eq!(take(&mut progress, &READ, hole), Ok(Action::Zero { at: 0, len: 4096 }));
+        assert!(progress.finish(&READ).unwrap().is_ok());
+    }
+
+    #[test]
+    fn what_a_request_cannot_be_answered_with_is_a_violation() {
+        let flush = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
+        let at = |offset, len| Says::Data { offset, len };
+        for (request, says) in [
+            (READ, at(4095, 1)),
+            (READ, at(8192, 1)),
+            (READ, at(4096, 4097)),
+            (READ, at(u64::MAX, 2)),
+            (READ, at(8000, u64::MAX)),
+            (READ, Says::Simple),
+            (READ, Says::Status { context: 5, len: 1, flags: 0 }),
+            (flush, at(0, 1)),
+            (flush, Says::Hole { offset: 0, len: 1 }),
+        ] {
+            assert!(take(&mut Progress::default(), &request, says).is_err(), "{says:?}");
+        }
+        let mut progress = Progress::default();
+        assert!(take(&mut progress, &READ, at(4096, 2048)).is_ok());
+        assert!(take(&mut progress, &READ, at(6143, 10)).is_err(), "a byte came twice");
+        assert!(take(&mut progress, &READ, Says::Nothing).is_ok());
+        assert!(progress.finish(&READ).is_err(), "a half is missing");
+        assert!(take(&mut progress, &READ, Says::Error(28)).is_ok());
+        assert_eq!(progress.finish(&READ), Ok(Err(libc::ENOSPC)));
+    }
+
+    #[test]
+    fn states_of_blocks_are_understood() {
+        let asked = Request { command: Command::BlockStatus, flags: 0, offset: 0, len: 1000 };
+        for (flags, kind) in [
+            (0, ExtentKind::Data),
+            (1, ExtentKind::Data),
+            (2, ExtentKind::Zero),
+            (3, ExtentKind::Hole),
+        ] {
+            let mut progress = Progress::default();
+            let says = Says::Status { context: 5, len: 4000, flags };
+            assert!(take(&mut progress, &asked, says).is_ok());
+            assert_eq!(progress.finish(&asked), Ok(Ok(Extent { bytes: 1000, kind })));
+        }
+        let mut progress = Progress::default();
+        let other = Says::Status { context: 6, len: 10, flags: 3 };
+        assert!(take(&mut progress, &asked, other).is_ok());
+        assert_eq!(progress.finish(&asked), Ok(Ok(Extent::data(1000))));
+        let none = Says::Status { context: 5, len: 0, flags: 0 };
+        assert!(take(&mut progress, &asked, none).is_err());
+    }
+
+    proptest! {
+        /// In any order, of any sizes: complete when each byte has come once, and a byte that
+        /// comes twice is noticed.
+        #[test]
+        fn pieces_in_any_order(parts in prop::collection::vec((0u64..64, 1u64..16), 1..40)) {
+            let request = Request { offset: 0, len: 80, ..READ };
+            let (mut progress, mut seen) = (Progress::default(), [false; 80]);
+            for (at, len) in parts {
+                let range = usize::try_from(at).unwrap()..usize::try_from(at + len).unwrap();
+                let is_new = !seen[range.clone()].iter().any(|seen| *seen);
+                let taken = progress.take_in(&request, &data(at, len), Framing::Structured, None);
+                prop_assert_eq!(taken.is_ok(), is_new);
+                if !is_new {
+                    break;
+                }
+                seen[range].fill(true);
+                let is_done = seen.iter().all(|seen| *seen);
+                prop_assert_eq!(progress.finish(&request).is_ok(), is_done);
+            }
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! What goes over one connection: requests are gathered and sent, replies are received and taken
+//! apart. It has no task and waits for nothing.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use libc::iovec;
+
+use super::answer::Action;
+use super::connect::Connected;
+use super::handshake::Facts;
+use super::pipe::{Pipe, Requests, State, is_large_read};
+use super::shared::Shared;
+use super::transport::{Gathered, Ranges, Scattered, Transport};
+use super::wire::{
+    Command, Header, Parsed, REPLY_BYTES_MAX, Reply, Request, Says, Violation, parse,
+};
+
+/// What is received that belongs nowhere yet: many replies with little data.
+const STAGING_BYTES: usize = 256 << 10;
+
+/// The most requests that one send takes.
+const SENT_AT_ONCE: usize = 128;
+
+/// How often one call receives before others have their turn.
+const RECEIVES_MAX: usize = 16;
+
+/// One connection, and how far each direction is.
+pub(super) struct Flow {
+    index: usize,
+    transport: Transport,
+    facts: Facts,
+    /// Bytes of the first request in the queue that were sent.
+    begun: usize,
+    is_writable: bool,
+    is_readable: bool,
+    staging: Box<[u8]>,
+    /// What has come and is not taken apart lies between these.
+    start: usize,
+    end: usize,
+    /// Where the bytes belong that come next.
+    data: Option<Data>,
+    has_answered: bool,
+    headers: Vec<Header>,
+    storage: Vec<iovec>,
+}
+
+/// Data of a read that is on its way.
+#[derive(Debug, Clone, Copy)]
+struct Data {
+    slot: u32,
+    at: usize,
+    left: usize,
+    /// The request has ended after it.
+    is_last: bool,
+}
+
+impl Flow {
+    pub(super) fn new(index: usize, connected: Connected) -> Self {
+        Self {
+            index,
+            transport: connected.transport,
+            facts: connected.facts,
+            begun: 0,
+            is_writable: true,
+            is_readable: true,
+            staging: vec![0; STAGING_BYTES].into(),
+            start: 0,
+            end: 0,
+            data: None,
+            has_answered: false,
+            headers: Vec::new(),
+            storage: Vec::new(),
+        }
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.transport.socket()
+    }
+
+    pub(super) fn may_receive(&mut self) {
+        self.is_readable = true;
+    }
+
+    pub(super) fn may_send(&mut self) {
+        self.is_writable = true;
+    }
+
+    /// Whether requests wait for room in the socket.
+    pub(super) fn is_full(&self) -> bool {
+        !self.is_writable
+    }
+
+    /// Whether any request was answered.
+    pub(super) fn has_answered(&self) -> bool {
+        self.has_answered
+    }
+
+    /// Whether there are requests that have no answer.
+    pub(super) fn is_busy(&self, pipe: &Pipe) -> bool {
+        let link = &pipe.requests.borrow().links[self.index];
+        link.sent + link.sending.len() > 0
+    }
+
+    /// Says that no more requests come.
+    pub(super) fn say_goodbye(&mut self) {
+        let request = Request { command: Command::Disconnect, flags: 0, offset: 0, len: 0 };
+        let header = request.encode(0, self.facts.framing);
+        let mut gathered = Gathered(Ranges::new(Vec::new()));
+        gathered.push_bytes(header.as_bytes());
+        // It closes the connection if it does not get that.
+        let _ = self.transport.send(&gathered);
+    }
+
+    /// Sends what there is, as far as the socket has room.
+    ///
+    /// # Errors
+    ///
+    /// Why the connection cannot be used any more.
+    pub(super) fn send(&mut self, pipe: &Pipe) -> Result<(), String> {
+        let requests = &mut *pipe.requests.borrow_mut();
+        while self.is_writable && !requests.links[self.index].sending.is_empty() {
+            let (sent, wanted) = match self.send_some(requests) {
+                Ok(sent) => sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.is_writable = false;
+                    return Ok(());
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(format!("cannot send to the server: {error}")),
+            };
+            self.is_writable = sent >= wanted;
+            self.were_sent(requests, sent);
+        }
+        Ok(())
+    }
+
+    /// One system call. Returns how much was sent of how much.
+    fn send_some(&mut self, requests: &Requests) -> io::Result<(usize, usize)> {
+        let sending = &requests.links[self.index].sending;
+        let framing = self.facts.framing;
+        self.headers.clear();
+        self.headers.extend(sending.iter().take(SENT_AT_ONCE).map(|&number| {
+            let slot = &requests.slots[number as usize];
+            slot.request.encode(cookie(number, slot.serial), framing)
+        }));
+        let storage = std::mem::take(&mut self.storage);
+        let mut gathered = Gathered(Ranges::new(storage));
+        let mut skip = self.begun;
+        for (&number, header) in sending.iter().zip(&self.headers) {
+            let header = header.as_bytes();
+            gathered.push_bytes(header.get(skip..).unwrap_or_default());
+            let slot = &requests.slots[number as usize];
+            if slot.request.command == Command::Write {
+                gathered.push_memory(&slot.buffers, skip.saturating_sub(header.len()));
+            }
+            skip = 0;
+            if gathered.0.is_full() {
+                break;
+            }
+        }
+        let wanted = gathered.0.bytes();
+        let sent = self.transport.send(&gathered);
+        self.storage = gathered.0.into_storage();
+        Ok((sent?, wanted))
+    }
+
+    /// Notes what has left.
+    fn were_sent(&mut self, requests: &mut Requests, sent: usize) {
+        let mut left = self.begun + sent;
+        let Requests { slots, links, .. } = requests;
+        let link = &mut links[self.index];
+        for header in &self.headers {
+            let Some(&number) = link.sending.front() else { break };
+            let slot = &mut slots[number as usize];
+            let is_write = slot.request.command == Command::Write;
+            let data = if is_write { slot.buffers.bytes() } else { 0 };
+            let whole = header.as_bytes().len() + data;
+            if left < whole {
+                break;
+            }
+            left -= whole;
+            slot.state = State::Sent(self.index);
+            link.sending.pop_front();
+            link.sent += 1;
+            link.large_reads += usize::from(is_large_read(&slot.request));
+        }
+        self.begun = left;
+    }
+
+    /// Receives what has come, and does what it says. True: there may be more.
+    ///
+    /// # Errors
+    ///
+    /// Why the connection cannot be used any more.
+    pub(super) fn receive(&mut self, pipe: &Pipe) -> Result<bool, String> {
+        let requests = &mut *pipe.requests.borrow_mut();
+        for _ in 0..RECEIVES_MAX {
+            if !self.is_readable {
+                return Ok(false);
+            }
+            match self.receive_some(requests) {
+                Ok(0) => return Err("the server has closed the connection".to_owned()),
+                Ok(bytes) => self.sort(bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.is_readable = false;
+                    return Ok(false);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(format!("cannot receive from the server: {error}")),
+            }
+            let taken = self.take_apart(requests, &pipe.shared);
+            taken.map_err(|Violation(what)| format!("the server breaks the protocol: {what}"))?;
+        }
+        Ok(true)
+    }
+
+    /// One system call: data goes to where it belongs, the rest into the staging memory.
+    fn receive_some(&mut self, requests: &Requests) -> io::Result<usize> {
+        self.staging.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        // The header of the next reply comes alone where its data is worth a call of its own.
+        let much = requests.links[self.index].large_reads > 0;
+        let room = if much { self.end + HEADER_BYTES } else { STAGING_BYTES };
+        let storage = std::mem::take(&mut self.storage);
+        let mut scattered = Scattered(Ranges::new(storage));
+        if let Some(data) = &self.data {
+            let buffers = &requests.slots[data.slot as usize].buffers;
+            scattered.push_memory(buffers, data.at, data.left);
+        }
+        let is_whole = self.data.is_none_or(|data| data.left == scattered.0.bytes());
+        let room = if is_whole { room.max(self.end + HEADER_BYTES) } else { self.end };
+        scattered.push_bytes(self.staging.get_mut(self.end..room).unwrap_or_default());
+        let wanted = scattered.0.bytes();
+        let received = self.transport.receive(&mut scattered);
+        self.storage = scattered.0.into_storage();
+        let received = received?;
+        self.is_readable = received == wanted;
+        Ok(received)
+    }
+
+    /// So many bytes have come, first those of the data.
+    fn sort(&mut self, bytes: usize) {
+        let direct = self.data.map_or(0, |data| data.left.min(bytes));
+        if let Some(data) = &mut self.data {
+            data.at += direct;
+            data.left -= direct;
+        }
+        self.end += bytes - direct;
+    }
+
+    fn take_apart(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Violation> {
+        loop {
+            if let Some(data) = &mut self.data {
+                let here = self.staging.get(self.start..self.end).unwrap_or_default();
+                let part = here.get(..data.left).unwrap_or(here);
+                let buffers = &requests.slots[data.slot as usize].buffers;
+                buffers.copy_from(data.at, part);
+                self.start += part.len();
+                data.at += part.len();
+                data.left -= part.len();
+                if data.left > 0 {
+                    return Ok(());
+                }
+                let (slot, is_last) = (data.slot, data.is_last);
+                self.data = None;
+                if is_last {
+                    self.finish(requests, slot, shared)?;
+                }
+            }
+            let here = self.staging.get(self.start..self.end).unwrap_or_default();
+            match parse(here, self.facts.framing)? {
+                Parsed::Needs(bytes) => {
+                    assert!(bytes <= REPLY_BYTES_MAX, "a reply of bounded length");
+                    return Ok(());
+                }
+                Parsed::Reply(reply, used) => {
+                    self.start += used;
+                    self.obey(requests, &reply, shared)?;
+                }
+            }
+        }
+    }
+
+    /// Does what a part of a reply says.
+    fn obey(
+        &mut self,
+        requests: &mut Requests,
+        reply: &Reply,
+        shared: &Shared,
+    ) -> Result<(), Violation> {
+        let number = u32::try_from(reply.cookie & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+        let slot = requests.slots.get_mut(number as usize).filter(|slot| {
+            slot.state == State::Sent(self.index) && cookie(number, slot.serial) == reply.cookie
+        });
+        let Some(slot) = slot else {
+            return Err(Violation("it answered a request that nobody has made"));
+        };
+        if reply.says == Says::Error(SHUTDOWN) {
+            return Err(Violation("it is shutting down"));
+        }
+        let (framing, context) = (self.facts.framing, self.facts.context);
+        let len = |len: u64| usize::try_from(len).unwrap_or(usize::MAX);
+        match slot.progress.take_in(&slot.request, reply, framing, context)? {
+            Action::Receive { at, len: bytes } => {
+                let is_last = reply.is_last;
+                self.data = Some(Data { slot: number, at: len(at), left: len(bytes), is_last });
+                return Ok(());
+            }
+            Action::Zero { at, len: bytes } => {
+                let mut part = slot.buffers.again();
+                part.truncate(len(at + bytes));
+                part.zero_from(len(at));
+            }
+            Action::Nothing => {}
+        }
+        if reply.is_last { self.finish(requests, number, shared) } else { Ok(()) }
+    }
+
+    fn finish(
+        &mut self,
+        requests: &mut Requests,
+        number: u32,
+        shared: &Shared,
+    ) -> Result<(), Violation> {
+        let slot = &requests.slots[number as usize];
+        let result = slot.progress.finish(&slot.request)?;
+        self.has_answered = true;
+        requests.finish(number, result, shared);
+        Ok(())
+    }
+}
+
+/// The head of any reply, with the offset of its data.
+const HEADER_BYTES: usize = 40;
+
+/// The protocol's ESHUTDOWN.
+const SHUTDOWN: u32 = 108;
+
+fn cookie(number: u32, serial: u32) -> u64 {
+    u64::from(serial) << 32 | u64::from(number)
+}

@@ -1,0 +1,405 @@
+//! The handshake of NBD, fixed newstyle, over any stream: what a server has under a name, and how
+//! client and server speak from then on. The numbers are those of the protocol document of the NBD
+//! project (doc/proto.md).
+
+use std::io::{self, Read, Write};
+
+use super::wire::Framing;
+
+const MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OLD_MAGIC: u64 = 0x0000_4202_8186_1253;
+const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+
+/// Flags of both sides.
+const FIXED_NEWSTYLE: u16 = 1 << 0;
+const NO_ZEROES: u16 = 1 << 1;
+
+const OPTION_EXPORT_NAME: u32 = 1;
+const OPTION_ABORT: u32 = 2;
+const OPTION_INFO: u32 = 6;
+const OPTION_GO: u32 = 7;
+const OPTION_STRUCTURED_REPLY: u32 = 8;
+const OPTION_SET_META_CONTEXT: u32 = 10;
+const OPTION_EXTENDED_HEADERS: u32 = 11;
+
+const REPLY_ACK: u32 = 1;
+const REPLY_INFO: u32 = 3;
+const REPLY_META_CONTEXT: u32 = 4;
+const REPLY_IS_ERROR: u32 = 1 << 31;
+const ERROR_UNSUPPORTED: u32 = REPLY_IS_ERROR | 1;
+const ERROR_POLICY: u32 = REPLY_IS_ERROR | 2;
+const ERROR_TLS_REQUIRED: u32 = REPLY_IS_ERROR | 5;
+const ERROR_UNKNOWN: u32 = REPLY_IS_ERROR | 6;
+const ERROR_SHUTDOWN: u32 = REPLY_IS_ERROR | 7;
+
+const INFO_EXPORT: u16 = 0;
+const INFO_BLOCK_SIZE: u16 = 3;
+
+const CONTEXT: &str = "base:allocation";
+
+/// The longest reply to an option that is read, and how many of them.
+const REPLY_BYTES_MAX: u32 = 64 << 10;
+const REPLIES_MAX: usize = 1000;
+
+/// What a client may send at once to a server that says nothing about it.
+const PAYLOAD_MAX: u32 = 32 << 20;
+
+/// What an export can do, as its flags say.
+pub(super) mod can {
+    pub(in super::super) const HAS_FLAGS: u16 = 1 << 0;
+    pub(in super::super) const READ_ONLY: u16 = 1 << 1;
+    pub(in super::super) const FLUSH: u16 = 1 << 2;
+    pub(in super::super) const FUA: u16 = 1 << 3;
+    pub(in super::super) const TRIM: u16 = 1 << 5;
+    pub(in super::super) const WRITE_ZEROES: u16 = 1 << 6;
+    pub(in super::super) const MULTI_CONN: u16 = 1 << 8;
+    pub(in super::super) const FAST_ZERO: u16 = 1 << 11;
+}
+
+/// What a handshake has found out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) size_bytes: u64,
+    /// See [`can`].
+    pub(super) flags: u16,
+    pub(super) framing: Framing,
+    /// Offsets and lengths are multiples of it: a power of two up to 65,536.
+    pub(super) block_bytes_min: u32,
+    /// A power of two that is at least the smallest.
+    pub(super) block_bytes_preferred: u32,
+    /// The most data of a request: a multiple of the smallest block.
+    pub(super) payload_bytes_max: u32,
+    /// The number of the context in which the server says where holes are.
+    pub(super) context: Option<u32>,
+}
+
+impl Facts {
+    pub(super) fn can(&self, what: u16) -> bool {
+        self.flags & what != 0
+    }
+}
+
+/// What a connection is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Requests.
+    Serve,
+    /// To ask what there is, and to end then.
+    Ask,
+}
+
+/// A stream after its first bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Greeted {
+    no_zeroes: bool,
+}
+
+/// Reads the greeting, and answers it.
+///
+/// # Errors
+///
+/// Why the server cannot be used.
+pub(super) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, String> {
+    if read_u64(stream)? != MAGIC {
+        return Err("what answers there is no NBD server".to_owned());
+    }
+    match read_u64(stream)? {
+        OPTION_MAGIC => {}
+        OLD_MAGIC => {
+            return Err(
+                "the server speaks the oldstyle protocol of before 2011; use a newer one, \
+                        or have it export by a name"
+                    .to_owned(),
+            );
+        }
+        _ => return Err("what answers there is no NBD server".to_owned()),
+    }
+    let flags = read_u16(stream)?;
+    if flags & FIXED_NEWSTYLE == 0 {
+        return Err("the server does not speak fixed newstyle; use a newer one".to_owned());
+    }
+    let shared = flags & (FIXED_NEWSTYLE | NO_ZEROES);
+    send(stream, &u32::from(shared).to_be_bytes())?;
+    Ok(Greeted { no_zeroes: shared & NO_ZEROES != 0 })
+}
+
+/// Settles the rest, and has the server begin to serve `export`, or say what it is.
+///
+/// # Errors
+///
+/// Why the server or the export cannot be used.
+pub(super) fn negotiate(
+    stream: &mut (impl Read + Write),
+    greeted: Greeted,
+    export: &str,
+    purpose: Purpose,
+) -> Result<Facts, String> {
+    let framing = settle_framing(stream)?;
+    let context = match framing {
+        Framing::Simple => None,
+        _ => settle_context(stream, export)?,
+    };
+    let option = if purpose == Purpose::Serve { OPTION_GO } else { OPTION_INFO };
+    let Some(mut found) = ask_for_export(stream, option, export)? else {
+        if purpose == Purpose::Ask {
+            return Err("the server is too old to say what it has".to_owned());
+        }
+        return old_export(stream, greeted, export, framing).and_then(|f| f.facts(context));
+    };
+    found.framing = framing;
+    if purpose == Purpose::Ask {
+        // Whatever it says to that, the connection ends.
+        let _ = send_option(stream, OPTION_ABORT, &[]);
+    }
+    found.facts(context)
+}
+
+fn settle_framing(stream: &mut (impl Read + Write)) -> Result<Framing, String> {
+    for (option, framing) in [
+        (OPTION_EXTENDED_HEADERS, Framing::Extended),
+        (OPTION_STRUCTURED_REPLY, Framing::Structured),
+    ] {
+        send_option(stream, option, &[])?;
+        match Replies::new(option).next(stream)? {
+            Told::Ack => return Ok(framing),
+            Told::Refused(error @ (ERROR_TLS_REQUIRED | ERROR_SHUTDOWN), text) => {
+                return Err(refused("the connection", error, &text));
+            }
+            Told::Refused(..) => {}
+            Told::Info(_) | Told::Context(_) => return Err(unexpected()),
+        }
+    }
+    Ok(Framing::Simple)
+}
+
+fn settle_context(stream: &mut (impl Read + Write), export: &str) -> Result<Option<u32>, String> {
+    let mut data = Vec::new();
+    put_text(&mut data, export)?;
+    data.extend(1u32.to_be_bytes());
+    put_text(&mut data, CONTEXT)?;
+    send_option(stream, OPTION_SET_META_CONTEXT, &data)?;
+    let (mut replies, mut context) = (Replies::new(OPTION_SET_META_CONTEXT), None);
+    loop {
+        match replies.next(stream)? {
+            Told::Ack => return Ok(context),
+            // The export may be unknown: to ask for it says so in better words.
+            Told::Refused(..) => return Ok(None),
+            Told::Context(data) => {
+                if let Some((number, name)) = data.split_first_chunk()
+                    && name == CONTEXT.as_bytes()
+                {
+                    context = Some(u32::from_be_bytes(*number));
+                }
+            }
+            Told::Info(_) => return Err(unexpected()),
+        }
+    }
+}
+
+/// What the server says about an export, as it says it.
+#[derive(Debug)]
+struct Found {
+    export: Option<(u64, u16)>,
+    blocks: Option<[u32; 3]>,
+    framing: Framing,
+}
+
+/// `None`: the server does not know the option.
+fn ask_for_export(
+    stream: &mut (impl Read + Write),
+    option: u32,
+    export: &str,
+) -> Result<Option<Found>, String> {
+    let mut data = Vec::new();
+    put_text(&mut data, export)?;
+    data.extend(1u16.to_be_bytes());
+    data.extend(INFO_BLOCK_SIZE.to_be_bytes());
+    send_option(stream, option, &data)?;
+    let mut replies = Replies::new(option);
+    let mut found = Found { export: None, blocks: None, framing: Framing::Simple };
+    loop {
+        match replies.next(stream)? {
+            Told::Ack => return Ok(Some(found)),
+            Told::Info(data) => found.take_in(&data),
+            Told::Refused(ERROR_UNSUPPORTED, _) => return Ok(None),
+            Told::Refused(error, text) => {
+                return Err(refused(&format!("the export '{export}'"), error, &text));
+            }
+            Told::Context(_) => return Err(unexpected()),
+        }
+    }
+}
+
+/// As servers of before 2016 do it: it either works or ends the connection.
+fn old_export(
+    stream: &mut (impl Read + Write),
+    greeted: Greeted,
+    export: &str,
+    framing: Framing,
+) -> Result<Found, String> {
+    send_option(stream, OPTION_EXPORT_NAME, export.as_bytes())?;
+    let gone =
+        |error| format!("the server ended the connection: does it have '{export}'? ({error})");
+    let size_bytes = read_u64(stream).map_err(gone)?;
+    let flags = read_u16(stream)?;
+    if !greeted.no_zeroes {
+        read_exactly::<124>(stream)?;
+    }
+    Ok(Found { export: Some((size_bytes, flags)), blocks: None, framing })
+}
+
+impl Found {
+    fn take_in(&mut self, data: &[u8]) {
+        let Some((kind, rest)) = data.split_first_chunk() else { return };
+        match u16::from_be_bytes(*kind) {
+            INFO_EXPORT => {
+                self.export = rest.split_first_chunk().and_then(|(size, flags)| {
+                    let flags = u16::from_be_bytes(*flags.first_chunk()?);
+                    Some((u64::from_be_bytes(*size), flags))
+                });
+            }
+            INFO_BLOCK_SIZE => {
+                let (sizes, _) = rest.as_chunks();
+                let sizes: Vec<u32> = sizes.iter().map(|size| u32::from_be_bytes(*size)).collect();
+                self.blocks = sizes.first_chunk().copied();
+            }
+            // Names and descriptions, which nobody asked for.
+            _ => {}
+        }
+    }
+
+    fn facts(&self, context: Option<u32>) -> Result<Facts, String> {
+        let Some((size_bytes, flags)) = self.export else {
+            return Err("the server did not say how large the export is".to_owned());
+        };
+        if flags & can::HAS_FLAGS == 0 {
+            return Err("the server did not say what the export can do".to_owned());
+        }
+        let [min, preferred, max] = self.blocks.unwrap_or([1, 4096, PAYLOAD_MAX]);
+        if !min.is_power_of_two() || min > 65_536 || !preferred.is_power_of_two() || max < min {
+            return Err(format!(
+                "the server names block sizes that no server may have ({min}, {preferred}, {max})"
+            ));
+        }
+        Ok(Facts {
+            size_bytes,
+            flags,
+            framing: self.framing,
+            block_bytes_min: min,
+            block_bytes_preferred: preferred.max(min),
+            payload_bytes_max: max.min(PAYLOAD_MAX) / min * min,
+            context,
+        })
+    }
+}
+
+/// What a server says to an option.
+enum Told {
+    Ack,
+    Info(Vec<u8>),
+    Context(Vec<u8>),
+    Refused(u32, String),
+}
+
+/// The replies to an option.
+struct Replies {
+    option: u32,
+    left: usize,
+}
+
+impl Replies {
+    fn new(option: u32) -> Self {
+        Self { option, left: REPLIES_MAX }
+    }
+
+    fn next(&mut self, stream: &mut impl Read) -> Result<Told, String> {
+        let Some(left) = self.left.checked_sub(1) else {
+            return Err("the server does not stop answering an option".to_owned());
+        };
+        self.left = left;
+        let (magic, option) = (read_u64(stream)?, read_u32(stream)?);
+        let (kind, len) = (read_u32(stream)?, read_u32(stream)?);
+        if magic != REPLY_MAGIC || option != self.option || len > REPLY_BYTES_MAX {
+            return Err(unexpected());
+        }
+        let mut data = vec![0; len as usize];
+        stream.read_exact(&mut data).map_err(|error| cannot("hear from", &error))?;
+        match kind {
+            REPLY_ACK => Ok(Told::Ack),
+            REPLY_INFO => Ok(Told::Info(data)),
+            REPLY_META_CONTEXT => Ok(Told::Context(data)),
+            _ if kind & REPLY_IS_ERROR != 0 => Ok(Told::Refused(kind, printable(&data))),
+            _ => Err(unexpected()),
+        }
+    }
+}
+
+/// What a server says, for the log: one line of bounded length.
+fn printable(data: &[u8]) -> String {
+    let text = String::from_utf8_lossy(data);
+    text.chars().filter(|character| !character.is_control()).take(200).collect()
+}
+
+fn refused(what: &str, error: u32, text: &str) -> String {
+    let why = match error {
+        ERROR_TLS_REQUIRED => "it wants TLS; use nbds:// and give it certificates",
+        ERROR_UNKNOWN => "it does not have it; list what it has with `nbdinfo --list`",
+        ERROR_POLICY => "its configuration forbids it",
+        ERROR_SHUTDOWN => "it is shutting down",
+        _ => "",
+    };
+    let said = if text.is_empty() { String::new() } else { format!(" (it says: {text})") };
+    let number = error & !REPLY_IS_ERROR;
+    match why {
+        "" => format!("the server refuses {what} with error {number}{said}"),
+        why => format!("the server refuses {what}: {why}{said}"),
+    }
+}
+
+fn unexpected() -> String {
+    "the server does not keep to the NBD protocol in its handshake".to_owned()
+}
+
+fn cannot(verb: &str, error: &io::Error) -> String {
+    format!("cannot {verb} the server: {error}")
+}
+
+fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> Result<(), String> {
+    let len = u32::try_from(data.len()).map_err(|_| "the name of the export is too long")?;
+    let mut message = OPTION_MAGIC.to_be_bytes().to_vec();
+    message.extend(option.to_be_bytes());
+    message.extend(len.to_be_bytes());
+    message.extend(data);
+    send(stream, &message)
+}
+
+fn put_text(data: &mut Vec<u8>, text: &str) -> Result<(), String> {
+    let len = u32::try_from(text.len()).map_err(|_| "the name of the export is too long")?;
+    data.extend(len.to_be_bytes());
+    data.extend(text.as_bytes());
+    Ok(())
+}
+
+fn send(stream: &mut impl Write, data: &[u8]) -> Result<(), String> {
+    let sent = stream.write_all(data).and_then(|()| stream.flush());
+    sent.map_err(|error| cannot("speak to", &error))
+}
+
+fn read_exactly<const N: usize>(stream: &mut impl Read) -> Result<[u8; N], String> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes).map_err(|error| cannot("hear from", &error))?;
+    Ok(bytes)
+}
+
+fn read_u64(stream: &mut impl Read) -> Result<u64, String> {
+    read_exactly(stream).map(u64::from_be_bytes)
+}
+
+fn read_u32(stream: &mut impl Read) -> Result<u32, String> {
+    read_exactly(stream).map(u32::from_be_bytes)
+}
+
+fn read_u16(stream: &mut impl Read) -> Result<u16, String> {
+    read_exactly(stream).map(u16::from_be_bytes)
+}

@@ -1,0 +1,313 @@
+//! One connection to an NBD server: it is made, carries requests until it breaks, and is made
+//! again. All requests that are there share a send, and all answers that are there a receive.
+
+use std::cell::Cell;
+use std::os::fd::AsFd;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::connect::{Connected, connect};
+use super::flow::Flow;
+use super::handshake::can;
+use super::pipe::Pipe;
+use super::shared::{Condition, Shared};
+use crate::clock;
+use crate::interest::Interest;
+use crate::io::Io;
+use crate::reactor::{Armed, Source, SourceId};
+
+/// How long to wait before the server is tried again; it doubles from the first to the second.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(1);
+
+/// How often requests are looked at that have no answer.
+const TICK: Duration = Duration::from_secs(1);
+
+/// A server that has not answered for this long is late.
+const LATE: Duration = Duration::from_secs(5);
+
+/// Makes the connections of an IoThread, in tasks.
+pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Pipe> {
+    let pipe = Pipe::new(io, shared, number, links);
+    for index in 0..links {
+        io.spawn(serve_link(Rc::clone(&pipe), index));
+    }
+    pipe
+}
+
+/// Serves requests over one connection after the other, until nobody has the disk any more.
+async fn serve_link(pipe: Rc<Pipe>, index: usize) {
+    pipe.set_task(index);
+    let mut retry = Retry { since: None, wait: RETRY_MIN };
+    while !pipe.is_ending() {
+        let connected = match pipe.next_connection().await {
+            Some(Ok(connected)) => connected,
+            Some(Err(why)) => {
+                retry.note(&pipe, &why);
+                pipe.pause(&mut retry).await;
+                continue;
+            }
+            None => break,
+        };
+        retry.is_over(&pipe);
+        pipe.link_is_up(index);
+        let (why, was_useful) = carry(&pipe, index, connected).await;
+        let again = pipe.link_is_down(index);
+        if pipe.is_ending() {
+            break;
+        }
+        if was_useful {
+            retry.wait = RETRY_MIN;
+        }
+        retry.broke(&pipe, &why, again);
+        pipe.expire();
+        pipe.pause(&mut retry).await;
+    }
+    pipe.fail(libc::EIO, None);
+    pipe.shared.remove_pipe(pipe.number);
+}
+
+/// How a server is tried again.
+struct Retry {
+    /// Since when it is away.
+    since: Option<Instant>,
+    wait: Duration,
+}
+
+impl Retry {
+    fn note(&mut self, pipe: &Pipe, why: &str) {
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.tell_condition(Some((since, why)));
+        if let Some(left_out) = pipe.shared.permit_line(clock::now()) {
+            let name = &pipe.shared.options;
+            tracing::warn!(left_out, "{name} is away: {why}; requests wait, and it is tried again");
+        }
+    }
+
+    fn broke(&mut self, pipe: &Pipe, why: &str, again: usize) {
+        let (is_dirty, name) = (pipe.shared.has_broken(), &pipe.shared.options);
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.tell_condition(Some((since, why)));
+        tracing::warn!("{name}: a connection broke: {why}; {again} requests are sent again");
+        if pipe.shared.is_lost() {
+            tracing::error!(
+                "{name}: what was written and not flushed may be lost, so all further flushes \
+                 fail; check the disk, then restart the export"
+            );
+        } else if is_dirty {
+            tracing::warn!(
+                "{name}: what was written and not flushed is lost if the server's machine has \
+                 restarted"
+            );
+        }
+    }
+
+    fn is_over(&mut self, pipe: &Pipe) {
+        if let Some(since) = self.since.take() {
+            let seconds = since.elapsed().as_secs();
+            tracing::info!("{} is back after {seconds} s", pipe.shared.options);
+        }
+    }
+}
+
+impl Pipe {
+    /// Whether connections are to end.
+    fn is_ending(&self) -> bool {
+        self.shared.is_given_up() || self.shared.is_over()
+    }
+
+    /// Waits before the server is tried again.
+    async fn pause(&self, retry: &mut Retry) {
+        let until = clock::now() + retry.wait;
+        retry.wait = (retry.wait * 2).min(RETRY_MAX);
+        self.io.wake_me_at(until);
+        while clock::now() < until && !self.is_ending() {
+            self.io.suspend().await;
+        }
+        self.expire();
+    }
+
+    /// Fails what has waited for too long without a connection.
+    fn expire(&self) {
+        if let Some(deadline) = self.shared.options.deadline
+            && let Some(before) = clock::now().checked_sub(deadline)
+        {
+            self.fail(libc::ETIMEDOUT, Some(before));
+        }
+    }
+
+    /// A connection, made by a thread. `None`: it is not needed any more.
+    async fn next_connection(&self) -> Option<Result<Connected, String>> {
+        if let Some(spare) = self.shared.take_spare() {
+            return Some(Ok(spare));
+        }
+        let inbox = Arc::new(Mutex::new(None));
+        let (sent, shared) = (Arc::clone(&inbox), Arc::clone(&self.shared));
+        let (task, remote) = (self.io.this_task(), self.io.remote());
+        let work = move || {
+            let made = connect(&shared.options).and_then(|made| check(&shared, made));
+            *sent.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+            remote.post(move |io| io.wake(task));
+        };
+        if let Err(error) = self.io.start_thread("nbd-connect", work) {
+            return Some(Err(format!("cannot start a thread that connects: {error}")));
+        }
+        loop {
+            if let Some(made) = inbox.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                return Some(made);
+            }
+            if self.is_ending() {
+                return None;
+            }
+            self.io.wake_me_at(clock::now() + TICK);
+            self.io.suspend().await;
+            self.expire();
+        }
+    }
+}
+
+/// Refuses a connection that offers less than the disk was opened with.
+fn check(shared: &Shared, made: Connected) -> Result<Connected, String> {
+    let (then, now) = (&shared.facts, &made.facts);
+    let known = shared.size_bytes.swap(now.size_bytes, std::sync::atomic::Ordering::Relaxed);
+    if now.size_bytes < then.size_bytes && now.size_bytes != known {
+        tracing::warn!(
+            "{}: the export has shrunk to {} bytes; what lies beyond cannot be reached",
+            shared.options,
+            now.size_bytes
+        );
+    }
+    let needed = then.flags & !(can::READ_ONLY | can::MULTI_CONN);
+    let is_less = now.flags & needed != needed
+        || (now.can(can::READ_ONLY) && !then.can(can::READ_ONLY))
+        || now.block_bytes_min > then.block_bytes_min
+        || now.payload_bytes_max < then.payload_bytes_max;
+    if is_less {
+        return Err("the export offers less than before; restart it as it was, or restart the \
+                    export of this disk"
+            .to_owned());
+    }
+    Ok(made)
+}
+
+/// What the loop says about a socket.
+#[derive(Default)]
+struct Readiness(Cell<bool>);
+
+impl Source for Readiness {
+    fn notify(&self) {}
+
+    fn arm(&self, _: Instant) -> Armed {
+        Armed::Yes
+    }
+
+    fn disarm(&self) {}
+
+    fn has_work(&self) -> bool {
+        false
+    }
+
+    fn happened(&self) {
+        self.0.set(true);
+    }
+}
+
+/// A socket that the loop watches, for as long as this exists.
+struct Watched<'a> {
+    io: &'a Io,
+    readiness: Rc<Readiness>,
+    source: SourceId,
+}
+
+impl<'a> Watched<'a> {
+    fn new(io: &'a Io, flow: &Flow, interest: Interest) -> Result<Self, String> {
+        let cannot = |error: &dyn std::fmt::Display| format!("cannot watch its socket: {error}");
+        let socket = flow.socket().as_fd().try_clone_to_owned().map_err(|e| cannot(&e))?;
+        let readiness = Rc::<Readiness>::default();
+        let source: Rc<dyn Source> = Rc::<Readiness>::clone(&readiness);
+        let added = io.add_socket(source, socket, interest);
+        let source = added.map_err(|error| cannot(&error))?;
+        Ok(Self { io, readiness, source })
+    }
+
+    fn take(&self) -> bool {
+        self.readiness.0.take()
+    }
+}
+
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        self.io.remove_source(self.source);
+    }
+}
+
+/// Carries requests until the connection breaks. Returns why, and whether it has answered any.
+async fn carry(pipe: &Rc<Pipe>, index: usize, connected: Connected) -> (String, bool) {
+    let mut flow = Flow::new(index, connected);
+    let why = carry_on(pipe, index, &mut flow).await;
+    (why.unwrap_or_else(|why| why), flow.has_answered())
+}
+
+async fn carry_on(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<String, String> {
+    let io = &*pipe.io;
+    let incoming = Watched::new(io, flow, Interest::Readable)?;
+    // Only while the socket has no room: else each byte that leaves it would be announced.
+    let mut room: Option<Watched<'_>> = None;
+    let (mut tick, mut is_late) = (None, false);
+    loop {
+        if pipe.shared.is_given_up() {
+            return Ok("it was given up".to_owned());
+        }
+        if incoming.take() {
+            flow.may_receive();
+        }
+        if room.as_ref().is_some_and(Watched::take) {
+            flow.may_send();
+            room = None;
+        }
+        if tick.is_some_and(|tick| tick <= io.recently.get()) {
+            tick = None;
+            // The end of a stream that comes with data is announced only once, with the data.
+            flow.may_receive();
+            is_late = look_for_late(pipe, index, is_late)?;
+        }
+        let went_on = flow.send(pipe).and_then(|()| flow.receive(pipe));
+        pipe.settle();
+        if went_on? {
+            io.wake_me();
+        }
+        let is_busy = flow.is_busy(pipe);
+        if !is_busy && pipe.shared.is_over() {
+            flow.say_goodbye();
+            return Ok("nobody has the disk any more".to_owned());
+        }
+        if flow.is_full() && room.is_none() {
+            room = Some(Watched::new(io, flow, Interest::Writable)?);
+        }
+        if is_busy && tick.is_none() {
+            let when = io.recently.get() + TICK;
+            io.wake_me_at(when);
+            tick = Some(when);
+        }
+        io.suspend().await;
+    }
+}
+
+/// Notes that the server is late, or is not any more; breaks the connection at the deadline.
+fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, String> {
+    let age = |since: Instant| clock::now().saturating_duration_since(since);
+    let oldest = pipe.oldest_of(index);
+    if let (Some(since), Some(deadline)) = (oldest, pipe.shared.options.deadline)
+        && age(since) >= deadline
+    {
+        return Err(format!("the server has not answered for {} s", age(since).as_secs()));
+    }
+    let late = oldest.filter(|since| age(*since) >= LATE);
+    match late {
+        Some(since) => pipe.shared.set_condition(pipe.number, Condition::Late(since)),
+        None if was_late => pipe.tell_condition(None),
+        None => {}
+    }
+    Ok(late.is_some())
+}

@@ -1,0 +1,433 @@
+//! The requests of one IoThread to an NBD export, and the connections that carry them.
+//!
+//! A request has a slot, which owns its memory until the answer, whoever waits for it. It belongs
+//! to one connection at a time; when that breaks, the request goes to another one, or waits for the
+//! next. All requests may be sent again, for each does the same when it is done twice: a read or a
+//! change that has no answer may be done now, later, or twice, and one that was issued after its
+//! answer is never before it. What a server might still do with the requests of a connection that
+//! has broken is not known to the client; servers end them before they close it.
+//!
+//! A flush that is sent again, or comes after a connection broke, is a promise about changes that
+//! were answered on that connection. See [`NbdOptions::distrust`](super::NbdOptions).
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Instant;
+
+use iomem::{Buffers, fits};
+
+use super::answer::Progress;
+use super::lent::Lent;
+use super::shared::{Condition, Shared};
+use super::wire::{Command, FLAG_FUA, Request};
+use crate::disk::info::{Extent, ExtentKind};
+use crate::foreign_op::ForeignCompleter;
+use crate::io::{Io, TaskRef};
+use crate::task::Owner;
+
+/// The connections of one IoThread to an export, with all requests that they carry.
+pub(super) struct Pipe {
+    pub(super) io: Rc<Io>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) number: u64,
+    pub(super) requests: RefCell<Requests>,
+}
+
+#[derive(Default)]
+pub(super) struct Requests {
+    pub(super) slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// They have no connection.
+    waiting: VecDeque<u32>,
+    pub(super) links: Vec<Link>,
+    /// Who is to be woken, and what is to be dropped, when nothing is borrowed.
+    done: Vec<Done>,
+    serial: u32,
+}
+
+/// A connection as requests see it.
+#[derive(Default)]
+pub(super) struct Link {
+    task: Option<TaskRef>,
+    pub(super) is_up: bool,
+    /// Not sent, or not all of them.
+    pub(super) sending: VecDeque<u32>,
+    /// Sent, and not answered.
+    pub(super) sent: usize,
+    /// Those of them that wait for much data.
+    pub(super) large_reads: usize,
+}
+
+/// A request, and what has become of it.
+pub(super) struct Slot {
+    /// Tells the answers to it from those to others before it.
+    pub(super) serial: u32,
+    pub(super) state: State,
+    pub(super) request: Request,
+    pub(super) buffers: Buffers,
+    pub(super) progress: Progress,
+    /// Changes that a flush covers.
+    covers: u64,
+    pub(super) since: Instant,
+    who: Who,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Free,
+    Waiting,
+    /// To be sent by this link.
+    Queued(usize),
+    /// Sent by this link.
+    Sent(usize),
+    Done(Result<Extent, i32>),
+}
+
+/// Who waits for a request.
+enum Who {
+    Nobody,
+    Here(Owner),
+    /// A request of another IoThread.
+    There(ForeignCompleter),
+}
+
+enum Done {
+    Wake(Owner),
+    Complete(ForeignCompleter, Result<Extent, i32>),
+    Drop(Buffers),
+}
+
+/// A read of so many bytes is received straight to where it belongs.
+pub(super) const LARGE_BYTES: u64 = 16 << 10;
+
+impl Pipe {
+    /// A pipe without connections yet, which is found by [`key_of`].
+    pub(super) fn new(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Self> {
+        let pipe = Rc::new(Self {
+            io: Rc::clone(io),
+            shared: Arc::clone(shared),
+            number,
+            requests: RefCell::default(),
+        });
+        pipe.requests.borrow_mut().links.resize_with(links, Link::default);
+        io.keep(key_of(shared), &pipe);
+        pipe
+    }
+
+    /// Starts a request of another IoThread, which waits for it.
+    pub(super) fn start_for(&self, request: Request, lent: Lent, who: ForeignCompleter) {
+        // SAFETY: the list is dropped by `finish`, before the completer is used; lists made of it
+        // last no longer than a call of this module.
+        let buffers = unsafe { lent.into_buffers() };
+        let slot = self.begin(request, buffers, Who::There(who));
+        if let Some(errno) = self.refuses(&request) {
+            self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
+        } else {
+            self.assign(slot);
+        }
+        self.settle();
+    }
+
+    /// Starts a request at once; the ticket waits for its end.
+    pub(super) fn ticket(self: &Rc<Self>, request: Request, buffers: Buffers) -> Ticket {
+        let slot = self.begin(request, buffers, Who::Here(Owner::default()));
+        if let Some(errno) = self.refuses(&request) {
+            self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
+            self.settle();
+        } else {
+            self.assign(slot);
+        }
+        Ticket { pipe: Rc::clone(self), slot: Some(slot) }
+    }
+
+    fn refuses(&self, request: &Request) -> Option<i32> {
+        let promises = request.command == Command::Flush || request.flags & FLAG_FUA != 0;
+        let refuses = self.shared.is_given_up() || (promises && self.shared.is_lost());
+        refuses.then_some(libc::EIO)
+    }
+
+    fn begin(&self, request: Request, buffers: Buffers, who: Who) -> u32 {
+        let mut requests = self.requests.borrow_mut();
+        let slot = Slot {
+            serial: requests.next_serial(),
+            state: State::Waiting,
+            request,
+            buffers,
+            progress: Progress::default(),
+            covers: if request.command == Command::Flush { self.shared.changes() } else { 0 },
+            since: self.io.recently.get(),
+            who,
+        };
+        if let Some(index) = requests.free.pop() {
+            requests.slots[index as usize] = slot;
+            return index;
+        }
+        requests.slots.push(slot);
+        fits(requests.slots.len() - 1, "the requests of a disk")
+    }
+
+    /// Has the connection with the least to do send a request.
+    fn assign(&self, slot: u32) {
+        let task = {
+            let requests = &mut *self.requests.borrow_mut();
+            let up = requests.links.iter().enumerate().filter(|(_, link)| link.is_up);
+            let least = up.min_by_key(|(_, link)| link.sending.len() + link.sent);
+            let Some(index) = least.map(|(index, _)| index) else {
+                requests.slots[slot as usize].state = State::Waiting;
+                requests.waiting.push_back(slot);
+                return;
+            };
+            requests.slots[slot as usize].state = State::Queued(index);
+            requests.links[index].sending.push_back(slot);
+            requests.links[index].task
+        };
+        if let Some(task) = task {
+            self.io.wake(task);
+        }
+    }
+
+    /// A link's task says which it is.
+    pub(super) fn set_task(&self, index: usize) {
+        self.requests.borrow_mut().links[index].task = Some(self.io.this_task());
+    }
+
+    /// Has all tasks look at what has become of the disk.
+    pub(super) fn wake_links(&self) {
+        let tasks: Vec<TaskRef> = {
+            let requests = self.requests.borrow();
+            requests.links.iter().filter_map(|link| link.task).collect()
+        };
+        tasks.into_iter().for_each(|task| self.io.wake(task));
+    }
+
+    /// The link has a connection: it takes what waits.
+    pub(super) fn link_is_up(&self, index: usize) {
+        let waiting = {
+            let mut requests = self.requests.borrow_mut();
+            requests.links[index].is_up = true;
+            std::mem::take(&mut requests.waiting)
+        };
+        waiting.into_iter().for_each(|slot| self.assign(slot));
+        self.tell_condition(None);
+    }
+
+    /// The connection of a link has broken. Returns how many of its requests are to be sent again.
+    pub(super) fn link_is_down(&self, index: usize) -> usize {
+        let mut again: Vec<(u32, u32)> = Vec::new();
+        {
+            let requests = &mut *self.requests.borrow_mut();
+            let link = &mut requests.links[index];
+            (link.is_up, link.sent, link.large_reads) = (false, 0, 0);
+            link.sending.clear();
+            for number in 0..requests.slots.len() {
+                let is_of_link = matches!(requests.slots[number].state,
+                    State::Queued(of) | State::Sent(of) if of == index);
+                if is_of_link {
+                    let serial = requests.next_serial();
+                    let slot = &mut requests.slots[number];
+                    again.push((slot.serial, fits(number, "the requests of a disk")));
+                    slot.progress = Progress::default();
+                    slot.serial = serial;
+                }
+            }
+        }
+        // In the order in which they came.
+        again.sort_unstable();
+        let count = again.len();
+        for (_, slot) in again {
+            let request = self.requests.borrow().slots[slot as usize].request;
+            match self.refuses(&request) {
+                Some(errno) => {
+                    self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
+                }
+                None => self.assign(slot),
+            }
+        }
+        self.settle();
+        count
+    }
+
+    /// Has everybody know how the connections are.
+    pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
+        let up = self.requests.borrow().links.iter().filter(|link| link.is_up).count();
+        match why {
+            Some((since, why)) if up == 0 => {
+                self.shared.set_condition(self.number, Condition::Away(since, why.to_owned()));
+            }
+            _ => self.shared.set_condition(self.number, Condition::Up(up)),
+        }
+    }
+
+    /// Fails all requests, or those that began before a moment and are with no connection.
+    pub(super) fn fail(&self, errno: i32, before: Option<Instant>) {
+        {
+            let requests = &mut *self.requests.borrow_mut();
+            for number in 0..requests.slots.len() {
+                let slot = &requests.slots[number];
+                let is_due = before.is_none_or(|before| slot.since <= before);
+                if slot.state == State::Waiting && is_due {
+                    let number = fits(number, "the requests of a disk");
+                    requests.waiting.retain(|other| *other != number);
+                    requests.finish(number, Err(errno), &self.shared);
+                }
+            }
+        }
+        self.settle();
+    }
+
+    /// Since when the oldest request waits for a link, sent or not.
+    pub(super) fn oldest_of(&self, index: usize) -> Option<Instant> {
+        let requests = self.requests.borrow();
+        let of_link =
+            |slot: &&Slot| matches!(slot.state, State::Queued(of) | State::Sent(of) if of == index);
+        requests.slots.iter().filter(of_link).map(|slot| slot.since).min()
+    }
+
+    /// Wakes and drops what a look at requests has left, when nothing is borrowed.
+    pub(super) fn settle(&self) {
+        let mut done = std::mem::take(&mut self.requests.borrow_mut().done);
+        for done in done.drain(..) {
+            match done {
+                Done::Wake(owner) => self.io.running.wake(owner),
+                Done::Complete(completer, result) => {
+                    completer.complete(encode(result));
+                }
+                Done::Drop(buffers) => drop(buffers),
+            }
+        }
+        // Its storage is used again.
+        let mut requests = self.requests.borrow_mut();
+        if requests.done.is_empty() {
+            requests.done = done;
+        }
+    }
+}
+
+impl Requests {
+    fn next_serial(&mut self) -> u32 {
+        self.serial = self.serial.wrapping_add(1);
+        self.serial
+    }
+
+    /// A request has ended.
+    pub(super) fn finish(&mut self, number: u32, result: Result<Extent, i32>, shared: &Shared) {
+        let slot = &mut self.slots[number as usize];
+        if let State::Sent(index) = slot.state {
+            let link = &mut self.links[index];
+            link.sent -= 1;
+            link.large_reads -= usize::from(is_large_read(&slot.request));
+        }
+        if result.is_ok() {
+            match slot.request.command {
+                Command::Read => slot.buffers.wrote(slot.buffers.bytes()),
+                Command::Flush => shared.has_flushed(slot.covers),
+                command if command.changes() && slot.request.flags & FLAG_FUA == 0 => {
+                    shared.has_changed();
+                }
+                _ => {}
+            }
+        }
+        match std::mem::replace(&mut slot.who, Who::Nobody) {
+            Who::Here(owner) => {
+                slot.state = State::Done(result);
+                self.done.push(Done::Wake(owner));
+            }
+            who => {
+                // The list is dropped before whoever owns its memory is told.
+                let buffers = self.release(number);
+                self.done.push(Done::Drop(buffers));
+                if let Who::There(completer) = who {
+                    self.done.push(Done::Complete(completer, result));
+                }
+            }
+        }
+    }
+
+    fn release(&mut self, number: u32) -> Buffers {
+        let slot = &mut self.slots[number as usize];
+        slot.state = State::Free;
+        slot.progress = Progress::default();
+        self.free.push(number);
+        std::mem::replace(&mut slot.buffers, Buffers::empty())
+    }
+}
+
+pub(super) fn is_large_read(request: &Request) -> bool {
+    request.command == Command::Read && request.len >= LARGE_BYTES
+}
+
+/// What the pipe of an IoThread is kept under.
+pub(super) fn key_of(shared: &Arc<Shared>) -> usize {
+    Arc::as_ptr(shared).addr()
+}
+
+/// Waits for a request to end. Dropping it takes nothing back.
+pub(super) struct Ticket {
+    pipe: Rc<Pipe>,
+    slot: Option<u32>,
+}
+
+impl Ticket {
+    /// The result, with the memory of the request.
+    pub(super) async fn wait(mut self) -> (Result<Extent, i32>, Buffers) {
+        poll_fn(|cx| {
+            let Some(number) = self.slot else { return Poll::Pending };
+            let owner = self.pipe.io.running.owner(cx);
+            let (before, result) = {
+                let mut requests = self.pipe.requests.borrow_mut();
+                let slot = &mut requests.slots[number as usize];
+                if let State::Done(result) = slot.state {
+                    self.slot = None;
+                    (None, Some((result, requests.release(number))))
+                } else {
+                    (Some(std::mem::replace(&mut slot.who, Who::Here(owner))), None)
+                }
+            };
+            drop(before);
+            result.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let Some(number) = self.slot else { return };
+        let left = {
+            let mut requests = self.pipe.requests.borrow_mut();
+            let slot = &mut requests.slots[number as usize];
+            let who = std::mem::replace(&mut slot.who, Who::Nobody);
+            let is_done = matches!(slot.state, State::Done(_));
+            (who, is_done.then(|| requests.release(number)))
+        };
+        drop(left);
+    }
+}
+
+/// A result as an op of something else has it.
+fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
+    let extent = result.map_err(io::Error::from_raw_os_error)?;
+    let kind = match extent.kind {
+        ExtentKind::Data => 0,
+        ExtentKind::Zero => 1,
+        ExtentKind::Hole => 2,
+    };
+    let bytes = usize::try_from(extent.bytes).unwrap_or(usize::MAX).min(usize::MAX >> 3);
+    Ok(bytes << 2 | kind)
+}
+
+/// What [`encode`] has made of it.
+pub(super) fn decode(result: io::Result<usize>) -> Result<Extent, i32> {
+    let code = result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    let kind = match code & 3 {
+        0 => ExtentKind::Data,
+        1 => ExtentKind::Zero,
+        _ => ExtentKind::Hole,
+    };
+    Ok(Extent { bytes: (code >> 2) as u64, kind })
+}

@@ -1,0 +1,213 @@
+//! What all IoThreads know about an NBD export.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::connect::Connected;
+use super::handshake::Facts;
+use super::target::NbdOptions;
+use crate::disk::info::DiskState;
+use crate::io::Io;
+use crate::rare::Rare;
+use crate::remote::Remote;
+
+/// What all IoThreads know.
+pub(super) struct Shared {
+    pub(super) options: NbdOptions,
+    /// As it was when the disk was opened. Later connections must not offer less.
+    pub(super) facts: Facts,
+    /// The size that the server has told last.
+    pub(super) size_bytes: AtomicU64,
+    /// All requests fail.
+    given_up: AtomicBool,
+    /// Nobody has the disk any more.
+    is_over: AtomicBool,
+    /// What was written may be lost, and flushes fail.
+    is_lost: AtomicBool,
+    /// Changes that were answered; and how many of these an answered flush has covered.
+    changes: AtomicU64,
+    flushed: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Made when the disk was opened, for the first who needs one.
+    spare: Option<Connected>,
+    /// What the connections of each IoThread are like.
+    pipes: BTreeMap<u64, (Remote, Condition)>,
+    /// Whose pipe is that of all IoThreads, where there may be one connection only.
+    home: Option<Remote>,
+    next_pipe: u64,
+    log: Rare,
+}
+
+impl State {
+    fn add_pipe(&mut self, remote: &Remote) -> u64 {
+        let number = self.next_pipe;
+        self.next_pipe += 1;
+        self.pipes.insert(number, (remote.clone(), Condition::Up(0)));
+        number
+    }
+}
+
+/// What the connections of an IoThread are like.
+#[derive(Debug, Clone)]
+pub(super) enum Condition {
+    /// So many connections are there.
+    Up(usize),
+    /// The server has not answered since then.
+    Late(Instant),
+    /// There is no connection since then, and why.
+    Away(Instant, String),
+}
+
+impl Shared {
+    pub(super) fn new(options: NbdOptions, connected: Connected) -> Self {
+        let facts = connected.facts;
+        let state = State { spare: Some(connected), ..State::default() };
+        Self {
+            options,
+            facts,
+            size_bytes: AtomicU64::new(facts.size_bytes),
+            given_up: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+            is_lost: AtomicBool::new(false),
+            changes: AtomicU64::new(0),
+            flushed: AtomicU64::new(0),
+            state: Mutex::new(state),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn take_spare(&self) -> Option<Connected> {
+        self.state().spare.take()
+    }
+
+    /// Adds the connections of an IoThread. Returns their number.
+    pub(super) fn add_pipe(&self, remote: &Remote) -> u64 {
+        self.state().add_pipe(remote)
+    }
+
+    /// The IoThread whose pipe is for all, and the number of that if this one is to make it.
+    pub(super) fn home(&self, here: &Remote) -> (Remote, Option<u64>) {
+        let mut state = self.state();
+        if let Some(home) = &state.home {
+            return (home.clone(), None);
+        }
+        let number = state.add_pipe(here);
+        state.home = Some(here.clone());
+        (here.clone(), Some(number))
+    }
+
+    pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {
+        if let Some((_, known)) = self.state().pipes.get_mut(&pipe) {
+            *known = condition;
+        }
+    }
+
+    pub(super) fn remove_pipe(&self, pipe: u64) {
+        self.state().pipes.remove(&pipe);
+    }
+
+    /// Calls `wake` on each IoThread that has connections.
+    pub(super) fn on_pipes(&self, wake: impl Fn(&Rc<Io>) + Copy + Send + 'static) {
+        let pipes: Vec<Remote> = {
+            let state = self.state();
+            state.pipes.values().map(|(remote, _)| remote.clone()).collect()
+        };
+        for remote in pipes {
+            remote.post(move |io| wake(io));
+        }
+    }
+
+    pub(super) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
+    }
+
+    pub(super) fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// A change was answered whose data may still be in a cache of the server.
+    pub(super) fn has_changed(&self) {
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How many changes a flush that begins now covers.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// A flush that has covered so many changes was answered.
+    pub(super) fn has_flushed(&self, changes: u64) {
+        self.flushed.fetch_max(changes, Ordering::Relaxed);
+    }
+
+    /// A connection broke. Returns whether changes were answered that no flush has covered.
+    pub(super) fn has_broken(&self) -> bool {
+        let is_dirty = self.changes() > self.flushed.load(Ordering::Relaxed);
+        if is_dirty && self.options.distrust {
+            self.is_lost.store(true, Ordering::Relaxed);
+        }
+        is_dirty
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.load(Ordering::Relaxed)
+    }
+
+    /// How many lines were left out since the last one, if one may be written now.
+    pub(super) fn permit_line(&self, now: Instant) -> Option<u64> {
+        self.state().log.permit(now)
+    }
+
+    pub(super) fn disk_state(&self) -> DiskState {
+        if self.is_lost() {
+            return DiskState::Lost;
+        }
+        let (mut late, mut away) = (None, None);
+        for (_, condition) in self.state().pipes.values() {
+            let (known, since) = match condition {
+                Condition::Up(_) => continue,
+                Condition::Late(since) => (&mut late, *since),
+                Condition::Away(since, _) => (&mut away, *since),
+            };
+            *known = Some(known.map_or(since, |other: Instant| other.min(since)));
+        }
+        match (late, away) {
+            (_, Some(since)) => DiskState::Away(since),
+            (Some(since), None) => DiskState::Late(since),
+            (None, None) => DiskState::Ready,
+        }
+    }
+
+    pub(super) fn remark(&self) -> String {
+        let (mut connections, mut problem) = (0, None);
+        for (_, condition) in self.state().pipes.values() {
+            match condition {
+                Condition::Up(links) => connections += links,
+                Condition::Late(_) => {}
+                Condition::Away(_, why) => problem = Some(why.clone()),
+            }
+        }
+        match problem {
+            Some(why) => why,
+            None => format!("{connections} connections"),
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! The socket of a connection: bytes that go to a server and come from it, without waiting.
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use iomem::Buffers;
+use libc::iovec;
+
+/// The most ranges of one system call.
+pub(super) const RANGES_MAX: usize = 1024;
+
+/// Ranges of memory that are good for as long as what they were made of is borrowed.
+pub(super) struct Ranges<'a> {
+    iovecs: Vec<iovec>,
+    bytes: usize,
+    of: PhantomData<&'a ()>,
+}
+
+impl<'a> Ranges<'a> {
+    /// None, in storage that may have been used before.
+    pub(super) fn new(mut storage: Vec<iovec>) -> Self {
+        storage.clear();
+        Self { iovecs: storage, bytes: 0, of: PhantomData }
+    }
+
+    pub(super) fn into_storage(self) -> Vec<iovec> {
+        self.iovecs
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.iovecs.len() >= RANGES_MAX
+    }
+
+    fn push(&mut self, start: *mut libc::c_void, bytes: usize) {
+        if bytes > 0 && !self.is_full() {
+            self.iovecs.push(iovec { iov_base: start, iov_len: bytes });
+            self.bytes += bytes;
+        }
+    }
+}
+
+/// What is sent.
+pub(super) struct Gathered<'a>(pub(super) Ranges<'a>);
+
+impl<'a> Gathered<'a> {
+    pub(super) fn push_bytes(&mut self, bytes: &'a [u8]) {
+        self.0.push(bytes.as_ptr().cast_mut().cast(), bytes.len());
+    }
+
+    /// All of a list from byte `from` on, as far as one system call has room for its ranges.
+    pub(super) fn push_memory(&mut self, memory: &'a Buffers, from: usize) {
+        push_parts(&mut self.0, memory, from, memory.bytes().saturating_sub(from));
+    }
+}
+
+/// Where what comes is put.
+pub(super) struct Scattered<'a>(pub(super) Ranges<'a>);
+
+impl<'a> Scattered<'a> {
+    pub(super) fn push_bytes(&mut self, bytes: &'a mut [u8]) {
+        self.0.push(bytes.as_mut_ptr().cast(), bytes.len());
+    }
+
+    /// The part of a list.
+    pub(super) fn push_memory(&mut self, memory: &'a Buffers, from: usize, bytes: usize) {
+        push_parts(&mut self.0, memory, from, bytes);
+    }
+}
+
+fn push_parts(ranges: &mut Ranges<'_>, memory: &Buffers, mut from: usize, mut bytes: usize) {
+    for range in memory.iovecs() {
+        if bytes == 0 || ranges.is_full() {
+            return;
+        }
+        if from >= range.iov_len {
+            from -= range.iov_len;
+            continue;
+        }
+        let part = (range.iov_len - from).min(bytes);
+        ranges.push(range.iov_base.wrapping_byte_add(from), part);
+        (from, bytes) = (0, bytes - part);
+    }
+}
+
+/// A connected socket that does not wait.
+#[derive(Debug)]
+pub(super) struct Transport {
+    socket: OwnedFd,
+}
+
+impl Transport {
+    pub(super) fn plain(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok(Self { socket })
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Sends what was gathered; returns how many bytes were taken.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says; `WouldBlock` when it has no room.
+    pub(super) fn send(&mut self, gathered: &Gathered<'_>) -> io::Result<usize> {
+        let iovecs = &gathered.0.iovecs;
+        // SAFETY: all zeroes is a message header without anything.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = iovecs.as_ptr().cast_mut();
+        message.msg_iovlen = iovecs.len() as _;
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: the ranges are of slices or lists that are borrowed for as long as `gathered`
+        // is, so they are mapped; the kernel only reads them, and keeps no pointer to them.
+        bytes_of(unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, flags) })
+    }
+
+    /// Receives into what was scattered; returns how many bytes came, none at the end.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send).
+    pub(super) fn receive(&mut self, scattered: &mut Scattered<'_>) -> io::Result<usize> {
+        let iovecs = &mut scattered.0.iovecs;
+        // SAFETY: as in `send`.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = iovecs.as_mut_ptr();
+        message.msg_iovlen = iovecs.len() as _;
+        let socket = self.socket.as_raw_fd();
+        // SAFETY: the ranges are of slices that are borrowed mutably, or of lists whose memory
+        // anybody may write to, for as long as `scattered` is, and the kernel keeps no pointer.
+        bytes_of(unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_DONTWAIT) })
+    }
+}
+
+fn bytes_of(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}

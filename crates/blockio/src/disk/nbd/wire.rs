@@ -1,0 +1,395 @@
+//! The messages of NBD's transmission phase as bytes, as the protocol document of the NBD project
+//! has them (doc/proto.md). Nothing here reads or writes a socket.
+
+use iomem::fits;
+
+/// The longest request without its data.
+pub(super) const REQUEST_BYTES_MAX: usize = 32;
+
+/// The longest part of a reply that is parsed as a whole: everything but data.
+pub(super) const REPLY_BYTES_MAX: usize = 16 << 10;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
+
+/// Flags of requests.
+pub(super) const FLAG_FUA: u16 = 1 << 0;
+pub(super) const FLAG_NO_HOLE: u16 = 1 << 1;
+pub(super) const FLAG_ONE_EXTENT: u16 = 1 << 3;
+pub(super) const FLAG_FAST_ZERO: u16 = 1 << 4;
+const FLAG_PAYLOAD_LENGTH: u16 = 1 << 5;
+
+const REPLY_FLAG_DONE: u16 = 1 << 0;
+
+const CHUNK_NONE: u16 = 0;
+const CHUNK_DATA: u16 = 1;
+const CHUNK_HOLE: u16 = 2;
+const CHUNK_STATUS: u16 = 5;
+const CHUNK_STATUS_EXTENDED: u16 = 6;
+const CHUNK_IS_ERROR: u16 = 1 << 15;
+
+/// What a server has done that the protocol forbids. Its connection cannot be used any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Violation(pub(super) &'static str);
+
+/// How requests and replies are framed, as the handshake has settled it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Framing {
+    Simple,
+    Structured,
+    Extended,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Command {
+    Read,
+    Write,
+    Disconnect,
+    Flush,
+    Trim,
+    WriteZeroes,
+    BlockStatus,
+}
+
+impl Command {
+    fn number(self) -> u16 {
+        match self {
+            Self::Read => 0,
+            Self::Write => 1,
+            Self::Disconnect => 2,
+            Self::Flush => 3,
+            Self::Trim => 4,
+            Self::WriteZeroes => 6,
+            Self::BlockStatus => 7,
+        }
+    }
+
+    /// Whether it changes what is on the disk.
+    pub(super) fn changes(self) -> bool {
+        matches!(self, Self::Write | Self::Trim | Self::WriteZeroes)
+    }
+}
+
+/// A request without its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) command: Command,
+    pub(super) flags: u16,
+    pub(super) offset: u64,
+    /// Bytes: of data, or that are zeroed, trimmed or asked about.
+    pub(super) len: u64,
+}
+
+impl Request {
+    /// The bytes of the request, without its data. `cookie` comes back with the reply.
+    pub(super) fn encode(self, cookie: u64, framing: Framing) -> Header {
+        let mut header = Header { bytes: [0; REQUEST_BYTES_MAX], used: 0 };
+        let mut flags = self.flags;
+        if framing == Framing::Extended {
+            if self.command == Command::Write {
+                flags |= FLAG_PAYLOAD_LENGTH;
+            }
+            header.put(&EXTENDED_REQUEST_MAGIC.to_be_bytes());
+        } else {
+            header.put(&REQUEST_MAGIC.to_be_bytes());
+        }
+        header.put(&flags.to_be_bytes());
+        header.put(&self.command.number().to_be_bytes());
+        header.put(&cookie.to_be_bytes());
+        header.put(&self.offset.to_be_bytes());
+        match framing {
+            Framing::Extended => header.put(&self.len.to_be_bytes()),
+            _ => header.put(&fits::<u64, u32>(self.len, "the length of a request").to_be_bytes()),
+        }
+        header
+    }
+}
+
+/// A request as the server gets it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Header {
+    bytes: [u8; REQUEST_BYTES_MAX],
+    used: usize,
+}
+
+impl Header {
+    fn put(&mut self, bytes: &[u8]) {
+        self.bytes[self.used..self.used + bytes.len()].copy_from_slice(bytes);
+        self.used += bytes.len();
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.used]
+    }
+}
+
+/// A reply, or one of several parts of it, without data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Reply {
+    pub(super) cookie: u64,
+    pub(super) says: Says,
+    /// Nothing more comes for this cookie.
+    pub(super) is_last: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Says {
+    /// The request is done; after a read, all its data follows.
+    Simple,
+    /// Nothing but that it is the last part.
+    Nothing,
+    /// So many bytes follow, which belong at this offset of the disk.
+    Data { offset: u64, len: u64 },
+    /// Zeroes belong at this offset of the disk.
+    Hole { offset: u64, len: u64 },
+    /// The first bytes that were asked about are alike, and how they are.
+    Status { context: u32, len: u64, flags: u64 },
+    /// The request has failed, with this error number of the protocol.
+    Error(u32),
+}
+
+/// What the bytes that have come begin with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Parsed {
+    /// Not all of a reply: at least so many bytes are needed.
+    Needs(usize),
+    /// A reply, and how many bytes it took.
+    Reply(Reply, usize),
+}
+
+/// Takes a look at the bytes that have come.
+///
+/// # Errors
+///
+/// When no server that keeps to the protocol sends them.
+pub(super) fn parse(bytes: &[u8], framing: Framing) -> Result<Parsed, Violation> {
+    let Some(magic) = u32_at(bytes, 0) else { return Ok(Parsed::Needs(16)) };
+    match (magic, framing) {
+        (SIMPLE_REPLY_MAGIC, Framing::Simple | Framing::Structured) => Ok(parse_simple(bytes)),
+        (STRUCTURED_REPLY_MAGIC, Framing::Structured) => {
+            let (Some(cookie), Some(len)) = (u64_at(bytes, 8), u32_at(bytes, 16)) else {
+                return Ok(Parsed::Needs(20));
+            };
+            parse_chunk(bytes, 20, cookie, len.into())
+        }
+        (EXTENDED_REPLY_MAGIC, Framing::Extended) => {
+            let (Some(cookie), Some(len)) = (u64_at(bytes, 8), u64_at(bytes, 24)) else {
+                return Ok(Parsed::Needs(32));
+            };
+            parse_chunk(bytes, 32, cookie, len)
+        }
+        _ => Err(Violation("it sent something that is no reply")),
+    }
+}
+
+fn parse_simple(bytes: &[u8]) -> Parsed {
+    let (Some(error), Some(cookie)) = (u32_at(bytes, 4), u64_at(bytes, 8)) else {
+        return Parsed::Needs(16);
+    };
+    let says = if error == 0 { Says::Simple } else { Says::Error(error) };
+    Parsed::Reply(Reply { cookie, says, is_last: true }, 16)
+}
+
+/// A part of a structured or extended reply, whose payload has `len` bytes.
+fn parse_chunk(bytes: &[u8], head: usize, cookie: u64, len: u64) -> Result<Parsed, Violation> {
+    let (Some(flags), Some(kind)) = (u16_at(bytes, 4), u16_at(bytes, 6)) else {
+        return Ok(Parsed::Needs(head));
+    };
+    let is_last = flags & REPLY_FLAG_DONE != 0;
+    let found = |says, used| Ok(Parsed::Reply(Reply { cookie, says, is_last }, used));
+    if kind == CHUNK_DATA {
+        let Some(len) = len.checked_sub(8).filter(|len| *len > 0) else {
+            return Err(Violation("it sent data of no bytes"));
+        };
+        return match u64_at(bytes, head) {
+            Some(offset) => found(Says::Data { offset, len }, head + 8),
+            None => Ok(Parsed::Needs(head + 8)),
+        };
+    }
+    let whole = usize::try_from(len).ok().filter(|len| *len <= REPLY_BYTES_MAX - head);
+    let Some(whole) = whole.map(|len| head + len) else {
+        return Err(Violation("it sent a reply that is too long"));
+    };
+    let Some(bytes) = bytes.get(..whole) else { return Ok(Parsed::Needs(whole)) };
+    let payload = bytes.get(head..).unwrap_or_default();
+    match says(kind, payload) {
+        Some(says) => found(says, whole),
+        None => Err(Violation("it sent a reply of an unknown kind or a wrong length")),
+    }
+}
+
+/// What a part says that has no data.
+fn says(kind: u16, payload: &[u8]) -> Option<Says> {
+    match kind {
+        CHUNK_NONE => payload.is_empty().then_some(Says::Nothing),
+        CHUNK_HOLE => {
+            let (offset, len) = (u64_at(payload, 0)?, u32_at(payload, 8)?);
+            (payload.len() == 12 && len > 0).then_some(Says::Hole { offset, len: len.into() })
+        }
+        CHUNK_STATUS => {
+            let (context, len) = (u32_at(payload, 0)?, u32_at(payload, 4)?);
+            let flags = u32_at(payload, 8)?;
+            let is_whole = (payload.len() - 4).is_multiple_of(8);
+            is_whole.then_some(Says::Status { context, len: len.into(), flags: flags.into() })
+        }
+        CHUNK_STATUS_EXTENDED => {
+            let (context, count) = (u32_at(payload, 0)?, u32_at(payload, 4)?);
+            let (len, flags) = (u64_at(payload, 8)?, u64_at(payload, 16)?);
+            let is_whole = u64::from(count) * 16 + 8 == payload.len() as u64;
+            is_whole.then_some(Says::Status { context, len, flags })
+        }
+        // All parts of this kind begin with the number and a text.
+        _ if kind & CHUNK_IS_ERROR != 0 => {
+            let (error, text) = (u32_at(payload, 0)?, u16_at(payload, 4)?);
+            (payload.len() - 6 >= text.into()).then_some(Says::Error(error))
+        }
+        _ => None,
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// The errno for an error number of the protocol, which are those of Linux as far as there are any.
+pub(super) fn errno(error: u32) -> i32 {
+    match error {
+        1 => libc::EPERM,
+        12 => libc::ENOMEM,
+        22 => libc::EINVAL,
+        28 => libc::ENOSPC,
+        75 => libc::EOVERFLOW,
+        95 => libc::EOPNOTSUPP,
+        108 => libc::ESHUTDOWN,
+        _ => libc::EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes_of(parts: &[&[u8]]) -> Vec<u8> {
+        parts.concat()
+    }
+
+    #[test]
+    fn a_request_is_encoded_as_the_protocol_has_it() {
+        let request =
+            Request { command: Command::Write, flags: FLAG_FUA, offset: 0x0102, len: 0x0304 };
+        let compact = request.encode(0xa1a2_a3a4_a5a6_a7a8, Framing::Structured);
+        let cookie = [0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8];
+        let expected = bytes_of(&[
+            &[0x25, 0x60, 0x95, 0x13, 0, 1, 0, 1],
+            &cookie,
+            &[0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 3, 4],
+        ]);
+        assert_eq!(compact.as_bytes(), expected);
+        let extended = request.encode(0xa1a2_a3a4_a5a6_a7a8, Framing::Extended);
+        let expected = bytes_of(&[
+            &[0x21, 0xe4, 0x1c, 0x71, 0, 0x21, 0, 1],
+            &cookie,
+            &[0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 4],
+        ]);
+        assert_eq!(extended.as_bytes(), expected);
+    }
+
+    /// Each reply is parsed from its bytes, and from all beginnings of them, which need more.
+    #[test]
+    fn replies_are_parsed_from_their_bytes_and_from_no_fewer() {
+        let cookie = 7u64.to_be_bytes();
+        let structured = |flags: u8, kind: [u8; 2], payload: &[u8]| {
+            let len = u32::try_from(payload.len()).unwrap().to_be_bytes();
+            bytes_of(&[&[0x66, 0x8e, 0x33, 0xef, 0, flags], &kind, &cookie, &len, payload])
+        };
+        let extended = |kind: [u8; 2], payload: &[u8]| {
+            let (offset, len) = (9u64.to_be_bytes(), (payload.len() as u64).to_be_bytes());
+            let magic = [0x6e, 0x8a, 0x27, 0x8c, 0, 1];
+            bytes_of(&[&magic, &kind, &cookie, &offset, &len, payload])
+        };
+        let simple =
+            |error: u8| bytes_of(&[&[0x67, 0x44, 0x66, 0x98, 0, 0, 0, error], &cookie[..]]);
+        let at_512 = 512u64.to_be_bytes();
+        let hole = bytes_of(&[&at_512, &[0, 0, 2, 0]]);
+        let status = [0, 0, 0, 3, 0, 0, 2, 0, 0, 0, 0, 3, 0, 0, 4, 0, 0, 0, 0, 0];
+        let status64 = bytes_of(&[&[0, 0, 0, 3, 0, 0, 0, 1], &at_512, &3u64.to_be_bytes()]);
+        let error = [0, 0, 0, 28, 0, 2, b'n', b'o'];
+        for (bytes, framing, says, is_last) in [
+            (simple(0), Framing::Simple, Says::Simple, true),
+            (simple(5), Framing::Structured, Says::Error(5), true),
+            (structured(1, [0, 0], &[]), Framing::Structured, Says::Nothing, true),
+            (
+                structured(0, [0, 2], &hole),
+                Framing::Structured,
+                Says::Hole { offset: 512, len: 512 },
+                false,
+            ),
+            (
+                structured(1, [0, 5], &status),
+                Framing::Structured,
+                Says::Status { context: 3, len: 512, flags: 3 },
+                true,
+            ),
+            (structured(1, [0x80, 1], &error), Framing::Structured, Says::Error(28), true),
+            (structured(1, [0x90, 9], &error), Framing::Structured, Says::Error(28), true),
+            (
+                extended([0, 6], &status64),
+                Framing::Extended,
+                Says::Status { context: 3, len: 512, flags: 3 },
+                true,
+            ),
+        ] {
+            let reply = Reply { cookie: 7, says, is_last };
+            assert_eq!(parse(&bytes, framing), Ok(Parsed::Reply(reply, bytes.len())));
+            let longer = bytes_of(&[&bytes, &[0; 40]]);
+            assert_eq!(parse(&longer, framing), Ok(Parsed::Reply(reply, bytes.len())));
+            for end in 0..bytes.len() {
+                let Ok(Parsed::Needs(needs)) = parse(&bytes[..end], framing) else {
+                    panic!("{says:?} is complete after {end} bytes");
+                };
+                assert!(end < needs && needs <= bytes.len().max(20), "{says:?}: {end} {needs}");
+            }
+        }
+        let data = structured(1, [0, 1], &bytes_of(&[&at_512, &[1; 100]]));
+        let reply = Reply { cookie: 7, says: Says::Data { offset: 512, len: 100 }, is_last: true };
+        assert_eq!(parse(&data[..28], Framing::Structured), Ok(Parsed::Reply(reply, 28)));
+        assert_eq!(parse(&data[..27], Framing::Structured), Ok(Parsed::Needs(28)));
+    }
+
+    #[test]
+    fn what_is_no_reply_is_a_violation() {
+        let chunk = |kind: [u8; 2], len: u32, payload: &[u8]| {
+            let magic = [0x66, 0x8e, 0x33, 0xef, 0, 1];
+            bytes_of(&[&magic, &kind, &[0; 8], &len.to_be_bytes(), payload])
+        };
+        for bytes in [
+            vec![0; 16],
+            chunk([0, 1], 8, &[0; 8]),
+            chunk([0, 1], 3, &[0; 3]),
+            chunk([0, 2], 11, &[0; 11]),
+            chunk([0, 2], 12, &[0; 12]),
+            chunk([0, 5], 5, &[0; 5]),
+            chunk([0, 7], 0, &[]),
+            chunk([0x80, 1], 5, &[0; 5]),
+            chunk([0x80, 1], 6, &[0, 0, 0, 5, 0, 1]),
+            chunk([0x80, 1], u32::MAX, &[]),
+            chunk([0, 0], 1, &[0]),
+        ] {
+            assert!(parse(&bytes, Framing::Structured).is_err(), "{bytes:?}");
+        }
+        let simple = [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0];
+        assert!(parse(&simple, Framing::Extended).is_err());
+        assert!(parse(&chunk([0, 0], 0, &[]), Framing::Simple).is_err());
+    }
+}

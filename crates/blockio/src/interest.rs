@@ -1,0 +1,11 @@
+//! What the loop waits for at a descriptor.
+
+/// What is awaited of a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Interest {
+    /// An eventfd that is written, or a socket with data.
+    Readable,
+    /// A socket that has room.
+    #[cfg_attr(not(feature = "nbd"), expect(dead_code, reason = "no disk has a socket"))]
+    Writable,
+}

@@ -1,0 +1,243 @@
+//! What the name of an NBD export says, and its URI.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use blockio::disk::nbd::{NbdAddress, NbdOptions};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The port that is registered for NBD.
+const PORT: u16 = 10809;
+
+/// An export of an NBD server. It has either `socket` or `host`.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct NbdSpec {
+    /// The socket of a server on this machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
+    /// The machine of the server, by its name or address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Its port. `None`: 10809.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
+    /// The name of the export. A server may have one with an empty name.
+    #[serde(default)]
+    pub export: String,
+    /// Connections of each IoThread, where the server allows more than one. `None`: 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u32>,
+    /// After how many seconds without an answer a request fails. `None`: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline_seconds: Option<u32>,
+    /// What becomes of data that was written, but not flushed, when a connection breaks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unflushed: Option<Unflushed>,
+}
+
+/// What data counts as that a server has taken, but not brought to stable storage, before a
+/// connection to it broke.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unflushed {
+    /// The server has it.
+    Kept,
+    /// It may be gone: flushes fail from then on.
+    Lost,
+}
+
+impl NbdSpec {
+    /// Refuses what names no server, or two.
+    ///
+    /// # Errors
+    ///
+    /// With what is missing or too much.
+    pub(super) fn check(&self) -> Result<()> {
+        match (&self.socket, &self.host) {
+            (None, None) => bail!(
+                "an NBD disk needs a server: host and port, as in nbd://storage:10809/disk1, or \
+                 socket, as in nbd+unix:///disk1?socket=/run/nbd.sock"
+            ),
+            (Some(_), Some(_)) => bail!("an NBD disk has a socket or a host, not both"),
+            (Some(_), None) if self.port.is_some() => bail!("port goes with host, not with socket"),
+            _ => {}
+        }
+        let connections = self.connections.unwrap_or(1);
+        ensure!((1..=16).contains(&connections), "connections must be from 1 to 16");
+        ensure!(self.deadline_seconds != Some(0), "deadline must be at least one second");
+        Ok(())
+    }
+
+    /// The same for the client.
+    #[must_use]
+    pub(crate) fn options(&self) -> NbdOptions {
+        let address = match &self.socket {
+            Some(path) => NbdAddress::Unix(path.clone()),
+            None => NbdAddress::Tcp {
+                host: self.host.clone().unwrap_or_default(),
+                port: self.port.unwrap_or(PORT),
+            },
+        };
+        NbdOptions {
+            address,
+            export: self.export.clone(),
+            connections: self.connections.unwrap_or(1),
+            deadline: self.deadline_seconds.map(|seconds| Duration::from_secs(seconds.into())),
+            distrust: self.unflushed == Some(Unflushed::Lost),
+        }
+    }
+}
+
+impl fmt::Display for NbdSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.options().fmt(f)
+    }
+}
+
+impl std::str::FromStr for Unflushed {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "kept" => Ok(Self::Kept),
+            "lost" => Ok(Self::Lost),
+            _ => bail!("unknown value '{text}' of unflushed (expected: kept, lost)"),
+        }
+    }
+}
+
+/// The keys and values that a URI stands for.
+///
+/// # Errors
+///
+/// When it is none of NBD.
+pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
+    let parts = uri.split_once("://");
+    let (scheme, rest) = parts.context("it is no URI such as nbd://storage:10809/disk1")?;
+    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
+    let mut keys = Vec::new();
+    let is_unix = scheme.ends_with("+unix");
+    if is_unix {
+        ensure!(
+            authority.is_empty(),
+            "a URI with +unix names no host: nbd+unix:///disk1?socket=.."
+        );
+    } else {
+        let (host, port) = host_and_port(authority)?;
+        keys.push(("host", host));
+        keys.extend(port.map(|port| ("port", port)));
+    }
+    if !export.is_empty() {
+        keys.push(("export", decoded(export)?));
+    }
+    for part in query.split('&').filter(|part| !part.is_empty()) {
+        let (key, value) = part.split_once('=').unwrap_or((part, ""));
+        match key {
+            "socket" if is_unix => keys.push(("socket", decoded(value)?)),
+            _ => bail!("unknown parameter '{key}' of an NBD URI (expected: socket, with +unix)"),
+        }
+    }
+    Ok(keys)
+}
+
+/// A host, which may be an IPv6 address in brackets, and a port.
+fn host_and_port(authority: &str) -> Result<(String, Option<String>)> {
+    ensure!(!authority.contains('@'), "an NBD URI has no user");
+    let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((host, rest)) => (host, rest.strip_prefix(':')),
+        None => match authority.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
+        },
+    };
+    let host = if host.is_empty() { "localhost" } else { host };
+    Ok((decoded(host)?, port.filter(|port| !port.is_empty()).map(str::to_owned)))
+}
+
+/// A part of a URI without its percent signs.
+fn decoded(text: &str) -> Result<String> {
+    let mut bytes = Vec::new();
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let digits = [rest.next(), rest.next()].map(|digit| digit.map_or('x', char::from));
+        let value = digits.map(|digit| digit.to_digit(16));
+        let [Some(high), Some(low)] = value else {
+            bail!("'{text}' has a percent sign that is not followed by two digits")
+        };
+        bytes.push(u8::try_from(high * 16 + low)?);
+    }
+    String::from_utf8(bytes).with_context(|| format!("'{text}' is not UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::disk_spec::DiskSpec;
+
+    fn parse(text: &str) -> Result<String, String> {
+        match DiskSpec::parse(text) {
+            Ok(DiskSpec::Nbd(nbd)) => Ok(nbd.to_string()),
+            Ok(other) => Err(format!("{other:?}")),
+            Err(error) => Err(format!("{error:#}")),
+        }
+    }
+
+    #[test]
+    fn exports_are_named_by_uris_and_by_keys() {
+        for (text, uri) in [
+            ("nbd://storage", "nbd://storage:10809/"),
+            ("nbd://storage/", "nbd://storage:10809/"),
+            ("nbd://storage:99/a%2cb/c", "nbd://storage:99/a,b/c"),
+            ("nbd://[::1]:99/x", "nbd://[::1]:99/x"),
+            ("nbd:///x", "nbd://localhost:10809/x"),
+            ("nbd://h/x,connections=4,deadline=30,unflushed=lost", "nbd://h:10809/x"),
+            ("nbd+unix:///x?socket=/run/a.sock", "nbd+unix:///x?socket=/run/a.sock"),
+            ("nbd+unix://?socket=/a", "nbd+unix:///?socket=/a"),
+            ("nbd,host=h,port=7,export=x", "nbd://h:7/x"),
+            ("nbd,socket=/a", "nbd+unix:///?socket=/a"),
+        ] {
+            assert_eq!(parse(text).as_deref(), Ok(uri), "{text}");
+        }
+        let spec = DiskSpec::parse("nbd://h/x,connections=4,deadline=30,unflushed=lost").unwrap();
+        let json = serde_json::to_string(&spec).unwrap();
+        let expected = concat!(
+            r#"{"nbd":{"host":"h","export":"x","connections":4,"#,
+            r#""deadline-seconds":30,"unflushed":"lost"}}"#
+        );
+        assert_eq!(json, expected);
+        assert_eq!(serde_json::from_str::<DiskSpec>(&json).unwrap(), spec);
+    }
+
+    #[test]
+    fn what_names_no_export_is_refused() {
+        for (bad, expected) in [
+            ("nbd", "needs a server"),
+            ("nbd:storage", "no URI such as"),
+            ("nbd+unix:///x", "needs a server"),
+            ("nbd+unix://h/x?socket=/a", "names no host"),
+            ("nbd://h/x?socket=/a", "unknown parameter 'socket'"),
+            ("nbd://u@h/x", "has no user"),
+            ("nbd://h:70000/x", "port"),
+            ("nbd://h/x%2", "percent sign"),
+            ("nbd://h,socket=/a", "not both"),
+            ("nbd,socket=/a,port=1", "port goes with host"),
+            ("nbd://h,connections=0", "from 1 to 16"),
+            ("nbd://h,deadline=0", "at least one second"),
+            ("nbd://h,unflushed=maybe", "expected: kept, lost"),
+        ] {
+            let error = parse(bad).unwrap_err();
+            assert!(error.contains(expected), "{bad}: {error}");
+        }
+        let json = r#"{"nbd":{"export":"x"}}"#;
+        let error = serde_json::from_str::<DiskSpec>(json).unwrap_err().to_string();
+        assert!(error.contains("needs a server"), "{error}");
+    }
+}
