@@ -17,6 +17,8 @@ pub mod nbd;
 mod null;
 mod outside;
 mod raw;
+#[cfg(feature = "rbd")]
+mod rbd;
 mod retries;
 mod seam;
 mod shared;
@@ -39,6 +41,8 @@ use file::FileDisk;
 pub use info::{Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Unfinished};
 use iomem::Buffers;
 pub use outside::Outside;
+#[cfg(feature = "rbd")]
+pub use rbd::name::RbdImage;
 use seam::{AttachedOther, OtherSource, Request};
 use shared::Shared;
 use source::FileSource;

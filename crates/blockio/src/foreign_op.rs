@@ -11,7 +11,7 @@ use iomem::{Buffers, fits};
 use crate::engine::kernel::start_thread;
 use crate::io::Io;
 use crate::mailbox::Mailbox;
-use crate::op::Completion;
+use crate::op::{Completion, GIVEN_UP};
 
 impl Io {
     /// An op that something else completes, from any thread: the future waits for the completer to
@@ -125,6 +125,16 @@ impl ForeignCompleter {
             }
         };
         self.mailbox.take().is_some_and(|mailbox| mailbox.post_result(self.slot, result))
+    }
+}
+
+impl ForeignCompleter {
+    /// Completes the op with `EIO`, although whoever was to do it may still use its memory: that
+    /// stays where it is for as long as the program runs.
+    pub fn give_up(mut self) {
+        if let Some(mailbox) = self.mailbox.take() {
+            mailbox.post_result(self.slot, GIVEN_UP);
+        }
     }
 }
 

@@ -76,6 +76,10 @@ impl Completion {
     }
 }
 
+/// The result of a foreign op whose memory stays: see
+/// [`ForeignCompleter::give_up`](crate::foreign_op::ForeignCompleter::give_up).
+pub(crate) const GIVEN_UP: i64 = i64::MIN;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
@@ -296,7 +300,7 @@ impl Slots {
     pub(crate) fn complete(
         &mut self,
         index: u32,
-        result: i64,
+        mut result: i64,
         now: Instant,
         stats: &Stats,
     ) -> Option<TaskKey> {
@@ -307,7 +311,7 @@ impl Slots {
             "invariant 4: slot {index} completes with {result} and is {:?}: an op completes once",
             slot.state
         );
-        match &slot.body {
+        match &mut slot.body {
             Body::Op(op) => {
                 let times = Times { submitted: slot.submitted, now };
                 op.file.answered(op.kind, slot.tracked, result, times);
@@ -316,7 +320,13 @@ impl Slots {
                 }
                 record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
             }
-            Body::Foreign(_) => self.foreign -= 1,
+            Body::Foreign(buffers) => {
+                self.foreign -= 1;
+                if result == GIVEN_UP {
+                    std::mem::forget(std::mem::replace(buffers, Buffers::empty()));
+                    result = -i64::from(libc::EIO);
+                }
+            }
             Body::Nothing => unreachable!("a slot that is not free owns something"),
         }
         match slot.state {

@@ -11,6 +11,7 @@
 
 mod data;
 mod nbd;
+mod rbd;
 mod words;
 
 use std::fmt;
@@ -21,6 +22,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use data::DiskSpec;
 pub use nbd::{NbdSpec, Unflushed};
+pub use rbd::RbdSpec;
 pub(crate) use words::{Keys, split_at_commas};
 
 impl Serialize for DiskSpec {
@@ -76,6 +78,16 @@ mod tests {
         for (disk, json, text) in [
             (DiskSpec::File("/a".into()), r#"{"file":"/a"}"#, "file,path=/a"),
             (DiskSpec::Null { size_bytes: 512 }, r#"{"null":{"size-bytes":512}}"#, "null:512"),
+            (
+                DiskSpec::Rbd(RbdSpec {
+                    pool: "vms".into(),
+                    image: "vm1".into(),
+                    conf: Some("/c".into()),
+                    ..RbdSpec::default()
+                }),
+                r#"{"rbd":{"pool":"vms","image":"vm1","conf":"/c"}}"#,
+                "rbd:vms/vm1,conf=/c",
+            ),
             (
                 raw,
                 r#"{"raw":{"offset-bytes":1048576,"size-bytes":null,"over":{"file":"/a"}}}"#,

@@ -4,9 +4,11 @@ use std::fs::File;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use blockio::disk::RbdImage;
 use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
+use crate::disk_spec::RbdSpec;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
 
 /// A disk that is open.
@@ -130,11 +132,22 @@ fn open(
             let source = DiskSource::nbd(nbd.options(), &disk_options(settings, false, None))?;
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
+        DiskSpec::Rbd(image) => {
+            let cache = settings.cache.unwrap_or(CacheMode::None);
+            let options = disk_options(settings, cache.is_direct(), None);
+            Ok((DiskSource::rbd(&rbd_image(image), &options)?, cache))
+        }
         DiskSpec::Raw { offset_bytes, size_bytes, over } => {
             let (below, cache) = open(over, open_file, settings)?;
             Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
         }
     }
+}
+
+fn rbd_image(spec: &RbdSpec) -> RbdImage {
+    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
+    let namespace = namespace.unwrap_or_default();
+    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive }
 }
 
 /// Takes a file that another process has opened.

@@ -146,6 +146,17 @@ impl DiskSource {
         }
     }
 
+    /// How many bytes are best read and written at once, beginning at a multiple of it: those that
+    /// lie together where the disk has them. A multiple of the physical block. `None`: nothing is
+    /// known.
+    #[must_use]
+    pub fn optimal_bytes(&self) -> Option<u32> {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => None,
+            SourceKind::Other(source) => source.optimal_bytes(),
+        }
+    }
+
     /// Whether operations on a file or a block device are made for it, by an engine.
     #[must_use]
     pub fn has_engine(&self) -> bool {

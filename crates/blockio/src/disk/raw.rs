@@ -134,6 +134,11 @@ impl OtherSource for RawSource {
         Some(if fits { unit } else { self.part.block })
     }
 
+    fn optimal_bytes(&self) -> Option<u32> {
+        let bytes = self.below.optimal_bytes()?;
+        self.part.offset_bytes.is_multiple_of(bytes.into()).then_some(bytes)
+    }
+
     fn local(&self) -> Option<&FileSource> {
         self.below.local()
     }

@@ -62,6 +62,11 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::discard_bytes`](super::DiskSource::discard_bytes).
     fn discard_bytes(&self) -> Option<u32>;
 
+    /// See [`DiskSource::optimal_bytes`](super::DiskSource::optimal_bytes).
+    fn optimal_bytes(&self) -> Option<u32> {
+        None
+    }
+
     /// The file or block device at the bottom, if there is one in this process.
     fn local(&self) -> Option<&FileSource>;
 

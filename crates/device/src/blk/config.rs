@@ -102,8 +102,13 @@ pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     bits.iter().fold(0, |all, bit| all | 1 << bit)
 }
 
-/// The configuration space, little-endian.
-pub(super) fn space(disk: &DiskInfo, options: &BlkOptions, writeback: bool) -> ConfigSpace {
+/// The configuration space, little-endian. `optimal_bytes` is what the disk says about itself.
+pub(super) fn space(
+    disk: &DiskInfo,
+    optimal_bytes: Option<u32>,
+    options: &BlkOptions,
+    writeback: bool,
+) -> ConfigSpace {
     let mut space = [0; CONFIG_BYTES];
     let mut put = |offset: usize, bytes: &[u8]| {
         space[offset..offset + bytes.len()].copy_from_slice(bytes);
@@ -119,6 +124,8 @@ pub(super) fn space(disk: &DiskInfo, options: &BlkOptions, writeback: bool) -> C
     put(24, &blocks_per_physical.ilog2().to_le_bytes()[..1]);
     // A size that does not fit in 16 bits is more than a driver should write at once.
     put(26, &u16::try_from(blocks_per_physical).unwrap_or(1).to_le_bytes());
+    // `None` is 0: nothing is known.
+    put(28, &optimal_bytes.map_or(0, |bytes| bytes / block).to_le_bytes());
     put(WRITEBACK_OFFSET, &[u8::from(writeback)]);
     put(34, &options.num_queues.to_le_bytes());
     if !disk.read_only {
@@ -159,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_driver_reads_every_field_where_it_expects_it() {
-        let bytes = space(&disk(false), &options(), true);
+        let bytes = space(&disk(false), Some(1 << 22), &options(), true);
         let config = VirtioBlkConfig::from_slice(&bytes).unwrap();
         assert_eq!(u64::from(config.capacity), 20480);
         assert_eq!(u32::from(config.size_max), 0);
@@ -167,6 +174,7 @@ mod tests {
         assert_eq!(u32::from(config.blk_size), 512);
         assert_eq!(config.physical_block_exp, 3);
         assert_eq!(u16::from(config.min_io_size), 8);
+        assert_eq!(u32::from(config.opt_io_size), 8192);
         assert_eq!(config.writeback, 1);
         assert_eq!(u16::from(config.num_queues), 4);
         assert_eq!(u32::from(config.max_discard_sectors), DISCARD_SECTORS_MAX);

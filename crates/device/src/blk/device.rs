@@ -119,7 +119,9 @@ impl BlkDevice {
 
     pub(crate) fn config_space(&self) -> Vec<u8> {
         let writeback = self.shared.writeback.load(Ordering::Relaxed);
-        config::space(&self.shared.source.info(), &self.shared.options, writeback).into()
+        let source = &self.shared.source;
+        let optimal_bytes = source.optimal_bytes();
+        config::space(&source.info(), optimal_bytes, &self.shared.options, writeback).into()
     }
 
     /// Takes a write to the configuration space. Only `writeback` can be written; any value but 0

@@ -129,6 +129,9 @@ fn limits(unit: &Unit) -> [u8; 60] {
     page[1] = COMPARE_BLOCKS_MAX;
     let granularity = info.physical_block_bytes / info.logical_block_bytes;
     page[2..4].copy_from_slice(&u16::try_from(granularity).unwrap_or(0).to_be_bytes());
+    // Where nothing is known it is 0.
+    let optimal = unit.source.optimal_bytes().unwrap_or(0) / info.logical_block_bytes;
+    page[8..12].copy_from_slice(&optimal.to_be_bytes());
     if unit.can_unmap() {
         page[16..20].copy_from_slice(&unmap::BLOCKS_MAX.to_be_bytes());
         page[20..24].copy_from_slice(&unmap::DESCRIPTORS_MAX.to_be_bytes());

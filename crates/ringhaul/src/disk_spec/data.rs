@@ -8,6 +8,7 @@ use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 
 use super::nbd::NbdSpec;
+use super::rbd::RbdSpec;
 
 /// A disk by its kind. It is read from text, too, as `--disk` has it.
 // `remote` has serde make functions for the variants, which the implementations below call.
@@ -25,6 +26,8 @@ pub enum DiskSpec {
     },
     /// An export of an NBD server.
     Nbd(NbdSpec),
+    /// An image in a Ceph cluster.
+    Rbd(RbdSpec),
     /// A part of another disk.
     Raw {
         /// Where it begins.
@@ -50,7 +53,7 @@ impl DiskSpec {
     /// How many disks lie over one another in it.
     pub(crate) fn layers(&self) -> usize {
         match self {
-            Self::File(_) | Self::Null { .. } | Self::Nbd(_) => 1,
+            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
             Self::Raw { over, .. } => 1 + over.layers(),
         }
     }
@@ -60,7 +63,7 @@ impl DiskSpec {
         match self {
             Self::File(path) => Some(path),
             Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
-            Self::Null { .. } | Self::Nbd(_) | Self::Raw { .. } => None,
+            Self::Null { .. } | Self::Nbd(_) | Self::Raw { .. } | Self::Rbd(_) => None,
         }
     }
 
@@ -71,7 +74,7 @@ impl DiskSpec {
     /// With what is wrong.
     pub(super) fn check(&self) -> Result<()> {
         match self {
-            Self::File(_) | Self::Null { .. } => Ok(()),
+            Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
             Self::Nbd(nbd) => nbd.check(),
             Self::Raw { over, .. } => over.check(),
         }
@@ -90,6 +93,9 @@ impl DiskSpec {
             Self::File(path) => change(path),
             Self::Null { .. } => Ok(()),
             Self::Nbd(nbd) => nbd.socket.as_mut().map_or(Ok(()), change),
+            Self::Rbd(image) => {
+                image.conf.iter_mut().chain(&mut image.keyring).try_for_each(change)
+            }
             Self::Raw { over, .. } => over.change_paths(change),
         }
     }
@@ -100,6 +106,7 @@ impl fmt::Display for DiskSpec {
         match self {
             Self::File(path) => write!(f, "{}", path.display()),
             Self::Nbd(nbd) => nbd.fmt(f),
+            Self::Rbd(image) => image.fmt(f),
             Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
             Self::Raw { offset_bytes, size_bytes: Some(size), over } => {
                 write!(f, "{size} bytes from {offset_bytes} on of {over}")

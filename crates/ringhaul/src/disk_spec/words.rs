@@ -12,6 +12,7 @@ use ringhaul_options::parse_size;
 
 use super::data::DiskSpec;
 use super::nbd::{NbdSpec, keys_of_uri};
+use super::rbd::RbdSpec;
 
 /// A kind of disk, and what its name is made of.
 struct Kind {
@@ -68,6 +69,34 @@ const KINDS: &[Kind] = &[
             };
             nbd.check()?;
             Ok(DiskSpec::Nbd(nbd))
+        },
+    },
+    Kind {
+        name: "rbd",
+        keys: &["pool", "namespace", "image", "snapshot", "conf", "id", "keyring", "exclusive"],
+        schemes: &[],
+        read_short: |text, words| {
+            let spec = RbdSpec::of_image(after_scheme(text))?;
+            let parts = [("namespace", spec.namespace), ("snapshot", spec.snapshot)];
+            let parts = parts.into_iter().filter_map(|(key, value)| Some((key, value?)));
+            [("pool", spec.pool), ("image", spec.image)]
+                .into_iter()
+                .chain(parts)
+                .try_for_each(|(key, value)| words.add(key, &value))
+        },
+        make: |mut words| {
+            let image = words.take("image");
+            let image = image.context("an image needs a name, as in rbd,pool=vms,image=vm1")?;
+            Ok(DiskSpec::Rbd(RbdSpec {
+                pool: words.take("pool").unwrap_or_else(|| "rbd".to_owned()),
+                namespace: words.take("namespace"),
+                image,
+                snapshot: words.take("snapshot"),
+                conf: words.take("conf").map(PathBuf::from),
+                id: words.take("id"),
+                keyring: words.take("keyring").map(PathBuf::from),
+                exclusive: words.take_switch("exclusive")?,
+            }))
         },
     },
     Kind {
@@ -208,6 +237,15 @@ impl Words {
         self.take(key).map(parse).transpose().with_context(|| key.to_owned())
     }
 
+    /// Off if it is not there.
+    fn take_switch(&mut self, key: &str) -> Result<bool> {
+        match self.take(key).as_deref() {
+            None | Some("off") => Ok(false),
+            Some("on") => Ok(true),
+            Some(other) => bail!("{key} is '{other}' (expected: on, off)"),
+        }
+    }
+
     fn take_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
         self.over.take().with_context(|| format!("it lies over a disk; name it, as in {example}"))
     }
@@ -291,6 +329,31 @@ mod tests {
     }
 
     #[test]
+    fn images_are_named_as_in_ceph() {
+        let name = |text: &str| match DiskSpec::parse(text) {
+            Ok(DiskSpec::Rbd(spec)) => spec.to_string(),
+            other => panic!("{text}: {other:?}"),
+        };
+        for (text, full) in [
+            ("rbd:a", "rbd:rbd/a"),
+            ("rbd:p/a", "rbd:p/a"),
+            ("rbd:p/n/a@s", "rbd:p/n/a@s"),
+            ("rbd:a,pool=p", ""),
+            ("rbd,image=a", "rbd:rbd/a"),
+            ("rbd,pool=p,namespace=n,image=a,snapshot=s,id=x,keyring=/k", "rbd:p/n/a@s"),
+        ] {
+            match full {
+                "" => assert!(DiskSpec::parse(text).is_err(), "{text}: two pools"),
+                _ => assert_eq!(name(text), full),
+            }
+        }
+        let Ok(DiskSpec::Rbd(spec)) = DiskSpec::parse("rbd:a,exclusive=on,conf=/c") else {
+            panic!("it is not an image")
+        };
+        assert!(spec.exclusive && spec.conf == Some("/c".into()));
+    }
+
+    #[test]
     fn a_layer_lies_over_all_that_follows() {
         let raw = |offset_bytes, size_bytes, over| DiskSpec::Raw {
             offset_bytes,
@@ -317,7 +380,7 @@ mod tests {
         for (bad, expected) in [
             (
                 "qcow3,path=x",
-                "unknown disk kind 'qcow3' (expected: file, null, nbd, raw; or the path",
+                "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw; or the path",
             ),
             ("rbd9:x", "unknown disk kind 'rbd9'"),
             ("raw,offset=1M", "it lies over a disk; name it"),
@@ -330,6 +393,11 @@ mod tests {
             ("raw,offset=1,offset=1,over=/a", "offset is given twice"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
             ("null,size=x", "size: "),
+            ("rbd,pool=p", "an image needs a name"),
+            ("rbd:p/n/x/a", "has too many parts"),
+            ("rbd:p/@s", "a part of 'p/@s' is empty"),
+            ("rbd:a,exclusive=yes", "exclusive is 'yes' (expected: on, off)"),
+            ("rbd:a,key=secret", "unknown key 'key' of disk kind rbd"),
             (&deep, "it has 17 layers of disks; at most 16 can be"),
         ] {
             let error = format!("{:#}", DiskSpec::parse(bad).unwrap_err());

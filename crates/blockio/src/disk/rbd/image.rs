@@ -1,0 +1,386 @@
+//! Clusters, pools and images that are open, without the pointers.
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::io;
+use std::mem::ManuallyDrop;
+use std::ptr::{null, null_mut};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use iomem::{Buffers, IOVECS_MAX};
+
+use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
+use super::waiting::Waiting;
+use crate::foreign_op::ForeignOp;
+use crate::io::Io;
+
+/// Longer than ids and values of options are.
+const TEXT_MAX: usize = 256;
+
+/// A handle of a cluster.
+pub(super) struct Cluster {
+    api: &'static Api,
+    handle: Handle,
+}
+
+// SAFETY: librados lets any thread use its handles, several at once too.
+unsafe impl Send for Cluster {}
+// SAFETY: as above.
+unsafe impl Sync for Cluster {}
+
+impl Cluster {
+    /// A handle for a user, such as `client.admin`, which is not connected. The outer error says
+    /// why there are no libraries.
+    pub(super) fn new(user: &CStr) -> Result<io::Result<Self>, String> {
+        let api = api()?;
+        let mut handle = null_mut();
+        // SAFETY: the texts end with a zero, and the handle is written to memory of ours.
+        let made =
+            unsafe { (api.rados_create2)(&raw mut handle, c"ceph".as_ptr(), user.as_ptr(), 0) };
+        Ok(checked(made).map(|_| Self { api, handle }))
+    }
+
+    /// Reads a configuration, or looks for one.
+    pub(super) fn read_configuration(&self, path: Option<&CStr>) -> io::Result<()> {
+        let path = path.map_or(null(), CStr::as_ptr);
+        // SAFETY: the handle is ours, the path ends with a zero or is null.
+        checked(unsafe { (self.api.rados_conf_read_file)(self.handle, path) }).map(|_| ())
+    }
+
+    /// Sets an option.
+    pub(super) fn set(&self, name: &CStr, value: &CStr) -> io::Result<()> {
+        let (name, value) = (name.as_ptr(), value.as_ptr());
+        // SAFETY: the handle is ours, the texts end with a zero.
+        checked(unsafe { (self.api.rados_conf_set)(self.handle, name, value) }).map(|_| ())
+    }
+
+    /// The value of an option.
+    pub(super) fn get(&self, name: &CStr) -> io::Result<String> {
+        // SAFETY: the handle is ours, the name ends with a zero, the memory has that length.
+        text(|memory, len| unsafe {
+            (self.api.rados_conf_get)(self.handle, name.as_ptr(), memory, len)
+        })
+    }
+
+    /// Waits for the monitors.
+    pub(super) fn connect(&self) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.api.rados_connect)(self.handle) }).map(|_| ())
+    }
+
+    /// The id of the cluster, once it is connected.
+    pub(super) fn id(&self) -> io::Result<String> {
+        // SAFETY: the handle is ours, the memory has that length.
+        text(|memory, len| unsafe { (self.api.rados_cluster_fsid)(self.handle, memory, len) })
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // SAFETY: pools keep their cluster, so none is left.
+        unsafe { (self.api.rados_shutdown)(self.handle) };
+    }
+}
+
+/// A pool that is open, in one of its namespaces.
+pub(super) struct Pool {
+    cluster: Arc<Cluster>,
+    handle: Handle,
+}
+
+// SAFETY: as for `Cluster`.
+unsafe impl Send for Pool {}
+// SAFETY: as for `Cluster`.
+unsafe impl Sync for Pool {}
+
+impl Pool {
+    pub(super) fn open(cluster: Arc<Cluster>, name: &CStr, namespace: &CStr) -> io::Result<Self> {
+        let (api, mut handle) = (cluster.api, null_mut());
+        // SAFETY: the cluster is connected, the texts end with a zero, and the handle is written
+        // to memory of ours.
+        unsafe {
+            checked((api.rados_ioctx_create)(cluster.handle, name.as_ptr(), &raw mut handle))?;
+            (api.rados_ioctx_set_namespace)(handle, namespace.as_ptr());
+        }
+        Ok(Self { cluster, handle })
+    }
+
+    pub(super) fn number(&self) -> i64 {
+        // SAFETY: the handle is ours.
+        unsafe { (self.cluster.api.rados_ioctx_get_id)(self.handle) }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: an image keeps its pool, so none is left.
+        unsafe { (self.cluster.api.rados_ioctx_destroy)(self.handle) };
+    }
+}
+
+/// An image that is open. Dropping it waits for its operations, unless they were given up.
+pub(super) struct Image {
+    open: ManuallyDrop<Open>,
+    waiting: Arc<Waiting>,
+    /// Set by librbd when the image has changed.
+    has_changed: Arc<AtomicBool>,
+}
+
+/// What is to be closed.
+struct Open {
+    api: &'static Api,
+    handle: Handle,
+    watch: Option<u64>,
+    /// What librbd writes to while it watches.
+    _has_changed: Arc<AtomicBool>,
+    _pool: Pool,
+}
+
+// SAFETY: librbd lets any thread use its images, several at once too.
+unsafe impl Send for Open {}
+// SAFETY: as above.
+unsafe impl Sync for Open {}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        // SAFETY: the handle is ours, and nobody else has it any more. What is to be said about
+        // errors was said to those whose operations failed.
+        unsafe {
+            if let Some(watch) = self.watch {
+                (self.api.rbd_update_unwatch)(self.handle, watch);
+            }
+            (self.api.rbd_close)(self.handle);
+        }
+    }
+}
+
+/// What is kept for an operation until it has ended.
+struct Begun {
+    api: &'static Api,
+    waiting: Arc<Waiting>,
+    number: usize,
+}
+
+impl Image {
+    /// Waits for the cluster.
+    pub(super) fn open(
+        pool: Pool,
+        name: &CStr,
+        snapshot: Option<&CStr>,
+        read_only: bool,
+    ) -> io::Result<Self> {
+        let (api, mut handle) = (pool.cluster.api, null_mut());
+        let function = if read_only { api.rbd_open_read_only } else { api.rbd_open };
+        let snapshot = snapshot.map_or(null(), CStr::as_ptr);
+        // SAFETY: the pool is open and stays so with the image, the texts end with a zero or are
+        // null, and the handle is written to memory of ours.
+        checked(unsafe { function(pool.handle, name.as_ptr(), &raw mut handle, snapshot) })?;
+        let has_changed = Arc::new(AtomicBool::new(false));
+        let waiting = Arc::new(Waiting::default());
+        let of_watch = Arc::clone(&has_changed);
+        let mut open = Open { api, handle, watch: None, _has_changed: of_watch, _pool: pool };
+        let (mut watch, argument) = (0, Arc::as_ptr(&has_changed).cast_mut().cast());
+        // SAFETY: the flag stays until the watch has ended, in `drop`.
+        let watched =
+            unsafe { (api.rbd_update_watch)(handle, &raw mut watch, on_change, argument) };
+        checked(watched)?;
+        open.watch = Some(watch);
+        Ok(Self { open: ManuallyDrop::new(open), waiting, has_changed })
+    }
+
+    pub(super) fn waiting(&self) -> &Arc<Waiting> {
+        &self.waiting
+    }
+
+    /// Whether librbd has said since the last call that the image may have another size.
+    pub(super) fn has_changed(&self) -> bool {
+        self.has_changed.swap(false, Ordering::Relaxed)
+    }
+
+    /// Has the next call of `has_changed` say so.
+    pub(super) fn look_again(&self) {
+        self.has_changed.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn id(&self) -> io::Result<String> {
+        // SAFETY: the handle is ours, the memory has that length.
+        text(|memory, len| unsafe { (self.open.api.rbd_get_id)(self.open.handle, memory, len) })
+    }
+
+    pub(super) fn size_bytes(&self) -> io::Result<u64> {
+        self.number(self.open.api.rbd_get_size)
+    }
+
+    pub(super) fn stripe_unit(&self) -> io::Result<u64> {
+        self.number(self.open.api.rbd_get_stripe_unit)
+    }
+
+    pub(super) fn stripe_count(&self) -> io::Result<u64> {
+        self.number(self.open.api.rbd_get_stripe_count)
+    }
+
+    fn number(&self, get: unsafe extern "C" fn(Handle, *mut u64) -> c_int) -> io::Result<u64> {
+        let mut number = 0;
+        // SAFETY: the handle is ours, and the number is written to memory of ours.
+        checked(unsafe { get(self.open.handle, &raw mut number) })?;
+        Ok(number)
+    }
+
+    /// Waits for the cluster.
+    pub(super) fn resize(&self, size_bytes: u64) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.open.api.rbd_resize)(self.open.handle, size_bytes) }).map(|_| ())
+    }
+
+    /// Acquires the exclusive lock for as long as the image is open. Waits for the cluster, and for
+    /// whoever had it and has vanished.
+    pub(super) fn lock(&self) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.open.api.rbd_lock_acquire)(self.open.handle, EXCLUSIVE) })
+            .map(|_| ())
+    }
+
+    /// Begins to read into all of `buffers`, which are of [`IOVECS_MAX`] ranges at most.
+    pub(super) fn read(&self, io: &Rc<Io>, offset: u64, buffers: Buffers) -> ForeignOp {
+        let (ranges, count) = ranges_of(&buffers);
+        // SAFETY: the list and its memory stay until the completion, with the op that owns them.
+        self.begin(io, buffers, |api, image, completion| unsafe {
+            (api.rbd_aio_readv)(image, ranges, count, offset, completion)
+        })
+    }
+
+    /// Begins to write all of `buffers`, which are of [`IOVECS_MAX`] ranges at most.
+    pub(super) fn write(&self, io: &Rc<Io>, offset: u64, buffers: Buffers) -> ForeignOp {
+        let (ranges, count) = ranges_of(&buffers);
+        // SAFETY: as in `read`.
+        self.begin(io, buffers, |api, image, completion| unsafe {
+            (api.rbd_aio_writev)(image, ranges, count, offset, completion)
+        })
+    }
+
+    pub(super) fn flush(&self, io: &Rc<Io>) -> ForeignOp {
+        // SAFETY: nothing but handles that are open.
+        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+            (api.rbd_aio_flush)(image, completion)
+        })
+    }
+
+    pub(super) fn discard(&self, io: &Rc<Io>, offset: u64, len: u64) -> ForeignOp {
+        // SAFETY: as in `flush`.
+        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+            (api.rbd_aio_discard)(image, offset, len, completion)
+        })
+    }
+
+    pub(super) fn write_zeroes(
+        &self,
+        io: &Rc<Io>,
+        offset: u64,
+        len: usize,
+        may_unmap: bool,
+    ) -> ForeignOp {
+        let flags = if may_unmap { 0 } else { THICK };
+        // SAFETY: as in `flush`.
+        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+            (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)
+        })
+    }
+
+    /// Begins an operation. `submit` gives it to librbd together with its completion. It does not
+    /// wait: librbd hands the operation to a thread of its own at once (`rbd_non_blocking_aio`).
+    fn begin(
+        &self,
+        io: &Rc<Io>,
+        buffers: Buffers,
+        submit: impl FnOnce(&Api, Handle, Handle) -> c_int,
+    ) -> ForeignOp {
+        let (op, completer) = io.foreign_op(buffers);
+        let Some(number) = self.waiting.begin(completer) else { return op };
+        let begun = Begun { api: self.open.api, waiting: Arc::clone(&self.waiting), number };
+        let argument = Box::into_raw(Box::new(begun));
+        let mut completion = null_mut();
+        // SAFETY: the argument stays until `on_answer` has taken it back, or this has.
+        let result = unsafe {
+            let made = (self.open.api.rbd_aio_create_completion)(
+                argument.cast(),
+                on_answer,
+                &raw mut completion,
+            );
+            if made < 0 { made } else { submit(self.open.api, self.open.handle, completion) }
+        };
+        if let Err(error) = checked(result) {
+            // SAFETY: nobody calls `on_answer` for what was not begun, so both are still ours.
+            let begun = unsafe {
+                if !completion.is_null() {
+                    (self.open.api.rbd_aio_release)(completion);
+                }
+                Box::from_raw(argument)
+            };
+            begun.waiting.end(number, Err(error));
+        }
+        op
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses it after this.
+        let open = unsafe { ManuallyDrop::take(&mut self.open) };
+        if self.waiting.was_given_up() {
+            // It is closed when the cluster answers. Without a thread, it is closed here.
+            let _ = thread::Builder::new().name("ringhaul-rbd".into()).spawn(move || drop(open));
+        }
+    }
+}
+
+fn ranges_of(buffers: &Buffers) -> (*const libc::iovec, c_int) {
+    let ranges = buffers.iovecs();
+    assert!(ranges.len() <= IOVECS_MAX, "one operation has at most {IOVECS_MAX} ranges");
+    (ranges.as_ptr(), iomem::fits(ranges.len(), "a number of ranges"))
+}
+
+/// A thread of librbd has ended an operation.
+unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
+    // SAFETY: the argument is that of `begin`, and librbd calls this once for each.
+    let begun = unsafe { Box::from_raw(argument.cast::<Begun>()) };
+    // SAFETY: the completion is ours to release from here on.
+    let result = unsafe {
+        let result = (begun.api.rbd_aio_get_return_value)(completion);
+        (begun.api.rbd_aio_release)(completion);
+        result
+    };
+    let result = usize::try_from(result).map_err(|_| {
+        let errno = i32::try_from(result.unsigned_abs()).unwrap_or(libc::EIO);
+        io::Error::from_raw_os_error(errno)
+    });
+    begun.waiting.end(begun.number, result);
+}
+
+/// A thread of librbd has noticed a change.
+unsafe extern "C" fn on_change(argument: Handle) {
+    // SAFETY: the argument is the flag of an image, which keeps it for as long as it watches.
+    let has_changed = unsafe { &*argument.cast::<AtomicBool>() };
+    has_changed.store(true, Ordering::Relaxed);
+}
+
+/// What a function has written to memory of this length, with a zero at its end.
+fn text(write: impl FnOnce(*mut c_char, usize) -> c_int) -> io::Result<String> {
+    let mut memory = [0; TEXT_MAX];
+    checked(write(memory.as_mut_ptr().cast(), TEXT_MAX - 1))?;
+    let text = CStr::from_bytes_until_nul(&memory).map_err(io::Error::other)?;
+    Ok(text.to_string_lossy().into_owned())
+}
+
+fn checked(result: c_int) -> io::Result<c_int> {
+    match result {
+        0.. => Ok(result),
+        errno => Err(io::Error::from_raw_os_error(errno.checked_neg().unwrap_or(libc::EIO))),
+    }
+}
+
+/// A text for the libraries.
+pub(super) fn c_text(text: &str) -> io::Result<CString> {
+    CString::new(text).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+}

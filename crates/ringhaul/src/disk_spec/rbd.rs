@@ -1,0 +1,80 @@
+//! What the name of an image in a Ceph cluster says.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use anyhow::{Result, bail, ensure};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The pool that Ceph's own tools use if none is named.
+const POOL: &str = "rbd";
+
+/// An image in a Ceph cluster.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct RbdSpec {
+    /// The pool.
+    #[serde(default = "pool")]
+    pub pool: String,
+    /// A namespace of the pool. `None`: the default one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<String>,
+    /// The name of the image.
+    pub image: String,
+    /// One of its snapshots, to be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// The configuration of the cluster. `None`: what `CEPH_CONF` names, or /etc/ceph/ceph.conf.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub conf: Option<PathBuf>,
+    /// The user. `None`: admin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// The file with the user's key. `None`: what the configuration names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keyring: Option<PathBuf>,
+    /// Whether the exclusive lock is acquired when the image is opened, and kept.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub exclusive: bool,
+}
+
+fn pool() -> String {
+    POOL.to_owned()
+}
+
+impl RbdSpec {
+    /// The image that a text such as `pool/namespace/image@snapshot` names, as Ceph's tools have
+    /// it. The pool and the namespace may be left out, and so may the snapshot.
+    pub(super) fn of_image(text: &str) -> Result<Self> {
+        let (path, snapshot) = match text.split_once('@') {
+            Some((path, snapshot)) => (path, Some(snapshot)),
+            None => (text, None),
+        };
+        let parts: Vec<&str> = path.split('/').collect();
+        let all = parts.iter().chain(&snapshot);
+        ensure!(all.into_iter().all(|part| !part.is_empty()), "a part of '{text}' is empty");
+        let (pool, namespace, image) = match parts[..] {
+            [image] => (POOL, None, image),
+            [pool, image] => (pool, None, image),
+            [pool, namespace, image] => (pool, Some(namespace), image),
+            _ => bail!("'{text}' has too many parts; it is POOL/NAMESPACE/IMAGE@SNAPSHOT"),
+        };
+        Ok(Self {
+            pool: pool.to_owned(),
+            namespace: namespace.map(str::to_owned),
+            image: image.to_owned(),
+            snapshot: snapshot.map(str::to_owned),
+            ..Self::default()
+        })
+    }
+}
+
+impl fmt::Display for RbdSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rbd:{}/", self.pool)?;
+        self.namespace.iter().try_for_each(|namespace| write!(f, "{namespace}/"))?;
+        f.write_str(&self.image)?;
+        self.snapshot.iter().try_for_each(|snapshot| write!(f, "@{snapshot}"))
+    }
+}
