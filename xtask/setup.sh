@@ -13,7 +13,7 @@ set -eu
 
 # For the guests of the tests (QEMU, their tools), and to count system calls.
 QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils"
-PACKAGES="fio busybox-static btrfs-progs dosfstools e2fsprogs libiscsi-bin mtools"
+PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs libiscsi-bin mtools"
 PACKAGES="$PACKAGES sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
 
 # The guests' kernel, Debian's or Ubuntu's; the tests download it, it is not installed.

@@ -12,6 +12,8 @@ mod holder;
 mod identity;
 mod info;
 mod lock;
+#[cfg(feature = "luks")]
+pub mod luks;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 mod null;

@@ -123,13 +123,13 @@ impl Info {
         };
         let abilities = source.abilities();
         let chain = source.chain();
+        let format = disk.format().to_owned();
         Self {
             disk,
             size_bytes: info.size_bytes,
             logical_block_bytes: info.logical_block_bytes,
             physical_block_bytes: info.physical_block_bytes,
-            // No other kind has a format of its own.
-            format: "raw".to_owned(),
+            format,
             chain: chain.iter().map(ToString::to_string).collect(),
             cache: open.cache.name(),
             engine,

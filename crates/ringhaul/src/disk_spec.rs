@@ -20,7 +20,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub use data::DiskSpec;
+pub use data::{DiskSpec, KeySpec};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub(crate) use words::{Keys, split_at_commas};
@@ -87,6 +87,19 @@ mod tests {
                 }),
                 r#"{"rbd":{"pool":"vms","image":"vm1","conf":"/c"}}"#,
                 "rbd:vms/vm1,conf=/c",
+            ),
+            (
+                DiskSpec::Luks {
+                    key: KeySpec::File("/key".into()),
+                    header: None,
+                    discard: true,
+                    over: Box::new(DiskSpec::File("/a".into())),
+                },
+                concat!(
+                    r#"{"luks":{"key":{"file":"/key"},"header":null,"discard":true,"#,
+                    r#""over":{"file":"/a"}}}"#
+                ),
+                "luks,key-file=/key,discard=on,over=/a",
             ),
             (
                 raw,

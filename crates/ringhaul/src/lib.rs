@@ -31,6 +31,8 @@ mod make_device;
 pub mod memory_limits;
 mod notify;
 mod open_disk;
+#[cfg(feature = "luks")]
+mod open_luks;
 pub mod options;
 pub mod peer;
 mod reload;

@@ -9,6 +9,8 @@ use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use crate::disk_spec::RbdSpec;
+#[cfg(feature = "luks")]
+use crate::open_luks::open_luks;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
 
 /// A disk that is open.
@@ -141,6 +143,13 @@ fn open(
             let (below, cache) = open(over, open_file, settings)?;
             Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
         }
+        #[cfg(feature = "luks")]
+        DiskSpec::Luks { key, header, discard, over } => {
+            let (below, cache) = open(over, open_file, settings)?;
+            Ok((open_luks(below, key, header.as_deref(), *discard)?, cache))
+        }
+        #[cfg(not(feature = "luks"))]
+        DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
     }
 }
 

@@ -39,6 +39,29 @@ pub enum DiskSpec {
         /// What it is a part of.
         over: Box<DiskSpec>,
     },
+    /// A disk that lies encrypted on another one, in the format LUKS.
+    Luks {
+        /// Where its key (passphrase) is.
+        key: KeySpec,
+        /// A file with its header, if that is detached.
+        #[serde(default)]
+        header: Option<PathBuf>,
+        /// Pass discards on: whoever sees the disk below then sees which parts of it are in use.
+        #[serde(default)]
+        discard: bool,
+        /// What it lies on.
+        over: Box<DiskSpec>,
+    },
+}
+
+/// Where a secret is. All bytes there belong to it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum KeySpec {
+    /// A file.
+    File(PathBuf),
+    /// A descriptor that was inherited. It is read once.
+    Fd(i32),
 }
 
 impl DiskSpec {
@@ -54,7 +77,16 @@ impl DiskSpec {
     pub(crate) fn layers(&self) -> usize {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
-            Self::Raw { over, .. } => 1 + over.layers(),
+            Self::Raw { over, .. } | Self::Luks { over, .. } => 1 + over.layers(),
+        }
+    }
+
+    /// The format that its data has on what it lies on.
+    pub(crate) fn format(&self) -> &'static str {
+        match self {
+            Self::Luks { .. } => "luks",
+            Self::Raw { over, .. } => over.format(),
+            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => "raw",
         }
     }
 
@@ -63,7 +95,11 @@ impl DiskSpec {
         match self {
             Self::File(path) => Some(path),
             Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
-            Self::Null { .. } | Self::Nbd(_) | Self::Raw { .. } | Self::Rbd(_) => None,
+            Self::Null { .. }
+            | Self::Nbd(_)
+            | Self::Rbd(_)
+            | Self::Raw { .. }
+            | Self::Luks { .. } => None,
         }
     }
 
@@ -76,7 +112,7 @@ impl DiskSpec {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
             Self::Nbd(nbd) => nbd.check(),
-            Self::Raw { over, .. } => over.check(),
+            Self::Raw { over, .. } | Self::Luks { over, .. } => over.check(),
         }
     }
 
@@ -97,6 +133,13 @@ impl DiskSpec {
                 image.conf.iter_mut().chain(&mut image.keyring).try_for_each(change)
             }
             Self::Raw { over, .. } => over.change_paths(change),
+            Self::Luks { key, header, over, .. } => {
+                if let KeySpec::File(path) = key {
+                    change(path)?;
+                }
+                header.iter_mut().try_for_each(&mut *change)?;
+                over.change_paths(change)
+            }
         }
     }
 }
@@ -114,6 +157,7 @@ impl fmt::Display for DiskSpec {
             Self::Raw { offset_bytes, size_bytes: None, over } => {
                 write!(f, "all from byte {offset_bytes} on of {over}")
             }
+            Self::Luks { over, .. } => write!(f, "LUKS on {over}"),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
 
-use super::data::DiskSpec;
+use super::data::{DiskSpec, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
 
@@ -109,6 +109,27 @@ const KINDS: &[Kind] = &[
                 offset_bytes: words.take_size("offset")?.unwrap_or(0),
                 size_bytes: words.take_size("size")?,
                 over: words.take_over("raw,offset=1M,over=file,path=disk.img")?,
+            })
+        },
+    },
+    Kind {
+        name: "luks",
+        keys: &["key-file", "key-fd", "header", "discard", OVER],
+        schemes: &[],
+        read_short: |_, _| bail!("disk kind luks has no short form"),
+        make: |mut words| {
+            let key = match (words.take("key-file"), words.take("key-fd")) {
+                (Some(path), None) => KeySpec::File(path.into()),
+                (None, Some(fd)) => {
+                    KeySpec::Fd(fd.parse().context("key-fd: it is the number of a descriptor")?)
+                }
+                _ => bail!("a LUKS disk needs its key in one place: key-file=PATH or key-fd=N"),
+            };
+            Ok(DiskSpec::Luks {
+                key,
+                header: words.take("header").map(PathBuf::from),
+                discard: words.take_switch("discard")?,
+                over: words.take_over("luks,key-file=disk.key,over=file,path=disk.img")?,
             })
         },
     },
@@ -380,7 +401,7 @@ mod tests {
         for (bad, expected) in [
             (
                 "qcow3,path=x",
-                "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw; or the path",
+                "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw, luks; or the",
             ),
             ("rbd9:x", "unknown disk kind 'rbd9'"),
             ("raw,offset=1M", "it lies over a disk; name it"),
@@ -391,6 +412,11 @@ mod tests {
             ("null,size=1M,size=1M", "size is given twice"),
             ("file,path=a,path=b", "path is given twice"),
             ("raw,offset=1,offset=1,over=/a", "offset is given twice"),
+            ("luks,over=/a", "key-file=PATH or key-fd=N"),
+            ("luks,key-file=/k,key-fd=3,over=/a", "key-file=PATH or key-fd=N"),
+            ("luks,key-fd=x,over=/a", "the number of a descriptor"),
+            ("luks,key-fd=3,discard=yes,over=/a", "discard is 'yes' (expected: on, off)"),
+            ("luks,key=secret,over=/a", "unknown key 'key' of disk kind luks"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
             ("null,size=x", "size: "),
             ("rbd,pool=p", "an image needs a name"),

@@ -1,0 +1,399 @@
+//! Layer `luks`: a disk whose data lies on the disk below encrypted, as `cryptsetup` and QEMU have
+//! it: LUKS of version 1 or 2 with AES in XTS mode.
+//!
+//! Nothing is encrypted or decrypted in the memory of requests, and no ciphertext gets there: its
+//! owner may change it at any time, and would choose what the key is applied to. Data goes by way
+//! of memory of ours, within the budget for that.
+//!
+//! The header is only read. The key of the volume stays in memory while the disk is open, and is
+//! wiped afterwards.
+
+mod hash;
+mod header;
+mod secret;
+mod version1;
+mod version2;
+mod xts;
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use iomem::{Buffers, fits};
+
+use self::header::{Header, MAGIC, Payload};
+use self::xts::{CHUNK_BYTES, Cipher, Direction};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
+use super::outside::Outside;
+use super::seam::{OtherDisk, OtherSource, Request};
+use super::source::FileSource;
+use super::{Disk, DiskSource, SourceKind};
+use crate::bounce::BounceShare;
+use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
+use crate::error::Error;
+use crate::io::Io;
+use crate::io_thread::IoThread;
+
+pub use self::header::KeyWork;
+pub use self::secret::Passphrase;
+
+/// How a LUKS disk is opened.
+#[derive(Debug)]
+pub struct LuksOptions {
+    /// Opens a key slot.
+    pub passphrase: Passphrase,
+    /// Pass discards on: whoever sees the disk below then sees which parts of it are in use.
+    pub discard: bool,
+    /// Has the header, if it is detached. It is read and not kept.
+    pub header: Option<DiskSource>,
+    /// What the header may ask for.
+    pub most_work: KeyWork,
+}
+
+/// The unit in which positions of sectors count.
+const POSITION_BYTES: u64 = 512;
+/// Memory that begins at a page suits every disk.
+const PAGE: usize = 4096;
+
+impl DiskSource {
+    /// The disk that lies encrypted on `below`, which it grows and shrinks with, unless its header
+    /// says how large it is. This takes as long as the header wants whoever tries a passphrase to
+    /// take, usually some seconds.
+    ///
+    /// # Errors
+    ///
+    /// When the header cannot be read, is none, is damaged or asks for what is not supported; when
+    /// the passphrase opens no key slot; when the data is not made of whole sectors.
+    pub fn luks(below: DiskSource, options: &LuksOptions) -> Result<Self, Error> {
+        let on = options.header.as_ref().unwrap_or(&below);
+        let reader = Reader::new(on)?;
+        let read = |offset, bytes| reader.read(offset, bytes);
+        let is_detached = options.header.is_some();
+        let opened = read_header(&read, is_detached).and_then(|header| {
+            let key = header.unlock(options.passphrase.bytes(), &options.most_work, &read)?;
+            Ok((Cipher::new(&key).ok_or("its key has no known length")?, header))
+        });
+        let (cipher, header) = opened.map_err(|reason| refused(on, &reason))?;
+        if let Some(remark) = &header.remark {
+            tracing::warn!("{}: {remark}", name(on));
+        }
+        let Payload { offset_bytes, size_bytes, sector_bytes, .. } = header.payload;
+        let below = DiskSource::raw(below, offset_bytes, size_bytes)?;
+        let info = below.info();
+        let logical_block_bytes = info.logical_block_bytes.max(sector_bytes);
+        let physical_block_bytes = info.physical_block_bytes.max(logical_block_bytes);
+        let info = DiskInfo { logical_block_bytes, physical_block_bytes, ..info };
+        let volume = Arc::new(Volume { cipher, header, block: logical_block_bytes });
+        let source = LuksSource { below, volume, discard: options.discard };
+        source.check(info.size_bytes)?;
+        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+    }
+}
+
+fn name(disk: &DiskSource) -> String {
+    let chain: Vec<String> = disk.chain().iter().map(ToString::to_string).collect();
+    chain.join(", ")
+}
+
+/// The reason may have texts of the header, which is anybody's.
+fn refused(on: &DiskSource, reason: &str) -> Error {
+    let is_shown = |character: &char| !character.is_control();
+    let reason = reason.chars().filter(is_shown).collect();
+    Error::Disk { disk: format!("LUKS on {}", name(on)), reason }
+}
+
+fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, String> {
+    let start = read(0, version1::HEADER_BYTES)?;
+    let start: &[u8; version1::HEADER_BYTES] =
+        start.first_chunk().ok_or("the disk is too small for a header")?;
+    match (start[..6] == MAGIC, u16::from_be_bytes([start[6], start[7]])) {
+        (true, 1) => version1::parse(start, is_detached),
+        (true, version) if version != 2 => {
+            Err(format!("it is LUKS of version {version}, and versions 1 and 2 are supported"))
+        }
+        _ => version2::read(read, is_detached),
+    }
+}
+
+/// Reads what a disk has while it is being opened.
+struct Reader {
+    thread: IoThread,
+    disk: Disk,
+}
+
+impl Reader {
+    fn new(source: &DiskSource) -> Result<Self, Error> {
+        let config =
+            IoThreadConfig { engine: EngineConfig::Threads, depth: 8, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config)?;
+        let disk = source.attach(thread.io());
+        Ok(Self { thread, disk })
+    }
+
+    fn read(&self, offset: u64, bytes: usize) -> Result<Vec<u8>, String> {
+        let info = self.disk.info();
+        let block = u64::from(info.logical_block_bytes);
+        let start = offset / block * block;
+        let end =
+            offset.checked_add(bytes as u64).and_then(|end| end.checked_next_multiple_of(block));
+        let Some(end) = end.filter(|end| *end <= info.size_bytes) else {
+            return Err(format!(
+                "byte {offset} and those behind it are missing: the disk ends at {}",
+                info.size_bytes
+            ));
+        };
+        let buffers = Buffers::aligned(fits(end - start, "a part of a header"), PAGE);
+        let all = buffers.again();
+        let result = self.thread.block_on(self.disk.read(start, buffers));
+        let failed = |error: &dyn std::fmt::Display| {
+            format!("its header cannot be read from byte {offset} on: {error}")
+        };
+        result.map_err(|error| failed(&error))?.map_err(|error| failed(&error))?;
+        let mut part = vec![0; bytes];
+        all.copy_to(fits(offset - start, "a part of a block"), &mut part);
+        Ok(part)
+    }
+}
+
+/// What a header has said, and the key that was found.
+#[derive(Debug)]
+struct Volume {
+    cipher: Cipher,
+    header: Header,
+    /// The logical block of the disk: whole sectors.
+    block: u32,
+}
+
+#[derive(Debug)]
+struct LuksSource {
+    /// The part with the data.
+    below: DiskSource,
+    volume: Arc<Volume>,
+    discard: bool,
+}
+
+impl LuksSource {
+    /// Whether the disk can have this size.
+    fn check(&self, size_bytes: u64) -> Result<(), Error> {
+        let block = self.volume.block;
+        if size_bytes.is_multiple_of(block.into()) {
+            return Ok(());
+        }
+        let reason = format!(
+            "its data has {size_bytes} bytes, which are not whole sectors of {block}; extend the \
+             disk below by {} bytes",
+            size_bytes.next_multiple_of(block.into()) - size_bytes
+        );
+        Err(refused(&self.below, &reason))
+    }
+}
+
+impl OtherSource for LuksSource {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+        Box::new(LuksDisk {
+            below: self.below.attach_with(io, engine),
+            volume: Arc::clone(&self.volume),
+            share: io.bounce_budget.share(&self.volume),
+            io: Rc::clone(io),
+            discard: self.discard,
+        })
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        let Volume { cipher, header, .. } = &*self.volume;
+        let place = format!(
+            "version {}, {cipher:?} in XTS mode, sectors of {} bytes, {}",
+            header.version, header.payload.sector_bytes, header.uuid
+        );
+        let mut chain = vec![Link { kind: "luks", place }];
+        chain.extend(self.below.chain());
+        chain
+    }
+
+    fn identity(&self) -> &str {
+        self.below.identity()
+    }
+
+    fn abilities(&self) -> Abilities {
+        let below = self.below.abilities();
+        Abilities { discard: self.discard && below.discard, zeroes: false, ..below }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        let unit = self.below.discard_bytes().filter(|_| self.discard)?;
+        Some(unit.max(self.volume.block))
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        self.below.local()
+    }
+
+    fn state(&self) -> DiskState {
+        self.below.state()
+    }
+
+    fn remark(&self) -> Option<String> {
+        let remarks = [self.volume.header.remark.clone(), self.below.remark()];
+        remarks.into_iter().flatten().reduce(|one, other| format!("{one}; {other}"))
+    }
+
+    fn give_up(&self) {
+        self.below.give_up();
+    }
+
+    fn outside(&self) -> Option<Arc<Outside>> {
+        let (block, below) = (u64::from(self.volume.block), self.below.outside()?);
+        let look = move || Ok(below.size_bytes()?.filter(|size| size.is_multiple_of(block)));
+        Some(Arc::new(Outside::other(look)))
+    }
+
+    fn find_size(&self) -> Result<u64, Error> {
+        let size_bytes = self.below.refresh()?;
+        self.check(size_bytes).map(|()| size_bytes)
+    }
+
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.check(size_bytes)?;
+        self.below.check_new_size(size_bytes)
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.below.set_size(size_bytes, || ())
+    }
+
+    fn adopt_size(&self, size_bytes: u64) {
+        self.below.adopt_size(size_bytes);
+    }
+}
+
+struct LuksDisk {
+    below: Disk,
+    volume: Arc<Volume>,
+    share: Rc<BounceShare>,
+    io: Rc<Io>,
+    discard: bool,
+}
+
+impl LuksDisk {
+    /// Memory for as much of `left` bytes as goes at once.
+    async fn own_memory(&self, left: u64) -> io::Result<Buffers> {
+        let most = self.share.piece_bytes(self.volume.block as usize);
+        let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(most);
+        let permit = self.share.take(bytes).await;
+        Buffers::uninitialized(bytes, PAGE, permit)
+            .inspect_err(|_| self.io.stats().bounce.failed.add(1))
+    }
+
+    /// Encrypts or decrypts what lies at `offset`, from one memory into another: as much as fits
+    /// `ours`.
+    fn convert(&self, direction: Direction, offset: u64, from: &Buffers, to: &Buffers) {
+        let Payload { sector_bytes, first_position, .. } = self.volume.header.payload;
+        let mut chunk = [0; CHUNK_BYTES];
+        let mut position = first_position + offset / POSITION_BYTES;
+        let bytes = from.bytes().min(to.bytes());
+        for at in (0..bytes).step_by(CHUNK_BYTES) {
+            let chunk = &mut chunk[..CHUNK_BYTES.min(bytes - at)];
+            from.copy_to(at, chunk);
+            self.volume.cipher.run(direction, chunk, sector_bytes as usize, position);
+            to.copy_from(at, chunk);
+            position += chunk.len() as u64 / POSITION_BYTES;
+        }
+    }
+
+    async fn read_pieces(&self, mut offset: u64, mut buffers: Buffers) -> Result<(), Unfinished> {
+        while !buffers.is_empty() {
+            let read = async {
+                let memory = self.own_memory(buffers.bytes() as u64).await?;
+                let piece = memory.again();
+                self.below.read(offset, memory).await?;
+                Ok(piece)
+            };
+            let piece = match read.await {
+                Ok(piece) => piece,
+                Err(error) => return Err(Unfinished { error, rest: buffers }),
+            };
+            self.convert(Direction::Decrypt, offset, &piece, &buffers);
+            buffers.advance(piece.bytes());
+            offset += piece.bytes() as u64;
+        }
+        Ok(())
+    }
+
+    async fn write_pieces(
+        &self,
+        mut offset: u64,
+        mut buffers: Buffers,
+        fua: bool,
+    ) -> Result<(), Unfinished> {
+        while !buffers.is_empty() {
+            let memory = match self.own_memory(buffers.bytes() as u64).await {
+                Ok(memory) => memory,
+                Err(error) => return Err(Unfinished { error, rest: buffers }),
+            };
+            let bytes = memory.bytes();
+            self.convert(Direction::Encrypt, offset, &buffers, &memory);
+            let result = self.below.write(offset, memory, fua).await;
+            let left = result.as_ref().map_or_else(|unfinished| unfinished.rest.bytes(), |()| 0);
+            buffers.advance(bytes - left);
+            if let Err(Unfinished { error, .. }) = result {
+                return Err(Unfinished { error, rest: buffers });
+            }
+            offset += bytes as u64;
+        }
+        Ok(())
+    }
+
+    /// Zeroes are data like any other.
+    async fn write_zero_pieces(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+        while len > 0 {
+            let memory = self.own_memory(len).await?;
+            let bytes = memory.bytes();
+            memory.zero_from(0);
+            self.convert(Direction::Encrypt, offset, &memory, &memory);
+            self.below.write(offset, memory, false).await?;
+            offset += bytes as u64;
+            len -= bytes as u64;
+        }
+        Ok(())
+    }
+
+    async fn discard_if_allowed(&self, offset: u64, len: u64) -> io::Result<()> {
+        if !self.discard {
+            return Ok(());
+        }
+        self.below.discard(offset, len).await
+    }
+}
+
+/// Requests are of whole sectors: the logical block is at least one.
+impl OtherDisk for LuksDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(self.read_pieces(offset, buffers))
+    }
+
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(self.write_pieces(offset, buffers, fua))
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.below.flush())
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        Box::pin(self.discard_if_allowed(offset, len))
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, _may_unmap: bool) -> Request<'_, io::Result<()>> {
+        Box::pin(self.write_zero_pieces(offset, len))
+    }
+
+    /// Without a look: nobody can tell that data is encrypted zeroes.
+    fn block_status(&self, _offset: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(std::future::ready(Ok(Extent::data(len))))
+    }
+}

@@ -1,0 +1,237 @@
+//! What a header says, whatever its version, and how a passphrase becomes the key of the volume.
+//!
+//! A header may be anybody's: what it asks for is bounded before it is done.
+
+use argon2::{Algorithm, Argon2, Params, Version};
+use iomem::fits;
+use zeroize::Zeroizing;
+
+use super::hash::{Hash, Key};
+use super::xts::{CHUNK_BYTES, Cipher, Direction};
+
+/// The most work that a header may ask of whoever tries a passphrase.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeyWork {
+    /// Rounds of PBKDF2, for each hash that the key has room for.
+    pub pbkdf2_rounds: u64,
+    /// KiB of memory for Argon2.
+    pub argon2_kib: u32,
+    /// KiB that Argon2 goes over, in all passes together.
+    pub argon2_passes_kib: u64,
+}
+
+impl Default for KeyWork {
+    /// Each takes a minute or two. `cryptsetup` aims at two seconds and never takes more than 1 GiB
+    /// without being asked.
+    fn default() -> Self {
+        Self { pbkdf2_rounds: 1 << 28, argon2_kib: 1 << 20, argon2_passes_kib: 1 << 26 }
+    }
+}
+
+/// Reads so many bytes from an offset on.
+pub(super) type ReadAt<'a> = dyn Fn(u64, usize) -> Result<Vec<u8>, String> + 'a;
+
+/// What a header says.
+#[derive(Debug)]
+pub(super) struct Header {
+    pub(super) version: u16,
+    pub(super) uuid: String,
+    pub(super) payload: Payload,
+    /// In the order in which they are tried.
+    pub(super) slots: Vec<Slot>,
+    /// What to know about the header itself.
+    pub(super) remark: Option<String>,
+}
+
+/// Where the data is, and how it is encrypted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Payload {
+    pub(super) offset_bytes: u64,
+    /// `None`: all that follows.
+    pub(super) size_bytes: Option<u64>,
+    pub(super) sector_bytes: u32,
+    /// The position of the first sector, in units of 512 bytes.
+    pub(super) first_position: u64,
+}
+
+/// A place that holds the key of the volume, encrypted with a passphrase.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) number: u32,
+    pub(super) kdf: Kdf,
+    /// Of the key that the passphrase becomes.
+    pub(super) slot_key_bytes: usize,
+    pub(super) area_offset: u64,
+    pub(super) stripes: u32,
+    pub(super) split_hash: Hash,
+    /// Of the key of the volume.
+    pub(super) key_bytes: usize,
+    pub(super) check: KeyCheck,
+}
+
+/// How a passphrase becomes a key.
+#[derive(Debug)]
+pub(super) enum Kdf {
+    Pbkdf2 { hash: Hash, rounds: u32, salt: Vec<u8> },
+    Argon2 { algorithm: Algorithm, passes: u32, kib: u32, lanes: u32, salt: Vec<u8> },
+}
+
+/// What the key of the volume is recognized by.
+#[derive(Debug, Clone)]
+pub(super) struct KeyCheck {
+    pub(super) hash: Hash,
+    pub(super) rounds: u32,
+    pub(super) salt: Vec<u8>,
+    pub(super) digest: Vec<u8>,
+}
+
+/// The most stripes of a key, of which there are 4000 everywhere.
+pub(super) const STRIPES_MAX: u32 = 16_384;
+
+/// Sectors of areas with keys, whatever those of the data.
+const AREA_SECTOR_BYTES: usize = 512;
+
+/// Whether there is an XTS key of so many bytes.
+pub(super) fn check_key_bytes(bytes: u64) -> Result<usize, String> {
+    match bytes {
+        32 | 64 => Ok(fits(bytes, "the length of a key")),
+        _ => Err(format!(
+            "its keys have {bytes} bytes; AES with 128 or 256 bits in XTS mode has 32 or 64"
+        )),
+    }
+}
+
+/// How a header begins.
+pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+const CIPHER: &str = "aes-xts-plain64";
+
+/// A text that ends with a zero, or with its field.
+pub(super) fn text(field: &[u8]) -> Result<&str, String> {
+    let end = field.iter().position(|byte| *byte == 0).unwrap_or(field.len());
+    std::str::from_utf8(&field[..end]).map_err(|_| "its header has a text that is none".to_owned())
+}
+
+pub(super) fn check_cipher(name: &str) -> Result<(), String> {
+    if name == CIPHER {
+        return Ok(());
+    }
+    Err(format!(
+        "it is encrypted with {name:?}, which is not supported ({CIPHER} is); change that with \
+         `cryptsetup reencrypt --cipher {CIPHER}`"
+    ))
+}
+
+/// Why a header is refused whose data begins too early.
+pub(super) fn overlap(data: u64, header: u64) -> String {
+    format!("its data begins at byte {data}, and its header ends only at {header}")
+}
+
+impl Header {
+    /// The key of the volume.
+    pub(super) fn unlock(
+        &self,
+        passphrase: &[u8],
+        most: &KeyWork,
+        read: &ReadAt<'_>,
+    ) -> Result<Key, String> {
+        if self.slots.is_empty() {
+            return Err("it has no key slot that could be used; add a key to it with \
+                        `cryptsetup luksAddKey`"
+                .to_owned());
+        }
+        let mut left_out = String::new();
+        for slot in &self.slots {
+            match slot.unlock(passphrase, most, read) {
+                Ok(Some(key)) => return Ok(key),
+                Ok(None) => {}
+                Err(reason) => left_out += &format!("; key slot {} {reason}", slot.number),
+            }
+        }
+        let newline = match passphrase.last() {
+            Some(b'\n') => " (it ends with a newline, which is a part of it)",
+            _ => "",
+        };
+        Err(format!(
+            "the key{newline} opens none of the {} key slots that are in use{left_out}",
+            self.slots.len()
+        ))
+    }
+}
+
+impl Slot {
+    /// Bytes of its area.
+    pub(super) fn area_bytes(&self) -> u64 {
+        self.key_bytes as u64 * u64::from(self.stripes)
+    }
+
+    /// The key of the volume, if the passphrase is the right one.
+    fn unlock(
+        &self,
+        passphrase: &[u8],
+        most: &KeyWork,
+        read: &ReadAt<'_>,
+    ) -> Result<Option<Key>, String> {
+        self.check.check_work(most)?;
+        let slot_key = self.kdf.derive(passphrase, self.slot_key_bytes, most)?;
+        let cipher = Cipher::new(&slot_key).ok_or("has a key of no known length")?;
+        let bytes: usize = fits(self.area_bytes(), "the area of a key");
+        let sectors = bytes.next_multiple_of(AREA_SECTOR_BYTES);
+        let read = read(self.area_offset, sectors).map_err(|why| format!("is lost: {why}"))?;
+        let mut material = Zeroizing::new(read);
+        for (chunk, position) in material.chunks_mut(CHUNK_BYTES).zip((0..).step_by(CHUNK_SECTORS))
+        {
+            cipher.run(Direction::Decrypt, chunk, AREA_SECTOR_BYTES, position);
+        }
+        let key = self.split_hash.merge(&material[..bytes], self.key_bytes);
+        Ok(self.check.is_of(&key).then_some(key))
+    }
+}
+
+const CHUNK_SECTORS: usize = CHUNK_BYTES / AREA_SECTOR_BYTES;
+
+impl Kdf {
+    fn derive(&self, passphrase: &[u8], bytes: usize, most: &KeyWork) -> Result<Key, String> {
+        match self {
+            Self::Pbkdf2 { hash, rounds, salt } => {
+                check_rounds(*hash, *rounds, bytes, most)?;
+                Ok(hash.pbkdf2(passphrase, salt, *rounds, bytes))
+            }
+            &Self::Argon2 { algorithm, passes, kib, lanes, ref salt } => {
+                let all = u64::from(passes) * u64::from(kib);
+                if kib > most.argon2_kib || all > most.argon2_passes_kib {
+                    return Err(format!(
+                        "asks for {kib} KiB of memory and {passes} passes over it, too much; \
+                         change that with `cryptsetup luksConvertKey --pbkdf-memory`"
+                    ));
+                }
+                let refused = |error: argon2::Error| format!("cannot be used: {error}");
+                let params = Params::new(kib, passes, lanes, Some(bytes)).map_err(refused)?;
+                let argon2 = Argon2::new(algorithm, Version::V0x13, params);
+                let mut key = Zeroizing::new(vec![0; bytes]);
+                argon2.hash_password_into(passphrase, salt, &mut key).map_err(refused)?;
+                Ok(key)
+            }
+        }
+    }
+}
+
+impl KeyCheck {
+    fn check_work(&self, most: &KeyWork) -> Result<(), String> {
+        check_rounds(self.hash, self.rounds, self.digest.len(), most)
+    }
+
+    fn is_of(&self, key: &[u8]) -> bool {
+        self.hash.pbkdf2(key, &self.salt, self.rounds, self.digest.len())[..] == self.digest[..]
+    }
+}
+
+fn check_rounds(hash: Hash, rounds: u32, bytes: usize, most: &KeyWork) -> Result<(), String> {
+    let all = u64::from(rounds) * bytes.div_ceil(hash.bytes()) as u64;
+    if rounds == 0 || all > most.pbkdf2_rounds {
+        return Err(format!(
+            "asks for {rounds} rounds of PBKDF2, which is none or too many; change that with \
+             `cryptsetup luksConvertKey --pbkdf-force-iterations`"
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,328 @@
+//! The headers of version 2 (LUKS2 On-Disk Format Specification 1.1.2): a binary one with a
+//! checksum, JSON behind it, and a copy of both.
+
+use std::collections::BTreeMap;
+
+use argon2::Algorithm;
+use base64ct::{Base64, Encoding};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::hash::Hash;
+use super::header::{
+    Header, Kdf, KeyCheck, MAGIC, Payload, ReadAt, STRIPES_MAX, Slot, check_cipher,
+    check_key_bytes, overlap, text,
+};
+
+/// How the copy of a header begins.
+const COPY_MAGIC: [u8; 6] = *b"SKUL\xba\xbe";
+/// Bytes of the binary header.
+pub(super) const BINARY_BYTES: usize = 4096;
+const CHECKSUM: std::ops::Range<usize> = 448..512;
+/// Sizes that a header with its JSON can have, and so where its copy can be: 16 KiB to 4 MiB.
+const SIZES: std::ops::RangeInclusive<u32> = 14..=22;
+/// Positions of sectors that come near the end of their numbers are a mistake.
+const POSITION_MAX: u64 = 1 << 60;
+
+/// The first header, or its copy if that is newer or the first one is damaged.
+pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, String> {
+    let first = Binary::read(read, 0, MAGIC);
+    // A first header that is whole says where its copy is. A damaged one is not believed.
+    let places: Vec<u64> = match &first {
+        Ok(first) => vec![first.bytes],
+        Err(_) => SIZES.map(|power| 1 << power).collect(),
+    };
+    let copies = places.iter().map(|&place| Binary::read(read, place, COPY_MAGIC));
+    let mut why = None;
+    let mut copy = None;
+    for found in copies {
+        match found {
+            Ok(found) => copy = copy.or(Some(found)),
+            Err(reason) => why = why.or(Some(reason)),
+        }
+    }
+    let (header, remark) = match (first, copy) {
+        (Ok(first), Some(copy)) if copy.sequence > first.sequence => {
+            (copy, Some("the copy of its header is newer than the header".to_owned()))
+        }
+        (Ok(first), Some(_)) => (first, None),
+        (Ok(first), None) => (first, why.map(|why| format!("the copy of its header: {why}"))),
+        (Err(why), Some(copy)) => {
+            (copy, Some(format!("its header is damaged, and a copy is used: {why}")))
+        }
+        (Err(why), None) => return Err(why),
+    };
+    let remark = remark.map(|remark| format!("{remark}; mend it with `cryptsetup repair`"));
+    parse(&header, is_detached).map(|parsed| Header { remark, ..parsed })
+}
+
+/// A binary header whose checksum is right, with its JSON.
+struct Binary {
+    /// Of the header with its JSON.
+    bytes: u64,
+    sequence: u64,
+    uuid: String,
+    json: Vec<u8>,
+}
+
+impl Binary {
+    fn read(read: &ReadAt<'_>, place: u64, magic: [u8; 6]) -> Result<Self, String> {
+        let start = read(place, BINARY_BYTES)?;
+        let number = |at: usize| {
+            start[at..at + 8].iter().fold(0, |number: u64, byte| number << 8 | u64::from(*byte))
+        };
+        if start[..6] != magic || start[6..8] != [0, 2] {
+            return Err(format!(
+                "there is no LUKS header at byte {place}; make one with `cryptsetup luksFormat` or \
+                 `qemu-img create -f luks`"
+            ));
+        }
+        let (bytes, sequence) = (number(8), number(16));
+        if !SIZES.map(|power| 1 << power).any(|size: u64| size == bytes) {
+            return Err(format!("the header at byte {place} has an impossible size of {bytes}"));
+        }
+        if number(256) != place {
+            return Err(format!("the header at byte {place} belongs at {}", number(256)));
+        }
+        let hash = Hash::named(text(&start[72..104])?)?;
+        let whole = usize::try_from(bytes).map_err(|_| "its header is too large".to_owned())?;
+        let all = read(place, whole)?;
+        let (before, behind) = (&all[..CHECKSUM.start], &all[CHECKSUM.end..]);
+        let checksum = hash.of(&[before, &[0; CHECKSUM.end - CHECKSUM.start], behind]);
+        if all[CHECKSUM][..hash.bytes()] != checksum[..] {
+            return Err(format!("the checksum of the header at byte {place} is wrong"));
+        }
+        let json = all[BINARY_BYTES..].split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
+        Ok(Self { bytes, sequence, uuid: text(&start[168..208])?.to_owned(), json })
+    }
+}
+
+/// The JSON of a header, as far as it is needed. What says how data is read is not skipped when it
+/// is unknown.
+#[derive(Deserialize)]
+struct Metadata {
+    keyslots: BTreeMap<u32, Value>,
+    segments: BTreeMap<u32, Segment>,
+    digests: BTreeMap<u32, Digest>,
+    config: Config,
+}
+
+#[derive(Deserialize)]
+struct Keyslot {
+    key_size: u64,
+    priority: Option<u32>,
+    af: Af,
+    area: Area,
+    kdf: KdfFields,
+}
+
+#[derive(Deserialize)]
+struct Af {
+    r#type: String,
+    stripes: u32,
+    hash: String,
+}
+
+#[derive(Deserialize)]
+struct Area {
+    r#type: String,
+    offset: String,
+    size: String,
+    encryption: String,
+    key_size: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "lowercase")]
+enum KdfFields {
+    Pbkdf2 { hash: String, iterations: u32, salt: String },
+    Argon2i { time: u32, memory: u32, cpus: u32, salt: String },
+    Argon2id { time: u32, memory: u32, cpus: u32, salt: String },
+}
+
+#[derive(Deserialize)]
+struct Segment {
+    r#type: String,
+    offset: String,
+    size: String,
+    #[serde(default)]
+    iv_tweak: Option<String>,
+    #[serde(default)]
+    encryption: String,
+    #[serde(default)]
+    sector_size: u32,
+    integrity: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct Digest {
+    r#type: String,
+    keyslots: Vec<String>,
+    segments: Vec<String>,
+    hash: String,
+    iterations: u32,
+    salt: String,
+    digest: String,
+}
+
+#[derive(Deserialize)]
+struct Config {
+    requirements: Option<Requirements>,
+}
+
+#[derive(Deserialize)]
+struct Requirements {
+    #[serde(default)]
+    mandatory: Vec<String>,
+}
+
+fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
+    let metadata: Metadata = serde_json::from_slice(&header.json)
+        .map_err(|error| format!("the JSON in its header is not understood: {error}"))?;
+    let requirements = metadata.config.requirements.map_or(Vec::new(), |needs| needs.mandatory);
+    if !requirements.is_empty() {
+        return Err(format!(
+            "it requires {requirements:?}, which is not supported; if it is being encrypted anew, \
+             finish that with `cryptsetup reencrypt --resume-only`"
+        ));
+    }
+    let mut segments = metadata.segments.iter();
+    let (Some((name, segment)), None) = (segments.next(), segments.next()) else {
+        return Err(format!("it has {} segments, and must have one", metadata.segments.len()));
+    };
+    let name = name.to_string();
+    let payload = segment.payload()?;
+    let mut digests = metadata.digests.values();
+    let digest = digests.find(|digest| digest.segments.contains(&name));
+    let digest = digest.ok_or("nothing in its header tells the right key of its data")?;
+    let check = digest.check()?;
+    let mut slots = Vec::new();
+    for (&number, value) in &metadata.keyslots {
+        let is_known = value.get("type").and_then(Value::as_str) == Some("luks2");
+        if !is_known || !digest.keyslots.contains(&number.to_string()) {
+            continue;
+        }
+        let in_slot = |why: String| format!("in its key slot {number}: {why}");
+        let keyslot = Keyslot::deserialize(value).map_err(|error| in_slot(error.to_string()))?;
+        let priority = keyslot.priority.unwrap_or(1);
+        let slot = keyslot.slot(number, check.clone()).map_err(in_slot)?;
+        if slot.area_offset < 2 * header.bytes {
+            return Err(in_slot(format!("its area begins at {}", slot.area_offset)));
+        }
+        let end = slot.area_offset.saturating_add(slot.area_bytes());
+        if !is_detached && payload.offset_bytes < end {
+            return Err(overlap(payload.offset_bytes, end));
+        }
+        // With priority 0 it is used only when it is asked for, which nobody can.
+        if priority > 0 {
+            slots.push((priority, slot));
+        }
+    }
+    if !is_detached && payload.offset_bytes < 2 * header.bytes {
+        return Err(overlap(payload.offset_bytes, 2 * header.bytes));
+    }
+    // The sort is stable: slots of one priority stay in the order of their numbers.
+    slots.sort_by_key(|(priority, _)| std::cmp::Reverse(*priority));
+    let slots = slots.into_iter().map(|(_, slot)| slot).collect();
+    Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, remark: None })
+}
+
+impl Segment {
+    fn payload(&self) -> Result<Payload, String> {
+        let Self { r#type, integrity, encryption, sector_size, .. } = self;
+        if r#type != "crypt" || integrity.is_some() {
+            let with = if integrity.is_some() { " with integrity" } else { "" };
+            return Err(format!("its data is of type {type:?}{with}, which is not supported"));
+        }
+        check_cipher(encryption)?;
+        if ![512, 1024, 2048, 4096].contains(sector_size) {
+            return Err(format!("its sectors have {sector_size} bytes, which cannot be"));
+        }
+        let first_position = self.iv_tweak.as_deref().map_or(Ok(0), bytes_of)?;
+        if first_position > POSITION_MAX {
+            return Err(format!("its data begins with sector {first_position}, which cannot be"));
+        }
+        Ok(Payload {
+            offset_bytes: bytes_of(&self.offset)?,
+            size_bytes: match &*self.size {
+                "dynamic" => None,
+                size => Some(bytes_of(size)?),
+            },
+            sector_bytes: *sector_size,
+            first_position,
+        })
+    }
+}
+
+impl Digest {
+    fn check(&self) -> Result<KeyCheck, String> {
+        if self.r#type != "pbkdf2" {
+            return Err(format!("its digest is of type {:?}, which is not supported", self.r#type));
+        }
+        let digest = binary(&self.digest)?;
+        // Of a digest of no bytes, every key is the right one.
+        if !(16..=64).contains(&digest.len()) {
+            return Err(format!("its digest has {} bytes, which cannot be", digest.len()));
+        }
+        let hash = Hash::named(&self.hash)?;
+        Ok(KeyCheck { hash, rounds: self.iterations, salt: binary(&self.salt)?, digest })
+    }
+}
+
+impl Keyslot {
+    fn slot(&self, number: u32, check: KeyCheck) -> Result<Slot, String> {
+        let Self { af, area, kdf, .. } = self;
+        if af.r#type != "luks1" || area.r#type != "raw" {
+            let (af, area) = (&af.r#type, &area.r#type);
+            return Err(format!("types {af:?} and {area:?} are not supported"));
+        }
+        check_cipher(&area.encryption)?;
+        if !(1..=STRIPES_MAX).contains(&af.stripes) {
+            return Err(format!("it has {} stripes, and 4000 are usual", af.stripes));
+        }
+        let slot = Slot {
+            number,
+            kdf: kdf.kdf()?,
+            slot_key_bytes: check_key_bytes(area.key_size)?,
+            area_offset: bytes_of(&area.offset)?,
+            stripes: af.stripes,
+            split_hash: Hash::named(&af.hash)?,
+            key_bytes: check_key_bytes(self.key_size)?,
+            check,
+        };
+        let (needed, size) = (slot.area_bytes(), bytes_of(&area.size)?);
+        match needed <= size {
+            true => Ok(slot),
+            false => Err(format!("its area has {size} bytes, and the key needs {needed}")),
+        }
+    }
+}
+
+impl KdfFields {
+    fn kdf(&self) -> Result<Kdf, String> {
+        let argon2 = |algorithm, &passes: &u32, &kib: &u32, &lanes: &u32, salt: &str| {
+            Ok(Kdf::Argon2 { algorithm, passes, kib, lanes, salt: binary(salt)? })
+        };
+        match self {
+            Self::Pbkdf2 { hash, iterations, salt } => {
+                let hash = Hash::named(hash)?;
+                Ok(Kdf::Pbkdf2 { hash, rounds: *iterations, salt: binary(salt)? })
+            }
+            Self::Argon2i { time, memory, cpus, salt } => {
+                argon2(Algorithm::Argon2i, time, memory, cpus, salt)
+            }
+            Self::Argon2id { time, memory, cpus, salt } => {
+                argon2(Algorithm::Argon2id, time, memory, cpus, salt)
+            }
+        }
+    }
+}
+
+/// A number that is written as a text.
+fn bytes_of(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("{text:?} in its header is not a number"))
+}
+
+fn binary(text: &str) -> Result<Vec<u8>, String> {
+    Base64::decode_vec(text).map_err(|_| format!("{text:?} in its header is not Base64"))
+}

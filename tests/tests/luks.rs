@@ -1,0 +1,290 @@
+//! Encrypted disks that others have made: what they have is read, and they read what is written.
+//!
+//! QEMU reads and writes images of version 1. Those of version 2 are made and undone by
+//! `cryptsetup reencrypt`, which works on files, without the kernel's help.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Finished, Refusals, Running, Scene, ringhaul, run};
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
+use ringhaul_kit::system::{is_installed, run as run_program};
+use rustix::process::Signal;
+
+const DISK_BYTES: usize = 4 << 20;
+/// What one request moves.
+const REQUEST_BYTES: usize = 128 << 10;
+const KEY: &str = "no secret, with a newline\n";
+/// Keys that are tested need not be hard to guess.
+const FAST_PBKDF2: [&str; 4] = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+
+/// Where a test has its files: those of the image, and what its disk should have.
+struct Images {
+    scene: Scene,
+    key: PathBuf,
+    content: Vec<u8>,
+}
+
+impl Images {
+    fn new() -> Result<Self> {
+        let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let key = scene.path("key");
+        fs::write(&key, KEY).context("writing the key")?;
+        Ok(Self { scene, key, content: pattern(13, DISK_BYTES) })
+    }
+
+    fn path(&self, name: &str) -> Result<String> {
+        let path = self.scene.path(name).into_os_string().into_string();
+        path.ok().context("a path with an odd name")
+    }
+
+    /// A file with the content that the disk is to have, and room behind it.
+    fn plain(&self, name: &str, room_bytes: usize) -> Result<String> {
+        let path = self.path(name)?;
+        fs::write(&path, &self.content)?;
+        let size = DISK_BYTES + room_bytes;
+        OpenOptions::new().write(true).open(&path)?.set_len(size.try_into()?)?;
+        Ok(path)
+    }
+
+    fn name(&self, keys: &str, image: &str) -> String {
+        format!("luks,key-file={}{keys},over=file,path={image}", self.key.display())
+    }
+
+    /// The key as the programs of QEMU want it.
+    fn secret(&self) -> String {
+        format!("secret,id=key,file={}", self.key.display())
+    }
+
+    /// Checks all that the disk has, and changes some of it, in all ways there are.
+    fn serve(&mut self, disk: &str, block_bytes: usize) -> Result<()> {
+        let socket = self.scene.socket("disk.sock");
+        let mut command = ringhaul()?;
+        command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);
+        let mut daemon = Running::serve(&mut command)?;
+        let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+        self.check(&mut frontend)?;
+        let places = [0, block_bytes, 1 << 20, DISK_BYTES - REQUEST_BYTES];
+        for (place, bytes) in places.into_iter().zip([block_bytes, 5 * block_bytes].repeat(2)) {
+            let data = pattern(place as u64 + 1, bytes);
+            frontend.write(0, sector(place)?, &data)?;
+            self.content[place..place + bytes].copy_from_slice(&data);
+        }
+        let zeroed = 2 << 20..(2 << 20) + 300 * 4096;
+        let part = segment(sector(zeroed.start)?, u32::try_from(sector(zeroed.len())?)?, 0);
+        let answer = frontend.request(0, blk::WRITE_ZEROES, 0, &part, 0)?;
+        ensure!(answer.status == blk::OK, "zeroes ended with {answer:?}");
+        self.content[zeroed].fill(0);
+        // Without the option a discard has no effect, whatever the driver thinks.
+        let part = segment(sector(3 << 20)?, 256, 0);
+        frontend.request(0, blk::DISCARD, 0, &part, 0)?;
+        ensure!(frontend.request(0, blk::FLUSH, 0, &[], 0)?.status == blk::OK, "no flush");
+        self.check(&mut frontend)?;
+        drop(frontend);
+        ensure!(!daemon.stderr().contains(KEY.trim()), "the key is logged");
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0).map(drop)
+    }
+
+    fn check(&self, frontend: &mut Frontend) -> Result<()> {
+        for (index, expected) in self.content.chunks(REQUEST_BYTES).enumerate() {
+            let found = frontend.read(1, sector(index * REQUEST_BYTES)?, REQUEST_BYTES)?;
+            ensure!(found == expected, "request {index} reads something else");
+        }
+        Ok(())
+    }
+
+    fn check_file(&self, path: &str) -> Result<()> {
+        let mut found = vec![0; DISK_BYTES];
+        File::open(path)?.read_exact_at(&mut found, 0)?;
+        ensure!(found == self.content, "{path} has something else than the disk");
+        Ok(())
+    }
+
+    /// `cryptsetup` with the key.
+    fn cryptsetup(&self, arguments: &[&str]) -> Result<()> {
+        let key = self.key.to_str().context("a path with an odd name")?;
+        run_program("cryptsetup", &[&["--batch-mode", "--key-file", key], arguments].concat())?;
+        Ok(())
+    }
+
+    fn info(&self, disk: &str) -> Result<Finished> {
+        run(ringhaul()?.args(["disk", "info", disk]))
+    }
+}
+
+fn sector(byte: usize) -> Result<u64> {
+    Ok(u64::try_from(byte)? / 512)
+}
+
+fn has_programs() -> bool {
+    is_installed("cryptsetup") && is_installed("qemu-img")
+}
+
+/// Also images that `cryptsetup` has made, which QEMU opens.
+#[test]
+fn qemu_reads_what_is_written_and_writes_what_is_read() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    for (name, of_qemu, of_cryptsetup) in [
+        ("qemu-256", "cipher-alg=aes-256,hash-alg=sha256", &[][..]),
+        ("qemu-128", "cipher-alg=aes-128,hash-alg=sha1", &[]),
+        ("cryptsetup-256", "", &["--hash", "sha512", "--key-size", "512"]),
+        ("cryptsetup-128", "", &["--hash", "sha1", "--key-size", "256"]),
+    ] {
+        let mut images = Images::new()?;
+        let (plain, image) = (images.plain("plain.img", 0)?, images.path(name)?);
+        let (secret, out) = (images.secret(), images.path("out.img")?);
+        let convert = ["convert", "--object", &secret];
+        if of_qemu.is_empty() {
+            // The data begins after 2 MiB.
+            File::create(&image)?.set_len((DISK_BYTES + (2 << 20)) as u64)?;
+            let format = ["luksFormat", "--type", "luks1", "--pbkdf-force-iterations", "1000"];
+            images.cryptsetup(&[&format, of_cryptsetup, &[&image]].concat())?;
+            let target = format!("driver=luks,key-secret=key,file.filename={image}");
+            let into = ["-n", "--target-image-opts", "-f", "raw", &plain, &target];
+            run_program("qemu-img", &[&convert[..], &into].concat())?;
+        } else {
+            let how = format!("key-secret=key,iter-time=10,{of_qemu}");
+            let into = ["-f", "raw", "-O", "luks", "-o", &how, &plain, &image];
+            run_program("qemu-img", &[&convert[..], &into].concat())?;
+        }
+        let disk = images.name("", &image);
+        images.serve(&disk, 512).context(name)?;
+        let source = format!("driver=luks,key-secret=key,file.filename={image}");
+        let from = ["--image-opts", "-O", "raw", &source, &out];
+        run_program("qemu-img", &[&convert[..], &from].concat())?;
+        images.check_file(&out).context(name)?;
+        images.cryptsetup(&["open", "--test-passphrase", &image])?;
+    }
+    Ok(())
+}
+
+/// Version 2 with each way to make a key of a passphrase, and with sectors of each size.
+#[test]
+fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let argon2 =
+        |kind| ["--pbkdf", kind, "--pbkdf-force-iterations", "4", "--pbkdf-memory", "64"].to_vec();
+    let hash = [&FAST_PBKDF2[..], &["--hash", "sha512"]].concat();
+    for (sector_bytes, pbkdf, key_bits) in [
+        (512, argon2("argon2id"), "512"),
+        (1024, argon2("argon2i"), "256"),
+        (2048, FAST_PBKDF2.to_vec(), "512"),
+        (4096, hash, "256"),
+    ] {
+        let what = || format!("sectors of {sector_bytes} bytes, {pbkdf:?}");
+        let mut images = Images::new()?;
+        // The data moves behind the header.
+        let image = images.plain("image", 32 << 20)?;
+        let sectors = sector_bytes.to_string();
+        let how = ["--type", "luks2", "--key-size", key_bits, "--sector-size", &sectors];
+        let encrypt = ["reencrypt", "--encrypt", "--reduce-device-size", "32M", &image];
+        images.cryptsetup(&[&encrypt[..], &how, &pbkdf].concat()).with_context(what)?;
+        let disk = images.name("", &image);
+        let text = images.info(&disk)?.expect_code(0)?.stdout;
+        ensure!(text.contains("format    luks") && text.contains("version 2"), "{text}");
+        images.serve(&disk, sector_bytes).with_context(what)?;
+        images.cryptsetup(&["open", "--test-passphrase", &image])?;
+        let header = images.path("header")?;
+        let decrypt = ["reencrypt", "--decrypt", "--force-offline-reencrypt", "--header", &header];
+        images.cryptsetup(&[&decrypt[..], &[&image]].concat()).with_context(what)?;
+        images.check_file(&image).with_context(what)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_detached_header_is_read_from_its_file() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let mut images = Images::new()?;
+    let (image, header) = (images.plain("image", 0)?, images.path("header")?);
+    File::create(&header)?.set_len(16 << 20)?;
+    let encrypt = ["reencrypt", "--encrypt", "--header", &header, &image];
+    images.cryptsetup(&[&encrypt[..], &FAST_PBKDF2].concat())?;
+    let disk = images.name(&format!(",header={header}"), &image);
+    images.serve(&disk, 4096)?;
+    let decrypt = ["reencrypt", "--decrypt", "--force-offline-reencrypt", "--header", &header];
+    images.cryptsetup(&[&decrypt[..], &[&image]].concat())?;
+    images.check_file(&image)
+}
+
+#[test]
+fn a_damaged_header_is_replaced_by_its_copy() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let images = Images::new()?;
+    let image = images.path("image")?;
+    File::create(&image)?.set_len(20 << 20)?;
+    images.cryptsetup(&[&["luksFormat", "--type", "luks2", &image][..], &FAST_PBKDF2].concat())?;
+    let disk = images.name("", &image);
+    let whole = images.info(&disk)?.expect_code(0)?.stdout;
+    let file = OpenOptions::new().write(true).open(&image)?;
+    file.write_all_at(&[0xaa; 4096], 0)?;
+    let found = images.info(&disk)?.expect_code(0)?;
+    ensure!(found.stderr.contains("is damaged, and a copy is used"), "{}", found.stderr);
+    let format =
+        |text: &str| text.lines().find(|line| line.contains("luks version")).map(str::to_owned);
+    ensure!(format(&found.stdout) == format(&whole), "{}", found.stdout);
+    file.write_all_at(&[0xaa; 4096], 16_384)?;
+    images.info(&disk)?.expect_refusal(&["no LUKS header", "cryptsetup luksFormat"])
+}
+
+#[test]
+fn what_cannot_be_opened_is_refused_with_a_reason() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let images = Images::new()?;
+    let image = images.path("image")?;
+    let other = images.path("other")?;
+    for (path, how) in [(&image, &[][..]), (&other, &["--cipher", "aes-cbc-essiv:sha256"])] {
+        File::create(path)?.set_len(20 << 20)?;
+        let format = ["luksFormat", "--type", "luks2", path];
+        images.cryptsetup(&[&format[..], &FAST_PBKDF2, how].concat())?;
+    }
+    let plain = images.plain("plain", 0)?;
+    let wrong = images.path("wrong")?;
+    fs::write(&wrong, "wrong\n")?;
+    let mut refusals = Refusals::default();
+    let mut check = |what: &str, disk: &str, words: &[&str]| {
+        let command = ringhaul().map(|mut command| {
+            command.args(["disk", "info", disk]);
+            command
+        });
+        refusals.check(what, command, words);
+    };
+    let wrong_key = format!("luks,key-file={wrong},over={image}");
+    check("wrong key", &wrong_key, &["ends with a newline", "opens none of the 1 key slots"]);
+    let no_key = format!("luks,key-file={image}.key,over={image}");
+    check("no key", &no_key, &["cannot read the key in", "No such file"]);
+    check("no descriptor", &format!("luks,key-fd=77,over={image}"), &["descriptor 77", "key-file"]);
+    check("cipher", &images.name("", &other), &["aes-cbc-essiv:sha256", "aes-xts-plain64 is"]);
+    check("plain", &images.name("", &plain), &["there is no LUKS header"]);
+    refusals.finish()
+}
+
+#[test]
+fn a_key_comes_from_a_descriptor() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let images = Images::new()?;
+    let image = images.path("image")?;
+    File::create(&image)?.set_len(20 << 20)?;
+    images.cryptsetup(&[&["luksFormat", "--type", "luks2", &image][..], &FAST_PBKDF2].concat())?;
+    let key: &Path = &images.key;
+    let words = ["sh", "-c", "exec \"$@\" 9<\"$KEY\"", "sh"];
+    let mut command = ringhaul_kit::cli::ringhaul_under(&words)?;
+    command.env("KEY", key).args(["disk", "info", &format!("luks,key-fd=9,over={image}")]);
+    run(&mut command)?.expect_code(0).map(drop)
+}
