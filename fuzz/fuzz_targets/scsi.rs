@@ -157,7 +157,9 @@ impl<'a> Run<'a> {
             }
             3 => {
                 let address = UnitAddress { target: 0, lun: u16::from(input.u8() & 7) };
-                scsi(&self.devices[device]).capacity_changed(address);
+                if let Some(access) = scsi(&self.devices[device]).access(address) {
+                    access.refresh();
+                }
             }
             4 => {
                 let at = WRITABLE;

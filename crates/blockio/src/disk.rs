@@ -181,6 +181,15 @@ impl DiskSource {
         resized
     }
 
+    /// Uses no more than so many bytes from now on, in whole blocks, on all IoThreads: somebody
+    /// else is about to cut its file off there, and waits for requests that have begun.
+    pub fn cut_off(&self, size_bytes: u64) {
+        let whole = size_bytes - size_bytes % u64::from(self.info.physical_block_bytes);
+        if whole < self.shared.size_bytes() {
+            self.adopt_size(whole);
+        }
+    }
+
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         match &self.kind {
             SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),

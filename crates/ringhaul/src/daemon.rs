@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
+use device::scsi::access::DiskAccess;
 use device::{CallWatch, Device};
 
 use crate::command::{Command, CommandError, NewSize, Reply};
@@ -269,16 +270,23 @@ impl Daemon {
         let ResizingDisk { device, disk, .. } = resizing;
         let before = disk.info().size_bytes;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
-        let resized = resize_disk(&disk, wanted, || finish_begun(&device, place));
-        let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
+        // Others may have the disk, too, which they have opened by themselves.
+        let (access, mut is_cut_off) = (access_of(&device, place), false);
+        let cut_off = |size| {
+            is_cut_off = true;
+            access.iter().for_each(|access| access.cut_off(size));
+        };
+        let resized = resize_disk(&disk, wanted, cut_off);
+        let has_changed = disk.info().size_bytes != before;
         drop(disk);
-        if size == before {
+        if is_cut_off || has_changed {
+            access.iter().for_each(|access| access.refresh());
+        }
+        let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
+        if !has_changed {
             return Ok(Reply::Resized(size));
         }
         tracing::info!(export, "{what} has {size} bytes, not {before}");
-        if let (Device::Scsi(device), Some(place)) = (&device, place) {
-            device.capacity_changed(place.address());
-        }
         turn.end_resized();
         Ok(Reply::Resized(size))
     }
@@ -357,9 +365,9 @@ impl Ending {
     }
 }
 
-/// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `settle`
-/// waits for the requests that have begun.
-fn resize_disk(disk: &DiskSource, wanted: NewSize, settle: impl FnOnce()) -> Result<u64> {
+/// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `cut_off`
+/// has nobody use more than that.
+fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) -> Result<u64> {
     let Some(size) = wanted.size_bytes else { return Ok(disk.refresh()?) };
     let covered = disk.covered_bytes()?;
     if size < covered && !wanted.shrink {
@@ -368,15 +376,15 @@ fn resize_disk(disk: &DiskSource, wanted: NewSize, settle: impl FnOnce()) -> Res
              to cut it off"
         );
     }
-    disk.set_size(size, settle)?;
+    disk.set_size(size, || cut_off(size))?;
     Ok(size)
 }
 
-/// Waits for the requests that have begun on a disk of a device.
-fn finish_begun(device: &Device, place: Option<UnitPlace>) {
+/// What a disk of a device shares with others. `None`: the unit is being removed.
+fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess>> {
     match (device, place) {
-        (Device::Blk(device), None) => device.finish_begun(),
-        (Device::Scsi(device), Some(place)) => device.finish_begun(place.address()),
+        (Device::Blk(device), None) => Some(Arc::clone(device.access())),
+        (Device::Scsi(device), Some(place)) => device.access(place.address()),
         (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => {
             unreachable!("a disk was found at this place")
         }

@@ -77,6 +77,33 @@ fn a_disk_is_resized_by_request() -> Result<()> {
     Ok(())
 }
 
+/// Each has opened the file by itself.
+#[test]
+fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {
+    let scene = scene()?;
+    let file = scene.disk("disk.img", 4 * MIB)?;
+    let [one, two, scsi] = ["one", "two", "scsi"].map(|name| scene.socket(name));
+    let blk = |socket| export(socket, &file, ",lock=off");
+    let unit = |lun| format!("lun={lun},blk-file={},lock=off", file.display());
+    let units = format!("socket-path={},device=scsi,{},{}", scsi.display(), unit(0), unit(1));
+    let (mut daemon, mut client) = serve(&scene, &[blk(&one), blk(&two), units])?;
+    for (params, size) in [
+        (json!({ "export": one, "size-bytes": 2 * MIB, "shrink": true }), 2 * MIB),
+        (json!({ "export": scsi, "lun": 1, "size-bytes": MIB, "shrink": true }), MIB),
+        (json!({ "export": scsi, "lun": 0, "size-bytes": 3 * MIB }), 3 * MIB),
+    ] {
+        let answer = client.call("disk.resize", &params)?;
+        ensure!(answer["result"] == json!({ "size-bytes": size }), "{params}: {answer}");
+        for (export, disks) in [(&one, 1), (&two, 1), (&scsi, 2)] {
+            let shown = client.call("export.show", &json!({ "export": export }))?;
+            ensure!(shown["result"]["size-bytes"] == disks * size, "{params}: {shown}");
+        }
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 /// Growth is passed on. Less than what the guest knows is not, unless somebody asks for that.
 #[test]
 fn the_size_of_a_file_that_others_change_is_noticed() -> Result<()> {

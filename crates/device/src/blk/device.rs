@@ -55,8 +55,13 @@ impl BlkDevice {
         let common = Common::new(working, events);
         let writeback = AtomicBool::new(options.write_cache);
         let queues = Arc::default();
-        access.introduce_stranger(Arc::new(BlkQueues(Arc::downgrade(&queues))));
-        Self { shared: Arc::new(Shared { common, source, options, access, queues, writeback }) }
+        let shared = Shared { common, source, options, access, queues, writeback };
+        let shared = Arc::new(shared);
+        shared.access.introduce_stranger(Arc::new(BlkStranger {
+            queues: Arc::downgrade(&shared.queues),
+            device: Arc::downgrade(&shared),
+        }));
+        Self { shared }
     }
 
     /// A queue starts on this IoThread.
@@ -66,14 +71,9 @@ impl BlkDevice {
         queue.fenced.set(self.access().is_fenced());
     }
 
-    /// Waits until the requests are answered that have begun. IoThreads answer them, so this is
-    /// nothing for one.
-    pub fn finish_begun(&self) {
-        BlkQueues(Arc::downgrade(&self.shared.queues)).fence().wait();
-    }
-
     /// What it shares with other devices on the disk.
-    pub(crate) fn access(&self) -> &DiskAccess {
+    #[must_use]
+    pub fn access(&self) -> &Arc<DiskAccess> {
         &self.shared.access
     }
 
@@ -172,17 +172,21 @@ impl BlkDevice {
     }
 }
 
-/// The queues of a device, for those who have the disk to themselves or reserve it.
-struct BlkQueues(Weak<Reach<Queue>>);
+/// A device, for those who have the disk to themselves, reserve it, or give it another size.
+struct BlkStranger {
+    /// IoThreads use these, so they keep no disk open.
+    queues: Weak<Reach<Queue>>,
+    device: Weak<Shared>,
+}
 
-impl Stranger for BlkQueues {
+impl Stranger for BlkStranger {
     fn is_gone(&self) -> bool {
-        self.0.strong_count() == 0
+        self.queues.strong_count() == 0
     }
 
     fn fence(&self) -> Waiting {
         let (waiting, left) = Waiting::new();
-        if let Some(queues) = self.0.upgrade() {
+        if let Some(queues) = self.queues.upgrade() {
             queues.tell_each(|| {
                 let left: Left = left.clone();
                 Box::new(move |queue| {
@@ -193,6 +197,19 @@ impl Stranger for BlkQueues {
             });
         }
         waiting
+    }
+
+    fn cut_off(&self, size_bytes: u64) {
+        if let Some(device) = self.device.upgrade() {
+            device.source.cut_off(size_bytes);
+        }
+    }
+
+    fn refresh(&self) {
+        if let Some(device) = self.device.upgrade() {
+            // Where it fails, the disk has the size that it had.
+            let _ = device.source.refresh();
+        }
     }
 }
 

@@ -562,7 +562,7 @@ mod tests {
         blk.start_queue(0, scene.thread.io(), &queue);
         let waits = std::thread::spawn({
             let blk = blk.clone();
-            move || blk.finish_begun()
+            move || blk.access().cut_off(SECTORS * SECTOR_BYTES)
         });
         while !queue.fence.is_awaited() && !waits.is_finished() {
             scene.turn(1);

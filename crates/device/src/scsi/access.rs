@@ -33,7 +33,10 @@ pub(crate) trait Peer: Send + Sync {
     /// Does what `how` says with its tasks, except this one.
     fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting>;
 
-    /// The file or device behind the disk may have another size.
+    /// Uses no more than so many bytes of the disk from now on.
+    fn cut_off(&self, size_bytes: u64);
+
+    /// The file or device behind the disk may have another size: its driver is told.
     fn refresh(&self);
 }
 
@@ -45,6 +48,12 @@ pub(crate) trait Stranger: Send + Sync {
     /// From now on its requests ask before they use the disk. The result is
     /// ready when that is so, and those that have begun are answered.
     fn fence(&self) -> Waiting;
+
+    /// As for a [`Peer`].
+    fn cut_off(&self, size_bytes: u64);
+
+    /// The file or device behind the disk may have another size, of which nobody is told here.
+    fn refresh(&self);
 }
 
 /// The tasks of a nexus that are looked for.
@@ -228,11 +237,27 @@ impl DiskAccess {
         meant.for_each(|(_, peer)| peer.add_attention(sense));
     }
 
-    /// The disk has another size: all initiators learn of it.
-    pub(crate) fn refresh(&self) {
-        // Not under the lock, since this asks the file system.
-        let peers = lock(&self.peers).clone();
+    /// The disk has another size: all devices on it take it over, and all initiators learn of it.
+    /// Whoever calls this tells the drivers of virtio-blk. It asks the file system, so it is
+    /// nothing for an IoThread.
+    pub fn refresh(&self) {
+        // Not under the locks, since this takes its time.
+        let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
+        strangers.iter().for_each(|stranger| stranger.refresh());
         peers.iter().for_each(|(_, peer)| peer.refresh());
+    }
+
+    /// The disk is about to lose what is beyond this size: no request of any device on it begins
+    /// there from now on, and those are answered that have begun when this returns. IoThreads
+    /// answer them, so it is nothing for one.
+    pub fn cut_off(&self, size_bytes: u64) {
+        let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
+        strangers.iter().for_each(|stranger| stranger.cut_off(size_bytes));
+        peers.iter().for_each(|(_, peer)| peer.cut_off(size_bytes));
+        let begun = strangers.iter().map(|stranger| stranger.fence());
+        let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(How::Finish, None));
+        let begun: Vec<Waiting> = begun.chain(tasks).collect();
+        begun.iter().for_each(Waiting::wait);
     }
 
     /// Whether no other unit is on the disk.

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use blockio::{DiskSource, Io};
 
-use super::access::Peer;
+use super::access::{DiskAccess, Peer};
 use super::address::{LUN_MAX, UnitAddress, UnitNumber};
 use super::config::{self, FIRST_REQUEST_QUEUE, ScsiOptions};
 use super::event_queue::EventSink;
@@ -129,22 +129,10 @@ impl ScsiDevice {
         Some(RemovedUnit { unit, uses: [used, borrowed] })
     }
 
-    /// The disk of a unit has another size: its driver is told, and those of all other units on the
-    /// disk. This asks the file system, so it is nothing for an IoThread.
-    pub fn capacity_changed(&self, address: UnitAddress) {
-        let access = self.units().at(address, |unit| Arc::clone(&unit.access));
-        if let Some(access) = access {
-            access.refresh();
-        }
-    }
-
-    /// Waits until the requests of a unit are answered that have begun. IoThreads answer them, so
-    /// this is nothing for one.
-    pub fn finish_begun(&self, address: UnitAddress) {
-        let number = self.units().at(address, |unit| unit.number);
-        if let Some(number) = number {
-            self.shared.queues.cover(Which::Unit(number), How::Finish).wait();
-        }
+    /// What a unit shares with other devices on its disk. `None`: there is no unit.
+    #[must_use]
+    pub fn access(&self, address: UnitAddress) -> Option<Arc<DiskAccess>> {
+        self.units().at(address, |unit| Arc::clone(&unit.access))
     }
 
     fn tell(&self, event: impl FnOnce()) {
@@ -303,6 +291,13 @@ impl Peer for UnitPeer {
         let unit = self.number;
         let which = except.map_or(Which::Unit(unit), |task| Which::Others(unit, task));
         Some(self.queues.upgrade()?.cover(which, how))
+    }
+
+    fn cut_off(&self, size_bytes: u64) {
+        let unit = self.device.upgrade().and_then(|device| device.units.borrow(self.address));
+        if let Some(unit) = unit.filter(|unit| unit.number == self.number) {
+            unit.source.cut_off(size_bytes);
+        }
     }
 
     fn refresh(&self) {

@@ -7,6 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use blockio::DiskSource;
 use device::Answer;
 use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,11 +16,11 @@ use rustix::io::Errno;
 use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::order::{Alarm, Answered, Changed, ExportSetup, Order};
+use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
 use crate::log_limit::LogLimit;
-use crate::spec::ExportSpec;
+use crate::spec::{ExportSpec, UnitPlace};
 use crate::status::ExportDetails;
 use crate::subscribers::What;
 
@@ -141,15 +142,20 @@ impl Exports {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
             Order::BeginResize(name, place, answer) => {
-                answer.send(self.find(&name).and_then(|export| export.begin_resize(place)));
+                answer.send(self.begin_resize(&name, place));
             }
             Order::EndChange(id, place, changed, answer) => {
+                let is_size = matches!(changed, Changed::Size);
                 let export = self.list.iter_mut().find(|export| export.id == id);
-                answer.send(match (export, changed) {
+                let left = match (export, changed) {
                     (Some(export), changed) => export.end_change(place, changed),
                     (None, Changed::Unit(_, disk)) => Some(disk),
                     (None, Changed::Nothing | Changed::Removed | Changed::Size) => None,
-                });
+                };
+                if is_size {
+                    self.report_size_to_others(id, place);
+                }
+                answer.send(left);
             }
             Order::Watch(answer) => {
                 answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
@@ -163,6 +169,31 @@ impl Exports {
             Order::Abandon => return Then::Leave,
         }
         Then::GoOn
+    }
+
+    /// Begins to give a disk another size, which is nobody else's to change then, whichever export
+    /// they name.
+    fn begin_resize(
+        &mut self,
+        name: &str,
+        place: Option<UnitPlace>,
+    ) -> Result<ResizingDisk, CommandError> {
+        let disk = self.find(name)?.disk_at(place);
+        let identity = disk.map_or(String::new(), |disk| disk.identity().to_owned());
+        let mut others = self.list.iter();
+        match others.find(|other| !identity.is_empty() && other.resizes(&identity)) {
+            Some(other) => Err(CommandError::DiskBusy(other.spec.name())),
+            None => self.find(name)?.begin_resize(place),
+        }
+    }
+
+    /// Tells others that have the disk at a place of an export that it has another size.
+    fn report_size_to_others(&self, id: u64, place: Option<UnitPlace>) {
+        let export = self.list.iter().find(|export| export.id == id);
+        let identity = export.and_then(|export| export.disk_at(place)).map(DiskSource::identity);
+        if let Some(identity) = identity.filter(|identity| !identity.is_empty()) {
+            self.list.iter().for_each(|other| other.report_size_of(identity, (id, place)));
+        }
     }
 
     fn reserve(&mut self, specs: Vec<ExportSpec>, now: Instant) -> Result<(), CommandError> {

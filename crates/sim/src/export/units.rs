@@ -118,7 +118,9 @@ impl Export {
     pub(crate) fn resized(&self, disk: usize) -> bool {
         let Device::Scsi(scsi) = &self.device else { return false };
         let is_there = self.guest.unit_is_there(disk);
-        scsi.capacity_changed(address(self.index, disk));
+        if let Some(access) = scsi.access(address(self.index, disk)) {
+            access.refresh();
+        }
         is_there
     }
 }

@@ -46,7 +46,7 @@ fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
     // Nor has a unit attention told the truth: that says that it was not carried out.
     if let Device::Scsi(scsi) = &initiator.device {
-        scsi.capacity_changed(UNIT);
+        scsi.access(UNIT).unwrap().refresh();
     }
     let answer = initiator.run_again(&compare_and_write, &pair);
     assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));

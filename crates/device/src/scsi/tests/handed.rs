@@ -10,7 +10,7 @@ fn a_device_goes_on_with_what_its_initiators_have() {
     let awaited = UnitOptions { access: Arc::new(DiskAccess::awaited()), ..options() };
     let mut after = before.beside(&awaited);
     let scsi = Initiator::scsi(&before.device);
-    scsi.capacity_changed(UNIT);
+    scsi.access(UNIT).unwrap().refresh();
     before.access().set_cache_off(true);
     let (state, files) = before.device.hand_over().unwrap();
     assert_eq!(files.len(), 1);

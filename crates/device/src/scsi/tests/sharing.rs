@@ -326,7 +326,7 @@ fn a_unit_that_was_removed_has_no_part_in_its_successor() {
     let mut control = Control::start(&all[1].device);
     let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
     assert_eq!(control.send(&scenes, UNIT_RESET), OK);
-    Initiator::scsi(&all[1].device).capacity_changed(UNIT);
+    Initiator::scsi(&all[1].device).access(UNIT).unwrap().refresh();
     assert!(!all[0].has_answer(), "its disk is held");
     drop(held);
     assert_eq!(responses(&mut all[..1]), [OK]);
@@ -339,7 +339,7 @@ fn another_size_is_told_to_all() {
     let mut all = three();
     let file = std::fs::OpenOptions::new().write(true).open(all[0].disk.path()).unwrap();
     file.set_len(2 * BLOCKS * BLOCK as u64).unwrap();
-    Initiator::scsi(&all[1].device).capacity_changed(UNIT);
+    Initiator::scsi(&all[1].device).access(UNIT).unwrap().refresh();
     assert_eq!(heard(&mut all), [CAPACITY_CHANGED; 3]);
     let last = u32::try_from(2 * BLOCKS - 1).unwrap().to_be_bytes();
     for initiator in &mut all {

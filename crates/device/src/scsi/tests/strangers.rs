@@ -2,7 +2,7 @@
 
 use std::task::{Context, Poll, Waker};
 
-use super::sharing::{three, turn_until};
+use super::sharing::{hold, three, turn_until};
 use super::*;
 use crate::blk::config::BlkOptions;
 use crate::scsi::task_set::TaskId;
@@ -32,8 +32,13 @@ impl BlkGuest {
     }
 
     fn begin(&mut self, request: u32, value: u8) {
+        self.begin_at(request, 0, value);
+    }
+
+    fn begin_at(&mut self, request: u32, sector: u64, value: u8) {
         let mut header = request.to_le_bytes().to_vec();
-        header.resize(16, 0);
+        header.resize(8, 0);
+        header.extend(sector.to_le_bytes());
         header.extend([value; BLOCK]);
         self.scene.memory.write(DATA, &header).unwrap();
         let data = match request {
@@ -56,6 +61,11 @@ impl BlkGuest {
 
     fn run(&mut self, request: u32, value: u8) -> u8 {
         self.begin(request, value);
+        self.end()
+    }
+
+    fn run_at(&mut self, request: u32, sector: u64) -> u8 {
+        self.begin_at(request, sector, 0);
         self.end()
     }
 }
@@ -117,4 +127,44 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
         assert_eq!(all[0].on_disk(0), [value; BLOCK]);
         assert_eq!(guest.run(BLK_IN, 0), BLK_OK);
     }
+}
+
+/// Each has opened the disk by itself.
+#[test]
+fn what_is_cut_off_a_disk_is_used_by_no_device_on_it() {
+    let mut all = three();
+    let last = cdb10(0x28, 0, u32::try_from(BLOCKS).unwrap() - 1, 1);
+    let held = hold(&mut all);
+    let mut guest = BlkGuest::beside(&all[0]);
+    for initiator in &mut all[..2] {
+        initiator.begin(UNIT.bytes(), &last, &[], 512);
+        initiator.scene.turn(10);
+    }
+    let access = all[0].access();
+    let shorter = (BLOCKS - 8) * BLOCK as u64;
+    let cut_off = std::thread::spawn(move || access.cut_off(shorter));
+    for _ in 0..20 {
+        all.iter().for_each(|initiator| initiator.scene.turn(1));
+        guest.scene.turn(1);
+    }
+    assert!(!cut_off.is_finished(), "requests have begun beyond the new end");
+    drop(held);
+    turn_until(&mut all, |_| {
+        guest.scene.turn(1);
+        cut_off.is_finished()
+    });
+    cut_off.join().unwrap();
+    assert!(all[..2].iter_mut().all(Initiator::has_answer), "they have not ended");
+    let _ = [0, 1].map(|place| all[place].end());
+    for initiator in &mut all {
+        assert_eq!(initiator.sense(&last, &[], 512), [5, 0x21, 0]);
+    }
+    assert_eq!(guest.run_at(BLK_IN, BLOCKS - 1), BLK_ERROR);
+    // The file has not become shorter after all.
+    all[0].access().refresh();
+    for initiator in &mut all {
+        assert_eq!(initiator.sense(&[0; 6], &[], 0), [6, 0x2a, 9]);
+        initiator.good(&last, &[], 512);
+    }
+    assert_eq!(guest.run_at(BLK_IN, BLOCKS - 1), BLK_OK);
 }

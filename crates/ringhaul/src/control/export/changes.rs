@@ -94,12 +94,8 @@ impl Export {
                 None
             }
             (Changed::Unit(_, disk), _) => Some(disk),
-            (Changed::Size, device) => {
-                let is_blk = matches!(device, DeviceSpec::Blk(_));
+            (Changed::Size, _) => {
                 self.report_size(place);
-                if is_blk {
-                    self.tell_front_end();
-                }
                 None
             }
             (Changed::Removed, _) => {
@@ -112,13 +108,47 @@ impl Export {
         }
     }
 
+    /// The disk at a place has another size. The device tells initiators.
     fn report_size(&self, unit: Option<UnitPlace>) {
-        let index = match &self.spec.device {
-            DeviceSpec::Blk(_) => Some(0),
-            DeviceSpec::Scsi(units) => units.iter().position(|other| Some(other.place()) == unit),
-        };
-        if let Some(disk) = index.and_then(|index| self.disks.get(index)) {
+        if let Some(disk) = self.disk_at(unit) {
             self.log.report(|| What::Resized { unit, size_bytes: disk.info().size_bytes });
+        }
+        if matches!(self.spec.device, DeviceSpec::Blk(_)) {
+            self.tell_front_end();
+        }
+    }
+
+    /// The disk that the export with number `id` has at a place has another size, and is that of
+    /// this one, too, if it has one of this identity.
+    pub(in crate::control) fn report_size_of(
+        &self,
+        identity: &str,
+        (id, place): (u64, Option<UnitPlace>),
+    ) {
+        for other in self.places() {
+            let is_it = self.disk_at(other).is_some_and(|disk| disk.identity() == identity);
+            if is_it && (self.id, other) != (id, place) {
+                self.report_size(other);
+            }
+        }
+    }
+
+    /// Whether somebody is giving a disk of this identity another size.
+    pub(in crate::control) fn resizes(&self, identity: &str) -> bool {
+        let mut changing = self.changing.iter().filter_map(|place| self.disk_at(*place));
+        changing.any(|disk| disk.identity() == identity)
+    }
+
+    pub(in crate::control) fn disk_at(&self, place: Option<UnitPlace>) -> Option<&DiskSource> {
+        let index = self.places().iter().position(|other| *other == place)?;
+        self.disks.get(index)
+    }
+
+    /// Those of its disks, in their order.
+    fn places(&self) -> Vec<Option<UnitPlace>> {
+        match &self.spec.device {
+            DeviceSpec::Blk(_) => vec![None],
+            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
         }
     }
 
@@ -135,15 +165,11 @@ impl Export {
 
     /// Its disks, to be watched.
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
-        let places: Vec<Option<UnitPlace>> = match &self.spec.device {
-            DeviceSpec::Blk(_) => vec![None],
-            DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
-        };
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
             let (state, loss) = (disk.state(), disk.loss());
             WatchedDisk { export, place, outside: disk.outside(), size_bytes, state, loss }
         };
-        places.into_iter().zip(&self.disks).map(watched).collect()
+        self.places().into_iter().zip(&self.disks).map(watched).collect()
     }
 }
