@@ -18,6 +18,8 @@ pub mod luks;
 pub mod nbd;
 mod null;
 mod outside;
+#[cfg(feature = "qcow2")]
+pub mod qcow2;
 mod raw;
 #[cfg(feature = "rbd")]
 mod rbd;

@@ -123,13 +123,12 @@ impl Info {
         };
         let abilities = source.abilities();
         let chain = source.chain();
-        let format = disk.format().to_owned();
         Self {
             disk,
             size_bytes: info.size_bytes,
             logical_block_bytes: info.logical_block_bytes,
             physical_block_bytes: info.physical_block_bytes,
-            format,
+            format: source.format().to_owned(),
             chain: chain.iter().map(ToString::to_string).collect(),
             cache: open.cache.name(),
             engine,

@@ -20,7 +20,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub use data::{DiskSpec, KeySpec};
+pub use data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub(crate) use words::{Keys, split_at_commas};
@@ -100,6 +100,16 @@ mod tests {
                     r#""over":{"file":"/a"}}}"#
                 ),
                 "luks,key-file=/key,discard=on,over=/a",
+            ),
+            (
+                DiskSpec::parse("qcow2:/a").unwrap(),
+                r#"{"qcow2":{"backing":"beside","over":{"file":"/a"}}}"#,
+                "qcow2,over=/a",
+            ),
+            (
+                DiskSpec::parse("image,format=auto,backing=anywhere,over=/a").unwrap(),
+                r#"{"image":{"format":"auto","backing":"anywhere","over":{"file":"/a"}}}"#,
+                "image,format=auto,backing=anywhere,over=/a",
             ),
             (
                 raw,

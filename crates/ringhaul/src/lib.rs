@@ -31,6 +31,7 @@ mod make_device;
 pub mod memory_limits;
 mod notify;
 mod open_disk;
+mod open_image;
 #[cfg(feature = "luks")]
 mod open_luks;
 pub mod options;

@@ -8,7 +8,8 @@ use blockio::disk::RbdImage;
 use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::disk_spec::RbdSpec;
+use crate::disk_spec::{ImageFormat, RbdSpec};
+use crate::open_image::{Backing, is_image, open_qcow2};
 #[cfg(feature = "luks")]
 use crate::open_luks::open_luks;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
@@ -62,7 +63,8 @@ impl OpenDisk {
         (disk, settings): &(DiskSpec, ExportSettings),
         user: Option<u64>,
     ) -> Result<Self> {
-        let (source, cache) = open(disk, &mut |path| open_file(path, settings, user), settings)?;
+        let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, user);
+        let (source, cache) = open(disk, &mut open_file, settings, Begin::Now)?;
         Ok(Self::new(disk.name(), source, cache))
     }
 
@@ -77,11 +79,13 @@ impl OpenDisk {
         mut file: Option<File>,
         size_bytes: u64,
     ) -> Result<Self> {
-        let mut take = |path: &Path| match file.take() {
-            Some(file) => take_file(file, path, settings),
+        let mut take = |path: &Path, used: FileUse| match file.take() {
+            // The other process reads it too.
+            _ if used == FileUse::Backing => open_file(path, used, settings, None),
+            Some(file) => take_file(file, path, used, settings),
             None => bail!("{} was handed over without a descriptor", path.display()),
         };
-        let (source, cache) = open(disk, &mut take, settings)?;
+        let (source, cache) = open(disk, &mut take, settings, Begin::WithRequests)?;
         if file.is_some() {
             bail!("{disk} came with a descriptor that it has no use for");
         }
@@ -105,51 +109,100 @@ fn is_left_behind(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_seen: false, .. }))
 }
 
-fn disk_options(settings: &ExportSettings, direct: bool, user: Option<u64>) -> DiskOptions {
+/// What is in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FileUse {
+    /// The disk.
+    Disk,
+    /// An image, or a part of one.
+    Image,
+    /// What an image has below it, which is only read.
+    Backing,
+}
+
+/// When what is in a file may be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Begin {
+    Now,
+    /// Until there are some, another process writes to it.
+    WithRequests,
+}
+
+fn disk_options(
+    settings: &ExportSettings,
+    used: FileUse,
+    direct: bool,
+    user: Option<u64>,
+) -> DiskOptions {
+    let is_backing = used == FileUse::Backing;
     DiskOptions {
         direct,
-        read_only: settings.read_only,
+        read_only: settings.read_only || is_backing,
         no_lock: settings.no_lock,
         logical_block_bytes: settings.logical_block_bytes,
-        user,
+        holds_image: used != FileUse::Disk,
+        user: if is_backing { None } else { user },
     }
 }
 
 /// How a file is opened: it is, with a cache.
-type OpenFile<'a> = dyn FnMut(&Path) -> Result<(DiskSource, CacheMode)> + 'a;
+type OpenFile<'a> = dyn FnMut(&Path, FileUse) -> Result<(DiskSource, CacheMode)> + 'a;
 
 /// Opens what a disk is made of, beginning at the bottom.
 fn open(
     disk: &DiskSpec,
     open_file: &mut OpenFile<'_>,
     settings: &ExportSettings,
+    begin: Begin,
 ) -> Result<(DiskSource, CacheMode)> {
     match disk {
-        DiskSpec::File(path) => open_file(path),
+        DiskSpec::File(path) => open_file(path, FileUse::Disk),
         DiskSpec::Null { size_bytes } => {
-            let source = DiskSource::null(*size_bytes, &disk_options(settings, false, None))?;
+            let options = disk_options(settings, FileUse::Disk, false, None);
+            let source = DiskSource::null(*size_bytes, &options)?;
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
         DiskSpec::Nbd(nbd) => {
-            let source = DiskSource::nbd(nbd.options(), &disk_options(settings, false, None))?;
+            let source = DiskSource::nbd(
+                nbd.options(),
+                &disk_options(settings, FileUse::Disk, false, None),
+            )?;
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
         DiskSpec::Rbd(image) => {
             let cache = settings.cache.unwrap_or(CacheMode::None);
-            let options = disk_options(settings, cache.is_direct(), None);
+            let options = disk_options(settings, FileUse::Disk, cache.is_direct(), None);
             Ok((DiskSource::rbd(&rbd_image(image), &options)?, cache))
         }
         DiskSpec::Raw { offset_bytes, size_bytes, over } => {
-            let (below, cache) = open(over, open_file, settings)?;
+            let (below, cache) = open(over, open_file, settings, begin)?;
             Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
         }
         #[cfg(feature = "luks")]
         DiskSpec::Luks { key, header, discard, over } => {
-            let (below, cache) = open(over, open_file, settings)?;
+            let (below, cache) = open(over, open_file, settings, begin)?;
             Ok((open_luks(below, key, header.as_deref(), *discard)?, cache))
         }
         #[cfg(not(feature = "luks"))]
         DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
+        DiskSpec::Qcow2 { backing, over } | DiskSpec::Image { backing, over, .. } => {
+            let in_image = &mut |path: &Path, used: FileUse| match used {
+                FileUse::Disk => open_file(path, FileUse::Image),
+                _ => open_file(path, used),
+            };
+            let (below, cache) = open(over, in_image, settings, begin)?;
+            if let DiskSpec::Image { format: ImageFormat::Auto, .. } = disk
+                && !is_image(&below)?
+            {
+                return Ok((below, cache));
+            }
+            let backing = Backing {
+                image: over.whole_file(),
+                allowed: *backing,
+                open: &mut |path| Ok(open_file(path, FileUse::Backing)?.0),
+            };
+            Ok((open_qcow2(below, backing, begin == Begin::WithRequests)?, cache))
+        }
     }
 }
 
@@ -163,6 +216,7 @@ fn rbd_image(spec: &RbdSpec) -> RbdImage {
 fn take_file(
     file: File,
     path: &Path,
+    used: FileUse,
     settings: &ExportSettings,
 ) -> Result<(DiskSource, CacheMode)> {
     let direct = fcntl_getfl(&file)
@@ -171,24 +225,26 @@ fn take_file(
     let wanted = settings.cache.unwrap_or(CacheMode::None);
     // Where there was no direct I/O, it fell back.
     let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
-    Ok((DiskSource::handed_over(file, path, &disk_options(settings, direct, None))?, cache))
+    Ok((DiskSource::handed_over(file, path, &disk_options(settings, used, direct, None))?, cache))
 }
 
 /// Opens a file as `--cache` says, or without it in the best way that works.
 fn open_file(
     path: &Path,
+    used: FileUse,
     settings: &ExportSettings,
     user: Option<u64>,
 ) -> Result<(DiskSource, CacheMode)> {
     let cache = settings.cache.unwrap_or(CacheMode::None);
-    let error = match DiskSource::file(path, &disk_options(settings, cache.is_direct(), user)) {
+    let error = match DiskSource::file(path, &disk_options(settings, used, cache.is_direct(), user))
+    {
         Ok(source) => return Ok((source, cache)),
         // Whoever has it in use has it in use with the page cache too.
         Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
         Err(error) => error,
     };
     if cache.is_direct()
-        && let Ok(source) = DiskSource::file(path, &disk_options(settings, false, user))
+        && let Ok(source) = DiskSource::file(path, &disk_options(settings, used, false, user))
     {
         if settings.cache.is_some() {
             bail!("{error} (--cache writeback or --cache writethrough)");

@@ -41,6 +41,16 @@ impl DiskSource {
         }
     }
 
+    /// The format of the disk's content on what it lies on.
+    #[must_use]
+    pub fn format(&self) -> &'static str {
+        // A part of something has its format.
+        match self.chain().iter().map(|link| link.kind).find(|kind| *kind != "raw") {
+            Some(kind @ ("luks" | "qcow2")) => kind,
+            _ => "raw",
+        }
+    }
+
     /// What sees from outside how large the disk could be. `None`: that never changes without a
     /// call of [`set_size`](Self::set_size).
     #[must_use]

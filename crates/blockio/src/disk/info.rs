@@ -19,6 +19,9 @@ pub struct DiskOptions {
     /// Neither lock the file nor claim the block device, nor heed the locks of others: whoever says
     /// so keeps other writers away by himself.
     pub no_lock: bool,
+    /// There is an image in the file, whose format says how large the disk is: the file may have
+    /// any length, and is taken for as long as whole blocks of it are.
+    pub holds_image: bool,
     /// Who uses the disk: a number of 62 bits that nobody else on this machine has who may use it
     /// at the same time. Whoever opens it as the same user next waits until the operations of a
     /// process that was killed have ended, which the lock does not tell where the disk is only

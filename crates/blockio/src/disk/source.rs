@@ -85,7 +85,7 @@ impl FileSource {
         is_block_device: bool,
     ) -> Result<(Self, DiskInfo), Error> {
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
-        let size_bytes = size_of(&file).map_err(unusable)?;
+        let mut size_bytes = size_of(&file).map_err(unusable)?;
         let align = Alignment::of(&file, options.direct, is_block_device).ok_or_else(|| {
             unusable("its file system does not support direct I/O; use the page cache".into())
         })?;
@@ -94,6 +94,9 @@ impl FileSource {
         let default = if is_block_device { align.request.max(512) } else { 512 };
         let wanted = options.logical_block_bytes.unwrap_or(default);
         let logical_block_bytes = check_logical_block(wanted)?;
+        if options.holds_image && !is_block_device {
+            size_bytes = size_bytes.next_multiple_of(align.request.max(logical_block_bytes).into());
+        }
         let has_parts = logical_block_bytes < align.request && !options.read_only;
         check_size(size_bytes, logical_block_bytes, has_parts.then_some(align.request))
             .map_err(unusable)?;

@@ -52,6 +52,24 @@ pub enum DiskSpec {
         /// What it lies on.
         over: Box<DiskSpec>,
     },
+    /// The disk in a qcow2 image.
+    Qcow2 {
+        /// Where its backing files may be.
+        #[serde(default)]
+        backing: BackingFiles,
+        /// What the image is in.
+        over: Box<DiskSpec>,
+    },
+    /// The disk in an image whose format is found out.
+    Image {
+        /// The format.
+        format: ImageFormat,
+        /// Where its backing files may be.
+        #[serde(default)]
+        backing: BackingFiles,
+        /// What the image is in.
+        over: Box<DiskSpec>,
+    },
 }
 
 /// Where a secret is. All bytes there belong to it.
@@ -62,6 +80,25 @@ pub enum KeySpec {
     File(PathBuf),
     /// A descriptor that was inherited. It is read once.
     Fd(i32),
+}
+
+/// Where the backing files of an image may be, which the image itself names.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum BackingFiles {
+    /// In the folder of the image, or in one of the folders there.
+    #[default]
+    Beside,
+    /// Anywhere: the image is trusted.
+    Anywhere,
+}
+
+/// How the format of an image is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageFormat {
+    /// From what is in it. What has no format then can only be read.
+    Auto,
 }
 
 impl DiskSpec {
@@ -77,16 +114,10 @@ impl DiskSpec {
     pub(crate) fn layers(&self) -> usize {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => 1,
-            Self::Raw { over, .. } | Self::Luks { over, .. } => 1 + over.layers(),
-        }
-    }
-
-    /// The format that its data has on what it lies on.
-    pub(crate) fn format(&self) -> &'static str {
-        match self {
-            Self::Luks { .. } => "luks",
-            Self::Raw { over, .. } => over.format(),
-            Self::File(_) | Self::Null { .. } | Self::Nbd(_) | Self::Rbd(_) => "raw",
+            Self::Raw { over, .. }
+            | Self::Luks { over, .. }
+            | Self::Qcow2 { over, .. }
+            | Self::Image { over, .. } => 1 + over.layers(),
         }
     }
 
@@ -99,7 +130,9 @@ impl DiskSpec {
             | Self::Nbd(_)
             | Self::Rbd(_)
             | Self::Raw { .. }
-            | Self::Luks { .. } => None,
+            | Self::Luks { .. }
+            | Self::Qcow2 { .. }
+            | Self::Image { .. } => None,
         }
     }
 
@@ -112,7 +145,10 @@ impl DiskSpec {
         match self {
             Self::File(_) | Self::Null { .. } | Self::Rbd(_) => Ok(()),
             Self::Nbd(nbd) => nbd.check(),
-            Self::Raw { over, .. } | Self::Luks { over, .. } => over.check(),
+            Self::Raw { over, .. }
+            | Self::Luks { over, .. }
+            | Self::Qcow2 { over, .. }
+            | Self::Image { over, .. } => over.check(),
         }
     }
 
@@ -132,12 +168,14 @@ impl DiskSpec {
             Self::Rbd(image) => {
                 image.conf.iter_mut().chain(&mut image.keyring).try_for_each(change)
             }
-            Self::Raw { over, .. } => over.change_paths(change),
             Self::Luks { key, header, over, .. } => {
                 if let KeySpec::File(path) = key {
                     change(path)?;
                 }
                 header.iter_mut().try_for_each(&mut *change)?;
+                over.change_paths(change)
+            }
+            Self::Raw { over, .. } | Self::Qcow2 { over, .. } | Self::Image { over, .. } => {
                 over.change_paths(change)
             }
         }
@@ -158,6 +196,8 @@ impl fmt::Display for DiskSpec {
                 write!(f, "all from byte {offset_bytes} on of {over}")
             }
             Self::Luks { over, .. } => write!(f, "LUKS on {over}"),
+            Self::Qcow2 { over, .. } => write!(f, "qcow2 image {over}"),
+            Self::Image { over, .. } => write!(f, "image {over}"),
         }
     }
 }

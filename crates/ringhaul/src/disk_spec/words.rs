@@ -10,7 +10,7 @@ use std::str::FromStr;
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul_options::parse_size;
 
-use super::data::{DiskSpec, KeySpec};
+use super::data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
 
@@ -130,6 +130,39 @@ const KINDS: &[Kind] = &[
                 header: words.take("header").map(PathBuf::from),
                 discard: words.take_switch("discard")?,
                 over: words.take_over("luks,key-file=disk.key,over=file,path=disk.img")?,
+            })
+        },
+    },
+    Kind {
+        name: "qcow2",
+        keys: &["path", "backing", OVER],
+        schemes: &[],
+        read_short: |text, words| words.add("path", after_scheme(text)),
+        make: |mut words| {
+            Ok(DiskSpec::Qcow2 {
+                backing: words.take_backing()?,
+                over: words.take_file_or_over("qcow2,path=disk.qcow2")?,
+            })
+        },
+    },
+    Kind {
+        name: "image",
+        keys: &["path", "format", "backing", OVER],
+        schemes: &[],
+        read_short: |_, _| bail!("disk kind image has no short form"),
+        make: |mut words| {
+            let format = match words.take("format").as_deref() {
+                Some("auto") => ImageFormat::Auto,
+                Some(other) => bail!(
+                    "format={other}: an image is of a kind only if its format is to be found out \
+                     (format=auto); name other formats as the kind, as in qcow2,path=disk.qcow2"
+                ),
+                None => bail!("it needs a format, as in image,format=auto,path=disk.img"),
+            };
+            Ok(DiskSpec::Image {
+                format,
+                backing: words.take_backing()?,
+                over: words.take_file_or_over("image,format=auto,path=disk.img")?,
             })
         },
     },
@@ -267,6 +300,23 @@ impl Words {
         }
     }
 
+    fn take_backing(&mut self) -> Result<BackingFiles> {
+        match self.take("backing").as_deref() {
+            None | Some("beside") => Ok(BackingFiles::Beside),
+            Some("anywhere") => Ok(BackingFiles::Anywhere),
+            Some(other) => bail!("backing={other} is not known (expected: beside, anywhere)"),
+        }
+    }
+
+    /// The disk below, which may be named by the path of a file.
+    fn take_file_or_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
+        match self.take("path") {
+            Some(_) if self.over.is_some() => bail!("path and {OVER} are two disks; leave one out"),
+            Some(path) => Ok(Box::new(DiskSpec::File(path.into()))),
+            None => self.take_over(example),
+        }
+    }
+
     fn take_over(&mut self, example: &str) -> Result<Box<DiskSpec>> {
         self.over.take().with_context(|| format!("it lies over a disk; name it, as in {example}"))
     }
@@ -401,7 +451,7 @@ mod tests {
         for (bad, expected) in [
             (
                 "qcow3,path=x",
-                "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw, luks; or the",
+                "unknown disk kind 'qcow3' (expected: file, null, nbd, rbd, raw, luks, qcow2,",
             ),
             ("rbd9:x", "unknown disk kind 'rbd9'"),
             ("raw,offset=1M", "it lies over a disk; name it"),
@@ -417,6 +467,11 @@ mod tests {
             ("luks,key-fd=x,over=/a", "the number of a descriptor"),
             ("luks,key-fd=3,discard=yes,over=/a", "discard is 'yes' (expected: on, off)"),
             ("luks,key=secret,over=/a", "unknown key 'key' of disk kind luks"),
+            ("qcow2,backing=yes,path=/a", "backing=yes is not known"),
+            ("qcow2,path=/a,over=/b", "path and over are two disks"),
+            ("qcow2", "it lies over a disk; name it, as in qcow2,path=disk.qcow2"),
+            ("image,path=/a", "it needs a format"),
+            ("image,format=qcow2,path=/a", "name other formats as the kind"),
             ("null,size", "'size' is not of the form KEY=VALUE"),
             ("null,size=x", "size: "),
             ("rbd,pool=p", "an image needs a name"),

@@ -1,0 +1,201 @@
+//! Layer `qcow2`: images of QEMU's format, and what they lie over.
+//!
+//! The format is imago's affair. Its images are bound to one thread, so each image has an owner, a
+//! thread with a loop (`owner.rs`). Most requests never get there: a table that all threads read
+//! says where plain data lies, and requests for it go straight to the file, by the engine of their
+//! IoThread (`attached.rs`). The owner is asked where something is, and does what changes that:
+//! it finds space for what is written first, and gives space back.
+
+mod attached;
+mod core;
+mod header;
+mod owner;
+mod storage;
+mod table;
+mod uses;
+
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use attached::Qcow2Disk;
+pub use core::Layer;
+use core::{Core, refused};
+pub use header::{BackingFile, ImageHeader};
+use owner::{Image, Job};
+use storage::Store;
+use table::{LAYERS_MAX, Table};
+
+use super::info::{Abilities, DiskInfo, DiskState, Link};
+use super::outside::Outside;
+use super::seam::{OtherDisk, OtherSource};
+use super::source::FileSource;
+use super::{DiskSource, SourceKind};
+use crate::config::EngineKind;
+use crate::error::Error;
+use crate::io::Io;
+
+impl DiskSource {
+    /// The disk in a qcow2 image. The first layer is the image, the next one what that has as its
+    /// backing file, and so on. With `is_deferred` nothing of it is read until the first request:
+    /// another process may still write to it.
+    ///
+    /// # Errors
+    ///
+    /// When the image is damaged, or has more than 32 layers.
+    pub fn qcow2(layers: Vec<Layer>, is_deferred: bool) -> Result<Self, Error> {
+        let Some(Layer { source, header: Some(header) }) = layers.first() else {
+            return Err(Error::Options("an image has a header".to_owned()));
+        };
+        let (source, header) = (source.clone(), header.clone());
+        if layers.len() > LAYERS_MAX {
+            let reason = format!(
+                "it has {} layers of backing files, and at most {LAYERS_MAX} can be; merge some \
+                 with `qemu-img commit`",
+                layers.len()
+            );
+            return Err(refused(&source, reason));
+        }
+        let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
+        let unit = headers.map(|header| header.cluster_bytes).min();
+        let table = Table::new(unit.unwrap_or(header.cluster_bytes));
+        if header.size_bytes > table.bytes_max() {
+            let reason = format!("a disk of {} bytes is too large", header.size_bytes);
+            return Err(refused(&source, reason));
+        }
+        let below = source.info();
+        let info = DiskInfo { size_bytes: header.size_bytes, ..below };
+        let core = Arc::new(Core {
+            table,
+            top: Store::new(0, source.clone()),
+            layers,
+            cluster_bytes: header.cluster_bytes.into(),
+            has_zero_clusters: header.has_zero_clusters(),
+            size_bytes: AtomicU64::new(header.size_bytes),
+            committed: AtomicU64::new(0),
+            stable: AtomicU64::new(0),
+            users: Mutex::default(),
+        });
+        let image = Image { owner: owner::start(&core)?, core };
+        if !is_deferred {
+            owner::ask_and_wait(&image.owner, Job::Open)
+                .map_err(|error| refused(&source, format!("it cannot be opened: {error}")))?;
+        }
+        let identity = match source.identity() {
+            "" => String::new(),
+            file => format!("{file}, qcow2"),
+        };
+        let source = Qcow2Source { image: Arc::new(image), identity };
+        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+    }
+}
+
+struct Qcow2Source {
+    image: Arc<Image>,
+    identity: String,
+}
+
+impl std::fmt::Debug for Qcow2Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Qcow2Source").field(&self.image.core.layers).finish()
+    }
+}
+
+impl Qcow2Source {
+    fn below(&self) -> &DiskSource {
+        self.image.core.source()
+    }
+}
+
+impl OtherSource for Qcow2Source {
+    fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
+        Box::new(Qcow2Disk::new(&self.image, io, engine))
+    }
+
+    fn chain(&self) -> Vec<Link> {
+        let mut chain = Vec::new();
+        for (index, layer) in self.image.core.layers.iter().enumerate() {
+            let role = if index == 0 { "" } else { ", backing file" };
+            match &layer.header {
+                Some(header) => {
+                    let place = format!("clusters of {} bytes{role}", header.cluster_bytes);
+                    chain.push(Link { kind: "qcow2", place });
+                }
+                None => chain.push(Link { kind: "raw", place: "backing file".to_owned() }),
+            }
+            chain.extend(layer.source.chain());
+        }
+        chain
+    }
+
+    fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    fn abilities(&self) -> Abilities {
+        let below = self.below().abilities();
+        Abilities { discard: true, zeroes: true, resize: true, snapshots: false, ..below }
+    }
+
+    fn discard_bytes(&self) -> Option<u32> {
+        u32::try_from(self.image.core.cluster_bytes).ok()
+    }
+
+    fn local(&self) -> Option<&FileSource> {
+        self.below().local()
+    }
+
+    fn state(&self) -> DiskState {
+        let states = self.image.core.layers.iter().map(|layer| layer.source.state());
+        states.into_iter().find(|state| *state != DiskState::Ready).unwrap_or(DiskState::Ready)
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.below().remark()
+    }
+
+    fn give_up(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
+    }
+
+    fn outside(&self) -> Option<Arc<Outside>> {
+        None
+    }
+
+    fn find_size(&self) -> Result<u64, Error> {
+        Ok(self.image.core.size_bytes.load(Ordering::Relaxed))
+    }
+
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        let core = &self.image.core;
+        let (info, now) = (self.below().info(), core.size_bytes.load(Ordering::Relaxed));
+        let reason = if info.read_only {
+            "it is open for reading only; resize it with `qemu-img resize`, and open it again"
+                .to_owned()
+        } else if size_bytes < now {
+            "an image that is in use can only grow; shrink it with `qemu-img resize --shrink` when \
+             it is not"
+                .to_owned()
+        } else if !size_bytes.is_multiple_of(info.logical_block_bytes.into()) {
+            let block = info.logical_block_bytes;
+            format!("{size_bytes} bytes are not a multiple of the logical block of {block}")
+        } else if size_bytes > core.table.bytes_max() {
+            format!("a disk of {size_bytes} bytes is too large")
+        } else {
+            return Ok(());
+        };
+        Err(refused(self.below(), reason))
+    }
+
+    fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
+        owner::ask_and_wait(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
+            refused(self.below(), format!("it cannot be given {size_bytes} bytes: {error}"))
+        })?;
+        self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn adopt_size(&self, size_bytes: u64) {
+        self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
+    }
+}

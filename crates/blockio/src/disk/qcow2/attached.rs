@@ -1,0 +1,225 @@
+//! An image on one IoThread: requests go to its files where the table says where, and else to the
+//! owner.
+
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use iomem::Buffers;
+
+use super::owner::{Image, Job, ask};
+use super::table::{Place, Run};
+use super::uses::{Use, Uses};
+use crate::config::EngineKind;
+use crate::disk::Disk;
+use crate::disk::info::{Extent, ExtentKind, Unfinished};
+use crate::disk::seam::{OtherDisk, Request};
+use crate::io::Io;
+
+/// The most that moves through the owner at once, for one request.
+const PIECE_BYTES: usize = 256 << 10;
+
+pub(super) struct Qcow2Disk {
+    image: Arc<Image>,
+    io: Rc<Io>,
+    /// From the top.
+    layers: Vec<Disk>,
+    uses: Arc<Uses>,
+}
+
+impl Qcow2Disk {
+    pub(super) fn new(image: &Arc<Image>, io: &Rc<Io>, engine: Option<EngineKind>) -> Self {
+        let uses = Arc::new(Uses::default());
+        image.core.add_user(io.remote(), &uses);
+        let sources = image.core.layers.iter();
+        let layers = sources.map(|layer| layer.source.attach_with(io, engine)).collect();
+        Self { image: Arc::clone(image), io: Rc::clone(io), layers, uses }
+    }
+
+    fn run(&self, offset: u64, len: u64) -> Run {
+        self.image.core.table.run(offset, len)
+    }
+
+    /// Has the owner do something, and yields the data that it has read.
+    async fn have(&self, job: Job) -> io::Result<Vec<u8>> {
+        let data = Arc::new(Mutex::new(Vec::new()));
+        let (op, completer) = self.io.foreign_op(Buffers::empty());
+        ask(&self.image.owner, job, &data, completer);
+        op.await.result?;
+        let mut data = data.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(std::mem::take(&mut *data))
+    }
+
+    /// Memory that says when it is not used any more.
+    fn used(&self, mut buffers: Buffers) -> Buffers {
+        if self.image.core.is_writable() {
+            buffers.keep(Use::begin(&self.uses));
+        }
+        buffers
+    }
+
+    async fn read_parts(&self, mut offset: u64, mut rest: Buffers) -> Result<(), Unfinished> {
+        while !rest.is_empty() {
+            match self.read_part(offset, &rest).await {
+                Ok(bytes) => {
+                    rest.advance(bytes);
+                    offset += bytes as u64;
+                }
+                Err(error) => return Err(Unfinished { error, rest }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads some of the first bytes, or finds out where they are.
+    async fn read_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
+        let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
+        let bytes: usize = iomem::fits(bytes, "a part of a request");
+        let mut part = rest.again();
+        part.truncate(bytes);
+        match place {
+            Place::Unknown => {
+                self.have(Job::Find(range(offset, rest.bytes()))).await?;
+                return Ok(0);
+            }
+            Place::Data { layer, offset, .. } => {
+                self.layers[layer].read(offset, self.used(part)).await?;
+            }
+            Place::Zero => part.zero_from(0),
+            Place::Owner => {
+                let bytes = bytes.min(PIECE_BYTES);
+                let data = self.have(Job::Read(range(offset, bytes))).await?;
+                part.copy_from(0, &data);
+                return Ok(bytes);
+            }
+        }
+        Ok(bytes)
+    }
+
+    async fn write_parts(
+        &self,
+        mut offset: u64,
+        mut rest: Buffers,
+        fua: bool,
+    ) -> Result<(), Unfinished> {
+        while !rest.is_empty() {
+            match self.write_part(offset, &rest).await {
+                Ok(bytes) => {
+                    rest.advance(bytes);
+                    offset += bytes as u64;
+                }
+                Err(error) => return Err(Unfinished { error, rest }),
+            }
+        }
+        match fua {
+            true => self.flush_all().await.map_err(|error| Unfinished { error, rest }),
+            false => Ok(()),
+        }
+    }
+
+    async fn write_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
+        let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
+        let bytes: usize = iomem::fits(bytes, "a part of a request");
+        match place {
+            Place::Unknown => {
+                self.have(Job::Find(range(offset, rest.bytes()))).await?;
+                Ok(0)
+            }
+            Place::Data { layer, offset, writable: true } => {
+                let mut part = rest.again();
+                part.truncate(bytes);
+                self.layers[layer].write(offset, self.used(part), false).await?;
+                Ok(bytes)
+            }
+            _ => {
+                let mut data = vec![0; bytes.min(PIECE_BYTES)];
+                rest.copy_to(0, &mut data);
+                self.have(Job::Write(offset, data)).await?;
+                Ok(bytes.min(PIECE_BYTES))
+            }
+        }
+    }
+
+    /// What the owner has committed was written to the same file.
+    async fn flush_all(&self) -> io::Result<()> {
+        let core = &self.image.core;
+        let committed = core.committed.load(Ordering::Acquire);
+        self.layers[0].flush().await?;
+        core.stable.fetch_max(committed, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Whether a flush has covered all changes of the tables.
+    fn is_stable(&self) -> bool {
+        let core = &self.image.core;
+        core.stable.load(Ordering::Acquire) == core.committed.load(Ordering::Acquire)
+    }
+
+    async fn find_extent(&self, offset: u64, len: u64) -> io::Result<Extent> {
+        loop {
+            let Run { place, bytes } = self.run(offset, len);
+            let kind = match place {
+                Place::Unknown => {
+                    let end = offset + bytes;
+                    self.have(Job::Find(offset..end)).await?;
+                    continue;
+                }
+                Place::Zero => ExtentKind::Hole,
+                Place::Data { .. } | Place::Owner => ExtentKind::Data,
+            };
+            return Ok(Extent { bytes, kind });
+        }
+    }
+}
+
+fn range(offset: u64, bytes: usize) -> Range<u64> {
+    offset..offset + bytes as u64
+}
+
+impl OtherDisk for Qcow2Disk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        let len = buffers.bytes() as u64;
+        if let Run { place: Place::Data { layer, offset, .. }, bytes } = self.run(offset, len)
+            && bytes == len
+        {
+            return Box::pin(self.layers[layer].read(offset, self.used(buffers)));
+        }
+        Box::pin(self.read_parts(offset, buffers))
+    }
+
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        let len = buffers.bytes() as u64;
+        if let Run { place: Place::Data { layer, offset, writable: true }, bytes } =
+            self.run(offset, len)
+            && bytes == len
+            && (!fua || self.is_stable())
+        {
+            return Box::pin(self.layers[layer].write(offset, self.used(buffers), fua));
+        }
+        Box::pin(self.write_parts(offset, buffers, fua))
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.flush_all())
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        Box::pin(async move { self.have(Job::Discard(offset..offset + len)).await.map(drop) })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
+        let job = Job::Zero { range: offset..offset + len, may_unmap };
+        Box::pin(async move { self.have(job).await.map(drop) })
+    }
+
+    fn block_status(&self, offset: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(self.find_extent(offset, len))
+    }
+}

@@ -1,0 +1,135 @@
+//! What all threads know about an image, and what it is made of.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::header::{self, BackingFile, ImageHeader};
+use super::storage::Store;
+use super::table::Table;
+use super::uses::Uses;
+use crate::config::IoThreadConfig;
+use crate::disk::DiskSource;
+use crate::error::Error;
+use crate::io_thread::IoThread;
+use crate::remote::Remote;
+
+/// What an image lies on: itself, or a disk that it has below it.
+#[derive(Debug)]
+pub struct Layer {
+    pub(super) source: DiskSource,
+    /// `None`: it is no image, and its bytes are those of the disk.
+    pub(super) header: Option<ImageHeader>,
+}
+
+impl Layer {
+    /// A qcow2 image.
+    ///
+    /// # Errors
+    ///
+    /// When it is none, or one that cannot be used.
+    pub fn qcow2(source: DiskSource) -> Result<Self, Error> {
+        let Some(header) = source.image_header()? else {
+            let reason = "it is no qcow2 image; name it as raw, or make one with `qemu-img create \
+                          -f qcow2`";
+            return Err(refused(&source, reason.to_owned()));
+        };
+        let info = source.info();
+        let checked = header.check(info.read_only, info.logical_block_bytes);
+        checked.map_err(|reason| refused(&source, reason))?;
+        Ok(Self { source, header: Some(header) })
+    }
+
+    /// A disk without a format, at the bottom.
+    #[must_use]
+    pub fn raw(source: DiskSource) -> Self {
+        Self { source, header: None }
+    }
+
+    /// What the image names as its backing file.
+    #[must_use]
+    pub fn backing(&self) -> Option<&BackingFile> {
+        self.header.as_ref()?.backing.as_ref()
+    }
+
+    /// What it is.
+    #[must_use]
+    pub fn source(&self) -> &DiskSource {
+        &self.source
+    }
+}
+
+pub(super) fn refused(source: &DiskSource, reason: String) -> Error {
+    let disk = source.chain().first().map(ToString::to_string).unwrap_or_default();
+    Error::Disk { disk, reason }
+}
+
+impl DiskSource {
+    /// The header of the qcow2 image that begins where this disk does. `None`: there is none.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, or is damaged.
+    pub fn image_header(&self) -> Result<Option<ImageHeader>, Error> {
+        let thread = IoThread::new(&IoThreadConfig::default())?;
+        let disk = self.attach(thread.io());
+        let block = u64::from(self.info().logical_block_bytes);
+        let read = |end: u64| {
+            let end = end.next_multiple_of(block).min(self.info().size_bytes);
+            let read = async {
+                let mut front = Vec::new();
+                while (front.len() as u64) < end {
+                    let at = front.len() as u64;
+                    front.extend(disk.read_part(at, end - at).await?.to_vec());
+                }
+                Ok::<_, std::io::Error>(front)
+            };
+            let cannot = |error| refused(self, format!("its header cannot be read: {error}"));
+            thread.block_on(read)?.map_err(cannot)
+        };
+        let wrong = |reason| refused(self, reason);
+        let Some(bytes) = header::header_bytes(&read(block)?) else { return Ok(None) };
+        let front = read(bytes.map_err(wrong)?)?;
+        header::parse(&front).map(Some).map_err(wrong)
+    }
+}
+
+/// What all threads know about an image.
+pub(super) struct Core {
+    pub(super) table: Table,
+    pub(super) top: Store,
+    pub(super) layers: Vec<Layer>,
+    pub(super) cluster_bytes: u64,
+    pub(super) has_zero_clusters: bool,
+    pub(super) size_bytes: AtomicU64,
+    /// How often the owner has written to the tables of the image, and how much of that a flush
+    /// has covered.
+    pub(super) committed: AtomicU64,
+    pub(super) stable: AtomicU64,
+    /// The IoThreads that use what the table says.
+    pub(super) users: Mutex<Vec<(Remote, Weak<Uses>)>>,
+}
+
+impl Core {
+    pub(super) fn source(&self) -> &DiskSource {
+        &self.layers[0].source
+    }
+
+    pub(super) fn is_writable(&self) -> bool {
+        !self.source().info().read_only
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.source().chain().first().map(ToString::to_string).unwrap_or_default()
+    }
+
+    pub(super) fn add_user(&self, remote: Remote, uses: &Arc<Uses>) {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        users.retain(|(_, uses)| uses.strong_count() > 0);
+        users.push((remote, Arc::downgrade(uses)));
+    }
+
+    pub(super) fn users(&self) -> Vec<(Remote, Arc<Uses>)> {
+        let users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        users.iter().filter_map(|(remote, uses)| Some((remote.clone(), uses.upgrade()?))).collect()
+    }
+}

@@ -1,0 +1,265 @@
+//! The header of a qcow2 image, as far as it decides whether and how the image is opened.
+
+use std::fmt::Write as _;
+
+/// The first bytes of an image.
+const MAGIC: &[u8] = b"QFI\xfb";
+
+/// Cluster sizes that the format has, as powers of two.
+const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+
+/// The longest name of a backing file.
+const NAME_BYTES_MAX: usize = 1023;
+
+const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+
+/// What the header of a qcow2 image says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageHeader {
+    /// The size of the disk in it.
+    pub size_bytes: u64,
+    /// The unit in which it has space.
+    pub cluster_bytes: u32,
+    /// The image or disk that has what this one has not.
+    pub backing: Option<BackingFile>,
+    version: u32,
+    incompatible: u64,
+    is_encrypted: bool,
+    snapshots: u32,
+}
+
+/// The backing file of an image, in the words of the image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackingFile {
+    /// Its name: an absolute path, or one that is relative to the folder of the image.
+    pub name: String,
+    /// Its format, such as `qcow2` or `raw`.
+    pub format: Option<String>,
+}
+
+/// How many bytes from the front the header lies in. `None`: these are no qcow2 image.
+pub(super) fn header_bytes(front: &[u8]) -> Option<Result<u64, String>> {
+    if !front.starts_with(MAGIC) {
+        return None;
+    }
+    Some(cluster_bits(front).map(|bits| 1 << bits))
+}
+
+fn cluster_bits(front: &[u8]) -> Result<u32, String> {
+    let bits = u32_at(front, 20)?;
+    match CLUSTER_BITS.contains(&bits) {
+        true => Ok(bits),
+        false => Err(format!("its header has clusters of 2^{bits} bytes, which qcow2 has not")),
+    }
+}
+
+/// The header at the front of an image; `front` has at least its first cluster.
+pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
+    let version = u32_at(front, 4)?;
+    if version != 2 && version != 3 {
+        return Err(format!("it is of version {version} of qcow2; versions 2 and 3 can be used"));
+    }
+    let cluster_bytes = 1 << cluster_bits(front)?;
+    let (incompatible, header_bytes) = match version {
+        2 => (0, 72),
+        _ => (u64_at(front, 72)?, u32_at(front, 100)?),
+    };
+    let backing = backing_name(front)?.map(|name| {
+        let format = backing_format(front, header_bytes)?;
+        Ok::<_, String>(BackingFile { name, format })
+    });
+    Ok(ImageHeader {
+        size_bytes: u64_at(front, 24)?,
+        cluster_bytes,
+        backing: backing.transpose()?,
+        version,
+        incompatible,
+        is_encrypted: u32_at(front, 32)? != 0,
+        snapshots: u32_at(front, 60)?,
+    })
+}
+
+fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
+    let (offset, len) = (u64_at(front, 8)?, u32_at(front, 16)?);
+    if offset == 0 || len == 0 {
+        return Ok(None);
+    }
+    let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    let name = offset.checked_add(len).and_then(|end| front.get(offset..end));
+    let name = name.filter(|name| name.len() <= NAME_BYTES_MAX && !name.contains(&0));
+    let name = name.and_then(|name| std::str::from_utf8(name).ok());
+    let name = name.ok_or("the name of its backing file is damaged; repair it with qemu-img")?;
+    Ok(Some(name.to_owned()))
+}
+
+fn backing_format(front: &[u8], header_bytes: u32) -> Result<Option<String>, String> {
+    let mut at = usize::try_from(header_bytes).unwrap_or(usize::MAX);
+    loop {
+        let (kind, len) = (u32_at(front, at)?, u32_at(front, at.saturating_add(4))?);
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let data = at.saturating_add(8)..at.saturating_add(8).saturating_add(len);
+        match kind {
+            0 => return Ok(None),
+            EXTENSION_BACKING_FORMAT => {
+                let name = front.get(data).and_then(|name| std::str::from_utf8(name).ok());
+                return Ok(Some(name.ok_or(TOO_SHORT)?.to_owned()));
+            }
+            _ => at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?,
+        }
+    }
+}
+
+const TOO_SHORT: &str = "its header is damaged: it does not end in the first cluster";
+
+fn u32_at(front: &[u8], at: usize) -> Result<u32, String> {
+    let bytes = front.get(at..).and_then(|rest| rest.first_chunk());
+    Ok(u32::from_be_bytes(*bytes.ok_or(TOO_SHORT)?))
+}
+
+fn u64_at(front: &[u8], at: usize) -> Result<u64, String> {
+    let bytes = front.get(at..).and_then(|rest| rest.first_chunk());
+    Ok(u64::from_be_bytes(*bytes.ok_or(TOO_SHORT)?))
+}
+
+impl ImageHeader {
+    /// Whether clusters that read as zeroes need no data.
+    pub(super) fn has_zero_clusters(&self) -> bool {
+        self.version >= 3
+    }
+
+    /// Says what is in the way of using the image, and what to do about it.
+    pub(super) fn check(&self, read_only: bool, logical_block_bytes: u32) -> Result<(), String> {
+        if self.is_encrypted {
+            return Err("it is encrypted, which is not supported; convert it with `qemu-img \
+                        convert` to an image that is not"
+                .into());
+        }
+        self.check_features()?;
+        if self.snapshots > 0 && !read_only {
+            return Err(format!(
+                "it has {} internal snapshots, and such images can only be read; delete them with \
+                 `qemu-img snapshot -d`, or open it read-only",
+                self.snapshots
+            ));
+        }
+        if self.cluster_bytes < logical_block_bytes {
+            return Err(format!(
+                "its clusters of {} bytes are smaller than a logical block of \
+                 {logical_block_bytes}; choose a smaller block",
+                self.cluster_bytes
+            ));
+        }
+        if self.size_bytes == 0 || !self.size_bytes.is_multiple_of(logical_block_bytes.into()) {
+            return Err(format!(
+                "the disk in it has {} bytes, which is not a multiple of the logical block of \
+                 {logical_block_bytes}; change it with `qemu-img resize`",
+                self.size_bytes
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_features(&self) -> Result<(), String> {
+        let mut unknown = String::new();
+        for bit in (0..64).filter(|bit| self.incompatible & (1 << bit) != 0) {
+            match bit {
+                0 => {
+                    return Err(
+                        "it was not closed by its last user, who had its reference counts \
+                                in memory (lazy_refcounts); repair it with `qemu-img check -r all`"
+                            .into(),
+                    );
+                }
+                1 => {
+                    return Err("it is marked as corrupt; look at it with `qemu-img check`".into());
+                }
+                2 => unknown += "an external data file, ",
+                3 => unknown += "compression other than zlib (such as zstd), ",
+                4 => unknown += "extended L2 entries (subclusters), ",
+                bit => write!(unknown, "feature bit {bit}, ").unwrap_or(()),
+            }
+        }
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        Err(format!(
+            "it has {}which is not supported; convert it with `qemu-img convert -O qcow2`",
+            unknown
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(change: impl FnOnce(&mut Vec<u8>)) -> Result<ImageHeader, String> {
+        let mut front = vec![0; 65_536];
+        front[..4].copy_from_slice(MAGIC);
+        front[7] = 3;
+        front[23] = 16;
+        front[24..32].copy_from_slice(&(1u64 << 30).to_be_bytes());
+        front[103] = 104;
+        change(&mut front);
+        parse(&front)
+    }
+
+    fn with_backing(front: &mut [u8]) {
+        front[104..108].copy_from_slice(&EXTENSION_BACKING_FORMAT.to_be_bytes());
+        front[111] = 3;
+        front[112..115].copy_from_slice(b"raw");
+        front[14..16].copy_from_slice(&512u16.to_be_bytes());
+        front[19] = 8;
+        front[512..520].copy_from_slice(b"base.img");
+    }
+
+    #[test]
+    fn a_header_is_understood() {
+        let header = image(|front| with_backing(front)).unwrap();
+        assert_eq!((header.size_bytes, header.cluster_bytes), (1 << 30, 65_536));
+        let format = Some("raw".to_owned());
+        assert_eq!(header.backing, Some(BackingFile { name: "base.img".into(), format }));
+        header.check(false, 512).unwrap();
+        assert!(header_bytes(b"not an image at all, but something").is_none());
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_refused_with_a_word() {
+        for (at, byte, expected) in [
+            (79, 1, "qemu-img check -r all"),
+            (79, 2, "marked as corrupt"),
+            (79, 4, "an external data file"),
+            (79, 8, "zstd"),
+            (79, 16, "extended L2"),
+            (72, 128, "feature bit 63"),
+            (35, 2, "encrypted"),
+            (63, 2, "2 internal snapshots"),
+            (31, 1, "not a multiple of the logical block"),
+            (23, 8, "which qcow2 has not"),
+        ] {
+            let made = image(|front| front[at] = byte);
+            let error = made.and_then(|header| header.check(false, 512)).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        image(|front| front[63] = 2).unwrap().check(true, 512).unwrap();
+        assert!(image(|front| front[7] = 4).unwrap_err().contains("version 4"));
+    }
+
+    #[test]
+    fn a_damaged_header_is_refused_wherever_it_ends() {
+        let mut front = vec![0; 65_536];
+        image(|made| {
+            with_backing(made);
+            front.copy_from_slice(made);
+        })
+        .unwrap();
+        for len in 0..520 {
+            assert!(parse(&front[..len]).is_err(), "{len} bytes were enough");
+        }
+        front[108..112].fill(0xff);
+        assert!(parse(&front).is_err());
+        front[8..16].fill(0xff);
+        assert!(parse(&front).is_err());
+    }
+}

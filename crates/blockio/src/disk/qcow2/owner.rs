@@ -1,0 +1,451 @@
+//! The owner of an image: a thread with a loop of its own, which alone knows imago. It says where
+//! data lies, and does what changes that.
+//!
+//! A write that is answered must be there after this process was killed, though nobody has
+//! flushed: who has written it may go on with the next process. So what a request changes in the
+//! tables of the image is in the file before the request is answered, and before others may use it.
+//! Many changes share one such commit. A flush of the file then makes all of it stable.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use imago::format::PreallocateMode;
+use imago::qcow2::Qcow2;
+use imago::raw::Raw;
+use imago::{FormatAccess, Mapping, StorageExt};
+use iomem::Buffers;
+use tokio::sync::{OnceCell, RwLock};
+
+use super::core::{Core, Layer};
+use super::storage::{self, Store};
+use super::table::Place;
+use crate::config::{EngineKind, IoThreadConfig};
+use crate::engine::kernel::start_thread;
+use crate::error::Error;
+use crate::foreign_op::ForeignCompleter;
+use crate::io::Io;
+use crate::io_thread::IoThread;
+use crate::pending::{Answer, Pending};
+use crate::rare::Rare;
+use crate::remote::Remote;
+
+/// What the owner is asked for. Ranges lie in the disk.
+pub(super) enum Job {
+    /// Open the image, if that was not done yet.
+    Open,
+    /// Find out where these bytes are.
+    Find(Range<u64>),
+    Read(Range<u64>),
+    Write(u64, Vec<u8>),
+    Discard(Range<u64>),
+    Zero {
+        range: Range<u64>,
+        may_unmap: bool,
+    },
+    Grow(u64),
+}
+
+/// How many units are looked up at once, since their neighbours will be wanted too.
+const UNITS_AHEAD: u64 = 256;
+
+/// The most zeroes that are written at once where there are no zero clusters.
+const ZEROES_BYTES: u64 = 256 << 10;
+
+type Format = FormatAccess<Store>;
+
+/// Starts the thread of an image.
+pub(super) fn start(core: &Arc<Core>) -> Result<Remote, Error> {
+    let (answer, pending) = Pending::new();
+    let core = Arc::clone(core);
+    let run = Box::new(move || own(core, answer));
+    start_thread("qcow2", run)
+        .map_err(|error| Error::System { action: "start the thread of an image", error })?;
+    let gone = || Error::Options("the thread of an image has ended".to_owned());
+    pending.wait().ok_or_else(gone)?
+}
+
+fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
+    let with = |engine: EngineKind| {
+        IoThread::new(&IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() })
+    };
+    let thread = match with(EngineKind::IoUring).or_else(|_| with(EngineKind::Threads)) {
+        Ok(thread) => thread,
+        Err(error) => return answer.send(Err(error)),
+    };
+    let sources: Vec<_> = core.layers.iter().map(|layer| layer.source.clone()).collect();
+    storage::attach(&sources, thread.io());
+    let owner = Rc::new(Owner::new(core, Rc::clone(thread.io())));
+    OWNER.set(Some(owner));
+    answer.send(Ok(thread.remote()));
+    if let Err(error) = thread.run() {
+        tracing::error!("the loop of an image has ended: {error}");
+    }
+    OWNER.set(None);
+    storage::detach();
+}
+
+thread_local! {
+    static OWNER: RefCell<Option<Rc<Owner>>> = const { RefCell::new(None) };
+}
+
+/// Has the owner do something, for the completer of an op, which gets no bytes: data is put into
+/// `data`.
+pub(super) fn ask(remote: &Remote, job: Job, data: &Arc<Mutex<Vec<u8>>>, done: ForeignCompleter) {
+    let data = Arc::clone(data);
+    begin(remote, job, move |result| {
+        let result = result.map(|read| {
+            *data.lock().unwrap_or_else(PoisonError::into_inner) = read;
+            0
+        });
+        done.complete(result);
+    });
+}
+
+/// The same for threads that may wait.
+pub(super) fn ask_and_wait(remote: &Remote, job: Job) -> io::Result<()> {
+    let (answer, pending) = Pending::new();
+    begin(remote, job, move |result| answer.send(result.map(drop)));
+    let gone = || Err(io::Error::from_raw_os_error(libc::ECANCELED));
+    pending.wait().unwrap_or_else(gone)
+}
+
+fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send + 'static) {
+    // When the thread has ended, `end` is dropped, which says so.
+    remote.post(move |io| {
+        let Some(owner) = OWNER.with_borrow(Clone::clone) else { return };
+        io.spawn(async move { end(owner.answer(job).await) });
+    });
+}
+
+/// An image with its owner, who ends with it.
+pub(super) struct Image {
+    pub(super) core: Arc<Core>,
+    pub(super) owner: Remote,
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        self.owner.post(|io| io.stop());
+    }
+}
+
+struct Owner {
+    core: Arc<Core>,
+    io: Rc<Io>,
+    /// Those who read the tables, or add to them, share it. It is written to by those who take
+    /// something out of them, and by commits: no change is half in the file.
+    image: OnceCell<RwLock<Format>>,
+    /// Changes that were made, and those that are in the file.
+    changed: Cell<u64>,
+    committed: Cell<u64>,
+    /// Ranges that have space since the last commit. Nobody else may use it yet.
+    new: RefCell<Vec<Range<u64>>>,
+    rare: RefCell<Rare>,
+}
+
+impl Owner {
+    fn new(core: Arc<Core>, io: Rc<Io>) -> Self {
+        Self {
+            core,
+            io,
+            image: OnceCell::new(),
+            changed: Cell::new(0),
+            committed: Cell::new(0),
+            new: RefCell::default(),
+            rare: RefCell::default(),
+        }
+    }
+
+    async fn answer(&self, job: Job) -> io::Result<Vec<u8>> {
+        let result = match job {
+            Job::Read(range) => self.read(range).await,
+            Job::Open => self.image().await.map(|_| Vec::new()),
+            Job::Find(range) => self.find(range).await.map(|()| Vec::new()),
+            Job::Write(offset, data) => self.write(offset, &data).await.map(|()| data),
+            Job::Discard(range) => self.discard(range).await.map(|()| Vec::new()),
+            Job::Zero { range, may_unmap } => {
+                self.zero(range, may_unmap).await.map(|()| Vec::new())
+            }
+            Job::Grow(size) => self.grow(size).await.map(|()| Vec::new()),
+        };
+        result.inspect_err(|error| self.tell(error))
+    }
+
+    /// Errors of the image have words, of which requests get a number.
+    fn tell(&self, error: &io::Error) {
+        if error.raw_os_error().is_none()
+            && let Some(left_out) = self.rare.borrow_mut().permit(Instant::now())
+        {
+            let image = self.core.name();
+            tracing::error!(
+                "{image}: {error}; look at it with `qemu-img check` ({left_out} such errors \
+                 before)"
+            );
+        }
+    }
+
+    async fn image(&self) -> io::Result<&RwLock<Format>> {
+        self.image.get_or_try_init(|| async { Ok(RwLock::new(open(&self.core).await?)) }).await
+    }
+
+    async fn read(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let mut data = vec![0; iomem::fits(range.end - range.start, "bytes in memory")];
+        let image = self.image().await?.read().await;
+        image.read(&mut data[..], range.start).await?;
+        Ok(data)
+    }
+
+    /// Has the table know where these bytes are, and some neighbours.
+    async fn find(&self, range: Range<u64>) -> io::Result<()> {
+        while !self.look(&range).await? {
+            // They have space that is not in the tables of the file.
+            self.commit().await?;
+        }
+        Ok(())
+    }
+
+    async fn look(&self, range: &Range<u64>) -> io::Result<bool> {
+        let table = &self.core.table;
+        let span = table.unit_bytes() * UNITS_AHEAD;
+        let image = self.image().await?.read().await;
+        let size = image.size();
+        let mut at = range.start - range.start % span;
+        let end = range.end.next_multiple_of(span).min(size);
+        while at < end {
+            let (mapping, len) = image.get_mapping(at, end - at).await?;
+            // From here to where the table is written nothing else runs.
+            let unit_end = at.next_multiple_of(table.unit_bytes());
+            assert_eq!(at, unit_end, "each look begins with a unit");
+            let is_last = at + len >= size;
+            let whole = if is_last { len } else { len - len % table.unit_bytes() };
+            let (place, len) = match whole {
+                0 => (Place::Owner, table.unit_bytes().min(size - at)),
+                _ => (self.place(&mapping, whole), whole),
+            };
+            let is_new = |new: &Range<u64>| new.start < at + len && at < new.end;
+            if self.new.borrow().iter().any(is_new) {
+                if at < range.end && range.start < at + len {
+                    return Ok(false);
+                }
+            } else {
+                table.set(at, len, place);
+            }
+            at += len;
+        }
+        Ok(true)
+    }
+
+    fn place(&self, mapping: &Mapping<'_, Store>, len: u64) -> Place {
+        match mapping {
+            Mapping::Raw { storage, offset, writable, .. } => {
+                let is_there = offset.checked_add(len).is_some_and(|end| end <= storage.bytes());
+                if !is_there || !offset.is_multiple_of(512) {
+                    return Place::Owner;
+                }
+                let (layer, writable) = (storage.layer, *writable && self.core.is_writable());
+                Place::Data { layer, offset: *offset, writable: writable && layer == 0 }
+            }
+            Mapping::Zero { .. } => Place::Zero,
+            _ => Place::Owner,
+        }
+    }
+
+    /// Writes what has no space yet, or had none when that was asked.
+    async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        {
+            let image = self.image().await?.read().await;
+            self.write_to(&image, offset, data).await?;
+        }
+        self.commit().await?;
+        let len = data.len() as u64;
+        self.find(offset..offset + len).await
+    }
+
+    async fn write_to(&self, image: &Format, mut offset: u64, mut data: &[u8]) -> io::Result<()> {
+        while !data.is_empty() {
+            let mapping = image.prepare_data_mapping(offset, data.len() as u64, true).await?;
+            let len =
+                usize::try_from(mapping.length()).map_or(data.len(), |len| len.min(data.len()));
+            assert!(len > 0, "space for no bytes");
+            let (part, rest) = data.split_at(len);
+            mapping.storage().write(part, mapping.offset()).await?;
+            if !mapping.is_nonblocking() {
+                self.new.borrow_mut().push(offset..offset + len as u64);
+                self.changed.set(self.changed.get() + 1);
+            }
+            image.commit_data_mapping(mapping).await?;
+            offset += len as u64;
+            data = rest;
+        }
+        Ok(())
+    }
+
+    /// Brings all changes to the file.
+    async fn commit(&self) -> io::Result<()> {
+        let wanted = self.changed.get();
+        if self.committed.get() >= wanted {
+            return Ok(());
+        }
+        let image = self.image().await?.write().await;
+        if self.committed.get() >= wanted {
+            return Ok(());
+        }
+        self.commit_to(&image).await
+    }
+
+    async fn commit_to(&self, image: &Format) -> io::Result<()> {
+        let changed = self.changed.get();
+        image.flush().await?;
+        assert_eq!(self.changed.get(), changed, "nothing changes during a commit");
+        self.committed.set(changed);
+        self.new.borrow_mut().clear();
+        self.core.committed.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Has nobody use the data of a range any more. The caller keeps the table from learning of it
+    /// anew.
+    async fn settle(&self, range: &Range<u64>) {
+        self.core.table.forget(range);
+        let mut ops = Vec::new();
+        for (remote, uses) in self.core.users() {
+            let (op, completer) = self.io.foreign_op(Buffers::empty());
+            // If that thread has ended, the completer is dropped, and nothing is waited for.
+            remote.post(move |_| uses.wait(completer));
+            ops.push(op);
+        }
+        for op in ops {
+            let _ = op.await;
+        }
+    }
+
+    async fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        let (has_zeroes, is_alone) = (self.core.has_zero_clusters, self.core.layers.len() == 1);
+        if !has_zeroes && !is_alone {
+            // What lies below would be seen instead.
+            return Ok(());
+        }
+        let mut image = self.image().await?.write().await;
+        self.settle(&range).await;
+        let data = self.clusters(&image, &range).await?;
+        let (offset, len) = (range.start, range.end - range.start);
+        let discarded = match has_zeroes {
+            true => image.discard_to_any(offset, len).await,
+            false => image.discard_to_backing(offset, len).await,
+        };
+        self.changed.set(self.changed.get() + 1);
+        self.commit_to(&image).await?;
+        discarded?;
+        self.give_back(&image, data).await
+    }
+
+    async fn zero(&self, range: Range<u64>, may_unmap: bool) -> io::Result<()> {
+        if !self.core.has_zero_clusters {
+            return self.write_zeroes(range).await;
+        }
+        let mut image = self.image().await?.write().await;
+        self.settle(&range).await;
+        let (offset, len) = (range.start, range.end - range.start);
+        let (zeroed, data) = match may_unmap {
+            true => {
+                let data = self.clusters(&image, &range).await?;
+                (image.discard_to_zero(offset, len).await, data)
+            }
+            false => (image.write_zeroes(offset, len).await, Vec::new()),
+        };
+        self.changed.set(self.changed.get() + 1);
+        self.commit_to(&image).await?;
+        zeroed?;
+        self.give_back(&image, data).await
+    }
+
+    /// Writes zeroes as data.
+    async fn write_zeroes(&self, range: Range<u64>) -> io::Result<()> {
+        let zeroes = vec![0; iomem::fits(ZEROES_BYTES, "bytes in memory")];
+        let mut at = range.start;
+        while at < range.end {
+            let len = ZEROES_BYTES.min(range.end - at);
+            self.write(at, &zeroes[..iomem::fits(len, "bytes in memory")]).await?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// The data of whole clusters of a range, as ranges of the disk and of the file.
+    async fn clusters(&self, image: &Format, range: &Range<u64>) -> io::Result<Vec<Data>> {
+        let cluster = self.core.cluster_bytes;
+        let mut at = range.start.next_multiple_of(cluster);
+        let end = range.end - range.end % cluster;
+        let mut found = Vec::new();
+        while at < end {
+            let (mapping, len) = image.get_mapping(at, end - at).await?;
+            if let Mapping::Raw { storage, offset, writable: true, .. } = mapping
+                && storage.layer == 0
+            {
+                found.push(Data { at, len, offset });
+            }
+            if len == 0 {
+                break;
+            }
+            at += len;
+        }
+        Ok(found)
+    }
+
+    /// Gives the space of data back to the file that the disk has no more.
+    async fn give_back(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
+        for Data { at, len, offset } in data {
+            let (mapping, gone) = image.get_mapping(at, len).await?;
+            if !matches!(mapping, Mapping::Raw { .. }) && gone >= len {
+                self.core.top.give_back(offset, len).await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn grow(&self, size: u64) -> io::Result<()> {
+        let image = self.image().await?.write().await;
+        let before = image.size();
+        // What lies below may be longer than this image was.
+        let mode = match self.core.layers.len() {
+            1 => PreallocateMode::None,
+            _ => PreallocateMode::Zero,
+        };
+        self.core.table.forget(&(before.saturating_sub(1)..size));
+        image.resize_grow(size, mode).await?;
+        self.changed.set(self.changed.get() + 1);
+        self.commit_to(&image).await
+    }
+}
+
+/// Data of the disk in the file of the image.
+struct Data {
+    at: u64,
+    len: u64,
+    offset: u64,
+}
+
+/// Opens an image from the bottom up.
+async fn open(core: &Core) -> io::Result<Format> {
+    let mut below: Option<Format> = None;
+    for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
+        let store = Store::new(index, source.clone());
+        let opened = match header {
+            None => FormatAccess::new(Raw::open_image(store, false).await?),
+            Some(_) => {
+                let is_writable = index == 0 && core.is_writable();
+                let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
+                image.set_data_file(None);
+                image.set_backing(below.take());
+                FormatAccess::new(image)
+            }
+        };
+        below = Some(opened);
+    }
+    below.ok_or_else(|| io::Error::other("an image without layers"))
+}
