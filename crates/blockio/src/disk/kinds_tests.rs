@@ -41,9 +41,20 @@ fn with_each(test: impl Fn(&IoThread, DiskSource)) {
         test(&new_thread(), whole(open(&file, direct)));
         test(&new_thread(), part(open(&larger, direct), MIB + 512, Some(4 * MIB)));
         test(&new_thread(), whole(whole(part(open(&larger, direct), 2 * MIB, None))));
+        #[cfg(feature = "luks")]
+        test_encrypted(&test, direct);
     }
     test(&new_thread(), elsewhere(4 * MIB).source());
     test(&new_thread(), part(elsewhere(5 * MIB).source(), MIB, None));
+}
+
+/// Runs `test` with an encrypted disk.
+#[cfg(feature = "luks")]
+fn test_encrypted(test: &impl Fn(&IoThread, DiskSource), direct: bool) {
+    use super::luks::tests::{DATA_OFFSET, header, image, options};
+
+    let file = image(&header(|_| ()), DATA_OFFSET + 4 * MIB);
+    test(&new_thread(), DiskSource::luks(open(&file, direct), &options(true)).unwrap());
 }
 
 /// Buffers of these bytes, of which `skew` are left out at the start.

@@ -11,6 +11,8 @@
 mod hash;
 mod header;
 mod secret;
+#[cfg(test)]
+pub(super) mod tests;
 mod version1;
 mod version2;
 mod xts;

@@ -1,0 +1,342 @@
+//! Headers as others may have made them, good and bad. What `cryptsetup` and QEMU make of real ones
+//! is tested with the daemon.
+
+use base64ct::{Base64, Encoding};
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+
+use super::hash::Hash;
+use super::header::MAGIC;
+use super::xts::{Cipher, Direction};
+use super::*;
+use crate::config::BounceConfig;
+use crate::disk::{DiskOptions, ExtentKind};
+
+const HEADER_BYTES: usize = 16_384;
+const AREA_OFFSET: usize = 32_768;
+/// Where the data begins.
+pub(in crate::disk) const DATA_OFFSET: u64 = 65_536;
+const STRIPES: usize = 3;
+const PASSPHRASE: &[u8] = b"passphrase";
+const MIB: u64 = 1 << 20;
+
+fn volume_key() -> Vec<u8> {
+    (1..=64).collect()
+}
+
+/// All that lies before the data of an image of version 2, whose JSON `change` may change.
+pub(in crate::disk) fn header(change: impl Fn(&mut Value)) -> Vec<u8> {
+    let (salt, hash) = ([7; 32], Hash::Sha256);
+    let key = volume_key();
+    let digest = hash.pbkdf2(&key, &salt, 1, 32);
+    let [salt_text, digest] = [&salt[..], &digest].map(Base64::encode_string);
+    let mut metadata = json!({
+        "keyslots": { "0": {
+            "type": "luks2", "key_size": 64,
+            "af": { "type": "luks1", "stripes": STRIPES, "hash": "sha256" },
+            "area": { "type": "raw", "offset": AREA_OFFSET.to_string(), "size": "4096",
+                "encryption": "aes-xts-plain64", "key_size": 64 },
+            "kdf": { "type": "pbkdf2", "hash": "sha256", "iterations": 1, "salt": salt_text },
+        } },
+        "tokens": {},
+        "segments": { "0": {
+            "type": "crypt", "offset": DATA_OFFSET.to_string(), "size": "dynamic",
+            "iv_tweak": "0", "encryption": "aes-xts-plain64", "sector_size": 512,
+        } },
+        "digests": { "0": {
+            "type": "pbkdf2", "keyslots": ["0"], "segments": ["0"], "hash": "sha256",
+            "iterations": 1, "salt": salt_text, "digest": digest,
+        } },
+        "config": { "json_size": "12288", "keyslots_size": "16384" },
+    });
+    change(&mut metadata);
+    let mut all = binary(&metadata, false, 1);
+    all.extend(binary(&metadata, true, 1));
+    all.resize(usize::try_from(DATA_OFFSET).unwrap(), 0);
+    // All stripes but the last one are zeroes.
+    let mut material = hash.merge(&[0; STRIPES * 64], 64).to_vec();
+    material.iter_mut().zip(&key).for_each(|(byte, with)| *byte ^= with);
+    let area = &mut all[AREA_OFFSET..AREA_OFFSET + 512];
+    area[(STRIPES - 1) * 64..STRIPES * 64].copy_from_slice(&material);
+    let slot_key = Cipher::new(&hash.pbkdf2(PASSPHRASE, &salt, 1, 64)).unwrap();
+    slot_key.run(Direction::Encrypt, area, 512, 0);
+    all
+}
+
+fn binary(metadata: &Value, is_copy: bool, sequence: u64) -> Vec<u8> {
+    let mut bytes = vec![0; HEADER_BYTES];
+    let place = if is_copy { HEADER_BYTES as u64 } else { 0 };
+    bytes[..6].copy_from_slice(if is_copy { b"SKUL\xba\xbe" } else { &MAGIC });
+    bytes[7] = 2;
+    bytes[8..16].copy_from_slice(&(HEADER_BYTES as u64).to_be_bytes());
+    bytes[16..24].copy_from_slice(&sequence.to_be_bytes());
+    bytes[72..78].copy_from_slice(b"sha256");
+    bytes[168..172].copy_from_slice(b"uuid");
+    bytes[256..264].copy_from_slice(&place.to_be_bytes());
+    let json = metadata.to_string();
+    bytes[4096..4096 + json.len()].copy_from_slice(json.as_bytes());
+    seal(&mut bytes);
+    bytes
+}
+
+/// Makes the checksum right.
+fn seal(header: &mut [u8]) {
+    header[448..512].fill(0);
+    let checksum = Hash::Sha256.of(&[header]);
+    header[448..480].copy_from_slice(&checksum);
+}
+
+pub(in crate::disk) fn options(discard: bool) -> LuksOptions {
+    let passphrase = Passphrase::read(PASSPHRASE).unwrap();
+    LuksOptions { passphrase, discard, header: None, most_work: KeyWork::default() }
+}
+
+/// A file that has these bytes at its start.
+pub(in crate::disk) fn image(start: &[u8], bytes: u64) -> NamedTempFile {
+    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    std::fs::write(file.path(), start).unwrap();
+    file.as_file().set_len(bytes).unwrap();
+    file
+}
+
+fn below(file: &NamedTempFile) -> DiskSource {
+    let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+    DiskSource::file(file.path(), &options).unwrap()
+}
+
+fn open(start: &[u8]) -> Result<DiskSource, String> {
+    let file = image(start, MIB);
+    DiskSource::luks(below(&file), &options(false)).map_err(|error| error.to_string())
+}
+
+#[track_caller]
+fn check_refused(start: &[u8], expected: &str) {
+    let error = open(start).expect_err(expected);
+    assert!(error.contains(expected) && !error.contains('\n'), "no {expected:?} in: {error}");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_a_header_may_not_say_is_refused() {
+    let big = "18446744073709551615";
+    let argon2 = |kib: u64, passes: u64, lanes: u64| {
+        json!({ "type": "argon2id", "time": passes, "memory": kib, "cpus": lanes, "salt":
+            "BwcHBwcHBwcHBwcHBwcHBw==" })
+    };
+    for (place, value, expected) in [
+        ("/segments/0/encryption", json!("aes-cbc-essiv:sha256"), "(aes-xts-plain64 is)"),
+        ("/segments/0/encryption", json!("a\nb"), "\"a\\nb\", which is not supported"),
+        ("/segments/0/type", json!("linear"), "of type \"linear\""),
+        ("/segments/0/type", json!("a\u{7}b"), "of type \"a\\u{7}b\""),
+        ("/segments/0/sector_size", json!(100), "sectors have 100 bytes"),
+        ("/segments/0/sector_size", json!(8192), "sectors have 8192 bytes"),
+        ("/segments/0/offset", json!("0"), "its data begins at byte 0"),
+        ("/segments/0/offset", json!("-1"), "\"-1\" in its header is not a number"),
+        ("/segments/0/offset", json!("66000"), "is not a multiple of the logical block"),
+        ("/segments/0/offset", json!(big), "is not a multiple of the logical block"),
+        ("/segments/0/size", json!("1073741824"), "choose a smaller offset or size"),
+        ("/segments/0/iv_tweak", json!(big), "begins with sector 18446744073709551615"),
+        ("/segments/0", json!({ "type": "crypt" }), "missing field `offset`"),
+        ("/segments", json!({}), "it has 0 segments"),
+        ("/config", json!({ "requirements": { "mandatory": ["x"] } }), "--resume-only"),
+        ("/keyslots/0/kdf/iterations", json!(u32::MAX), "rounds of PBKDF2"),
+        ("/keyslots/0/kdf/iterations", json!(0), "rounds of PBKDF2"),
+        ("/keyslots/0/kdf", argon2(1 << 21, 1, 1), "asks for 2097152 KiB of memory"),
+        ("/keyslots/0/kdf", argon2(1 << 19, 1 << 20, 1), "and 1048576 passes"),
+        ("/keyslots/0/kdf", argon2(0, 1, 1), "key slot 0 cannot be used"),
+        ("/keyslots/0/kdf", argon2(64, 1, 1 << 30), "key slot 0 cannot be used"),
+        ("/keyslots/0/kdf/type", json!("scrypt"), "unknown variant `scrypt`"),
+        ("/keyslots/0/kdf/salt", json!("?"), "is not Base64"),
+        ("/keyslots/0/kdf/hash", json!("md5"), "the hash \"md5\""),
+        ("/keyslots/0/af/stripes", json!(0), "it has 0 stripes"),
+        ("/keyslots/0/af/stripes", json!(1 << 30), "it has 1073741824 stripes"),
+        ("/keyslots/0/area/offset", json!("4096"), "its area begins at 4096"),
+        ("/keyslots/0/area/offset", json!(big), "and its header ends only at"),
+        ("/keyslots/0/area/size", json!("1"), "its area has 1 bytes"),
+        ("/keyslots/0/key_size", json!(48), "its keys have 48 bytes"),
+        ("/keyslots/0/area/key_size", json!(0), "its keys have 0 bytes"),
+        ("/keyslots/0/type", json!("reencrypt"), "no key slot that could be used"),
+        ("/keyslots/0/priority", json!(0), "no key slot that could be used"),
+        ("/digests/0/keyslots", json!([]), "no key slot that could be used"),
+        ("/digests/0/segments", json!([]), "nothing in its header tells the right key"),
+        ("/digests/0/digest", json!(""), "its digest has 0 bytes"),
+        ("/digests/0/iterations", json!(u32::MAX), "rounds of PBKDF2"),
+        ("/digests/0/salt", json!("AAAA"), "opens none of the 1 key slots"),
+        ("", json!("text"), "the JSON in its header is not understood"),
+    ] {
+        let start = header(|metadata| match (metadata.pointer(place), place.rsplit_once('/')) {
+            (None, Some((parent, key))) => {
+                metadata.pointer_mut(parent).unwrap()[key] = value.clone()
+            }
+            _ => *metadata.pointer_mut(place).unwrap() = value.clone(),
+        });
+        check_refused(&start, expected);
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_newest_header_that_is_whole_counts() {
+    let whole = header(|_| ());
+    let remark = |start: &[u8]| open(start).unwrap().remark().unwrap_or_default();
+    assert_eq!(remark(&whole), "");
+    let damaged = |places: &[usize]| {
+        let mut start = whole.clone();
+        places.iter().for_each(|&place| start[place] ^= 1);
+        start
+    };
+    // The magic, a size, the JSON and the checksum of the first one.
+    for place in [0, 10, 5000, 450] {
+        assert!(
+            remark(&damaged(&[place])).contains("its header is damaged, and a copy"),
+            "{place}"
+        );
+    }
+    for place in [0, 10, 5000, 450] {
+        let copy = remark(&damaged(&[HEADER_BYTES + place]));
+        assert!(copy.contains("the copy of its header: "), "{place}: {copy}");
+        check_refused(&damaged(&[5000, HEADER_BYTES + place]), "the checksum of the header at");
+    }
+    // Each says where it is: one that is elsewhere is what somebody has copied there.
+    let mut moved = whole.clone();
+    moved.copy_within(HEADER_BYTES..2 * HEADER_BYTES, 32_768);
+    moved[..AREA_OFFSET].fill(0);
+    check_refused(&moved, "there is no LUKS header at byte 0");
+    let mut newer = whole.clone();
+    let second = &mut newer[HEADER_BYTES..2 * HEADER_BYTES];
+    second[23] = 9;
+    seal(second);
+    assert!(remark(&newer).contains("the copy of its header is newer"));
+    let mut other_version = whole.clone();
+    other_version[7] = 3;
+    check_refused(&other_version, "LUKS of version 3");
+    check_refused(&whole[..1000], "the checksum of the header at byte 0 is wrong");
+    check_refused(&[], "there is no LUKS header at byte 0");
+    let tiny = image(&whole[..4096], 4096);
+    assert!(DiskSource::luks(below(&tiny), &options(false)).is_err());
+}
+
+#[test]
+fn headers_of_version_1_are_checked() {
+    let mut good = [0; version1::HEADER_BYTES];
+    good[8..11].copy_from_slice(b"aes");
+    good[40..51].copy_from_slice(b"xts-plain64");
+    good[72..78].copy_from_slice(b"sha256");
+    let mut put = |at: usize, value: u32| good[at..at + 4].copy_from_slice(&value.to_be_bytes());
+    put(104, 4096);
+    put(108, 64);
+    put(164, 1000);
+    for slot in 0..8 {
+        let at = 208 + 48 * slot;
+        put(at, if slot == 3 { 0x00ac_71f3 } else { 0x0000_dead });
+        put(at + 40, 8);
+        put(at + 44, 4000);
+    }
+    let parsed = version1::parse(&good, false).unwrap();
+    assert_eq!(parsed.slots.iter().map(|slot| slot.number).collect::<Vec<_>>(), [3]);
+    assert_eq!((parsed.payload.offset_bytes, parsed.payload.size_bytes), (2 << 20, None));
+    for (at, value, expected) in [
+        (8, u32::from_be_bytes(*b"twof"), "\"twof-xts-plain64\", which is not supported"),
+        (40, u32::from_be_bytes(*b"cbc\0"), "\"aes-cbc\", which is not supported"),
+        (72, u32::from_be_bytes(*b"md5\0"), "the hash \"md5\""),
+        (72, u32::MAX, "a text that is none"),
+        (104, 3, "its data begins at byte 1536"),
+        (108, 48, "its keys have 48 bytes"),
+        (208, 1, "its key slot 0 is neither on nor off"),
+        (208 + 48 * 3 + 40, u32::MAX, "its header ends only at"),
+        (208 + 48 * 3 + 44, 0, "has 0 stripes"),
+        (208 + 48 * 3 + 44, u32::MAX, "stripes, and 4000 are usual"),
+    ] {
+        let mut bad = good;
+        bad[at..at + 4].copy_from_slice(&value.to_be_bytes());
+        let error = version1::parse(&bad, false).unwrap_err();
+        assert!(error.contains(expected), "no {expected:?} in: {error}");
+    }
+    good[104..108].fill(0);
+    assert_eq!(version1::parse(&good, true).unwrap().payload.offset_bytes, 0);
+}
+
+fn filled(bytes: usize) -> Buffers {
+    let buffers = Buffers::aligned(bytes, 4096);
+    let data: Vec<u8> = (0..=250).cycle().take(bytes).collect();
+    buffers.copy_from(0, &data);
+    buffers
+}
+
+/// Requests go piece by piece, and what is on the disk does not depend on it.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn pieces_and_whole_requests_are_the_same_on_the_disk() {
+    let bytes = 200 << 10;
+    let written = [4096, 12_288, 256 << 10].map(|piece_bytes_max| {
+        let file = image(&header(|_| ()), MIB);
+        let source = DiskSource::luks(below(&file), &options(false)).unwrap();
+        let bounce = BounceConfig { piece_bytes_max, ..BounceConfig::default() };
+        let config = IoThreadConfig { bounce, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(1536, filled(bytes), true)).unwrap().unwrap();
+        let read = Buffers::aligned(bytes, 512);
+        let view = read.again();
+        thread.block_on(disk.read(1536, read)).unwrap().unwrap();
+        assert_eq!(view.to_vec(), filled(bytes).to_vec());
+        assert_eq!(thread.io().stats().bounce.bytes.get(), 0, "memory is left over");
+        std::fs::read(file.path()).unwrap()
+    });
+    assert!(written[0] == written[1] && written[0] == written[2]);
+    // The fourth sector of the data, as anybody else would encrypt it.
+    let mut sector = filled(512).to_vec();
+    Cipher::new(&volume_key()).unwrap().run(Direction::Encrypt, &mut sector, 512, 3);
+    let at = usize::try_from(DATA_OFFSET).unwrap() + 1536;
+    assert_eq!(written[0][at..at + 512], sector);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn discards_are_passed_on_only_if_that_is_allowed() {
+    for allowed in [false, true] {
+        let file = image(&header(|_| ()), MIB);
+        let source = DiskSource::luks(below(&file), &options(allowed)).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(0, filled(65_536), false)).unwrap().unwrap();
+        thread.block_on(disk.discard(0, 65_536)).unwrap().unwrap();
+        let at = usize::try_from(DATA_OFFSET).unwrap();
+        let is_gone = std::fs::read(file.path()).unwrap()[at..at + 65_536] == [0; 65_536];
+        assert!(allowed || !is_gone, "a discard was passed on");
+        assert_eq!(source.abilities().discard, allowed && below(&file).abilities().discard);
+        assert_eq!(is_gone, source.abilities().discard);
+        // Zeroes are no hole, whatever is allowed.
+        thread.block_on(disk.write_zeroes(0, 4096, true)).unwrap().unwrap();
+        assert_ne!(std::fs::read(file.path()).unwrap()[at..at + 4096], [0; 4096]);
+        let extent = thread.block_on(disk.block_status(0, 4096)).unwrap().unwrap();
+        assert_eq!(extent.kind, ExtentKind::Data);
+    }
+}
+
+/// The sector is the logical block, and a size that is not made of whole ones is refused.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn sizes_are_whole_sectors() {
+    let start = header(|metadata| metadata["segments"]["0"]["sector_size"] = json!(4096));
+    let file = image(&start, MIB);
+    let source = DiskSource::luks(below(&file), &options(false)).unwrap();
+    let info = source.info();
+    assert_eq!((info.size_bytes, info.logical_block_bytes), (MIB - DATA_OFFSET, 4096));
+    file.as_file().set_len(MIB + 512).unwrap();
+    let refused = DiskSource::luks(below(&file), &options(false)).unwrap_err().to_string();
+    assert!(refused.contains("extend the disk below by 3584 bytes"), "{refused}");
+    assert!(source.refresh().is_err() && source.info().size_bytes == MIB - DATA_OFFSET);
+    assert_eq!(source.outside().unwrap().size_bytes().unwrap(), None);
+    file.as_file().set_len(2 * MIB).unwrap();
+    assert_eq!(source.outside().unwrap().size_bytes().unwrap(), Some(2 * MIB - DATA_OFFSET));
+    assert_eq!(source.refresh().unwrap(), 2 * MIB - DATA_OFFSET);
+    assert!(source.set_size(512, || ()).is_err());
+    source.set_size(MIB, || ()).unwrap();
+    assert_eq!(file.as_file().metadata().unwrap().len(), MIB + DATA_OFFSET);
+    // One that the header fixes cannot be changed.
+    let start = header(|metadata| metadata["segments"]["0"]["size"] = json!("4096"));
+    let fixed = DiskSource::luks(below(&image(&start, MIB)), &options(false)).unwrap();
+    assert!(fixed.info().size_bytes == 4096 && !fixed.abilities().resize);
+    assert!(fixed.set_size(8192, || ()).is_err() && fixed.outside().is_none());
+}
