@@ -4,6 +4,7 @@
 //! [`frontend`] is a front-end that can misbehave, [`guest`] boots real guests, and [`fuse`],
 //! [`system`] and [`kernel_trace`] change or watch the machine.
 
+pub mod ceph;
 pub mod cli;
 pub mod daemon;
 pub mod frontend;

@@ -1,0 +1,107 @@
+//! A cluster that does not answer.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::LIMIT;
+use ringhaul_kit::frontend::Frontend;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_tools::process::retry;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{Scene, Served};
+
+/// How long the OSD is away.
+const AWAY: Duration = Duration::from_secs(20);
+
+/// A process that is stopped, until this is dropped.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn new(process: Pid) -> Result<Self> {
+        kill_process(process, Signal::STOP).context("stopping the OSD")?;
+        Ok(Self(process))
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
+/// Requests wait while the OSD is stopped, and while it is dead; all of this shows, and none of
+/// them fails or is lost.
+pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("away")?;
+    let mut served = scene.serve("away", &disk, &[])?;
+    let load = served.load("--runtime 40")?;
+    retry(LIMIT, || has_served(&served))?;
+    let (stopped, since) = (Stopped::new(scene.cluster.osd()?)?, Instant::now());
+    served.daemon.wait_for("the cluster has not answered an operation for 5 s; 8 operations")?;
+    let shown = served.show()?;
+    ensure!(shown["disk-state"] == "away", "{shown:#}");
+    ensure!(shown["disks"][0]["remark"] == "8 operations wait for the cluster", "{shown:#}");
+    std::thread::sleep(AWAY.saturating_sub(since.elapsed()));
+    drop(stopped);
+    served.daemon.wait_for("the cluster answers again, after")?;
+    scene.cluster.kill_osd()?;
+    served.daemon.wait_for("the cluster has not answered an operation for")?;
+    scene.cluster.start_osd()?;
+    served.daemon.wait_for("the cluster answers again, after")?;
+    let load = load.finish()?.expect_code(0)?;
+    ensure!(load.stdout.contains("errors: 0;"), "{}", load.stdout);
+    ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
+    let shown = served.show()?;
+    ensure!(shown["disk-state"] == "ready", "{shown:#}");
+    ensure!(shown["disks"][0]["remark"].is_null(), "{shown:#}");
+    served.end()
+}
+
+fn has_served(served: &Served) -> Result<()> {
+    let writes = served.show()?["served"]["writes"]["requests"].as_u64();
+    ensure!(writes > Some(0), "nothing was written");
+    Ok(())
+}
+
+/// What waits can be removed by force, and the daemon ends cleanly after that, although the cluster
+/// is still away.
+pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("removed")?;
+    let other = scene.sockets.path().join("other.sock");
+    let mut served = scene.serve("removed", &disk, &[])?;
+    served.ctl(&["add", "--disk", "null:1M", "--socket-path", &other.to_string_lossy()])?;
+    let load = served.load("--runtime 60")?;
+    retry(LIMIT, || has_served(&served))?;
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    served.daemon.wait_for("the cluster has not answered")?;
+    let export = served.socket.to_string_lossy().into_owned();
+    served.ctl(&["remove", &export, "--force"])?;
+    let load = load.finish()?;
+    ensure!(!load.status.success(), "the load has not noticed");
+    ensure!(!served.ctl(&["list"])?.contains(&export), "it is still there");
+    served.end()?;
+    drop(stopped);
+    // A daemon that ends by itself while the cluster is away needs a second signal.
+    let mut served = scene.serve("removed", &disk, &[])?;
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    let mut front_end = served.connect()?;
+    begin_read(&mut front_end)?;
+    served.daemon.wait_for("the cluster has not answered")?;
+    served.daemon.signal(Signal::TERM)?;
+    served.daemon.wait_for("finishing requests")?;
+    served.daemon.signal(Signal::TERM)?;
+    let end = served.daemon.finish()?;
+    ensure!(end.status.code().is_some(), "{}: {}", end.status, end.stderr);
+    drop(stopped);
+    Ok(())
+}
+
+/// A read that nobody waits for.
+fn begin_read(front_end: &mut Frontend) -> Result<()> {
+    let (header, status) = front_end.put_header(0, 0, 0, 0)?;
+    let data = ringhaul_kit::frontend::DATA;
+    let chain = [Desc::readable(header, 16), Desc::writable(data, 4096), Desc::writable(status, 1)];
+    front_end.rings[0].put_chain(0, &chain);
+    front_end.rings[0].submit(0)
+}

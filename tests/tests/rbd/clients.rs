@@ -1,0 +1,77 @@
+//! Who uses an image, and who else.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::run;
+use ringhaul_kit::daemon::pattern;
+
+use super::Scene;
+
+/// A user with a key in a file of its own, and an image in a namespace. The key is seen nowhere.
+pub(super) fn users(scene: &mut Scene) -> Result<()> {
+    scene.cluster.tool("rbd", &["namespace", "create", "rbd/tenant"])?;
+    scene.cluster.tool("rbd", &["create", "rbd/tenant/own", "--size", "16M"])?;
+    let keyring = scene.cluster.vm_keyring();
+    let conf = scene.cluster.conf();
+    let disk = format!(
+        "rbd,namespace=tenant,image=own,id=vm,keyring={},conf={}",
+        keyring.display(),
+        conf.display()
+    );
+    let served = scene.serve("tenant", &disk, &["--log", "debug"])?;
+    let mut front_end = served.connect()?;
+    let data = pattern(3, 4096);
+    front_end.write(0, 0, &data)?;
+    ensure!(front_end.read(0, 0, 4096)? == data, "it reads otherwise");
+    drop(front_end);
+    let keys = std::fs::read_to_string(&keyring)?;
+    let key = keys.lines().find_map(|line| line.trim().strip_prefix("key = ")).unwrap_or_default();
+    ensure!(key.len() > 20, "no key in {keys}");
+    let all = format!("{}{}", served.show()?, served.daemon.stderr());
+    ensure!(!all.contains(key), "the key is shown:\n{all}");
+    served.end()?;
+    let wrong = format!("rbd:written,id=admin,keyring={}", keyring.display());
+    run(&mut scene.ringhaul(&["disk", "info", &wrong])?)?
+        .expect_refusal(&["as client.admin", "check"])
+}
+
+/// librbd acquires the lock with the first write, and gives it to whoever asks for it.
+pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("shared")?;
+    let [one, two] = ["one", "two"].map(|name| scene.serve(name, &disk, &[]));
+    let (one, two) = (one?, two?);
+    let (mut first, mut second) = (one.connect()?, two.connect()?);
+    let lock = || scene.cluster.tool("rbd", &["lock", "ls", "shared"]);
+    ensure!(lock()?.is_empty(), "nobody has written");
+    let mut owners = Vec::new();
+    for round in 0..3 {
+        let [ours, theirs] = [10, 20].map(|seed| pattern(seed + round, 4096));
+        first.write(0, 0, &ours)?;
+        owners.push(lock()?);
+        ensure!(second.read(0, 0, 4096)? == ours, "the other one has not seen a write");
+        second.write(0, 8, &theirs)?;
+        owners.push(lock()?);
+        ensure!(first.read(0, 8, 4096)? == theirs, "a write was not seen");
+    }
+    ensure!(owners.iter().all(|owner| owner.contains("There is 1 exclusive lock")), "{owners:?}");
+    ensure!(owners[0] != owners[1] && owners[1] != owners[2], "it was not passed on: {owners:?}");
+    drop((first, second));
+    one.end()?;
+    two.end()
+}
+
+/// With `exclusive=on` nobody else can write, nor open the image in the same way.
+pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("kept")? + ",exclusive=on";
+    let kept = scene.serve("kept", &disk, &[])?;
+    let mut front_end = kept.connect()?;
+    let data = pattern(5, 4096);
+    front_end.write(0, 0, &data)?;
+    run(&mut scene.ringhaul(&["serve", "--socket-path", "x.sock", "--disk", &disk])?)?
+        .expect_refusal(&["somebody else has its exclusive lock and keeps it", "rbd rbd/kept"])?;
+    let write = ["bench", "rbd/kept", "--io-type", "write", "--io-total", "4K", "--io-size", "4K"];
+    ensure!(scene.cluster.tool("rbd", &write).is_err(), "another client could write");
+    ensure!(front_end.read(0, 0, 4096)? == data, "it was overwritten");
+    drop(front_end);
+    kept.end()?;
+    scene.serve("kept", &disk, &[])?.end()
+}

@@ -1,0 +1,171 @@
+//! What becomes of data.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::ceph::export;
+use ringhaul_kit::cli::run;
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::{blk, segment};
+use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Vm, VmOptions};
+use rustix::process::Signal;
+
+use super::{IMAGE_BYTES, Scene};
+
+/// For one script of the guest. Only a hang takes this long.
+const LIMIT: Duration = Duration::from_secs(180);
+
+const FIO_VERIFY: &str = include_str!("../../guest/fio-verify.sh");
+const FILES_WRITE: &str = include_str!("../../guest/files-write.sh");
+const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
+
+const MIB: usize = 1 << 20;
+
+/// A load reads what it has written, and so does Ceph's own tool.
+pub(super) fn written(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("written")?;
+    let served = scene.serve("written", &disk, &[])?;
+    let load = served.load("--number_ios 2000 --numjobs 1")?.finish()?.expect_code(0)?;
+    ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
+    let mut front_end = served.connect()?;
+    let data = pattern(7, 128 << 10);
+    // Over the border of two objects.
+    front_end.write(0, 4 * 2048 * 4 - 128, &data)?;
+    ensure!(front_end.read(1, 4 * 2048 * 4 - 128, data.len())? == data, "it reads otherwise");
+    ensure!(front_end.request(0, blk::FLUSH, 0, &[], 0)?.status == blk::OK, "no flush");
+    let stored = export(&scene.cluster, "written", &scene.cluster.path("export"))?;
+    let place = (4 * 2048 * 4 - 128) * 512;
+    ensure!(stored[place..place + data.len()] == data, "`rbd export` reads otherwise");
+    // The largest unit that lies together.
+    ensure!(front_end.config(28, 4)? == 8192_u32.to_le_bytes(), "opt_io_size");
+    drop(front_end);
+    served.end()
+}
+
+pub(super) fn given_back(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("holes")?;
+    let served = scene.serve("holes", &disk, &[])?;
+    let mut front_end = served.connect()?;
+    for sector in (0..32 * 2048).step_by(256) {
+        front_end.write(0, sector, &pattern(sector, 128 << 10))?;
+    }
+    let used = || scene.cluster.tool("rbd", &["diff", "holes"]).map(|text| text.lines().count());
+    let before = used()?;
+    // Eight objects of 4 MiB, and a headline.
+    ensure!(before >= 8, "{before} lines");
+    let discard = segment(0, 16 * 2048, 0);
+    ensure!(front_end.request(0, blk::DISCARD, 0, &discard, 0)?.status == blk::OK, "no discard");
+    let after = used()?;
+    ensure!(after < before, "{after} lines after a discard, {before} before");
+    for flags in [0, 1] {
+        let first = 16 * 2048 + u64::from(flags) * 2048 + 3;
+        let zeroes = segment(first, 100, flags);
+        let answer = front_end.request(1, blk::WRITE_ZEROES, 0, &zeroes, 0)?;
+        ensure!(answer.status == blk::OK, "zeroes: {answer:?}");
+        ensure!(front_end.read(0, first, 51_200)? == [0; 51_200], "flags {flags}: not zeroes");
+        let beside = front_end.read(0, first - 3, 3 * 512)?;
+        ensure!(beside == pattern(first - 3, 3 * 512), "flags {flags}: what lies before is gone");
+    }
+    drop(front_end);
+    served.end()
+}
+
+/// An answered flush is durable, although the OSD and the daemon are killed right after it; so is a
+/// write without a write cache.
+pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
+    for cache in ["writeback", "directsync"] {
+        // The lock of a daemon that was killed is kept for half a minute.
+        let disk = scene.image(cache)?;
+        let mut served = scene.serve(cache, &disk, &["--cache", cache])?;
+        let mut front_end = served.connect()?;
+        let data = pattern(100, 64 << 10);
+        front_end.write(0, 10_000, &data)?;
+        if cache == "writeback" {
+            let answer = front_end.request(0, blk::FLUSH, 0, &[], 0)?;
+            ensure!(answer.status == blk::OK, "{answer:?}");
+        }
+        scene.cluster.kill_osd()?;
+        served.daemon.signal(Signal::KILL)?;
+        scene.cluster.start_osd()?;
+        let stored = export(&scene.cluster, cache, &scene.cluster.path("export"))?;
+        let place = 10_000 * 512;
+        ensure!(stored[place..place + data.len()] == data, "{cache}: it is not in the cluster");
+    }
+    Ok(())
+}
+
+pub(super) fn resized(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("resized")?;
+    let mut served = scene.serve("resized", &disk, &[])?;
+    let mut front_end = served.connect()?;
+    scene.cluster.tool("rbd", &["resize", "--no-progress", "resized", "--size", "96M"])?;
+    served.daemon.wait_for("the disk has 100663296 bytes, not 67108864")?;
+    front_end.write(0, 95 * 2048, &pattern(1, 4096))?;
+    let export = served.socket.to_string_lossy().into_owned();
+    served.ctl(&["resize", &export, "128M"])?;
+    let info = scene.cluster.tool("rbd", &["info", "resized"])?;
+    ensure!(info.contains("size 128 MiB"), "{info}");
+    front_end.write(0, 127 * 2048, &pattern(2, 4096))?;
+    drop(front_end);
+    served.end()
+}
+
+pub(super) fn snapshots(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("snapped")?;
+    let [old, new] = [1, 2].map(|seed| pattern(seed, MIB / 8));
+    let served = scene.serve("snapped", &disk, &[])?;
+    let mut front_end = served.connect()?;
+    front_end.write(0, 0, &old)?;
+    scene.cluster.tool("rbd", &["snap", "create", "--no-progress", "snapped@one"])?;
+    front_end.write(0, 0, &new)?;
+    let at_one = scene.serve("at-one", "rbd:snapped@one", &["--read-only"])?;
+    ensure!(at_one.connect()?.read(0, 0, old.len())? == old, "the snapshot has changed");
+    ensure!(front_end.read(0, 0, new.len())? == new, "the image has not");
+    at_one.end()?;
+    run(&mut scene.ringhaul(&[
+        "serve",
+        "--socket-path",
+        "x.sock",
+        "--disk",
+        "rbd:snapped@one",
+    ])?)?
+    .expect_refusal(&["a snapshot can only be read; open it read-only"])?;
+    scene.cluster.tool("rbd", &["snap", "protect", "snapped@one"])?;
+    scene.cluster.tool("rbd", &["clone", "snapped@one", "cloned"])?;
+    let cloned = scene.serve("cloned", "rbd:cloned", &[])?;
+    let mut of_clone = cloned.connect()?;
+    ensure!(of_clone.read(0, 0, old.len())? == old, "the clone is not what it was made of");
+    of_clone.write(0, 8, &new[..4096])?;
+    let expected = [&old[..4096], &new[..4096], &old[8192..]].concat();
+    ensure!(of_clone.read(1, 0, old.len())? == expected, "a write to a clone");
+    drop((front_end, of_clone));
+    cloned.end()?;
+    served.end()
+}
+
+/// A file system, and a load that reads what it has written, in a guest.
+pub(super) fn guest(scene: &mut Scene) -> Result<()> {
+    scene.cluster.create_image("guest", IMAGE_BYTES * 2)?;
+    let served = scene.serve("guest", "rbd:guest", &["--num-queues", "2"])?;
+    let image = Image::prepare()?;
+    let disk =
+        Disk { bus: Bus::Blk, socket: served.socket.clone(), num_queues: 2, queue_size: 256 };
+    let options = VmOptions { disks: vec![disk], ..VmOptions::default() };
+    let mut vm = Vm::boot(&image, Accelerator::choose(&image)?, &options)?;
+    vm.check(&format!("DISK=vda\nMIN_BYTES=4096\n{FIO_VERIFY}"), LIMIT)?;
+    vm.check(&format!("DISK=vda\n{FILES_WRITE}"), LIMIT)?;
+    vm.check(&format!("DISK=vda\n{FILES_CHECK}"), LIMIT)?;
+    vm.check("e2fsck -f -n /dev/vda", LIMIT)?;
+    let optimal = vm.check("cat /sys/block/vda/queue/optimal_io_size", LIMIT)?;
+    ensure!(optimal.trim() == "4194304", "the guest sees an optimal size of {optimal}");
+    vm.power_off(LIMIT)?;
+    served.end()?;
+    let path = scene.cluster.path("export");
+    export(&scene.cluster, "guest", &path)?;
+    let check = std::process::Command::new("/sbin/e2fsck").args(["-f", "-n"]).arg(&path).output();
+    let check = check.context("starting e2fsck")?;
+    ensure!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+    let status = scene.cluster.tool("rbd", &["status", "guest"])?;
+    ensure!(status.contains("Watchers: none"), "it is still in use: {status}");
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! Images in a Ceph cluster, which is started for this and has one OSD.
+//!
+//! All of it is one test, because a cluster takes ten seconds to start and its OSD is stopped and
+//! killed: the parts come one after the other.
+
+mod away;
+mod clients;
+mod data;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_kit::ceph::Cluster;
+use ringhaul_kit::cli::{Refusals, Running, ringhaul, run};
+use ringhaul_kit::frontend::{Frontend, Setup};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+const IMAGE_BYTES: u64 = 64 << 20;
+
+/// A cluster, and a folder for sockets.
+struct Scene {
+    cluster: Cluster,
+    sockets: TempDir,
+}
+
+/// A daemon that serves one image.
+struct Served {
+    daemon: Running,
+    socket: PathBuf,
+    control: PathBuf,
+}
+
+impl Scene {
+    /// `ringhaul` as a user of the cluster.
+    fn ringhaul(&self, words: &[&str]) -> Result<std::process::Command> {
+        let mut command = ringhaul()?;
+        command.env("CEPH_CONF", self.cluster.conf()).args(words);
+        Ok(command)
+    }
+
+    /// Serves a disk, with more options.
+    fn serve(&self, name: &str, disk: &str, options: &[&str]) -> Result<Served> {
+        let [socket, control] =
+            ["sock", "control"].map(|end| self.sockets.path().join(format!("{name}.{end}")));
+        let mut command = self.ringhaul(&["serve", "--disk", disk, "--socket-path"])?;
+        command.arg(&socket).arg("--control").arg(&control).args(options);
+        Ok(Served { daemon: Running::serve(&mut command)?, socket, control })
+    }
+
+    /// A new image of this name.
+    fn image(&self, name: &str) -> Result<String> {
+        self.cluster.create_image(name, IMAGE_BYTES)?;
+        Ok(format!("rbd:{name}"))
+    }
+}
+
+impl Served {
+    fn connect(&self) -> Result<Frontend> {
+        Frontend::attach(&self.socket, &Setup::default())
+    }
+
+    fn ctl(&self, words: &[&str]) -> Result<String> {
+        let mut command = ringhaul()?;
+        command.arg("ctl").arg("--control").arg(&self.control).args(words);
+        Ok(run(&mut command)?.expect_code(0)?.stdout)
+    }
+
+    /// Starts a load that reads what it has written.
+    fn load(&self, options: &str) -> Result<Running> {
+        let mut command = ringhaul()?;
+        command.arg("bench").arg("--socket-path").arg(&self.socket);
+        Running::start(
+            command
+                .args("--rw randrw --iodepth 8 --verify".split(' '))
+                .args(options.split_whitespace()),
+        )
+    }
+
+    /// What `show` says of the export.
+    fn show(&self) -> Result<Value> {
+        let text = self.ctl(&["--json", "show", &self.socket.to_string_lossy()])?;
+        serde_json::from_str(&text).context("reading what `show` says")
+    }
+
+    fn end(mut self) -> Result<()> {
+        self.daemon.signal(Signal::TERM)?;
+        self.daemon.finish()?.expect_code(0).map(drop)
+    }
+}
+
+type Part = fn(&mut Scene) -> Result<()>;
+
+#[test]
+fn images_in_a_cluster() -> Result<()> {
+    let begun = Instant::now();
+    let Some(cluster) = Cluster::start()? else { return Ok(()) };
+    let sockets = tempfile::tempdir().context("making a folder for sockets")?;
+    let mut scene = Scene { cluster, sockets };
+    let seconds = begun.elapsed().as_secs();
+    eprintln!("the cluster is there after {seconds} s");
+    let parts: [(&str, Part); 12] = [
+        ("an image is described, or refused", described),
+        ("what is written is in the cluster", data::written),
+        ("discards and zeroes", data::given_back),
+        ("what was flushed survives the OSD", data::flushed),
+        ("sizes", data::resized),
+        ("snapshots and clones", data::snapshots),
+        ("namespaces, users and keyrings", clients::users),
+        ("two clients pass the lock on", clients::lock_is_passed_on),
+        ("a lock that is kept", clients::lock_is_kept),
+        ("requests wait for an OSD", away::requests_wait),
+        ("an export that waits is removed", away::is_removed),
+        ("a guest", data::guest),
+    ];
+    let only = std::env::var("RINGHAUL_RBD_PART").unwrap_or_default();
+    let mut failures = Vec::new();
+    for (name, part) in parts.into_iter().filter(|(name, _)| name.contains(&only)) {
+        let begun = Instant::now();
+        let result = part(&mut scene);
+        let outcome = result.as_ref().err().map_or("ok".into(), |error| format!("{error:#}"));
+        let _ = writeln!(std::io::stderr(), "{name}: {outcome}, {:.1?}", begun.elapsed());
+        failures.extend(result.err().map(|error| format!("{name}: {error:#}")));
+    }
+    if !failures.is_empty() {
+        eprintln!("{}", scene.cluster.messages());
+        bail!("{}", failures.join("\n"));
+    }
+    Ok(())
+}
+
+fn described(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("described")?;
+    let info = run(&mut scene.ringhaul(&["disk", "info", &disk])?)?.expect_code(0)?.stdout;
+    for line in [
+        "size      67108864 bytes, 64 MiB",
+        "blocks    512 bytes, physical 4096",
+        "made of   rbd rbd/described",
+        "discards  in units of 65536 bytes",
+        "can       flush, discard, write zeroes, resize, lock, snapshots",
+    ] {
+        ensure!(info.contains(line), "no {line:?} in\n{info}");
+    }
+    let mut refusals = Refusals::default();
+    let mut refuse = |disk: &str, words: &[&str]| {
+        refusals.check(disk, scene.ringhaul(&["disk", "info", disk]), words);
+    };
+    refuse("rbd:missing", &["cannot use rbd rbd/missing", "no such image", "`rbd ls`"]);
+    refuse("rbd:nowhere/a", &["its pool nowhere", "`ceph osd pool ls`"]);
+    refuse("rbd:described@never", &["it has no snapshot never"]);
+    refuse("rbd:a,conf=/nowhere/ceph.conf", &["its configuration /nowhere/ceph.conf", "No such"]);
+    refuse("rbd:a,keyring=/nowhere/key", &["its keyring /nowhere/key", "No such"]);
+    refuse("rbd:a,id=nobody", &["as client.nobody", "check"]);
+    refusals.finish()
+}
