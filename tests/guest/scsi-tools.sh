@@ -94,6 +94,10 @@ sg_start --stop "$C" || fail 'stop'
 refuse 'not ready' sg_turs -v "$C"
 sg_start --start "$C" || fail 'start'
 sg_turs "$C" || fail 'it has not started'
+refuse 'illegal request' sg_start --eject "$C"
+sg_turs "$C" || fail 'it was taken out'
+sg_prevent --prevent=1 "$A" || fail 'prevent medium removal'
+sg_prevent --allow "$A" || fail 'allow medium removal'
 sg_reset --device "$A" || fail 'reset of a unit'
 sg_turs "$A" || sg_turs "$A" || fail 'it is not ready after a reset'
 echo all

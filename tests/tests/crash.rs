@@ -312,6 +312,7 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
         read_only: false,
         units: None,
         in_order: !keeps_region,
+        io_threads: 1,
     };
     let start = || Server::start(Program::Ringhaul, &export);
     let mut server = start()?;

@@ -139,6 +139,8 @@ pub struct Export {
     pub units: Option<Vec<String>>,
     /// Answers come in the order of the avail ring.
     pub in_order: bool,
+    /// Threads that share its queues.
+    pub io_threads: u16,
 }
 
 impl Export {
@@ -227,7 +229,7 @@ impl Server {
     /// Calls a method of the server's control socket, and returns its answer.
     pub fn call(&self, method: &str, params: &Value) -> Result<Value> {
         let params = params.to_string();
-        let said = self.run_ctl(&["call", method, &params].map(OsStr::new))?;
+        let said = self.run_ctl(&["--json", "call", method, &params].map(OsStr::new))?;
         serde_json::from_str(&said).with_context(|| format!("{method} answers {said:?}"))
     }
 
@@ -359,6 +361,7 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .args(["--engine", &export.engine.to_string()])
         .args(["--cache", &export.cache.to_string()])
         .args(["--queue-size", &export.queue_size.to_string()])
+        .args(["--iothreads", &export.io_threads.to_string()])
         .args(["--logical-block-size", &export.logical_block_bytes.to_string()])
         .arg("--control")
         .arg(export.control());

@@ -29,6 +29,7 @@ const FIO_VERIFY: &str = include_str!("../../guest/fio-verify.sh");
 const WRITE_ZEROES: &str = include_str!("../../guest/write-zeroes.sh");
 const FILES_WRITE: &str = include_str!("../../guest/files-write.sh");
 const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
+const RESETS: &str = include_str!("../../guest/resets.sh");
 const LOAD_START: &str = include_str!("../../guest/load-start.sh");
 const LOAD_STOP: &str = include_str!("../../guest/load-stop.sh");
 
@@ -96,6 +97,7 @@ impl Scene {
             read_only: false,
             units: None,
             in_order: false,
+            io_threads: 1,
         })
     }
 

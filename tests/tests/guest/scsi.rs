@@ -5,12 +5,12 @@ use std::fs::File;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::resize::has_mebibytes;
 use super::{
-    FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, boot, check_clean_exit, check_file_system,
-    check_same_bytes, scenario, with,
+    FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, RESETS, Scene, boot, check_clean_exit,
+    check_file_system, check_same_bytes, scenario, verified, with,
 };
 
 const TOOLS: &str = include_str!("../../guest/scsi-tools.sh");
@@ -100,6 +100,25 @@ fn check_shown(server: &Server, export: &Export) -> Result<()> {
     ensure!(["control", "event", "request"].into_iter().all(runs), "{front_end}");
     ensure!(front_end["memory"]["bytes"].as_u64() >= Some(64 << 20), "{front_end}");
     Ok(())
+}
+
+/// Two request queues, each on a thread of its own. A reset ends the tasks of both.
+#[test]
+fn a_unit_on_two_threads_is_reset_under_load() -> Result<()> {
+    scenario(|| {
+        let scene = Scene::new()?;
+        let export = scene.export("scsi-resets", Engine::IoUring, Cache::None)?;
+        let export = Export { units: Some(Vec::new()), io_threads: 2, ..export };
+        let server = scene.serve(&export)?;
+        let mut vm = boot(&[&export])?;
+        verified::start(&mut vm, "sda")?;
+        vm.check(&with(RESETS, &[("DISK", "sda")]), LIMIT)?;
+        let stats = server.call("stats", &json!({}))?;
+        let threads = stats["iothreads"].as_array().context("no threads are shown")?;
+        let write = |thread: &Value| thread["writes"]["count"].as_u64() > Some(0);
+        ensure!(threads.len() == 2 && threads.iter().all(write), "{threads:?}");
+        verified::finish_after(vm, "sda", server, "device reset$")
+    })
 }
 
 /// Units that come, grow and go while the guest runs.

@@ -28,7 +28,7 @@ const LAYOUT: u32 = 4;
 const INIT: &str = include_str!("init");
 
 /// Tools beside busybox, and the Debian packages that hold them.
-const TOOLS: [(&str, &str); 25] = [
+const TOOLS: [(&str, &str); 26] = [
     ("fio", "fio"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
@@ -43,6 +43,7 @@ const TOOLS: [(&str, &str); 25] = [
     ("sg_modes", "sg3-utils"),
     ("sg_opcodes", "sg3-utils"),
     ("sg_persist", "sg3-utils"),
+    ("sg_prevent", "sg3-utils"),
     ("sg_raw", "sg3-utils"),
     ("sg_readcap", "sg3-utils"),
     ("sg_requests", "sg3-utils"),
