@@ -42,7 +42,9 @@ use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
-pub use info::{Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Unfinished};
+pub use info::{
+    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
+};
 use iomem::Buffers;
 pub use outside::Outside;
 #[cfg(feature = "rbd")]

@@ -1,17 +1,31 @@
 //! What several exports of one disk share.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use anyhow::{Result, bail};
+use blockio::DiskSource;
+use blockio::disk::Place;
 use device::scsi::access::DiskAccess;
 
-/// The disks that are open, by what they are.
+/// The disks that are open.
 #[derive(Default)]
 pub(crate) struct DiskAccesses {
-    all: Mutex<HashMap<String, Weak<DiskAccess>>>,
+    all: Mutex<Vec<Shared>>,
     /// Another process hands over those that are new.
     are_awaited: AtomicBool,
+}
+
+/// A disk, and what is shared by those who have it.
+struct Shared {
+    /// What the disk is.
+    identity: String,
+    /// What texts call it.
+    name: String,
+    place: Place,
+    /// One of them may write.
+    is_written: bool,
+    access: Weak<DiskAccess>,
 }
 
 impl DiskAccesses {
@@ -20,40 +34,119 @@ impl DiskAccesses {
         self.are_awaited.store(are_awaited, Ordering::Relaxed);
     }
 
-    /// That of the disk with this identity; one without any has its own.
-    pub(crate) fn of(&self, identity: &str) -> Arc<DiskAccess> {
+    /// That of a disk; one without identity has its own.
+    ///
+    /// # Errors
+    ///
+    /// When it overlaps another disk that is open, and one of them is written to: what the users of
+    /// a disk share would not hold between the two.
+    pub(crate) fn of(&self, disk: &DiskSource) -> Result<Arc<DiskAccess>> {
         let new = || match self.are_awaited.load(Ordering::Relaxed) {
             true => Arc::new(DiskAccess::awaited()),
             false => Arc::default(),
         };
+        let (identity, place) = (disk.identity(), disk.place());
         if identity.is_empty() {
-            return new();
+            return Ok(new());
         }
+        let is_written = !disk.info().read_only;
+        let name: Vec<String> = disk.chain().iter().map(ToString::to_string).collect();
+        let name = name.join(", ");
         let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|_, access| access.strong_count() > 0);
-        if let Some(access) = all.get(identity).and_then(Weak::upgrade) {
-            return access;
+        all.retain(|shared| shared.access.strong_count() > 0);
+        for other in all.iter().filter(|other| other.identity != identity) {
+            if (is_written || other.is_written) && place.overlaps(&other.place) {
+                bail!(
+                    "cannot serve {name}: it has bytes of {}, which is served, too, and guests of \
+                     the one would not heed reservations, resets and COMPARE AND WRITE of the \
+                     other; serve parts that do not overlap, or both read-only",
+                    other.name
+                );
+            }
         }
-        let access = new();
-        all.insert(identity.to_owned(), Arc::downgrade(&access));
-        access
+        if let Some(shared) = all.iter_mut().find(|shared| shared.identity == identity)
+            && let Some(access) = shared.access.upgrade()
+        {
+            shared.is_written |= is_written;
+            return Ok(access);
+        }
+        let (identity, access) = (identity.to_owned(), new());
+        all.push(Shared { identity, name, place, is_written, access: Arc::downgrade(&access) });
+        Ok(access)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use blockio::DiskOptions;
+
     use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn file(path: &Path, read_only: bool) -> DiskSource {
+        let options = DiskOptions { no_lock: true, read_only, ..DiskOptions::default() };
+        DiskSource::file(path, &options).unwrap()
+    }
+
+    fn new_file() -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8 * MIB).unwrap();
+        file
+    }
 
     #[test]
     fn exports_share_what_belongs_to_their_disk_while_one_has_it() {
         let accesses = DiskAccesses::default();
-        let one = accesses.of("a");
-        assert!(Arc::ptr_eq(&one, &accesses.of("a")));
-        assert!(!Arc::ptr_eq(&one, &accesses.of("b")));
-        assert!(!Arc::ptr_eq(&accesses.of(""), &accesses.of("")));
+        let of = |disk: &DiskSource| accesses.of(disk).unwrap();
+        let (a, b) = (new_file(), new_file());
+        let null = DiskSource::null(MIB, &DiskOptions::default()).unwrap();
+        let one = of(&file(a.path(), false));
+        assert!(Arc::ptr_eq(&one, &of(&file(a.path(), true))));
+        assert!(!Arc::ptr_eq(&one, &of(&file(b.path(), false))));
+        assert!(!Arc::ptr_eq(&of(&null), &of(&null)));
         let gone = Arc::downgrade(&one);
         drop(one);
         assert!(gone.upgrade().is_none());
-        drop(accesses.of("a"));
+        drop(of(&file(a.path(), false)));
+    }
+
+    #[test]
+    fn parts_that_overlap_are_refused_unless_nobody_writes() {
+        let a = new_file();
+        let part = |offset: u64, size: Option<u64>, read_only| {
+            let size = size.map(|size| size * MIB);
+            DiskSource::raw(file(a.path(), read_only), offset * MIB, size).unwrap()
+        };
+        let accesses = DiskAccesses::default();
+        let held = accesses.of(&part(2, Some(3), false)).unwrap();
+        let refused = |disk: &DiskSource| {
+            accesses.of(disk).err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let nested = DiskSource::raw(part(1, None, false), MIB, Some(MIB)).unwrap();
+        for other in [
+            file(a.path(), false),
+            file(a.path(), true),
+            part(0, None, false),
+            part(4, None, false),
+            part(0, Some(3), false),
+            part(3, Some(1), true),
+            nested,
+        ] {
+            let text = refused(&other);
+            assert!(text.contains("3145728 bytes from 2097152"), "{other:?}: {text}");
+        }
+        let beside = [part(0, Some(2), false), part(5, None, false), file(new_file().path(), true)];
+        for other in &beside {
+            assert_eq!(refused(other), "");
+        }
+        assert!(Arc::ptr_eq(&held, &accesses.of(&part(2, Some(3), true)).unwrap()));
+        drop(held);
+        let whole = accesses.of(&file(a.path(), true)).unwrap();
+        let read = accesses.of(&part(2, Some(3), true)).unwrap();
+        assert!(!Arc::ptr_eq(&whole, &read));
+        assert!(!refused(&part(6, Some(1), false)).is_empty(), "the whole is read");
     }
 }

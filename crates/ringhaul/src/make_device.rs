@@ -67,7 +67,7 @@ impl ExportSpec {
                     fixed_buffers: settings.fixed_buffers,
                     ..BlkOptions::default()
                 };
-                let access = accesses.of(source.identity());
+                let access = accesses.of(&source)?;
                 // Those that initiators have left behind hold before one comes back.
                 if let Some(path) = usual_reservations(spec) {
                     drop(access.keep_reservations(KeptIn::Found(path))?);
@@ -119,7 +119,7 @@ impl UnitSpec {
         disk: &OpenDisk,
         accesses: &DiskAccesses,
     ) -> Result<()> {
-        let access = accesses.of(disk.source.identity());
+        let access = accesses.of(&disk.source)?;
         let _kept = access.keep_reservations(self.reservations())?;
         let options = self.options(disk, export, access)?;
         let adding = || format!("cannot export {} as a unit", self.address());

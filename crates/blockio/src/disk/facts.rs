@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::info::{Abilities, DiskInfo, DiskState, Link};
+use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
 use super::outside::Outside;
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
@@ -135,6 +135,17 @@ impl DiskSource {
             SourceKind::Null => "",
             SourceKind::Other(source) => source.identity(),
         }
+    }
+
+    /// Which bytes of which disk it is made of.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        let part = match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => None,
+            SourceKind::Other(source) => source.place(),
+        };
+        let whole = || Place { disk: self.identity().to_owned(), start: 0, end: None };
+        part.unwrap_or_else(whole)
     }
 
     /// Whether the kernel says that its medium rotates, so that requests cost the less the nearer

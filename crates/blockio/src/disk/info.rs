@@ -92,6 +92,27 @@ impl fmt::Display for Link {
     }
 }
 
+/// Bytes of a disk that may be a disk of their own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The [identity](super::DiskSource::identity) of the whole disk; empty if it keeps nothing.
+    pub disk: String,
+    /// The first byte.
+    pub start: u64,
+    /// The byte behind the last. `None`: it ends with the disk, which may grow.
+    pub end: Option<u64>,
+}
+
+impl Place {
+    /// Whether what is written to one is read from the other.
+    #[must_use]
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let ends_after = |end: Option<u64>, start| end.is_none_or(|end| end > start);
+        let is_kept = !self.disk.is_empty() && self.disk == other.disk;
+        is_kept && ends_after(self.end, other.start) && ends_after(other.end, self.start)
+    }
+}
+
 /// Neighbouring bytes of a disk that are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {

@@ -25,7 +25,7 @@ use iomem::{Buffers, fits};
 
 use self::header::{Header, MAGIC, Payload};
 use self::xts::{CHUNK_BYTES, Cipher, Direction};
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource, Request};
 use super::source::FileSource;
@@ -214,6 +214,10 @@ impl OtherSource for LuksSource {
 
     fn identity(&self) -> &str {
         self.below.identity()
+    }
+
+    fn place(&self) -> Option<Place> {
+        Some(self.below.place())
     }
 
     fn abilities(&self) -> Abilities {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use iomem::Buffers;
 
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Unfinished};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource, Request};
 use super::source::FileSource;
@@ -121,6 +121,15 @@ impl OtherSource for RawSource {
 
     fn identity(&self) -> &str {
         &self.identity
+    }
+
+    fn place(&self) -> Option<Place> {
+        let Part { offset_bytes, size_bytes, .. } = self.part;
+        let below = self.below.place();
+        // It was checked to lie there.
+        let start = below.start + offset_bytes;
+        let end = size_bytes.map(|size| start + size).or(below.end);
+        Some(Place { start, end, ..below })
     }
 
     fn abilities(&self) -> Abilities {

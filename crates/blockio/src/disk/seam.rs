@@ -31,7 +31,7 @@ use std::{fmt, io};
 
 use iomem::Buffers;
 
-use super::info::{Abilities, DiskState, Extent, Link, Unfinished};
+use super::info::{Abilities, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
@@ -55,6 +55,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::identity`](super::DiskSource::identity): it decides which exports share
     /// reservations, so a disk that is reached in two ways has the same.
     fn identity(&self) -> &str;
+
+    /// See [`DiskSource::place`](super::DiskSource::place); that of the disk below, for a layer.
+    /// `None`: it is all of a disk.
+    fn place(&self) -> Option<Place> {
+        None
+    }
 
     /// See [`DiskSource::abilities`](super::DiskSource::abilities).
     fn abilities(&self) -> Abilities;
