@@ -98,6 +98,7 @@ fn run(threads: &IoThreads, mut input: Input) {
         endpoint: Some(Endpoint::Connection(theirs)),
         threads: threads.remotes().to_vec(),
         limits: MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::Sealable),
+        groups: std::sync::Arc::default(),
     };
     let ended_of_thread = move || sender.send(()).expect("somebody waits");
     let control = Control::start(ended_of_thread).expect("a control thread");

@@ -8,9 +8,12 @@ mod alignment;
 mod blocks;
 mod facts;
 mod file;
+mod gate;
+mod governed;
 mod holder;
 mod identity;
 mod info;
+mod limits;
 mod lock;
 #[cfg(feature = "luks")]
 pub mod luks;
@@ -30,9 +33,10 @@ mod shared;
 mod simulated;
 mod source;
 mod sysfs;
+mod trouble;
+mod waiting;
 
 use std::fs::File;
-use std::future::ready;
 use std::io;
 use std::path::Path;
 use std::rc::Rc;
@@ -42,16 +46,21 @@ use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
+use gate::Gate;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
 };
 use iomem::Buffers;
+use limits::Direction;
+pub use limits::{Burst, Limits, Rate, Rates};
 pub use outside::Outside;
 #[cfg(feature = "rbd")]
 pub use rbd::name::RbdImage;
-use seam::{AttachedOther, OtherSource, Request};
+use seam::{AttachedOther, OtherSource};
+pub use shared::LimitGroup;
 use shared::Shared;
 use source::FileSource;
+pub use trouble::{ErrorAction, ErrorPolicy};
 
 /// A disk that is open, for any number of IoThreads. Clones are of the same disk.
 #[derive(Debug, Clone)]
@@ -116,7 +125,8 @@ impl DiskSource {
     }
 
     fn new(info: DiskInfo, kind: SourceKind) -> Self {
-        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
+        let is_local = !matches!(kind, SourceKind::Other(_));
+        Self { info, shared: Arc::new(Shared::new(info.size_bytes, is_local)), kind, engine: None }
     }
 
     /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
@@ -226,7 +236,8 @@ impl DiskSource {
             SourceKind::Other(source) => Kind::Other(AttachedOther::new(source, io, engine)),
         };
         let block_mask = u64::from(self.info.logical_block_bytes) - 1;
-        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind }
+        let gate = Gate::new(io, &self.shared);
+        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate }
     }
 }
 
@@ -239,6 +250,8 @@ pub struct Disk {
     /// The bits of an offset within a logical block.
     block_mask: u64,
     kind: Kind,
+    /// Where requests wait for limits, and after errors.
+    gate: Gate,
 }
 
 enum Kind {
@@ -261,25 +274,20 @@ impl Disk {
     /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
     /// the part of `buffers` that was not filled. Its content is undefined then.
     pub async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
-        if self.is_other() || self.check(offset, buffers.bytes() as u64).is_err() {
+        let end = offset.wrapping_add(buffers.bytes() as u64);
+        if !self.is_direct(offset, end) {
             return self.read_otherwise(offset, buffers).await;
         }
-        match &self.kind {
+        let result = match &self.kind {
             Kind::File(disk) => disk.read(offset, buffers).await,
             Kind::Null | Kind::Other(_) => {
                 buffers.wrote(buffers.bytes());
                 Ok(())
             }
-        }
-    }
-
-    /// A read that is refused, or goes to another kind of disk: out of the way of all others.
-    #[cold]
-    #[inline(never)]
-    fn read_otherwise(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
-        match (self.check(offset, buffers.bytes() as u64), &self.kind) {
-            (Ok(()), Kind::Other(other)) => other.disk.read(offset, buffers),
-            (checked, _) => Box::pin(ready(refused(checked, buffers))),
+        };
+        match result {
+            Err(unfinished) => self.read_again(end, unfinished).await,
+            done => done,
         }
     }
 
@@ -293,12 +301,18 @@ impl Disk {
     /// As [`read`](Self::read), and `ENOMEM`.
     pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.check(offset, len)?;
-        match &self.kind {
-            _ if len == 0 => Ok(Buffers::empty()),
-            Kind::File(disk) => disk.read_part(offset, len, self.info.logical_block_bytes).await,
-            Kind::Null => null::read_part(len, self.info.logical_block_bytes),
-            Kind::Other(other) => other.read_part(offset, len, self.info.logical_block_bytes).await,
+        if len == 0 {
+            return Ok(Buffers::empty());
         }
+        let block = self.info.logical_block_bytes;
+        self.govern(Direction::Read, len.min(PART_BYTES), || async move {
+            match &self.kind {
+                Kind::File(disk) => disk.read_part(offset, len, block).await,
+                Kind::Null => null::read_part(len, block),
+                Kind::Other(other) => other.read_part(offset, len, block).await,
+            }
+        })
+        .await
     }
 
     /// Writes all of `buffers` from byte `offset` on. With `fua`, the data is on stable storage
@@ -311,27 +325,17 @@ impl Disk {
     /// an earlier [`flush`](Self::flush), and of one after the write: then nothing is left of
     /// `buffers`, and any of it may be lost.
     pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
-        if self.is_other() || self.check_write(offset, buffers.bytes() as u64).is_err() {
+        let end = offset.wrapping_add(buffers.bytes() as u64);
+        if self.info.read_only || !self.is_direct(offset, end) {
             return self.write_otherwise(offset, buffers, fua).await;
         }
-        match &self.kind {
+        let result = match &self.kind {
             Kind::File(disk) => disk.write(offset, buffers, fua).await,
             Kind::Null | Kind::Other(_) => Ok(()),
-        }
-    }
-
-    /// As [`read_otherwise`](Self::read_otherwise).
-    #[cold]
-    #[inline(never)]
-    fn write_otherwise(
-        &self,
-        offset: u64,
-        buffers: Buffers,
-        fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
-        match (self.check_write(offset, buffers.bytes() as u64), &self.kind) {
-            (Ok(()), Kind::Other(other)) => other.disk.write(offset, buffers, fua),
-            (checked, _) => Box::pin(ready(refused(checked, buffers))),
+        };
+        match result {
+            Err(unfinished) => self.write_again(end, fua, unfinished).await,
+            done => done,
         }
     }
 
@@ -364,11 +368,14 @@ impl Disk {
     /// As [`write`](Self::write).
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.check_write(offset, len)?;
-        match &self.kind {
-            Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
-            Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
-            _ => Ok(()),
-        }
+        self.govern(Direction::Write, len, || async move {
+            match &self.kind {
+                Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
+                Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
+                _ => Ok(()),
+            }
+        })
+        .await
     }
 
     /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back.
@@ -378,11 +385,16 @@ impl Disk {
     /// As [`write`](Self::write).
     pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.check_write(offset, len)?;
-        match &self.kind {
-            Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
-            Kind::Other(other) if len > 0 => other.disk.write_zeroes(offset, len, may_unmap).await,
-            _ => Ok(()),
-        }
+        self.govern(Direction::Write, len, || async move {
+            match &self.kind {
+                Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
+                Kind::Other(other) if len > 0 => {
+                    other.disk.write_zeroes(offset, len, may_unmap).await
+                }
+                _ => Ok(()),
+            }
+        })
+        .await
     }
 
     /// What is known of the `len` bytes, at least one block, from `offset` on, without reading
@@ -407,12 +419,13 @@ impl Disk {
         matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())
     }
 
+    /// Whether a request goes to the file as it is: it lies on the disk, in whole blocks, and
+    /// nothing else is to be looked at.
     #[inline(always)]
-    fn is_other(&self) -> bool {
-        matches!(self.kind, Kind::Other(_))
+    fn is_direct(&self, offset: u64, end: u64) -> bool {
+        offset <= end && end <= self.shared.direct_bytes() && (offset | end) & self.block_mask == 0
     }
 
-    #[inline(always)]
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
         let in_range = offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes());
         if in_range && (offset | len) & self.block_mask == 0 {
@@ -431,9 +444,8 @@ impl Disk {
     }
 }
 
-fn refused(checked: io::Result<()>, rest: Buffers) -> Result<(), Unfinished> {
-    checked.map_err(|error| Unfinished { error, rest })
-}
+/// The most of a part that counts for limits: what a part has at most, unless it is configured.
+const PART_BYTES: u64 = 256 << 10;
 
 #[cfg(test)]
 pub(crate) mod elsewhere;

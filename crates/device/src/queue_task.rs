@@ -24,8 +24,12 @@ pub(crate) trait Handler: 'static {
     /// The ring is bad: no more chains come until the queue is started again.
     fn broken(&self) {}
 
-    /// No more chains come, and those that were kept must be pushed.
+    /// No more chains come, those that were kept must be pushed, and requests must not wait for
+    /// anything but their disk.
     fn stop(&self, _: &Queue) {}
+
+    /// Chains come again after all.
+    fn go_on(&self) {}
 }
 
 /// Serves `queue` until it is asked to stop. The caller answers that request, when
@@ -62,6 +66,7 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
                 break;
             }
             queue.set_stopping(false);
+            handler.go_on();
             continue;
         }
         queue.show(requests.len());

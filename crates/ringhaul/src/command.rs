@@ -4,6 +4,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::disk_rules::{RulesChange, ShownRules};
 use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
@@ -34,6 +35,11 @@ pub enum Command {
     /// Give a disk of an export another size, and tell the drivers: that of a logical unit or,
     /// without a place, that of a virtio-blk device.
     Resize(String, Option<UnitPlace>, NewSize),
+    /// Change what a disk of an export may do, and what becomes of requests that it fails.
+    SetDisk(String, Option<UnitPlace>, Box<RulesChange>),
+    /// Try those requests of a disk again at once that wait because it has failed them: of that of
+    /// a logical unit or, without a place, of all disks of the export.
+    Resume(String, Option<UnitPlace>),
     /// End all exports in the same way, and the daemon with them. Asked a second time, the daemon
     /// does not wait for requests any longer.
     End(EndCause),
@@ -126,6 +132,10 @@ pub enum Reply {
     UnitRemoved,
     /// The disk has this size in bytes.
     Resized(u64),
+    /// What holds for the disk now.
+    Rules(Box<ShownRules>),
+    /// The requests are tried again.
+    Resumed,
     /// The daemon ends.
     Ending,
 }

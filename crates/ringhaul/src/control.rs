@@ -21,6 +21,7 @@ use device::{Answer, Pending};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::command::{CommandError, ExportStatus, Removal};
+use crate::disk_rules::{RulesChange, ShownRules};
 use crate::handed_fds::HandedFds;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
@@ -176,6 +177,30 @@ impl Control {
         let disk = self.ask(|answer| Order::BeginResize(name, place, answer))??;
         let turn = Turn { control: self, id: disk.id, place, has_ended: false };
         Ok((disk, turn))
+    }
+
+    /// Changes what a disk of an export may do, and what becomes of requests that it fails. Returns
+    /// what holds now.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such disk, or the change makes no sense.
+    pub(crate) fn set_disk(
+        &self,
+        name: String,
+        place: Option<UnitPlace>,
+        change: Box<RulesChange>,
+    ) -> Answered<ShownRules> {
+        self.ask(|answer| Order::SetDisk(name, place, change, answer))?
+    }
+
+    /// Has requests of a disk, or of all disks of an export, tried again that it has failed.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such disk.
+    pub(crate) fn resume_disks(&self, name: String, place: Option<UnitPlace>) -> Answered<()> {
+        self.ask(|answer| Order::ResumeDisks(name, place, answer))?
     }
 
     /// The disks of all exports, to be watched.

@@ -14,6 +14,7 @@ use device::{CallWatch, Device};
 use crate::command::{Command, CommandError, NewSize, Reply};
 use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
 use crate::disk_accesses::DiskAccesses;
+use crate::disk_rules::{LimitGroups, RulesChange};
 use crate::disk_user::user;
 use crate::ending::{Event, Outcome, wait_for_end};
 use crate::engines::{Chosen, Thread, Threads, choose, set_up};
@@ -41,6 +42,7 @@ pub struct Daemon {
     /// What the parent of this program has left open, by its number, until it is served.
     inherited: Mutex<Option<(i32, Endpoint)>>,
     accesses: DiskAccesses,
+    groups: Arc<LimitGroups>,
     pool: Mutex<Pool>,
     stuck: Arc<Mutex<ThreadWatch>>,
     events: mpsc::Sender<Event>,
@@ -69,11 +71,12 @@ struct Opened {
 }
 
 impl Opened {
-    fn into_setup(self, endpoint: Option<Endpoint>, limits: MemoryLimits) -> ExportSetup {
+    fn into_setup(self, endpoint: Option<Endpoint>, daemon: &Daemon) -> ExportSetup {
         let Self { spec, disks, log, device, threads, .. } = self;
         let disks = disks.into_iter().map(|disk| disk.source).collect();
         let threads = threads.into_iter().map(|thread| thread.remote).collect();
-        ExportSetup { spec, log, disks, device, endpoint, threads, limits }
+        let (limits, groups) = (daemon.limits.clone(), Arc::clone(&daemon.groups));
+        ExportSetup { spec, log, disks, device, endpoint, threads, limits, groups }
     }
 }
 
@@ -111,6 +114,7 @@ impl Daemon {
             limits,
             inherited: Mutex::new(inherited),
             accesses: DiskAccesses::default(),
+            groups: Arc::default(),
             pool: Mutex::new(Pool { threads, exports: 0 }),
             stuck,
             events,
@@ -152,6 +156,11 @@ impl Daemon {
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
+            Command::SetDisk(export, place, change) => self.set_disk(export, place, change),
+            Command::Resume(export, place) => {
+                self.control.resume_disks(export, place)?;
+                Ok(Reply::Resumed)
+            }
             Command::End(cause) => {
                 // One that nobody waits for any more has ended.
                 let end = || drop(self.events.send(Event::Asked(cause)));
@@ -190,7 +199,8 @@ impl Daemon {
             }
             let log = ExportLog::new(spec.log_name(disks.first()));
             let log = Arc::new(log.telling(self.subscribers.clone(), spec.name()));
-            let device = spec.make_device(&disks, Arc::<ExportLog>::clone(&log), &self.accesses)?;
+            let events = Arc::<ExportLog>::clone(&log);
+            let device = spec.make_device(&disks, events, &self.accesses, &self.groups)?;
             let line = serving(&spec, &disks);
             opened_all.push(Opened { spec, disks, log, device, threads, line });
         }
@@ -227,7 +237,9 @@ impl Daemon {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, device, settings, endpoint, .. } = changing;
-        let mut disk = OpenDisk::open(&unit.disk(&settings), user(&endpoint, Some(place)))?;
+        let wanted = unit.disk(&settings);
+        let mut disk = OpenDisk::open(&wanted, user(&endpoint, Some(place)))?;
+        self.groups.apply(&disk.source, &wanted.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         let threads = self.all_threads(&settings)?;
@@ -289,6 +301,19 @@ impl Daemon {
         tracing::info!(export, "{what} has {size} bytes, not {before}");
         turn.end_resized();
         Ok(Reply::Resized(size))
+    }
+
+    fn set_disk(
+        &self,
+        export: String,
+        place: Option<UnitPlace>,
+        change: Box<RulesChange>,
+    ) -> Result<Reply, CommandError> {
+        let rules = self.control.set_disk(export.clone(), place, change)?;
+        let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
+        let text = serde_json::to_string(&rules).context("cannot write down what holds")?;
+        tracing::info!(export, "{what} is served with {text}");
+        Ok(Reply::Rules(Box::new(rules)))
     }
 
     /// The disks of all exports, to be watched.

@@ -13,6 +13,7 @@ mod descriptor_limit;
 mod disk_accesses;
 pub mod disk_command;
 mod disk_names;
+pub mod disk_rules;
 pub mod disk_spec;
 mod disk_user;
 pub mod ending;

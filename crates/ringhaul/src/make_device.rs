@@ -14,6 +14,7 @@ use device::{Device, Events};
 
 use crate::disk_accesses::DiskAccesses;
 use crate::disk_names;
+use crate::disk_rules::LimitGroups;
 use crate::open_disk::OpenDisk;
 use crate::spec::{DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
@@ -49,8 +50,12 @@ impl ExportSpec {
         disks: &[OpenDisk],
         events: Arc<dyn Events>,
         accesses: &DiskAccesses,
+        groups: &LimitGroups,
     ) -> Result<Device> {
         let settings = &self.settings;
+        for ((_, settings), disk) in self.disks().iter().zip(disks) {
+            groups.apply(&disk.source, &settings.rules)?;
+        }
         match &self.device {
             DeviceSpec::Blk(spec) => {
                 let disk = disks.first().context("virtio-blk without a disk")?;
@@ -134,6 +139,7 @@ impl UnitSpec {
             no_lock: own.no_lock.unwrap_or(export.no_lock),
             cache: own.cache.or(export.cache),
             logical_block_bytes: own.logical_block_bytes.or(export.logical_block_bytes),
+            rules: own.rules(&export.rules),
             ..export.clone()
         };
         (self.disk.clone(), settings)
@@ -227,7 +233,8 @@ mod tests {
             .iter()
             .map(|disk| OpenDisk::open(disk, None))
             .collect::<Result<Vec<_>>>()?;
-        spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses)
+        let groups = LimitGroups::default();
+        spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses, &groups)
     }
 
     #[test]

@@ -14,8 +14,10 @@ use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use virtqueue::MemoryFiles;
 
+use disk::parse_limits;
 use switches::Switches;
 
+use crate::disk_rules::{LimitSpec, OnError};
 use crate::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};
 
@@ -104,6 +106,21 @@ pub struct ExportArgs {
     /// a block device asks for, and 512 for a regular file.
     #[arg(long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
+    /// What each disk may do at most, with QEMU's names: `iops` or `bps`, with `-total`, `-read` or
+    /// `-write`; with `-max` the rate of a burst, with `-max-length` its seconds. `iops-size`: the
+    /// bytes that count as one request. `group`: the disks of that name share the limits.
+    #[arg(long, value_name = "KEY=VALUE,...",
+          value_parser = |text: &str| parse_limits(text).map_err(|error| format!("{error:#}")))]
+    pub limits: Option<LimitSpec>,
+    /// What becomes of reads that a disk fails: `report` tells the guest, `retry` tries them again
+    /// until they succeed, while the guest waits. Default: `report`.
+    #[arg(long, value_name = "report|retry")]
+    pub rerror: Option<OnError>,
+    /// What becomes of writes that a disk fails, discards and zeroes included: as `--rerror`, or
+    /// `hold` those that lack space until there is some, or `hold-briefly`, for 20 seconds at most.
+    /// Default: `hold-briefly`.
+    #[arg(long, value_name = "ACTION")]
+    pub werror: Option<OnError>,
 }
 
 /// Options of `ringhaul serve`.

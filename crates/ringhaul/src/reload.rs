@@ -3,6 +3,8 @@
 //! Each export is changed on a thread of its own, so that one whose disk or guest hangs holds up no
 //! other, and no later SIGHUP either.
 
+mod difference;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -10,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::command::{Command, CommandError, NewSize, Removal, Reply};
+use crate::command::{Command, CommandError, Removal, Reply};
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
 use crate::settings::SettingsChange;
-use crate::spec::{DeviceSpec, DiskSpec, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{DeviceSpec, ExportSpec};
 use crate::succession::{Changing, PassedOn, Succession};
+use difference::{Change, Exports, apply, by_socket, differences, is_the_same, is_the_same_unit};
 
 /// How long changes may take before the log says which ones are waited for. They go on.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -70,9 +73,6 @@ impl Reload {
     }
 }
 
-/// Exports by their sockets, by which commands call them too: a name may change.
-type Exports = BTreeMap<String, ExportSpec>;
-
 /// What became of the file, for those who change it.
 type Shared = Arc<Mutex<Record>>;
 
@@ -91,17 +91,6 @@ struct Reloader {
     options: BTreeMap<String, String>,
     daemon: Weak<Daemon>,
     record: Shared,
-}
-
-/// What is done to one export.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Change {
-    Add(ExportSpec),
-    Remove,
-    /// Its logical units and sizes, one after the other, after which it is this.
-    Alter(Vec<Command>, ExportSpec),
-    /// It cannot be changed in this.
-    Keep(&'static str),
 }
 
 impl Record {
@@ -139,38 +128,6 @@ impl Record {
         let begun = changes.iter().filter(|(_, change)| !change.is_kept());
         self.pending.extend(begun.cloned());
         changes
-    }
-}
-
-/// Whether this is an export that the file has made, whose units and size others may have changed.
-fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
-    let is_device = match (&ours.device, &other.device) {
-        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => is_the_same_disk(ours, other),
-        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
-        _ => false,
-    };
-    is_device
-        && ours.endpoint == other.endpoint
-        && ours.name() == other.name()
-        && ours.settings == other.settings
-}
-
-/// The same of a logical unit.
-fn is_the_same_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
-    ours.place() == other.place()
-        && ours.settings == other.settings
-        && is_the_same_disk(&ours.disk, &other.disk)
-}
-
-/// Null disks are one whatever their sizes, which commands change.
-fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
-    match (ours, other) {
-        (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
-        (
-            DiskSpec::Raw { offset_bytes, size_bytes, over },
-            DiskSpec::Raw { offset_bytes: offset, size_bytes: size, over: others },
-        ) => (offset_bytes, size_bytes) == (offset, size) && is_the_same_disk(over, others),
-        _ => ours == other,
     }
 }
 
@@ -292,18 +249,6 @@ impl Reloader {
 }
 
 impl Change {
-    /// What the export is when it is done; none, when there is none.
-    fn aim(&self) -> Option<&ExportSpec> {
-        match self {
-            Self::Add(spec) | Self::Alter(_, spec) => Some(spec),
-            Self::Remove | Self::Keep(_) => None,
-        }
-    }
-
-    fn is_kept(&self) -> bool {
-        matches!(self, Self::Keep(_))
-    }
-
     fn carry_out(self, export: String, daemon: &Weak<Daemon>, record: &Shared) {
         let Some(daemon) = daemon.upgrade() else { return };
         let result = match self {
@@ -370,30 +315,6 @@ fn alter(
     result
 }
 
-/// Makes a change of units and sizes in what an export is to be.
-fn apply(spec: &mut ExportSpec, change: Command) {
-    match (&mut spec.device, change) {
-        (DeviceSpec::Scsi(units), Command::AddUnit(_, unit)) => units.push(*unit),
-        (DeviceSpec::Scsi(units), Command::RemoveUnit(_, place)) => {
-            units.retain(|unit| unit.place() != place);
-        }
-        (DeviceSpec::Scsi(units), Command::Resize(_, Some(place), size)) => {
-            let unit = units.iter_mut().find(|unit| unit.place() == place);
-            set_size(&mut unit.expect("what is resized is there").disk, size);
-        }
-        (DeviceSpec::Blk(disk), Command::Resize(_, None, size)) => set_size(disk, size),
-        (_, other) => unreachable!("{other:?} is no change of this export"),
-    }
-}
-
-/// Gives a null disk another size.
-fn set_size(disk: &mut DiskSpec, size: NewSize) {
-    match (disk, size.size_bytes) {
-        (DiskSpec::Null { size_bytes }, Some(size)) => *size_bytes = size,
-        (other, _) => unreachable!("the file gives {other} no other size"),
-    }
-}
-
 /// Whether an option may change while the daemon runs. What is logged without one is up to the
 /// environment that the daemon was started in.
 fn may_change(key: &str, config: &Config) -> bool {
@@ -405,93 +326,6 @@ fn value_of(option: &str) -> String {
     option.split_once('=').map_or(option, |(_, value)| value).to_owned()
 }
 
-fn by_socket(exports: &[ExportSpec]) -> Exports {
-    exports.iter().map(|export| (export.endpoint.to_string(), export.clone())).collect()
-}
-
-/// What is to be done for exports to be as wanted.
-fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Change)> {
-    let removed = served.keys().filter(|export| !wanted.contains_key(*export));
-    let mut changes: Vec<(String, Change)> =
-        removed.map(|export| (export.clone(), Change::Remove)).collect();
-    for (export, wanted) in wanted {
-        let of_export = match served.get(export) {
-            None => vec![Change::Add(wanted.clone())],
-            Some(before) => difference(export, before, wanted),
-        };
-        changes.extend(of_export.into_iter().map(|change| (export.clone(), change)));
-    }
-    changes
-}
-
-/// What is to be done for one to be as wanted, and what cannot be done.
-fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
-    let mut changes = Vec::new();
-    if before.name() != wanted.name() {
-        changes.push(Change::Keep("its name"));
-    }
-    if before.settings != wanted.settings {
-        changes.push(Change::Keep("how it is served"));
-    }
-    let commands = match (&before.device, &wanted.device) {
-        (DeviceSpec::Blk(disk), DeviceSpec::Blk(other)) => {
-            disk_change(export, None, disk, other).map(Vec::from_iter)
-        }
-        (DeviceSpec::Scsi(units), DeviceSpec::Scsi(others)) => unit_changes(export, units, others),
-        _ => Err("its device"),
-    };
-    match commands {
-        Err(what) => changes.push(Change::Keep(what)),
-        Ok(commands) if commands.is_empty() => {}
-        Ok(commands) => {
-            let export = ExportSpec { device: wanted.device.clone(), ..before.clone() };
-            changes.push(Change::Alter(commands, export));
-        }
-    }
-    changes
-}
-
-/// What is to be done with a disk: that of a null disk may have another size.
-fn disk_change(
-    name: &str,
-    place: Option<UnitPlace>,
-    before: &DiskSpec,
-    wanted: &DiskSpec,
-) -> Result<Option<Command>, &'static str> {
-    match (before, wanted) {
-        _ if before == wanted => Ok(None),
-        (DiskSpec::Null { .. }, &DiskSpec::Null { size_bytes }) => {
-            let size = NewSize { size_bytes: Some(size_bytes), shrink: true };
-            Ok(Some(Command::Resize(name.to_owned(), place, size)))
-        }
-        _ => Err("its disk"),
-    }
-}
-
-/// What is to be done with logical units: they come, go, and change their size.
-fn unit_changes(
-    name: &str,
-    before: &[UnitSpec],
-    wanted: &[UnitSpec],
-) -> Result<Vec<Command>, &'static str> {
-    let at = |units: &[UnitSpec], place| units.iter().find(|unit| unit.place() == place).cloned();
-    let mut commands = Vec::new();
-    for unit in before.iter().filter(|unit| at(wanted, unit.place()).is_none()) {
-        commands.push(Command::RemoveUnit(name.to_owned(), unit.place()));
-    }
-    for unit in wanted {
-        match at(before, unit.place()) {
-            None => commands.push(Command::AddUnit(name.to_owned(), Box::new(unit.clone()))),
-            Some(other) if other.settings != unit.settings => return Err("a logical unit"),
-            Some(other) => {
-                let change = disk_change(name, Some(unit.place()), &other.disk, &unit.disk);
-                commands.extend(change.map_err(|_| "the disk of a logical unit")?);
-            }
-        }
-    }
-    Ok(commands)
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -501,8 +335,9 @@ mod tests {
     use clap::Args;
 
     use super::*;
+    use crate::command::NewSize;
     use crate::options::ServeArgs;
-    use crate::spec::ExportSpec;
+    use crate::spec::{DiskSpec, UnitPlace};
 
     fn exports(texts: &[&str]) -> Exports {
         let export = |text: &&str| serde_json::from_str::<ExportSpec>(text).unwrap();
@@ -555,6 +390,9 @@ mod tests {
             (BLK, BLK.replace(r#""device""#, r#""read-only": true, "device""#), "how it is served"),
             (BLK, BLK.replace(r#""device""#, r#""name": "vm", "device""#), "its name"),
             (BLK, scsi("").replace("/b", "/a"), "its device"),
+            (&two, two.replace(r#""lun": 1"#, r#""lun": 1, "settings": {"read-only": true}"#), {
+                "a logical unit"
+            }),
         ] {
             assert_eq!(only(before, &after), Change::Keep(expected));
         }

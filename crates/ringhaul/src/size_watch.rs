@@ -174,6 +174,7 @@ impl Known {
         let what = name_of(disk.place);
         match disk.state {
             disk::DiskState::Ready => None,
+            disk::DiskState::Retried(_) | disk::DiskState::Held(_) => Some(trouble(disk)),
             disk::DiskState::Away(since) => Some(format!(
                 "the other end of {what} has not been reached for {} s; its requests wait",
                 since.elapsed().as_secs()
@@ -221,6 +222,22 @@ impl Known {
             }
         }
     }
+}
+
+/// What is said of a disk whose requests wait because it has failed them.
+fn trouble(disk: &WatchedDisk) -> String {
+    let (what, export) = (name_of(disk.place), &disk.export);
+    let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
+    let why = why.unwrap_or_else(|| "the error is gone by now".to_owned());
+    let message = match disk.state {
+        disk::DiskState::Held(_) => format!(
+            "{what} has no space left, and writes wait for some; make space, or grow what it is on \
+             ({why})"
+        ),
+        _ => format!("{what} fails requests, which are tried again, and the guest waits ({why})"),
+    };
+    tracing::warn!(export, "{message}");
+    message
 }
 
 /// Starts a thread that looks for as long as it is asked to.
@@ -278,6 +295,7 @@ mod tests {
             size_bytes: 512,
             state: disk.state(),
             loss: None,
+            trouble: None,
         };
         let (mut known, late) = (Known::default(), disk::DiskState::Late(Instant::now()));
         let mut told = |state, loss| {

@@ -1,5 +1,7 @@
 //! What an export is to be. It is data: the command line makes it, and anything else can.
 
+mod rules;
+
 use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
@@ -13,6 +15,7 @@ use device::scsi::unit;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::disk_rules::{DiskRules, LimitSpec, OnError};
 pub use crate::disk_spec::DiskSpec;
 
 /// The longest name of an export.
@@ -86,7 +89,7 @@ impl ExportSpec {
         }
         if let DeviceSpec::Scsi(units) = &self.device {
             check_apart(units)?;
-            units.iter().try_for_each(UnitSpec::check)?;
+            units.iter().try_for_each(|unit| unit.check(&self.settings))?;
             if self.settings.in_order {
                 bail!(
                     "in-order is for virtio-blk, and cannot be on for a virtio-scsi device; leave \
@@ -139,6 +142,13 @@ pub(crate) struct WrittenExport {
     run_max: Option<NonZeroU16>,
     /// Register the guest's memory with io_uring.
     fixed_buffers: Option<bool>,
+    /// What each disk may do at most.
+    limits: Option<LimitSpec>,
+    /// What becomes of reads that a disk fails; `report` if it is left out.
+    rerror: Option<OnError>,
+    /// What becomes of writes, discards and zeroes that a disk fails; `hold-briefly` if it is left
+    /// out.
+    werror: Option<OnError>,
 }
 
 impl WrittenExport {
@@ -157,6 +167,11 @@ impl WrittenExport {
             notify_batch: self.notify_batch.unwrap_or(usual.notify_batch),
             run_max: self.run_max.or(usual.run_max),
             fixed_buffers: self.fixed_buffers.unwrap_or(usual.fixed_buffers),
+            rules: DiskRules {
+                limits: self.limits.unwrap_or_else(|| usual.rules.limits.clone()),
+                rerror: self.rerror.unwrap_or(usual.rules.rerror),
+                werror: self.werror.unwrap_or(usual.rules.werror),
+            },
         };
         let Self { name, endpoint, device, .. } = self;
         ExportSpec { name, endpoint, device, settings }
@@ -245,8 +260,10 @@ impl UnitSpec {
     /// # Errors
     ///
     /// When its number or a text is out of its range.
-    fn check(&self) -> Result<()> {
+    fn check(&self, usual: &ExportSettings) -> Result<()> {
         let place = self.place();
+        let rules = self.settings.rules(&usual.rules);
+        rules.check().with_context(|| format!("unit {place}"))?;
         if self.lun > LUN_MAX {
             bail!("there can be no unit {place}; a LUN is a number from 0 to {LUN_MAX}");
         }
@@ -294,6 +311,15 @@ pub struct UnitSettings {
     pub product: Option<String>,
     /// Up to 4 bytes.
     pub revision: Option<String>,
+    /// What the disk may do at most. Left out: as for the export, like the next two.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+    /// What becomes of reads that the disk fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rerror: Option<OnError>,
+    /// What becomes of writes, discards and zeroes that it fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub werror: Option<OnError>,
 }
 
 /// An NAA identifier of 8 bytes.
@@ -350,6 +376,9 @@ pub struct ExportSettings {
     pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
     pub fixed_buffers: bool,
+    /// What disks may do, and what becomes of requests that they fail.
+    #[serde(flatten)]
+    pub rules: DiskRules,
 }
 
 impl Default for ExportSettings {
@@ -367,6 +396,7 @@ impl Default for ExportSettings {
             notify_batch: true,
             run_max: None,
             fixed_buffers: false,
+            rules: DiskRules::default(),
         }
     }
 }
@@ -385,6 +415,7 @@ impl ExportSettings {
             bail!("the number of queues must be 1 to {QUEUES_MAX}");
         }
         check_queue_size(self.queue_size).context("the queue size")?;
+        self.rules.check()?;
         match self.iothread {
             Some(iothread) if iothread >= iothreads => bail!(
                 "IoThread {iothread} does not exist; with --iothreads {iothreads} they are 0 to {}",

@@ -4,6 +4,7 @@ use device::{RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::disk_rules::ShownRules;
 use crate::peer::Peer;
 use crate::spec::{ExportSpec, UnitPlace};
 
@@ -87,6 +88,10 @@ pub enum DiskState {
     /// It answers.
     #[default]
     Ready,
+    /// Requests that it has failed are tried again, and wait.
+    Retried,
+    /// It has no space left, and writes wait for some.
+    Held,
     /// Its other end is not reached: it is tried again, and requests wait.
     Away,
     /// It has not answered an operation for 5 seconds or more.
@@ -99,6 +104,8 @@ impl From<blockio::disk::DiskState> for DiskState {
     fn from(state: blockio::disk::DiskState) -> Self {
         match state {
             blockio::disk::DiskState::Ready => Self::Ready,
+            blockio::disk::DiskState::Retried(_) => Self::Retried,
+            blockio::disk::DiskState::Held(_) => Self::Held,
             blockio::disk::DiskState::Away(_) => Self::Away,
             blockio::disk::DiskState::Late(_) => Self::Late,
             blockio::disk::DiskState::Lost => Self::Lost,
@@ -299,6 +306,11 @@ pub struct DiskDetails {
     /// What else there is to say about its state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remark: Option<String>,
+    /// How many requests have waited so far because it had failed them.
+    pub waited: u64,
+    /// What it may do, and what becomes of requests that it fails.
+    #[serde(flatten)]
+    pub rules: ShownRules,
     /// What it is made of: itself first, then what it lies on.
     pub chain: Vec<String>,
     /// How its operations reach the kernel; none for a disk that needs no kernel.

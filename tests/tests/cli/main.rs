@@ -17,6 +17,7 @@ mod sockets;
 mod takeover;
 mod takeover_commands;
 mod takeover_waits;
+mod throttling;
 mod units;
 
 use anyhow::Result;

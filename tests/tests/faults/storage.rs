@@ -55,7 +55,7 @@ fn a_full_file_system(engine: Engine) -> Result<()> {
     let filler = tmpfs.path().join("filler");
     fs::write(&filler, vec![1; 2 << 20]).context("filling a file system")?;
     for cache in [Cache::None, Cache::Writethrough] {
-        let mut options = DaemonOptions::new(engine);
+        let mut options = DaemonOptions::new(engine).with("--werror", "report");
         options.cache = cache;
         let mut daemon = Daemon::start(tmpfs.path(), &options)?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
@@ -189,6 +189,7 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         let device = LoopDevice::attach(&backing_file(tmpfs.path(), 16 * MIB)?)?;
         let disk = format!("file,path={}", device.path().display());
         let mut options = DaemonOptions::new(engine).with("--disk", &disk).with("--iothreads", "2");
+        options = options.with("--werror", "report");
         options.cache = cache;
         let mut daemon = start(&options)?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;

@@ -9,6 +9,8 @@ use crate::engine::kernel::sim::{KernelOp, RingSetup, SqThread, World, install};
 use crate::foreign_op::ForeignCompleter;
 use crate::op::OpKind;
 
+mod limits;
+
 /// A kernel that answers reads and flushes in any order, at any time.
 struct Kernel {
     now: Cell<Instant>,

@@ -5,10 +5,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
+use super::limits::Limits;
 use super::outside::Outside;
+use super::shared::{LimitGroup, join};
 use super::source::FileSource;
+use super::trouble::{ErrorPolicy, Why};
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
+use crate::error::Error;
 use crate::io::Io;
 use crate::op::OpenFile;
 
@@ -65,11 +69,63 @@ impl DiskSource {
     /// How the disk is doing, as its IoThreads have found it lately.
     #[must_use]
     pub fn state(&self) -> DiskState {
-        match &self.kind {
+        let state = match &self.kind {
             SourceKind::File(source) => source.state(),
             SourceKind::Null => DiskState::Ready,
             SourceKind::Other(source) => source.state(),
+        };
+        match (state, self.shared.troubles.now()) {
+            (DiskState::Ready, Some((Why::Held, since, _))) => DiskState::Held(since),
+            (DiskState::Ready, Some((Why::Retried, since, _))) => DiskState::Retried(since),
+            (state, _) => state,
         }
+    }
+
+    /// The errno of the last request that waits because the disk has failed it, if there is one,
+    /// and how many requests have waited for that reason so far.
+    #[must_use]
+    pub fn troubles(&self) -> (Option<i32>, u64) {
+        let troubles = &self.shared.troubles;
+        (troubles.now().map(|(_, _, errno)| errno), troubles.count())
+    }
+
+    /// What requests may do at most.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        self.shared.limits()
+    }
+
+    /// Has requests wait so that they keep to these limits, on all IoThreads, those included that
+    /// wait already. Flushes are not limited; discards and zeroes are writes of all their bytes.
+    ///
+    /// # Errors
+    ///
+    /// When they [mean nothing](Limits::check).
+    pub fn set_limits(&self, limits: &Limits) -> Result<(), Error> {
+        limits.check()?;
+        self.shared.set_limits(*limits);
+        Ok(())
+    }
+
+    /// Has the disk keep to the limits of a group, too.
+    pub fn join(&self, group: Option<&LimitGroup>) {
+        join(&self.shared, group);
+    }
+
+    /// The group that it [is in](Self::join).
+    #[must_use]
+    pub fn group(&self) -> Option<LimitGroup> {
+        self.shared.group()
+    }
+
+    /// What becomes of requests that fail, from now on.
+    pub fn set_error_policy(&self, policy: ErrorPolicy) {
+        self.shared.set_errors(policy);
+    }
+
+    /// Tries those requests again at once that wait because the disk has failed them.
+    pub fn resume(&self) {
+        self.shared.resume();
     }
 
     /// Since when the disk has not answered: an operation of the kernel for 5 seconds or more, or
@@ -80,7 +136,16 @@ impl DiskSource {
             DiskState::Late(since) | DiskState::Away(since) => Some(since),
             // It may be late besides.
             DiskState::Lost => self.local()?.file.late_since(),
-            DiskState::Ready => None,
+            DiskState::Ready | DiskState::Held(_) | DiskState::Retried(_) => None,
+        }
+    }
+
+    /// Since when it is in this state, where that is known.
+    #[must_use]
+    pub fn state_since(&self) -> Option<Instant> {
+        match self.state() {
+            DiskState::Held(since) | DiskState::Retried(since) => Some(since),
+            _ => self.late_since(),
         }
     }
 

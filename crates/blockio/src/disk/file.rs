@@ -78,6 +78,11 @@ impl FileDisk {
         self.file.blocks()
     }
 
+    /// Whether data that was written may be lost, so that flushes fail.
+    pub(super) fn may_have_lost(&self) -> bool {
+        self.file.loss().check().is_err()
+    }
+
     pub(super) async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
         let wanted = buffers.bytes();
         if wanted == 0 || !self.is_aligned(offset, &buffers) {

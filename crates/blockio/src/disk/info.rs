@@ -49,6 +49,10 @@ pub struct DiskInfo {
 pub enum DiskState {
     /// It answers.
     Ready,
+    /// Requests that it has failed since then are tried again, and wait.
+    Retried(Instant),
+    /// It has no space left since then, and writes wait for some.
+    Held(Instant),
     /// It has not answered an operation since then, for 5 seconds or more.
     Late(Instant),
     /// Its other end has not been reached since then: it is tried again, and requests wait.

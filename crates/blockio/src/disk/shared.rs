@@ -1,19 +1,61 @@
 //! What may change of a disk while it is in use, for all who have it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::info::DiskInfo;
+use super::limits::{Buckets, Limits};
+use super::trouble::{ErrorPolicy, Troubles};
+use super::waiting::{Bell, Turns};
+use crate::clock;
+use crate::error::Error;
 
 /// Written by whoever controls the disk, read by its IoThreads with each request. Nothing else
-/// depends on a value, so no order is needed: a request is checked by the old size or the new one.
+/// depends on a size, so no order is needed: a request is checked by the old size or the new one.
 #[derive(Debug)]
 pub(super) struct Shared {
     size_bytes: AtomicU64,
+    /// How many of its bytes requests reach without being looked at: all, or none where there are
+    /// limits, or where the disk is not local. So limits cost a disk nothing that has none: each
+    /// request is compared with this number, and with no other.
+    direct_bytes: AtomicU64,
+    is_local: bool,
+    rules: Mutex<Rules>,
+    /// How often the rules have changed.
+    generation: AtomicU64,
+    /// How often waiting requests were told to try again.
+    resumed: AtomicU64,
+    /// Rings when that changes, and when queues are to end.
+    pub(super) bell: Bell,
+    /// Reads and writes that go to the limits of a group, one of the disk at a time.
+    pub(super) turns: [Turns; 2],
+    pub(super) troubles: Troubles,
+}
+
+/// What holds for the requests of a disk.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Rules {
+    limits: Limits,
+    pub(super) own: Option<Arc<Buckets>>,
+    group: Option<LimitGroup>,
+    pub(super) shared: Option<Arc<Buckets>>,
+    pub(super) errors: ErrorPolicy,
 }
 
 impl Shared {
-    pub(super) fn new(size_bytes: u64) -> Self {
-        Self { size_bytes: AtomicU64::new(size_bytes) }
+    /// For a disk of this size. Requests to one that is not local are always looked at.
+    pub(super) fn new(size_bytes: u64, is_local: bool) -> Self {
+        Self {
+            size_bytes: AtomicU64::new(size_bytes),
+            direct_bytes: AtomicU64::new(if is_local { size_bytes } else { 0 }),
+            is_local,
+            rules: Mutex::default(),
+            generation: AtomicU64::new(0),
+            resumed: AtomicU64::new(0),
+            bell: Bell::default(),
+            turns: Default::default(),
+            troubles: Troubles::default(),
+        }
     }
 
     #[inline]
@@ -21,12 +63,151 @@ impl Shared {
         self.size_bytes.load(Ordering::Relaxed)
     }
 
+    #[inline]
+    pub(super) fn direct_bytes(&self) -> u64 {
+        self.direct_bytes.load(Ordering::Relaxed)
+    }
+
     pub(super) fn set_size_bytes(&self, size_bytes: u64) {
+        let rules = self.lock();
         self.size_bytes.store(size_bytes, Ordering::Relaxed);
+        self.set_direct(&rules);
     }
 
     /// What a disk is like now that was like this when it was opened.
     pub(super) fn info(&self, opened: &DiskInfo) -> DiskInfo {
         DiskInfo { size_bytes: self.size_bytes(), ..*opened }
     }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// The rules, and the generation that they have at least.
+    pub(super) fn rules(&self) -> (u64, Rules) {
+        let generation = self.generation();
+        (generation, self.lock().clone())
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        self.lock().limits
+    }
+
+    pub(super) fn group(&self) -> Option<LimitGroup> {
+        self.lock().group.clone()
+    }
+
+    pub(super) fn set_limits(&self, limits: Limits) {
+        self.change(|rules| {
+            if rules.limits != limits {
+                rules.limits = limits;
+                rules.own = buckets(&limits);
+            }
+        });
+    }
+
+    pub(super) fn set_errors(&self, errors: ErrorPolicy) {
+        self.change(|rules| rules.errors = errors);
+    }
+
+    pub(super) fn resumed(&self) -> u64 {
+        self.resumed.load(Ordering::Acquire)
+    }
+
+    /// Requests that wait because the disk has failed them are tried again at once.
+    pub(super) fn resume(&self) {
+        self.resumed.fetch_add(1, Ordering::Release);
+        self.bell.ring();
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Rules)) {
+        let mut rules = self.lock();
+        change(&mut rules);
+        self.set_direct(&rules);
+        self.generation.fetch_add(1, Ordering::Release);
+        drop(rules);
+        self.bell.ring();
+    }
+
+    fn set_direct(&self, rules: &Rules) {
+        let is_direct = self.is_local && rules.own.is_none() && rules.shared.is_none();
+        let direct_bytes = if is_direct { self.size_bytes() } else { 0 };
+        self.direct_bytes.store(direct_bytes, Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Rules> {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn buckets(limits: &Limits) -> Option<Arc<Buckets>> {
+    (!limits.are_none()).then(|| Arc::new(Buckets::new(limits, clock::now())))
+}
+
+/// Limits that several disks share. Each disk that waits has its turn, whatever the others want,
+/// and so has each queue of a disk. Clones are the same group.
+#[derive(Debug, Clone, Default)]
+pub struct LimitGroup(Arc<Mutex<Group>>);
+
+#[derive(Debug, Default)]
+struct Group {
+    limits: Limits,
+    buckets: Option<Arc<Buckets>>,
+    members: Vec<Weak<Shared>>,
+}
+
+impl LimitGroup {
+    /// The limits, for all disks of the group together.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        self.lock().limits
+    }
+
+    /// Changes them, also for requests that wait.
+    ///
+    /// # Errors
+    ///
+    /// When they [mean nothing](Limits::check).
+    pub fn set_limits(&self, limits: Limits) -> Result<(), Error> {
+        limits.check()?;
+        let mut group = self.lock();
+        if group.limits != limits {
+            group.limits = limits;
+            group.buckets = buckets(&limits);
+            let members: Vec<Arc<Shared>> =
+                group.members.iter().filter_map(Weak::upgrade).collect();
+            for member in members {
+                member.change(|rules| rules.shared.clone_from(&group.buckets));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a disk that is in use is in the group.
+    #[must_use]
+    pub fn has_members(&self) -> bool {
+        self.lock().members.iter().any(|member| member.strong_count() > 0)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Group> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Has a disk be a member of a group from now on, and of no other.
+pub(super) fn join(shared: &Arc<Shared>, group: Option<&LimitGroup>) {
+    let before = shared.lock().group.clone();
+    if let Some(before) = before {
+        before.lock().members.retain(|member| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared)));
+    }
+    // The group stays locked: its limits may change meanwhile.
+    let mut locked = group.map(LimitGroup::lock);
+    if let Some(group) = &mut locked {
+        group.members.retain(|member| member.strong_count() > 0);
+        group.members.push(Arc::downgrade(shared));
+    }
+    shared.change(|rules| {
+        rules.group = group.cloned();
+        rules.shared = locked.as_ref().and_then(|group| group.buckets.clone());
+    });
 }

@@ -88,6 +88,14 @@ impl Blk {
 }
 
 impl Handler for Blk {
+    fn stop(&self, _: &Queue) {
+        self.disk.set_ending(true);
+    }
+
+    fn go_on(&self) {
+        self.disk.set_ending(false);
+    }
+
     /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
         let head = chain.head;

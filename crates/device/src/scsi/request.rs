@@ -302,6 +302,14 @@ impl Handler for Scsi {
         self.queue.tasks.forget_covers();
     }
 
+    fn stop(&self, _: &Queue) {
+        self.queue.set_ending(true);
+    }
+
+    fn go_on(&self) {
+        self.queue.set_ending(false);
+    }
+
     /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the
     /// chain.
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {

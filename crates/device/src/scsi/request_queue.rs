@@ -35,6 +35,8 @@ pub(crate) struct RequestQueue {
     found: Cell<usize>,
     /// That of `units` when `local` was made.
     generation: Cell<u64>,
+    /// Whether the queue stops.
+    is_ending: Cell<bool>,
     ring: OnceCell<Weak<Queue>>,
 }
 
@@ -48,6 +50,7 @@ impl RequestQueue {
             found: Cell::default(),
             // Units are looked up at the first request.
             generation: Cell::new(u64::MAX),
+            is_ending: Cell::new(false),
             ring: OnceCell::from(Rc::downgrade(queue)),
         }
     }
@@ -80,11 +83,21 @@ impl RequestQueue {
                 return Rc::clone(local);
             }
             let disk = unit.source.attach(&self.io);
+            disk.set_ending(self.is_ending.get());
             Rc::new(LocalUnit { address: unit.address, unit: Arc::clone(unit), disk })
         };
         // Whoever removes a unit has it released here before the disk is closed.
         let local = self.units.look(|all| all.map(attach).collect());
-        *self.local.borrow_mut() = local;
+        let before = self.local.replace(local);
+        let is_gone =
+            |old: &&Rc<LocalUnit>| !self.local.borrow().iter().any(|l| Rc::ptr_eq(l, old));
+        before.iter().filter(is_gone).for_each(|gone| gone.disk.set_ending(true));
+    }
+
+    /// With `ends`, commands do not wait for limits, nor for a disk that has failed them.
+    pub(crate) fn set_ending(&self, ends: bool) {
+        self.is_ending.set(ends);
+        self.local.borrow().iter().for_each(|local| local.disk.set_ending(ends));
     }
 
     /// Whether an earlier process had taken the command with this head.

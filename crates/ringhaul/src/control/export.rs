@@ -17,6 +17,7 @@ use rustix::fd::AsFd;
 use super::closing::Closing;
 use super::order::{Answered, ExportSetup};
 use crate::command::{DiskState, ExportState, ExportStatus, Served};
+use crate::disk_rules::LimitGroups;
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
@@ -51,6 +52,7 @@ pub(super) struct Export {
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
     limits: MemoryLimits,
+    groups: Arc<LimitGroups>,
     /// None: no more front-ends are accepted.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
@@ -76,7 +78,7 @@ pub(super) struct Export {
 
 impl Export {
     pub(super) fn new(setup: ExportSetup, id: u64, waker: &Waker) -> Self {
-        let ExportSetup { spec, log, disks, device, endpoint, threads, limits } = setup;
+        let ExportSetup { spec, log, disks, device, endpoint, threads, limits, groups } = setup;
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.of_front_end(), waker.clone());
         let setup = SessionSetup { device, threads, rules, examiner, waker };
@@ -88,6 +90,7 @@ impl Export {
             log,
             setup,
             limits,
+            groups,
             // A connection that was inherited is there from the start.
             listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
             endpoint,
@@ -102,6 +105,13 @@ impl Export {
             paused_until: None,
             session_is_ready: false,
         }
+    }
+
+    /// What it is to be, with what holds for groups.
+    pub(super) fn spec_now(&self) -> ExportSpec {
+        let mut spec = self.spec.clone();
+        spec.fill_limits(&self.groups);
+        spec
     }
 
     /// What the log calls it.
@@ -122,7 +132,7 @@ impl Export {
     pub(super) fn status(&self) -> ExportStatus {
         let state = self.state();
         ExportStatus {
-            spec: self.spec.named(),
+            spec: self.spec_now().named(),
             state,
             size_bytes: self.disks.iter().map(|disk| disk.info().size_bytes).sum(),
             disk_state: self.disk_state(),
@@ -465,6 +475,7 @@ mod tests {
                 endpoint: Some(endpoint),
                 threads: vec![io.remote()],
                 limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
+                groups: Arc::default(),
             };
             Self { _io: io, disk, setup: Some(setup) }
         }

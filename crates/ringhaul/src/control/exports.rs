@@ -144,6 +144,13 @@ impl Exports {
             Order::BeginResize(name, place, answer) => {
                 answer.send(self.begin_resize(&name, place));
             }
+            Order::SetDisk(name, place, change, answer) => {
+                answer.send(self.find(&name).and_then(|export| export.set_rules(place, &change)));
+            }
+            Order::ResumeDisks(name, place, answer) => {
+                let disks = self.find(&name).and_then(|export| export.disks_at(place));
+                answer.send(disks.map(|disks| disks.iter().for_each(DiskSource::resume)));
+            }
             Order::EndChange(id, place, changed, answer) => {
                 let is_size = matches!(changed, Changed::Size);
                 let export = self.list.iter_mut().find(|export| export.id == id);

@@ -83,7 +83,7 @@ impl Export {
                 })
             });
             let disks = disks.collect::<io::Result<_>>()?;
-            Ok(HandedExport { spec: self.spec.clone(), disks, endpoint: endpoint.transpose()? })
+            Ok(HandedExport { spec: self.spec_now(), disks, endpoint: endpoint.transpose()? })
         };
         describe(fds).map_err(|error| {
             let text = format!("cannot hand over {name}: {error}");
@@ -93,13 +93,18 @@ impl Export {
 
     /// Refuses to stop queues that would not.
     pub(super) fn check_disks(&self) -> Answered<()> {
-        if !matches!(self.disk_state(), DiskState::Late | DiskState::Away) {
-            return Ok(());
-        }
         let name = self.spec.name();
-        let text = format!(
-            "the disk of {name} does not answer: its queues would not stop; try again when it does"
-        );
+        let text = match self.disk_state() {
+            DiskState::Ready | DiskState::Lost => return Ok(()),
+            DiskState::Late | DiskState::Away => format!(
+                "the disk of {name} does not answer: its queues would not stop; try again when it \
+                 does"
+            ),
+            DiskState::Held | DiskState::Retried => format!(
+                "requests of {name} wait because its disk has failed them, and would fail if its \
+                 queues stopped; try again when the disk takes them"
+            ),
+        };
         Err(CommandError::Failed(anyhow::anyhow!(text)))
     }
 

@@ -12,6 +12,7 @@ use rustix::fd::OwnedFd;
 
 use super::handed::{Described, ExportProgress, Paused};
 use crate::command::{CommandError, ExportStatus};
+use crate::disk_rules::{LimitGroups, RulesChange, ShownRules};
 use crate::export::Endpoint;
 use crate::export_log::ExportLog;
 use crate::handed_fds::HandedFds;
@@ -36,6 +37,8 @@ pub struct ExportSetup {
     pub threads: Vec<Remote>,
     /// What front-ends may have mapped.
     pub limits: MemoryLimits,
+    /// The groups that its disks may be in.
+    pub groups: Arc<LimitGroups>,
 }
 
 /// How a logical unit is to change.
@@ -78,6 +81,8 @@ pub(crate) struct WatchedDisk {
     pub(crate) state: DiskState,
     /// The errno of the loss of data, if there was one.
     pub(crate) loss: Option<i32>,
+    /// The errno for which requests wait, if there are some.
+    pub(crate) trouble: Option<i32>,
 }
 
 /// What a change has come to.
@@ -115,6 +120,10 @@ pub(super) enum Order {
     /// What was begun at a place has ended. The answer is the disk of a unit that was added, for
     /// whoever closes it, if the export has ended meanwhile.
     EndChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    /// To change what a disk may do, and what becomes of requests that it fails.
+    SetDisk(String, Option<UnitPlace>, Box<RulesChange>, Answer<Answered<ShownRules>>),
+    /// To have requests tried again that a disk, or any of the export, has failed.
+    ResumeDisks(String, Option<UnitPlace>, Answer<Answered<()>>),
     /// To list the disks of all exports, to be watched.
     Watch(Answer<Vec<WatchedDisk>>),
     Stop,
@@ -125,7 +134,14 @@ pub(super) enum Order {
 impl Order {
     /// Whether it only asks.
     pub(super) fn changes_nothing(&self) -> bool {
-        matches!(self, Self::Show(_) | Self::Watch(_) | Self::Details(..) | Self::Stats(_))
+        matches!(
+            self,
+            Self::Show(_)
+                | Self::Watch(_)
+                | Self::Details(..)
+                | Self::Stats(_)
+                | Self::ResumeDisks(..)
+        )
     }
 }
 

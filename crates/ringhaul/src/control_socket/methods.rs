@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::client::Client;
 use super::message::{Code, Problem};
 use crate::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
+use crate::disk_rules::{LimitSpec, OnError, RulesChange, ShownRules};
 use crate::settings::{Settings, SettingsChange};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::DaemonStats;
@@ -18,7 +19,7 @@ use crate::status::ExportDetails;
 use crate::subscribers::{ExportEvent, Kind};
 
 /// All methods.
-const METHODS: [Entry; 13] = [
+const METHODS: [Entry; 15] = [
     Entry::of::<Ping>(),
     Entry::of::<List>(),
     Entry::of::<Show>(),
@@ -27,6 +28,8 @@ const METHODS: [Entry; 13] = [
     Entry::of::<AddUnit>(),
     Entry::of::<RemoveUnit>(),
     Entry::of::<Resize>(),
+    Entry::of::<SetDisk>(),
+    Entry::of::<ResumeDisk>(),
     Entry::of::<SettingsChange>(),
     Entry::of::<Upgrade>(),
     Entry::of::<Counters>(),
@@ -312,13 +315,72 @@ impl Method for Resize {
 
     fn carry_out(self, client: &mut Client) -> Result<Resized, Problem> {
         let Self { export, target, lun, size_bytes, shrink } = self;
-        if lun.is_none() && target.is_some() {
-            return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
-        }
-        let place = lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun });
-        let command = Command::Resize(export, place, NewSize { size_bytes, shrink });
+        let size = NewSize { size_bytes, shrink };
+        let command = Command::Resize(export, place(target, lun)?, size);
         ask!(client, command, Reply::Resized).map(|size_bytes| Resized { size_bytes })
     }
+}
+
+/// Changes what a disk may do at most, and what becomes of requests that it fails.
+#[derive(Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct SetDisk {
+    /// The name or the socket of the export.
+    export: String,
+    /// That of the unit; 0 if it is left out.
+    target: Option<u8>,
+    /// The unit. `None`: the disk of a virtio-blk device.
+    lun: Option<u16>,
+    /// Limits to change; 0 is none, and an empty group is none.
+    limits: Option<LimitSpec>,
+    /// What becomes of reads that fail.
+    rerror: Option<OnError>,
+    /// What becomes of writes, discards and zeroes that fail.
+    werror: Option<OnError>,
+}
+
+impl Method for SetDisk {
+    const NAME: &'static str = "disk.set";
+    const MAY_WAIT: bool = false;
+    type Answer = ShownRules;
+
+    fn carry_out(self, client: &mut Client) -> Result<ShownRules, Problem> {
+        let Self { export, target, lun, limits, rerror, werror } = self;
+        let change = Box::new(RulesChange { limits, rerror, werror });
+        ask!(client, Command::SetDisk(export, place(target, lun)?, change), Reply::Rules)
+            .map(|rules| *rules)
+    }
+}
+
+/// Tries those requests again at once that wait because a disk has failed them.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct ResumeDisk {
+    /// The name or the socket of the export.
+    export: String,
+    /// That of the unit; 0 if it is left out.
+    target: Option<u8>,
+    /// The unit. `None`: all disks of the export.
+    lun: Option<u16>,
+}
+
+impl Method for ResumeDisk {
+    const NAME: &'static str = "disk.resume";
+    const MAY_WAIT: bool = false;
+    type Answer = Done;
+
+    fn carry_out(self, client: &mut Client) -> Result<Done, Problem> {
+        let Self { export, target, lun } = self;
+        client.handle(Command::Resume(export, place(target, lun)?)).map(|_| Done {})
+    }
+}
+
+/// Where a disk is; `None`: no unit is named.
+fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, Problem> {
+    if lun.is_none() && target.is_some() {
+        return Err(Problem::new(Code::Params, "a target without a lun names no disk"));
+    }
+    Ok(lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun }))
 }
 
 impl Method for SettingsChange {

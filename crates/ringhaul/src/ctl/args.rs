@@ -83,6 +83,24 @@ pub enum What {
         #[arg(long)]
         shrink: bool,
     },
+    /// Change what a disk may do, and what becomes of requests that it fails, or list it:
+    /// iops-total=500, bps-write=10M, group=NAME, rerror=retry, werror=hold and so on, as the
+    /// options --limits, --rerror and --werror of `serve` have them. 0 is no limit.
+    SetDisk {
+        /// The name of the export, or the path of its socket.
+        export: String,
+        /// The logical unit, of virtio-scsi, and what to change.
+        #[arg(value_name = "[[T:]LUN] KEY=VALUE")]
+        words: Vec<String>,
+    },
+    /// Try those requests again at once that wait because a disk has failed them.
+    Resume {
+        /// The name of the export, or the path of its socket.
+        export: String,
+        /// The logical unit, of virtio-scsi; all of them if it is left out.
+        #[arg(value_name = "[T:]LUN")]
+        unit: Option<String>,
+    },
     /// Change settings, or list them: log=FILTER, poll-max-us=US, poll-budget=PERCENT.
     Set {
         /// What to change.

@@ -7,6 +7,8 @@ use ringhaul_options::parse_size;
 use serde_json::{Map, Value, json};
 
 use super::args::What;
+use crate::disk_rules::RulesChange;
+use crate::disk_spec::Keys;
 use crate::options::ExportArgs;
 use crate::options::unit::{parse_lun, parse_place};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
@@ -39,6 +41,8 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
             ("lun.remove", params)
         }
         What::Resize { export, words, shrink } => ("disk.resize", resize(export, words, *shrink)?),
+        What::SetDisk { export, words } => ("disk.set", set_disk(export, words)?),
+        What::Resume { export, unit } => ("disk.resume", at(export, unit.as_deref())?),
         What::Set { changes } => ("set", set(changes)?),
         What::Stats => ("stats", json!({})),
         What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
@@ -136,6 +140,40 @@ pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Value
     Ok(json!(sum.context("no disk is so large")?))
 }
 
+/// The parameters that name a disk.
+fn at(export: &str, unit: Option<&str>) -> Result<Value> {
+    let mut params = json!({ "export": export });
+    if let Some(unit) = unit {
+        let place = parse_place(unit)?;
+        (params["target"], params["lun"]) = (json!(place.target), json!(place.lun));
+    }
+    Ok(params)
+}
+
+fn set_disk(export: &str, words: &[String]) -> Result<Value> {
+    let (unit, changes) = match words.split_first() {
+        Some((unit, changes)) if !unit.contains('=') => (Some(&**unit), changes),
+        _ => (None, words),
+    };
+    let mut params = at(export, unit)?;
+    let (mut rules, mut keys) = (RulesChange::default(), Keys::default());
+    for change in changes {
+        let (key, value) = change
+            .split_once('=')
+            .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
+        keys.check(change)?;
+        if !rules.set(key, value)? {
+            bail!("unknown key '{key}' (expected: rerror, werror, and those of serve --limits)");
+        }
+    }
+    if let (Value::Object(params), Value::Object(rules)) =
+        (&mut params, serde_json::to_value(&rules)?)
+    {
+        params.extend(rules);
+    }
+    Ok(params)
+}
+
 fn set(changes: &[String]) -> Result<Value> {
     let mut params = Map::new();
     for change in changes {
@@ -200,6 +238,17 @@ mod tests {
                 "disk.resize",
                 json!({ "export": "v", "target": 0, "lun": 7, "size-bytes": 4096, "shrink": true }),
             ),
+            (
+                "set-disk vm 2:7 iops-total=0 bps-read=1M werror=hold",
+                "disk.set",
+                json!({
+                    "export": "vm", "target": 2, "lun": 7, "werror": "hold",
+                    "limits": { "iops-total": 0, "bps-read": 1 << 20 },
+                }),
+            ),
+            ("set-disk vm", "disk.set", json!({ "export": "vm" })),
+            ("resume vm", "disk.resume", json!({ "export": "vm" })),
+            ("resume vm 7", "disk.resume", json!({ "export": "vm", "target": 0, "lun": 7 })),
             ("set", "set", json!({})),
             ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
             ("events gone", "subscribe", json!({ "events": ["gone"] })),
@@ -215,6 +264,9 @@ mod tests {
             "remove vm --deadline 1.2345",
             "set log",
             "set log=a log=b",
+            "set-disk vm iops=1",
+            "set-disk vm iops-total=x",
+            "set-disk vm iops-total=1 iops-total=1",
             "remove-lun vm x",
             "add --socket-path /a",
             "add --blk-file /a",

@@ -164,7 +164,7 @@ impl Daemon {
             // Its name is reserved, so nobody else has taken it.
             let endpoint = endpoint.context("the inherited descriptor serves another export")?;
             ready.push((opened.log.name().to_owned(), opened.line.clone()));
-            Ok(opened.into_setup(Some(endpoint), self.limits.clone()))
+            Ok(opened.into_setup(Some(endpoint), self))
         });
         let exports = set_up.collect::<Result<Vec<_>>>()?;
         names.serve(exports)?;

@@ -128,7 +128,7 @@ impl Daemon {
         let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
             let Opened { line, .. } = &opened;
             let line = line.clone();
-            (opened.into_setup(endpoint, self.limits.clone()), line)
+            (opened.into_setup(endpoint, self), line)
         });
         Ok(Expected(setups.collect()))
     }

@@ -4,7 +4,8 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::disk_spec::DiskSpec;
+use crate::disk_rules::LimitSpec;
+use crate::disk_spec::{DiskSpec, Keys, split_at_commas};
 use crate::spec::CacheMode;
 
 /// Takes the disk of an export or a unit out of its keys: `disk=DISK`, to which all that follows
@@ -42,6 +43,30 @@ pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
 /// Whether it has keys of a disk.
 pub(super) fn name_disk(parts: &[String]) -> bool {
     ["disk=", "blk-file=", "null="].iter().any(|key| parts.iter().any(|part| part.starts_with(key)))
+}
+
+/// Limits, as `--limits` has them.
+///
+/// # Errors
+///
+/// When a key is unknown, or a value makes no sense.
+pub(super) fn parse_limits(text: &str) -> Result<LimitSpec> {
+    let (mut limits, mut keys) = (LimitSpec::default(), Keys::default());
+    for part in split_at_commas(text) {
+        let (key, value) = part
+            .split_once('=')
+            .filter(|(_, value)| !value.is_empty())
+            .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
+        keys.check(&part)?;
+        if !limits.set(key, value)? {
+            bail!(
+                "unknown key '{key}' (expected: group, iops-size, and iops or bps with -total, \
+                 -read or -write, and then perhaps -max or -max-length)"
+            );
+        }
+    }
+    limits.limits()?;
+    Ok(limits)
 }
 
 pub(super) fn parse_cache(value: &str) -> Result<CacheMode> {

@@ -9,6 +9,7 @@ use super::unit::{parse_all, parse_units};
 use super::{
     DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
 };
+use crate::disk_rules::{DiskRules, RulesChange};
 use crate::disk_spec::{Keys, split_at_commas};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
@@ -128,6 +129,11 @@ impl ExportArgs {
             queue_size: self.queue_size,
             iothread: self.iothread,
             fixed_buffers: self.fixed_buffers,
+            rules: DiskRules::default().changed(&RulesChange {
+                limits: self.limits.clone(),
+                rerror: self.rerror,
+                werror: self.werror,
+            }),
             ..ExportSettings::default()
         }
     }
@@ -142,7 +148,7 @@ impl ExportArgs {
     fn parse_export(&self, text: &str) -> Result<ExportSpec> {
         let mut settings = self.usual_settings();
         let (mut name, mut endpoint) = (None, None);
-        let mut keys = Keys::default();
+        let (mut keys, mut rules) = (Keys::default(), RulesChange::default());
         let mut parts = split_at_commas(text);
         let units = parts.iter().position(|part| part.starts_with("lun="));
         let units = units.map(|at| parts.split_off(at));
@@ -161,9 +167,11 @@ impl ExportArgs {
                     let kind = DeviceKind::from_str(value, false).map_err(anyhow::Error::msg);
                     is_scsi = kind.context("it must be blk or scsi")? == DeviceKind::Scsi;
                 }
+                _ if rules.set(key, value).with_context(|| format!("in '{part}'"))? => {}
                 _ => settings.set(key, value).with_context(|| format!("in '{part}'"))?,
             }
         }
+        settings.rules = settings.rules.changed(&rules);
         let endpoint = endpoint.context("it lacks socket-path=PATH")?;
         if is_scsi && settings.serial.is_some() {
             bail!("a serial number is that of one unit; put serial= behind its lun=");
@@ -216,7 +224,7 @@ impl ExportSettings {
             _ => bail!(
                 "unknown key '{key}' (expected: socket-path, name, device, lun, disk, blk-file, \
                  null, read-only, lock, in-order, cache, serial, logical-block-size, num-queues, \
-                 queue-size, iothread)"
+                 queue-size, iothread, rerror, werror, and those of --limits)"
             ),
         }
         Ok(())

@@ -6,6 +6,7 @@ use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYT
 
 use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
+use crate::disk_rules::RulesChange;
 use crate::disk_spec::{Keys, split_at_commas};
 use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
 
@@ -64,6 +65,7 @@ pub(super) fn parse_units(parts: &[String]) -> Result<Vec<UnitSpec>> {
 fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     let UnitPlace { target, lun } = parse_place(address)?;
     let (mut settings, mut keys) = (UnitSettings::default(), Keys::default());
+    let mut rules = RulesChange::default();
     let mut parts = parts.to_vec();
     let disk = take_disk(&mut parts)?;
     for part in &parts {
@@ -72,8 +74,13 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
             .filter(|(_, value)| !value.is_empty())
             .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
         keys.check(part)?;
-        settings.set(key, value).with_context(|| format!("in '{part}'"))?;
+        let within = || format!("in '{part}'");
+        if !rules.set(key, value).with_context(within)? {
+            settings.set(key, value).with_context(within)?;
+        }
     }
+    let RulesChange { limits, rerror, werror } = rules;
+    (settings.limits, settings.rerror, settings.werror) = (limits, rerror, werror);
     Ok(UnitSpec { target, lun, disk, settings })
 }
 
@@ -109,7 +116,7 @@ impl UnitSettings {
             _ => bail!(
                 "unknown key '{key}' (expected: disk, blk-file, null, read-only, lock, cache, \
                  logical-block-size, serial, wwn, rotational, discard, reservations, vendor, \
-                 product, revision)"
+                 product, revision, rerror, werror, and those of --limits)"
             ),
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! The disks of an export come, go and change their size.
 
+use anyhow::Context;
 use blockio::DiskSource;
 use device::Device;
 
@@ -8,6 +9,7 @@ use crate::command::{CommandError, ExportState};
 use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
 };
+use crate::disk_rules::{DiskRules, RulesChange, ShownRules};
 use crate::spec::{DeviceSpec, UnitPlace};
 use crate::subscribers::What;
 
@@ -55,27 +57,71 @@ impl Export {
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        let index = match (&self.spec.device, place) {
-            (DeviceSpec::Blk(_), None) => Some(0),
-            (DeviceSpec::Blk(_), Some(_)) => return Err(CommandError::NoUnits(name)),
-            (DeviceSpec::Scsi(_), None) => return Err(CommandError::NoDisk(name)),
-            (DeviceSpec::Scsi(units), Some(place)) => {
-                units.iter().position(|unit| unit.place() == place)
-            }
-        };
-        match (index.and_then(|index| self.disks.get(index)), place) {
-            (_, Some(place)) if self.changing.contains(&Some(place)) => {
-                Err(CommandError::UnitBusy(name, place))
-            }
-            (_, None) if self.changing.contains(&None) => Err(CommandError::DiskBusy(name)),
-            (Some(disk), place) => {
-                self.changing.push(place);
-                let device = self.setup.device.clone();
-                Ok(ResizingDisk { id: self.id, device, disk: disk.clone() })
-            }
-            (None, Some(place)) => Err(CommandError::UnknownUnit(name, place)),
-            (None, None) => unreachable!("virtio-blk without a disk"),
+        let index = self.index_of(place)?;
+        match place {
+            _ if !self.changing.contains(&place) => {}
+            Some(place) => return Err(CommandError::UnitBusy(name, place)),
+            None => return Err(CommandError::DiskBusy(name)),
         }
+        self.changing.push(place);
+        let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
+        Ok(ResizingDisk { id: self.id, device, disk })
+    }
+
+    /// Which of its disks is at this place.
+    fn index_of(&self, place: Option<UnitPlace>) -> Answered<usize> {
+        let name = || self.spec.name();
+        match (&self.spec.device, place) {
+            (DeviceSpec::Blk(_), None) => Ok(0),
+            (DeviceSpec::Blk(_), Some(_)) => Err(CommandError::NoUnits(name())),
+            (DeviceSpec::Scsi(_), None) => Err(CommandError::NoDisk(name())),
+            (DeviceSpec::Scsi(units), Some(place)) => {
+                let index = units.iter().position(|unit| unit.place() == place);
+                index.ok_or_else(|| CommandError::UnknownUnit(name(), place))
+            }
+        }
+    }
+
+    /// The disk at a place, or all of them.
+    pub(in crate::control) fn disks_at(
+        &self,
+        place: Option<UnitPlace>,
+    ) -> Answered<Vec<DiskSource>> {
+        match place {
+            None => Ok(self.disks.clone()),
+            Some(_) => Ok(vec![self.disks[self.index_of(place)?].clone()]),
+        }
+    }
+
+    /// Changes what a disk may do, and what becomes of requests that it fails. Returns what holds
+    /// now.
+    pub(in crate::control) fn set_rules(
+        &mut self,
+        place: Option<UnitPlace>,
+        change: &RulesChange,
+    ) -> Answered<ShownRules> {
+        let index = self.index_of(place)?;
+        let rules = self.rules(index).changed(change);
+        let name = self.spec.name();
+        self.groups
+            .apply_change(&self.disks[index], &rules, change)
+            .with_context(|| format!("cannot change the disk of {name}"))?;
+        match &mut self.spec.device {
+            DeviceSpec::Blk(_) => self.spec.settings.rules = rules,
+            DeviceSpec::Scsi(units) => units[index].settings.set_rules(&rules),
+        }
+        Ok(self.rules(index).into())
+    }
+
+    /// What holds for one of its disks.
+    pub(super) fn rules(&self, index: usize) -> DiskRules {
+        let usual = &self.spec.settings.rules;
+        let mut rules = match &self.spec.device {
+            DeviceSpec::Blk(_) => usual.clone(),
+            DeviceSpec::Scsi(units) => units[index].settings.rules(usual),
+        };
+        self.groups.fill(&mut rules.limits);
+        rules
     }
 
     /// What was begun at a place has ended. Returns the disk of a unit that cannot be added.
@@ -167,8 +213,9 @@ impl Export {
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
-            let (state, loss) = (disk.state(), disk.loss());
-            WatchedDisk { export, place, outside: disk.outside(), size_bytes, state, loss }
+            let (state, loss, (trouble, _)) = (disk.state(), disk.loss(), disk.troubles());
+            let outside = disk.outside();
+            WatchedDisk { export, place, outside, size_bytes, state, loss, trouble }
         };
         self.places().into_iter().zip(&self.disks).map(watched).collect()
     }

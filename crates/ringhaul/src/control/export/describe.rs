@@ -5,6 +5,7 @@ use std::time::Instant;
 use blockio::DiskSource;
 
 use super::Export;
+use crate::disk_rules::DiskRules;
 use crate::peer::Peer;
 use crate::spec::{DeviceSpec, UnitPlace};
 use crate::stats::{ExportStats, QueueServed};
@@ -22,8 +23,9 @@ impl Export {
             DeviceSpec::Blk(_) => vec![None],
             DeviceSpec::Scsi(units) => units.iter().map(|unit| Some(unit.place())).collect(),
         };
-        let disks = places.into_iter().zip(&self.disks);
-        let disks = disks.map(|(place, disk)| describe(place, disk)).collect();
+        let disks = places.into_iter().zip(&self.disks).enumerate();
+        let disks = disks.map(|(index, (place, disk))| describe(place, disk, self.rules(index)));
+        let disks = disks.collect();
         ExportDetails { status: self.status(), front_end, disks }
     }
 
@@ -38,7 +40,7 @@ impl Export {
     }
 }
 
-fn describe(place: Option<UnitPlace>, disk: &DiskSource) -> DiskDetails {
+fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> DiskDetails {
     let info = disk.info();
     let engine = disk.preference().filter(|_| disk.has_engine());
     DiskDetails {
@@ -48,8 +50,10 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource) -> DiskDetails {
         direct: info.direct,
         read_only: info.read_only,
         state: disk.state().into(),
-        state_seconds: disk.late_since().map(|since| since.elapsed().as_secs()),
+        state_seconds: disk.state_since().map(|since| since.elapsed().as_secs()),
         remark: disk.remark(),
+        waited: disk.troubles().1,
+        rules: rules.into(),
         chain: disk.chain().iter().map(ToString::to_string).collect(),
         engine: engine.map(|(engine, _)| engine.to_string()),
         engine_reason: engine.map(|(_, reason)| reason.to_owned()),

@@ -1,0 +1,252 @@
+//! What becomes of requests that a disk fails: reported, tried again, or held.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What becomes of requests that fail. Requests that could not succeed, such as one beyond the end
+/// of the disk, flushes that fail, and writes whose data may be lost are always reported.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct ErrorPolicy {
+    /// Of reads.
+    pub read: ErrorAction,
+    /// Of everything else.
+    pub write: ErrorAction,
+}
+
+/// What becomes of a request that fails.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorAction {
+    /// Whoever has made it is told.
+    #[default]
+    Report,
+    /// It is tried again, less and less often, until it succeeds.
+    Retry,
+    /// If there is no space left, it is held until there is some or it is
+    /// [resumed](super::DiskSource::resume). Other errors are reported.
+    Hold,
+    /// The same, but for 20 seconds at most; then it is reported.
+    HoldBriefly,
+}
+
+/// Shorter than the 30 seconds after which initiators give up a request.
+const BRIEFLY: Duration = Duration::from_secs(20);
+/// The first pause; each that follows is twice as long, up to the last.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+impl ErrorAction {
+    /// Why a request that has failed with `error` waits; `None`: it is reported.
+    fn on(self, error: &io::Error) -> Option<Why> {
+        let errno = error.raw_os_error()?;
+        match self {
+            Self::Report => None,
+            Self::Retry => may_pass(errno).then_some(Why::Retried),
+            Self::Hold | Self::HoldBriefly => {
+                matches!(errno, libc::ENOSPC | libc::EDQUOT).then_some(Why::Held)
+            }
+        }
+    }
+
+    fn patience(self) -> Option<Duration> {
+        (self == Self::HoldBriefly).then_some(BRIEFLY)
+    }
+}
+
+/// Whether an error may be gone the next time. Others are about the request, or about this process.
+fn may_pass(errno: i32) -> bool {
+    use libc::{
+        EBADE, EBADF, ECANCELED, EFAULT, EFBIG, EINVAL, ENOSYS, ENOTTY, EOPNOTSUPP, EOVERFLOW,
+        EPERM, EROFS, ESPIPE,
+    };
+    !matches!(
+        errno,
+        EBADE
+            | EBADF
+            | ECANCELED
+            | EFAULT
+            | EFBIG
+            | EINVAL
+            | ENOSYS
+            | ENOTTY
+            | EOPNOTSUPP
+            | EOVERFLOW
+            | EPERM
+            | EROFS
+            | ESPIPE
+    )
+}
+
+/// Why requests wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    Retried,
+    Held,
+}
+
+/// The requests of a disk that wait because it has failed them.
+#[derive(Debug, Default)]
+pub(super) struct Troubles(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    retried: Waiting,
+    held: Waiting,
+    /// How many have waited.
+    count: u64,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Waiting {
+    now: usize,
+    since: Option<Instant>,
+    errno: i32,
+}
+
+impl State {
+    fn of(&mut self, why: Why) -> &mut Waiting {
+        match why {
+            Why::Retried => &mut self.retried,
+            Why::Held => &mut self.held,
+        }
+    }
+}
+
+impl Troubles {
+    /// Why requests wait now, since when, and for which error. What was held counts more.
+    pub(super) fn now(&self) -> Option<(Why, Instant, i32)> {
+        let state = self.state();
+        let waiting = [(Why::Held, state.held), (Why::Retried, state.retried)];
+        waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?, waiting.errno)))
+    }
+
+    /// How many requests have waited so far.
+    pub(super) fn count(&self) -> u64 {
+        self.state().count
+    }
+
+    fn begin(&self, why: Why, errno: i32, now: Instant) {
+        let mut state = self.state();
+        state.count += 1;
+        let waiting = state.of(why);
+        waiting.now += 1;
+        waiting.errno = errno;
+        waiting.since.get_or_insert(now);
+    }
+
+    fn end(&self, why: Why) {
+        let mut state = self.state();
+        let waiting = state.of(why);
+        waiting.now -= 1;
+        if waiting.now == 0 {
+            waiting.since = None;
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The tries of one request that a disk has failed.
+pub(super) struct Tries<'a> {
+    troubles: &'a Troubles,
+    since: Option<Instant>,
+    pause: Duration,
+    counted: Option<Why>,
+}
+
+impl<'a> Tries<'a> {
+    pub(super) fn new(troubles: &'a Troubles) -> Self {
+        Self { troubles, since: None, pause: Duration::ZERO, counted: None }
+    }
+
+    /// It has failed with `error`. Returns how long it waits until it is tried again; `None`: it is
+    /// to be reported.
+    pub(super) fn failed(
+        &mut self,
+        action: ErrorAction,
+        error: &io::Error,
+        now: Instant,
+    ) -> Option<Duration> {
+        let why = action.on(error)?;
+        let since = *self.since.get_or_insert(now);
+        let left = match action.patience() {
+            Some(patience) => (since + patience).checked_duration_since(now)?,
+            None => PAUSE_MAX,
+        };
+        if left.is_zero() {
+            return None;
+        }
+        if self.counted != Some(why) {
+            self.end();
+            self.troubles.begin(why, error.raw_os_error().unwrap_or(0), now);
+            self.counted = Some(why);
+        }
+        self.pause = (2 * self.pause).clamp(PAUSE_MIN, PAUSE_MAX);
+        Some(self.pause.min(left))
+    }
+
+    fn end(&mut self) {
+        if let Some(why) = self.counted.take() {
+            self.troubles.end(why);
+        }
+    }
+}
+
+impl Drop for Tries<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno(number: i32) -> io::Error {
+        io::Error::from_raw_os_error(number)
+    }
+
+    #[test]
+    fn each_action_keeps_the_errors_that_it_is_for() {
+        use ErrorAction::{Hold, HoldBriefly, Report, Retry};
+        for (number, kept) in [
+            (libc::EIO, [false, true, false, false]),
+            (libc::ENOSPC, [false, true, true, true]),
+            (libc::EDQUOT, [false, true, true, true]),
+            (libc::EINVAL, [false; 4]),
+            (libc::EROFS, [false; 4]),
+            (libc::ECANCELED, [false; 4]),
+        ] {
+            let troubles = Troubles::default();
+            let seen = [Report, Retry, Hold, HoldBriefly].map(|action| {
+                let mut tries = Tries::new(&troubles);
+                tries.failed(action, &errno(number), Instant::now()).is_some()
+            });
+            assert_eq!(seen, kept, "{number}");
+            assert_eq!(troubles.now(), None, "they have ended");
+        }
+    }
+
+    #[test]
+    fn pauses_double_and_what_is_held_briefly_is_reported_in_the_end() {
+        let (troubles, start) = (Troubles::default(), Instant::now());
+        let mut tries = Tries::new(&troubles);
+        let mut now = start;
+        let mut pauses = Vec::new();
+        while let Some(pause) = tries.failed(ErrorAction::HoldBriefly, &errno(libc::ENOSPC), now) {
+            pauses.push(pause);
+            now += pause;
+        }
+        assert_eq!(pauses[..3], [10, 20, 40].map(Duration::from_millis));
+        assert_eq!(now - start, BRIEFLY);
+        assert_eq!(troubles.now(), Some((Why::Held, start, libc::ENOSPC)));
+        // It is another matter now.
+        let pause = tries.failed(ErrorAction::Retry, &errno(libc::EIO), now).unwrap();
+        assert_eq!(pause, PAUSE_MAX);
+        assert_eq!(troubles.now(), Some((Why::Retried, now, libc::EIO)));
+        drop(tries);
+        assert_eq!((troubles.now(), troubles.count()), (None, 2));
+    }
+}

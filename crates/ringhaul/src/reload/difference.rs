@@ -1,0 +1,235 @@
+//! What differs between exports as they are and as the configuration file wants them, and what is
+//! to be done about it.
+
+use std::collections::BTreeMap;
+
+use crate::command::{Command, NewSize};
+use crate::disk_rules::{DiskRules, RulesChange};
+use crate::spec::{
+    DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSettings, UnitSpec,
+};
+
+/// Exports by their sockets, by which commands call them too: a name may change.
+pub(super) type Exports = BTreeMap<String, ExportSpec>;
+
+/// What is done to one export.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Change {
+    Add(ExportSpec),
+    Remove,
+    /// Its logical units and sizes, one after the other, after which it is this.
+    Alter(Vec<Command>, ExportSpec),
+    /// It cannot be changed in this.
+    Keep(&'static str),
+}
+
+impl Change {
+    /// What the export is when it is done; none, when there is none.
+    pub(super) fn aim(&self) -> Option<&ExportSpec> {
+        match self {
+            Self::Add(spec) | Self::Alter(_, spec) => Some(spec),
+            Self::Remove | Self::Keep(_) => None,
+        }
+    }
+
+    pub(super) fn is_kept(&self) -> bool {
+        matches!(self, Self::Keep(_))
+    }
+}
+
+pub(super) fn by_socket(exports: &[ExportSpec]) -> Exports {
+    exports.iter().map(|export| (export.endpoint.to_string(), export.clone())).collect()
+}
+
+/// Whether this is an export that the file has made, whose units and size others may have changed.
+pub(super) fn is_the_same(ours: &ExportSpec, other: &ExportSpec) -> bool {
+    let is_device = match (&ours.device, &other.device) {
+        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => is_the_same_disk(ours, other),
+        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
+        _ => false,
+    };
+    is_device
+        && ours.endpoint == other.endpoint
+        && ours.name() == other.name()
+        && without_rules(&ours.settings) == without_rules(&other.settings)
+}
+
+/// What others cannot change.
+fn without_rules(settings: &ExportSettings) -> ExportSettings {
+    ExportSettings { rules: DiskRules::default(), ..settings.clone() }
+}
+
+/// The same of a logical unit.
+pub(super) fn is_the_same_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
+    ours.place() == other.place()
+        && unit_without_rules(&ours.settings) == unit_without_rules(&other.settings)
+        && is_the_same_disk(&ours.disk, &other.disk)
+}
+
+fn unit_without_rules(settings: &UnitSettings) -> UnitSettings {
+    UnitSettings { limits: None, rerror: None, werror: None, ..settings.clone() }
+}
+
+/// Null disks are one whatever their sizes, which commands change.
+fn is_the_same_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
+    match (ours, other) {
+        (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
+        (
+            DiskSpec::Raw { offset_bytes, size_bytes, over },
+            DiskSpec::Raw { offset_bytes: offset, size_bytes: size, over: others },
+        ) => (offset_bytes, size_bytes) == (offset, size) && is_the_same_disk(over, others),
+        _ => ours == other,
+    }
+}
+
+/// Makes a change of units and sizes in what an export is to be.
+pub(super) fn apply(spec: &mut ExportSpec, change: Command) {
+    match (&mut spec.device, change) {
+        (DeviceSpec::Scsi(units), Command::AddUnit(_, unit)) => units.push(*unit),
+        (DeviceSpec::Scsi(units), Command::RemoveUnit(_, place)) => {
+            units.retain(|unit| unit.place() != place);
+        }
+        (DeviceSpec::Scsi(units), Command::Resize(_, Some(place), size)) => {
+            let unit = units.iter_mut().find(|unit| unit.place() == place);
+            set_size(&mut unit.expect("what is resized is there").disk, size);
+        }
+        (DeviceSpec::Blk(disk), Command::Resize(_, None, size)) => set_size(disk, size),
+        (DeviceSpec::Blk(_), Command::SetDisk(_, None, change)) => {
+            spec.settings.rules = spec.settings.rules.changed(&change);
+        }
+        (DeviceSpec::Scsi(units), Command::SetDisk(_, Some(place), change)) => {
+            let unit = units.iter_mut().find(|unit| unit.place() == place);
+            let settings = &mut unit.expect("what is changed is there").settings;
+            settings.set_rules(&settings.rules(&spec.settings.rules).changed(&change));
+        }
+        (_, other) => unreachable!("{other:?} is no change of this export"),
+    }
+}
+
+/// Gives a null disk another size.
+fn set_size(disk: &mut DiskSpec, size: NewSize) {
+    match (disk, size.size_bytes) {
+        (DiskSpec::Null { size_bytes }, Some(size)) => *size_bytes = size,
+        (other, _) => unreachable!("the file gives {other} no other size"),
+    }
+}
+
+/// What is to be done for exports to be as wanted.
+pub(super) fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Change)> {
+    let removed = served.keys().filter(|export| !wanted.contains_key(*export));
+    let mut changes: Vec<(String, Change)> =
+        removed.map(|export| (export.clone(), Change::Remove)).collect();
+    for (export, wanted) in wanted {
+        let of_export = match served.get(export) {
+            None => vec![Change::Add(wanted.clone())],
+            Some(before) => difference(export, before, wanted),
+        };
+        changes.extend(of_export.into_iter().map(|change| (export.clone(), change)));
+    }
+    changes
+}
+
+/// What is to be done for one to be as wanted, and what cannot be done.
+fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
+    let mut changes = Vec::new();
+    if before.name() != wanted.name() {
+        changes.push(Change::Keep("its name"));
+    }
+    if without_rules(&before.settings) != without_rules(&wanted.settings) {
+        changes.push(Change::Keep("how it is served"));
+    }
+    let commands = match (&before.device, &wanted.device) {
+        (DeviceSpec::Blk(disk), DeviceSpec::Blk(other)) => {
+            let rules = [before, wanted].map(|spec| &spec.settings.rules);
+            let rules = rules_change(export, None, rules);
+            disk_change(export, None, disk, other)
+                .map(|resize| resize.into_iter().chain(rules).collect())
+        }
+        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => unit_changes(export, before, wanted),
+        _ => Err("its device"),
+    };
+    match commands {
+        Err(what) => changes.push(Change::Keep(what)),
+        Ok(commands) if commands.is_empty() => {}
+        Ok(commands) => {
+            let rules = wanted.settings.rules.clone();
+            let settings = ExportSettings { rules, ..before.settings.clone() };
+            let device = wanted.device.clone();
+            let export = ExportSpec { device, settings, ..before.clone() };
+            changes.push(Change::Alter(commands, export));
+        }
+    }
+    changes
+}
+
+/// What is to be done with a disk: that of a null disk may have another size.
+fn disk_change(
+    name: &str,
+    place: Option<UnitPlace>,
+    before: &DiskSpec,
+    wanted: &DiskSpec,
+) -> Result<Option<Command>, &'static str> {
+    match (before, wanted) {
+        _ if before == wanted => Ok(None),
+        (DiskSpec::Null { .. }, &DiskSpec::Null { size_bytes }) => {
+            let size = NewSize { size_bytes: Some(size_bytes), shrink: true };
+            Ok(Some(Command::Resize(name.to_owned(), place, size)))
+        }
+        _ => Err("its disk"),
+    }
+}
+
+/// What is to be done for a disk to have other rules.
+fn rules_change(
+    name: &str,
+    place: Option<UnitPlace>,
+    [before, wanted]: [&DiskRules; 2],
+) -> Option<Command> {
+    let change = || {
+        let change = Box::new(RulesChange::to(wanted));
+        Command::SetDisk(name.to_owned(), place, change)
+    };
+    (before != wanted).then(change)
+}
+
+/// What is to be done with logical units: they come, go, and change their size and rules.
+fn unit_changes(
+    name: &str,
+    before: &ExportSpec,
+    wanted: &ExportSpec,
+) -> Result<Vec<Command>, &'static str> {
+    let (DeviceSpec::Scsi(before_all), DeviceSpec::Scsi(wanted_all)) =
+        (&before.device, &wanted.device)
+    else {
+        return Ok(Vec::new());
+    };
+    let at = |units: &[UnitSpec], place| units.iter().find(|unit| unit.place() == place).cloned();
+    let mut commands = Vec::new();
+    for unit in before_all.iter().filter(|unit| at(wanted_all, unit.place()).is_none()) {
+        commands.push(Command::RemoveUnit(name.to_owned(), unit.place()));
+    }
+    for unit in wanted_all {
+        let settings = unit_without_rules(&unit.settings);
+        match at(before_all, unit.place()) {
+            None => {
+                let mut unit = unit.clone();
+                if before.settings.rules != wanted.settings.rules {
+                    unit.settings.set_rules(&unit.settings.rules(&wanted.settings.rules));
+                }
+                commands.push(Command::AddUnit(name.to_owned(), Box::new(unit)));
+            }
+            Some(other) if unit_without_rules(&other.settings) != settings => {
+                return Err("a logical unit");
+            }
+            Some(other) => {
+                let place = Some(unit.place());
+                let change = disk_change(name, place, &other.disk, &unit.disk);
+                commands.extend(change.map_err(|_| "the disk of a logical unit")?);
+                let old = other.settings.rules(&before.settings.rules);
+                let new = unit.settings.rules(&wanted.settings.rules);
+                commands.extend(rules_change(name, place, [&old, &new]));
+            }
+        }
+    }
+    Ok(commands)
+}

@@ -1,0 +1,228 @@
+//! Limits of disks and groups of them, and what becomes of requests that fail, by request.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::system::{Tmpfs, may_change};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::control::Client;
+use super::scene;
+
+const MIB: u64 = 1 << 20;
+const PIECE: u32 = 64 << 10;
+
+fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> {
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--control").arg(&control).args(words);
+    let daemon = Running::serve(&mut command)?;
+    Ok((daemon, Client::new(&control)?))
+}
+
+/// What `ctl` prints.
+fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
+    let mut command = ringhaul()?;
+    command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
+    Ok(run(&mut command)?.expect_code(0)?.stdout)
+}
+
+fn shown(client: &mut Client, export: &str) -> Result<Value> {
+    Ok(client.call("export.show", &json!({ "export": export }))?["result"].clone())
+}
+
+/// Makes writes of 64 KiB available, one behind the other, and does not wait for them.
+fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
+    for slot in 0..count {
+        let sector = u64::from(slot) * u64::from(PIECE / 512);
+        let (header, status) = frontend.put_header(0, slot, blk::OUT, sector)?;
+        let data = Desc::readable(DATA, PIECE);
+        let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+        frontend.rings[0].put_chain(4 * slot, &chain);
+        frontend.rings[0].submit(4 * slot)?;
+    }
+    Ok(())
+}
+
+/// Waits for the answers of so many writes, all of which have succeeded.
+fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -> Result<()> {
+    for slot in slots {
+        let used = frontend.rings[0].wait_used()?;
+        ensure!(used.head == u32::from(4 * slot), "slot {slot} was next, and {used:?} came");
+        let status = frontend.status(0, slot);
+        ensure!(status == Some(blk::OK), "write {slot} ended with status {status:?}");
+    }
+    Ok(())
+}
+
+/// With a limit of a byte in a second one write begins at once, and the next one after 18 hours.
+#[test]
+fn limits_change_while_requests_wait_for_them() -> Result<()> {
+    let scene = scene()?;
+    let (vm, disk) = (scene.socket("vm"), scene.disk("disk.img", MIB)?);
+    let export = format!(
+        "socket-path={},name=vm,bps-write=1,group=slow,blk-file={}",
+        vm.display(),
+        disk.display()
+    );
+    let other =
+        format!("socket-path={},name=other,group=slow,null=1M", scene.socket("b").display());
+    let (daemon, mut client) = serve(&scene, &["--export", &export, "--export", &other])?;
+    let limits = |client: &mut Client, export: &str| -> Result<Value> {
+        Ok(shown(client, export)?["disks"][0]["limits"].clone())
+    };
+    let slow = json!({ "group": "slow", "bps-write": 1 });
+    ensure!(limits(&mut client, "vm")? == slow && limits(&mut client, "other")? == slow);
+
+    // By a change of the group, of the disk, and by the end of the queue.
+    let mut frontend = Frontend::attach(&vm, &Setup::default())?;
+    begin_writes(&mut frontend, 4)?;
+    end_writes(&mut frontend, 0..1)?;
+    while shown(&mut client, "vm")?["unfinished"] != 3 {}
+    ctl(&scene, &["set-disk", "other", "bps-write=0"])?;
+    end_writes(&mut frontend, 1..4)?;
+    ensure!(limits(&mut client, "vm")? == json!({ "group": "slow" }));
+
+    ctl(&scene, &["set-disk", "vm", "group=", "iops-write=1", "iops-write-max=1"])?;
+    ensure!(limits(&mut client, "other")? == json!({ "group": "slow" }));
+    ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;
+    begin_writes(&mut frontend, 3)?;
+    end_writes(&mut frontend, 0..1)?;
+    ctl(&scene, &["set-disk", "vm", "bps-write=0", "iops-write=0", "iops-write-max=0"])?;
+    end_writes(&mut frontend, 1..3)?;
+
+    ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;
+    begin_writes(&mut frontend, 3)?;
+    end_writes(&mut frontend, 0..1)?;
+    while shown(&mut client, "vm")?["unfinished"] != 2 {}
+    let _ = frontend.stop_queue(0)?;
+    end_writes(&mut frontend, 1..3)?;
+    drop(frontend);
+    let ended = client.call("shutdown", &json!({}))?;
+    ensure!(ended["result"] == json!({}), "{ended}");
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() -> Result<()> {
+    let scene = scene()?;
+    let vm = scene.socket("vm");
+    let unit = "0,iops-read=7,null=1M";
+    let words = ["--socket-path", &vm.display().to_string(), "--name", "vm"];
+    let more = ["--device", "scsi", "--lun", unit, "--limits", "iops-total=9", "--rerror", "retry"];
+    let (_daemon, mut client) = serve(&scene, &[&words[..], &more].concat())?;
+    let disk = shown(&mut client, "vm")?["disks"][0].clone();
+    ensure!(disk["limits"] == json!({ "iops-read": 7 }), "{disk}");
+    ensure!(disk["rerror"] == "retry" && disk["werror"] == "hold-briefly", "{disk}");
+    for (params, code, said) in [
+        (json!({ "export": "vm" }), 5, "name one of its logical units"),
+        (json!({ "export": "vm", "lun": 1 }), 2, "has no unit 0:1"),
+        (json!({ "export": "vm", "lun": 0, "rerror": "hold" }), 1, "only writes lack space"),
+        (json!({ "export": "vm", "lun": 0, "limits": { "iops-read-max": 3 } }), 1, "at least"),
+        (json!({ "export": "vm", "lun": 0, "limits": { "iops": 3 } }), -32602, "unknown field"),
+    ] {
+        let answer = client.call("disk.set", &params)?;
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        ensure!(answer["error"]["code"] == code && message.contains(said), "{params}: {answer}");
+    }
+    let same = shown(&mut client, "vm")?["disks"][0].clone();
+    ensure!(same == disk, "{same}");
+    let resumed = client.call("disk.resume", &json!({ "export": "vm" }))?;
+    ensure!(resumed["result"] == json!({}), "{resumed}");
+    Ok(())
+}
+
+/// Writes to a file system that is full. A takeover is refused meanwhile.
+#[test]
+fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let (scene, space) = (scene()?, Tmpfs::mount(MIB)?);
+    let disk = space.path().join("disk.img");
+    fs::File::create(&disk)?.set_len(MIB)?;
+    let filler = space.path().join("filler");
+    fs::write(&filler, vec![1; 1 << 20]).ok();
+    let vm = scene.socket("vm").display().to_string();
+    let disk = disk.display().to_string();
+    let words = ["--socket-path", &vm, "--name", "vm", "--blk-file", &disk, "--werror", "hold"];
+    let (daemon, mut client) = serve(&scene, &words)?;
+    let mut frontend = Frontend::attach(Path::new(&vm), &Setup::default())?;
+    begin_writes(&mut frontend, 4)?;
+    let is_held = |client: &mut Client| -> Result<bool> {
+        let shown = shown(client, "vm")?;
+        Ok(shown["disk-state"] == "held" && shown["disks"][0]["waited"] == 4)
+    };
+    while !is_held(&mut client)? {}
+    let binary = json!({ "binary": ringhaul_binary()? });
+    let refused = client.call("upgrade", &binary)?;
+    let message = refused["error"]["message"].as_str().unwrap_or_default();
+    ensure!(message.contains("its disk has failed them"), "{refused}");
+    ctl(&scene, &["resume", "vm"])?;
+    ensure!(is_held(&mut client)?, "there is no space yet");
+    fs::remove_file(&filler)?;
+    let mut answered = Vec::new();
+    while answered.len() < 4 {
+        answered.push(frontend.rings[0].wait_used()?.head / 4);
+    }
+    answered.sort_unstable();
+    ensure!(answered == [0, 1, 2, 3], "{answered:?}");
+    let statuses: Vec<_> = (0..4).map(|slot| frontend.status(0, slot)).collect();
+    ensure!(statuses == [Some(blk::OK); 4], "{statuses:?}");
+    ensure!(shown(&mut client, "vm")?["disk-state"] == "ready");
+
+    // A queue that stops has to answer, whatever that is.
+    fs::write(&filler, vec![1; 1 << 20]).ok();
+    let full = u64::from(PIECE) * 8 / 512;
+    let (header, status) = frontend.put_header(0, 0, blk::OUT, full)?;
+    let chain =
+        [Desc::readable(header, 16), Desc::readable(DATA, PIECE), Desc::writable(status, 1)];
+    frontend.rings[0].put_chain(0, &chain);
+    frontend.rings[0].submit(0)?;
+    while shown(&mut client, "vm")?["disk-state"] != "held" {}
+    let _ = frontend.stop_queue(0)?;
+    ensure!(frontend.status(0, 0) == Some(blk::IOERR), "it was not told");
+    drop(frontend);
+    client.call("shutdown", &json!({}))?;
+    let finished = daemon.finish()?.expect_code(0)?;
+    ensure!(finished.stderr.contains("No space left on device"), "{}", finished.stderr);
+    Ok(())
+}
+
+#[test]
+fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
+    let scene = scene()?;
+    let (vm, file) = (scene.socket("vm"), scene.path("ringhaul.toml"));
+    let write = |more: &str| {
+        let text = format!(
+            "[[export]]\nname = \"vm\"\nendpoint = {{ path = \"{}\" }}\n\
+             device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n{more}\n",
+            vm.display()
+        );
+        fs::write(&file, text)
+    };
+    write("limits = { iops-total = 100, bps-read = 4096 }\nwerror = \"retry\"")?;
+    let (mut daemon, mut client) = serve(&scene, &["--config", &file.display().to_string()])?;
+    let mut check = |daemon: &mut Running, limits: Value, werror: &str| -> Result<()> {
+        daemon.signal(Signal::HUP)?;
+        daemon.wait_for("is applied, as far as it can be")?;
+        let disk = shown(&mut client, "vm")?["disks"][0].clone();
+        ensure!(disk["limits"] == limits && disk["werror"] == werror, "{disk}");
+        Ok(())
+    };
+    check(&mut daemon, json!({ "iops-total": 100, "bps-read": 4096 }), "retry")?;
+    // What others have set stays until the file changes.
+    ctl(&scene, &["set-disk", "vm", "iops-total=7"])?;
+    check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "retry")?;
+    write("limits = { iops-write = 3 }")?;
+    check(&mut daemon, json!({ "iops-write": 3 }), "hold-briefly")?;
+    write("")?;
+    check(&mut daemon, json!({}), "hold-briefly")
+}
