@@ -303,6 +303,7 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
     let export = Export {
         socket: folders[1].path().join("socket"),
         file: disk.clone(),
+        disk: None,
         engine,
         cache: if engine == Engine::Threads { Cache::Writeback } else { Cache::None },
         num_queues: QUEUES,

@@ -121,6 +121,8 @@ pub struct Export {
     pub socket: PathBuf,
     /// The file behind the disk.
     pub file: PathBuf,
+    /// How the disk is named that lies on that file, if it is not the file itself.
+    pub disk: Option<String>,
     /// How requests reach the kernel.
     pub engine: Engine,
     /// The cache mode.
@@ -379,7 +381,11 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
             command.args(["--lun", unit]);
         }
     } else {
-        command.arg("--blk-file").arg(&export.file).args(["--serial", &export.serial]);
+        match &export.disk {
+            Some(disk) => command.args(["--disk", disk]),
+            None => command.arg("--blk-file").arg(&export.file),
+        };
+        command.args(["--serial", &export.serial]);
     }
     Ok(command)
 }

@@ -7,6 +7,7 @@ mod interrupted;
 mod late;
 mod limits;
 mod log_reader;
+mod nbd;
 mod neighbours;
 mod storage;
 

@@ -6,6 +6,7 @@
 mod conformance;
 mod held;
 mod kills;
+mod nbd;
 mod polling;
 mod resize;
 mod scsi;
@@ -88,6 +89,7 @@ impl Scene {
         Ok(Export {
             socket: self.sockets.path().join(format!("{name}.sock")),
             file,
+            disk: None,
             engine,
             cache,
             num_queues: 2,
@@ -242,12 +244,16 @@ fn data(engine: Engine, cache: Cache, logical_block_bytes: u32, queue_size: u16)
     let scene = Scene::new()?;
     let name = format!("{engine}-{cache}");
     let export = Export { logical_block_bytes, queue_size, ..scene.export(&name, engine, cache)? };
-    let mut server = scene.serve(&export)?;
-    let mut vm = boot(&[&export])?;
+    data_of(&scene, &export)
+}
+
+fn data_of(scene: &Scene, export: &Export) -> Result<()> {
+    let mut server = scene.serve(export)?;
+    let mut vm = boot(&[export])?;
     let disk = ("DISK", "vda");
 
     check_attributes(&mut vm, "vda", &server)?;
-    let min_bytes = logical_block_bytes.to_string();
+    let min_bytes = export.logical_block_bytes.to_string();
     vm.check(&with(FIO_VERIFY, &[disk, ("MIN_BYTES", &min_bytes)]), LIMIT)?;
     check_same_bytes(&mut vm, "vda", &export.file)?;
     check_discard(&mut vm, &export.file)?;

@@ -1,7 +1,7 @@
 //! NBD: an export of a server, over sockets that the loop watches.
 //!
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
-//! - `connect.rs` makes a connection, which takes a thread for as long as that lasts;
+//! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
 //! - `link.rs` is the task of a connection, `pipe.rs` has the requests of an IoThread and
 //!   `shared.rs` what all IoThreads know.
@@ -18,6 +18,7 @@ mod link;
 mod pipe;
 mod shared;
 mod target;
+mod tls;
 mod transport;
 mod wire;
 
@@ -44,7 +45,7 @@ use handshake::{Facts, can};
 use lent::Lent;
 use pipe::{Pipe, Ticket, decode, key_of};
 use shared::Shared;
-pub use target::{NbdAddress, NbdOptions};
+pub use target::{NbdAddress, NbdOptions, NbdTls};
 use wire::{Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request};
 
 /// The longest range of one request that moves no data, where lengths have 32 bits.

@@ -164,7 +164,7 @@ impl DiskSpec {
         match self {
             Self::File(path) => change(path),
             Self::Null { .. } => Ok(()),
-            Self::Nbd(nbd) => nbd.socket.as_mut().map_or(Ok(()), change),
+            Self::Nbd(nbd) => nbd.paths().try_for_each(change),
             Self::Rbd(image) => {
                 image.conf.iter_mut().chain(&mut image.keyring).try_for_each(change)
             }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use blockio::disk::nbd::{NbdAddress, NbdOptions};
+use blockio::disk::nbd::{NbdAddress, NbdOptions, NbdTls};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +37,16 @@ pub struct NbdSpec {
     /// What becomes of data that was written, but not flushed, when a connection breaks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unflushed: Option<Unflushed>,
+    /// Whether connections are encrypted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tls: bool,
+    /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` where the
+    /// server demands them. `None`: the authorities that the machine trusts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls_certificates: Option<PathBuf>,
+    /// The name in the certificate of the server. `None`: `host`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls_hostname: Option<String>,
 }
 
 /// What data counts as that a server has taken, but not brought to stable storage, before a
@@ -66,10 +76,18 @@ impl NbdSpec {
             (Some(_), None) if self.port.is_some() => bail!("port goes with host, not with socket"),
             _ => {}
         }
+        if !self.tls && (self.tls_certificates.is_some() || self.tls_hostname.is_some()) {
+            bail!("tls-certificates and tls-hostname need TLS: use nbds:// or tls=on");
+        }
         let connections = self.connections.unwrap_or(1);
         ensure!((1..=16).contains(&connections), "connections must be from 1 to 16");
         ensure!(self.deadline_seconds != Some(0), "deadline must be at least one second");
         Ok(())
+    }
+
+    /// All paths in it.
+    pub(super) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        self.socket.iter_mut().chain(&mut self.tls_certificates)
     }
 
     /// The same for the client.
@@ -88,6 +106,10 @@ impl NbdSpec {
             connections: self.connections.unwrap_or(1),
             deadline: self.deadline_seconds.map(|seconds| Duration::from_secs(seconds.into())),
             distrust: self.unflushed == Some(Unflushed::Lost),
+            tls: self.tls.then(|| NbdTls {
+                certificates: self.tls_certificates.clone(),
+                hostname: self.tls_hostname.clone(),
+            }),
         }
     }
 }
@@ -122,6 +144,10 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
     let mut keys = Vec::new();
     let is_unix = scheme.ends_with("+unix");
+    let is_tls = scheme.starts_with("nbds");
+    if is_tls {
+        keys.push(("tls", "on".to_owned()));
+    }
     if is_unix {
         ensure!(
             authority.is_empty(),
@@ -139,7 +165,12 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
         let (key, value) = part.split_once('=').unwrap_or((part, ""));
         match key {
             "socket" if is_unix => keys.push(("socket", decoded(value)?)),
-            _ => bail!("unknown parameter '{key}' of an NBD URI (expected: socket, with +unix)"),
+            "tls-certificates" if is_tls => keys.push(("tls-certificates", decoded(value)?)),
+            "tls-hostname" if is_tls => keys.push(("tls-hostname", decoded(value)?)),
+            _ => bail!(
+                "unknown parameter '{key}' of an NBD URI (expected: socket, with +unix; \
+                 tls-certificates and tls-hostname, with nbds)"
+            ),
         }
     }
     Ok(keys)
@@ -203,6 +234,9 @@ mod tests {
             ("nbd+unix://?socket=/a", "nbd+unix:///?socket=/a"),
             ("nbd,host=h,port=7,export=x", "nbd://h:7/x"),
             ("nbd,socket=/a", "nbd+unix:///?socket=/a"),
+            ("nbds://h/x?tls-certificates=/pki", "nbds://h:10809/x"),
+            ("nbds+unix:///x?socket=/a&tls-hostname=h", "nbds+unix:///x?socket=/a"),
+            ("nbd,host=h,tls=on,tls-certificates=/pki", "nbds://h:10809/"),
         ] {
             assert_eq!(parse(text).as_deref(), Ok(uri), "{text}");
         }
@@ -232,6 +266,9 @@ mod tests {
             ("nbd://h,connections=0", "from 1 to 16"),
             ("nbd://h,deadline=0", "at least one second"),
             ("nbd://h,unflushed=maybe", "expected: kept, lost"),
+            ("nbd://h/x?tls-hostname=h", "unknown parameter 'tls-hostname'"),
+            ("nbd://h,tls-certificates=/pki", "need TLS"),
+            ("nbd://h,tls=maybe", "expected: on, off"),
         ] {
             let error = parse(bad).unwrap_err();
             assert!(error.contains(expected), "{bad}: {error}");

@@ -52,8 +52,8 @@ const KINDS: &[Kind] = &[
     },
     Kind {
         name: "nbd",
-        keys: &["socket", "host", "port", "export", "connections", "deadline", "unflushed"],
-        schemes: &["nbd+unix"],
+        keys: NBD_KEYS,
+        schemes: &["nbd+unix", "nbds", "nbds+unix"],
         read_short: |text, words| {
             keys_of_uri(text)?.iter().try_for_each(|(key, value)| words.add(key, value))
         },
@@ -66,6 +66,9 @@ const KINDS: &[Kind] = &[
                 connections: words.take_as("connections")?,
                 deadline_seconds: words.take_as("deadline")?,
                 unflushed: words.take_as("unflushed")?,
+                tls: words.take_switch("tls")?,
+                tls_certificates: words.take("tls-certificates").map(PathBuf::from),
+                tls_hostname: words.take("tls-hostname"),
             };
             nbd.check()?;
             Ok(DiskSpec::Nbd(nbd))
@@ -166,6 +169,19 @@ const KINDS: &[Kind] = &[
             })
         },
     },
+];
+
+const NBD_KEYS: &[&str] = &[
+    "socket",
+    "host",
+    "port",
+    "export",
+    "connections",
+    "deadline",
+    "unflushed",
+    "tls",
+    "tls-certificates",
+    "tls-hostname",
 ];
 
 /// The key of the disk below.

@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{RecvFlags, SendFlags};
+use rustls::ClientConnection;
 
-use super::handshake::{Facts, Purpose, greet, negotiate};
+use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
 use super::target::{NbdAddress, NbdOptions};
+use super::tls::client;
 use super::transport::Transport;
 
 /// How long a server may take until it serves.
@@ -22,7 +24,6 @@ const SILENCE: Duration = Duration::from_secs(10);
 const QUESTIONS: u32 = 3;
 
 /// A connection that serves requests.
-#[derive(Debug)]
 pub(super) struct Connected {
     pub(super) transport: Transport,
     pub(super) facts: Facts,
@@ -34,8 +35,8 @@ pub(super) struct Connected {
 ///
 /// Why there is no connection, and what to do about it.
 pub(super) fn connect(options: &NbdOptions) -> Result<Connected, String> {
-    let (socket, facts) = shake_hands(options, Purpose::Serve)?;
-    let transport = Transport::plain(socket);
+    let (socket, tls, facts) = shake_hands(options, Purpose::Serve)?;
+    let transport = Transport::new(socket, tls);
     let transport = transport.map_err(|error| format!("cannot set up its socket: {error}"))?;
     Ok(Connected { transport, facts })
 }
@@ -46,19 +47,33 @@ pub(super) fn connect(options: &NbdOptions) -> Result<Connected, String> {
 ///
 /// As [`connect`].
 pub(super) fn ask(options: &NbdOptions) -> Result<Facts, String> {
-    shake_hands(options, Purpose::Ask).map(|(_, facts)| facts)
+    shake_hands(options, Purpose::Ask).map(|(_, _, facts)| facts)
 }
 
-fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<(OwnedFd, Facts), String> {
+type Hand = (OwnedFd, Option<ClientConnection>, Facts);
+
+fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
     let until = Instant::now() + PATIENCE;
     let socket = reach(&options.address, until)?;
     let mut stream = Patient { socket, until };
     let greeted = greet(&mut stream)?;
-    let facts = negotiate(&mut stream, greeted, &options.export, purpose)?;
+    let export = &options.export;
+    let (tls, facts) = match &options.tls {
+        None => (None, negotiate(&mut stream, greeted, export, purpose)?),
+        Some(tls) => {
+            start_tls(&mut stream)?;
+            let mut tls = client(options, tls)?;
+            let agreed = tls.complete_io(&mut stream);
+            agreed.map_err(|error| format!("cannot agree on TLS with the server: {error}"))?;
+            let mut inside = rustls::Stream::new(&mut tls, &mut stream);
+            let facts = negotiate(&mut inside, greeted, export, purpose)?;
+            (Some(tls), facts)
+        }
+    };
     let set_up = sockopt::set_socket_timeout(&stream.socket, Timeout::Recv, None)
         .and_then(|()| sockopt::set_socket_timeout(&stream.socket, Timeout::Send, None));
     set_up.map_err(|error| format!("cannot set up its socket: {error}"))?;
-    Ok((stream.socket, facts))
+    Ok((stream.socket, tls, facts))
 }
 
 fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {

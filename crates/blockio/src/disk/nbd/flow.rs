@@ -11,7 +11,7 @@ use super::connect::Connected;
 use super::handshake::Facts;
 use super::pipe::{Pipe, Requests, State, is_large_read};
 use super::shared::Shared;
-use super::transport::{Gathered, Ranges, Scattered, Transport};
+use super::transport::{Gathered, Moved, Ranges, Scattered, Transport};
 use super::wire::{
     Command, Header, Parsed, REPLY_BYTES_MAX, Reply, Request, Says, Violation, parse,
 };
@@ -119,8 +119,10 @@ impl Flow {
     /// Why the connection cannot be used any more.
     pub(super) fn send(&mut self, pipe: &Pipe) -> Result<(), String> {
         let requests = &mut *pipe.requests.borrow_mut();
-        while self.is_writable && !requests.links[self.index].sending.is_empty() {
-            let (sent, wanted) = match self.send_some(requests) {
+        while self.is_writable
+            && (self.transport.has_unsent() || !requests.links[self.index].sending.is_empty())
+        {
+            let (sent, has_room) = match self.send_some(requests) {
                 Ok(sent) => sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.is_writable = false;
@@ -129,14 +131,14 @@ impl Flow {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(format!("cannot send to the server: {error}")),
             };
-            self.is_writable = sent >= wanted;
+            self.is_writable = has_room;
             self.were_sent(requests, sent);
         }
         Ok(())
     }
 
-    /// One system call. Returns how much was sent of how much.
-    fn send_some(&mut self, requests: &Requests) -> io::Result<(usize, usize)> {
+    /// One system call.
+    fn send_some(&mut self, requests: &Requests) -> io::Result<Moved> {
         let sending = &requests.links[self.index].sending;
         let framing = self.facts.framing;
         self.headers.clear();
@@ -159,10 +161,9 @@ impl Flow {
                 break;
             }
         }
-        let wanted = gathered.0.bytes();
         let sent = self.transport.send(&gathered);
         self.storage = gathered.0.into_storage();
-        Ok((sent?, wanted))
+        sent
     }
 
     /// Notes what has left.
@@ -231,11 +232,10 @@ impl Flow {
         let is_whole = self.data.is_none_or(|data| data.left == scattered.0.bytes());
         let room = if is_whole { room.max(self.end + HEADER_BYTES) } else { self.end };
         scattered.push_bytes(self.staging.get_mut(self.end..room).unwrap_or_default());
-        let wanted = scattered.0.bytes();
         let received = self.transport.receive(&mut scattered);
         self.storage = scattered.0.into_storage();
-        let received = received?;
-        self.is_readable = received == wanted;
+        let (received, has_more) = received?;
+        self.is_readable = has_more;
         Ok(received)
     }
 

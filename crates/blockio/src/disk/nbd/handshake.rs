@@ -17,6 +17,7 @@ const NO_ZEROES: u16 = 1 << 1;
 
 const OPTION_EXPORT_NAME: u32 = 1;
 const OPTION_ABORT: u32 = 2;
+const OPTION_START_TLS: u32 = 5;
 const OPTION_INFO: u32 = 6;
 const OPTION_GO: u32 = 7;
 const OPTION_STRUCTURED_REPLY: u32 = 8;
@@ -122,6 +123,24 @@ pub(super) fn greet(stream: &mut (impl Read + Write)) -> Result<Greeted, String>
     let shared = flags & (FIXED_NEWSTYLE | NO_ZEROES);
     send(stream, &u32::from(shared).to_be_bytes())?;
     Ok(Greeted { no_zeroes: shared & NO_ZEROES != 0 })
+}
+
+/// Asks for TLS: the stream is to be wrapped in it now.
+///
+/// # Errors
+///
+/// When the server offers none.
+pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> {
+    send_option(stream, OPTION_START_TLS, &[])?;
+    let mut replies = Replies::new(OPTION_START_TLS);
+    match replies.next(stream)? {
+        Told::Ack => Ok(()),
+        Told::Refused(ERROR_UNSUPPORTED | ERROR_POLICY, _) => {
+            Err("the server offers no TLS; start it with TLS, or use nbd:// to do without".into())
+        }
+        Told::Refused(error, text) => Err(refused("TLS", error, &text)),
+        Told::Info(_) | Told::Context(_) => Err(unexpected()),
+    }
 }
 
 /// Settles the rest, and has the server begin to serve `export`, or say what it is.
@@ -402,4 +421,166 @@ fn read_u32(stream: &mut impl Read) -> Result<u32, String> {
 
 fn read_u16(stream: &mut impl Read) -> Result<u16, String> {
     read_exactly(stream).map(u16::from_be_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use super::*;
+
+    /// A server that says what it says, and keeps what it is told.
+    struct Script {
+        says: Cursor<Vec<u8>>,
+        hears: Vec<u8>,
+    }
+
+    impl Script {
+        fn new(parts: &[&[u8]]) -> Self {
+            Self { says: Cursor::new(parts.concat()), hears: Vec::new() }
+        }
+    }
+
+    impl Read for Script {
+        fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+            self.says.read(bytes)
+        }
+    }
+
+    impl Write for Script {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.hears.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\x00\x03";
+
+    fn option(number: u8, data: &[u8]) -> Vec<u8> {
+        let len = u32::try_from(data.len()).unwrap().to_be_bytes();
+        [b"IHAVEOPT\0\0\0", &[number][..], &len, data].concat()
+    }
+
+    fn reply(option: u8, kind: [u8; 4], data: &[u8]) -> Vec<u8> {
+        let len = u32::try_from(data.len()).unwrap().to_be_bytes();
+        let magic = [0x00, 0x03, 0xe8, 0x89, 0x04, 0x55, 0x65, 0xa9];
+        [&magic[..], &[0, 0, 0, option], &kind, &len, data].concat()
+    }
+
+    const ACK: [u8; 4] = [0, 0, 0, 1];
+    const INFO: [u8; 4] = [0, 0, 0, 3];
+    const UNSUPPORTED: [u8; 4] = [0x80, 0, 0, 1];
+
+    /// An export of a MiB with these flags.
+    fn export(flags: [u8; 2]) -> Vec<u8> {
+        [&[0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0][..], &flags].concat()
+    }
+
+    fn shake(script: &mut Script, purpose: Purpose) -> Result<Facts, String> {
+        let greeted = greet(script)?;
+        negotiate(script, greeted, "disk", purpose)
+    }
+
+    #[test]
+    fn a_handshake_is_what_the_protocol_says_byte_for_byte() {
+        let blocks = [&[0, 3][..], &[0, 0, 2, 0], &[0, 0, 0x10, 0], &[0, 1, 0, 0]].concat();
+        let context = [&[0, 0, 0, 9][..], b"base:allocation"].concat();
+        let mut script = Script::new(&[
+            GREETING,
+            &reply(11, UNSUPPORTED, b"what?"),
+            &reply(8, ACK, &[]),
+            &reply(10, [0, 0, 0, 4], &context),
+            &reply(10, ACK, &[]),
+            &reply(7, INFO, &export([1, 0x0d])),
+            &reply(7, INFO, &blocks),
+            &reply(7, INFO, &[0, 1, b'n']),
+            &reply(7, ACK, &[]),
+        ]);
+        let facts = shake(&mut script, Purpose::Serve).unwrap();
+        let expected = Facts {
+            size_bytes: 1 << 20,
+            flags: 0x010d,
+            framing: Framing::Structured,
+            block_bytes_min: 512,
+            block_bytes_preferred: 4096,
+            payload_bytes_max: 65_536,
+            context: Some(9),
+        };
+        assert_eq!(facts, expected);
+        assert!(facts.can(can::MULTI_CONN) && facts.can(can::FLUSH) && !facts.can(can::TRIM));
+        let name = [&[0, 0, 0, 4][..], b"disk"].concat();
+        let told = [
+            &[0, 0, 0, 3][..],
+            &option(11, &[]),
+            &option(8, &[]),
+            &option(10, &[&name[..], &[0, 0, 0, 1, 0, 0, 0, 15], b"base:allocation"].concat()),
+            &option(7, &[&name[..], &[0, 1, 0, 3]].concat()),
+        ];
+        assert_eq!(script.hears, told.concat());
+    }
+
+    #[test]
+    fn a_server_that_knows_few_options_is_asked_in_the_old_way() {
+        let mut script = Script::new(&[
+            b"NBDMAGICIHAVEOPT\x00\x01",
+            &reply(11, UNSUPPORTED, &[]),
+            &reply(8, UNSUPPORTED, &[]),
+            &reply(7, UNSUPPORTED, &[]),
+            &export([0, 1])[2..],
+            &[0; 124],
+        ]);
+        let facts = shake(&mut script, Purpose::Serve).unwrap();
+        assert_eq!((facts.size_bytes, facts.flags), (1 << 20, 1));
+        assert_eq!((facts.framing, facts.context), (Framing::Simple, None));
+        assert_eq!((facts.block_bytes_min, facts.payload_bytes_max), (1, 32 << 20));
+        assert!(script.hears.ends_with(&option(1, b"disk")));
+    }
+
+    #[test]
+    fn an_export_is_asked_about_without_being_opened() {
+        let mut script = Script::new(&[
+            GREETING,
+            &reply(11, ACK, &[]),
+            &reply(10, ACK, &[]),
+            &reply(6, INFO, &export([0, 1])),
+            &reply(6, ACK, &[]),
+        ]);
+        let facts = shake(&mut script, Purpose::Ask).unwrap();
+        assert_eq!((facts.framing, facts.context), (Framing::Extended, None));
+        assert!(script.hears.ends_with(&option(2, &[])));
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_server_is_said() {
+        let simple = [reply(11, UNSUPPORTED, &[]), reply(8, UNSUPPORTED, &[])].concat();
+        let blocks = |min: u8| [&[0, 3, 0, 0, 0, min][..], &[0, 0, 0x10, 0, 0, 1, 0, 0]].concat();
+        let bad_blocks =
+            [reply(7, INFO, &export([0, 1])), reply(7, INFO, &blocks(3)), reply(7, ACK, &[])];
+        let endless = reply(7, INFO, &[0, 1]).repeat(REPLIES_MAX + 1);
+        for (parts, expected) in [
+            (&[&b"SSH-2.0-OpenSSH_9.2\r\n"[..]][..], "is no NBD server"),
+            (&[b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53"], "oldstyle protocol"),
+            (&[b"NBDMAGICIHAVEOPT\0\0"], "does not speak fixed newstyle"),
+            (&[b"NBDM"], "cannot hear from the server"),
+            (&[GREETING, &reply(11, [0x80, 0, 0, 5], b"TLS\nfirst")], "use nbds://"),
+            (&[GREETING, &reply(8, ACK, &[])], "does not keep to the NBD protocol"),
+            (&[GREETING, &reply(11, INFO, &[])], "does not keep to the NBD protocol"),
+            (&[GREETING, &simple, &reply(7, [0x80, 0, 0, 6], b"no")], "does not have it"),
+            (&[GREETING, &simple, &reply(7, ACK, &[])], "did not say how large"),
+            (&[GREETING, &simple, &bad_blocks.concat()], "block sizes that no server may have"),
+            (&[GREETING, &simple, &endless], "does not stop answering"),
+        ] {
+            let error = shake(&mut Script::new(parts), Purpose::Serve).unwrap_err();
+            assert!(error.contains(expected) && !error.contains('\n'), "{error}");
+        }
+        let mut huge = reply(11, ACK, &[]);
+        huge[16..20].fill(0xff);
+        let error = shake(&mut Script::new(&[GREETING, &huge]), Purpose::Serve).unwrap_err();
+        assert!(error.contains("does not keep"), "{error}");
+        let mut script = Script::new(&[&reply(5, UNSUPPORTED, &[])]);
+        assert!(start_tls(&mut script).unwrap_err().contains("offers no TLS"));
+    }
 }

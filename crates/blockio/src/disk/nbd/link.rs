@@ -39,7 +39,7 @@ pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize
 /// Serves requests over one connection after the other, until nobody has the disk any more.
 async fn serve_link(pipe: Rc<Pipe>, index: usize) {
     pipe.set_task(index);
-    let mut retry = Retry { since: None, wait: RETRY_MIN };
+    let mut retry = Retry { since: None, told: String::new(), is_told: false, wait: RETRY_MIN };
     while !pipe.is_ending() {
         let connected = match pipe.next_connection().await {
             Some(Ok(connected)) => connected,
@@ -60,7 +60,7 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         if was_useful {
             retry.wait = RETRY_MIN;
         }
-        retry.broke(&pipe, &why, again);
+        retry.broke(&pipe, &why, again, was_useful);
         pipe.expire();
         pipe.pause(&mut retry).await;
     }
@@ -72,6 +72,10 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
 struct Retry {
     /// Since when it is away.
     since: Option<Instant>,
+    /// The reason that the log has.
+    told: String,
+    /// The log says that it is away.
+    is_told: bool,
     wait: Duration,
 }
 
@@ -79,17 +83,26 @@ impl Retry {
     fn note(&mut self, pipe: &Pipe, why: &str) {
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.tell_condition(Some((since, why)));
-        if let Some(left_out) = pipe.shared.permit_line(clock::now()) {
+        if self.told != why
+            && let Some(left_out) = pipe.shared.permit_line(clock::now())
+        {
+            why.clone_into(&mut self.told);
+            self.is_told = true;
             let name = &pipe.shared.options;
             tracing::warn!(left_out, "{name} is away: {why}; requests wait, and it is tried again");
         }
     }
 
-    fn broke(&mut self, pipe: &Pipe, why: &str, again: usize) {
+    /// One that breaks again and again without having served anything is told now and then.
+    fn broke(&mut self, pipe: &Pipe, why: &str, again: usize, was_useful: bool) {
         let (is_dirty, name) = (pipe.shared.has_broken(), &pipe.shared.options);
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.tell_condition(Some((since, why)));
-        tracing::warn!("{name}: a connection broke: {why}; {again} requests are sent again");
+        self.is_told = was_useful || pipe.shared.permit_line(clock::now()).is_some();
+        if !self.is_told {
+            return;
+        }
+        tracing::warn!("{name}: a connection broke: {why}; requests to be sent again: {again}");
         if pipe.shared.is_lost() {
             tracing::error!(
                 "{name}: what was written and not flushed may be lost, so all further flushes \
@@ -104,7 +117,9 @@ impl Retry {
     }
 
     fn is_over(&mut self, pipe: &Pipe) {
-        if let Some(since) = self.since.take() {
+        self.told.clear();
+        let is_told = std::mem::take(&mut self.is_told);
+        if let Some(since) = self.since.take().filter(|_| is_told) {
             let seconds = since.elapsed().as_secs();
             tracing::info!("{} is back after {seconds} s", pipe.shared.options);
         }

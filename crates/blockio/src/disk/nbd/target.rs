@@ -19,6 +19,19 @@ pub struct NbdOptions {
     /// What was written and not flushed when a connection broke counts as lost: then flushes fail.
     /// Otherwise the server is trusted to have kept it.
     pub distrust: bool,
+    /// `None`: without TLS.
+    pub tls: Option<NbdTls>,
+}
+
+/// What a client shows and demands where a connection is encrypted.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct NbdTls {
+    /// A folder with `ca-cert.pem`, the authorities that may vouch for the server, and, where the
+    /// server demands that, `client-cert.pem` and `client-key.pem`. `None`: the authorities that
+    /// this machine trusts.
+    pub certificates: Option<PathBuf>,
+    /// The name in the certificate of the server. `None`: that of its machine.
+    pub hostname: Option<String>,
 }
 
 /// Where an NBD server is.
@@ -39,12 +52,15 @@ impl fmt::Display for NbdOptions {
     /// As a URI.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let export = &self.export;
+        let scheme = if self.tls.is_some() { "nbds" } else { "nbd" };
         match &self.address {
-            NbdAddress::Unix(path) => write!(f, "nbd+unix:///{export}?socket={}", path.display()),
-            NbdAddress::Tcp { host, port } if host.contains(':') => {
-                write!(f, "nbd://[{host}]:{port}/{export}")
+            NbdAddress::Unix(path) => {
+                write!(f, "{scheme}+unix:///{export}?socket={}", path.display())
             }
-            NbdAddress::Tcp { host, port } => write!(f, "nbd://{host}:{port}/{export}"),
+            NbdAddress::Tcp { host, port } if host.contains(':') => {
+                write!(f, "{scheme}://[{host}]:{port}/{export}")
+            }
+            NbdAddress::Tcp { host, port } => write!(f, "{scheme}://{host}:{port}/{export}"),
         }
     }
 }

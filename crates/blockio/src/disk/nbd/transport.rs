@@ -4,11 +4,17 @@ use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use iomem::Buffers;
+use iomem::{Buffers, copy_in, copy_out};
 use libc::iovec;
+use rustls::ClientConnection;
+
+use super::tls::Tls;
 
 /// The most ranges of one system call.
 pub(super) const RANGES_MAX: usize = 1024;
+
+/// What is encrypted at once.
+const CLEAR_BYTES: usize = 256 << 10;
 
 /// Ranges of memory that are good for as long as what they were made of is borrowed.
 pub(super) struct Ranges<'a> {
@@ -88,15 +94,28 @@ fn push_parts(ranges: &mut Ranges<'_>, memory: &Buffers, mut from: usize, mut by
 }
 
 /// A connected socket that does not wait.
-#[derive(Debug)]
 pub(super) struct Transport {
     socket: OwnedFd,
+    tls: Option<Box<Tls>>,
+    /// What is on its way between memory and TLS.
+    clear: Vec<u8>,
 }
 
+/// How many bytes were moved, and whether more could be at once.
+pub(super) type Moved = (usize, bool);
+
 impl Transport {
-    pub(super) fn plain(socket: OwnedFd) -> io::Result<Self> {
+    /// One with TLS, or without.
+    pub(super) fn new(socket: OwnedFd, tls: Option<ClientConnection>) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
-        Ok(Self { socket })
+        let tls = tls.map(|connection| Box::new(Tls::new(connection)));
+        Ok(Self { socket, tls, clear: Vec::new() })
+    }
+
+    /// Whether something waits for room that [`send`](Self::send) has taken: then it is called
+    /// again, with more or with nothing.
+    pub(super) fn has_unsent(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.has_unsent())
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
@@ -108,7 +127,10 @@ impl Transport {
     /// # Errors
     ///
     /// What the kernel says; `WouldBlock` when it has no room.
-    pub(super) fn send(&mut self, gathered: &Gathered<'_>) -> io::Result<usize> {
+    pub(super) fn send(&mut self, gathered: &Gathered<'_>) -> io::Result<Moved> {
+        if self.tls.is_some() {
+            return self.send_encrypted(gathered);
+        }
         let iovecs = &gathered.0.iovecs;
         // SAFETY: all zeroes is a message header without anything.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -117,7 +139,28 @@ impl Transport {
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: the ranges are of slices or lists that are borrowed for as long as `gathered`
         // is, so they are mapped; the kernel only reads them, and keeps no pointer to them.
-        bytes_of(unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, flags) })
+        let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, flags) };
+        bytes_of(sent).map(|sent| (sent, sent == gathered.0.bytes))
+    }
+
+    fn send_encrypted(&mut self, gathered: &Gathered<'_>) -> io::Result<Moved> {
+        let Self { socket, tls: Some(tls), clear } = self else { return Ok((0, true)) };
+        tls.push(socket.as_fd())?;
+        clear.clear();
+        for range in &gathered.0.iovecs {
+            let (start, room) = (clear.len(), CLEAR_BYTES - clear.len());
+            let part = range.iov_len.min(room);
+            clear.resize(start + part, 0);
+            let (from, to) = (range.iov_base.cast::<u8>(), &mut clear[start..]);
+            // SAFETY: the range is good for as long as `gathered` is, as in `send`, and `to` has
+            // as many bytes, which are ours.
+            unsafe { copy_out(from, to.as_mut_ptr(), part) };
+        }
+        tls.encrypt(clear)?;
+        match tls.push(socket.as_fd()) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok((clear.len(), true)),
+        }
     }
 
     /// Receives into what was scattered; returns how many bytes came, none at the end.
@@ -125,7 +168,12 @@ impl Transport {
     /// # Errors
     ///
     /// As [`send`](Self::send).
-    pub(super) fn receive(&mut self, scattered: &mut Scattered<'_>) -> io::Result<usize> {
+    pub(super) fn receive(&mut self, scattered: &mut Scattered<'_>) -> io::Result<Moved> {
+        if let Some(tls) = &mut self.tls {
+            let mut filled = Filled { iovecs: &scattered.0.iovecs, at: 0 };
+            let taken = tls.pull(self.socket.as_fd(), |bytes| filled.take(bytes))?;
+            return Ok((taken, true));
+        }
         let iovecs = &mut scattered.0.iovecs;
         // SAFETY: as in `send`.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -134,7 +182,36 @@ impl Transport {
         let socket = self.socket.as_raw_fd();
         // SAFETY: the ranges are of slices that are borrowed mutably, or of lists whose memory
         // anybody may write to, for as long as `scattered` is, and the kernel keeps no pointer.
-        bytes_of(unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_DONTWAIT) })
+        let received = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_DONTWAIT) };
+        bytes_of(received).map(|received| (received, received == scattered.0.bytes))
+    }
+}
+
+/// Ranges that are filled from the front.
+struct Filled<'a> {
+    iovecs: &'a [iovec],
+    /// Bytes of the first range that are filled.
+    at: usize,
+}
+
+impl Filled<'_> {
+    /// Takes as many bytes as there is room for.
+    fn take(&mut self, bytes: &[u8]) -> usize {
+        let mut taken = 0;
+        while let Some((range, others)) = self.iovecs.split_first()
+            && taken < bytes.len()
+        {
+            let part = (range.iov_len - self.at).min(bytes.len() - taken);
+            let to = range.iov_base.cast::<u8>().wrapping_add(self.at);
+            // SAFETY: the range is good for as long as what was scattered is borrowed, and has
+            // room for `part` more bytes behind `at`; `bytes` is a slice of its own.
+            unsafe { copy_in(bytes[taken..].as_ptr(), to, part) };
+            (taken, self.at) = (taken + part, self.at + part);
+            if self.at == range.iov_len {
+                (self.iovecs, self.at) = (others, 0);
+            }
+        }
+        taken
     }
 }
 

@@ -1,0 +1,222 @@
+//! TLS: what a client shows and demands, and the stream that goes through it.
+
+use std::fs::File;
+use std::io::{self, BufRead, ErrorKind, IoSlice, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+
+use super::target::{NbdAddress, NbdOptions, NbdTls};
+
+/// Where distributions keep the certificates of authorities that everybody trusts.
+const SYSTEM_AUTHORITIES: [&str; 2] =
+    ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt"];
+
+/// The most ranges of one system call.
+const RANGES_MAX: usize = 1024;
+
+/// Ciphertext that one system call takes in.
+const INCOMING_BYTES: usize = 128 << 10;
+
+/// A client that demands what the options say. Its files are read each time, so that they can be
+/// renewed.
+///
+/// # Errors
+///
+/// Which file cannot be used, and why.
+pub(super) fn client(options: &NbdOptions, tls: &NbdTls) -> Result<ClientConnection, String> {
+    let name = match (&tls.hostname, &options.address) {
+        (Some(name), _) | (None, NbdAddress::Tcp { host: name, .. }) => name,
+        (None, NbdAddress::Unix(_)) => {
+            return Err("TLS over a socket needs the name in the server's certificate; give it \
+                        with tls-hostname"
+                .to_owned());
+        }
+    };
+    let name = ServerName::try_from(name.clone())
+        .map_err(|_| format!("'{name}' is no name that a certificate can have"))?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| format!("cannot set up TLS: {error}"))?
+        .with_root_certificates(authorities(tls)?);
+    let own = tls.certificates.as_ref().map(|folder| folder.join("client-cert.pem"));
+    let config = match own.filter(|path| path.exists()) {
+        None => config.with_no_client_auth(),
+        Some(path) => {
+            let key = path.with_file_name("client-key.pem");
+            let secret = PrivateKeyDer::from_pem_reader(open(&key)?);
+            let secret = secret.map_err(|error| unusable(&key, &error))?;
+            let chain = certificates(&path)?;
+            config.with_client_auth_cert(chain, secret).map_err(|error| unusable(&path, &error))?
+        }
+    };
+    ClientConnection::new(Arc::new(config), name)
+        .map_err(|error| format!("cannot set up TLS: {error}"))
+}
+
+fn authorities(tls: &NbdTls) -> Result<RootCertStore, String> {
+    let path = match &tls.certificates {
+        Some(folder) => folder.join("ca-cert.pem"),
+        None => {
+            let found = SYSTEM_AUTHORITIES.iter().map(PathBuf::from).find(|path| path.exists());
+            found.ok_or(
+                "there are no certificates of authorities; give a folder with \
+                         ca-cert.pem with tls-certificates",
+            )?
+        }
+    };
+    let mut store = RootCertStore::empty();
+    let (taken, _) = store.add_parsable_certificates(certificates(&path)?);
+    if taken == 0 {
+        return Err(format!("{} has no certificate", path.display()));
+    }
+    Ok(store)
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_reader_iter(open(path)?).collect();
+    read.map_err(|error| unusable(path, &error))
+}
+
+fn open(path: &Path) -> Result<File, String> {
+    File::open(path).map_err(|error| format!("cannot open {}: {error}", path.display()))
+}
+
+fn unusable(path: &Path, error: &dyn std::fmt::Display) -> String {
+    format!("cannot use {} for TLS: {error}", path.display())
+}
+
+/// The TLS of a connection that does not wait.
+pub(super) struct Tls {
+    connection: ClientConnection,
+    incoming: Incoming,
+}
+
+impl Tls {
+    pub(super) fn new(mut connection: ClientConnection) -> Self {
+        // What is given to it is bounded by who gives it.
+        connection.set_buffer_limit(None);
+        Self { connection, incoming: Incoming::default() }
+    }
+
+    /// Whether ciphertext waits for room in the socket.
+    pub(super) fn has_unsent(&self) -> bool {
+        self.connection.wants_write()
+    }
+
+    /// Sends what was encrypted.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says; `WouldBlock` when it has no room.
+    pub(super) fn push(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        while self.connection.wants_write() {
+            self.connection.write_tls(&mut Outgoing(socket))?;
+        }
+        Ok(())
+    }
+
+    /// Encrypts all of these bytes.
+    ///
+    /// # Errors
+    ///
+    /// When TLS cannot be used any more.
+    pub(super) fn encrypt(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.connection.writer().write_all(bytes)
+    }
+
+    /// Takes in what has come, and gives what it says to `take`, which says how much it took.
+    /// Returns that; none at the end.
+    ///
+    /// # Errors
+    ///
+    /// As [`push`](Self::push), and what is wrong with the ciphertext.
+    pub(super) fn pull(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        mut take: impl FnMut(&[u8]) -> usize,
+    ) -> io::Result<usize> {
+        let mut taken = 0;
+        loop {
+            match self.connection.reader().fill_buf() {
+                Ok([]) => return Ok(taken),
+                Ok(bytes) => {
+                    let part = take(bytes);
+                    self.connection.reader().consume(part);
+                    taken += part;
+                    if part == 0 {
+                        return Ok(taken);
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock && taken > 0 => {
+                    return Ok(taken);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let mut stream = Fetch { socket, incoming: &mut self.incoming };
+                    if self.connection.read_tls(&mut stream)? == 0 {
+                        return Ok(0);
+                    }
+                    let state = self.connection.process_new_packets();
+                    state.map_err(|error| io::Error::new(ErrorKind::InvalidData, error))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Ciphertext that was received and not taken in.
+#[derive(Default)]
+struct Incoming {
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+struct Fetch<'a> {
+    socket: BorrowedFd<'a>,
+    incoming: &'a mut Incoming,
+}
+
+impl Read for Fetch<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let incoming = &mut *self.incoming;
+        if incoming.start == incoming.end {
+            incoming.bytes.resize(INCOMING_BYTES, 0);
+            let received = rustix::net::recv(self.socket, &mut incoming.bytes[..], DONT_WAIT)?;
+            (incoming.start, incoming.end) = (0, received.1);
+        }
+        let here = incoming.bytes.get(incoming.start..incoming.end).unwrap_or_default();
+        let part = here.len().min(bytes.len());
+        bytes[..part].copy_from_slice(&here[..part]);
+        incoming.start += part;
+        Ok(part)
+    }
+}
+
+const DONT_WAIT: RecvFlags = RecvFlags::DONTWAIT;
+
+struct Outgoing<'a>(BorrowedFd<'a>);
+
+impl Write for Outgoing<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let parts = parts.get(..RANGES_MAX).unwrap_or(parts);
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let mut nothing = SendAncillaryBuffer::default();
+        Ok(rustix::net::sendmsg(self.0.as_fd(), parts, &mut nothing, flags)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

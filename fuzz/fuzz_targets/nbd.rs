@@ -1,0 +1,144 @@
+//! A hostile NBD server: whatever it sends, requests end or wait, memory beside theirs stays as it
+//! is, and nothing is left when the disk has gone.
+//!
+//! All that the server says is in the input. The cookies of requests are known before: they count
+//! up.
+
+#![no_main]
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::OnceLock;
+use std::thread::JoinHandle;
+
+use blockio::disk::nbd::{NbdAddress, NbdOptions};
+use blockio::disk::{Disk, DiskState};
+use blockio::{
+    Activity, BufferMemory, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait,
+};
+use libfuzzer_sys::fuzz_target;
+use ringhaul_fuzz::Input;
+
+const PART_BYTES: usize = 4096;
+const GUARD: u8 = 0xa5;
+
+/// Where the server listens.
+fn listener() -> &'static (tempfile::TempDir, UnixListener, PathBuf) {
+    static LISTENER: OnceLock<(tempfile::TempDir, UnixListener, PathBuf)> = OnceLock::new();
+    LISTENER.get_or_init(|| {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("nbd");
+        let listener = UnixListener::bind(&path).expect("a socket");
+        (folder, listener, path)
+    })
+}
+
+/// Says all of this to the next client, and nothing more.
+fn serve(said: Vec<u8>) -> JoinHandle<()> {
+    let listener = &listener().1;
+    std::thread::spawn(move || {
+        let (mut client, _) = listener.accept().expect("a client");
+        // It may not want to hear the rest, or say anything more.
+        let _ = client.write_all(&said);
+        let _ = client.shutdown(Shutdown::Write);
+        let _ = client.read_to_end(&mut Vec::new());
+    })
+}
+
+/// What a server says before its first reply to a request.
+fn handshake(kind: u8) -> Vec<u8> {
+    let reply = |option: u32, kind: u32, data: &[u8]| {
+        let len = u32::try_from(data.len()).expect("a short reply");
+        let magic = 0x0003_e889_0455_65a9u64.to_be_bytes();
+        let numbers = [option, kind, len].map(u32::to_be_bytes).concat();
+        [&magic[..], &numbers, data].concat()
+    };
+    let unsupported = 1 << 31 | 1;
+    let mut said = b"NBDMAGICIHAVEOPT\0\x03".to_vec();
+    let framing = kind % 3;
+    said.extend(reply(11, if framing == 2 { 1 } else { unsupported }, &[]));
+    if framing < 2 {
+        said.extend(reply(8, if framing == 1 { 1 } else { unsupported }, &[]));
+    }
+    if framing > 0 {
+        said.extend(reply(10, 4, b"\0\0\0\x01base:allocation"));
+        said.extend(reply(10, 1, &[]));
+    }
+    let flags = 0b1001_0110_1101u16.to_be_bytes();
+    said.extend(reply(7, 3, &[&[0, 0][..], &(1u64 << 20).to_be_bytes(), &flags].concat()));
+    said.extend(reply(7, 1, &[]));
+    said
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input::new(bytes);
+    let kind = input.u8();
+    let mut said = if kind & 1 == 1 { handshake(kind >> 1) } else { Vec::new() };
+    said.extend(input.bytes(usize::MAX));
+    let server = serve(said);
+    let nbd = NbdOptions {
+        address: NbdAddress::Unix(listener().2.clone()),
+        export: "disk".to_owned(),
+        connections: 1,
+        deadline: None,
+        distrust: kind & 0x80 != 0,
+        tls: None,
+    };
+    if let Ok(source) = DiskSource::nbd(nbd, &DiskOptions::default()) {
+        drive(source);
+    }
+    server.join().expect("the server does not panic");
+});
+
+fn drive(source: DiskSource) {
+    let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).expect("an IoThread");
+    let disk = Rc::new(source.attach(thread.io()));
+    let memory = Rc::new(BufferMemory::new(3 * PART_BYTES, PART_BYTES));
+    memory.buffers(3 * PART_BYTES).copy_from(0, &[GUARD; 3 * PART_BYTES]);
+    for number in 0..5 {
+        let (disk, memory) = (Rc::clone(&disk), Rc::clone(&memory));
+        thread.io().spawn(async move { request(&disk, &memory, number).await });
+    }
+    let mut given_up = false;
+    // The connection is a task, too, for as long as somebody has the disk.
+    while thread.io().tasks() > 1 && !given_up {
+        let activity = thread.turn(Wait::Never).expect("a turn");
+        given_up = matches!(source.state(), DiskState::Away(_));
+        if activity == Activity::Idle {
+            std::thread::yield_now();
+        }
+    }
+    source.give_up();
+    drop((disk, source));
+    while thread.io().tasks() > 0 {
+        thread.turn(Wait::Never).expect("a turn");
+    }
+    assert_eq!(thread.io().ops(), 0, "an op is left");
+    let all = memory.buffers(3 * PART_BYTES).to_vec();
+    assert!(all[PART_BYTES..2 * PART_BYTES].iter().all(|byte| *byte == GUARD), "it overran");
+}
+
+async fn request(disk: &Disk, memory: &BufferMemory, number: u32) {
+    let mut part = memory.buffers(3 * PART_BYTES);
+    // Between the first and the last part lies one that nobody reads or writes.
+    let _ = match number {
+        0 => {
+            part.truncate(PART_BYTES);
+            disk.read(0, part).await.is_ok()
+        }
+        1 => {
+            part.advance(2 * PART_BYTES);
+            disk.read(8192, part).await.is_ok()
+        }
+        2 => {
+            part.advance(2 * PART_BYTES);
+            disk.write(65_536, part, true).await.is_ok()
+        }
+        3 => disk.flush().await.is_ok(),
+        _ => disk.block_status(0, 1 << 20).await.is_ok(),
+    };
+}

@@ -1,0 +1,389 @@
+//! Disks that NBD servers have: all servers there are, with and without faults.
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::system::is_installed;
+use ringhaul_tools::process::{is_listening, retry};
+use rustix::process::{Pid, Signal, kill_process};
+
+const DISK_BYTES: u64 = 64 << 20;
+
+/// A load that reads what it has written, with flushes in between.
+const VERIFIED: &str = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
+
+fn scene() -> Result<Scene> {
+    Scene::new(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// An NBD server on a socket in the file system. Dropping it kills it.
+struct Peer {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Peer {
+    fn start(socket: &Path, command: &mut Command) -> Result<Self> {
+        let _ = std::fs::remove_file(socket);
+        let child = spawn(command)?;
+        let peer = Self { child, socket: socket.to_owned() };
+        retry(LIMIT, || {
+            ensure!(socket.exists() && is_listening(socket)?, "the server does not listen");
+            Ok(())
+        })?;
+        Ok(peer)
+    }
+
+    fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
+        let socket = scene.socket("nbd");
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--shared", "8", "--format", "raw", "--discard", "unmap"]);
+        command.args(["--export-name", "disk", "--socket"]).arg(&socket).arg(file);
+        Self::start(&socket, &mut command)
+    }
+
+    fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
+        let socket = scene.socket("nbd");
+        let mut command = Command::new("nbdkit");
+        command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
+        Self::start(&socket, &mut command)
+    }
+
+    fn kill(mut self) -> Result<()> {
+        self.child.kill().context("killing the server")?;
+        self.child.wait().context("waiting for the server")?;
+        std::fs::remove_file(&self.socket).context("removing its socket")
+    }
+
+    fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.socket.display())
+    }
+}
+
+fn spawn(command: &mut Command) -> Result<Child> {
+    let name = command.get_program().to_owned();
+    let mut bound = Command::new("setpriv");
+    bound.args(["--pdeathsig", "KILL"]).arg(&name).args(command.get_args());
+    bound.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    bound.spawn().with_context(|| format!("starting {}", name.display()))
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // These fail only if it has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--socket-path"]).arg(scene.socket("vm.sock"));
+    command.args(["--disk", disk, "--control"]).arg(scene.socket("control")).args(options);
+    Running::serve(&mut command)
+}
+
+/// Drives a disk with a verified load; no request fails.
+fn drive(scene: &Scene, disk: &str, options: &str) -> Result<()> {
+    let mut daemon = serve(scene, disk, &["--iothreads", "2"])?;
+    let load = format!("{VERIFIED} {options}");
+    let finished = run(&mut bench(&scene.socket("vm.sock"), &load)?)?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+    ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn qemu_nbd_serves_a_disk() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
+    drive(&scene, &peer.uri("disk"), "--number_ios 4000")?;
+    drive(&scene, &format!("{},connections=3", peer.uri("disk")), "--number_ios 4000")?;
+    let info = run(ringhaul()?.args(["disk", "info", &peer.uri("disk")]))?.expect_code(0)?;
+    ensure!(info.stdout.contains("can       flush, discard, write zeroes\n"), "{}", info.stdout);
+    let missing = run(ringhaul()?.args(["disk", "info", &peer.uri("other")]))?;
+    missing.expect_refusal(&["refuses the export 'other'", "it does not have it"])
+}
+
+/// Servers that cannot do everything, some that take no large requests, and one that is slow.
+#[test]
+fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let memory = ["memory", "64M"];
+    for options in [
+        &[][..],
+        &["--no-sr"],
+        &["--filter=nozero"],
+        &["--filter=multi-conn", "multi-conn-mode=disable"],
+        &["--filter=delay", "wdelay=1ms", "rdelay=1ms"],
+        &[
+            "--filter=blocksize-policy",
+            "blocksize-minimum=4096",
+            "blocksize-maximum=64K",
+            "blocksize-preferred=8192",
+            "blocksize-error-policy=error",
+        ],
+    ] {
+        let (switches, parameters): (Vec<&str>, Vec<&str>) =
+            options.iter().partition(|option| option.starts_with("--"));
+        let all = [switches, memory.to_vec(), parameters].concat();
+        let peer = Peer::nbdkit(&scene, &all)?;
+        let driven = drive(&scene, &peer.uri(""), "--number_ios 1000");
+        driven.with_context(|| format!("nbdkit {all:?}"))?;
+    }
+    Ok(())
+}
+
+/// A server that has detached itself.
+struct InBackground(PathBuf);
+
+impl Drop for InBackground {
+    fn drop(&mut self) {
+        let pid = std::fs::read_to_string(&self.0).ok().and_then(|pid| pid.trim().parse().ok());
+        if let Some(pid) = pid.and_then(Pid::from_raw) {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+    }
+}
+
+/// By TCP, where several IoThreads share the one connection that this server allows.
+#[test]
+fn nbd_server_serves_a_disk_by_tcp() -> Result<()> {
+    if !is_installed("nbd-server") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let (disk, config) = (scene.disk("disk.img", DISK_BYTES)?, scene.path("nbd.conf"));
+    let text = format!(
+        "[generic]\nport = {port}\nlistenaddr = 127.0.0.1\n[disk]\nexportname = {}\n\
+         flush = true\ntrim = true\n",
+        disk.display()
+    );
+    std::fs::write(&config, text)?;
+    let pid_file = scene.path("nbd.pid");
+    let mut command = Command::new("nbd-server");
+    run(command.arg("-C").arg(&config).arg("-p").arg(&pid_file))?.expect_code(0)?;
+    let _peer = InBackground(pid_file);
+    let uri = format!("nbd://127.0.0.1:{port}/disk");
+    retry(LIMIT, || {
+        run(ringhaul()?.args(["disk", "info", &uri]))?.expect_code(0)?;
+        Ok(())
+    })?;
+    drive(&scene, &uri, "--number_ios 2000 --numjobs 2")
+}
+
+#[test]
+fn errors_of_a_server_reach_the_guest() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let options = ["--filter=error", "memory", "64M", "error-pwrite=ENOSPC"];
+    let peer = Peer::nbdkit(&scene, &[&options[..], &["error-pwrite-rate=100%"]].concat())?;
+    let _daemon = serve(&scene, &peer.uri(""), &[])?;
+    let load = run(&mut bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 50")?)?;
+    ensure!(load.status.code() == Some(1), "{load:?}");
+    let reads = run(&mut bench(&scene.socket("vm.sock"), "--rw randread --number_ios 50")?)?;
+    reads.expect_code(0)?;
+    Ok(())
+}
+
+/// All requests that were on their way are sent again, however often that is.
+#[test]
+fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let mut peer = Peer::qemu(&scene, &disk)?;
+    let mut daemon = serve(&scene, &format!("{},connections=2", peer.uri("disk")), &[])?;
+    let socket = scene.socket("vm.sock");
+    let load = Running::start(&mut bench(&socket, &format!("{VERIFIED} --runtime 4"))?)?;
+    daemon.wait_for("a front-end has connected")?;
+    for _ in 0..3 {
+        wait_for_load(&scene)?;
+        peer.kill()?;
+        daemon.wait_for("a connection broke")?;
+        peer = Peer::qemu(&scene, &disk)?;
+        daemon.wait_for("is back after")?;
+    }
+    let finished = load.finish()?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+    ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Waits until the daemon has answered some more writes.
+fn wait_for_load(scene: &Scene) -> Result<()> {
+    let writes = || -> Result<u64> {
+        let mut ctl = ringhaul()?;
+        ctl.args(["ctl", "--control"]).arg(scene.socket("control"));
+        let said = run(ctl.args(["--json", "stats"]))?.expect_code(0)?.stdout;
+        let stats: serde_json::Value = serde_json::from_str(&said).context("the statistics")?;
+        let queues = stats["exports"][0]["queues"].as_array();
+        let queues = queues.with_context(|| format!("no queues in {said}"))?;
+        Ok(queues.iter().filter_map(|queue| queue["served"]["writes"]["requests"].as_u64()).sum())
+    };
+    let before = writes()?;
+    retry(LIMIT, || {
+        ensure!(writes()? > before + 100, "the load stands still");
+        Ok(())
+    })
+}
+
+/// Requests wait for as long as it takes, which is visible; an export can be ended meanwhile.
+#[test]
+fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
+    let mut daemon = serve(&scene, &peer.uri("disk"), &[])?;
+    let vm = scene.socket("vm.sock");
+    let load = Running::start(&mut bench(&vm, "--rw randwrite --runtime 30")?)?;
+    daemon.wait_for("a front-end has connected")?;
+    wait_for_load(&scene)?;
+    peer.kill()?;
+    daemon.wait_for("is away: cannot connect to")?;
+    let ctl = |words: &[&str]| -> Result<String> {
+        let mut ctl = ringhaul()?;
+        ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
+        Ok(run(&mut ctl)?.expect_code(0)?.stdout)
+    };
+    let vm = vm.display().to_string();
+    let shown = ctl(&["--json", "show", &vm])?;
+    ensure!(shown.contains("\"away\"") && shown.contains("cannot connect to"), "{shown}");
+    ctl(&["remove", &vm, "--force"])?;
+    let load = load.finish()?;
+    ensure!(load.status.code() == Some(1), "{load:?}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_daemon_ends_while_its_server_is_away() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
+    let mut daemon = serve(&scene, &peer.uri("disk"), &[])?;
+    run(&mut bench(&scene.socket("vm.sock"), "--number_ios 10")?)?.expect_code(0)?;
+    peer.kill()?;
+    daemon.wait_for("a connection broke")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// A server that takes writes and does not answer them.
+#[test]
+fn requests_fail_at_the_deadline_that_was_set() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let options = ["--filter=delay", "memory", "64M", "wdelay=3600"];
+    let peer = Peer::nbdkit(&scene, &options)?;
+    let mut daemon = serve(&scene, &format!("{},deadline=1", peer.uri("")), &[])?;
+    let begun = Instant::now();
+    let load = run(&mut bench(&scene.socket("vm.sock"), "--rw write --number_ios 4")?)?;
+    ensure!(load.status.code() == Some(1), "{load:?}");
+    ensure!(begun.elapsed() >= Duration::from_secs(1), "it did not wait");
+    daemon.wait_for("the server has not answered for")?;
+    run(&mut bench(&scene.socket("vm.sock"), "--number_ios 50")?)?.expect_code(0)?;
+    Ok(())
+}
+
+/// What was written and not flushed counts as lost if the user says so.
+#[test]
+fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    for (unflushed, code) in [("kept", 0), ("lost", 1)] {
+        let peer = Peer::qemu(&scene, &disk)?;
+        let name = format!("{},unflushed={unflushed}", peer.uri("disk"));
+        let mut daemon = serve(&scene, &name, &[])?;
+        let socket = scene.socket("vm.sock");
+        run(&mut bench(&socket, "--rw write --number_ios 10")?)?.expect_code(0)?;
+        peer.kill()?;
+        daemon.wait_for("a connection broke")?;
+        let _peer = Peer::qemu(&scene, &disk)?;
+        daemon.wait_for("is back after")?;
+        let load = run(&mut bench(&socket, "--rw write --number_ios 10 --fsync 1")?)?;
+        ensure!(load.status.code() == Some(code), "{unflushed}: {load:?}");
+    }
+    Ok(())
+}
+
+/// Certificates of an authority, a server and a client, made for this test.
+fn certificates(folder: &Path) -> Result<()> {
+    std::fs::create_dir(folder)?;
+    let openssl = |words: &str| -> Result<()> {
+        let mut command = Command::new("openssl");
+        command.current_dir(folder).args(words.split_whitespace());
+        run(&mut command)?.expect_code(0).map(drop)
+    };
+    let request = "req -newkey rsa:2048 -nodes -keyout";
+    openssl(&format!("{request} ca-key.pem -x509 -days 2 -subj /CN=authority -out ca-cert.pem"))?;
+    for name in ["server", "client"] {
+        std::fs::write(folder.join("extensions"), "subjectAltName=DNS:storage.test\n")?;
+        openssl(&format!("{request} {name}-key.pem -subj /CN={name} -out {name}.csr"))?;
+        openssl(&format!(
+            "x509 -req -days 2 -in {name}.csr -CA ca-cert.pem -CAkey ca-key.pem \
+             -CAcreateserial -extfile extensions -out {name}-cert.pem"
+        ))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
+    if !is_installed("nbdkit") || !is_installed("openssl") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (pki, other) = (scene.path("pki"), scene.path("other"));
+    certificates(&pki)?;
+    certificates(&other)?;
+    let folder = format!("--tls-certificates={}", pki.display());
+    let peer =
+        Peer::nbdkit(&scene, &["--tls=require", "--tls-verify-peer", &folder, "memory", "64M"])?;
+    let socket = peer.socket.display();
+    let uri = |pki: &Path, host: &str| {
+        let pki = pki.display();
+        format!("nbds+unix:///?socket={socket}&tls-certificates={pki}&tls-hostname={host}")
+    };
+    drive(&scene, &uri(&pki, "storage.test"), "--number_ios 3000")?;
+    for (disk, words) in [
+        (peer.uri(""), "it wants TLS; use nbds://"),
+        (uri(&other, "storage.test"), "cannot agree on TLS with the server"),
+        (uri(&pki, "elsewhere.test"), "cannot agree on TLS with the server"),
+        (uri(Path::new("/nowhere"), "storage.test"), "cannot open /nowhere/ca-cert.pem"),
+    ] {
+        run(ringhaul()?.args(["disk", "info", &disk]))?.expect_refusal(&[words])?;
+    }
+    Ok(())
+}
