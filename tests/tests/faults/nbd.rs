@@ -192,7 +192,7 @@ fn errors_of_a_server_reach_the_guest() -> Result<()> {
         return Ok(());
     }
     let scene = scene()?;
-    let options = ["--filter=error", "memory", "64M", "error-pwrite=ENOSPC"];
+    let options = ["--filter=error", "memory", "64M", "error-pwrite=EIO"];
     let peer = Peer::nbdkit(&scene, &[&options[..], &["error-pwrite-rate=100%"]].concat())?;
     let _daemon = serve(&scene, &peer.uri(""), &[])?;
     let load = run(&mut bench(&scene.socket("vm.sock"), "--rw randwrite --number_ios 50")?)?;
