@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,7 @@ use ringhaul_kit::frontend::message::{Channel, Message, code};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, DATA_BYTES, Frontend, Setup, blk, memory, protocol_feature};
 use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
+use ringhaul_kit::system::is_installed;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use tempfile::TempDir;
@@ -30,6 +32,8 @@ for_each_engine! {
 /// How often the daemon is killed; `cargo xtask crash --rounds N` sets it.
 const ROUNDS: &str = "RINGHAUL_CRASH_ROUNDS";
 const ROUNDS_DEFAULT: u32 = 30;
+/// How many images are killed under their daemon.
+const IMAGES: u64 = 15;
 
 const QUEUES: u16 = 2;
 const QUEUE_SIZE: u16 = 128;
@@ -300,21 +304,7 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
         [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
     let disk = folders[0].path().join("disk.img");
     File::create(&disk)?.set_len(BLOCKS * BLOCK_BYTES as u64)?;
-    let export = Export {
-        socket: folders[1].path().join("socket"),
-        file: disk.clone(),
-        disk: None,
-        engine,
-        cache: if engine == Engine::Threads { Cache::Writeback } else { Cache::None },
-        num_queues: QUEUES,
-        queue_size: QUEUE_SIZE,
-        serial: "crash".into(),
-        logical_block_bytes: 512,
-        read_only: false,
-        units: None,
-        in_order: !keeps_region,
-        io_threads: 1,
-    };
+    let export = export(&disk, folders[1].path(), engine, keeps_region);
     let start = || Server::start(Program::Ringhaul, &export);
     let mut server = start()?;
     let mut world = World::new(&export.socket, keeps_region)?;
@@ -346,12 +336,90 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
          did some again",
         world.answered
     );
-    let file = File::open(&disk)?;
+    check_file(&disk, world.versions)
+}
+
+fn export(disk: &Path, sockets: &Path, engine: Engine, keeps_region: bool) -> Export {
+    Export {
+        socket: sockets.join("socket"),
+        file: disk.to_owned(),
+        disk: None,
+        engine,
+        cache: if engine == Engine::Threads { Cache::Writeback } else { Cache::None },
+        num_queues: QUEUES,
+        queue_size: QUEUE_SIZE,
+        serial: "crash".into(),
+        logical_block_bytes: 512,
+        read_only: false,
+        units: None,
+        in_order: !keeps_region,
+        io_threads: 1,
+    }
+}
+
+/// A file has these versions of all blocks.
+fn check_file(path: &Path, versions: Vec<u64>) -> Result<()> {
+    let file = File::open(path)?;
     let mut data = vec![0; BLOCK_BYTES];
-    let versions = std::mem::take(&mut world.versions);
     for (block, version) in (0..).zip(versions) {
         file.read_exact_at(&mut data, block * BLOCK_BYTES as u64)?;
         ensure!(data == content(block, version), "block {block} is not of version {version}");
     }
+    Ok(())
+}
+
+/// New images, so that most writes find the first space in their cluster. The daemon may leave
+/// clusters behind that nothing uses; there is no other fault.
+#[test]
+fn an_image_has_what_was_answered_before_its_daemon_was_killed() -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    for round in 0..IMAGES {
+        let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
+        let [image, raw] = ["disk.qcow2", "disk.raw"].map(|name| folders[0].path().join(name));
+        let bytes = (BLOCKS * BLOCK_BYTES as u64).to_string();
+        let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
+        qemu_img(Command::new("qemu-img").args(create).arg(&image).arg(bytes), &[0])?;
+        let check =
+            || qemu_img(Command::new("qemu-img").args(["check", "-q"]).arg(&image), &[0, 3]);
+        let disk = Some(format!("qcow2:{}", image.display()));
+        let export = export(&image, folders[1].path(), Engine::IoUring, true);
+        let export = Export { disk, ..export };
+        let mut server = Server::start(Program::Ringhaul, &export)?;
+        let mut world = World::new(&export.socket, true)?;
+        world.random += round;
+        world.attach()?;
+        let count = world.below(80);
+        world.run(count, false)?;
+        server.kill()?;
+        check().with_context(|| format!("round {round}, after the kill"))?;
+        drop(server);
+        world.take()?;
+        server = Server::start(Program::Ringhaul, &export)?;
+        world.frontend.channel = Channel::connect(&export.socket)?;
+        world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+        world.run(0, true).with_context(|| format!("round {round}; {}", server.messages()))?;
+        drop(world.frontend);
+        ensure!(server.terminate(LIMIT)?.success(), "{}", server.messages());
+        check().with_context(|| format!("round {round}, at the end"))?;
+        let convert = ["convert", "-f", "qcow2", "-O", "raw"];
+        qemu_img(Command::new("qemu-img").args(convert).args([&image, &raw]), &[0])?;
+        check_file(&raw, world.versions).with_context(|| format!("round {round}"))?;
+    }
+    Ok(())
+}
+
+/// Runs a command of `qemu-img` that may end with these codes.
+fn qemu_img(command: &mut Command, codes: &[i32]) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    let mut output = command.output().context("running qemu-img")?;
+    // The kernel may still have operations of a daemon that was killed, and its locks with them.
+    while String::from_utf8_lossy(&output.stderr).contains("lock") && Instant::now() < deadline {
+        output = command.output()?;
+    }
+    let is_good = output.status.code().is_some_and(|code| codes.contains(&code));
+    let text = [output.stdout, output.stderr].concat();
+    ensure!(is_good, "{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&text));
     Ok(())
 }

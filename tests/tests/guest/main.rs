@@ -5,6 +5,7 @@
 
 mod conformance;
 mod held;
+mod images;
 mod kills;
 mod nbd;
 mod polling;

@@ -10,6 +10,7 @@ mod attached;
 mod core;
 mod header;
 mod owner;
+mod pointers;
 mod storage;
 mod table;
 mod uses;
@@ -65,9 +66,11 @@ impl DiskSource {
         }
         let below = source.info();
         let info = DiskInfo { size_bytes: header.size_bytes, ..below };
+        let pointers = Arc::default();
         let core = Arc::new(Core {
             table,
-            top: Store::new(0, source.clone()),
+            top: Store::new(0, source.clone(), &pointers),
+            pointers,
             layers,
             cluster_bytes: header.cluster_bytes.into(),
             has_zero_clusters: header.has_zero_clusters(),

@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::header::{self, BackingFile, ImageHeader};
+use super::pointers::Pointers;
 use super::storage::Store;
 use super::table::Table;
 use super::uses::Uses;
@@ -97,6 +98,7 @@ impl DiskSource {
 pub(super) struct Core {
     pub(super) table: Table,
     pub(super) top: Store,
+    pub(super) pointers: Arc<Pointers>,
     pub(super) layers: Vec<Layer>,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,

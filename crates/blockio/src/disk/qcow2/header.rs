@@ -26,6 +26,8 @@ pub struct ImageHeader {
     incompatible: u64,
     is_encrypted: bool,
     snapshots: u32,
+    /// Of the first table.
+    entries: u32,
 }
 
 /// The backing file of an image, in the words of the image.
@@ -76,6 +78,7 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         incompatible,
         is_encrypted: u32_at(front, 32)? != 0,
         snapshots: u32_at(front, 60)?,
+        entries: u32_at(front, 36)?,
     })
 }
 
@@ -157,6 +160,12 @@ impl ImageHeader {
                 self.size_bytes
             ));
         }
+        let cluster = u64::from(self.cluster_bytes);
+        if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.entries.into() {
+            return Err("its first table (L1) is too small for the disk in it; look at it with \
+                        `qemu-img check`"
+                .into());
+        }
         Ok(())
     }
 
@@ -199,6 +208,7 @@ mod tests {
         front[..4].copy_from_slice(MAGIC);
         front[7] = 3;
         front[23] = 16;
+        front[39] = 2;
         front[24..32].copy_from_slice(&(1u64 << 30).to_be_bytes());
         front[103] = 104;
         change(&mut front);
@@ -237,6 +247,7 @@ mod tests {
             (63, 2, "2 internal snapshots"),
             (31, 1, "not a multiple of the logical block"),
             (23, 8, "which qcow2 has not"),
+            (39, 1, "L1) is too small"),
         ] {
             let made = image(|front| front[at] = byte);
             let error = made.and_then(|header| header.check(false, 512)).unwrap_err();

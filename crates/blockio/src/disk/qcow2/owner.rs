@@ -288,11 +288,12 @@ impl Owner {
     /// Brings all changes to the file.
     async fn commit(&self) -> io::Result<()> {
         let wanted = self.changed.get();
-        if self.committed.get() >= wanted {
+        let is_done = || self.committed.get() >= wanted && self.core.pointers.is_empty();
+        if is_done() {
             return Ok(());
         }
         let image = self.image().await?.write().await;
-        if self.committed.get() >= wanted {
+        if is_done() {
             return Ok(());
         }
         self.commit_to(&image).await
@@ -301,6 +302,7 @@ impl Owner {
     async fn commit_to(&self, image: &Format) -> io::Result<()> {
         let changed = self.changed.get();
         image.flush().await?;
+        self.core.top.release().await?;
         assert_eq!(self.changed.get(), changed, "nothing changes during a commit");
         self.committed.set(changed);
         self.new.borrow_mut().clear();
@@ -417,9 +419,14 @@ impl Owner {
             _ => PreallocateMode::Zero,
         };
         self.core.table.forget(&(before.saturating_sub(1)..size));
-        image.resize_grow(size, mode).await?;
+        self.commit_to(&image).await?;
+        self.core.pointers.set_moves(true);
+        let grown = image.resize_grow(size, mode).await;
         self.changed.set(self.changed.get() + 1);
-        self.commit_to(&image).await
+        let committed = self.commit_to(&image).await;
+        self.core.pointers.set_moves(false);
+        find_pointers(&self.core.top, &self.core).await?;
+        grown.and(committed)
     }
 }
 
@@ -434,11 +441,14 @@ struct Data {
 async fn open(core: &Core) -> io::Result<Format> {
     let mut below: Option<Format> = None;
     for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
-        let store = Store::new(index, source.clone());
+        let store = Store::new(index, source.clone(), &core.pointers);
         let opened = match header {
             None => FormatAccess::new(Raw::open_image(store, false).await?),
             Some(_) => {
                 let is_writable = index == 0 && core.is_writable();
+                if is_writable {
+                    find_pointers(&store, core).await?;
+                }
                 let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
                 image.set_data_file(None);
                 image.set_backing(below.take());
@@ -448,4 +458,11 @@ async fn open(core: &Core) -> io::Result<Format> {
         below = Some(opened);
     }
     below.ok_or_else(|| io::Error::other("an image without layers"))
+}
+
+async fn find_pointers(top: &Store, core: &Core) -> io::Result<()> {
+    let mut front = [0; 48];
+    top.read(&mut front[..], 0).await?;
+    core.pointers.find(&front);
+    Ok(())
 }

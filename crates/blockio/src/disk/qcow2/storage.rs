@@ -4,12 +4,14 @@ use std::cell::RefCell;
 use std::fmt;
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 use iomem::Buffers;
 
+use super::pointers::Pointers;
 use crate::disk::{Disk, DiskSource};
 use crate::io::Io;
 
@@ -40,12 +42,15 @@ const PAGE: usize = 4096;
 pub(super) struct Store {
     pub(super) layer: usize,
     source: DiskSource,
+    /// Those of the image that is written to.
+    pointers: Arc<Pointers>,
     helper: CommonStorageHelper,
 }
 
 impl Store {
-    pub(super) fn new(layer: usize, source: DiskSource) -> Self {
-        Self { layer, source, helper: CommonStorageHelper::default() }
+    pub(super) fn new(layer: usize, source: DiskSource, pointers: &Arc<Pointers>) -> Self {
+        let pointers = if layer == 0 { Arc::clone(pointers) } else { Arc::default() };
+        Self { layer, source, pointers, helper: CommonStorageHelper::default() }
     }
 
     /// How long the file is.
@@ -61,6 +66,15 @@ impl Store {
         {
             tracing::debug!("{len} bytes at {offset} of {self} stay: {error}");
         }
+    }
+
+    /// Writes the pointers that have waited until now.
+    pub(super) async fn release(&self) -> io::Result<()> {
+        for (offset, block) in self.pointers.held() {
+            self.write_at(block, offset).await?;
+        }
+        self.pointers.written();
+        Ok(())
     }
 
     fn disk(&self) -> io::Result<Rc<Disk>> {
@@ -114,6 +128,7 @@ impl Storage for Store {
             self.disk()?.read(offset, buffers).await?;
             read.copy_to(0, &mut data);
         }
+        self.pointers.cover(offset, &mut data);
         bufv.copy_from_slice(&data);
         Ok(())
     }
@@ -122,6 +137,9 @@ impl Storage for Store {
     async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         bufv.copy_into_slice(&mut data);
+        if self.pointers.hold(offset, &data, self.source.info().logical_block_bytes.into()) {
+            return Ok(());
+        }
         self.write_at(data, offset).await
     }
 
