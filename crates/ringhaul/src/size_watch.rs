@@ -77,6 +77,8 @@ struct Known {
     /// What the last look has found, and whether the log says so.
     finding: Option<(Finding, bool)>,
     state: DiskState,
+    /// How many requests have waited because it had failed them.
+    waited: u64,
 }
 
 /// The name of an export, and the place of a disk in it.
@@ -164,12 +166,13 @@ fn name_of(place: Option<UnitPlace>) -> String {
 }
 
 impl Known {
-    /// What subscribers are told if the disk is doing worse than before. The log has the words of
-    /// those who have found it.
+    /// What subscribers are told if the disk is doing worse than before, or was between two looks.
+    /// The log has the words of those who have found it.
     fn take_in_state(&mut self, disk: &WatchedDisk) -> Option<String> {
         let state = DiskState::from(disk.state);
+        let has_waited = std::mem::replace(&mut self.waited, disk.waited) < disk.waited;
         if std::mem::replace(&mut self.state, state) >= state {
-            return None;
+            return (has_waited && state == DiskState::Ready).then(|| trouble(disk));
         }
         let what = name_of(disk.place);
         match disk.state {
@@ -228,8 +231,11 @@ impl Known {
 fn trouble(disk: &WatchedDisk) -> String {
     let (what, export) = (name_of(disk.place), &disk.export);
     let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
-    let why = why.unwrap_or_else(|| "the error is gone by now".to_owned());
+    let why = why.unwrap_or_default();
     let message = match disk.state {
+        disk::DiskState::Ready => {
+            format!("{what} had failed requests, which were tried again ({why})")
+        }
         disk::DiskState::Held(_) => format!(
             "{what} has no space left, and writes wait for some; make space, or grow what it is on \
              ({why})"
@@ -295,11 +301,14 @@ mod tests {
             size_bytes: 512,
             state: disk.state(),
             loss: None,
+            waited: 0,
             trouble: None,
         };
         let (mut known, late) = (Known::default(), disk::DiskState::Late(Instant::now()));
         let mut told = |state, loss| {
             (watched.state, watched.loss) = (state, loss);
+            watched.trouble = loss;
+            watched.waited += u64::from(loss == Some(libc::ENOSPC));
             known.take_in_state(&watched)
         };
         let ready = disk::DiskState::Ready;
@@ -307,6 +316,12 @@ mod tests {
         assert!(told(late, None).unwrap().starts_with("its disk has not answered for"));
         assert_eq!(told(late, None), None);
         assert_eq!(told(ready, None), None);
+        // As it was between two looks, and at one.
+        let held = disk::DiskState::Held(Instant::now());
+        for state in [ready, held] {
+            assert!(told(state, Some(libc::ENOSPC)).unwrap().contains("os error 28"));
+        }
+        assert_eq!(told(held, None), None);
         assert!(told(late, None).is_some());
         let lost = told(disk::DiskState::Lost, Some(libc::EIO)).unwrap();
         assert!(lost.contains("lost") && lost.contains("os error 5"), "{lost}");

@@ -153,7 +153,7 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     let vm = scene.socket("vm").display().to_string();
     let disk = disk.display().to_string();
     let words = ["--socket-path", &vm, "--name", "vm", "--blk-file", &disk, "--werror", "hold"];
-    let (daemon, mut client) = serve(&scene, &words)?;
+    let (mut daemon, mut client) = serve(&scene, &words)?;
     let mut frontend = Frontend::attach(Path::new(&vm), &Setup::default())?;
     begin_writes(&mut frontend, 4)?;
     let is_held = |client: &mut Client| -> Result<bool> {
@@ -163,8 +163,8 @@ fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     while !is_held(&mut client)? {}
     let binary = json!({ "binary": ringhaul_binary()? });
     let refused = client.call("upgrade", &binary)?;
-    let message = refused["error"]["message"].as_str().unwrap_or_default();
-    ensure!(message.contains("its disk has failed them"), "{refused}");
+    ensure!(refused["error"]["code"] == 1, "{refused}");
+    daemon.wait_for("wait because its disk has failed them")?;
     ctl(&scene, &["resume", "vm"])?;
     ensure!(is_held(&mut client)?, "there is no space yet");
     fs::remove_file(&filler)?;

@@ -79,7 +79,7 @@ fn fills(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
     vm.check("! dmesg | grep -iE 'i/o error|critical|space alloc'", LIMIT)?;
     check_same_bytes(&mut vm, disk, &export.file)?;
     vm.power_off(LIMIT)?;
-    ensure!(server.messages().contains("has no space left"), "{}", server.messages());
+    ensure!(server.messages().contains("No space left on device"), "{}", server.messages());
     ensure!(!server.messages().contains("failed: write"), "{}", server.messages());
     check_clean_exit(&mut server)
 }

@@ -75,18 +75,17 @@ impl DiskSource {
             SourceKind::Other(source) => source.state(),
         };
         match (state, self.shared.troubles.now()) {
-            (DiskState::Ready, Some((Why::Held, since, _))) => DiskState::Held(since),
-            (DiskState::Ready, Some((Why::Retried, since, _))) => DiskState::Retried(since),
+            (DiskState::Ready, Some((Why::Held, since))) => DiskState::Held(since),
+            (DiskState::Ready, Some((Why::Retried, since))) => DiskState::Retried(since),
             (state, _) => state,
         }
     }
 
-    /// The errno of the last request that waits because the disk has failed it, if there is one,
-    /// and how many requests have waited for that reason so far.
+    /// How many requests have waited so far because the disk had failed them, and the errno of the
+    /// last.
     #[must_use]
-    pub fn troubles(&self) -> (Option<i32>, u64) {
-        let troubles = &self.shared.troubles;
-        (troubles.now().map(|(_, _, errno)| errno), troubles.count())
+    pub fn troubles(&self) -> (u64, Option<i32>) {
+        self.shared.troubles.so_far()
     }
 
     /// What requests may do at most.

@@ -25,7 +25,7 @@ pub(super) struct Gate {
     io: Rc<Io>,
     shared: Arc<Shared>,
     /// The rules as they were lately.
-    rules: RefCell<(u64, Rules)>,
+    rules: RefCell<(u64, Rc<Rules>)>,
     turns: [Turns; 2],
     /// Nobody waits here.
     is_open: Cell<bool>,
@@ -36,7 +36,7 @@ impl Gate {
         Self {
             io: Rc::clone(io),
             shared: Arc::clone(shared),
-            rules: RefCell::new(shared.rules()),
+            rules: RefCell::new(rules_of(shared)),
             turns: Default::default(),
             is_open: Cell::new(false),
         }
@@ -51,10 +51,9 @@ impl Gate {
         }
     }
 
-    fn rules(&self) -> (u64, Rules) {
+    fn rules(&self) -> (u64, Rc<Rules>) {
         if self.rules.borrow().0 != self.shared.generation() {
-            let rules = self.shared.rules();
-            drop(self.rules.replace(rules));
+            drop(self.rules.replace(rules_of(&self.shared)));
         }
         self.rules.borrow().clone()
     }
@@ -80,11 +79,11 @@ impl Gate {
         }
         let turn = self.turns[direction as usize].enter();
         poll_fn(|cx| turn.poll(cx)).await;
-        self.take(direction, bytes, |rules| rules.own).await;
+        self.take(direction, bytes, |rules| rules.own.clone()).await;
         if self.rules().1.shared.is_some() {
             let turn = self.shared.turns[direction as usize].enter();
             self.wait(|cx| turn.poll(cx).is_ready()).await;
-            self.take(direction, bytes, |rules| rules.shared).await;
+            self.take(direction, bytes, |rules| rules.shared.clone()).await;
         }
     }
 
@@ -93,12 +92,12 @@ impl Gate {
         &self,
         direction: Direction,
         bytes: u64,
-        which: impl Fn(Rules) -> Option<Arc<Buckets>>,
+        which: impl Fn(&Rules) -> Option<Arc<Buckets>>,
     ) {
         let mut taken: Option<(Arc<Buckets>, Instant)> = None;
         while !self.is_open.get() {
             let (generation, rules) = self.rules();
-            let Some(buckets) = which(rules) else { return };
+            let Some(buckets) = which(&rules) else { return };
             let begins = match &taken {
                 // Something else has changed.
                 Some((same, begins)) if Arc::ptr_eq(same, &buckets) => *begins,
@@ -151,4 +150,9 @@ impl Gate {
         })
         .await;
     }
+}
+
+fn rules_of(shared: &Shared) -> (u64, Rc<Rules>) {
+    let (generation, rules) = shared.rules();
+    (generation, Rc::new(rules))
 }

@@ -94,13 +94,14 @@ struct State {
     held: Waiting,
     /// How many have waited.
     count: u64,
+    /// The error of the last one that began to.
+    errno: Option<i32>,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Waiting {
     now: usize,
     since: Option<Instant>,
-    errno: i32,
 }
 
 impl State {
@@ -113,24 +114,25 @@ impl State {
 }
 
 impl Troubles {
-    /// Why requests wait now, since when, and for which error. What was held counts more.
-    pub(super) fn now(&self) -> Option<(Why, Instant, i32)> {
+    /// Why requests wait now, and since when. What was held counts more.
+    pub(super) fn now(&self) -> Option<(Why, Instant)> {
         let state = self.state();
         let waiting = [(Why::Held, state.held), (Why::Retried, state.retried)];
-        waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?, waiting.errno)))
+        waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?)))
     }
 
-    /// How many requests have waited so far.
-    pub(super) fn count(&self) -> u64 {
-        self.state().count
+    /// How many requests have waited so far, and the error of the last.
+    pub(super) fn so_far(&self) -> (u64, Option<i32>) {
+        let state = self.state();
+        (state.count, state.errno)
     }
 
     fn begin(&self, why: Why, errno: i32, now: Instant) {
         let mut state = self.state();
         state.count += 1;
+        state.errno = Some(errno);
         let waiting = state.of(why);
         waiting.now += 1;
-        waiting.errno = errno;
         waiting.since.get_or_insert(now);
     }
 
@@ -241,12 +243,12 @@ mod tests {
         }
         assert_eq!(pauses[..3], [10, 20, 40].map(Duration::from_millis));
         assert_eq!(now - start, BRIEFLY);
-        assert_eq!(troubles.now(), Some((Why::Held, start, libc::ENOSPC)));
+        assert_eq!(troubles.now(), Some((Why::Held, start)));
         // It is another matter now.
         let pause = tries.failed(ErrorAction::Retry, &errno(libc::EIO), now).unwrap();
         assert_eq!(pause, PAUSE_MAX);
-        assert_eq!(troubles.now(), Some((Why::Retried, now, libc::EIO)));
+        assert_eq!(troubles.now(), Some((Why::Retried, now)));
         drop(tries);
-        assert_eq!((troubles.now(), troubles.count()), (None, 2));
+        assert_eq!((troubles.now(), troubles.so_far()), (None, (2, Some(libc::EIO))));
     }
 }

@@ -81,7 +81,9 @@ pub(crate) struct WatchedDisk {
     pub(crate) state: DiskState,
     /// The errno of the loss of data, if there was one.
     pub(crate) loss: Option<i32>,
-    /// The errno for which requests wait, if there are some.
+    /// How many requests have waited because it had failed them.
+    pub(crate) waited: u64,
+    /// The errno of the last of those.
     pub(crate) trouble: Option<i32>,
 }
 

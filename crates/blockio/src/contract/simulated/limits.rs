@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::*;
-use crate::disk::{ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates};
+use crate::disk::{DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates};
 
 const SECONDS: u64 = 10;
 
@@ -249,7 +249,7 @@ fn write_when_full(
         join(write, happens).await.0
     });
     let result = result.unwrap().map_err(|unfinished| unfinished.error.raw_os_error());
-    assert_eq!(source.troubles().0, None, "nobody waits any more");
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
     drop(disk);
     ((clock::now() - start).as_secs(), result)
 }
@@ -262,7 +262,7 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
     assert_eq!(write_when_full(ErrorAction::HoldBriefly, 100, nothing), (20, no_space));
     assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
     let stops = |source: &DiskSource, disk: &Disk| {
-        assert!(matches!(source.state(), crate::disk::DiskState::Held(_)));
+        assert!(matches!(source.state(), DiskState::Held(_)));
         disk.set_ending(true);
     };
     assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));

@@ -213,9 +213,9 @@ impl Export {
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
-            let (state, loss, (trouble, _)) = (disk.state(), disk.loss(), disk.troubles());
+            let (state, loss, (waited, trouble)) = (disk.state(), disk.loss(), disk.troubles());
             let outside = disk.outside();
-            WatchedDisk { export, place, outside, size_bytes, state, loss, trouble }
+            WatchedDisk { export, place, outside, size_bytes, state, loss, waited, trouble }
         };
         self.places().into_iter().zip(&self.disks).map(watched).collect()
     }

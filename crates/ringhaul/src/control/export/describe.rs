@@ -52,7 +52,7 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> Di
         state: disk.state().into(),
         state_seconds: disk.state_since().map(|since| since.elapsed().as_secs()),
         remark: disk.remark(),
-        waited: disk.troubles().1,
+        waited: disk.troubles().0,
         rules: rules.into(),
         chain: disk.chain().iter().map(ToString::to_string).collect(),
         engine: engine.map(|(engine, _)| engine.to_string()),
