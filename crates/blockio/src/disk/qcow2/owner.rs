@@ -442,6 +442,7 @@ async fn open(core: &Core) -> io::Result<Format> {
     let mut below: Option<Format> = None;
     for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
         let store = Store::new(index, source.clone(), &core.pointers);
+        store.look().map_err(io::Error::other)?;
         let opened = match header {
             None => FormatAccess::new(Raw::open_image(store, false).await?),
             Some(_) => {

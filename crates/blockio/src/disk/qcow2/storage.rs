@@ -13,6 +13,7 @@ use iomem::Buffers;
 
 use super::pointers::Pointers;
 use crate::disk::{Disk, DiskSource};
+use crate::error::Error;
 use crate::io::Io;
 
 thread_local! {
@@ -82,13 +83,27 @@ impl Store {
         disk.ok_or_else(|| io::Error::from_raw_os_error(libc::ECANCELED))
     }
 
-    /// Makes the file long enough to be written up to here.
+    /// Learns how long the file is, which another process may have made longer before it handed
+    /// the file over.
+    pub(super) fn look(&self) -> Result<u64, Error> {
+        let size = self.source.covered_bytes()?;
+        if size > self.bytes() {
+            let block = self.source.info().physical_block_bytes;
+            self.source.adopt_size(size.next_multiple_of(block.into()));
+        }
+        Ok(self.bytes())
+    }
+
+    /// Makes the file long enough to be written up to here, and never shorter.
     fn reach(&self, end: u64) -> io::Result<()> {
         if end <= self.bytes() {
             return Ok(());
         }
-        let size = end.next_multiple_of(GROWTH_BYTES);
-        self.source.set_size(size, || ()).map_err(|error| {
+        let grow = || match self.look()? {
+            size if end <= size => Ok(()),
+            size => self.source.set_size(end.next_multiple_of(GROWTH_BYTES).max(size), || ()),
+        };
+        grow().map_err(|error| {
             tracing::warn!("an image needs more space: {error}");
             io::Error::from_raw_os_error(libc::ENOSPC)
         })
