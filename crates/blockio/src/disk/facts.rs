@@ -170,8 +170,11 @@ impl DiskSource {
     /// The errno of the loss of data, if [there was one](DiskState::Lost).
     #[must_use]
     pub fn loss(&self) -> Option<i32> {
-        let lost = self.open_file()?.loss().check().err()?;
-        lost.raw_os_error()
+        match self.open_file() {
+            Some(file) => file.loss().check().err()?.raw_os_error(),
+            // Whatever the other end has lost, it did not say so.
+            None => (self.state() == DiskState::Lost).then_some(libc::EIO),
+        }
     }
 
     /// Data may be lost, as the process has learnt that has handed the disk over.

@@ -209,6 +209,12 @@ impl OtherSource for NbdSource {
         can_discard.then_some(self.info.physical_block_bytes)
     }
 
+    fn optimal_bytes(&self) -> Option<u32> {
+        // Smaller ones are the physical block.
+        let preferred = self.shared().facts.block_bytes_preferred;
+        (preferred > self.info.physical_block_bytes).then_some(preferred)
+    }
+
     fn local(&self) -> Option<&FileSource> {
         None
     }
