@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
-use virtqueue::{Chain, LocalMemory, QueueError, SplitQueue};
+use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
 use crate::call_watch::Caller;
 use crate::events::{Events, QueueFault};
@@ -399,6 +399,11 @@ impl Queue {
     #[cold]
     pub(crate) fn refuse(&self, kind: RequestKind) {
         self.requests.count_error(kind);
+    }
+
+    /// What tells other threads how far the driver is.
+    pub(crate) fn avail_idx(&self) -> AvailIdx {
+        self.ring.borrow().avail_idx()
     }
 
     /// How many chains there are that were not popped and will be.

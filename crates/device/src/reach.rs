@@ -45,11 +45,14 @@ impl<T: 'static> Reach<T> {
         lock(&self.places).insert(index, (number, io.remote()));
     }
 
-    /// Has the thread of each do something with it: with `None` where it has gone. If the thread
-    /// has ended, the call is dropped.
-    pub(crate) fn tell_each(&self, mut call: impl FnMut() -> Box<dyn FnOnce(Option<&T>) + Send>) {
-        for &(number, ref thread) in lock(&self.places).values() {
-            let call = call();
+    /// Has the thread of each, by its index, do something with it: with `None` where it has gone.
+    /// If the thread has ended, the call is dropped.
+    pub(crate) fn tell_each(
+        &self,
+        mut call: impl FnMut(u16) -> Box<dyn FnOnce(Option<&T>) + Send>,
+    ) {
+        for (&index, &(number, ref thread)) in &*lock(&self.places) {
+            let call = call(index);
             thread.post(move |_| call(find(number).as_deref()));
         }
     }

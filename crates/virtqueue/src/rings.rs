@@ -2,10 +2,11 @@
 
 use std::ptr;
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, Weak};
 
 use crate::death::before_store;
 use crate::error::{QueueError, RingPart};
-use crate::memory::LocalMemory;
+use crate::memory::{GuestMemory, LocalMemory};
 
 const AVAIL_RING_ALIGN: usize = 2;
 const USED_RING_ALIGN: usize = 4;
@@ -59,6 +60,28 @@ pub(crate) struct Rings {
     avail_event: *mut u8,
     /// Queue size - 1.
     mask: u16,
+}
+
+/// The avail idx of a queue, for any thread. It does not keep the memory map.
+#[derive(Debug)]
+pub struct AvailIdx {
+    memory: Weak<GuestMemory>,
+    addr: u64,
+}
+
+impl AvailIdx {
+    pub(crate) fn new(memory: &LocalMemory, avail_ring: u64) -> Self {
+        Self { memory: Arc::downgrade(memory.shared()), addr: avail_ring + RING_IDX as u64 }
+    }
+
+    /// The avail entry behind the last chain that the driver has made available, as it says. What
+    /// it had done before something that this thread has seen is in there. `None`: the map is gone.
+    #[must_use]
+    pub fn load(&self) -> Option<u16> {
+        let mut idx = [0; 2];
+        self.memory.upgrade()?.read(self.addr, &mut idx).ok()?;
+        Some(u16::from_le_bytes(idx))
+    }
 }
 
 impl Rings {

@@ -12,7 +12,7 @@ use crate::error::{QueueError, RingPart};
 use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
-use crate::rings::{RingParts, Rings, map_part};
+use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
 
@@ -359,6 +359,11 @@ impl SplitQueue {
     /// queue, provided that nothing is in the device.
     pub fn next_avail(&self) -> u16 {
         self.next_avail
+    }
+
+    /// What tells other threads how far the driver is.
+    pub fn avail_idx(&self) -> AvailIdx {
+        AvailIdx::new(self.translator.memory(), self.config.avail_ring)
     }
 
     /// Entries of the ring.

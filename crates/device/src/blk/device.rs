@@ -187,7 +187,7 @@ impl Stranger for BlkStranger {
     fn fence(&self) -> Waiting {
         let (waiting, left) = Waiting::new();
         if let Some(queues) = self.queues.upgrade() {
-            queues.tell_each(|| {
+            queues.tell_each(|_| {
                 let left: Left = left.clone();
                 Box::new(move |queue| {
                     if let Some(queue) = queue {

@@ -2,12 +2,14 @@
 //! thread. Other threads reach all those of a device.
 
 use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
-use std::sync::Arc;
 #[cfg(test)]
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockio::{Disk, Io};
+use virtqueue::AvailIdx;
 
 use super::address::{UnitAddress, UnitNumber};
 use super::task_set::{How, Left, Tasks, Waiting, Which};
@@ -106,13 +108,19 @@ impl RequestQueue {
         ring.is_some_and(|ring| ring.is_done_again(head))
     }
 
-    /// Does what `how` says with tasks, and with those whose chains nobody has popped.
-    fn cover(&self, which: Which, how: How, left: Left) {
+    /// Does what `how` says with tasks, and with those whose chains nobody has popped: of the
+    /// chains before avail entry `until`, or of all that there are.
+    fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
             self.tasks.cover(which, how, 0, left);
             return;
         };
-        if self.tasks.cover(which, how, ring.available(), left) {
+        let available = i64::from(ring.available());
+        // Others may have come since, and may have been popped. No ring has 2^15 entries.
+        let next_avail = ring.next_avail();
+        let ahead = |until: u16| i64::from(until.wrapping_sub(next_avail).cast_signed());
+        let ahead = until.map_or(available, |until| ahead(until).min(available));
+        if self.tasks.cover(which, how, ahead, left) {
             // The driver need not have kicked for them, and may never do.
             ring.wake();
         }
@@ -121,7 +129,11 @@ impl RequestQueue {
 
 /// The request queues of a device, for any thread.
 #[derive(Default)]
-pub(crate) struct RequestQueues(Reach<RequestQueue>);
+pub(crate) struct RequestQueues {
+    reach: Reach<RequestQueue>,
+    /// How far the driver is, by the index of the queue.
+    avail_idx: Mutex<BTreeMap<u16, AvailIdx>>,
+}
 
 impl RequestQueues {
     /// Queue `index` starts on this IoThread.
@@ -133,20 +145,21 @@ impl RequestQueues {
         units: Arc<Units>,
     ) -> Rc<RequestQueue> {
         let started = Rc::new(RequestQueue::new(io, queue, units));
-        self.0.set(index, io, &started);
+        self.avail_idx().insert(index, queue.avail_idx());
+        self.reach.set(index, io, &started);
         started
     }
 
     /// A driver begins: what queues have left behind that stopped before is not its concern.
     pub(crate) fn begin(&self) {
-        self.0.forget_gone();
+        self.reach.forget_gone();
     }
 
     /// Releases the disk of a unit that has been removed. The result is ready when no request uses
     /// it any more.
     pub(crate) fn release(&self, unit: UnitNumber) -> Waiting {
         let (waiting, left) = Waiting::new();
-        self.0.tell_each(|| {
+        self.reach.tell_each(|_| {
             let left: Left = left.clone();
             Box::new(move |queue| {
                 if let Some(queue) = queue {
@@ -158,19 +171,26 @@ impl RequestQueues {
         waiting
     }
 
-    /// Looks for tasks on all queues, and does what `how` says with them. The result is ready, with
-    /// their number, when those have ended that are waited for.
+    /// Looks for tasks on all queues, and does what `how` says with them. What the driver makes
+    /// available from now on is no task. The result is ready, with their number, when those have
+    /// ended that are waited for.
     pub(crate) fn cover(&self, which: Which, how: How) -> Waiting {
         let (waiting, left) = Waiting::new();
-        self.0.tell_each(|| {
+        let avail_idx = self.avail_idx();
+        self.reach.tell_each(|index| {
             let left: Left = left.clone();
+            let until = avail_idx.get(&index).and_then(AvailIdx::load);
             Box::new(move |queue| match queue {
-                Some(queue) => queue.cover(which, how, left),
+                Some(queue) => queue.cover(which, how, until, left),
                 // It has stopped, and nobody knows what it has left in its ring.
                 None => left.lose(),
             })
         });
         waiting
+    }
+
+    fn avail_idx(&self) -> MutexGuard<'_, BTreeMap<u16, AvailIdx>> {
+        self.avail_idx.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -179,7 +199,7 @@ impl RequestQueues {
     /// The most that somebody waits for the tasks of a queue, when all queues have looked.
     pub(crate) fn awaited(&self) -> Arc<AtomicUsize> {
         let awaited = Arc::<AtomicUsize>::default();
-        self.0.tell_each(|| {
+        self.reach.tell_each(|_| {
             let awaited = Arc::clone(&awaited);
             Box::new(move |queue| {
                 let here = queue.map_or(0, |queue| queue.tasks.awaited());

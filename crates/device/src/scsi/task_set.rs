@@ -344,14 +344,14 @@ impl Tasks {
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
-    /// and, if they are counted or all aborted, those of the next chains, as many as are
-    /// `available`. Returns whether it waits for chains.
-    pub(crate) fn cover(&self, which: Which, how: How, available: u16, left: Left) -> bool {
+    /// and, if they are counted or all aborted, those of so many chains `ahead`; but for those of
+    /// the last chains, if that is less than none. Returns whether it waits for chains.
+    pub(crate) fn cover(&self, which: Which, how: How, ahead: i64, left: Left) -> bool {
         let popped = self.popped.get();
         let before = self.covers_made.replace(self.covers_made.get() + 1);
         let meant = matches!(how, How::Look | How::Abort(_));
-        let until = popped + if meant { available.into() } else { 0 };
-        let is_passed = until == popped;
+        let until = popped.saturating_add_signed(if meant { ahead } else { 0 });
+        let is_passed = until <= popped;
         let mut cover = Cover { which, how, until, before, is_passed, open: 0, left };
         for (number, task) in self.slots.borrow_mut().tasks.iter_mut().enumerate() {
             if let Some(task) = task {

@@ -71,6 +71,26 @@ fn a_function_is_about_what_came_before_it() {
 }
 
 #[test]
+fn a_function_is_not_about_what_comes_before_its_queue_hears_of_it() {
+    let (mut all, held) = held_up();
+    let mut control = Control::start(&all[0].device);
+    control.begin(ABORT_TASK_SET);
+    for _ in 0..10 {
+        assert_eq!(control.turn(&[]), None, "a task has not ended");
+    }
+    all[0].offer_read(0x1000);
+    for _ in 0..10 {
+        assert_eq!(control.turn(&scenes(&all)), None, "a task has not ended");
+    }
+    drop(held);
+    assert_eq!(control.end(&scenes(&all)), OK);
+    for _ in 0..2 {
+        all[0].scene.answer();
+    }
+    assert_eq!([0, 0x1000].map(|apart| all[0].response(apart)), [ABORTED, OK]);
+}
+
+#[test]
 fn however_many_functions_there_are_few_wait_for_the_tasks_of_others() {
     let (mut all, held) = held_up();
     all[1].offer_read(0);
