@@ -151,6 +151,7 @@ impl Export {
                 }),
                 Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
+                    self.guest.set_stopped(index);
                     let (used, _) = self.guest.indexes(index);
                     if used != next_avail {
                         let text = format!(
@@ -238,6 +239,7 @@ impl Export {
             err: None,
         };
         self.places[queue] = (place, None);
+        self.guest.set_starting(queue);
         let started = self.device.begin_start_queue(number(queue), thread, setup);
         self.services[queue] = Service::Starting(Some(started));
     }

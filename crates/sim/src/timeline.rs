@@ -18,6 +18,11 @@ impl<T> Timeline<T> {
         &self.0[self.0.len() - 1].1
     }
 
+    /// Since when it is what it is now.
+    pub(crate) fn since(&self) -> u64 {
+        self.0[self.0.len() - 1].0
+    }
+
     /// All that it was at some time from `begin` to `end`.
     pub(crate) fn during(&self, begin: u64, end: u64) -> impl Iterator<Item = &T> {
         let first = self.0.partition_point(|(since, _)| *since <= begin).max(1) - 1;

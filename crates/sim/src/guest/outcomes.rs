@@ -4,7 +4,7 @@ use std::cell::Ref;
 
 use device::scsi::address::UnitAddress;
 
-use super::scsi::Done;
+use super::scsi::{Done, Scsi};
 use super::{Guest, Outstanding, State};
 use crate::asked::Asked;
 use crate::content::SECTOR;
@@ -17,6 +17,7 @@ use crate::scsi::{
     ABORTED, BAD_TARGET, EVENT_QUEUE, FAILURE, FIRST_REQUEST_QUEUE, Outcome, RESET, RESPONSE,
     SENSE, UNIT_ATTENTION,
 };
+use crate::timeline::Timeline;
 
 /// Responses to functions.
 const COMPLETE: u8 = 0;
@@ -211,7 +212,7 @@ impl Guest {
             managed.function.response() == Some(response)
                 && managed.function.covers(address, command.tag)
                 && managed.begin < end
-                && begin < managed.end
+                && begin < managed.taken.min(managed.end)
         });
         let shared = self.disks[command.unit].shared();
         by_function || shared.may_be_swept(self.device, response == ABORTED, begin, end)
@@ -232,9 +233,9 @@ impl Guest {
             matches!(function.kind, function::Kind::QueryTask | function::Kind::QueryTaskSet);
         let mut there = units.iter().filter(|unit| unit.address == function.address);
         let is_absent = there.any(|unit| unit.present.during(begin, end).any(|is_there| !is_there));
-        let mut queues = state.scsi.runs[FIRST_REQUEST_QUEUE..].iter();
-        let is_paused = queues.any(|line| line.during(begin, end).any(|runs| !runs));
+        let [may_be_left, is_left] = is_left(&state.scsi, (begin, end));
         let is_right = match response {
+            COMPLETE if is_left => false,
             COMPLETE => {
                 let covers = |_: &Outstanding, unit, tag| function.covers(unit, tag);
                 match self.left_behind(state, covers, (begin, end)) {
@@ -244,7 +245,7 @@ impl Guest {
                 }
             }
             SUCCEEDED => is_queried && is_found(state, function, (begin, end)),
-            FAILURE => is_paused,
+            FAILURE => may_be_left,
             BAD_TARGET | INCORRECT_LUN => is_absent,
             _ => false,
         };
@@ -361,6 +362,18 @@ impl Guest {
         let stopped = state.scsi.runs[EVENT_QUEUE].during(begin, end).any(|runs| !runs);
         state.scsi.events.take(answer, stopped)
     }
+}
+
+/// Whether a request queue may have stopped by some time, with chains that nobody knows, and
+/// whether one surely had all the time. One that has never run has none.
+fn is_left(scsi: &Scsi, (begin, end): Span) -> [bool; 2] {
+    let may_be_left = |line: &Timeline<bool>| {
+        line.during(begin, end).any(|runs| !runs) && line.during(scsi.died, end).any(|runs| *runs)
+    };
+    let runs = &scsi.runs[FIRST_REQUEST_QUEUE..];
+    let mut left = scsi.left[FIRST_REQUEST_QUEUE..].iter();
+    let is_left = left.any(|line| line.during(begin, end).all(|left| *left));
+    [runs.iter().any(may_be_left), is_left]
 }
 
 /// An error that the disk must explain, of a command that may have it.

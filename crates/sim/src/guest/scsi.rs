@@ -21,6 +21,8 @@ const TAGS: u64 = 12;
 pub(super) struct Managed {
     pub(super) function: Function,
     pub(super) begin: u64,
+    /// When the device had taken it: it is not about what comes later.
+    pub(super) taken: u64,
     /// When it was answered.
     pub(super) end: u64,
     /// Who is to hear of it: the disk, and what.
@@ -45,31 +47,60 @@ pub(super) struct Scsi {
     pub(super) events: Events,
     /// Whether each queue runs.
     pub(super) runs: Vec<Timeline<bool>>,
+    /// Whether each queue has stopped, and the control queue knows.
+    pub(super) left: Vec<Timeline<bool>>,
+    /// When the last daemon has died.
+    pub(super) died: u64,
 }
 
 impl Guest {
     /// What the guest knows of a device that has just been made.
     pub(super) fn new_scsi(&self) -> Scsi {
         let units = (0..self.disks.len()).map(|disk| Unit::new(address(self.device, disk)));
-        let runs = (0..self.plan.queue_count()).map(|_| Timeline::new(false)).collect();
-        Scsi { units: units.collect(), runs, ..Scsi::default() }
+        let lines = || (0..self.plan.queue_count()).map(|_| Timeline::new(false)).collect();
+        Scsi { units: units.collect(), runs: lines(), left: lines(), ..Scsi::default() }
     }
 
     /// A queue of the device runs from now on, or not.
     pub(crate) fn set_running(&self, queue: usize, runs: bool) {
         let now = self.world.tick();
-        if let Some(line) = self.state.borrow_mut().scsi.runs.get_mut(queue) {
+        let scsi = &mut self.state.borrow_mut().scsi;
+        if let Some(line) = scsi.runs.get_mut(queue) {
             line.set(now, runs);
         }
+        if queue == CONTROL_QUEUE {
+            scsi.left.iter_mut().for_each(|line| line.set(now, false));
+        }
+    }
+
+    /// A queue begins to run.
+    pub(crate) fn set_starting(&self, queue: usize) {
+        let now = self.world.tick();
+        if let Some(line) = self.state.borrow_mut().scsi.left.get_mut(queue) {
+            line.set(now, false);
+        }
+    }
+
+    /// A queue has stopped. A control queue forgets those that have when it begins.
+    pub(crate) fn set_stopped(&self, queue: usize) {
+        let now = self.world.tick();
+        let scsi = &mut self.state.borrow_mut().scsi;
+        let Some(since) = scsi.runs.get(queue).map(Timeline::since) else { return };
+        let knows = scsi.runs[CONTROL_QUEUE].during(since, now).all(|runs| *runs);
+        scsi.left[queue].set(now, knows);
     }
 
     /// The device has taken all chains of a queue before this avail entry.
     pub(crate) fn set_popped(&self, queue: usize, next_avail: u16) {
         let now = self.world.tick();
-        let queue = &mut self.state.borrow_mut().queues[queue];
-        for outstanding in queue.outstanding.iter_mut().flatten() {
-            if next_avail.wrapping_sub(outstanding.entry).cast_signed() > 0 {
-                outstanding.popped.get_or_insert(now);
+        let State { queues, scsi, .. } = &mut *self.state.borrow_mut();
+        for outstanding in queues[queue].outstanding.iter_mut().flatten() {
+            let is_popped = next_avail.wrapping_sub(outstanding.entry).cast_signed() > 0;
+            if is_popped && outstanding.popped.is_none() {
+                outstanding.popped = Some(now);
+                let mut managed = scsi.managed.iter_mut();
+                let function = managed.find(|managed| managed.begin == outstanding.begin);
+                function.into_iter().for_each(|function| function.taken = now);
             }
         }
     }
@@ -210,7 +241,8 @@ impl Guest {
                     }
                 }
                 let function = function.clone();
-                scsi.managed.push(Managed { function, begin, end: u64::MAX, told });
+                let [taken, end] = [u64::MAX; 2];
+                scsi.managed.push(Managed { function, begin, taken, end, told });
             }
             Asked::Blk(_) | Asked::Event(_) => {}
         }
@@ -261,7 +293,9 @@ impl Guest {
         }
         let now = self.world.tick();
         let State { scsi, queues, failure, .. } = state;
-        scsi.runs.iter_mut().for_each(|line| line.set(now, false));
+        let lines = scsi.runs.iter_mut().chain(&mut scsi.left);
+        lines.for_each(|line| line.set(now, false));
+        scsi.died = now;
         let out = queues.iter_mut().flat_map(|queue| queue.outstanding.iter_mut().flatten());
         out.for_each(|outstanding| outstanding.popped = None);
         scsi.events.forget(0);
@@ -274,6 +308,7 @@ impl Guest {
                 }
             }
             managed.told = self.expect_of_function(units, &managed.function, now);
+            managed.taken = u64::MAX;
         }
         self.world.tick();
     }
