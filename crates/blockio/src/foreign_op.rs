@@ -235,6 +235,28 @@ mod tests {
         }
     }
 
+    /// Whether or not somebody waits: what was to complete the op may still write there.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn memory_of_what_is_given_up_stays_for_ever() {
+        for is_awaited in [false, true] {
+            let thread = new_thread(EngineKind::Threads);
+            let (buffers, gone) = watched_buffers();
+            let (op, completer) = thread.io().foreign_op(buffers);
+            let op = is_awaited.then_some(op);
+            thread::spawn(move || completer.give_up()).join().unwrap();
+            if let Some(op) = op {
+                let completion = thread.block_on(op).unwrap();
+                assert!(completion.buffers.is_empty());
+                assert_eq!(errno(completion), Some(libc::EIO));
+            }
+            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+            assert_eq!(thread.io().ops(), 0, "the thread does not wait for it");
+            drop(thread);
+            assert!(!gone.get());
+        }
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn memory_stays_until_the_completion_though_nobody_waits() {

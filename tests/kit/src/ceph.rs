@@ -51,15 +51,21 @@ impl Cluster {
         // Where paths are short: there are sockets in it.
         let folder = tempfile::tempdir().context("making a folder for a cluster")?;
         let mut cluster = Self { daemons: Vec::new(), folder };
-        cluster.make_keys()?;
+        match cluster.bring_up() {
+            Ok(()) => Ok(Some(cluster)),
+            Err(error) => Err(error.context(cluster.messages())),
+        }
+    }
+
+    fn bring_up(&mut self) -> Result<()> {
+        self.make_keys()?;
         let id = std::fs::read_to_string("/proc/sys/kernel/random/uuid").context("an id")?;
-        cluster.start_monitor(id.trim())?;
-        cluster.start_daemon("ceph-mgr", "x")?;
-        cluster.make_osd()?;
-        cluster.start_osd()?;
-        cluster.tool("ceph", &["osd", "pool", "create", "rbd", "8", "8"])?;
-        cluster.tool("rbd", &["pool", "init", "rbd"])?;
-        Ok(Some(cluster))
+        self.start_monitor(id.trim())?;
+        self.start_daemon("ceph-mgr", "x")?;
+        self.make_osd()?;
+        self.start_osd()?;
+        self.tool("ceph", &["osd", "pool", "create", "rbd", "8", "8"])?;
+        self.tool("rbd", &["pool", "init", "rbd"]).map(drop)
     }
 
     /// Its configuration.
@@ -87,7 +93,11 @@ impl Cluster {
     pub fn tool<S: AsRef<OsStr>>(&self, program: &str, arguments: &[S]) -> Result<String> {
         let mut command = Command::new("timeout");
         command.arg(LIMIT.as_secs().to_string()).arg(program).args(arguments);
-        output(command.env("CEPH_CONF", self.conf()))
+        let ran = output(command.env("CEPH_CONF", self.conf()));
+        ran.with_context(|| {
+            let arguments: Vec<_> = arguments.iter().map(AsRef::as_ref).collect();
+            format!("{program} {}", arguments.join(OsStr::new(" ")).display())
+        })
     }
 
     /// Makes an image.

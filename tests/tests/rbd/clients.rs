@@ -1,8 +1,10 @@
 //! Who uses an image, and who else.
 
-use anyhow::{Result, ensure};
-use ringhaul_kit::cli::run;
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, run};
 use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::blk;
+use ringhaul_tools::process::retry;
 
 use super::Scene;
 
@@ -74,4 +76,29 @@ pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
     drop(front_end);
     kept.end()?;
     scene.serve("kept", &disk, &[])?.end()
+}
+
+/// A client that the cluster has locked out gets errors, never silence, and its flushes fail until
+/// it opens the image anew.
+pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("fenced")?;
+    let mut served = scene.serve("fenced", &disk, &[])?;
+    let mut front_end = served.connect()?;
+    front_end.write(0, 0, &pattern(1, 4096))?;
+    let status = scene.cluster.tool("rbd", &["status", "fenced"])?;
+    let address = status.split_once("watcher=").and_then(|(_, rest)| rest.split_once(' '));
+    let (address, _) = address.with_context(|| format!("no watcher in {status}"))?;
+    scene.cluster.tool("ceph", &["osd", "blocklist", "add", address, "3600"])?;
+    // The OSD learns it a moment later.
+    retry(LIMIT, || {
+        let answer = front_end.request(0, blk::OUT, 8, &pattern(2, 4096), 0)?;
+        ensure!(answer.status == blk::IOERR, "a write from outside has ended with {answer:?}");
+        Ok(())
+    })?;
+    served.daemon.wait_for("the cluster has locked this process out")?;
+    let answer = front_end.request(0, blk::FLUSH, 0, &[], 0)?;
+    ensure!(answer.status == blk::IOERR, "a flush has ended with {answer:?}");
+    ensure!(served.show()?["disk-state"] == "lost", "{:#}", served.show()?);
+    drop(front_end);
+    served.end()
 }

@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 12] = [
+    let parts: [(&str, Part); 13] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -112,6 +112,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("namespaces, users and keyrings", clients::users),
         ("two clients pass the lock on", clients::lock_is_passed_on),
         ("a lock that is kept", clients::lock_is_kept),
+        ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),
         ("an export that waits is removed", away::is_removed),
         ("a guest", data::guest),
@@ -154,5 +155,11 @@ fn described(scene: &mut Scene) -> Result<()> {
     refuse("rbd:a,conf=/nowhere/ceph.conf", &["its configuration /nowhere/ceph.conf", "No such"]);
     refuse("rbd:a,keyring=/nowhere/key", &["its keyring /nowhere/key", "No such"]);
     refuse("rbd:a,id=nobody", &["as client.nobody", "check"]);
+    // As where Ceph is not installed, or something that is not its library has the name.
+    std::fs::write(scene.sockets.path().join("librbd.so.1"), "")?;
+    let mut command = scene.ringhaul(&["disk", "info", &disk])?;
+    command.env("LD_LIBRARY_PATH", scene.sockets.path());
+    let words = ["the library of Ceph cannot be loaded", "install it", "librbd1"];
+    refusals.check("no library", Ok(command), &words);
     refusals.finish()
 }

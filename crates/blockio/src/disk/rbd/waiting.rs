@@ -107,3 +107,62 @@ impl Waiting {
 fn failed() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::IoThreadConfig;
+    use crate::io_thread::IoThread;
+    use crate::turn::{Activity, Wait};
+    use iomem::Buffers;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn what_waits_ends_or_is_given_up() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let waiting = Waiting::default();
+        let begin = || {
+            let (op, completer) = thread.io().foreign_op(Buffers::aligned(512, 512));
+            (op, waiting.begin(completer))
+        };
+        let [(first, one), (second, two), (third, three)] = [begin(), begin(), begin()];
+        assert_eq!([one, two, three], [Some(0), Some(1), Some(2)]);
+        waiting.end(1, Ok(512));
+        assert_eq!(thread.block_on(second).unwrap().result.unwrap(), 512);
+        let (fourth, number) = begin();
+        assert_eq!(number, Some(1), "a number is used again");
+        assert_eq!(waiting.away(), None, "they have just begun");
+        assert!(!waiting.was_given_up());
+        waiting.give_up();
+        for op in [first, third, fourth] {
+            let done = thread.block_on(op).unwrap();
+            assert_eq!(done.result.unwrap_err().raw_os_error(), Some(libc::EIO));
+            assert!(done.buffers.is_empty(), "its memory is not to be used any more");
+        }
+        // librbd ends them later, and nobody minds. Nothing begins any more.
+        (0..3).for_each(|number| waiting.end(number, Ok(512)));
+        let (fifth, number) = begin();
+        assert!(number.is_none() && waiting.was_given_up() && waiting.away().is_none());
+        assert!(thread.block_on(fifth).unwrap().result.is_err());
+        while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+        assert_eq!(thread.io().ops(), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_oldest_says_since_when_the_cluster_is_away() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let op = |since| {
+            let (_, completer) = thread.io().foreign_op(Buffers::empty());
+            Some(Op { completer, since })
+        };
+        let now = clock::now();
+        let old = now.checked_sub(AWAY).unwrap();
+        let waiting = Waiting::default();
+        waiting.state().ops.extend([op(now), None, op(old)]);
+        assert_eq!(waiting.away(), Some(Oldest { since: old, ops: 2 }));
+        waiting.state().ops[2] = None;
+        assert_eq!(waiting.away(), None);
+        waiting.give_up();
+    }
+}
