@@ -4,6 +4,7 @@
 //! guests run under TCG, and all of this takes a few minutes.
 
 mod conformance;
+mod encrypted;
 mod held;
 mod images;
 mod kills;
