@@ -27,6 +27,8 @@ pub struct DiskOptions {
     /// process that was killed have ended, which the lock does not tell where the disk is only
     /// read, or with [`no_lock`](Self::no_lock).
     pub user: Option<u64>,
+    /// Fail at once where somebody else has the disk in use, rather than try for two seconds.
+    pub at_once: bool,
 }
 
 /// What a disk is like.

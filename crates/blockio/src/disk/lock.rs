@@ -46,10 +46,11 @@ pub(super) enum Conflict {
     SameUser,
 }
 
-/// Runs `open` until it meets no conflict, for two seconds at most; not again when it is this very
-/// process that is in the way, which the same user cannot be.
+/// Runs `open` until it meets no conflict, for two seconds at most; not again if it is to fail
+/// `at_once`, or it is this very process that is in the way, which the same user cannot be.
 pub(super) fn patiently<T>(
     path: &Path,
+    at_once: bool,
     mut open: impl FnMut() -> Result<T, Attempt>,
 ) -> Result<T, Error> {
     let end = Instant::now() + PATIENCE;
@@ -64,7 +65,7 @@ pub(super) fn patiently<T>(
             Conflict::Claimed => holder::is_this_process(path, false),
             Conflict::SameUser => false,
         };
-        if Instant::now() >= end || is_own {
+        if Instant::now() >= end || is_own || at_once {
             return Err(in_use(path, &conflict));
         }
         std::thread::sleep(PAUSE);
@@ -200,5 +201,17 @@ mod tests {
         }
         drop(first);
         lock_for(&second, 7).unwrap();
+    }
+
+    #[test]
+    fn a_disk_that_is_in_use_is_tried_once_by_those_who_ask_for_that() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let mut tries = 0;
+        let refused = patiently(named.path(), true, || {
+            tries += 1;
+            Err::<(), _>(Attempt::Conflict(Conflict::SameUser))
+        });
+        assert!(matches!(refused, Err(Error::InUse { is_seen: false, .. })), "{refused:?}");
+        assert_eq!(tries, 1);
     }
 }

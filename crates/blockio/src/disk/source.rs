@@ -48,7 +48,7 @@ impl FileSource {
         if !file_type.is_file() && !is_block_device {
             return Err(unusable("it is neither a regular file nor a block device".into()));
         }
-        let file = patiently(path, || open_alone(path, options, is_block_device))?;
+        let file = patiently(path, options.at_once, || open_alone(path, options, is_block_device))?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
