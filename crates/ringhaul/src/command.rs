@@ -173,6 +173,9 @@ pub enum CommandError {
     /// Somebody else changes the disk.
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),
+    /// It was removed while its disk was being opened.
+    #[error("the export {0} was removed before it was served")]
+    Unwanted(String),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
     UnknownUnit(String, UnitPlace),

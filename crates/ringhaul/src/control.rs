@@ -8,6 +8,7 @@ mod export;
 mod exports;
 mod hand_over;
 pub(crate) mod handed;
+mod opening;
 mod order;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
@@ -28,6 +29,7 @@ use crate::stats::ExportStats;
 use crate::status::ExportDetails;
 use exports::Exports;
 use handed::{Described, ExportProgress, Paused};
+pub(crate) use opening::Wanted;
 pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
@@ -69,14 +71,20 @@ impl Control {
     }
 
     /// Keeps the names of exports for whoever opens them now. They are free again when what this
-    /// returns is dropped.
+    /// returns is dropped. A process that takes over meanwhile opens them too if they go along;
+    /// otherwise they are not served.
     ///
     /// # Errors
     ///
     /// When a name is taken.
-    pub(crate) fn reserve(&self, specs: &[ExportSpec]) -> Answered<Reservation<'_>> {
-        self.ask(|answer| Order::Reserve(specs.to_vec(), answer))??;
-        Ok(Reservation { control: self, names: specs.iter().map(ExportSpec::name).collect() })
+    pub(crate) fn reserve(
+        &self,
+        specs: &[ExportSpec],
+        goes_along: bool,
+    ) -> Answered<Reservation<'_>> {
+        let wanted = self.ask(|answer| Order::Reserve(specs.to_vec(), goes_along, answer))??;
+        let names = specs.iter().map(ExportSpec::name).zip(wanted).collect();
+        Ok(Reservation { control: self, names })
     }
 
     /// Whether there are no exports but these, and others can be added no more: what the daemon was
@@ -99,7 +107,7 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// When there is none of this name, it is being opened, or it has not ended by the deadline.
+    /// When there is none of this name, or it has not ended by the deadline.
     pub(crate) fn remove(&self, removal: Removal) -> Answered<ExportStatus> {
         let Removal { export, force, deadline_ms } = removal;
         let (answer, pending) = Pending::new();
@@ -314,19 +322,41 @@ impl Drop for Control {
 /// Names that are kept for exports which are being opened.
 pub(crate) struct Reservation<'a> {
     control: &'a Control,
-    names: Vec<String>,
+    names: Vec<(String, Wanted)>,
 }
 
 impl<'a> Reservation<'a> {
     /// Keeps the names of these exports apart from the others.
-    pub(crate) fn split(&mut self, specs: &[ExportSpec]) -> Reservation<'a> {
-        let is_of = |name: &mut String| specs.iter().any(|spec| spec.name() == *name);
+    pub(crate) fn split<'s>(
+        &mut self,
+        specs: impl IntoIterator<Item = &'s ExportSpec>,
+    ) -> Reservation<'a> {
+        let specs: Vec<String> = specs.into_iter().map(ExportSpec::name).collect();
+        let is_of = |(name, _): &mut (String, Wanted)| specs.contains(name);
         Reservation { control: self.control, names: self.names.extract_if(.., is_of).collect() }
     }
 
     /// As [`Control::give_up_start`] with these.
     pub(crate) fn give_up_start(&self) -> bool {
-        self.control.give_up_start(&self.names)
+        let names: Vec<String> = self.names.iter().map(|(name, _)| name.clone()).collect();
+        self.control.give_up_start(&names)
+    }
+
+    /// Whether the export is wanted any more, which is one of these.
+    pub(crate) fn wanted(&self, spec: &ExportSpec) -> Wanted {
+        let name = spec.name();
+        let of_name = self.names.iter().find(|(other, _)| *other == name);
+        of_name.expect("its name is kept").1.clone()
+    }
+
+    /// Keeps every other process from taking over until the export is served, which is one of
+    /// these, or its name is free. That must not take long.
+    ///
+    /// # Errors
+    ///
+    /// When the export is not wanted any more, or another process has taken over.
+    pub(crate) fn claim(&self, spec: &ExportSpec) -> Answered<()> {
+        self.control.ask(|answer| Order::Claim(spec.name(), answer))?
     }
 
     /// Begins to serve the exports.
@@ -344,7 +374,8 @@ impl<'a> Reservation<'a> {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if !self.names.is_empty() {
-            self.control.order(Order::Release(std::mem::take(&mut self.names)));
+            let names = std::mem::take(&mut self.names);
+            self.control.order(Order::Release(names.into_iter().map(|(name, _)| name).collect()));
         }
     }
 }

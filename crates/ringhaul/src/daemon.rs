@@ -147,7 +147,7 @@ impl Daemon {
     /// When it cannot be done. Nothing has changed then.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
         match command {
-            Command::Add(specs) => self.add(specs),
+            Command::Add(specs) => self.add(specs, false),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
@@ -180,32 +180,31 @@ impl Daemon {
         &self.subscribers
     }
 
-    /// The devices of exports on `disks`, which are those of all of them, and their threads.
+    /// The device of an export on its disks, and its threads.
     fn set_up(
         &self,
-        specs: Vec<ExportSpec>,
-        disks: Vec<OpenDisk>,
-        choices: Vec<Chosen>,
-    ) -> Result<Vec<Opened>, CommandError> {
-        let mut opened_all = Vec::new();
-        let mut opened = disks.into_iter().zip(choices);
-        for spec in specs {
-            let threads = self.threads_for(&spec)?;
-            let mut disks = Vec::new();
-            for (mut disk, choice) in opened.by_ref().take(spec.disks().len()) {
-                // Without the pool, for one of the threads may be stuck.
-                set_up(&self.args, &threads, &mut disk, choice)?;
-                disks.push(disk);
-            }
-            let log = ExportLog::new(spec.log_name(disks.first()));
-            let log = Arc::new(log.telling(self.subscribers.clone(), spec.name()));
-            let events = Arc::<ExportLog>::clone(&log);
-            let device = spec.make_device(&disks, events, &self.accesses, &self.groups)?;
-            let line = serving(&spec, &disks);
-            opened_all.push(Opened { spec, disks, log, device, threads, line });
+        spec: ExportSpec,
+        opened: Vec<(OpenDisk, Chosen)>,
+    ) -> Result<Opened, CommandError> {
+        let threads = self.threads_for(&spec)?;
+        let mut disks = Vec::new();
+        for (mut disk, choice) in opened {
+            // Without the pool, for one of the threads may be stuck.
+            set_up(&self.args, &threads, &mut disk, choice)?;
+            disks.push(disk);
         }
+        let log = ExportLog::new(spec.log_name(disks.first()));
+        let log = Arc::new(log.telling(self.subscribers.clone(), spec.name()));
+        let events = Arc::<ExportLog>::clone(&log);
+        let device = spec.make_device(&disks, events, &self.accesses, &self.groups)?;
+        let line = serving(&spec, &disks);
+        Ok(Opened { spec, disks, log, device, threads, line })
+    }
+
+    /// The first export is about to be served, if none has been.
+    fn begin_to_serve(&self) -> Result<(), CommandError> {
         self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
-        Ok(opened_all)
+        Ok(())
     }
 
     fn stats(&self) -> Result<Reply, CommandError> {

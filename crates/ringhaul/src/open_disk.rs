@@ -33,25 +33,33 @@ impl OpenDisk {
     ///
     /// # Errors
     ///
-    /// When it cannot be used.
+    /// When it cannot be used, or is not wanted any more.
     pub(crate) fn open_when_left(
         wanted: &(DiskSpec, ExportSettings),
         user: Option<u64>,
         waits: &dyn Fn(),
+        is_wanted: &dyn Fn() -> bool,
     ) -> Result<Self> {
-        let mut is_told = false;
-        loop {
-            match Self::open(wanted, user) {
-                // Each try takes its time.
-                Err(error) if is_left_behind(&error) => {
-                    if !std::mem::replace(&mut is_told, true) {
-                        tracing::warn!("{error:#}; it is waited for");
-                        waits();
-                    }
+        let (mut is_told, mut has_given_way, mut at_once) = (false, false, true);
+        while is_wanted() {
+            let error = match Self::open_as(wanted, Claimant { user, at_once }) {
+                Err(error) if is_left_behind(&error) => error,
+                // Somebody visible gets his time to end.
+                Err(error) if at_once && is_in_use(&error) => {
+                    at_once = false;
+                    continue;
                 }
                 result => return result,
+            };
+            // Those that are free have not to wait for the tries, each of which takes its time.
+            if !std::mem::replace(&mut has_given_way, true) {
+                waits();
+            }
+            if !std::mem::replace(&mut at_once, false) && !std::mem::replace(&mut is_told, true) {
+                tracing::warn!("{error:#}; it is waited for");
             }
         }
+        bail!("{} is not wanted any more", wanted.0.name())
     }
 
     /// Opens a disk of an export for a [user](DiskOptions::user).
@@ -59,11 +67,12 @@ impl OpenDisk {
     /// # Errors
     ///
     /// When it cannot be used.
-    pub(crate) fn open(
-        (disk, settings): &(DiskSpec, ExportSettings),
-        user: Option<u64>,
-    ) -> Result<Self> {
-        let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, user);
+    pub(crate) fn open(wanted: &(DiskSpec, ExportSettings), user: Option<u64>) -> Result<Self> {
+        Self::open_as(wanted, Claimant { user, at_once: false })
+    }
+
+    fn open_as((disk, settings): &(DiskSpec, ExportSettings), by: Claimant) -> Result<Self> {
+        let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, by);
         let (source, cache) = open(disk, &mut open_file, settings, Begin::Now)?;
         Ok(Self::new(disk.name(), source, cache))
     }
@@ -81,7 +90,7 @@ impl OpenDisk {
     ) -> Result<Self> {
         let mut take = |path: &Path, used: FileUse| match file.take() {
             // The other process reads it too.
-            _ if used == FileUse::Backing => open_file(path, used, settings, None),
+            _ if used == FileUse::Backing => open_file(path, used, settings, Claimant::default()),
             Some(file) => take_file(file, path, used, settings),
             None => bail!("{} was handed over without a descriptor", path.display()),
         };
@@ -103,6 +112,17 @@ impl OpenDisk {
         );
         Self { name, source, cache, summary }
     }
+}
+
+/// Who opens a disk, and whether it fails at once where somebody else has it.
+#[derive(Clone, Copy, Default)]
+struct Claimant {
+    user: Option<u64>,
+    at_once: bool,
+}
+
+fn is_in_use(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(blockio::Error::InUse { .. }))
 }
 
 fn is_left_behind(error: &anyhow::Error) -> bool {
@@ -142,6 +162,7 @@ fn disk_options(
         logical_block_bytes: settings.logical_block_bytes,
         holds_image: used != FileUse::Disk,
         user: if is_backing { None } else { user },
+        at_once: false,
     }
 }
 
@@ -233,18 +254,21 @@ fn open_file(
     path: &Path,
     used: FileUse,
     settings: &ExportSettings,
-    user: Option<u64>,
+    by: Claimant,
 ) -> Result<(DiskSource, CacheMode)> {
     let cache = settings.cache.unwrap_or(CacheMode::None);
-    let error = match DiskSource::file(path, &disk_options(settings, used, cache.is_direct(), user))
-    {
+    let options = |direct| DiskOptions {
+        at_once: by.at_once,
+        ..disk_options(settings, used, direct, by.user)
+    };
+    let error = match DiskSource::file(path, &options(cache.is_direct())) {
         Ok(source) => return Ok((source, cache)),
         // Whoever has it in use has it in use with the page cache too.
         Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
         Err(error) => error,
     };
     if cache.is_direct()
-        && let Ok(source) = DiskSource::file(path, &disk_options(settings, used, false, user))
+        && let Ok(source) = DiskSource::file(path, &options(false))
     {
         if settings.cache.is_some() {
             bail!("{error} (--cache writeback or --cache writethrough)");

@@ -49,7 +49,7 @@ impl Reload {
         let mut reloader = Reloader::new(file, config, served, daemon);
         if let Some(daemon) = reloader.daemon.upgrade() {
             let record = Arc::clone(&reloader.record);
-            daemon.set_exports_of_file(move || lock(&record).served.values().cloned().collect());
+            daemon.set_exports_of_file(move || lock(&record).of_file());
         }
         let work = move || {
             while let Ok(first) = requests.recv() {
@@ -110,6 +110,15 @@ impl Record {
             }
             true
         });
+    }
+
+    /// The exports of the file as they are served, or are being opened to be.
+    fn of_file(&self) -> Vec<ExportSpec> {
+        let added = self.pending.values().filter_map(|change| match change {
+            Change::Add(spec) => Some(spec),
+            Change::Remove | Change::Alter(..) | Change::Keep(_) => None,
+        });
+        self.served.values().chain(added).cloned().collect()
     }
 
     /// What is to be done for the exports of the file to be as wanted, and is not being done. From
@@ -252,7 +261,7 @@ impl Change {
     fn carry_out(self, export: String, daemon: &Weak<Daemon>, record: &Shared) {
         let Some(daemon) = daemon.upgrade() else { return };
         let result = match self {
-            Self::Add(spec) => daemon.handle(Command::Add(vec![spec.clone()])).map(|_| {
+            Self::Add(spec) => daemon.add_of_file(spec.clone()).map(|_| {
                 lock(record).served.insert(export.clone(), spec);
             }),
             Self::Remove => match daemon.handle(Command::Remove(Removal::of(&export))) {

@@ -89,8 +89,11 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     take::set(&daemon, &life.changes)?;
     let (mut taken, signals) = predecessor.take(&daemon, || take_signals(has_config))?;
     let served = taken.of_file.take();
+    let opening = std::mem::take(&mut taken.opening);
     let last_words = taken.go_on(&daemon);
     let daemon = Arc::new(daemon);
+    let begin = (!opening.is_empty()).then(|| daemon.begin_add(opening));
+    let opening = begin.and_then(|begun| without(begun, "exports that were being opened"));
     let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
     let reload = reload.and_then(|reload| without(reload, "the configuration file"));
     let heed = heed(&daemon, reload.clone());
@@ -101,6 +104,9 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let control = without(listen(control, group, &daemon, life), "the control socket").flatten();
     let _sizes = without(SizeWatch::start(Arc::downgrade(&daemon)), "disks that grow");
     let outcome = ending.wait(&daemon)?;
+    if let Some(opening) = opening {
+        opening.settle();
+    }
     Ok(end(outcome, control))
 }
 

@@ -144,7 +144,7 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
 }
 
 /// A daemon for an export on a disk that hangs when it is used, and one that does not.
-fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
+pub(crate) fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
     let gate = scene.path("gate");
     mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
     // The process is known before it is the daemon.
@@ -156,6 +156,7 @@ fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
     let hung = format!("socket-path={hung},blk-file={},read-only=on,lock=off", file.display());
     let healthy = format!("socket-path={},null=16M", healthy.display());
     command.args(["serve", "--export", &hung, "--export", &healthy]);
+    command.arg("--control").arg(scene.socket("control"));
     let daemon = Running::start(&mut command)?;
     fuse.withhold(daemon.pid(), &[withheld]);
     std::fs::write(&gate, "go\n")?;

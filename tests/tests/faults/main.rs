@@ -9,6 +9,7 @@ mod limits;
 mod log_reader;
 mod nbd;
 mod neighbours;
+mod opening;
 mod storage;
 
 use std::path::Path;

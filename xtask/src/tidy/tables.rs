@@ -277,13 +277,13 @@ pub(super) const FLOORS: &[Floors] = &[
             (15, &["vhost_user::session"]),
             (16, &["vhost_user"]),
             // Exports and the thread that controls them.
-            (17, &["control::handed"]),
+            (17, &["control::handed", "control::opening"]),
             (18, &["control::order"]),
             (19, &["control::closing"]),
             (20, &["control::export"]),
             (21, &["control::export::changes", "control::export::describe", "control::hand_over"]),
             (22, &["control::exports"]),
-            (23, &["control", "control::exports::hand_over"]),
+            (23, &["control", "control::exports::hand_over", "control::exports::opening"]),
             // The daemon.
             (24, &["ending", "takeover", "takeover::format", "takeover::wire"]),
             (25, &["engines", "takeover::arguments"]),

@@ -1,6 +1,7 @@
 //! All exports, on the control thread.
 
 mod hand_over;
+mod opening;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
@@ -16,11 +17,12 @@ use rustix::io::Errno;
 use super::closing::{Closing, NOT_CLOSED, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
+use super::opening::Opening;
 use super::order::{Alarm, Answered, Changed, ExportSetup, Order, ResizingDisk};
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::descriptor_limit;
 use crate::log_limit::LogLimit;
-use crate::spec::{ExportSpec, UnitPlace};
+use crate::spec::UnitPlace;
 use crate::status::ExportDetails;
 use crate::subscribers::What;
 
@@ -37,8 +39,7 @@ pub(super) struct Exports {
     next_id: u64,
     /// Those that have ended and whose disks are being closed. Their names are taken.
     closing: Vec<Closing>,
-    /// Those that are being opened, and since when. Their names are taken.
-    opening: Vec<(ExportSpec, Instant)>,
+    opening: Vec<Opening>,
     /// The daemon ends because none can be served.
     is_given_up: bool,
     orders: mpsc::Receiver<Order>,
@@ -128,10 +129,11 @@ impl Exports {
         }
         match order {
             Order::HandOver(order) => return self.hand_over(order, now),
-            Order::Reserve(specs, answer) => answer.send(self.reserve(specs, now)),
-            Order::Release(names) => {
-                self.opening.retain(|(spec, _)| !names.contains(&spec.name()));
+            Order::Reserve(specs, goes_along, answer) => {
+                answer.send(self.reserve(specs, goes_along, now));
             }
+            Order::Claim(name, answer) => answer.send(self.claim(&name)),
+            Order::Release(names) => self.release(&names),
             Order::GiveUpStart(names, answer) => answer.send(self.give_up_start(&names)),
             Order::Serve(setups, answer) => answer.send(self.serve(setups)),
             Order::Remove(name, force, answer) => self.remove(&name, force, answer),
@@ -203,49 +205,30 @@ impl Exports {
         }
     }
 
-    fn reserve(&mut self, specs: Vec<ExportSpec>, now: Instant) -> Result<(), CommandError> {
-        if self.stopping.is_some() || self.is_given_up {
-            return Err(CommandError::Ending);
-        }
-        let before = self.opening.len();
-        for spec in specs {
-            let open = self.list.iter().map(|export| &export.spec);
-            let closing = self.closing.iter().map(|closing| &closing.status.spec);
-            let opening = self.opening.iter().map(|(spec, _)| spec);
-            let mut others = open.chain(closing).chain(opening);
-            if let Some(name) = others.find_map(|other| spec.clashes_with(other)) {
-                self.opening.truncate(before);
-                return Err(CommandError::Exists(name));
-            }
-            self.opening.push((spec, now));
-        }
-        Ok(())
-    }
-
-    fn give_up_start(&mut self, names: &[String]) -> bool {
-        // A daemon that has served something goes on without exports.
-        let is_alone =
-            self.next_id == 0 && self.opening.iter().all(|(spec, _)| names.contains(&spec.name()));
-        self.is_given_up |= is_alone;
-        is_alone
-    }
-
     fn serve(&mut self, setups: Vec<ExportSetup>) -> Result<(), CommandError> {
         if self.stopping.is_some() {
             setups.into_iter().for_each(refuse);
             return Err(CommandError::Ending);
         }
         for setup in setups {
-            self.opening.retain(|(spec, _)| *spec != setup.spec);
+            let removed = self.opened(&setup.spec);
             setup.log.report(|| What::Added);
-            self.list.push(Export::new(setup, self.next_id, &self.waker));
+            let mut export = Export::new(setup, self.next_id, &self.waker);
             self.next_id += 1;
+            if !removed.is_empty() {
+                export.begin_stop();
+                export.removed = removed;
+            }
+            self.list.push(export);
         }
         self.share_descriptors();
         Ok(())
     }
 
     fn remove(&mut self, name: &str, force: bool, answer: Answer<Answered<ExportStatus>>) {
+        if let Some(opening) = self.opening.iter_mut().find(|it| it.spec.is_called(name)) {
+            return opening.remove(answer);
+        }
         let mut closing = self.closing.iter_mut();
         if let Some(closing) = closing.find(|closing| closing.status.spec.is_called(name)) {
             closing.removed.push(answer);
@@ -271,8 +254,8 @@ impl Exports {
     }
 
     fn find(&mut self, name: &str) -> Result<&mut Export, CommandError> {
-        if self.opening.iter().any(|(spec, _)| spec.is_called(name)) {
-            return Err(CommandError::Busy(name.to_owned(), ExportState::Opening));
+        if let Some(opening) = self.opening.iter().find(|it| it.spec.is_called(name)) {
+            return Err(CommandError::Busy(name.to_owned(), opening.status().state));
         }
         if self.closing.iter().any(|closing| closing.status.spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Stopping));
@@ -282,7 +265,7 @@ impl Exports {
     }
 
     fn show(&self) -> Vec<ExportStatus> {
-        let opening = self.opening.iter().map(|(spec, _)| ExportStatus::opening(spec.clone()));
+        let opening = self.opening.iter().map(Opening::status);
         let closing = self.closing.iter().map(|closing| closing.status.clone());
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
@@ -403,9 +386,9 @@ impl Exports {
 
     /// The exports that are still being opened, which keeps nobody from ending.
     fn unopened(&self, now: Instant) -> impl Iterator<Item = (String, String)> {
-        self.opening.iter().map(move |(spec, since)| {
-            let seconds = now.saturating_duration_since(*since).as_secs();
-            (spec.name(), format!("its disk is not open after {seconds} s"))
+        self.opening.iter().map(move |opening| {
+            let seconds = now.saturating_duration_since(opening.since).as_secs();
+            (opening.spec.name(), format!("its disk is not open after {seconds} s"))
         })
     }
 

@@ -33,6 +33,15 @@ pub(crate) struct HandedDisk {
     pub(crate) engine: Option<String>,
 }
 
+/// An export whose disks are being opened.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct HandedOpening {
+    pub(crate) spec: ExportSpec,
+    /// None: a socket is to be made.
+    pub(crate) endpoint: Option<EndpointState>,
+}
+
 /// How far an export has come.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -52,6 +61,8 @@ pub(crate) struct ExportProgress {
 /// The exports that there are, as long as `generation` is theirs.
 pub(crate) struct Described {
     pub(crate) exports: Vec<HandedExport>,
+    /// Those that another process opens too.
+    pub(crate) opening: Vec<ExportSpec>,
     pub(crate) fds: HandedFds,
     pub(crate) generation: u64,
 }

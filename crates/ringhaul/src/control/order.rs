@@ -11,6 +11,7 @@ use device::{Answer, Device};
 use rustix::fd::OwnedFd;
 
 use super::handed::{Described, ExportProgress, Paused};
+use super::opening::Wanted;
 use crate::command::{CommandError, ExportStatus};
 use crate::disk_rules::{LimitGroups, RulesChange, ShownRules};
 use crate::export::Endpoint;
@@ -102,8 +103,12 @@ pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 
 /// What the control thread is asked to do.
 pub(super) enum Order {
-    /// To keep the names of exports while these are opened.
-    Reserve(Vec<ExportSpec>, Answer<Answered<()>>),
+    /// To keep the names of exports while these are opened, by a process that takes over too if
+    /// this is so.
+    Reserve(Vec<ExportSpec>, bool, Answer<Answered<Vec<Wanted>>>),
+    /// To serve the one of this name soon, if it is still wanted. No other process takes over
+    /// before.
+    Claim(String, Answer<Answered<()>>),
     /// To forget them: they will not be served.
     Release(Vec<String>),
     /// To add no more exports if there are none but these, which are being opened.

@@ -120,6 +120,7 @@ impl From<&CommandError> for Problem {
             | CommandError::UnitBusy(..)
             | CommandError::DiskBusy(_)
             | CommandError::HandingOver
+            | CommandError::Unwanted(_)
             | CommandError::Changed
             | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,

@@ -1,16 +1,16 @@
 //! Exports are added: their disks are opened, and those that hang hold up no others.
 
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::Daemon;
 use super::opening::{LateError, OPEN_MAX, OpeningExports, Taken};
+use super::{Daemon, Opened};
 use crate::command::{CommandError, Reply};
 use crate::control::Reservation;
 use crate::ending::Event;
-use crate::engines::choose;
+use crate::engines::{Chosen, choose};
 use crate::export::Endpoint;
 use crate::open_disk::OpenDisk;
 use crate::spec::{EndpointSpec, ExportSpec};
@@ -18,6 +18,9 @@ use crate::subscribers::{ExportEvent, What};
 
 /// Exports that are being opened.
 pub(crate) struct Opening(mpsc::Receiver<()>);
+
+/// How long disks may be in use by nobody visible before the log says that they are waited for.
+const LEFT_MAX: Duration = Duration::from_secs(2);
 
 /// How long a thread takes, unless its disk hangs, that has opened exports for a daemon which ends.
 const CLEAN_UP_MAX: Duration = Duration::from_secs(1);
@@ -60,17 +63,50 @@ impl Daemon {
 
     /// An error concerns all of them.
     fn add_as_they_open(&self, specs: Vec<ExportSpec>) -> Result<(), CommandError> {
-        let mut names = self.reserve(&specs)?;
-        check_sockets(&specs)?;
+        let mut names = self.reserve(&specs, true)?;
+        let (specs, taken) = with_free_sockets(specs);
+        self.start_without(&mut names, taken)?;
+        let specs = specs.into_iter().map(|spec| (names.wanted(&spec), spec));
+        let specs = specs.map(|(wanted, spec)| (spec, wanted)).collect();
         let mut opening = OpeningExports::begin(specs, true);
-        let Taken { ready, mut failed } = opening.take_ready(Some(OPEN_MAX));
-        if !failed.is_empty() && names.give_up_start() {
-            return Err(failed.swap_remove(0).error.into());
+        let Taken { ready, failed } = opening.take_ready(Some(OPEN_MAX));
+        self.start_without(&mut names, failed)?;
+        // What a process that was killed has left is gone soon as a rule.
+        let mut tells_at = opening.only_left_behind().then(|| Instant::now() + LEFT_MAX);
+        if tells_at.is_none() {
+            self.tell_of_waiting(&opening);
         }
-        for LateError { spec, error } in failed {
-            drop(names.split(std::slice::from_ref(&spec)));
-            self.report_failure(&[spec.name()], error.into());
+        let (bound, failed) = self.bind(&names, ready)?;
+        self.start_without(&mut names, failed)?;
+        let (serves, failed) = self.set_up_all(bound)?;
+        self.start_without(&mut names, failed)?;
+        self.serve(&mut names, serves)?;
+        loop {
+            match opening.next(tells_at) {
+                Some(Ok(ready)) => self.serve_late(&mut names, ready)?,
+                Some(Err(late)) => self.go_on_without(&mut names, late)?,
+                None if tells_at.take().is_some() => self.tell_of_waiting(&opening),
+                None => return Ok(()),
+            }
         }
+    }
+
+    fn serve_late(
+        &self,
+        names: &mut Reservation<'_>,
+        ready: (ExportSpec, Vec<OpenDisk>),
+    ) -> Result<(), CommandError> {
+        let (bound, mut failed) = self.bind(names, vec![ready])?;
+        let (serves, not_set_up) = self.set_up_all(bound)?;
+        failed.extend(not_set_up);
+        for late in failed {
+            self.go_on_without(names, late)?;
+        }
+        self.serve(names, serves)
+    }
+
+    /// Says which exports are waited for, and why.
+    fn tell_of_waiting(&self, opening: &OpeningExports) {
         for export in opening.left() {
             let export = export.name();
             let message = if opening.only_left_behind() {
@@ -81,42 +117,54 @@ impl Daemon {
             tracing::warn!(export, "{message}");
             self.report_error(export, message);
         }
-        self.serve_late(&mut names, ready)?;
-        while let Some(opened) = opening.next() {
-            match opened {
-                Ok(ready) => self.serve_late(&mut names, vec![ready])?,
-                Err(LateError { spec, error }) => {
-                    drop(names.split(std::slice::from_ref(&spec)));
-                    self.fail(&[spec.name()], error.into())?;
-                }
-            }
+    }
+
+    /// Reports that exports cannot be served, unless the daemon is to end because it was started
+    /// for nothing else.
+    ///
+    /// # Errors
+    ///
+    /// When it is to end.
+    fn start_without(
+        &self,
+        names: &mut Reservation<'_>,
+        failed: Vec<LateError>,
+    ) -> Result<(), CommandError> {
+        let (failed, unwanted): (Vec<_>, Vec<_>) =
+            failed.into_iter().partition(|late| names.wanted(&late.spec).is_wanted());
+        for late in unwanted {
+            self.go_on_without(names, late)?;
+        }
+        if !failed.is_empty() && names.give_up_start() {
+            return Err(failed.into_iter().next().expect("it is not empty").error);
+        }
+        for LateError { spec, error } in failed {
+            drop(names.split([&spec]));
+            self.report_failure(&[spec.name()], error);
         }
         Ok(())
     }
 
-    /// Serves exports that are ready together.
-    fn serve_late(
-        &self,
-        names: &mut Reservation<'_>,
-        ready: Vec<(ExportSpec, Vec<OpenDisk>)>,
-    ) -> Result<(), CommandError> {
-        let specs: Vec<ExportSpec> = ready.iter().map(|(spec, _)| spec.clone()).collect();
-        let served = self.serve_opened(names.split(&specs), ready);
-        let exports: Vec<String> = specs.iter().map(ExportSpec::name).collect();
-        served.or_else(|error| self.fail(&exports, error))
-    }
-
-    /// Reports that exports cannot be served, if there are others.
+    /// Reports that an export cannot be served, if there are others or it is not wanted any more.
     ///
     /// # Errors
     ///
     /// If there are none, or the daemon ends anyway.
-    fn fail(&self, exports: &[String], error: CommandError) -> Result<(), CommandError> {
-        let is_over = matches!(error, CommandError::Ending | CommandError::HandedOver(_));
-        if is_over || self.control.give_up_start(&[]) {
+    fn go_on_without(
+        &self,
+        names: &mut Reservation<'_>,
+        LateError { spec, error }: LateError,
+    ) -> Result<(), CommandError> {
+        let is_wanted = names.wanted(&spec).is_wanted();
+        drop(names.split([&spec]));
+        if !is_wanted {
+            tracing::info!(export = spec.name(), "removed before it was served");
+            return Ok(());
+        }
+        if self.control.give_up_start(&[]) {
             return Err(error);
         }
-        self.report_failure(exports, error);
+        self.report_failure(&[spec.name()], error);
         Ok(())
     }
 
@@ -132,68 +180,169 @@ impl Daemon {
         self.subscribers.report(ExportEvent { export, what: What::Error { message, left_out: 0 } });
     }
 
-    pub(super) fn add(&self, specs: Vec<ExportSpec>) -> Result<Reply, CommandError> {
-        let names = self.reserve(&specs)?;
-        check_sockets(&specs)?;
-        let opened = OpeningExports::begin(specs, false).take_ready(None).all()?;
-        self.serve_opened(names, opened)?;
-        Ok(Reply::Added)
+    /// Adds an export that the configuration file names: whoever takes over goes on with that.
+    pub(crate) fn add_of_file(&self, spec: ExportSpec) -> Result<(), CommandError> {
+        self.add(vec![spec], true).map(drop)
     }
 
-    fn reserve(&self, specs: &[ExportSpec]) -> Result<Reservation<'_>, CommandError> {
-        specs.iter().try_for_each(|spec| spec.check(self.args.iothreads))?;
-        self.control.reserve(specs)
-    }
-
-    /// Serves exports whose disks are open: all of them or, where one fails, none.
-    fn serve_opened(
+    /// `goes_along` is as in [`Control::reserve`](crate::control::Control).
+    pub(super) fn add(
         &self,
-        names: Reservation<'_>,
+        specs: Vec<ExportSpec>,
+        goes_along: bool,
+    ) -> Result<Reply, CommandError> {
+        let mut names = self.reserve(&specs, goes_along)?;
+        specs.iter().try_for_each(check_socket)?;
+        let wanted: Vec<_> = specs.iter().map(|spec| names.wanted(spec)).collect();
+        let specs = specs.into_iter().zip(wanted).collect();
+        let Taken { ready, failed } = OpeningExports::begin(specs, false).take_ready(None);
+        let failed = failed.into_iter().next();
+        if let Some(LateError { spec, error }) = failed {
+            let is_wanted = names.wanted(&spec).is_wanted();
+            return Err(if is_wanted { error } else { CommandError::Unwanted(spec.name()) });
+        }
+        let all = |failed: Vec<LateError>| match failed.into_iter().next() {
+            Some(first) => Err(first.error),
+            None => Ok(()),
+        };
+        let (bound, failed) = self.bind(&names, ready)?;
+        all(failed)?;
+        let (serves, failed) = self.set_up_all(bound)?;
+        all(failed)?;
+        self.serve(&mut names, serves).map(|()| Reply::Added)
+    }
+
+    fn reserve(
+        &self,
+        specs: &[ExportSpec],
+        goes_along: bool,
+    ) -> Result<Reservation<'_>, CommandError> {
+        specs.iter().try_for_each(|spec| spec.check(self.args.iothreads))?;
+        self.control.reserve(specs, goes_along)
+    }
+
+    /// Chooses engines for exports whose disks are open, and makes their sockets. Those that fail
+    /// keep no others from it.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon ends.
+    fn bind(
+        &self,
+        names: &Reservation<'_>,
         opened: Vec<(ExportSpec, Vec<OpenDisk>)>,
-    ) -> Result<(), CommandError> {
+    ) -> Result<(Vec<Bound>, Vec<LateError>), CommandError> {
         let (specs, disks): (Vec<ExportSpec>, Vec<_>) = opened.into_iter().unzip();
         let disks: Vec<OpenDisk> = disks.into_iter().flatten().collect();
         let choices = choose(&self.args, &disks, &[]);
+        let mut disks = disks.into_iter().zip(choices);
+        let (mut bound, mut failed) = (Vec::new(), Vec::new());
         // Behind what disks may hang in, so that no socket is left behind then, and before the
         // threads, which say what they chose: what is refused is refused in one line.
-        let endpoints = specs.iter().map(|spec| self.endpoint(spec)).collect::<Result<Vec<_>>>()?;
-        let opened = self.set_up(specs, disks, choices)?;
-        let mut ready = Vec::new();
-        let set_up = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
+        for spec in specs {
+            let disks = disks.by_ref().take(spec.disks().len()).collect();
+            match names.claim(&spec).and_then(|()| Ok(self.endpoint(&spec)?)) {
+                Ok(endpoint) => bound.push(Bound { spec, disks, endpoint }),
+                Err(error) => failed.push(LateError { spec, error }),
+            }
+        }
+        Ok((bound, unless_over(failed)?))
+    }
+
+    /// Makes their devices. Those that fail keep no others from it.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon ends.
+    fn set_up_all(&self, bound: Vec<Bound>) -> Result<(Vec<Serves>, Vec<LateError>), CommandError> {
+        let (mut serves, mut failed) = (Vec::new(), Vec::new());
+        for Bound { spec, disks, endpoint } in bound {
+            match self.set_up(spec.clone(), disks) {
+                Ok(opened) => serves.push((opened, endpoint)),
+                Err(error) => failed.push(LateError { spec, error }),
+            }
+        }
+        Ok((serves, unless_over(failed)?))
+    }
+
+    fn serve(&self, names: &mut Reservation<'_>, serves: Vec<Serves>) -> Result<(), CommandError> {
+        if serves.is_empty() {
+            return Ok(());
+        }
+        self.begin_to_serve()?;
+        let names = names.split(serves.iter().map(|(opened, _)| &opened.spec));
+        let mut lines = Vec::new();
+        let set_up = serves.into_iter().map(|(opened, endpoint)| {
             let endpoint = endpoint.or_else(|| self.inherited().take().map(|(_, socket)| socket));
             // Its name is reserved, so nobody else has taken it.
             let endpoint = endpoint.context("the inherited descriptor serves another export")?;
-            ready.push((opened.log.name().to_owned(), opened.line.clone()));
+            lines.push((opened.log.name().to_owned(), opened.line.clone()));
             Ok(opened.into_setup(Some(endpoint), self))
         });
-        let exports = set_up.collect::<Result<Vec<_>>>()?;
-        names.serve(exports)?;
-        for (export, line) in ready {
+        names.serve(set_up.collect::<Result<Vec<_>>>()?)?;
+        for (export, line) in lines {
             tracing::info!(export, "{line}");
         }
         Ok(())
     }
 }
 
-/// Checks that no other program serves the sockets: it may have the disks too, which would be
-/// waited for.
-fn check_sockets(specs: &[ExportSpec]) -> Result<()> {
-    specs.iter().try_for_each(|spec| match &spec.endpoint {
+/// An export with engines for its disks, and its socket; without one it is the inherited one.
+struct Bound {
+    spec: ExportSpec,
+    disks: Vec<(OpenDisk, Chosen)>,
+    endpoint: Option<Endpoint>,
+}
+
+/// An export that has all that it needs.
+type Serves = (Opened, Option<Endpoint>);
+
+/// Those that have failed, unless that is because the daemon ends.
+fn unless_over(mut failed: Vec<LateError>) -> Result<Vec<LateError>, CommandError> {
+    let is_over =
+        |late: &LateError| matches!(late.error, CommandError::Ending | CommandError::HandedOver(_));
+    match failed.iter().position(is_over) {
+        Some(place) => Err(failed.swap_remove(place).error),
+        None => Ok(failed),
+    }
+}
+
+/// Those of the exports whose sockets are free, and why the others are not served.
+fn with_free_sockets(specs: Vec<ExportSpec>) -> (Vec<ExportSpec>, Vec<LateError>) {
+    let (mut free, mut taken) = (Vec::new(), Vec::new());
+    for spec in specs {
+        match check_socket(&spec) {
+            Ok(()) => free.push(spec),
+            Err(error) => taken.push(LateError { spec, error: error.into() }),
+        }
+    }
+    (free, taken)
+}
+
+/// Checks that no other program serves the socket of an export: it may have the disks too, which
+/// would be waited for.
+fn check_socket(spec: &ExportSpec) -> Result<()> {
+    match &spec.endpoint {
         EndpointSpec::Path(path) => Endpoint::check_free(path, "--socket-path"),
         EndpointSpec::Fd(_) => Ok(()),
-    })
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
+    use std::sync::mpsc::Receiver;
+
     use blockio::{DiskOptions, DiskSource};
     use clap::{Args, FromArgMatches};
 
     use super::super::opening::tests::{export, leave};
     use super::*;
-    use crate::command::{Command, EndCause};
+    use crate::command::{Command, EndCause, Removal};
+    use crate::daemon::Ending;
     use crate::ending::Outcome;
     use crate::options::ServeArgs;
+    use crate::subscribers::Subscription;
 
     /// However late: somebody may have added others meanwhile.
     #[test]
@@ -201,38 +350,100 @@ mod tests {
         [false, true].into_iter().for_each(fail_beside_others);
     }
 
+    /// A daemon in a folder with disks.
+    struct Scene {
+        folder: tempfile::TempDir,
+        daemon: Arc<Daemon>,
+        ending: Ending,
+        events: Receiver<Arc<ExportEvent>>,
+        _subscription: Subscription,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = serve.get_matches_from(["serve"]);
+            let args = ServeArgs::from_arg_matches(&args).unwrap();
+            let (daemon, ending) = Daemon::start(args, None).unwrap();
+            let (_subscription, events) = daemon.subscribers().subscribe();
+            let folder = tempfile::tempdir().unwrap();
+            Self { folder, daemon: Arc::new(daemon), ending, events, _subscription }
+        }
+
+        /// The path of a new disk.
+        fn disk(&self, name: &str) -> PathBuf {
+            let path = self.folder.path().join(name);
+            std::fs::write(&path, [0; 512]).unwrap();
+            path
+        }
+
+        /// An export with this socket.
+        fn export(&self, socket: &str, disk: &Path) -> ExportSpec {
+            export(&self.folder.path().join(socket).display().to_string(), disk)
+        }
+
+        /// However slow the machine is.
+        fn wait_for(&self, wanted: impl Fn(&ExportEvent) -> bool) {
+            while !wanted(&self.events.recv_timeout(Duration::from_secs(60)).unwrap()) {}
+        }
+
+        fn wait_for_error(&self, text: &str) {
+            self.wait_for(|event| match &event.what {
+                What::Error { message, .. } => message.contains(text),
+                _ => false,
+            });
+        }
+
+        fn end(self) {
+            self.daemon.handle(Command::End(EndCause::Control)).unwrap();
+            assert_eq!(self.ending.wait(&self.daemon).unwrap(), Outcome::Clean);
+        }
+    }
+
     fn fail_beside_others(is_late: bool) {
-        let folder = tempfile::tempdir().unwrap();
-        let [left, other] = ["left", "other"].map(|name| folder.path().join(name));
-        [&left, &other].into_iter().for_each(|path| std::fs::write(path, [0; 512]).unwrap());
+        let scene = Scene::new();
+        let [left, other] = ["left", "other"].map(|name| scene.disk(name));
         let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
-        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
-        let args = serve.get_matches_from(["serve"]);
-        let (daemon, ending) =
-            Daemon::start(ServeArgs::from_arg_matches(&args).unwrap(), None).unwrap();
-        let daemon = Arc::new(daemon);
-        let (_subscription, events) = daemon.subscribers().subscribe();
-        let socket = |name: &str| folder.path().join(name).display().to_string();
-        let opening = daemon.begin_add(vec![export(&socket("vm1"), &left)]).unwrap();
-        daemon.handle(Command::Add(vec![export(&socket("vm2"), &other)])).unwrap();
-        let wait_for = |text: &str| {
-            loop {
-                // However slow the machine is.
-                let event = events.recv_timeout(Duration::from_secs(60)).unwrap();
-                match &event.what {
-                    What::Error { message, .. } if message.contains(text) => break,
-                    _ => {}
-                }
-            }
-        };
+        let opening = scene.daemon.begin_add(vec![scene.export("vm1", &left)]).unwrap();
+        scene.daemon.handle(Command::Add(vec![scene.export("vm2", &other)])).unwrap();
         if is_late {
-            wait_for("it is waited for");
+            scene.wait_for_error("it is waited for");
         }
         std::fs::remove_file(&left).unwrap();
         drop(held);
-        wait_for("cannot be served");
+        scene.wait_for_error("cannot be served");
         opening.settle();
-        daemon.handle(Command::End(EndCause::Control)).unwrap();
-        assert_eq!(ending.wait(&daemon).unwrap(), Outcome::Clean);
+        scene.end();
+    }
+
+    #[test]
+    fn an_export_that_is_waited_for_can_be_removed() {
+        let scene = Scene::new();
+        let left = scene.disk("left");
+        let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
+        let export = scene.export("vm1", &left);
+        let opening = scene.daemon.begin_add(vec![export.clone()]).unwrap();
+        scene.wait_for_error("it is waited for");
+        let removed = scene.daemon.handle(Command::Remove(Removal::of(export.name()))).unwrap();
+        assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
+        // Nobody waits for it any more, and the daemon goes on.
+        let Opening(done) = opening;
+        assert_eq!(done.recv(), Err(mpsc::RecvError));
+        drop(held);
+        scene.daemon.handle(Command::Add(vec![export])).unwrap();
+        scene.end();
+    }
+
+    #[test]
+    fn a_socket_that_cannot_be_made_keeps_no_other_export_from_being_served() {
+        let scene = Scene::new();
+        let [first, good, bad] = ["first", "good", "bad"].map(|name| scene.disk(name));
+        scene.daemon.handle(Command::Add(vec![scene.export("vm1", &first)])).unwrap();
+        let exports = vec![scene.export("vm2", &good), scene.export(&"x".repeat(100), &bad)];
+        let good = exports[0].name();
+        let _opening = scene.daemon.begin_add(exports).unwrap();
+        scene.wait_for_error("the path is too long for a socket");
+        scene.wait_for(|event| event.export == good && matches!(event.what, What::Added));
+        scene.end();
     }
 }

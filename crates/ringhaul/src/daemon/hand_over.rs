@@ -9,14 +9,16 @@ use anyhow::{Context, Result};
 use super::{Daemon, Opened};
 use crate::command::CommandError;
 use crate::control::ExportSetup;
-use crate::control::handed::{Described, ExportProgress, HandedDisk, HandedExport, Paused};
+use crate::control::handed::{
+    Described, ExportProgress, HandedDisk, HandedExport, HandedOpening, Paused,
+};
 use crate::ending::Event;
 use crate::engines::choose;
 use crate::export::{Endpoint, EndpointState};
 use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
 use crate::settings::SettingsChange;
-use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
+use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use crate::takeover::format::Life;
 
 /// Exports that another process still serves.
@@ -85,6 +87,29 @@ impl Daemon {
         self.control.describe()
     }
 
+    /// Exports whose disks are being opened, for another process that opens them too.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over_opening(
+        &self,
+        specs: Vec<ExportSpec>,
+        fds: &mut HandedFds,
+    ) -> Result<Vec<HandedOpening>> {
+        let inherited = self.inherited();
+        let hand_over = |spec: ExportSpec| {
+            let endpoint = match (&spec.endpoint, &*inherited) {
+                (EndpointSpec::Fd(fd), Some((number, socket))) if number == fd => Some(socket),
+                _ => None,
+            };
+            let endpoint = endpoint.map(|socket| socket.hand_over(fds)).transpose();
+            let endpoint = endpoint.context("cannot hand over the inherited socket")?;
+            Ok(HandedOpening { spec, endpoint })
+        };
+        specs.into_iter().map(hand_over).collect()
+    }
+
     /// Has all queues stop.
     ///
     /// # Errors
@@ -121,16 +146,46 @@ impl Daemon {
             specs.push(spec);
         }
         let choices = choose(&self.args, &disks, &engines);
+        let mut disks = disks.into_iter().zip(choices);
         self.accesses.await_new(true);
-        let opened = self.set_up(specs, disks, choices);
+        let opened = specs.into_iter().map(|spec| {
+            let of_spec = disks.by_ref().take(spec.disks().len()).collect();
+            self.set_up(spec, of_spec)
+        });
+        let opened: Result<Vec<Opened>, _> = opened.collect();
         self.accesses.await_new(false);
         let opened = opened?;
+        self.begin_to_serve()?;
         let setups = opened.into_iter().zip(endpoints).map(|(opened, endpoint)| {
             let Opened { line, .. } = &opened;
             let line = line.clone();
             (opened.into_setup(endpoint, self), line)
         });
         Ok(Expected(setups.collect()))
+    }
+
+    /// Takes the sockets of exports whose disks another process has been opening, which this one is
+    /// to [open](Self::begin_add) when it [goes on](Self::go_on).
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be served here.
+    pub(crate) fn expect_opening(
+        &self,
+        opening: Vec<HandedOpening>,
+        fds: &mut HandedFds,
+    ) -> Result<Vec<ExportSpec>> {
+        let mut specs = Vec::new();
+        for HandedOpening { spec, endpoint } in opening {
+            spec.settings.check(self.args.iothreads)?;
+            let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds)).transpose();
+            let endpoint = endpoint.context("cannot take a socket over")?;
+            if let (EndpointSpec::Fd(fd), Some(endpoint)) = (&spec.endpoint, endpoint) {
+                *self.inherited() = Some((*fd, endpoint));
+            }
+            specs.push(spec);
+        }
+        Ok(specs)
     }
 
     /// Goes on with these exports, which are paused until [`go_on`](Self::go_on).
@@ -155,6 +210,7 @@ impl Daemon {
 
     /// Has the exports go on that were taken over. Returns when all their queues run.
     pub(crate) fn go_on(&self) {
+        self.inherited().iter_mut().for_each(|(_, socket)| socket.keep());
         self.control.resume();
     }
 }
@@ -175,6 +231,8 @@ impl Standing<'_> {
         // Before the control thread says that it has nothing left.
         succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir))));
         control.leave(process);
+        // It is the other process's now to set it back.
+        std::mem::forget(self.daemon.inherited().take());
         // Nobody is served here any more.
         std::mem::forget(self);
     }

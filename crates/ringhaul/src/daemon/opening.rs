@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+use crate::command::CommandError;
+use crate::control::Wanted;
 use crate::open_disk::OpenDisk;
-use crate::side_by_side::SideBySide;
+use crate::side_by_side::{GiveWay, SideBySide};
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
 
 /// How long nothing may be opened before what is left is taken to hang.
@@ -17,8 +19,8 @@ struct Waiting {
     disks: Vec<Option<OpenDisk>>,
 }
 
-/// A disk, how it is opened, and its user.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>);
+/// A disk, how it is opened, its user, and whether it is wanted any more.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, Wanted);
 
 /// All disks of some exports, which are opened side by side.
 pub(super) struct OpeningExports {
@@ -32,23 +34,26 @@ pub(super) struct OpeningExports {
 impl OpeningExports {
     /// Begins to open them. A disk that a process which was killed seems to have left in use is
     /// waited for if `waits_for_left`.
-    pub(super) fn begin(specs: Vec<ExportSpec>, waits_for_left: bool) -> Self {
+    pub(super) fn begin(specs: Vec<(ExportSpec, Wanted)>, waits_for_left: bool) -> Self {
         let (mut exports, mut places, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, spec) in specs.into_iter().enumerate() {
+        for (index, (spec, is_wanted)) in specs.into_iter().enumerate() {
             let (disks, users) = (spec.disks(), spec.users());
             places.extend((0..disks.len()).map(|place| (index, place)));
             let of_export = Waiting { spec, disks: disks.iter().map(|_| None).collect() };
             exports.push(Some(of_export));
-            wanted.extend(disks.into_iter().zip(users));
+            let disks = disks.into_iter().zip(users);
+            wanted.extend(disks.map(|(disk, user)| (disk, user, is_wanted.clone())));
         }
-        let jobs = SideBySide::begin(wanted, move |(wanted, user): WantedDisk, give_way| {
+        let open = move |(disk, user, wanted): WantedDisk, give_way: GiveWay<'_>| {
+            let is_wanted = || wanted.is_wanted();
             if waits_for_left {
-                OpenDisk::open_when_left(&wanted, user, give_way)
+                OpenDisk::open_when_left(&disk, user, give_way, &is_wanted)
             } else {
-                OpenDisk::open(&wanted, user)
+                anyhow::ensure!(is_wanted(), "it is not wanted any more");
+                OpenDisk::open(&disk, user)
             }
-        });
-        Self { exports, places, jobs }
+        };
+        Self { exports, places, jobs: SideBySide::begin(wanted, open) }
     }
 
     /// Takes out those whose disks are all open, and those that have failed, when that holds for
@@ -69,9 +74,9 @@ impl OpeningExports {
         }
         // In their order, whichever came first.
         errors.sort_by_key(|(number, _)| *number);
-        let fail = |(number, error): (usize, _)| {
+        let fail = |(number, error): (usize, anyhow::Error)| {
             let export = self.places[number].0;
-            Some(LateError { spec: self.exports[export].take()?.spec, error })
+            Some(LateError { spec: self.exports[export].take()?.spec, error: error.into() })
         };
         let failed = errors.into_iter().filter_map(fail).collect();
         Taken { ready: self.exports.iter_mut().filter_map(take_if_ready).collect(), failed }
@@ -87,10 +92,14 @@ impl OpeningExports {
         self.exports.iter().flatten().map(|waiting| &waiting.spec)
     }
 
-    /// Waits until one of those is open, or cannot be. `None`: there is none left.
-    pub(super) fn next(&mut self) -> Option<Result<(ExportSpec, Vec<OpenDisk>), LateError>> {
+    /// Waits until one of those is open, or cannot be. `None`: there is none left, or none was so
+    /// in time.
+    pub(super) fn next(
+        &mut self,
+        until: Option<Instant>,
+    ) -> Option<Result<(ExportSpec, Vec<OpenDisk>), LateError>> {
         loop {
-            let (number, disk) = self.jobs.next(None)?;
+            let (number, disk) = self.jobs.next(until)?;
             let (export, _) = self.places[number];
             match disk {
                 Ok(disk) => {
@@ -102,6 +111,7 @@ impl OpeningExports {
                 Err(error) => {
                     // It may have failed already for another of its disks.
                     if let Some(waiting) = self.exports[export].take() {
+                        let error = error.into();
                         return Some(Err(LateError { spec: waiting.spec, error }));
                     }
                 }
@@ -123,24 +133,10 @@ pub(super) struct Taken {
     pub(super) failed: Vec<LateError>,
 }
 
-impl Taken {
-    /// Those that are ready, which are closed if one has failed.
-    ///
-    /// # Errors
-    ///
-    /// When a disk cannot be opened: the first in their order.
-    pub(super) fn all(self) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>> {
-        match self.failed.into_iter().next() {
-            Some(first) => Err(first.error),
-            None => Ok(self.ready),
-        }
-    }
-}
-
 /// Why an export is not served after all.
 pub(super) struct LateError {
     pub(super) spec: ExportSpec,
-    pub(super) error: anyhow::Error,
+    pub(super) error: CommandError,
 }
 
 fn take_if_ready(export: &mut Option<Waiting>) -> Option<(ExportSpec, Vec<OpenDisk>)> {
@@ -196,14 +192,24 @@ pub(super) mod tests {
         let user = own.users()[0];
         let options = DiskOptions { read_only: true, user, ..DiskOptions::default() };
         let held = leave(DiskSource::file(&disk, &options).unwrap());
-        let open = |export: &ExportSpec| {
-            OpeningExports::begin(vec![export.clone()], false).take_ready(None).all()
-        };
+        let open = |export: &ExportSpec| all(begin(vec![export.clone()], false).take_ready(None));
         let _other = open(&other).unwrap();
         let text = open(&own).err().unwrap().to_string();
         assert!(text.contains("earlier process of this very user"), "{text}");
         drop(held);
         open(&own).unwrap();
+    }
+
+    fn begin(specs: Vec<ExportSpec>, waits_for_left: bool) -> OpeningExports {
+        let specs = specs.into_iter().map(|spec| (spec, Wanted::default())).collect();
+        OpeningExports::begin(specs, waits_for_left)
+    }
+
+    fn all(taken: Taken) -> Result<Vec<(ExportSpec, Vec<OpenDisk>)>, CommandError> {
+        match taken.failed.into_iter().next() {
+            Some(first) => Err(first.error),
+            None => Ok(taken.ready),
+        }
     }
 
     fn names(ready: &[(ExportSpec, Vec<OpenDisk>)]) -> Vec<String> {
@@ -218,21 +224,21 @@ pub(super) mod tests {
         let held = leave(DiskSource::file(left, &DiskOptions::default()).unwrap());
         // Somebody reads it besides, without a lock.
         let _reader = std::fs::File::open(left).unwrap();
-        let refused = OpeningExports::begin(vec![export("/added", left)], false).take_ready(None);
-        let text = refused.all().err().unwrap().to_string();
+        let refused = begin(vec![export("/added", left)], false).take_ready(None);
+        let text = all(refused).err().unwrap().to_string();
         assert!(text.contains("operations of one that was killed"), "{text}");
         let both = vec![export("/left", left), export("/free", free)];
-        let mut opening = OpeningExports::begin(both, true);
+        let mut opening = begin(both, true);
         // It is known to be left behind, however long the others might take.
-        let ready = opening.take_ready(None).all().unwrap();
+        let ready = all(opening.take_ready(None)).unwrap();
         assert_eq!(names(&ready), ["/free"]);
         assert_eq!(opening.left().map(ExportSpec::name).collect::<Vec<_>>(), ["/left"]);
         drop(held);
-        let late = opening.next().unwrap().map_err(|late| late.error).unwrap();
+        let late = opening.next(None).unwrap().map_err(|late| late.error).unwrap();
         assert_eq!(names(&[late]), ["/left"]);
         // One that can be seen is not waited for.
         drop(ready);
-        let mut twice = OpeningExports::begin(vec![export("/a", free), export("/b", free)], true);
-        assert!(twice.take_ready(None).all().is_err());
+        let mut twice = begin(vec![export("/a", free), export("/b", free)], true);
+        assert!(all(twice.take_ready(None)).is_err());
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::control::handed::{ExportProgress, HandedExport};
+use crate::control::handed::{ExportProgress, HandedExport, HandedOpening};
 use crate::export::EndpointState;
 use crate::settings::SettingsChange;
 use crate::spec::ExportSpec;
@@ -13,7 +13,7 @@ use crate::spec::ExportSpec;
 /// The format in which this version describes itself. Raise it whenever the stored sample is not
 /// understood any more, or written in another way, and store another: versions that do not fit are
 /// then refused before anything stops.
-pub(super) const FORMAT: u32 = 2;
+pub(super) const FORMAT: u32 = 3;
 /// The formats that it understands.
 pub(super) const FORMATS: [u32; 1] = [FORMAT];
 
@@ -42,6 +42,7 @@ pub(super) struct Description {
     pub(super) life: Life,
     pub(super) control: Option<EndpointState>,
     pub(super) exports: Vec<HandedExport>,
+    pub(super) opening: Vec<HandedOpening>,
 }
 
 /// How a process was started.
@@ -102,6 +103,6 @@ mod tests {
         assert_eq!(serde_json::to_value(description).unwrap(), sample["description"]);
         let standstill: Standstill = serde_json::from_value(sample["standstill"].clone()).unwrap();
         assert_eq!(serde_json::to_value(standstill).unwrap(), sample["standstill"]);
-        assert_eq!(FORMAT, 2, "the sample is of this format");
+        assert_eq!(FORMAT, 3, "the sample is of this format");
     }
 }

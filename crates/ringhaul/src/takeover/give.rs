@@ -76,12 +76,14 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
     let described = daemon.describe().map_err(CommandError::into_error)?;
     let mut fds = described.fds;
     let (life, control) = daemon.life(&mut fds)?;
+    let opening = daemon.hand_over_opening(described.opening, &mut fds)?;
     let description = Description {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         process: std::process::id(),
         life,
         control,
         exports: described.exports,
+        opening,
     };
     talk.answer(&description, &fds)?;
     Ok(described.generation)

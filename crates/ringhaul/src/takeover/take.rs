@@ -15,7 +15,7 @@ use super::format::{
 };
 use super::wire::Receiver;
 use crate::command::{Command, CommandError};
-use crate::control::handed::HandedExport;
+use crate::control::handed::{HandedExport, HandedOpening};
 use crate::daemon::Daemon;
 use crate::daemon::hand_over::Expected;
 use crate::export::Endpoint;
@@ -38,6 +38,7 @@ pub(crate) struct Predecessor {
     /// Its control socket.
     pub(crate) control: Option<Endpoint>,
     exports: Vec<HandedExport>,
+    opening: Vec<HandedOpening>,
     fds: HandedFds,
 }
 
@@ -50,6 +51,8 @@ pub(crate) struct Taken {
     exports: usize,
     /// Those of the configuration file, if the old process had one.
     pub(crate) of_file: Option<Vec<ExportSpec>>,
+    /// Those whose disks the old process has been opening, for this one to open.
+    pub(crate) opening: Vec<ExportSpec>,
 }
 
 impl Predecessor {
@@ -67,9 +70,9 @@ impl Predecessor {
         let mut receiver = Receiver::new(stream);
         let asked = ask::<Description>(&mut receiver, BEGIN, &begin);
         let (description, mut fds) = asked.with_context(asking)?;
-        let Description { version, process, life, control, exports } = description;
+        let Description { version, process, life, control, exports, opening } = description;
         let control = control.map(|control| Endpoint::take_over(control, &mut fds)).transpose()?;
-        Ok(Self { receiver, version, process, life, control, exports, fds })
+        Ok(Self { receiver, version, process, life, control, exports, opening, fds })
     }
 
     /// Takes over, into a daemon that has no exports. Nothing is served when this returns, and
@@ -85,10 +88,12 @@ impl Predecessor {
         last: impl FnOnce() -> Result<T>,
     ) -> Result<(Taken, T)> {
         match self.try_take(daemon, last) {
-            Ok((exports, stood, result)) => {
+            Ok((exports, opening, stood, result)) => {
                 let Self { receiver, version, process, .. } = self;
                 let Standstill { since_ns, of_file, .. } = stood;
-                Ok((Taken { receiver, since_ns, version, process, exports, of_file }, result))
+                let taken =
+                    Taken { receiver, since_ns, version, process, exports, of_file, opening };
+                Ok((taken, result))
             }
             Err(error) => {
                 let why = json!({ "why": format!("{error:#}") });
@@ -99,16 +104,19 @@ impl Predecessor {
         }
     }
 
-    /// Returns how many exports there are, and what the old process has said beside them.
+    /// Returns how many exports there are, those to be opened, and what the old process has said
+    /// beside them.
     fn try_take<T>(
         &mut self,
         daemon: &Daemon,
         last: impl FnOnce() -> Result<T>,
-    ) -> Result<(usize, Standstill, T)> {
+    ) -> Result<(usize, Vec<ExportSpec>, Standstill, T)> {
         let handed = std::mem::take(&mut self.exports);
         let exports = handed.len();
         let expected: Expected =
             daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
+        let opening = std::mem::take(&mut self.opening);
+        let opening = daemon.expect_opening(opening, &mut self.fds)?;
         tracing::info!("ready to take over {exports} exports from process {}", self.process);
         let paused = ask::<Standstill>(&mut self.receiver, PAUSE, &Value::Null);
         let (mut standstill, fds) = paused.context("the old process does not stop")?;
@@ -121,7 +129,7 @@ impl Predecessor {
         self.receiver.stream().set_read_timeout(None)?;
         ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
             .context("the old process has not said that it leaves")?;
-        Ok((exports, standstill, result))
+        Ok((exports, opening, standstill, result))
     }
 }
 

@@ -9,6 +9,7 @@ use crate::command::{CommandError, ExportState};
 use crate::control::export::Export;
 use crate::control::hand_over::HandOver;
 use crate::control::handed::{Described, ExportProgress, Paused};
+use crate::control::opening::Opening;
 use crate::control::order::{ExportSetup, HandOverOrder};
 use crate::handed_fds::HandedFds;
 
@@ -38,6 +39,7 @@ impl Exports {
             HandOverOrder::Leave => {
                 // The end of the process closes all of it. Dropping it would end what goes on.
                 std::mem::forget(std::mem::take(&mut self.list));
+                self.opening.iter().for_each(Opening::give_up);
                 return Then::End;
             }
         }
@@ -49,19 +51,21 @@ impl Exports {
         if self.stopping.is_some() || self.is_given_up {
             return Err(CommandError::Ending);
         }
-        if let Some((spec, _)) = self.opening.first() {
-            return Err(CommandError::Busy(spec.name(), ExportState::Opening));
+        if let Some(opening) = self.opening.iter().find(|opening| opening.is_claimed) {
+            return Err(CommandError::Busy(opening.spec.name(), ExportState::Opening));
         }
         if let Some(closing) = self.closing.first() {
             return Err(CommandError::Busy(closing.status.name(), ExportState::Stopping));
         }
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
+        let opening = self.opening.iter().filter(|it| it.goes_along && it.is_wanted());
+        let opening = opening.map(|opening| opening.spec.clone()).collect();
         // Behind the disks, of which one may be what an earlier hand-over still waits for.
         match self.hand_over {
             Some(HandOver::Resuming(_)) => Err(self.not_done(Export::has_resumed)),
             Some(_) => Err(CommandError::HandingOver),
-            None => Ok(Described { exports, fds, generation: self.generation }),
+            None => Ok(Described { exports, opening, fds, generation: self.generation }),
         }
     }
 

@@ -1,0 +1,64 @@
+//! Names that are kept for exports which are being opened.
+
+use std::time::Instant;
+
+use device::Answer;
+
+use super::Exports;
+use crate::command::{CommandError, ExportStatus};
+use crate::control::opening::{Opening, Wanted};
+use crate::control::order::Answered;
+use crate::spec::ExportSpec;
+
+impl Exports {
+    pub(super) fn reserve(
+        &mut self,
+        specs: Vec<ExportSpec>,
+        goes_along: bool,
+        now: Instant,
+    ) -> Answered<Vec<Wanted>> {
+        if self.stopping.is_some() || self.is_given_up {
+            return Err(CommandError::Ending);
+        }
+        let before = self.opening.len();
+        for spec in specs {
+            let open = self.list.iter().map(|export| &export.spec);
+            let closing = self.closing.iter().map(|closing| &closing.status.spec);
+            let opening = self.opening.iter().map(|opening| &opening.spec);
+            let mut others = open.chain(closing).chain(opening);
+            if let Some(name) = others.find_map(|other| spec.clashes_with(other)) {
+                self.opening.truncate(before);
+                return Err(CommandError::Exists(name));
+            }
+            self.opening.push(Opening::new(spec, goes_along, now));
+        }
+        Ok(self.opening[before..].iter().map(Opening::wanted).collect())
+    }
+
+    pub(super) fn claim(&mut self, name: &str) -> Answered<()> {
+        if self.stopping.is_some() {
+            return Err(CommandError::Ending);
+        }
+        let opening = self.opening.iter_mut().find(|opening| opening.spec.name() == name);
+        opening.expect("its name is kept").claim()
+    }
+
+    pub(super) fn release(&mut self, names: &[String]) {
+        let is_of = |opening: &mut Opening| names.contains(&opening.spec.name());
+        self.opening.extract_if(.., is_of).for_each(Opening::released);
+    }
+
+    /// Those who wait for the end of an export that is served from now on.
+    pub(super) fn opened(&mut self, spec: &ExportSpec) -> Vec<Answer<Answered<ExportStatus>>> {
+        let opening = self.opening.extract_if(.., |opening| opening.spec == *spec);
+        opening.flat_map(Opening::into_removed).collect()
+    }
+
+    pub(super) fn give_up_start(&mut self, names: &[String]) -> bool {
+        // A daemon that has served something goes on without exports.
+        let is_alone = self.next_id == 0
+            && self.opening.iter().all(|opening| names.contains(&opening.spec.name()));
+        self.is_given_up |= is_alone;
+        is_alone
+    }
+}

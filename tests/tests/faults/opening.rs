@@ -1,0 +1,77 @@
+//! Exports whose disks hang while they are opened.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Finished, Running, Scene, ringhaul, run};
+use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use rustix::process::Signal;
+
+use crate::ending::serve_beside;
+
+fn ctl(scene: &Scene, words: &[&str]) -> Result<Finished> {
+    run(ringhaul()?.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
+}
+
+fn serving(socket: &Path) -> String {
+    format!("serving on {}", socket.display())
+}
+
+#[test]
+fn they_can_be_removed() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    daemon.wait_for(&serving(&healthy))?;
+    let name = hung.display().to_string();
+    let removal = ctl(&scene, &["remove", &name, "--deadline", "0.1"])?.expect_code(3)?;
+    ensure!(removal.stderr.contains("its disk is being opened"), "{}", removal.stderr);
+    let listed = ctl(&scene, &["list"])?.expect_code(0)?.stdout;
+    ensure!(listed.lines().any(|l| l.contains(&name) && l.contains("stopping")), "{listed}");
+    fuse.release();
+    daemon.wait_for("removed before it was served")?;
+    ensure!(!hung.exists(), "there is a socket without an export");
+    let disk = fuse.file().display().to_string();
+    let add = ["add", "--socket-path", &name, "--blk-file", &disk, "--read-only", "--lock", "off"];
+    ctl(&scene, &add)?.expect_code(0)?;
+    Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// The process that takes over opens them itself.
+#[test]
+fn they_go_along_with_a_takeover() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut daemon = serve_beside(&scene, &fuse, opcode::OPEN)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    daemon.wait_for(&serving(&healthy))?;
+    let mut frontend = Frontend::attach(&healthy, &Setup::default())?;
+    frontend.read(0, 0, 4096)?;
+    let mut command = ringhaul()?;
+    let mut next =
+        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+    let taken = next.wait_for("took over 1 exports").map(drop);
+    // Nothing hangs for the new process.
+    let opened = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
+    let served = opened.and_then(|()| {
+        Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
+        frontend.read(0, 8, 4096).map(drop)
+    });
+    // The kernel keeps the old process itself until the file system answers.
+    fuse.release();
+    served?;
+    daemon.finish()?.expect_code(0)?;
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0)?;
+    ensure!(!hung.exists() && !healthy.exists(), "a socket is left behind");
+    Ok(())
+}
