@@ -273,21 +273,28 @@ impl Disk {
     ///
     /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
     /// the part of `buffers` that was not filled. Its content is undefined then.
-    pub async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
-        let end = offset.wrapping_add(buffers.bytes() as u64);
-        if !self.is_direct(offset, end) {
-            return self.read_otherwise(offset, buffers).await;
-        }
-        let result = match &self.kind {
-            Kind::File(disk) => disk.read(offset, buffers).await,
-            Kind::Null | Kind::Other(_) => {
-                buffers.wrote(buffers.bytes());
-                Ok(())
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
+    pub fn read(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+    ) -> impl Future<Output = Result<(), Unfinished>> {
+        async move {
+            let end = offset.wrapping_add(buffers.bytes() as u64);
+            if !self.is_direct(offset, end) {
+                return self.read_otherwise(offset, buffers).await;
             }
-        };
-        match result {
-            Err(unfinished) => self.read_again(end, unfinished).await,
-            done => done,
+            let result = match &self.kind {
+                Kind::File(disk) => disk.read(offset, buffers).await,
+                Kind::Null | Kind::Other(_) => {
+                    buffers.wrote(buffers.bytes());
+                    Ok(())
+                }
+            };
+            match result {
+                Err(unfinished) => self.read_again(end, unfinished).await,
+                done => done,
+            }
         }
     }
 

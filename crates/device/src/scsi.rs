@@ -2,6 +2,7 @@
 
 pub mod access;
 pub mod address;
+pub(crate) mod answer;
 pub(crate) mod block;
 pub(crate) mod cdb;
 pub mod config;

@@ -34,7 +34,7 @@ impl Buffers {
         let ranges = vec_of(1, range)?;
         // SAFETY: the block is `bytes` long, stays while its owner, the memory, does, and hands
         // out no references. Fields of a tuple are dropped in order, the block first.
-        Ok(unsafe { Self::from_raw_parts(ranges, bytes, Memory::new((block, kept))) })
+        Ok(unsafe { Self::from_raw_parts(ranges.into(), Memory::new((block, kept))) })
     }
 
     /// Memory with a copy of `data`, in one range.
@@ -77,7 +77,7 @@ impl BufferMemory {
         ranges.push(iovec { iov_base: self.start.as_ptr().cast(), iov_len: bytes });
         // SAFETY: the range lies in the block, which stays while `memory` does, and hands out no
         // references.
-        unsafe { Buffers::from_raw_parts(ranges, bytes, self.memory.clone()) }
+        unsafe { Buffers::from_raw_parts(ranges, self.memory.clone()) }
     }
 }
 
@@ -125,7 +125,7 @@ impl Repeated {
         }
         // SAFETY: each range lies in the block, which stays while its owner, the memory, does, and
         // hands out no references.
-        Ok(unsafe { Buffers::from_raw_parts(ranges, bytes, Memory::new((Rc::clone(block), kept))) })
+        Ok(unsafe { Buffers::from_raw_parts(ranges.into(), Memory::new((Rc::clone(block), kept))) })
     }
 }
 

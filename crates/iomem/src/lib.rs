@@ -25,7 +25,7 @@ pub use block::{BufferMemory, Repeated};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
 pub use list::{Buffers, SharedByte, SharedBytes};
-pub use memory::{Memory, WriteLog};
+pub use memory::{Memory, Ranges, WriteLog};
 
 /// The most iovecs that one system call takes (`IOV_MAX`).
 pub const IOVECS_MAX: usize = 1024;

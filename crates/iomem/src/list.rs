@@ -1,37 +1,31 @@
 //! One list of ranges of shared memory.
 
 use std::any::Any;
+use std::mem::ManuallyDrop;
 
 use libc::iovec;
 
 use crate::copy::{copy_across, copy_in, copy_out, zero};
-use crate::memory::Memory;
+use crate::memory::{Memory, Parts, Ranges};
 
 /// A list of memory ranges together with what keeps them mapped. The storage of the list goes back
 /// to its [`Memory`] when it is dropped.
 ///
 /// What the device or the kernel writes is reported with [`wrote`](Self::wrote); copies into the
 /// list report it themselves.
-pub struct Buffers {
-    iovecs: Vec<iovec>,
-    /// Ranges before it are used up.
-    first: usize,
-    /// What is left.
-    bytes: usize,
-    memory: Memory,
-}
+pub struct Buffers(ManuallyDrop<Box<Parts>>);
 
 impl std::fmt::Debug for Buffers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Buffers")
             .field("iovecs", &self.iovecs().len())
-            .field("bytes", &self.bytes)
+            .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
 }
 
 impl Buffers {
-    /// Makes a list of `ranges`, which have `bytes` bytes together.
+    /// Makes a list of `ranges`.
     ///
     /// # Safety
     ///
@@ -40,21 +34,24 @@ impl Buffers {
     /// any of the bytes may exist during that time.
     #[inline]
     #[must_use]
-    pub unsafe fn from_raw_parts(ranges: Vec<iovec>, bytes: usize, memory: Memory) -> Self {
-        debug_assert_eq!(bytes, ranges.iter().map(|range| range.iov_len).sum::<usize>());
-        Self { iovecs: ranges, first: 0, bytes, memory }
+    pub unsafe fn from_raw_parts(ranges: Ranges, memory: Memory) -> Self {
+        let mut parts = ranges.into_parts();
+        parts.memory = Some(memory);
+        Self(ManuallyDrop::new(parts))
     }
 
     /// A list without ranges, for operations that move no data.
     #[must_use]
     pub fn empty() -> Self {
-        Self { iovecs: Vec::new(), first: 0, bytes: 0, memory: Memory::none() }
+        let memory = Memory::none();
+        // SAFETY: there is no range.
+        unsafe { Self::from_raw_parts(memory.storage(), memory) }
     }
 
     /// A copy of all the bytes, for set-up and tests.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
-        let mut data = vec![0; self.bytes];
+        let mut data = vec![0; self.0.bytes];
         self.copy_to(0, &mut data);
         data
     }
@@ -63,14 +60,14 @@ impl Buffers {
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.0.bytes
     }
 
     /// Whether no byte is left.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.0.bytes == 0
     }
 
     /// The ranges that are left, in order. They are good for the kernel to read or write for as
@@ -78,52 +75,54 @@ impl Buffers {
     #[inline]
     #[must_use]
     pub fn iovecs(&self) -> &[iovec] {
-        &self.iovecs[self.first..]
+        &self.0.iovecs[self.0.first..]
     }
 
     /// How many ranges the list was made of, those that are used up included.
     #[inline]
     #[must_use]
     pub fn ranges(&self) -> usize {
-        self.iovecs.len()
+        self.0.iovecs.len()
     }
 
     /// What keeps the ranges mapped.
     #[inline]
     #[must_use]
     pub fn memory(&self) -> &Memory {
-        &self.memory
+        self.0.memory.as_ref().expect("a list has its memory")
     }
 
     /// Drops `bytes` bytes from the front, or all of them when there are fewer.
     #[inline]
     pub fn advance(&mut self, bytes: usize) {
-        let mut left = bytes.min(self.bytes);
-        self.bytes -= left;
-        while let Some(range) = self.iovecs.get_mut(self.first) {
+        let parts = &mut **self.0;
+        let mut left = bytes.min(parts.bytes);
+        parts.bytes -= left;
+        while let Some(range) = parts.iovecs.get_mut(parts.first) {
             if left < range.iov_len {
                 range.iov_base = range.iov_base.wrapping_byte_add(left);
                 range.iov_len -= left;
                 return;
             }
             left -= range.iov_len;
-            self.first += 1;
+            parts.first += 1;
         }
     }
 
     /// Leaves the first `bytes` bytes; no change when there are fewer.
     #[inline]
     pub fn truncate(&mut self, bytes: usize) {
-        let mut excess = self.bytes.saturating_sub(bytes);
-        self.bytes -= excess;
+        let mut excess = self.0.bytes.saturating_sub(bytes);
+        self.0.bytes -= excess;
         while excess > 0 {
-            let last = self.iovecs.last_mut().expect("the ranges have the bytes that are counted");
+            let last =
+                self.0.iovecs.last_mut().expect("the ranges have the bytes that are counted");
             if excess < last.iov_len {
                 last.iov_len -= excess;
                 return;
             }
             excess -= last.iov_len;
-            self.iovecs.pop();
+            self.0.iovecs.pop();
         }
     }
 
@@ -132,23 +131,33 @@ impl Buffers {
     #[inline]
     #[must_use]
     pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take_front_of(N)
-    }
-
-    /// Takes `bytes` bytes off the front, at least `N`, and returns a copy of the first `N` of
-    /// them. `None`, and no change, when there are fewer.
-    #[inline]
-    #[must_use]
-    pub fn take_front_of<const N: usize>(&mut self, bytes: usize) -> Option<[u8; N]> {
-        assert!(bytes >= N, "a copy of more than is taken");
         let mut front = [0; N];
-        if let Some(start) = self.take_from_range(bytes) {
-            // SAFETY: the range has `bytes` bytes, at least `N`, which `from_raw_parts` vouches
-            // for, and `front` is ours.
+        if let Some(start) = self.take_from_range(N) {
+            // SAFETY: the range has `N` bytes, which `from_raw_parts` vouches for, and `front` is
+            // ours.
             unsafe { copy_out(start, front.as_mut_ptr(), N) };
             return Some(front);
         }
-        self.take_front_in_pieces(&mut front, bytes).then_some(front)
+        self.take_front_in_pieces(&mut front).then_some(front)
+    }
+
+    /// Takes `bytes` bytes off the front, and returns the eight at each place of `at` there, as
+    /// little-endian numbers; each byte is read once if none is in two of them. `None`, and no
+    /// change, when there are fewer.
+    #[inline]
+    #[must_use]
+    pub fn take_words<const N: usize>(&mut self, at: [usize; N], bytes: usize) -> Option<[u64; N]> {
+        assert!(at.iter().all(|at| at + size_of::<u64>() <= bytes), "a word that is not taken");
+        if let Some(start) = self.take_from_range(bytes) {
+            return Some(at.map(|at| {
+                let mut word = [0; size_of::<u64>()];
+                // SAFETY: the range has `bytes` bytes, which `from_raw_parts` vouches for, those of
+                // the word among them, and `word` is ours.
+                unsafe { copy_out(start.add(at), word.as_mut_ptr(), word.len()) };
+                u64::from_le_bytes(word)
+            }));
+        }
+        self.take_words_in_pieces(at, bytes)
     }
 
     /// Takes the first `bytes` bytes off, to be written later. `None`, and no change, when there
@@ -157,7 +166,7 @@ impl Buffers {
     #[must_use]
     pub fn take_shared_bytes(&mut self, bytes: usize) -> Option<SharedBytes> {
         if let Some(start) = self.take_from_range(bytes) {
-            let memory = self.memory.clone();
+            let memory = self.memory().clone();
             return Some(SharedBytes(Place::Range { start, bytes, memory }));
         }
         self.take_list(bytes).map(|list| SharedBytes(Place::List(list)))
@@ -166,18 +175,19 @@ impl Buffers {
     /// Takes bytes off the first range, if it has as many.
     #[inline]
     fn take_from_range(&mut self, bytes: usize) -> Option<*mut u8> {
-        let range = self.iovecs.get_mut(self.first).filter(|range| range.iov_len >= bytes)?;
+        let parts = &mut **self.0;
+        let range = parts.iovecs.get_mut(parts.first).filter(|range| range.iov_len >= bytes)?;
         let start = range.iov_base;
-        self.bytes -= bytes;
+        parts.bytes -= bytes;
         range.iov_base = start.wrapping_byte_add(bytes);
         range.iov_len -= bytes;
-        self.first += usize::from(range.iov_len == 0);
+        parts.first += usize::from(range.iov_len == 0);
         Some(start.cast())
     }
 
     #[cold]
     fn take_list(&mut self, bytes: usize) -> Option<Box<Self>> {
-        if self.bytes < bytes {
+        if self.0.bytes < bytes {
             return None;
         }
         let mut front = self.again();
@@ -187,30 +197,48 @@ impl Buffers {
     }
 
     #[cold]
-    fn take_front_in_pieces(&mut self, front: &mut [u8], bytes: usize) -> bool {
-        let is_there = self.bytes >= bytes;
+    fn take_front_in_pieces(&mut self, front: &mut [u8]) -> bool {
+        let is_there = self.0.bytes >= front.len();
         if is_there {
             self.copy_to(0, front);
-            self.advance(bytes);
+            self.advance(front.len());
         }
         is_there
+    }
+
+    #[cold]
+    fn take_words_in_pieces<const N: usize>(
+        &mut self,
+        at: [usize; N],
+        bytes: usize,
+    ) -> Option<[u64; N]> {
+        if self.bytes() < bytes {
+            return None;
+        }
+        let words = at.map(|at| {
+            let mut word = [0; size_of::<u64>()];
+            self.copy_to(at, &mut word);
+            u64::from_le_bytes(word)
+        });
+        self.advance(bytes);
+        Some(words)
     }
 
     /// Takes the last byte off.
     #[inline]
     pub fn take_last_byte(&mut self) -> Option<SharedByte> {
-        self.bytes = self.bytes.checked_sub(1)?;
+        self.0.bytes = self.0.bytes.checked_sub(1)?;
         loop {
-            let range = self.iovecs.last_mut()?;
+            let range = self.0.iovecs.last_mut()?;
             if let Some(left) = range.iov_len.checked_sub(1) {
                 range.iov_len = left;
                 let address = range.iov_base.cast::<u8>().wrapping_add(left);
                 if left == 0 {
-                    self.iovecs.pop();
+                    self.0.iovecs.pop();
                 }
-                return Some(SharedByte { address, memory: self.memory.clone() });
+                return Some(SharedByte { address, memory: self.memory().clone() });
             }
-            self.iovecs.pop();
+            self.0.iovecs.pop();
         }
     }
 
@@ -234,14 +262,14 @@ impl Buffers {
 
     #[inline]
     fn wrote_at(&self, offset: usize, bytes: usize) {
-        if self.memory.log().is_some() {
+        if self.memory().log().is_some() {
             self.tell_log(offset, bytes);
         }
     }
 
     #[cold]
     fn tell_log(&self, offset: usize, bytes: usize) {
-        if let Some(log) = self.memory.log() {
+        if let Some(log) = self.memory().log() {
             self.each_part(offset, bytes, |_, start, len| log.wrote(start, len));
         }
     }
@@ -287,7 +315,7 @@ impl Buffers {
 
     /// Writes zeroes from byte `offset` to the end.
     pub fn zero_from(&self, offset: usize) {
-        let len = self.bytes.saturating_sub(offset);
+        let len = self.0.bytes.saturating_sub(offset);
         self.each_part(offset, len, |_, start, len| {
             // SAFETY: as in `copy_from`.
             unsafe { zero(start, len) };
@@ -297,15 +325,16 @@ impl Buffers {
 
     /// Keeps `kept` until the list is dropped, and all that are made of it.
     pub fn keep(&mut self, kept: impl Any) {
-        self.memory = self.memory.keeping(kept);
+        self.0.memory = Some(self.memory().keeping(kept));
     }
 
     /// Another list of the same memory.
     #[must_use]
     pub fn again(&self) -> Self {
-        let mut iovecs = self.memory.storage();
-        iovecs.extend_from_slice(self.iovecs());
-        Self { iovecs, first: 0, bytes: self.bytes, memory: self.memory.clone() }
+        let mut ranges = self.memory().storage();
+        self.iovecs().iter().for_each(|&range| ranges.push(range));
+        // SAFETY: whoever made this list has vouched for its ranges and its memory.
+        unsafe { Self::from_raw_parts(ranges, self.memory().clone()) }
     }
 
     /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset +
@@ -338,8 +367,10 @@ impl Buffers {
 impl Drop for Buffers {
     #[inline]
     fn drop(&mut self) {
-        if self.iovecs.capacity() > 0 {
-            self.memory.recycle(std::mem::take(&mut self.iovecs));
+        // SAFETY: nobody uses the list any more.
+        let mut parts = unsafe { ManuallyDrop::take(&mut self.0) };
+        if let Some(memory) = parts.memory.take() {
+            memory.recycle(parts);
         }
     }
 }
@@ -447,7 +478,7 @@ mod tests {
             at = at.wrapping_byte_add(len);
         }
         // SAFETY: the ranges are parts of `whole`, whose memory is kept by the list or the caller.
-        unsafe { Buffers::from_raw_parts(iovecs, lengths.iter().sum(), memory) }
+        unsafe { Buffers::from_raw_parts(iovecs.into(), memory) }
     }
 
     #[test]
@@ -456,11 +487,17 @@ mod tests {
             let mut list = scattered(lengths);
             let bytes: Vec<u8> = (0..=255).take(lengths.iter().sum()).collect();
             list.copy_from(0, &bytes);
-            let front = list.take_front_of::<11>(16).expect("it is there");
-            assert_eq!(front[..], bytes[..11], "{lengths:?}");
+            let mut again = list.again();
+            let front = list.take_front::<16>().expect("it is there");
+            assert_eq!(front[..], bytes[..16], "{lengths:?}");
             assert_eq!(list.to_vec(), bytes[16..], "{lengths:?}");
-            assert_eq!(list.take_front_of::<11>(16), None, "{lengths:?}");
+            assert_eq!(list.take_front::<16>(), None, "{lengths:?}");
             assert_eq!(list.to_vec(), bytes[16..], "nothing is taken that is not whole");
+            let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().unwrap());
+            assert_eq!(again.take_words([0, 3], 16), Some([word(0), word(3)]), "{lengths:?}");
+            assert_eq!(again.to_vec(), bytes[16..], "{lengths:?}");
+            assert_eq!(again.take_words([8], 16), None, "{lengths:?}");
+            assert_eq!(again.to_vec(), bytes[16..], "nothing is taken that is not whole");
             assert!(list.iovecs().iter().all(|range| range.iov_len > 0));
         }
     }
@@ -535,9 +572,8 @@ mod tests {
                 })
                 .collect();
             let kept = memory.buffers(0).memory().clone();
-            let bytes = iovecs.iter().map(|range| range.iov_len).sum();
             // SAFETY: each range ends within 1,024 bytes of the start of the block.
-            let list = unsafe { Buffers::from_raw_parts(iovecs, bytes, kept) };
+            let list = unsafe { Buffers::from_raw_parts(iovecs.into(), kept) };
             let expected = ranges.iter().all(|(at, len)| at % 2 == 0 && len % 2 == 0);
             prop_assert_eq!(list.is_aligned(512, 512), expected);
             prop_assert!(list.is_aligned(256, 256));
@@ -603,6 +639,6 @@ mod tests {
         let (memory, first) = (list.memory().clone(), list.iovecs().as_ptr());
         drop(list);
         let storage = memory.storage();
-        assert_eq!(storage.as_ptr(), first);
+        assert_eq!(storage.iovecs().as_ptr(), first);
     }
 }

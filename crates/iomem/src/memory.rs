@@ -33,8 +33,9 @@ struct Shared {
 
 #[derive(Default)]
 struct Spare {
-    lists: Vec<Vec<iovec>>,
-    /// The sum of the capacities.
+    #[expect(clippy::vec_box, reason = "a list is made of the box")]
+    lists: Vec<Box<Parts>>,
+    /// The sum of what they count as.
     iovecs: usize,
 }
 
@@ -73,21 +74,22 @@ impl Memory {
     /// A list to fill: one that was given back, or a new one.
     #[inline]
     #[must_use]
-    pub fn storage(&self) -> Vec<iovec> {
+    pub fn storage(&self) -> Ranges {
         let mut spare = self.0.spare.borrow_mut();
-        let storage = spare.lists.pop().unwrap_or_default();
-        spare.iovecs -= storage.capacity();
-        storage
+        let Some(storage) = spare.lists.pop() else { return Ranges::default() };
+        spare.iovecs -= counts_as(&storage);
+        Ranges::new(storage)
     }
 
     /// Takes storage back for later lists; drops it when enough is kept already.
     #[inline]
-    pub(crate) fn recycle(&self, mut storage: Vec<iovec>) {
-        let capacity = storage.capacity();
+    pub(crate) fn recycle(&self, mut storage: Box<Parts>) {
+        let iovecs = counts_as(&storage);
         let mut spare = self.0.spare.borrow_mut();
-        if capacity > 0 && spare.iovecs + capacity <= MAX_SPARE_IOVECS {
-            storage.clear();
-            spare.iovecs += capacity;
+        if spare.iovecs + iovecs <= MAX_SPARE_IOVECS {
+            storage.iovecs.clear();
+            (storage.first, storage.bytes) = (0, 0);
+            spare.iovecs += iovecs;
             spare.lists.push(storage);
         }
     }
@@ -98,19 +100,101 @@ impl Memory {
     }
 }
 
+/// The storage of a list, in iovecs: that of its ranges, and its own.
+#[inline]
+fn counts_as(storage: &Parts) -> usize {
+    storage.iovecs.capacity() + size_of::<Parts>() / size_of::<iovec>()
+}
+
+/// What a list has. It stays in one place, so that a list moves as one pointer.
+#[derive(Default)]
+pub(crate) struct Parts {
+    pub(crate) iovecs: Vec<iovec>,
+    /// Ranges before it are used up.
+    pub(crate) first: usize,
+    /// What is left.
+    pub(crate) bytes: usize,
+    /// `None` while it is not of a list.
+    pub(crate) memory: Option<Memory>,
+}
+
+/// Ranges that become a list: see [`Buffers::from_raw_parts`](crate::Buffers::from_raw_parts).
+#[derive(Default)]
+pub struct Ranges(Box<Parts>);
+
+impl Ranges {
+    /// In storage that has no ranges and is of no list.
+    #[inline]
+    pub(crate) fn new(parts: Box<Parts>) -> Self {
+        debug_assert!(parts.iovecs.is_empty() && parts.memory.is_none());
+        Self(parts)
+    }
+
+    /// Appends a range.
+    #[inline]
+    pub fn push(&mut self, range: iovec) {
+        self.0.bytes += range.iov_len;
+        self.0.iovecs.push(range);
+    }
+
+    /// Drops all ranges.
+    pub fn clear(&mut self) {
+        self.0.iovecs.clear();
+        self.0.bytes = 0;
+    }
+
+    /// The ranges, in order.
+    #[must_use]
+    pub fn iovecs(&self) -> &[iovec] {
+        &self.0.iovecs
+    }
+
+    /// Bytes of all ranges together.
+    #[inline]
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    #[inline]
+    pub(crate) fn into_parts(self) -> Box<Parts> {
+        self.0
+    }
+}
+
+impl From<Vec<iovec>> for Ranges {
+    fn from(iovecs: Vec<iovec>) -> Self {
+        let bytes = iovecs.iter().map(|range| range.iov_len).sum();
+        Self(Box::new(Parts { iovecs, bytes, ..Parts::default() }))
+    }
+}
+
+impl std::fmt::Debug for Ranges {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (ranges, bytes) = (self.0.iovecs.len(), self.0.bytes);
+        f.debug_struct("Ranges").field("iovecs", &ranges).field("bytes", &bytes).finish()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn storage(capacity: usize) -> Box<Parts> {
+        Box::new(Parts { iovecs: Vec::with_capacity(capacity), ..Parts::default() })
+    }
+
     #[test]
     fn storage_is_used_again_up_to_a_bound() {
         let memory = Memory::new(());
-        memory.recycle(Vec::with_capacity(100));
-        let storage = memory.storage();
-        assert!(storage.is_empty() && storage.capacity() == 100);
-        memory.recycle(Vec::with_capacity(MAX_SPARE_IOVECS / 2));
-        memory.recycle(Vec::with_capacity(MAX_SPARE_IOVECS / 2));
-        memory.recycle(Vec::with_capacity(1));
-        assert_eq!(memory.storage().capacity(), MAX_SPARE_IOVECS / 2, "the last one was kept");
+        let taken = || memory.storage().into_parts().iovecs.capacity();
+        memory.recycle(storage(100));
+        assert_eq!(taken(), 100);
+        assert_eq!(taken(), 0, "it was the only one");
+        let half = MAX_SPARE_IOVECS / 2 - counts_as(&Parts::default());
+        memory.recycle(storage(half));
+        memory.recycle(storage(half));
+        memory.recycle(storage(1));
+        assert_eq!(taken(), half, "no more than that is kept");
     }
 }

@@ -79,7 +79,7 @@ pub(crate) fn walk(
 }
 
 /// The chain whose buffers are in the translator.
-#[inline]
+#[inline(always)]
 pub(crate) fn finish(translator: &mut Translator, head: u16, fault: Option<ChainFault>) -> Chain {
     let (readable, writable) = translator.finish_chain();
     Chain { head, readable, writable, fault, memory: translator.memory().clone() }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
-use crate::error::{QueueError, RingPart};
+use crate::error::{ChainFault, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
 use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
@@ -56,13 +56,13 @@ pub struct SplitQueue {
     avail_shadow: u16,
     /// The used entry to write next.
     next_used: u16,
+    in_device: u16,
     /// The used idx in the ring.
     published_used: u16,
-    /// The driver's wish for a call was looked at for all used elements before this one.
-    checked_used: u16,
-    in_device: u16,
     /// How far the avail ring was ahead of the used ring when the queue started.
     avail_ahead: u16,
+    /// The driver's wish for a call was looked at for all used elements before this one.
+    checked_used: u16,
     /// The driver's last event is not known, so call it regardless.
     call_forced: bool,
     /// Chains that an earlier process had seen and not answered, and that are still to be popped.
@@ -159,24 +159,21 @@ impl SplitQueue {
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
         let again_left = self.again_left;
-        let popped = self.pop_from_map();
-        if self.translator.memory().is_intact() {
-            return popped;
+        let walked = self.walk_next();
+        if !self.translator.memory().is_intact() {
+            self.again_left = again_left;
+            return self.pop_after_loss();
         }
-        self.again_left = again_left;
-        self.pop_after_loss(popped)
+        let Some((head, fault)) = walked? else { return Ok(None) };
+        self.next_avail = self.next_avail.wrapping_add(1);
+        self.in_device += 1;
+        // The chain is made where the caller wants it: nothing copies it.
+        Ok(Some(chain::finish(&mut self.translator, head, fault)))
     }
 
     /// What was popped may come from memory that is gone, so it is popped again without it.
     #[cold]
-    fn pop_after_loss(
-        &mut self,
-        popped: Result<Option<Chain>, QueueError>,
-    ) -> Result<Option<Chain>, QueueError> {
-        if let Ok(Some(_)) = popped {
-            self.next_avail = self.next_avail.wrapping_sub(1);
-            self.in_device -= 1;
-        }
+    fn pop_after_loss(&mut self) -> Result<Option<Chain>, QueueError> {
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
         let memory = self.translator.memory();
         // A part of the regions of a map is a map as well.
@@ -188,8 +185,9 @@ impl SplitQueue {
         self.pop()
     }
 
+    /// Walks the next chain, which leaves its buffers in the translator.
     #[inline]
-    fn pop_from_map(&mut self) -> Result<Option<Chain>, QueueError> {
+    fn walk_next(&mut self) -> Result<Option<(u16, Option<ChainFault>)>, QueueError> {
         if self.next_avail == self.avail_shadow && !self.look_for_more()? {
             return Ok(None);
         }
@@ -199,12 +197,7 @@ impl SplitQueue {
             self.head_again()
         };
         let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
-        self.next_avail = self.next_avail.wrapping_add(1);
-        self.in_device += 1;
-        Ok(Some(match fault {
-            None => chain::finish(&mut self.translator, head, None),
-            Some(fault) => chain::finish(&mut self.translator, head, Some(fault)),
-        }))
+        Ok(Some((head, fault)))
     }
 
     /// The next head that an earlier process had seen.

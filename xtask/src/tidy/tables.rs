@@ -220,6 +220,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (7, &["scsi::unit"]),
             (8, &["scsi::units"]),
             (9, &["scsi::event_queue", "scsi::request_queue"]),
+            (10, &["scsi::answer"]),
             (10, &["scsi::block", "scsi::mode", "scsi::reserve", "scsi::unmap"]),
             (11, &["scsi::inquiry"]),
             (12, &["scsi::report"]),

@@ -215,7 +215,7 @@ impl OtherDisk for ElsewhereDisk {
                     buffers.wrote(bytes);
                     Ok(())
                 }
-                Err(error) => Err(Unfinished { error, rest: buffers }),
+                Err(error) => Err(Unfinished::new(error, buffers)),
             }
         })
     }
@@ -224,7 +224,7 @@ impl OtherDisk for ElsewhereDisk {
         Box::pin(async move {
             let (data, range) = (buffers.to_vec(), range(offset, buffers.bytes() as u64));
             let written = self.have(move |content| content[range].copy_from_slice(&data)).await;
-            written.map_err(|error| Unfinished { error, rest: buffers })
+            written.map_err(|error| Unfinished::new(error, buffers))
         })
     }
 

@@ -118,7 +118,7 @@ impl FileDisk {
         fua: bool,
     ) -> Result<(), Unfinished> {
         if fua && let Err(error) = self.file.loss().check() {
-            return Err(Unfinished { error, rest: buffers });
+            return Err(Unfinished::new(error, buffers));
         }
         let kind = OpKind::Write { fua: fua && self.has_dsync.get() };
         let wanted = buffers.bytes();
@@ -135,7 +135,7 @@ impl FileDisk {
             true if self.has_dsync.get() => self.file.loss().check(),
             true => Box::pin(self.flush()).await,
         };
-        settled.map_err(|error| Unfinished { error, rest: Buffers::empty() })
+        settled.map_err(|error| Unfinished::new(error, Buffers::empty()))
     }
 
     /// Writes what others must be kept away from meanwhile, or what is misaligned.
@@ -314,7 +314,7 @@ impl FileDisk {
                     let usable = if moved == wanted { moved } else { part };
                     if usable == 0 {
                         let result = self.nothing_moved(kind, moved, &buffers);
-                        return result.map_err(|error| Unfinished { error, rest: buffers });
+                        return result.map_err(|error| Unfinished::new(error, buffers));
                     }
                     buffers.advance(usable);
                     offset += usable as u64;
@@ -328,7 +328,7 @@ impl FileDisk {
                         self.has_dsync.set(false);
                         kind = OpKind::Write { fua: false };
                     } else {
-                        return Err(Unfinished { error, rest: buffers });
+                        return Err(Unfinished::new(error, buffers));
                     }
                 }
             }
@@ -394,7 +394,7 @@ impl FileDisk {
             let window = Window::of(offset, buffers.bytes(), most, self.request_align);
             let bounce = match self.own_memory(window.bytes, claimed.clone()).await {
                 Ok(bounce) => bounce,
-                Err(error) => return Err(Unfinished { error, rest: buffers }),
+                Err(error) => return Err(Unfinished::new(error, buffers)),
             };
             // The list is used up by the transfer, the memory is not: keep a second list of it.
             let mut view = bounce.again();
@@ -409,14 +409,15 @@ impl FileDisk {
             if result.is_ok() {
                 result = self.transfer(kind, window.start, bounce).await;
                 if kind != OpKind::Read
-                    && let Err(Unfinished { rest, .. }) = &result
+                    && let Err(unfinished) = &result
                 {
-                    let written = window.bytes - rest.bytes();
+                    let written = window.bytes - unfinished.rest().bytes();
                     buffers.advance(written.saturating_sub(window.lead).min(window.piece));
                 }
             }
-            if let Err(Unfinished { error, .. }) = result {
-                return Err(Unfinished { error, rest: buffers });
+            if let Err(unfinished) = result {
+                let (error, _) = unfinished.into_parts();
+                return Err(Unfinished::new(error, buffers));
             }
             if kind == OpKind::Read {
                 buffers.copy_from_buffers(&view, window.piece);

@@ -29,7 +29,7 @@ impl Disk {
     ) -> Request<'_, Result<(), Unfinished>> {
         let bytes = buffers.bytes() as u64;
         if let Err(error) = self.check(offset, bytes) {
-            return Box::pin(ready(Err(Unfinished { error, rest: buffers })));
+            return Box::pin(ready(Err(Unfinished::new(error, buffers))));
         }
         Box::pin(async move {
             self.gate.pass(Direction::Read, bytes).await;
@@ -61,7 +61,7 @@ impl Disk {
     ) -> Request<'_, Result<(), Unfinished>> {
         let bytes = buffers.bytes() as u64;
         if let Err(error) = self.check_write(offset, bytes) {
-            return Box::pin(ready(Err(Unfinished { error, rest: buffers })));
+            return Box::pin(ready(Err(Unfinished::new(error, buffers))));
         }
         Box::pin(async move {
             self.gate.pass(Direction::Write, bytes).await;
@@ -90,9 +90,9 @@ impl Disk {
         Box::pin(async move {
             let mut tries = Tries::new(&self.shared.troubles);
             while let Kind::File(disk) = &self.kind
-                && self.tries_again(&mut tries, Direction::Read, &unfinished.error).await
+                && self.tries_again(&mut tries, Direction::Read, unfinished.error()).await
             {
-                let rest = unfinished.rest;
+                let (_, rest) = unfinished.into_parts();
                 match disk.read(end - rest.bytes() as u64, rest).await {
                     Err(again) => unfinished = again,
                     done => return done,
@@ -114,11 +114,11 @@ impl Disk {
         Box::pin(async move {
             let mut tries = Tries::new(&self.shared.troubles);
             while let Kind::File(disk) = &self.kind
-                && !unfinished.rest.is_empty()
+                && !unfinished.rest().is_empty()
                 && !(fua && disk.may_have_lost())
-                && self.tries_again(&mut tries, Direction::Write, &unfinished.error).await
+                && self.tries_again(&mut tries, Direction::Write, unfinished.error()).await
             {
-                let rest = unfinished.rest;
+                let (_, rest) = unfinished.into_parts();
                 match disk.write(end - rest.bytes() as u64, rest, fua).await {
                     Err(again) => unfinished = again,
                     done => return done,
@@ -141,9 +141,9 @@ impl Disk {
         let mut tries = Tries::new(&self.shared.troubles);
         loop {
             match transfer(buffers.again()).await {
-                Err(Unfinished { error, rest }) if !rest.is_empty() => {
-                    if !self.tries_again(&mut tries, direction, &error).await {
-                        return Err(Unfinished { error, rest });
+                Err(unfinished) if !unfinished.rest().is_empty() => {
+                    if !self.tries_again(&mut tries, direction, unfinished.error()).await {
+                        return Err(unfinished);
                     }
                 }
                 done => return done,

@@ -146,19 +146,43 @@ impl Extent {
     }
 }
 
-/// A transfer that has failed.
+/// A transfer that has failed. It is as small as a pointer, so that the result of a transfer is
+/// returned in registers.
 #[derive(Debug, thiserror::Error)]
-#[error("{error}")]
-pub struct Unfinished {
+#[error("{}", self.error())]
+pub struct Unfinished(Box<(io::Error, Buffers)>);
+
+impl Unfinished {
+    /// A transfer has failed with `error` before `rest` was transferred. An empty `rest`: all of a
+    /// write was, and may be lost.
+    #[cold]
+    #[must_use]
+    pub fn new(error: io::Error, rest: Buffers) -> Self {
+        Self(Box::new((error, rest)))
+    }
+
     /// Why.
-    pub error: io::Error,
+    #[must_use]
+    pub fn error(&self) -> &io::Error {
+        &self.0.0
+    }
+
     /// What was not transferred. Empty: all of a write was, and may be lost.
-    pub rest: Buffers,
+    #[must_use]
+    pub fn rest(&self) -> &Buffers {
+        &self.0.1
+    }
+
+    /// Why, and what was not transferred.
+    #[must_use]
+    pub fn into_parts(self) -> (io::Error, Buffers) {
+        *self.0
+    }
 }
 
 impl From<Unfinished> for io::Error {
     fn from(unfinished: Unfinished) -> Self {
-        unfinished.error
+        unfinished.into_parts().0
     }
 }
 

@@ -242,8 +242,8 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
         assert_eq!(source.remark().unwrap(), "1 jobs");
         if gives_up {
             source.give_up();
-            let error = thread.block_on(write).unwrap().unwrap_err().error;
-            assert_eq!(error.raw_os_error(), Some(libc::EIO));
+            let error = thread.block_on(write).unwrap().unwrap_err();
+            assert_eq!(error.error().raw_os_error(), Some(libc::EIO));
         } else {
             end.set_away(false);
             thread.block_on(write).unwrap().unwrap();

@@ -316,7 +316,7 @@ impl LuksDisk {
             };
             let piece = match read.await {
                 Ok(piece) => piece,
-                Err(error) => return Err(Unfinished { error, rest: buffers }),
+                Err(error) => return Err(Unfinished::new(error, buffers)),
             };
             self.convert(Direction::Decrypt, offset, &piece, &buffers);
             buffers.advance(piece.bytes());
@@ -334,15 +334,16 @@ impl LuksDisk {
         while !buffers.is_empty() {
             let memory = match self.own_memory(buffers.bytes() as u64).await {
                 Ok(memory) => memory,
-                Err(error) => return Err(Unfinished { error, rest: buffers }),
+                Err(error) => return Err(Unfinished::new(error, buffers)),
             };
             let bytes = memory.bytes();
             self.convert(Direction::Encrypt, offset, &buffers, &memory);
             let result = self.below.write(offset, memory, fua).await;
-            let left = result.as_ref().map_or_else(|unfinished| unfinished.rest.bytes(), |()| 0);
+            let left = result.as_ref().map_or_else(|unfinished| unfinished.rest().bytes(), |()| 0);
             buffers.advance(bytes - left);
-            if let Err(Unfinished { error, .. }) = result {
-                return Err(Unfinished { error, rest: buffers });
+            if let Err(unfinished) = result {
+                let (error, _) = unfinished.into_parts();
+                return Err(Unfinished::new(error, buffers));
             }
             offset += bytes as u64;
         }

@@ -345,10 +345,7 @@ impl NbdDisk {
             }
             drop(memory);
         }
-        failed.map_err(|errno| Unfinished {
-            error: io::Error::from_raw_os_error(errno),
-            rest: buffers,
-        })
+        failed.map_err(|errno| Unfinished::new(io::Error::from_raw_os_error(errno), buffers))
     }
 
     /// Has ranges of the disk treated, in as many requests as it takes.
@@ -388,7 +385,7 @@ impl NbdDisk {
 fn unfinished(result: Result<Extent, i32>, rest: Buffers) -> Result<(), Unfinished> {
     match result {
         Ok(_) => Ok(()),
-        Err(errno) => Err(Unfinished { error: io::Error::from_raw_os_error(errno), rest }),
+        Err(errno) => Err(Unfinished::new(io::Error::from_raw_os_error(errno), rest)),
     }
 }
 
@@ -418,7 +415,7 @@ impl OtherDisk for NbdDisk {
             match fua && !has_fua {
                 true => {
                     let flushed = self.flush().await;
-                    flushed.map_err(|error| Unfinished { error, rest: Buffers::empty() })
+                    flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))
                 }
                 false => Ok(()),
             }

@@ -303,7 +303,7 @@ impl RbdDisk {
             piece.truncate(bytes);
             let done = begin(offset, piece).await;
             if let Err(error) = done.result {
-                return Err(Unfinished { error: self.seen(error), rest });
+                return Err(Unfinished::new(self.seen(error), rest));
             }
             rest.advance(bytes);
             offset += bytes as u64;
@@ -311,7 +311,7 @@ impl RbdDisk {
         let done = begin(offset, rest).await;
         match done.result {
             Ok(_) => Ok(()),
-            Err(error) => Err(Unfinished { error: self.seen(error), rest: done.buffers }),
+            Err(error) => Err(Unfinished::new(self.seen(error), done.buffers)),
         }
     }
 
@@ -357,7 +357,7 @@ impl OtherDisk for RbdDisk {
             self.transfer(offset, buffers, begin).await?;
             if fua {
                 let flushed = self.flush_all().await;
-                flushed.map_err(|error| Unfinished { error, rest: Buffers::empty() })?;
+                flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))?;
             }
             Ok(())
         })

@@ -316,7 +316,7 @@ fn a_full_file_system_is_reported_as_such() {
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
     let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
-    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::ENOSPC));
+    assert_eq!(result.unwrap_err().error().raw_os_error(), Some(libc::ENOSPC));
 }
 
 /// A character device has no pages to write back: `fdatasync` says that it cannot (EINVAL), and
@@ -349,7 +349,7 @@ fn what_is_put_off_is_tried_again_and_fails_in_the_end() {
     let thread = thread(EngineKind::Threads);
     let disk = source.attach(thread.io());
     let result = thread.block_on(disk.read(0, Buffers::aligned(64 << 20, 512))).unwrap();
-    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::EAGAIN));
+    assert_eq!(result.unwrap_err().error().raw_os_error(), Some(libc::EAGAIN));
     let failed = thread.io().stats().read.errors.get();
     assert!(failed >= 2, "it was not tried again");
 }
@@ -365,11 +365,11 @@ fn ranges_are_checked_and_read_only_is_kept() {
         [(MIB, 512), (MIB - 512, 1024), (1, 512), (0, 100), (u64::MAX - 511, 512)]
     {
         let result = thread.block_on(disk.read(offset, Buffers::aligned(bytes, 512))).unwrap();
-        let errno = result.unwrap_err().error.raw_os_error();
+        let errno = result.unwrap_err().error().raw_os_error();
         assert_eq!(errno, Some(libc::EINVAL), "{offset} {bytes}");
     }
     let result = thread.block_on(disk.write(0, Buffers::aligned(512, 512), false)).unwrap();
-    assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::EROFS));
+    assert_eq!(result.unwrap_err().error().raw_os_error(), Some(libc::EROFS));
     assert!(thread.block_on(disk.discard(0, 512)).unwrap().is_err());
     assert!(thread.block_on(disk.write_zeroes(0, 512, true)).unwrap().is_err());
 }

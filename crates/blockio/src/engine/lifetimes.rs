@@ -54,7 +54,7 @@ fn a_disk_that_outlives_its_thread_starts_nothing() {
                 let Poll::Ready(result) = poll_once(disk.read(offset, memory)) else {
                     panic!("{engine}: the read of a thread that has ended is still pending");
                 };
-                assert_eq!(result.unwrap_err().error.raw_os_error(), Some(libc::ECANCELED));
+                assert_eq!(result.unwrap_err().error().raw_os_error(), Some(libc::ECANCELED));
                 assert!(view.to_vec().iter().all(|&byte| byte == 0), "{engine}: it was done");
             }
             let flushed = poll_once(disk.flush());

@@ -97,39 +97,44 @@ impl Handler for Blk {
     }
 
     /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.
-    async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
-        let head = chain.head;
-        let Some(status) = chain.writable.take_last_byte() else {
-            // The chain has no room for a status.
-            queue.push_unanswered(head);
-            return;
-        };
-        let room = chain.writable.bytes();
-        let (kind, result, written) = match chain.fault {
-            None => {
-                let Outcome { kind, result, rest } =
-                    execute(&self, &queue, head, chain.readable, chain.writable).await;
-                (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
+    fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
+        async move {
+            let head = chain.head;
+            let Some(status) = chain.writable.take_last_byte() else {
+                // The chain has no room for a status.
+                queue.push_unanswered(head);
+                return;
+            };
+            let room = chain.writable.bytes();
+            let (kind, result, written) = match chain.fault {
+                None => {
+                    let Outcome { kind, result, rest } =
+                        execute(&self, &queue, head, chain.readable, chain.writable).await;
+                    (kind, result, rest.map_or(room + 1, |rest| settle_rest(room, &rest)))
+                }
+                Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
+            };
+            // What was read from memory that is gone were zeroes; what was written there is lost.
+            match result {
+                Ok(_) if !chain.memory.is_intact() => {
+                    queue.fail(kind, &RequestError::MemoryGone);
+                    status.write(RequestError::MemoryGone.status());
+                }
+                Ok(bytes) => {
+                    queue.count(kind, bytes);
+                    status.write(S_OK);
+                }
+                Err(error) => {
+                    queue.fail(kind, &error);
+                    status.write(error.status());
+                }
             }
-            Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
-        };
-        // What was read from memory that is gone were zeroes, and what was written there is lost.
-        match result {
-            Ok(_) if !chain.memory.is_intact() => {
-                queue.fail(kind, &RequestError::MemoryGone);
-                status.write(RequestError::MemoryGone.status());
-            }
-            Ok(bytes) => {
-                queue.count(kind, bytes);
-                status.write(S_OK);
-            }
-            Err(error) => {
-                queue.fail(kind, &error);
-                status.write(error.status());
-            }
+            let Ok(written) = u32::try_from(written) else {
+                unreachable!("chains are below 4 GiB")
+            };
+            queue.push(head, written);
         }
-        let Ok(written) = u32::try_from(written) else { unreachable!("chains are below 4 GiB") };
-        queue.push(head, written);
     }
 }
 
@@ -234,7 +239,8 @@ async fn read(blk: &Blk, sector: u64, writable: Buffers) -> Outcome {
     let bytes = writable.bytes() as u64;
     match blk.disk.read(offset, writable).await {
         Ok(()) => Outcome { kind, result: Ok(bytes), rest: None },
-        Err(Unfinished { error: source, rest }) => {
+        Err(unfinished) => {
+            let (source, rest) = unfinished.into_parts();
             let error = RequestError::Disk { action: "read", offset, source };
             Outcome { kind, result: Err(error), rest: Some(rest) }
         }
@@ -246,8 +252,11 @@ async fn write(blk: &Blk, sector: u64, readable: Buffers) -> Result<u64, Request
     let bytes = readable.bytes() as u64;
     let fua = blk.device.write_through();
     let result = blk.disk.write(offset, readable, fua).await;
-    let failed =
-        |error: Unfinished| RequestError::Disk { action: "write", offset, source: error.error };
+    let failed = |unfinished: Unfinished| RequestError::Disk {
+        action: "write",
+        offset,
+        source: unfinished.into(),
+    };
     result.map_err(failed)?;
     Ok(bytes)
 }

@@ -56,7 +56,7 @@ pub(super) struct Write {
 }
 
 /// Blocks of a medium.
-#[inline]
+#[inline(always)]
 pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
     let info = disk.info();
     // A power of two.
@@ -95,7 +95,7 @@ fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure 
 /// and may use them: it goes by the residual and the address.
 #[cold]
 fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) -> Failure {
-    let Unfinished { error: source, rest } = unfinished;
+    let (source, rest) = unfinished.into_parts();
     let block: usize = iomem::fits(block, "a logical block");
     let blocks = (wanted - rest.bytes()) / block;
     let lba = range.lba + blocks as u64;
@@ -106,7 +106,7 @@ fn cut_short(range: Range, block: u32, wanted: usize, unfinished: Unfinished) ->
 /// was not written; where all were, nobody knows which is lost.
 #[cold]
 fn not_written(range: Range, block: u32, unfinished: Unfinished) -> Failure {
-    let Unfinished { error, rest } = unfinished;
+    let (error, rest) = unfinished.into_parts();
     let blocks = (range.bytes - rest.bytes() as u64) / u64::from(block);
     let at = DiskUse::writes("write", range.lba + blocks);
     disk_error(if rest.is_empty() { DiskUse::FLUSH } else { at }, error)
@@ -140,7 +140,7 @@ fn length(range: Range, buffers: &Buffers) -> Result<usize, Failure> {
 }
 
 /// What a command reads, unless that is nothing; `into` has room for that, and for no more then.
-#[inline]
+#[inline(always)]
 pub(super) fn begin_read(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -176,7 +176,7 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
 }
 
 /// What a command writes, unless that is nothing; `out` has that, and no more then.
-#[inline]
+#[inline(always)]
 pub(super) fn begin_write(
     local: &LocalUnit,
     cdb: &Cdb,
@@ -468,7 +468,8 @@ mod tests {
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
-        let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
+        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        let task = Task { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
         let ended = thread.block_on(async {
@@ -491,7 +492,8 @@ mod tests {
         let disk = source.attach(thread.io());
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
-        let task = Task { tasks: &tasks, number: tasks.begin(tasks.arrive(unit, None, 7, 1)) };
+        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        let task = Task { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         for (how, data) in [
             (Check::Medium, Buffers::empty()),
@@ -522,7 +524,7 @@ mod tests {
         let range = Range { lba: 100, offset: 51_200, bytes: 2048 };
         let cut = |rest: usize| {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            cut_short(range, 512, 2048, Unfinished { error, rest: Buffers::aligned(rest, 1) })
+            cut_short(range, 512, 2048, Unfinished::new(error, Buffers::aligned(rest, 1)))
         };
         for (rest, blocks) in [(2048, 0), (1024, 2), (1000, 2), (1, 3)] {
             let failure = cut(rest);
@@ -541,7 +543,7 @@ mod tests {
             [(2048, Some(100)), (1024, Some(102)), (1000, Some(102)), (1, Some(103)), (0, None)]
         {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            let unfinished = Unfinished { error, rest: Buffers::aligned(rest, 1) };
+            let unfinished = Unfinished::new(error, Buffers::aligned(rest, 1));
             let failure = not_written(range, 512, unfinished);
             assert_eq!(failure.moved(), 0, "{rest}");
             let Failure::Disk { asked, .. } = failure else { unreachable!() };

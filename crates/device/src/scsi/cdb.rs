@@ -2,9 +2,8 @@
 
 use super::sense::Sense;
 
-/// The bytes of a CDB that are looked at: the commands here have at most 16. With what is before a
-/// CDB in a request they are five words, which are read as such.
-pub(crate) const KEPT_BYTES: usize = 21;
+/// The bytes of a CDB that are looked at: the commands here have at most so many.
+pub(crate) const KEPT_BYTES: usize = 16;
 
 /// What a command does, whatever the length of its CDB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,14 +84,12 @@ pub(crate) const UNMAP: u8 = 0x08;
 const F: u8 = 0xff;
 /// Of the second byte.
 const SERVICE_ACTION: u8 = 0x1f;
-/// Bytes of the longest CDB of a command here.
-const LONGEST: usize = 16;
 
 const fn command(op: Op, usage: &'static [u8], has_service_action: bool) -> Command {
-    assert!(usage.len() <= LONGEST);
-    let mut used = [0; LONGEST];
+    assert!(usage.len() <= KEPT_BYTES);
+    let mut used = [0; KEPT_BYTES];
     let mut at = 0;
-    while at < LONGEST {
+    while at < KEPT_BYTES {
         // What follows the CDB is not its own.
         used[at] = if at == 0 || at >= usage.len() { F } else { usage[at] };
         at += 1;
@@ -182,14 +179,22 @@ static FIRST: [u8; 256] = {
 };
 const NOWHERE: u8 = 255;
 
-/// The front of a CDB, followed by zeroes.
+/// The front of a CDB, followed by zeroes: a number in the order of its bytes, big-endian. Fields
+/// come from registers then, wherever they are.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Cdb(pub(crate) [u8; KEPT_BYTES]);
+pub(crate) struct Cdb(u128);
 
 impl Cdb {
+    /// From its two halves, as they are in memory.
+    #[inline]
+    pub(crate) fn of([first, second]: [u64; 2]) -> Self {
+        let number = |half: u64| u128::from(u64::from_be_bytes(half.to_le_bytes()));
+        Self(number(first) << 64 | number(second))
+    }
+
     #[inline]
     pub(crate) fn opcode(&self) -> u8 {
-        self.0[0]
+        self.byte(0)
     }
 
     /// Whether a read or a write is of the medium itself: FUA. The CDBs of 6 bytes have an address
@@ -202,7 +207,7 @@ impl Cdb {
 
     #[inline]
     pub(crate) fn byte(&self, at: usize) -> u8 {
-        self.0[at]
+        u8::from_be_bytes(self.array(at))
     }
 
     #[inline]
@@ -222,7 +227,9 @@ impl Cdb {
 
     #[inline]
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
-        *self.0[at..].first_chunk().expect("a field of the longest CDB")
+        // What is before the field goes, and the rest follows it.
+        let from_field = self.0 << (8 * at);
+        *from_field.to_be_bytes().first_chunk().expect("a field of a CDB")
     }
 
     /// The command that it is. Its fields are not [checked](Self::check).
@@ -248,8 +255,7 @@ impl Cdb {
     /// When one is set.
     #[inline]
     pub(crate) fn check(&self, command: &Command) -> Result<(), Sense> {
-        let start: [u8; LONGEST] = self.array(0);
-        let excess = u128::from_be_bytes(start) & command.zero;
+        let excess = self.0 & command.zero;
         if excess == 0 { Ok(()) } else { Err(in_excess(excess)) }
     }
 
@@ -302,7 +308,7 @@ mod tests {
     fn cdb(bytes: &[u8]) -> Cdb {
         let mut cdb = [0; KEPT_BYTES];
         cdb[..bytes.len()].copy_from_slice(bytes);
-        Cdb(cdb)
+        Cdb(u128::from_be_bytes(cdb))
     }
 
     #[test]
@@ -331,7 +337,7 @@ mod tests {
             if command.has_service_action {
                 good[1] = command.usage[1] & SERVICE_ACTION;
             }
-            assert_eq!(Cdb(good).command().unwrap(), command);
+            assert_eq!(cdb(&good).command().unwrap(), command);
             for at in 1..command.usage.len() {
                 for bit in 0..8 {
                     let mut bytes = good;
@@ -345,7 +351,11 @@ mod tests {
                         } else {
                             Err(Sense::in_cdb(field, Some(bit)))
                         };
-                        assert_eq!(Cdb(bytes).check(command), expected, "{command:?}, {at}, {bit}");
+                        assert_eq!(
+                            cdb(&bytes).check(command),
+                            expected,
+                            "{command:?}, {at}, {bit}"
+                        );
                     }
                 }
             }

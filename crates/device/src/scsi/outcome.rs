@@ -74,7 +74,7 @@ impl From<usize> for Done {
 #[derive(Clone, Copy)]
 pub(crate) struct Task<'a> {
     pub(crate) tasks: &'a Tasks,
-    pub(crate) number: usize,
+    pub(crate) number: u16,
 }
 
 impl Task<'_> {

@@ -284,6 +284,13 @@ impl Attached {
         &self.reservations
     }
 
+    /// Whether some commands conflict with the reservation. As for `conflicts`, whoever relies on a
+    /// new one has learnt of it by what orders more than this load could.
+    #[inline]
+    pub(crate) fn is_restricted(&self) -> bool {
+        self.conflicts.load(Ordering::Relaxed) != 0
+    }
+
     /// Whether a command of this class conflicts with the reservation, now that its processing
     /// begins. If so, its status is RESERVATION CONFLICT, whatever else is wrong with it.
     #[inline]

@@ -1,28 +1,23 @@
 //! One command (virtio 1.3, section 5.6.6.1), from its chain to its response.
 
-use std::ops::Range;
 use std::rc::Rc;
 
 use blockio::Io;
 use iomem::{Buffers, SharedBytes};
-use virtio_bindings::virtio_scsi::{
-    VIRTIO_SCSI_S_ABORTED, VIRTIO_SCSI_S_BAD_TARGET, VIRTIO_SCSI_S_FAILURE, VIRTIO_SCSI_S_OK,
-    VIRTIO_SCSI_S_OVERRUN, VIRTIO_SCSI_S_RESET,
-};
-use virtqueue::{Chain, LocalMemory};
+use virtqueue::Chain;
 
-use super::address::{Address, UnitAddress};
+use super::address::Address;
+use super::answer::{Answer, Served, response_bytes};
 use super::block::Write;
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
 use super::request_queue::{LocalUnit, RequestQueue};
-use super::sense::{Format, Sense};
-use super::task_set::{Abort, Arrived};
+use super::sense::Sense;
+use super::task_set::Ended;
 use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve, unmap};
-use crate::common::byte;
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -30,25 +25,6 @@ use crate::stats::RequestKind;
 /// Bytes before the CDB.
 const FIXED_HEADER_BYTES: usize = 19;
 const KEPT_HEADER_BYTES: usize = FIXED_HEADER_BYTES + KEPT_BYTES;
-/// Bytes of a response before the sense data.
-const FIXED_RESPONSE_BYTES: usize = 12;
-/// Sense data of the default size.
-const SENSE_BYTES: usize = 96;
-/// Where a response has the bytes that were not transferred.
-const RESIDUAL: Range<usize> = 4..8;
-
-/// Responses, which are a byte each.
-const S_OK: u8 = byte(VIRTIO_SCSI_S_OK);
-const S_OVERRUN: u8 = byte(VIRTIO_SCSI_S_OVERRUN);
-const S_ABORTED: u8 = byte(VIRTIO_SCSI_S_ABORTED);
-const S_BAD_TARGET: u8 = byte(VIRTIO_SCSI_S_BAD_TARGET);
-const S_RESET: u8 = byte(VIRTIO_SCSI_S_RESET);
-const S_FAILURE: u8 = byte(VIRTIO_SCSI_S_FAILURE);
-
-/// Status codes (SAM-6, table 33); that of GOOD is 0.
-const CHECK_CONDITION: u8 = 0x02;
-const BUSY: u8 = 0x08;
-const RESERVATION_CONFLICT: u8 = 0x18;
 
 /// What serves the requests of one queue.
 pub(crate) struct Scsi {
@@ -56,11 +32,22 @@ pub(crate) struct Scsi {
     queue: Rc<RequestQueue>,
 }
 
-/// What a request says besides its CDB.
+/// What a request says.
 struct Header {
     address: Address,
     tag: u64,
     cdb: Cdb,
+}
+
+/// Where a request has its address, its tag and the two halves of the CDB that are kept.
+const WORDS: [usize; 4] = [0, 8, FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + 8];
+
+impl Header {
+    /// From the words at [`WORDS`], as they are in memory.
+    #[inline]
+    fn of([address, tag, first, second]: [u64; WORDS.len()]) -> Self {
+        Self { address: Address::parse(address.to_le_bytes()), tag, cdb: Cdb::of([first, second]) }
+    }
 }
 
 impl Scsi {
@@ -69,12 +56,21 @@ impl Scsi {
         Self { device: device.clone(), queue: device.start_queue(index, io, queue) }
     }
 
+    /// Takes off where the answer goes. `None`: the chain has no room for one, or is bad.
+    #[inline]
+    fn response(&self, chain: &mut Chain) -> Option<SharedBytes> {
+        if chain.fault.is_some() {
+            return None;
+        }
+        chain.writable.take_shared_bytes(response_bytes(self.device.sense_size()))
+    }
+
     #[inline]
     fn header(&self, readable: &mut Buffers) -> Option<Header> {
         let cdb_size: usize = iomem::fits(self.device.cdb_size(), "a size of CDBs");
         let whole = FIXED_HEADER_BYTES + cdb_size;
         if cdb_size >= KEPT_BYTES {
-            return readable.take_front_of::<KEPT_HEADER_BYTES>(whole).map(|bytes| split(&bytes));
+            return readable.take_words(WORDS, whole).map(Header::of);
         }
         if readable.bytes() < whole {
             return None;
@@ -82,40 +78,64 @@ impl Scsi {
         let mut bytes = [0; KEPT_HEADER_BYTES];
         readable.copy_to(0, &mut bytes[..whole]);
         readable.advance(whole);
-        Some(split(&bytes))
+        let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("in there"));
+        Some(Header::of(WORDS.map(word)))
     }
 
-    /// How a command goes on that has come; `None` if it is no unit that has the answer.
-    #[inline]
-    fn way(
+    /// Lets a command begin, up to where it waits for something.
+    #[inline(always)]
+    fn begin(
         &self,
-        local: Option<Rc<LocalUnit>>,
-        cdb: &Cdb,
+        queue: &Queue,
+        header: Option<Header>,
         room: [usize; 2],
-        (arrived, head): (&mut Arrived, u16),
-    ) -> Result<(Rc<LocalUnit>, Way), Option<Refused>> {
-        arrived.check().map_err(|abort| refused(Failure::Aborted(abort)))?;
+        chain: &mut Chain,
+    ) -> Begun {
+        let (tasks, head) = (&self.queue.tasks, chain.head);
+        let next_avail = queue.next_avail();
+        let Some(header @ Header { address: Address::Unit(address), tag, .. }) = header else {
+            tasks.skip(next_avail);
+            return Begun::Alone(header, Ended::default());
+        };
+        let local = self.queue.unit(address);
+        let unit = local.as_ref().map(|local| local.unit.number);
+        let begun = tasks.begin(head, (address, unit), tag, next_avail);
+        if begun.is_err() {
+            // The end of the task says how.
+            return Begun::nothing(tasks.end(head), RequestKind::Other, None);
+        }
         let is_both_ways = !room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
-            return Err(None);
+            return Begun::Alone(Some(header), tasks.end(head));
         };
-        let way = self.admit(&local, cdb, (arrived, head))?;
-        Ok((local, way))
+        let (kind, refused) = match self.admit(&local, &header.cdb, head) {
+            Ok(Way::Read) => match block::begin_read(&local, &header.cdb, &mut chain.writable) {
+                Ok(Some(range)) => return Begun::Read { local, range },
+                nothing => (RequestKind::Read, nothing.err()),
+            },
+            Ok(Way::Write) => match block::begin_write(&local, &header.cdb, &mut chain.readable) {
+                Ok(Some(write)) => return Begun::Write { local, write },
+                nothing => (RequestKind::Write, nothing.err()),
+            },
+            Ok(way @ (Way::Other(op) | Way::Waits(op))) => {
+                let how = (op, matches!(way, Way::Waits(_)));
+                return Begun::Other { local, how, header };
+            }
+            Err(refused) => (RequestKind::Other, Some(refused)),
+        };
+        Begun::nothing(tasks.end(head), kind, refused)
     }
 
     /// How a command goes on, if the unit carries it out now.
     #[inline]
-    fn admit(
-        &self,
-        local: &LocalUnit,
-        cdb: &Cdb,
-        (arrived, head): (&mut Arrived, u16),
-    ) -> Result<Way, Refused> {
+    fn admit(&self, local: &LocalUnit, cdb: &Cdb, head: u16) -> Result<Way, Refused> {
         let unit = &local.unit;
         let command = cdb.command().map_err(refused)?;
         let op = command.op;
-        let hears_first = !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense);
-        if hears_first && let Some(sense) = unit.attentions.take() {
+        if unit.attentions.has_any()
+            && !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense)
+            && let Some(sense) = unit.attentions.take()
+        {
             return Err(self.attention(unit, op, head, sense));
         }
         reserve::check(unit, op, cdb).map_err(refused)?;
@@ -125,7 +145,7 @@ impl Scsi {
                 return Ok(Way::Waits(op));
             }
             // It is found by whoever excludes others from now on, and looks for this no more.
-            self.queue.tasks.takes_medium_at_once(arrived);
+            self.queue.tasks.takes_medium(head);
         }
         Ok(match op {
             Op::Read if !cdb.asks_fua() => Way::Read,
@@ -169,7 +189,7 @@ impl Scsi {
         local: Rc<LocalUnit>,
         (op, waits): (Op, bool),
         header: Header,
-        number: usize,
+        number: u16,
         data: Data,
     ) -> Served {
         let (local, cdb) = (&*local, &header.cdb);
@@ -249,9 +269,6 @@ enum Way {
     Waits(Op),
 }
 
-/// What has come of a command, and what it counts as.
-type Served = (RequestKind, Result<Done, Refused>);
-
 /// What has come of a command that an earlier process may have carried out before it could answer.
 /// One whose success makes it fail the second time has perhaps succeeded.
 #[cold]
@@ -312,181 +329,79 @@ impl Handler for Scsi {
 
     /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the
     /// chain.
-    async fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) {
-        let head = chain.head;
-        let sense_bytes: usize = iomem::fits(self.device.sense_size(), "a size of sense data");
-        let response = chain.writable.take_shared_bytes(FIXED_RESPONSE_BYTES + sense_bytes);
-        let (Some(response), None) = (response, &chain.fault) else {
-            return self.give_up(&queue, head);
-        };
-        let header = self.header(&mut chain.readable);
-        let room = [chain.readable.bytes(), chain.writable.bytes()];
-        let answer =
-            Answer { scsi: &self, queue: &queue, head, response, room, memory: chain.memory };
-        let tasks = &self.queue.tasks;
-        let Some(header @ Header { address: Address::Unit(address), tag, .. }) = header else {
-            tasks.skip(queue.next_avail());
-            let data = Data { out: chain.readable, into: chain.writable };
-            answer.give(None, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)));
-            return;
-        };
-        let local = self.queue.unit(address);
-        let unit = local.as_ref().map(|local| local.unit.number);
-        let mut arrived = tasks.arrive(address, unit, tag, queue.next_avail());
-        let (ended, (kind, done)) = match self.way(local, &header.cdb, room, (&mut arrived, head)) {
-            Ok((local, way)) => {
-                let task = tasks.begin(arrived);
-                let served = match way {
-                    Way::Read => {
-                        let range = block::begin_read(&local, &header.cdb, &mut chain.writable);
-                        let moved = match range {
-                            Ok(Some(range)) => {
-                                let result = local.disk.read(range.offset, chain.writable).await;
-                                block::end_read(&local, range, result).map_err(refused)
-                            }
-                            Ok(None) => Ok(0),
-                            Err(refused) => Err(refused),
-                        };
-                        (RequestKind::Read, moved.map(Done::from))
-                    }
-                    Way::Write => {
-                        let write = block::begin_write(&local, &header.cdb, &mut chain.readable);
-                        let moved = match write {
-                            Ok(Some(Write { range, fua })) => {
-                                let out = chain.readable;
-                                let result = local.disk.write(range.offset, out, fua).await;
-                                block::end_write(&local, range, result).map_err(refused)
-                            }
-                            Ok(None) => Ok(0),
-                            Err(refused) => Err(refused),
-                        };
-                        (RequestKind::Write, moved.map(Done::from))
-                    }
-                    Way::Other(op) | Way::Waits(op) => {
-                        let data = Data { out: chain.readable, into: chain.writable };
-                        let how = (op, matches!(way, Way::Waits(_)));
-                        let served = Box::pin(self.execute(local, how, header, task, data)).await;
-                        if queue.is_done_again(head) { done_again(op, served) } else { served }
-                    }
-                };
-                (tasks.end(task), served)
-            }
-            Err(refused) => {
-                let data = Data { out: chain.readable, into: chain.writable };
-                let alone = || self.answer_alone(Some(&header), &data);
-                (tasks.end_at_once(&arrived), (RequestKind::Other, refused.map_or_else(alone, Err)))
-            }
-        };
-        let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
-        answer.give(Some(address), (kind, done));
-        // Whoever waits for the task answers on another queue, and this answer comes first.
-        ended.tell(|| queue.publish_early());
-    }
-}
-
-/// What is needed to answer a chain.
-struct Answer<'a> {
-    scsi: &'a Scsi,
-    queue: &'a Queue,
-    head: u16,
-    response: SharedBytes,
-    /// Bytes of data in both directions.
-    room: [usize; 2],
-    memory: LocalMemory,
-}
-
-impl Answer<'_> {
-    /// Answers a command for a unit or for none: counts it, writes its response, pushes its chain.
-    #[inline]
-    fn give(&self, unit: Option<UnitAddress>, (kind, done): Served) {
-        let [out, into] = self.room;
-        let all = out + into;
-        let response_bytes = self.response.bytes();
-        let moved = match done {
-            Ok(done) if self.memory.is_intact() => {
-                self.queue.count(kind, done.medium_bytes);
-                if done.moved == all {
-                    self.response.zero();
-                } else {
-                    let mut bytes = [0; RESIDUAL.end];
-                    bytes[RESIDUAL].copy_from_slice(&residual(all - done.moved));
-                    self.response.write(&bytes);
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
+    fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
+        async move {
+            let head = chain.head;
+            let Some(response) = self.response(&mut chain) else {
+                return self.give_up(&queue, head);
+            };
+            let header = self.header(&mut chain.readable);
+            let room = [chain.readable.bytes(), chain.writable.bytes()];
+            let unit = match header {
+                Some(Header { address: Address::Unit(unit), .. }) => Some(unit),
+                _ => None,
+            };
+            let begun = self.begin(&queue, header, room, &mut chain);
+            let (local, queue, memory) = (&*self.queue, &*queue, chain.memory);
+            let answer = Answer { local, queue, head, unit, response, room, memory };
+            let tasks = &self.queue.tasks;
+            let (ended, (kind, done)) = match begun {
+                Begun::Read { local, range } => {
+                    let result = local.disk.read(range.offset, chain.writable).await;
+                    let moved = block::end_read(&local, range, result).map_err(refused);
+                    (tasks.end(head), (RequestKind::Read, moved.map(Done::from)))
                 }
-                done.moved
-            }
-            // What was read from memory that is gone were zeroes, and what was written is lost.
-            Ok(_) => self.fail(unit, kind, &Failure::MemoryGone),
-            Err(failure) => self.fail(unit, kind, &failure),
-        };
-        let data = if into > 0 { moved } else { 0 };
-        self.queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
+                Begun::Write { local, write: Write { range, fua } } => {
+                    let result = local.disk.write(range.offset, chain.readable, fua).await;
+                    let moved = block::end_write(&local, range, result).map_err(refused);
+                    (tasks.end(head), (RequestKind::Write, moved.map(Done::from)))
+                }
+                Begun::Other { local, how, header } => {
+                    let data = Data { out: chain.readable, into: chain.writable };
+                    let served = Box::pin(self.execute(local, how, header, head, data)).await;
+                    let again = queue.is_done_again(head);
+                    (tasks.end(head), if again { done_again(how.0, served) } else { served })
+                }
+                Begun::Ended(ended, served) => (ended, served),
+                Begun::Alone(header, ended) => {
+                    let data = Data { out: chain.readable, into: chain.writable };
+                    (ended, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)))
+                }
+            };
+            let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
+            answer.give((kind, done));
+            // Whoever waits for the task answers on another queue, and this answer comes first.
+            ended.tell(|| queue.publish_early());
+        }
     }
+}
 
-    /// Writes the response of a command that has failed. Returns what it has transferred even so.
+/// How far a command has come when it has begun.
+enum Begun {
+    Read {
+        local: Rc<LocalUnit>,
+        range: block::Range,
+    },
+    Write {
+        local: Rc<LocalUnit>,
+        write: Write,
+    },
+    /// As [`Scsi::execute`] takes it.
+    Other {
+        local: Rc<LocalUnit>,
+        how: (Op, bool),
+        header: Header,
+    },
+    Ended(Ended, Served),
+    /// It is no unit that has the answer.
+    Alone(Option<Header>, Ended),
+}
+
+impl Begun {
+    /// A transfer of no blocks, or a command that is refused.
     #[cold]
-    fn fail(&self, unit: Option<UnitAddress>, kind: RequestKind, failure: &Failure) -> usize {
-        let moved = failure.moved();
-        let local = unit.and_then(|unit| self.scsi.queue.unit(unit));
-        let format = local.map_or(Format::Fixed, |local| local.unit.sense_format());
-        let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
-        put(failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
-        let [out, into] = self.room;
-        bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
-        self.response.write(&bytes);
-        if failure.is_usual() {
-            self.queue.refuse(kind);
-        } else {
-            self.queue.fail(kind, failure);
-        }
-        moved
+    fn nothing(ended: Ended, kind: RequestKind, refused: Option<Refused>) -> Self {
+        Self::Ended(ended, (kind, refused.map_or(Ok(Done::from(0)), Err)))
     }
-}
-
-#[inline]
-fn residual(bytes: usize) -> [u8; 4] {
-    u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes()
-}
-
-/// Writes what the driver learns about a failure: the one place where it is chosen.
-fn put(
-    failure: &Failure,
-    format: Format,
-    room: usize,
-    bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES],
-) {
-    let (response, status, sense) = match failure {
-        Failure::Check(sense) | Failure::Disk { sense, .. } => {
-            (S_OK, CHECK_CONDITION, Some(*sense))
-        }
-        Failure::NotSaved(_) => (S_OK, CHECK_CONDITION, Some(Sense::NOT_SAVED)),
-        Failure::MemoryGone => (S_OK, CHECK_CONDITION, Some(Sense::MEMORY_GONE)),
-        Failure::Conflict => (S_OK, RESERVATION_CONFLICT, None),
-        Failure::Busy => (S_OK, BUSY, None),
-        Failure::Overrun => (S_OVERRUN, 0, None),
-        Failure::BadTarget => (S_BAD_TARGET, 0, None),
-        Failure::Malformed(_) => (S_FAILURE, 0, None),
-        Failure::Aborted(Abort::Aborted) => (S_ABORTED, 0, None),
-        Failure::Aborted(Abort::Reset) => (S_RESET, 0, None),
-    };
-    (bytes[10], bytes[11]) = (status, response);
-    if let Some(sense) = sense {
-        let data = sense.data(format);
-        let length = data.len().min(room);
-        bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(length, "sense data")));
-        bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
-    }
-}
-
-#[inline]
-fn split(bytes: &[u8; KEPT_HEADER_BYTES]) -> Header {
-    Header {
-        address: Address::parse(part(bytes, 0)),
-        tag: u64::from_le_bytes(part(bytes, 8)),
-        cdb: Cdb(part(bytes, FIXED_HEADER_BYTES)),
-    }
-}
-
-#[inline]
-fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    *bytes[at..].first_chunk().expect("it is in there")
 }

@@ -22,6 +22,11 @@ const POWER_CONDITION: u8 = 0xf0;
 /// Whether a reservation keeps the initiator from this command.
 #[inline]
 pub(super) fn check(unit: &Unit, op: Op, cdb: &Cdb) -> Result<(), Failure> {
+    if !unit.attached.is_restricted() { Ok(()) } else { check_class(unit, op, cdb) }
+}
+
+#[cold]
+fn check_class(unit: &Unit, op: Op, cdb: &Cdb) -> Result<(), Failure> {
     let class = match op {
         Op::Read
         | Op::Verify

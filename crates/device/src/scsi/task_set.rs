@@ -58,7 +58,7 @@ pub(crate) enum Which {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TaskId {
     queue: u64,
-    number: usize,
+    number: u16,
 }
 
 impl TaskId {
@@ -71,14 +71,13 @@ impl TaskId {
 static LAST_QUEUE: AtomicU64 = AtomicU64::new(0);
 
 impl Which {
-    /// Whether it means a task, which has an `id` once it has begun.
-    fn covers(self, task: &Task, id: Option<TaskId>) -> bool {
+    fn covers(self, task: &Task, id: TaskId) -> bool {
         match self {
             Self::Task(address, tag) => task.address == address && task.tag == tag,
             Self::At(address) => task.address == address,
             Self::Target(target) => task.address.target == target,
             Self::Unit(unit) => task.unit == Some(unit),
-            Self::Others(unit, own) => task.unit == Some(unit) && id != Some(own),
+            Self::Others(unit, own) => task.unit == Some(unit) && id != own,
         }
     }
 }
@@ -114,8 +113,8 @@ struct Cover {
 }
 
 impl Cover {
-    /// Whether it is about a task, which has an `id` once it has begun.
-    fn finds(&self, task: &Task, id: Option<TaskId>) -> bool {
+    /// Whether it is about a task.
+    fn finds(&self, task: &Task, id: TaskId) -> bool {
         task.place <= self.until && self.which.covers(task, id)
     }
 
@@ -129,7 +128,7 @@ impl Cover {
     }
 
     /// A task is there that it finds, maybe.
-    fn meet(&mut self, task: &mut Task, id: Option<TaskId>) {
+    fn meet(&mut self, task: &mut Task, id: TaskId) {
         if !self.finds(task, id) {
             return;
         }
@@ -156,7 +155,8 @@ impl Drop for Cover {
 /// The tasks of one request queue, on its IoThread.
 pub(crate) struct Tasks {
     queue: u64,
-    slots: RefCell<Slots>,
+    /// By their numbers.
+    tasks: RefCell<Vec<Option<Task>>>,
     /// How many chains were popped, as far as avail entries tell: they begin anew after 2^16.
     popped: Cell<u64>,
     covers: RefCell<Vec<Cover>>,
@@ -165,19 +165,12 @@ pub(crate) struct Tasks {
     covers_made: Cell<u64>,
 }
 
-#[derive(Default)]
-struct Slots {
-    /// By the number of the task; `None`: the number is free.
-    tasks: Vec<Option<Task>>,
-    free: Vec<usize>,
-}
-
 impl Tasks {
     /// Of a queue that pops this avail entry next.
     pub(crate) fn new(next_avail: u16) -> Self {
         Self {
             queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
-            slots: RefCell::default(),
+            tasks: RefCell::default(),
             popped: Cell::new(next_avail.into()),
             covers: RefCell::default(),
             has_covers: Cell::default(),
@@ -185,34 +178,28 @@ impl Tasks {
         }
     }
 
-    /// A command has come, whose chain was the one before avail entry `next_avail`.
-    #[inline]
-    pub(crate) fn arrive(
+    /// A command has come, whose chain was the one before avail entry `next_avail`: its task
+    /// begins. Its `number` is that of no other which has not ended: the head of the chain.
+    ///
+    /// # Errors
+    ///
+    /// How it is to end, if it was aborted before it came.
+    #[inline(always)]
+    pub(crate) fn begin(
         &self,
-        address: UnitAddress,
-        unit: Option<UnitNumber>,
+        number: u16,
+        (address, unit): (UnitAddress, Option<UnitNumber>),
         tag: u64,
         next_avail: u16,
-    ) -> Arrived {
+    ) -> Result<(), Abort> {
         let place = self.count(next_avail);
-        let medium_since = NO_MEDIUM;
-        let mut task = Task { address, unit, tag, place, medium_since, abort: None };
-        if self.has_covers.get() {
-            self.meet_covers(&mut task);
+        let task = Task { address, unit, tag, place, medium_since: NO_MEDIUM, abort: None };
+        let tasks = &mut *self.tasks.borrow_mut();
+        match tasks.get_mut(usize::from(number)) {
+            Some(free) => *free = Some(task),
+            None => add(tasks, number, task),
         }
-        Arrived(task)
-    }
-
-    /// A task begins. Returns its number.
-    #[inline]
-    pub(crate) fn begin(&self, Arrived(task): Arrived) -> usize {
-        let slots = &mut *self.slots.borrow_mut();
-        if let Some(number) = slots.free.pop() {
-            slots.tasks[number] = Some(task);
-            return number;
-        }
-        slots.tasks.push(Some(task));
-        slots.tasks.len() - 1
+        if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(()) }
     }
 
     /// The chain before avail entry `next_avail` is no task of a unit.
@@ -246,9 +233,12 @@ impl Tasks {
     }
 
     #[cold]
-    fn meet_covers(&self, task: &mut Task) {
-        self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, None));
+    fn meet_covers(&self, tasks: &mut [Option<Task>], number: u16) -> Result<(), Abort> {
+        let id = self.id(number);
+        let task = tasks[usize::from(number)].as_mut().expect("it has begun");
+        self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, id));
         self.pass(task.place);
+        task.abort.map_or(Ok(()), Err)
     }
 
     #[cold]
@@ -278,7 +268,7 @@ impl Tasks {
     }
 
     /// The task with this number, for all queues.
-    pub(crate) fn id(&self, number: usize) -> TaskId {
+    pub(crate) fn id(&self, number: u16) -> TaskId {
         TaskId { queue: self.queue, number }
     }
 
@@ -288,51 +278,37 @@ impl Tasks {
     ///
     /// How it is to end, if it was aborted.
     #[inline]
-    pub(crate) fn check(&self, number: usize) -> Result<(), Abort> {
-        let abort = self.slots.borrow().tasks[number].as_ref().and_then(|task| task.abort);
+    pub(crate) fn check(&self, number: u16) -> Result<(), Abort> {
+        let tasks = self.tasks.borrow();
+        let abort = tasks[usize::from(number)].as_ref().and_then(|task| task.abort);
         abort.map_or(Ok(()), Err)
     }
 
     /// The task uses the medium from now on.
     #[inline]
-    pub(crate) fn takes_medium(&self, number: usize) {
-        if let Some(task) = &mut self.slots.borrow_mut().tasks[number] {
+    pub(crate) fn takes_medium(&self, number: u16) {
+        if let Some(task) = &mut self.tasks.borrow_mut()[usize::from(number)] {
             task.medium_since = task.medium_since.min(self.covers_made.get());
         }
-    }
-
-    /// The same of one that uses it from its beginning on.
-    #[inline]
-    pub(crate) fn takes_medium_at_once(&self, Arrived(task): &mut Arrived) {
-        task.medium_since = self.covers_made.get();
     }
 
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result
     /// when that is in the ring.
     #[inline]
-    pub(crate) fn end(&self, number: usize) -> Ended {
-        let slots = &mut *self.slots.borrow_mut();
-        let task = slots.tasks[number].take().expect("a task ends once");
-        slots.free.push(number);
-        self.leave(&task, Some(number))
-    }
-
-    /// The same of one that has not begun.
-    #[inline]
-    pub(crate) fn end_at_once(&self, Arrived(task): &Arrived) -> Ended {
-        self.leave(task, None)
-    }
-
-    #[inline]
-    fn leave(&self, task: &Task, number: Option<usize>) -> Ended {
+    pub(crate) fn end(&self, number: u16) -> Ended {
+        let tasks = &mut *self.tasks.borrow_mut();
+        let place = &mut tasks[usize::from(number)];
+        let task = place.as_ref().expect("a task ends once");
+        let abort = task.abort;
         let has_covers = self.has_covers.get();
         let waiting = if has_covers { self.leave_covers(task, number) } else { Vec::new() };
-        Ended { abort: task.abort, waiting }
+        *place = None;
+        Ended { abort, waiting }
     }
 
     #[cold]
-    fn leave_covers(&self, task: &Task, number: Option<usize>) -> Vec<Cover> {
-        let id = number.map(|number| self.id(number));
+    fn leave_covers(&self, task: &Task, number: u16) -> Vec<Cover> {
+        let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
             if cover.finds(task, id) && cover.awaits(task) {
@@ -353,9 +329,9 @@ impl Tasks {
         let until = popped.saturating_add_signed(if meant { ahead } else { 0 });
         let is_passed = until <= popped;
         let mut cover = Cover { which, how, until, before, is_passed, open: 0, left };
-        for (number, task) in self.slots.borrow_mut().tasks.iter_mut().enumerate() {
+        for (number, task) in (0..).zip(self.tasks.borrow_mut().iter_mut()) {
             if let Some(task) = task {
-                cover.meet(task, Some(self.id(number)));
+                cover.meet(task, self.id(number));
             }
         }
         if !cover.is_done() {
@@ -364,6 +340,13 @@ impl Tasks {
         }
         !is_passed
     }
+}
+
+/// No task has had so high a number before.
+#[cold]
+fn add(tasks: &mut Vec<Option<Task>>, number: u16, task: Task) {
+    tasks.resize_with(usize::from(number) + 1, || None);
+    tasks[usize::from(number)] = Some(task);
 }
 
 /// What avail entries have of a place.
@@ -381,18 +364,9 @@ impl Tasks {
     }
 }
 
-/// A command that has yet to begin as a task. It may end without: then nothing has come of it.
-pub(crate) struct Arrived(Task);
-
-impl Arrived {
-    /// As [`Tasks::check`].
-    #[inline]
-    pub(crate) fn check(&self) -> Result<(), Abort> {
-        self.0.abort.map_or(Ok(()), Err)
-    }
-}
-
-/// A task that has ended. Those who wait for it hear that when this is dropped, at the latest.
+/// A task that has ended, or none. Those who wait for it hear that when this is dropped, at the
+/// latest.
+#[derive(Default)]
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
     waiting: Vec<Cover>,
@@ -500,8 +474,22 @@ mod tests {
 
     static NUMBER: LazyLock<UnitNumber> = LazyLock::new(UnitNumber::next);
 
-    fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> usize {
-        tasks.begin(tasks.arrive(UNIT, Some(*NUMBER), tag, next_avail))
+    fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> u16 {
+        begin_at(tasks, (UNIT, Some(*NUMBER)), tag, next_avail)
+    }
+
+    /// Begins a task with a number that is free.
+    fn begin_at(
+        tasks: &Tasks,
+        unit: (UnitAddress, Option<UnitNumber>),
+        tag: u64,
+        next_avail: u16,
+    ) -> u16 {
+        let free = tasks.tasks.borrow().iter().take_while(|task| task.is_some()).count();
+        let number = free.try_into().unwrap();
+        let begun = tasks.begin(number, unit, tag, next_avail);
+        assert_eq!(begun, tasks.check(number));
+        number
     }
 
     fn poll(waiting: &Waiting) -> Poll<usize> {
@@ -512,7 +500,7 @@ mod tests {
     fn whoever_aborts_tasks_waits_until_they_have_ended() {
         let tasks = Tasks::new(0);
         let [one, two, three] = [(UNIT, 1), (UNIT, 2), (OTHER, 1)]
-            .map(|(unit, tag)| tasks.begin(tasks.arrive(unit, None, tag, 1)));
+            .map(|(unit, tag)| begin_at(&tasks, (unit, None), tag, 1));
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
         assert_eq!(poll(&waiting), Poll::Pending);
@@ -570,10 +558,10 @@ mod tests {
     fn what_is_done_with_tasks_of_a_unit_is_nothing_to_its_successor() {
         let tasks = Tasks::new(0);
         let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
-        let [one, two] = [before, after].map(|unit| tasks.begin(tasks.arrive(UNIT, unit, 1, 1)));
+        let [one, two] = [before, after].map(|unit| begin_at(&tasks, (UNIT, unit), 1, 1));
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::Unit(*NUMBER), How::Abort(Abort::Reset), 1, left);
-        let three = tasks.begin(tasks.arrive(UNIT, after, 1, 2));
+        let three = begin_at(&tasks, (UNIT, after), 1, 2);
         assert_eq!(tasks.check(one), Err(Abort::Reset));
         assert_eq!([two, three].map(|number| tasks.check(number)), [Ok(()); 2]);
         drop(tasks.end(one));

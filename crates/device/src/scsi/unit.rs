@@ -172,12 +172,14 @@ impl Attentions {
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 
-    /// The first one, which then was heard.
+    /// Whether one waits.
     #[inline]
+    pub(crate) fn has_any(&self) -> bool {
+        self.count.load(Ordering::Relaxed) > 0
+    }
+
+    /// The first one, which then was heard.
     pub(crate) fn take(&self) -> Option<Sense> {
-        if self.count.load(Ordering::Relaxed) == 0 {
-            return None;
-        }
         let mut waiting = self.waiting();
         let sense = waiting.pop_front();
         self.count.store(waiting.len(), Ordering::Relaxed);

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use iomem::{Buffers, Memory};
+use iomem::{Buffers, Memory, Ranges};
 use libc::iovec;
 
 use super::map::{GuestMemory, HostRegion, to_usize};
@@ -38,13 +38,13 @@ impl LocalMemory {
         &self.0.memory
     }
 
-    /// A list of ranges that were found in this map, of `bytes` bytes together.
+    /// A list of ranges that were found in this map.
     #[inline]
-    pub(super) fn buffers(&self, ranges: Vec<iovec>, bytes: usize) -> Buffers {
+    pub(super) fn buffers(&self, ranges: Ranges) -> Buffers {
         // SAFETY: only the translator of this map calls it, with ranges that the map has mapped for
         // reading and writing. They stay mapped while `memory` lives, and no Rust reference is ever
         // made to guest memory.
-        unsafe { Buffers::from_raw_parts(ranges, bytes, self.memory().clone()) }
+        unsafe { Buffers::from_raw_parts(ranges, self.memory().clone()) }
     }
 
     /// All of the map, for an engine that keeps its pages at hand.
@@ -54,9 +54,7 @@ impl LocalMemory {
             iov_base: region.host.cast(),
             iov_len: to_usize(region.size),
         };
-        let ranges: Vec<_> = self.hosts.iter().map(range).collect();
-        let bytes = ranges.iter().map(|range| range.iov_len).sum();
-        self.buffers(ranges, bytes)
+        self.buffers(self.hosts.iter().map(range).collect::<Vec<_>>().into())
     }
 }
 

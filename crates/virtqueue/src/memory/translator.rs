@@ -1,6 +1,6 @@
 //! From descriptors and guest addresses to ranges of this process.
 
-use iomem::Buffers;
+use iomem::{Buffers, Ranges};
 use libc::iovec;
 
 use super::local::LocalMemory;
@@ -20,36 +20,15 @@ pub(crate) enum Direction {
     Writable,
 }
 
-/// The buffers of a chain in one direction, while they are gathered.
-#[derive(Debug)]
-struct List {
-    iovecs: Vec<iovec>,
-    bytes: usize,
+#[inline]
+fn range(host: *mut u8, len: usize) -> iovec {
+    iovec { iov_base: host.cast(), iov_len: len }
 }
 
-impl List {
-    #[inline]
-    fn push(&mut self, host: *mut u8, len: usize) {
-        self.bytes += len;
-        self.iovecs.push(iovec { iov_base: host.cast(), iov_len: len });
-    }
-
-    fn clear(&mut self) {
-        self.iovecs.clear();
-        self.bytes = 0;
-    }
-
-    /// Hands the list over and starts an empty one.
-    #[inline]
-    fn take(&mut self, memory: &LocalMemory) -> Buffers {
-        let bytes = std::mem::take(&mut self.bytes);
-        let iovecs = if self.iovecs.is_empty() {
-            Vec::new()
-        } else {
-            std::mem::replace(&mut self.iovecs, memory.memory().storage())
-        };
-        memory.buffers(iovecs, bytes)
-    }
+/// Makes a list of what was gathered, and starts another.
+#[inline]
+fn take(ranges: &mut Ranges, memory: &LocalMemory) -> Buffers {
+    memory.buffers(std::mem::replace(ranges, memory.memory().storage()))
 }
 
 /// Reads the descriptors of a queue and turns guest addresses into host ranges, for one map.
@@ -60,8 +39,9 @@ pub(crate) struct Translator {
     last: HostRegion,
     main: Table,
     current: Table,
-    readable: List,
-    writable: List,
+    /// The buffers of a chain, while they are gathered.
+    readable: Ranges,
+    writable: Ranges,
 }
 
 impl Translator {
@@ -70,8 +50,7 @@ impl Translator {
     pub(crate) fn new(memory: LocalMemory, desc_table: u64, entries: u16) -> Option<Self> {
         let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
         let main = Table::new(desc_table, entries, Some(host));
-        let list = || List { iovecs: memory.memory().storage(), bytes: 0 };
-        let (readable, writable) = (list(), list());
+        let (readable, writable) = (memory.memory().storage(), memory.memory().storage());
         Some(Self { memory, last: HostRegion::NONE, main, current: main, readable, writable })
     }
 
@@ -135,23 +114,23 @@ impl Translator {
                 None => return self.append_pieces(direction, addr, len),
             },
         };
-        self.list(direction).push(host, bytes);
+        self.list(direction).push(range(host, bytes));
         Ok(())
     }
 
     /// The sum of what was added.
     #[inline]
     pub(crate) fn bytes(&self) -> usize {
-        self.readable.bytes + self.writable.bytes
+        self.readable.bytes() + self.writable.bytes()
     }
 
     /// Drops what was added, except for the last byte that is writable.
     pub(crate) fn keep_last_byte(&mut self) {
-        let last = self.writable.iovecs.last().copied();
+        let last = self.writable.iovecs().last().copied();
         self.clear();
         if let Some(last) = last {
             let host = last.iov_base.cast::<u8>().wrapping_add(last.iov_len - 1);
-            self.writable.push(host, 1);
+            self.writable.push(range(host, 1));
         }
     }
 
@@ -161,14 +140,14 @@ impl Translator {
         self.clear();
         if let Some(host) = addr.checked_add(u64::from(len) - 1).and_then(|addr| self.find(addr, 1))
         {
-            self.writable.push(host, 1);
+            self.writable.push(range(host, 1));
         }
     }
 
     /// What the device may read and write, in the order in which it was added.
     #[inline]
     pub(crate) fn finish_chain(&mut self) -> (Buffers, Buffers) {
-        (self.readable.take(&self.memory), self.writable.take(&self.memory))
+        (take(&mut self.readable, &self.memory), take(&mut self.writable, &self.memory))
     }
 
     #[cold]
@@ -178,7 +157,7 @@ impl Translator {
     }
 
     #[inline]
-    fn list(&mut self, direction: Direction) -> &mut List {
+    fn list(&mut self, direction: Direction) -> &mut Ranges {
         match direction {
             Direction::Readable => &mut self.readable,
             Direction::Writable => &mut self.writable,
@@ -202,13 +181,13 @@ impl Translator {
         let memory = self.memory.clone();
         let list = self.list(direction);
         let found = memory.for_each_piece(addr, to_usize(u64::from(len)), |host, len| {
-            if list.iovecs.len() <= MAX_PIECES {
-                list.push(host, len);
+            if list.iovecs().len() <= MAX_PIECES {
+                list.push(range(host, len));
             }
         });
         match found {
             Err(_) => Err(ChainFault::Unmapped { addr, len }),
-            Ok(()) if list.iovecs.len() > MAX_PIECES => {
+            Ok(()) if list.iovecs().len() > MAX_PIECES => {
                 Err(ChainFault::TooManyPieces { max: MAX_PIECES })
             }
             Ok(()) => Ok(()),

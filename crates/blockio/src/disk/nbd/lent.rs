@@ -6,7 +6,6 @@ use libc::iovec;
 /// The memory of a foreign op, for another thread. It is good until the op is completed.
 pub(super) struct Lent {
     ranges: Vec<iovec>,
-    bytes: usize,
 }
 
 // SAFETY: the ranges are addresses of memory that any thread may read and write, as long as the
@@ -15,7 +14,7 @@ unsafe impl Send for Lent {}
 
 impl Lent {
     pub(super) fn new(buffers: &Buffers) -> Self {
-        Self { ranges: buffers.iovecs().to_vec(), bytes: buffers.bytes() }
+        Self { ranges: buffers.iovecs().to_vec() }
     }
 
     /// The memory as a list of this thread.
@@ -27,6 +26,6 @@ impl Lent {
     pub(super) unsafe fn into_buffers(self) -> Buffers {
         // SAFETY: the slot of the foreign op keeps the ranges mapped until its completion, which
         // the caller makes last.
-        unsafe { Buffers::from_raw_parts(self.ranges, self.bytes, Memory::new(())) }
+        unsafe { Buffers::from_raw_parts(self.ranges.into(), Memory::new(())) }
     }
 }

@@ -67,7 +67,7 @@ impl Qcow2Disk {
                     rest.advance(bytes);
                     offset += bytes as u64;
                 }
-                Err(error) => return Err(Unfinished { error, rest }),
+                Err(error) => return Err(Unfinished::new(error, rest)),
             }
         }
         Ok(())
@@ -110,11 +110,11 @@ impl Qcow2Disk {
                     rest.advance(bytes);
                     offset += bytes as u64;
                 }
-                Err(error) => return Err(Unfinished { error, rest }),
+                Err(error) => return Err(Unfinished::new(error, rest)),
             }
         }
         match fua {
-            true => self.flush_all().await.map_err(|error| Unfinished { error, rest }),
+            true => self.flush_all().await.map_err(|error| Unfinished::new(error, rest)),
             false => Ok(()),
         }
     }

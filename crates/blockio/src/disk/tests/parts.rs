@@ -62,8 +62,8 @@ fn a_write_that_fails_says_what_it_has_not_written() {
             let disk = source.attach(thread.io());
             let data = Buffers::aligned(8192, 512);
             let unfinished = thread.block_on(disk.write(lead, data, false)).unwrap().unwrap_err();
-            assert_eq!(unfinished.error.raw_os_error(), Some(libc::EPERM), "{setup:?}");
-            assert_eq!(unfinished.rest.bytes() as u64, 8192 - (END - lead), "{setup:?}");
+            assert_eq!(unfinished.error().raw_os_error(), Some(libc::EPERM), "{setup:?}");
+            assert_eq!(unfinished.rest().bytes() as u64, 8192 - (END - lead), "{setup:?}");
         }
     }
 }

@@ -192,9 +192,8 @@ impl KernelOp {
         iovecs: &[iovec],
         home: Box<dyn Home>,
     ) -> Self {
-        let bytes = iovecs.iter().map(|range| range.iov_len).sum();
         // SAFETY: the caller says that the memory stays, and nobody makes references to it.
-        let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec(), bytes, Memory::new(())) };
+        let buffers = unsafe { Buffers::from_raw_parts(iovecs.to_vec().into(), Memory::new(())) };
         Self { kind, fd, offset, buffers, home }
     }
 

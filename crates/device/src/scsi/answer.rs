@@ -1,0 +1,144 @@
+//! The response to a command (virtio 1.3, section 5.6.6.1).
+
+use std::ops::Range;
+
+use iomem::SharedBytes;
+use virtio_bindings::virtio_scsi::{
+    VIRTIO_SCSI_S_ABORTED, VIRTIO_SCSI_S_BAD_TARGET, VIRTIO_SCSI_S_FAILURE, VIRTIO_SCSI_S_OK,
+    VIRTIO_SCSI_S_OVERRUN, VIRTIO_SCSI_S_RESET,
+};
+use virtqueue::LocalMemory;
+
+use super::address::UnitAddress;
+use super::outcome::{Done, Failure, Refused};
+use super::request_queue::RequestQueue;
+use super::sense::{Format, Sense};
+use super::task_set::Abort;
+use crate::common::byte;
+use crate::queue::Queue;
+use crate::stats::RequestKind;
+
+/// Bytes of a response before the sense data.
+const FIXED_RESPONSE_BYTES: usize = 12;
+/// Sense data of the default size.
+const SENSE_BYTES: usize = 96;
+/// Where a response has the bytes that were not transferred.
+const RESIDUAL: Range<usize> = 4..8;
+
+/// Responses, which are a byte each.
+const S_OK: u8 = byte(VIRTIO_SCSI_S_OK);
+const S_OVERRUN: u8 = byte(VIRTIO_SCSI_S_OVERRUN);
+const S_ABORTED: u8 = byte(VIRTIO_SCSI_S_ABORTED);
+const S_BAD_TARGET: u8 = byte(VIRTIO_SCSI_S_BAD_TARGET);
+const S_RESET: u8 = byte(VIRTIO_SCSI_S_RESET);
+const S_FAILURE: u8 = byte(VIRTIO_SCSI_S_FAILURE);
+
+/// Status codes (SAM-6, table 33); that of GOOD is 0.
+const CHECK_CONDITION: u8 = 0x02;
+const BUSY: u8 = 0x08;
+const RESERVATION_CONFLICT: u8 = 0x18;
+
+/// What has come of a command, and what it counts as.
+pub(super) type Served = (RequestKind, Result<Done, Refused>);
+
+/// Bytes of a response with sense data of this size.
+#[inline]
+pub(super) fn response_bytes(sense_size: u32) -> usize {
+    let sense_bytes: usize = iomem::fits(sense_size, "a size of sense data");
+    FIXED_RESPONSE_BYTES + sense_bytes
+}
+
+/// What is needed to answer a chain.
+pub(super) struct Answer<'a> {
+    pub(super) local: &'a RequestQueue,
+    pub(super) queue: &'a Queue,
+    pub(super) head: u16,
+    /// Whose command it is, if it names a unit.
+    pub(super) unit: Option<UnitAddress>,
+    pub(super) response: SharedBytes,
+    /// Bytes of data in both directions.
+    pub(super) room: [usize; 2],
+    pub(super) memory: LocalMemory,
+}
+
+impl Answer<'_> {
+    /// Answers a command for a unit or for none: counts it, writes its response, pushes its chain.
+    #[inline]
+    pub(super) fn give(&self, (kind, done): Served) {
+        let [out, into] = self.room;
+        let all = out + into;
+        let response_bytes = self.response.bytes();
+        let moved = match done {
+            Ok(done) if self.memory.is_intact() => {
+                self.queue.count(kind, done.medium_bytes);
+                if done.moved == all {
+                    self.response.zero();
+                } else {
+                    let mut bytes = [0; RESIDUAL.end];
+                    bytes[RESIDUAL].copy_from_slice(&residual(all - done.moved));
+                    self.response.write(&bytes);
+                }
+                done.moved
+            }
+            // What was read from memory that is gone were zeroes, and what was written is lost.
+            Ok(_) => self.fail(kind, &Failure::MemoryGone),
+            Err(failure) => self.fail(kind, &failure),
+        };
+        let data = if into > 0 { moved } else { 0 };
+        self.queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
+    }
+
+    /// Writes the response of a command that has failed. Returns what it has transferred even so.
+    #[cold]
+    fn fail(&self, kind: RequestKind, failure: &Failure) -> usize {
+        let moved = failure.moved();
+        let local = self.unit.and_then(|unit| self.local.unit(unit));
+        let format = local.map_or(Format::Fixed, |local| local.unit.sense_format());
+        let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
+        put(failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
+        let [out, into] = self.room;
+        bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
+        self.response.write(&bytes);
+        if failure.is_usual() {
+            self.queue.refuse(kind);
+        } else {
+            self.queue.fail(kind, failure);
+        }
+        moved
+    }
+}
+
+#[inline]
+fn residual(bytes: usize) -> [u8; 4] {
+    u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes()
+}
+
+/// Writes what the driver learns about a failure: the one place where it is chosen.
+fn put(
+    failure: &Failure,
+    format: Format,
+    room: usize,
+    bytes: &mut [u8; FIXED_RESPONSE_BYTES + SENSE_BYTES],
+) {
+    let (response, status, sense) = match failure {
+        Failure::Check(sense) | Failure::Disk { sense, .. } => {
+            (S_OK, CHECK_CONDITION, Some(*sense))
+        }
+        Failure::NotSaved(_) => (S_OK, CHECK_CONDITION, Some(Sense::NOT_SAVED)),
+        Failure::MemoryGone => (S_OK, CHECK_CONDITION, Some(Sense::MEMORY_GONE)),
+        Failure::Conflict => (S_OK, RESERVATION_CONFLICT, None),
+        Failure::Busy => (S_OK, BUSY, None),
+        Failure::Overrun => (S_OVERRUN, 0, None),
+        Failure::BadTarget => (S_BAD_TARGET, 0, None),
+        Failure::Malformed(_) => (S_FAILURE, 0, None),
+        Failure::Aborted(Abort::Aborted) => (S_ABORTED, 0, None),
+        Failure::Aborted(Abort::Reset) => (S_RESET, 0, None),
+    };
+    (bytes[10], bytes[11]) = (status, response);
+    if let Some(sense) = sense {
+        let data = sense.data(format);
+        let length = data.len().min(room);
+        bytes[..4].copy_from_slice(&u32::to_le_bytes(iomem::fits(length, "sense data")));
+        bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
+    }
+}
