@@ -167,6 +167,15 @@ impl DiskSource {
         }
     }
 
+    /// Another process is about to go on with the disk, and has opened it. What keeps it away from
+    /// the other end of a disk that is not local is released; no request is in progress. It may
+    /// wait for that end. Requests that come after all acquire it again.
+    pub fn leave(&self) {
+        if let SourceKind::Other(source) = &self.kind {
+            source.leave();
+        }
+    }
+
     /// The errno of the loss of data, if [there was one](DiskState::Lost).
     #[must_use]
     pub fn loss(&self) -> Option<i32> {

@@ -247,6 +247,10 @@ impl OtherSource for LuksSource {
         self.below.give_up();
     }
 
+    fn leave(&self) {
+        self.below.leave();
+    }
+
     fn outside(&self) -> Option<Arc<Outside>> {
         let (block, below) = (u64::from(self.volume.block), self.below.outside()?);
         let look = move || Ok(below.size_bytes()?.filter(|size| size.is_multiple_of(block)));

@@ -161,6 +161,10 @@ impl OtherSource for Qcow2Source {
         self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
     }
 
+    fn leave(&self) {
+        self.image.core.layers.iter().for_each(|layer| layer.source.leave());
+    }
+
     fn outside(&self) -> Option<Arc<Outside>> {
         None
     }

@@ -164,6 +164,10 @@ impl OtherSource for RawSource {
         self.below.give_up();
     }
 
+    fn leave(&self) {
+        self.below.leave();
+    }
+
     fn outside(&self) -> Option<Arc<Outside>> {
         if self.part.size_bytes.is_some() {
             return None;

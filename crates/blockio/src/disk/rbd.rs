@@ -184,6 +184,17 @@ impl OtherSource for RbdSource {
         self.shared.image.waiting().give_up();
     }
 
+    /// Whoever goes on would otherwise wait for half a minute, until the cluster takes this client
+    /// for dead.
+    fn leave(&self) {
+        if !self.info.read_only
+            && let Err(error) = self.shared.image.unlock()
+        {
+            // It is not ours, or there is none.
+            tracing::debug!("rbd {}: its lock is not released: {error}", self.shared.name);
+        }
+    }
+
     fn outside(&self) -> Option<Arc<Outside>> {
         if self.has_snapshot {
             return None;

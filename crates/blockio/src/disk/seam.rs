@@ -85,6 +85,9 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::give_up`](super::DiskSource::give_up).
     fn give_up(&self);
 
+    /// See [`DiskSource::leave`](super::DiskSource::leave).
+    fn leave(&self) {}
+
     /// What notices that it has another size.
     fn outside(&self) -> Option<Arc<Outside>>;
 

@@ -86,6 +86,9 @@ functions! {
     rbd_update_unwatch(Handle, u64) -> c_int;
     /// Acquires the exclusive lock, and does not pass it on when others ask for it.
     rbd_lock_acquire(Handle, c_int) -> c_int;
+    /// Releases the exclusive lock, if we have it, when the operations that need it have ended. The
+    /// next one that needs it acquires it again.
+    rbd_lock_release(Handle) -> c_int;
     /// Makes a completion for us, which `rbd_aio_release` takes back. The argument stays ours and
     /// is passed to the function, which is called once for an operation that was begun, and never
     /// for one that could not be.

@@ -242,6 +242,12 @@ impl Image {
             .map(|_| ())
     }
 
+    /// Releases the exclusive lock. Fails if somebody else has it.
+    pub(super) fn unlock(&self) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.open.api.rbd_lock_release)(self.open.handle) }).map(|_| ())
+    }
+
     /// Begins to read into all of `buffers`, which are of [`IOVECS_MAX`] ranges at most.
     pub(super) fn read(&self, io: &Rc<Io>, offset: u64, buffers: Buffers) -> ForeignOp {
         let (ranges, count) = ranges_of(&buffers);

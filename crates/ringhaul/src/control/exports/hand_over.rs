@@ -122,6 +122,7 @@ impl Exports {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
         }
+        self.list.iter().for_each(Export::leave_disks);
         self.hand_over = Some(HandOver::Theirs);
         Ok(())
     }
