@@ -211,6 +211,6 @@ fn shells_complete_its_words() -> Result<()> {
 COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; _ringhaul ringhaul re ctl; echo "${COMPREPLY[@]}""#;
     bash.args(["--norc", "-c", &(script + asked)]);
     let completed = run(&mut bash)?.expect_code(0)?.stdout;
-    ensure!(completed.trim() == "remove remove-lun resize", "{completed}");
+    ensure!(completed.trim() == "remove remove-lun resize resume", "{completed}");
     Ok(())
 }
