@@ -1,9 +1,7 @@
 //! Who uses an image, and who else.
 
-use std::time::Instant;
-
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, ringhaul, run};
+use ringhaul_kit::cli::{LIMIT, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::blk;
 use ringhaul_tools::process::retry;
@@ -61,23 +59,6 @@ pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     drop((first, second));
     one.end()?;
     two.end()
-}
-
-/// A process that takes over gets the lock at once, and the load goes on.
-pub(super) fn is_taken_over(scene: &mut Scene) -> Result<()> {
-    let disk = scene.image("taken")?;
-    let served = scene.serve("taken", &disk, &[])?;
-    let mut front_end = served.connect()?;
-    front_end.write(0, 0, &pattern(1, 4096))?;
-    let program = ringhaul()?.get_args().last().context("it has a name")?.to_owned();
-    served.ctl(&["upgrade", &program.to_string_lossy()])?;
-    ensure!(front_end.read(0, 0, 4096)? == pattern(1, 4096), "it reads otherwise");
-    let before = Instant::now();
-    front_end.write(0, 8, &pattern(2, 4096))?;
-    // Without the release of the lock it takes 30 s, until the cluster takes the other for dead.
-    eprintln!("the first write of the new process took {:?}", before.elapsed());
-    drop(front_end);
-    served.ctl(&["shutdown"]).map(drop)
 }
 
 /// With `exclusive=on` nobody else can write, nor open the image in the same way.

@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 14] = [
+    let parts: [(&str, Part); 13] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -111,7 +111,6 @@ fn images_in_a_cluster() -> Result<()> {
         ("snapshots and clones", data::snapshots),
         ("namespaces, users and keyrings", clients::users),
         ("two clients pass the lock on", clients::lock_is_passed_on),
-        ("a process takes over", clients::is_taken_over),
         ("a lock that is kept", clients::lock_is_kept),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),
