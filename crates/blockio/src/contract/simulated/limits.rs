@@ -248,7 +248,7 @@ fn write_when_full(
         };
         join(write, happens).await.0
     });
-    let result = result.unwrap().map_err(|unfinished| unfinished.error.raw_os_error());
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
     assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
     drop(disk);
     ((clock::now() - start).as_secs(), result)
