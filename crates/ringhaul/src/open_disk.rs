@@ -2,6 +2,8 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockio::disk::RbdImage;
@@ -41,8 +43,14 @@ impl OpenDisk {
         is_wanted: &dyn Fn() -> bool,
     ) -> Result<Self> {
         let (mut is_told, mut has_given_way, mut at_once) = (false, false, true);
+        let mut again = AGAIN_AT_ONCE;
         while is_wanted() {
             let error = match Self::open_as(wanted, Claimant { user, at_once }) {
+                Err(error) if at_once && again > 0 && is_left_behind(&error) => {
+                    again -= 1;
+                    pause();
+                    continue;
+                }
                 Err(error) if is_left_behind(&error) => error,
                 // Somebody visible gets his time to end.
                 Err(error) if at_once && is_in_use(&error) => {
@@ -112,6 +120,17 @@ impl OpenDisk {
         );
         Self { name, source, cache, summary }
     }
+}
+
+/// Two that open a disk at the same moment may refuse each other, and see nobody afterwards: they
+/// try again so often.
+const AGAIN_AT_ONCE: u32 = 4;
+
+/// Waits for some milliseconds, one thread longer than the next.
+fn pause() {
+    static PAUSES: AtomicU64 = AtomicU64::new(0);
+    let number = PAUSES.fetch_add(1, Ordering::Relaxed);
+    std::thread::sleep(Duration::from_millis(1 + 5 * (number % 4)));
 }
 
 /// Who opens a disk, and whether it fails at once where somebody else has it.
