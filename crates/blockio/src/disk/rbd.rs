@@ -304,6 +304,7 @@ impl RbdDisk {
     /// Has librbd read or write all of `rest`, in as few operations as it takes.
     async fn transfer(
         &self,
+        reads: bool,
         mut offset: u64,
         mut rest: Buffers,
         begin: impl Fn(u64, Buffers) -> ForeignOp,
@@ -313,15 +314,19 @@ impl RbdDisk {
             let mut piece = rest.again();
             piece.truncate(bytes);
             let done = begin(offset, piece).await;
-            if let Err(error) = done.result {
-                return Err(Unfinished::new(self.seen(error), rest));
+            match done.result {
+                Ok(moved) => fill_rest(reads, moved, &done.buffers),
+                Err(error) => return Err(Unfinished::new(self.seen(error), rest)),
             }
             rest.advance(bytes);
             offset += bytes as u64;
         }
         let done = begin(offset, rest).await;
         match done.result {
-            Ok(_) => Ok(()),
+            Ok(moved) => {
+                fill_rest(reads, moved, &done.buffers);
+                Ok(())
+            }
             Err(error) => Err(Unfinished::new(self.seen(error), done.buffers)),
         }
     }
@@ -350,9 +355,16 @@ impl RbdDisk {
     }
 }
 
+/// An image that somebody has made smaller ends within a read: what is beyond reads as zeroes.
+fn fill_rest(reads: bool, moved: usize, buffers: &Buffers) {
+    if reads && moved < buffers.bytes() {
+        buffers.zero_from(moved);
+    }
+}
+
 impl OtherDisk for RbdDisk {
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
-        Box::pin(self.transfer(offset, buffers, |offset, piece| {
+        Box::pin(self.transfer(true, offset, buffers, |offset, piece| {
             self.shared.image.read(&self.io, offset, piece)
         }))
     }
@@ -365,7 +377,7 @@ impl OtherDisk for RbdDisk {
     ) -> Request<'_, Result<(), Unfinished>> {
         Box::pin(async move {
             let begin = |offset, piece| self.shared.image.write(&self.io, offset, piece);
-            self.transfer(offset, buffers, begin).await?;
+            self.transfer(false, offset, buffers, begin).await?;
             if fua {
                 let flushed = self.flush_all().await;
                 flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))?;

@@ -99,36 +99,41 @@ impl Scsi {
         };
         let local = self.queue.unit(address);
         let unit = local.as_ref().map(|local| local.unit.number);
-        let begun = tasks.begin(head, (address, unit), tag, next_avail);
-        if begun.is_err() {
-            // The end of the task says how.
-            return Begun::nothing(tasks.end(head), RequestKind::Other, None);
-        }
+        let task = match tasks.begin(head, (address, unit), tag, next_avail) {
+            Ok(task) => task,
+            // The end of the task says how it ends.
+            Err((task, _)) => return Begun::nothing(tasks.end(task), RequestKind::Other, None),
+        };
         let is_both_ways = !room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
-            return Begun::Alone(Some(header), tasks.end(head));
+            return Begun::Alone(Some(header), tasks.end(task));
         };
-        let (kind, refused) = match self.admit(&local, &header.cdb, head) {
+        let (kind, refused) = match self.admit(&local, &header.cdb, (task, head)) {
             Ok(Way::Read) => match block::begin_read(&local, &header.cdb, &mut chain.writable) {
-                Ok(Some(range)) => return Begun::Read { local, range },
+                Ok(Some(range)) => return Begun::Read { local, range, task },
                 nothing => (RequestKind::Read, nothing.err()),
             },
             Ok(Way::Write) => match block::begin_write(&local, &header.cdb, &mut chain.readable) {
-                Ok(Some(write)) => return Begun::Write { local, write },
+                Ok(Some(write)) => return Begun::Write { local, write, task },
                 nothing => (RequestKind::Write, nothing.err()),
             },
             Ok(way @ (Way::Other(op) | Way::Waits(op))) => {
                 let how = (op, matches!(way, Way::Waits(_)));
-                return Begun::Other { local, how, header };
+                return Begun::Other { local, how, header, task };
             }
             Err(refused) => (RequestKind::Other, Some(refused)),
         };
-        Begun::nothing(tasks.end(head), kind, refused)
+        Begun::nothing(tasks.end(task), kind, refused)
     }
 
     /// How a command goes on, if the unit carries it out now.
     #[inline]
-    fn admit(&self, local: &LocalUnit, cdb: &Cdb, head: u16) -> Result<Way, Refused> {
+    fn admit(
+        &self,
+        local: &LocalUnit,
+        cdb: &Cdb,
+        (task, head): (u16, u16),
+    ) -> Result<Way, Refused> {
         let unit = &local.unit;
         let command = cdb.command().map_err(refused)?;
         let op = command.op;
@@ -145,7 +150,7 @@ impl Scsi {
                 return Ok(Way::Waits(op));
             }
             // It is found by whoever excludes others from now on, and looks for this no more.
-            self.queue.tasks.takes_medium(head);
+            self.queue.tasks.takes_medium(task);
         }
         Ok(match op {
             Op::Read if !cdb.asks_fua() => Way::Read,
@@ -347,21 +352,21 @@ impl Handler for Scsi {
             let answer = Answer { local, queue, head, unit, response, room, memory };
             let tasks = &self.queue.tasks;
             let (ended, (kind, done)) = match begun {
-                Begun::Read { local, range } => {
+                Begun::Read { local, range, task } => {
                     let result = local.disk.read(range.offset, chain.writable).await;
                     let moved = block::end_read(&local, range, result).map_err(refused);
-                    (tasks.end(head), (RequestKind::Read, moved.map(Done::from)))
+                    (tasks.end(task), (RequestKind::Read, moved.map(Done::from)))
                 }
-                Begun::Write { local, write: Write { range, fua } } => {
+                Begun::Write { local, write: Write { range, fua }, task } => {
                     let result = local.disk.write(range.offset, chain.readable, fua).await;
                     let moved = block::end_write(&local, range, result).map_err(refused);
-                    (tasks.end(head), (RequestKind::Write, moved.map(Done::from)))
+                    (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
                 }
-                Begun::Other { local, how, header } => {
+                Begun::Other { local, how, header, task } => {
                     let data = Data { out: chain.readable, into: chain.writable };
-                    let served = Box::pin(self.execute(local, how, header, head, data)).await;
+                    let served = Box::pin(self.execute(local, how, header, task, data)).await;
                     let again = queue.is_done_again(head);
-                    (tasks.end(head), if again { done_again(how.0, served) } else { served })
+                    (tasks.end(task), if again { done_again(how.0, served) } else { served })
                 }
                 Begun::Ended(ended, served) => (ended, served),
                 Begun::Alone(header, ended) => {
@@ -382,16 +387,19 @@ enum Begun {
     Read {
         local: Rc<LocalUnit>,
         range: block::Range,
+        task: u16,
     },
     Write {
         local: Rc<LocalUnit>,
         write: Write,
+        task: u16,
     },
     /// As [`Scsi::execute`] takes it.
     Other {
         local: Rc<LocalUnit>,
         how: (Op, bool),
         header: Header,
+        task: u16,
     },
     Ended(Ended, Served),
     /// It is no unit that has the answer.

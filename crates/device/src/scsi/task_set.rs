@@ -178,28 +178,32 @@ impl Tasks {
         }
     }
 
-    /// A command has come, whose chain was the one before avail entry `next_avail`: its task
-    /// begins. Its `number` is that of no other which has not ended: the head of the chain.
+    /// A command has come with this head, whose chain was the one before avail entry `next_avail`:
+    /// its task begins. Returns its number: the head, unless the driver has given that to several
+    /// chains at once.
     ///
     /// # Errors
     ///
-    /// How it is to end, if it was aborted before it came.
+    /// The number, and how it is to end, if it was aborted before it came.
     #[inline(always)]
     pub(crate) fn begin(
         &self,
-        number: u16,
+        head: u16,
         (address, unit): (UnitAddress, Option<UnitNumber>),
         tag: u64,
         next_avail: u16,
-    ) -> Result<(), Abort> {
+    ) -> Result<u16, (u16, Abort)> {
         let place = self.count(next_avail);
         let task = Task { address, unit, tag, place, medium_since: NO_MEDIUM, abort: None };
         let tasks = &mut *self.tasks.borrow_mut();
-        match tasks.get_mut(usize::from(number)) {
-            Some(free) => *free = Some(task),
-            None => add(tasks, number, task),
-        }
-        if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(()) }
+        let number = match tasks.get_mut(usize::from(head)) {
+            Some(free @ None) => {
+                *free = Some(task);
+                head
+            }
+            _ => add(tasks, head, task),
+        };
+        if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(number) }
     }
 
     /// The chain before avail entry `next_avail` is no task of a unit.
@@ -233,12 +237,12 @@ impl Tasks {
     }
 
     #[cold]
-    fn meet_covers(&self, tasks: &mut [Option<Task>], number: u16) -> Result<(), Abort> {
+    fn meet_covers(&self, tasks: &mut [Option<Task>], number: u16) -> Result<u16, (u16, Abort)> {
         let id = self.id(number);
         let task = tasks[usize::from(number)].as_mut().expect("it has begun");
         self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, id));
         self.pass(task.place);
-        task.abort.map_or(Ok(()), Err)
+        task.abort.map_or(Ok(number), |abort| Err((number, abort)))
     }
 
     #[cold]
@@ -342,11 +346,20 @@ impl Tasks {
     }
 }
 
-/// No task has had so high a number before.
+/// No task has had so high a number before, or another one has it. Returns the number that it has.
 #[cold]
-fn add(tasks: &mut Vec<Option<Task>>, number: u16, task: Task) {
-    tasks.resize_with(usize::from(number) + 1, || None);
-    tasks[usize::from(number)] = Some(task);
+fn add(tasks: &mut Vec<Option<Task>>, head: u16, task: Task) -> u16 {
+    if tasks.len() <= usize::from(head) {
+        tasks.resize_with(usize::from(head) + 1, || None);
+    }
+    let is_free = tasks[usize::from(head)].is_none();
+    let number = if is_free { Some(head.into()) } else { tasks.iter().position(Option::is_none) };
+    let number = number.unwrap_or_else(|| {
+        tasks.push(None);
+        tasks.len() - 1
+    });
+    tasks[number] = Some(task);
+    iomem::fits(number, "a number of chains")
 }
 
 /// What avail entries have of a place.
@@ -486,10 +499,13 @@ mod tests {
         next_avail: u16,
     ) -> u16 {
         let free = tasks.tasks.borrow().iter().take_while(|task| task.is_some()).count();
-        let number = free.try_into().unwrap();
-        let begun = tasks.begin(number, unit, tag, next_avail);
-        assert_eq!(begun, tasks.check(number));
-        number
+        let head = free.try_into().unwrap();
+        match tasks.begin(head, unit, tag, next_avail) {
+            Ok(number) | Err((number, _)) => {
+                assert_eq!(number, head);
+                number
+            }
+        }
     }
 
     fn poll(waiting: &Waiting) -> Poll<usize> {
@@ -511,6 +527,21 @@ mod tests {
         assert_eq!(poll(&waiting), Poll::Pending, "its answer is not in the ring");
         drop(ended);
         assert_eq!(poll(&waiting), Poll::Ready(2));
+    }
+
+    #[test]
+    fn a_head_may_come_again_before_it_is_answered() {
+        let tasks = Tasks::new(0);
+        let unit = (UNIT, Some(*NUMBER));
+        let numbers = [3, 3, 0, 3, 3].map(|head| tasks.begin(head, unit, 9, 1).unwrap());
+        assert_eq!(numbers, [3, 0, 1, 2, 4]);
+        let (waiting, left) = Waiting::new();
+        tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
+        for number in numbers {
+            assert_eq!(poll(&waiting), Poll::Pending);
+            assert_eq!(tasks.end(number).abort, Some(Abort::Aborted));
+        }
+        assert_eq!(poll(&waiting), Poll::Ready(5));
     }
 
     #[test]

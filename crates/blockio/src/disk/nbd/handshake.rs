@@ -45,6 +45,8 @@ const REPLIES_MAX: usize = 1000;
 
 /// What a client may send at once to a server that says nothing about it.
 const PAYLOAD_MAX: u32 = 32 << 20;
+/// A server that takes less at a time would have requests cut into thousands of parts.
+const MAX_MIN: u32 = 4096;
 
 /// What an export can do, as its flags say.
 pub(super) mod can {
@@ -299,6 +301,11 @@ impl Found {
         if !min.is_power_of_two() || min > 65_536 || !preferred.is_power_of_two() || max < min {
             return Err(format!(
                 "the server names block sizes that no server may have ({min}, {preferred}, {max})"
+            ));
+        }
+        if max < MAX_MIN {
+            return Err(format!(
+                "the server takes {max} bytes at a time at most; at least {MAX_MIN} are needed"
             ));
         }
         Ok(Facts {

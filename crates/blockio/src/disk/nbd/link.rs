@@ -12,6 +12,7 @@ use super::flow::Flow;
 use super::handshake::can;
 use super::pipe::Pipe;
 use super::shared::{Condition, Shared};
+use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
 use crate::io::Io;
@@ -53,6 +54,8 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         retry.is_over(&pipe);
         pipe.link_is_up(index);
         let (why, was_useful) = carry(&pipe, index, connected).await;
+        // Before requests go to other connections: some are refused now.
+        let is_dirty = pipe.shared.has_broken();
         let again = pipe.link_is_down(index);
         if pipe.is_ending() {
             break;
@@ -60,7 +63,7 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         if was_useful {
             retry.wait = RETRY_MIN;
         }
-        retry.broke(&pipe, &why, again, was_useful);
+        retry.broke(&pipe, &why, again, (is_dirty, was_useful));
         pipe.expire();
         pipe.pause(&mut retry).await;
     }
@@ -94,8 +97,14 @@ impl Retry {
     }
 
     /// One that breaks again and again without having served anything is told now and then.
-    fn broke(&mut self, pipe: &Pipe, why: &str, again: usize, was_useful: bool) {
-        let (is_dirty, name) = (pipe.shared.has_broken(), &pipe.shared.options);
+    fn broke(
+        &mut self,
+        pipe: &Pipe,
+        why: &str,
+        again: usize,
+        (is_dirty, was_useful): (bool, bool),
+    ) {
+        let name = &pipe.shared.options;
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.tell_condition(Some((since, why)));
         self.is_told = was_useful || pipe.shared.permit_line(clock::now()).is_some();
@@ -193,8 +202,11 @@ fn check(shared: &Shared, made: Connected) -> Result<Connected, String> {
             now.size_bytes
         );
     }
-    let needed = then.flags & !(can::READ_ONLY | can::MULTI_CONN);
+    // Without MULTI_CONN a flush covers its own connection alone.
+    let unneeded = if then.can(can::READ_ONLY) { can::MULTI_CONN } else { 0 };
+    let needed = then.flags & !(can::READ_ONLY | unneeded);
     let is_less = now.flags & needed != needed
+        || (now.framing != then.framing && then.framing == Framing::Extended)
         || (now.can(can::READ_ONLY) && !then.can(can::READ_ONLY))
         || now.block_bytes_min > then.block_bytes_min
         || now.payload_bytes_max < then.payload_bytes_max;

@@ -171,6 +171,15 @@ impl Pipe {
         fits(requests.slots.len() - 1, "the requests of a disk")
     }
 
+    /// Has a request sent that waits, unless what it promises cannot be kept any more.
+    fn assign_or_refuse(&self, slot: u32) {
+        let request = self.requests.borrow().slots[slot as usize].request;
+        match self.refuses(&request) {
+            Some(errno) => self.requests.borrow_mut().finish(slot, Err(errno), &self.shared),
+            None => self.assign(slot),
+        }
+    }
+
     /// Has the connection with the least to do send a request.
     fn assign(&self, slot: u32) {
         let task = {
@@ -212,7 +221,8 @@ impl Pipe {
             requests.links[index].is_up = true;
             std::mem::take(&mut requests.waiting)
         };
-        waiting.into_iter().for_each(|slot| self.assign(slot));
+        waiting.into_iter().for_each(|slot| self.assign_or_refuse(slot));
+        self.settle();
         self.tell_condition(None);
     }
 
@@ -233,21 +243,14 @@ impl Pipe {
                     again.push((slot.serial, fits(number, "the requests of a disk")));
                     slot.progress = Progress::default();
                     slot.serial = serial;
+                    slot.state = State::Waiting;
                 }
             }
         }
         // In the order in which they came.
         again.sort_unstable();
         let count = again.len();
-        for (_, slot) in again {
-            let request = self.requests.borrow().slots[slot as usize].request;
-            match self.refuses(&request) {
-                Some(errno) => {
-                    self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
-                }
-                None => self.assign(slot),
-            }
-        }
+        again.into_iter().for_each(|(_, slot)| self.assign_or_refuse(slot));
         self.settle();
         count
     }
@@ -322,6 +325,9 @@ impl Requests {
             link.sent -= 1;
             link.large_reads -= usize::from(is_large_read(&slot.request));
         }
+        // Another connection has broken meanwhile, and what this one promises is perhaps lost.
+        let promises = slot.request.command == Command::Flush || slot.request.flags & FLAG_FUA != 0;
+        let result = if promises && shared.is_lost() { Err(libc::EIO) } else { result };
         if result.is_ok() {
             match slot.request.command {
                 Command::Read => slot.buffers.wrote(slot.buffers.bytes()),
