@@ -120,6 +120,14 @@ impl Backing<'_> {
              with backing=anywhere",
             path.display()
         );
+        // What lies beside a device are the other disks of the machine.
+        let are_files = path.is_file() && self.image.is_some_and(Path::is_file);
+        ensure!(
+            are_files,
+            "{} or the image over it is not a regular file; if the image is to be trusted, allow \
+             that with backing=anywhere",
+            path.display()
+        );
         Ok(path)
     }
 }
@@ -140,7 +148,7 @@ mod tests {
         let root = folder.path().canonicalize().unwrap();
         let inner = root.join("images/old");
         std::fs::create_dir_all(&inner).unwrap();
-        for path in ["secret", "images/base", "images/old/base"] {
+        for path in ["secret", "images/base", "images/old/base", "images/disk.qcow2"] {
             std::fs::write(root.join(path), "").unwrap();
         }
         std::os::unix::fs::symlink(root.join("secret"), root.join("images/link")).unwrap();
@@ -163,6 +171,11 @@ mod tests {
             ("absent", "qemu-img rebase -u"),
         ] {
             assert!(beside(name).unwrap_err().contains(expected), "{name}");
+        }
+        for (image, name) in [(image.as_path(), "old"), (Path::new("/dev/null"), "zero")] {
+            let error = find(Some(image), BackingFiles::Beside, name).unwrap_err();
+            assert!(error.contains("not a regular file"), "{error}");
+            find(Some(image), BackingFiles::Anywhere, name).unwrap();
         }
         assert!(find(None, BackingFiles::Anywhere, "base").unwrap_err().contains("absolute"));
         assert!(find(None, BackingFiles::Beside, &secret).is_err());
