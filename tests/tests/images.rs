@@ -228,6 +228,58 @@ fn a_discard_gives_clusters_and_their_space_back() -> Result<()> {
     images.check_image("disk")
 }
 
+/// Clusters that a request leaves are used again in the same request: for a copy of what lies below
+/// an edge, and for a table that was not there.
+#[test]
+fn what_zeroes_leave_does_not_take_other_data_with_it() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    const KIB: usize = 1 << 10;
+    // With clusters of 512 bytes a table is for 32 KiB.
+    for (options, written, zeroed, kind) in [
+        ("cluster_size=64k", 0..64 * KIB, 0..68 * KIB, blk::WRITE_ZEROES),
+        ("cluster_size=64k", 64 * KIB..128 * KIB, 60 * KIB..128 * KIB, blk::WRITE_ZEROES),
+        ("cluster_size=512", 0..32 * KIB, 0..40 * KIB, blk::WRITE_ZEROES),
+        ("cluster_size=512", 0..32 * KIB, 512..MIB + 512, blk::WRITE_ZEROES),
+        ("cluster_size=512", 0..32 * KIB, 0..MIB, blk::DISCARD),
+    ] {
+        let mut images = Images::new()?;
+        images.content = pattern(5, DISK_BYTES);
+        fs::write(images.path("base.img")?, &images.content)?;
+        images.qemu_img(&format!("create -q -f qcow2 -o {options} -b base.img -F raw @disk"))?;
+        let mut served = images.serve("disk")?;
+        images.write(&mut served, written.start, &pattern(6, written.len()))?;
+        served.change(kind, zeroed.start, zeroed.len(), u32::from(kind == blk::WRITE_ZEROES))?;
+        images.content[zeroed.clone()].fill(0);
+        let what = || format!("{options}, request {kind} of {zeroed:?}");
+        images.check(&mut served).with_context(what)?;
+        served.end()?;
+        images.check_image("disk").with_context(what)?;
+        let mut served = images.serve("disk")?;
+        images.check(&mut served).with_context(what)?;
+        served.end()?;
+    }
+    Ok(())
+}
+
+/// More first writes at once than imago has L2 tables in memory, each to a table of its own.
+#[test]
+fn more_tables_than_fit_in_memory_are_made_at_once() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let images = Images::new()?;
+    images.qemu_img("create -q -f qcow2 -o cluster_size=512 @disk 64M")?;
+    let mut command = images.command(&images.name("disk")?)?;
+    let mut daemon = Running::serve(command.args(["--num-queues", "4", "--iothreads", "2"]))?;
+    let load = "--rw randwrite --bs 512 --iodepth 128 --numjobs 4 --number_ios 1000 --verify";
+    run(&mut bench(&images.scene.socket("disk.sock"), load)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    images.qemu_img("check -q @disk").map(drop)
+}
+
 /// Many at once, of which many are the first in their cluster.
 #[test]
 fn requests_that_come_at_once_do_not_harm_each_other() -> Result<()> {
@@ -255,10 +307,9 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
         return Ok(());
     }
     let mut images = Images::new()?;
-    fs::write(images.path("base.img")?, pattern(1, 2 * DISK_BYTES))?;
     images.content = pattern(1, DISK_BYTES);
-    let create = "create -q -f qcow2 -b base.img -F raw @disk";
-    images.qemu_img(&format!("{create} {DISK_BYTES}"))?;
+    fs::write(images.path("base.img")?, &images.content)?;
+    images.qemu_img("create -q -f qcow2 -b base.img -F raw @disk")?;
     let mut served = images.serve("disk")?;
     images.check(&mut served)?;
     let socket = images.scene.socket("disk.sock");
@@ -270,13 +321,19 @@ fn an_image_grows_while_it_is_served() -> Result<()> {
     resize("16M")?.expect_code(0)?;
     let shrunk = resize("8M")?;
     ensure!(shrunk.status.code() != Some(0), "it was made smaller");
-    // What the base has there was never on this disk.
     images.content.resize(2 * DISK_BYTES, 0);
     images.check(&mut served)?;
     images.write(&mut served, 2 * DISK_BYTES - 4096, &pattern(3, 4096))?;
     images.check(&mut served)?;
     served.end()?;
-    images.check_image("disk")
+    images.check_image("disk")?;
+    // What a longer base has there was never on the disk.
+    images.qemu_img(&format!("create -q -f qcow2 -b disk -F qcow2 @short {DISK_BYTES}"))?;
+    let served = images.serve("short")?;
+    let refused = resize("16M")?;
+    ensure!(refused.status.code() != Some(0), "it has grown over a longer base");
+    ensure!(refused.stderr.contains("backing file is longer"), "{}", refused.stderr);
+    served.end()
 }
 
 /// Takes away from an image which format its backing file has: QEMU makes none without.

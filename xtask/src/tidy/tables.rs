@@ -179,7 +179,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (28, &["disk::qcow2::storage"]),
             (29, &["disk::qcow2::core"]),
             (30, &["disk::qcow2::owner"]),
-            (31, &["disk::qcow2::attached"]),
+            (31, &["disk::qcow2::attached", "disk::qcow2::owner::clear"]),
             (32, &["disk::qcow2"]),
             (27, &["choose"]),
         ],

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex};
 
 use attached::Qcow2Disk;
 pub use core::Layer;
-use core::{Core, refused};
+use core::{Core, TOO_LONG_BELOW, refused};
 pub use header::{BackingFile, ImageHeader};
 use owner::{Image, Job};
 use storage::Store;
@@ -188,6 +188,8 @@ impl OtherSource for Qcow2Source {
             format!("{size_bytes} bytes are not a multiple of the logical block of {block}")
         } else if size_bytes > core.table.bytes_max() {
             format!("a disk of {size_bytes} bytes is too large")
+        } else if size_bytes > now && core.bytes_below() > now {
+            TOO_LONG_BELOW.to_owned()
         } else {
             return Ok(());
         };

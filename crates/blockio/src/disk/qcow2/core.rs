@@ -94,6 +94,10 @@ impl DiskSource {
     }
 }
 
+/// Why an image cannot grow over what is longer than it: what is there would be seen.
+pub(super) const TOO_LONG_BELOW: &str = "its backing file is longer than the disk; resize it with \
+                                         `qemu-img resize` when it is not in use";
+
 /// What all threads know about an image.
 pub(super) struct Core {
     pub(super) table: Table,
@@ -118,6 +122,15 @@ impl Core {
 
     pub(super) fn is_writable(&self) -> bool {
         !self.source().info().read_only
+    }
+
+    /// How long the disk is that lies below the image.
+    pub(super) fn bytes_below(&self) -> u64 {
+        let size = |layer: &Layer| match &layer.header {
+            Some(header) => header.size_bytes,
+            None => layer.source.info().size_bytes,
+        };
+        self.layers.get(1).map_or(0, size)
     }
 
     pub(super) fn name(&self) -> String {

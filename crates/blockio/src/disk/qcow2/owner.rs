@@ -6,6 +6,8 @@
 //! tables of the image is in the file before the request is answered, and before others may use it.
 //! Many changes share one such commit. A flush of the file then makes all of it stable.
 
+mod clear;
+
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
@@ -19,9 +21,9 @@ use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{FormatAccess, Mapping, StorageExt};
 use iomem::Buffers;
-use tokio::sync::{OnceCell, RwLock};
+use tokio::sync::{OnceCell, RwLock, Semaphore, SemaphorePermit};
 
-use super::core::{Core, Layer};
+use super::core::{Core, Layer, TOO_LONG_BELOW};
 use super::storage::{self, Store};
 use super::table::Place;
 use crate::config::{EngineKind, IoThreadConfig};
@@ -53,8 +55,9 @@ pub(super) enum Job {
 /// How many units are looked up at once, since their neighbours will be wanted too.
 const UNITS_AHEAD: u64 = 256;
 
-/// The most zeroes that are written at once where there are no zero clusters.
-const ZEROES_BYTES: u64 = 256 << 10;
+/// How many jobs use tables at once, of which imago has 128 in memory: with none that is unused it
+/// fails. A job may need a second one while it has one.
+const JOBS_MAX: usize = 64;
 
 type Format = FormatAccess<Store>;
 
@@ -145,6 +148,7 @@ struct Owner {
     committed: Cell<u64>,
     /// Ranges that have space since the last commit. Nobody else may use it yet.
     new: RefCell<Vec<Range<u64>>>,
+    turns: Semaphore,
     rare: RefCell<Rare>,
 }
 
@@ -157,6 +161,7 @@ impl Owner {
             changed: Cell::new(0),
             committed: Cell::new(0),
             new: RefCell::default(),
+            turns: Semaphore::new(JOBS_MAX),
             rare: RefCell::default(),
         }
     }
@@ -193,8 +198,15 @@ impl Owner {
         self.image.get_or_try_init(|| async { Ok(RwLock::new(open(&self.core).await?)) }).await
     }
 
+    /// Waits until few enough others use tables. It comes before the lock of the image: who has
+    /// that must not wait for those who want it.
+    async fn turn(&self) -> io::Result<SemaphorePermit<'_>> {
+        self.turns.acquire().await.map_err(io::Error::other)
+    }
+
     async fn read(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
         let mut data = vec![0; iomem::fits(range.end - range.start, "bytes in memory")];
+        let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
         image.read(&mut data[..], range.start).await?;
         Ok(data)
@@ -212,6 +224,7 @@ impl Owner {
     async fn look(&self, range: &Range<u64>) -> io::Result<bool> {
         let table = &self.core.table;
         let span = table.unit_bytes() * UNITS_AHEAD;
+        let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
         let size = image.size();
         let mut at = range.start - range.start % span;
@@ -258,6 +271,7 @@ impl Owner {
     /// Writes what has no space yet, or had none when that was asked.
     async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         {
+            let _turn = self.turn().await?;
             let image = self.image().await?.read().await;
             self.write_to(&image, offset, data).await?;
         }
@@ -275,7 +289,10 @@ impl Owner {
             let (part, rest) = data.split_at(len);
             mapping.storage().write(part, mapping.offset()).await?;
             if !mapping.is_nonblocking() {
-                self.new.borrow_mut().push(offset..offset + len as u64);
+                // What the rest of a cluster had below was copied, and is nobody's until then too.
+                let cluster = self.core.cluster_bytes;
+                let end = (offset + len as u64).next_multiple_of(cluster);
+                self.new.borrow_mut().push(offset - offset % cluster..end);
                 self.changed.set(self.changed.get() + 1);
             }
             image.commit_data_mapping(mapping).await?;
@@ -326,115 +343,24 @@ impl Owner {
         }
     }
 
-    async fn discard(&self, range: Range<u64>) -> io::Result<()> {
-        let (has_zeroes, is_alone) = (self.core.has_zero_clusters, self.core.layers.len() == 1);
-        if !has_zeroes && !is_alone {
-            // What lies below would be seen instead.
-            return Ok(());
-        }
-        let mut image = self.image().await?.write().await;
-        self.settle(&range).await;
-        let data = self.clusters(&image, &range).await?;
-        let (offset, len) = (range.start, range.end - range.start);
-        let discarded = match has_zeroes {
-            true => image.discard_to_any(offset, len).await,
-            false => image.discard_to_backing(offset, len).await,
-        };
-        self.changed.set(self.changed.get() + 1);
-        self.commit_to(&image).await?;
-        discarded?;
-        self.give_back(&image, data).await
-    }
-
-    async fn zero(&self, range: Range<u64>, may_unmap: bool) -> io::Result<()> {
-        if !self.core.has_zero_clusters {
-            return self.write_zeroes(range).await;
-        }
-        let mut image = self.image().await?.write().await;
-        self.settle(&range).await;
-        let (offset, len) = (range.start, range.end - range.start);
-        let (zeroed, data) = match may_unmap {
-            true => {
-                let data = self.clusters(&image, &range).await?;
-                (image.discard_to_zero(offset, len).await, data)
-            }
-            false => (image.write_zeroes(offset, len).await, Vec::new()),
-        };
-        self.changed.set(self.changed.get() + 1);
-        self.commit_to(&image).await?;
-        zeroed?;
-        self.give_back(&image, data).await
-    }
-
-    /// Writes zeroes as data.
-    async fn write_zeroes(&self, range: Range<u64>) -> io::Result<()> {
-        let zeroes = vec![0; iomem::fits(ZEROES_BYTES, "bytes in memory")];
-        let mut at = range.start;
-        while at < range.end {
-            let len = ZEROES_BYTES.min(range.end - at);
-            self.write(at, &zeroes[..iomem::fits(len, "bytes in memory")]).await?;
-            at += len;
-        }
-        Ok(())
-    }
-
-    /// The data of whole clusters of a range, as ranges of the disk and of the file.
-    async fn clusters(&self, image: &Format, range: &Range<u64>) -> io::Result<Vec<Data>> {
-        let cluster = self.core.cluster_bytes;
-        let mut at = range.start.next_multiple_of(cluster);
-        let end = range.end - range.end % cluster;
-        let mut found = Vec::new();
-        while at < end {
-            let (mapping, len) = image.get_mapping(at, end - at).await?;
-            if let Mapping::Raw { storage, offset, writable: true, .. } = mapping
-                && storage.layer == 0
-            {
-                found.push(Data { at, len, offset });
-            }
-            if len == 0 {
-                break;
-            }
-            at += len;
-        }
-        Ok(found)
-    }
-
-    /// Gives the space of data back to the file that the disk has no more.
-    async fn give_back(&self, image: &Format, data: Vec<Data>) -> io::Result<()> {
-        for Data { at, len, offset } in data {
-            let (mapping, gone) = image.get_mapping(at, len).await?;
-            if !matches!(mapping, Mapping::Raw { .. }) && gone >= len {
-                self.core.top.give_back(offset, len).await;
-            }
-        }
-        Ok(())
-    }
-
     async fn grow(&self, size: u64) -> io::Result<()> {
         let image = self.image().await?.write().await;
         let before = image.size();
-        // What lies below may be longer than this image was.
-        let mode = match self.core.layers.len() {
-            1 => PreallocateMode::None,
-            _ => PreallocateMode::Zero,
-        };
+        if self.core.bytes_below() > before {
+            return Err(io::Error::other(TOO_LONG_BELOW));
+        }
         self.core.table.forget(&(before.saturating_sub(1)..size));
         self.commit_to(&image).await?;
         self.core.pointers.set_moves(true);
-        let grown = image.resize_grow(size, mode).await;
+        // The first table moves, and the header still names its old place until the commit below.
+        // So no space is looked for before: a table of zeroes could take that place.
+        let grown = image.resize_grow(size, PreallocateMode::None).await;
         self.changed.set(self.changed.get() + 1);
         let committed = self.commit_to(&image).await;
         self.core.pointers.set_moves(false);
         find_pointers(&self.core.top, &self.core).await?;
         grown.and(committed)
     }
-}
-
-/// Data of the disk in the file of the image.
-struct Data {
-    at: u64,
-    len: u64,
-    offset: u64,
 }
 
 /// Opens an image from the bottom up.
