@@ -57,7 +57,7 @@ impl ErrorAction {
 fn may_pass(errno: i32) -> bool {
     use libc::{
         EBADE, EBADF, ECANCELED, EFAULT, EFBIG, EINVAL, ENOSYS, ENOTTY, EOPNOTSUPP, EOVERFLOW,
-        EPERM, EROFS, ESPIPE,
+        EPERM, EROFS, ESHUTDOWN, ESPIPE,
     };
     !matches!(
         errno,
@@ -73,6 +73,7 @@ fn may_pass(errno: i32) -> bool {
             | EOVERFLOW
             | EPERM
             | EROFS
+            | ESHUTDOWN
             | ESPIPE
     )
 }
@@ -205,6 +206,13 @@ impl Drop for Tries<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_client_that_was_locked_out_does_not_try_again() {
+        // A cluster says so for good; space comes back.
+        assert!(!may_pass(libc::ESHUTDOWN));
+        assert!(may_pass(libc::ENOSPC) && may_pass(libc::EIO));
+    }
 
     fn errno(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)
