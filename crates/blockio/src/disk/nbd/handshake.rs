@@ -563,9 +563,11 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_server_is_said() {
         let simple = [reply(11, UNSUPPORTED, &[]), reply(8, UNSUPPORTED, &[])].concat();
-        let blocks = |min: u8| [&[0, 3, 0, 0, 0, min][..], &[0, 0, 0x10, 0, 0, 1, 0, 0]].concat();
-        let bad_blocks =
-            [reply(7, INFO, &export([0, 1])), reply(7, INFO, &blocks(3)), reply(7, ACK, &[])];
+        let blocks = |min: u8, max: u8| {
+            let sizes = [&[0, 3, 0, 0, 0, min][..], &[0, 0, 0x10, 0, 0, 0, max, 0]].concat();
+            [reply(7, INFO, &export([0, 1])), reply(7, INFO, &sizes), reply(7, ACK, &[])].concat()
+        };
+        let (bad_blocks, small_blocks) = (blocks(3, 0xff), blocks(1, 1));
         let endless = reply(7, INFO, &[0, 1]).repeat(REPLIES_MAX + 1);
         for (parts, expected) in [
             (&[&b"SSH-2.0-OpenSSH_9.2\r\n"[..]][..], "is no NBD server"),
@@ -577,7 +579,8 @@ mod tests {
             (&[GREETING, &reply(11, INFO, &[])], "does not keep to the NBD protocol"),
             (&[GREETING, &simple, &reply(7, [0x80, 0, 0, 6], b"no")], "does not have it"),
             (&[GREETING, &simple, &reply(7, ACK, &[])], "did not say how large"),
-            (&[GREETING, &simple, &bad_blocks.concat()], "block sizes that no server may have"),
+            (&[GREETING, &simple, &bad_blocks], "block sizes that no server may have"),
+            (&[GREETING, &simple, &small_blocks], "takes 256 bytes at a time"),
             (&[GREETING, &simple, &endless], "does not stop answering"),
         ] {
             let error = shake(&mut Script::new(parts), Purpose::Serve).unwrap_err();
