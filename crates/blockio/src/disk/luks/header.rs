@@ -2,6 +2,8 @@
 //!
 //! A header may be anybody's: what it asks for is bounded before it is done.
 
+use std::sync::{Mutex, PoisonError};
+
 use argon2::{Algorithm, Argon2, Params, Version};
 use iomem::fits;
 use zeroize::Zeroizing;
@@ -9,22 +11,57 @@ use zeroize::Zeroizing;
 use super::hash::{Hash, Key};
 use super::xts::{CHUNK_BYTES, Cipher, Direction};
 
-/// The most work that a header may ask of whoever tries a passphrase.
+/// The most work that a header may ask of whoever tries a passphrase, in all key slots together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeyWork {
     /// Rounds of PBKDF2, for each hash that the key has room for.
     pub pbkdf2_rounds: u64,
-    /// KiB of memory for Argon2.
+    /// KiB of memory for Argon2 at a time.
     pub argon2_kib: u32,
     /// KiB that Argon2 goes over, in all passes together.
     pub argon2_passes_kib: u64,
 }
 
 impl Default for KeyWork {
-    /// Each takes a minute or two. `cryptsetup` aims at two seconds and never takes more than 1 GiB
-    /// without being asked.
+    /// Each takes some minutes. `cryptsetup` aims at two seconds for a key slot, of which there are
+    /// at most 32, and never takes more than 1 GiB without being asked.
     fn default() -> Self {
-        Self { pbkdf2_rounds: 1 << 28, argon2_kib: 1 << 20, argon2_passes_kib: 1 << 26 }
+        Self { pbkdf2_rounds: 1 << 29, argon2_kib: 1 << 20, argon2_passes_kib: 1 << 27 }
+    }
+}
+
+impl KeyWork {
+    /// Takes from what is left what PBKDF2 needs for `bytes` bytes.
+    fn take_pbkdf2(&mut self, hash: Hash, rounds: u32, bytes: usize) -> Result<(), String> {
+        let all = u64::from(rounds) * bytes.div_ceil(hash.bytes()) as u64;
+        match self.pbkdf2_rounds.checked_sub(all).filter(|_| rounds > 0) {
+            Some(left) => self.pbkdf2_rounds = left,
+            None => {
+                return Err(format!(
+                    "asks for {rounds} rounds of PBKDF2, which is none or, with the key slots \
+                     before it, too many; change that with `cryptsetup luksConvertKey \
+                     --pbkdf-force-iterations`"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes from what is left what Argon2 needs.
+    fn take_argon2(&mut self, kib: u32, passes: u32) -> Result<(), String> {
+        let all = u64::from(passes) * u64::from(kib);
+        let left = self.argon2_passes_kib.checked_sub(all);
+        match left.filter(|_| kib <= self.argon2_kib) {
+            Some(left) => self.argon2_passes_kib = left,
+            None => {
+                return Err(format!(
+                    "asks for {kib} KiB of memory and {passes} passes over it, too much, alone or \
+                     with the key slots before it; change that with `cryptsetup luksConvertKey \
+                     --pbkdf-memory`"
+                ));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -85,6 +122,9 @@ pub(super) struct KeyCheck {
     pub(super) digest: Vec<u8>,
 }
 
+/// The most key slots, as `cryptsetup` has it.
+pub(super) const SLOTS_MAX: usize = 32;
+
 /// The most stripes of a key, of which there are 4000 everywhere.
 pub(super) const STRIPES_MAX: u32 = 16_384;
 
@@ -139,9 +179,9 @@ impl Header {
                         `cryptsetup luksAddKey`"
                 .to_owned());
         }
-        let mut left_out = String::new();
+        let (mut left, mut left_out) = (*most, String::new());
         for slot in &self.slots {
-            match slot.unlock(passphrase, most, read) {
+            match slot.unlock(passphrase, &mut left, read) {
                 Ok(Some(key)) => return Ok(key),
                 Ok(None) => {}
                 Err(reason) => left_out += &format!("; key slot {} {reason}", slot.number),
@@ -168,11 +208,11 @@ impl Slot {
     fn unlock(
         &self,
         passphrase: &[u8],
-        most: &KeyWork,
+        left: &mut KeyWork,
         read: &ReadAt<'_>,
     ) -> Result<Option<Key>, String> {
-        self.check.check_work(most)?;
-        let slot_key = self.kdf.derive(passphrase, self.slot_key_bytes, most)?;
+        left.take_pbkdf2(self.check.hash, self.check.rounds, self.check.digest.len())?;
+        let slot_key = self.kdf.derive(passphrase, self.slot_key_bytes, left)?;
         let cipher = Cipher::new(&slot_key).ok_or("has a key of no known length")?;
         let bytes: usize = fits(self.area_bytes(), "the area of a key");
         let sectors = bytes.next_multiple_of(AREA_SECTOR_BYTES);
@@ -190,24 +230,20 @@ impl Slot {
 const CHUNK_SECTORS: usize = CHUNK_BYTES / AREA_SECTOR_BYTES;
 
 impl Kdf {
-    fn derive(&self, passphrase: &[u8], bytes: usize, most: &KeyWork) -> Result<Key, String> {
+    fn derive(&self, passphrase: &[u8], bytes: usize, left: &mut KeyWork) -> Result<Key, String> {
         match self {
             Self::Pbkdf2 { hash, rounds, salt } => {
-                check_rounds(*hash, *rounds, bytes, most)?;
+                left.take_pbkdf2(*hash, *rounds, bytes)?;
                 Ok(hash.pbkdf2(passphrase, salt, *rounds, bytes))
             }
             &Self::Argon2 { algorithm, passes, kib, lanes, ref salt } => {
-                let all = u64::from(passes) * u64::from(kib);
-                if kib > most.argon2_kib || all > most.argon2_passes_kib {
-                    return Err(format!(
-                        "asks for {kib} KiB of memory and {passes} passes over it, too much; \
-                         change that with `cryptsetup luksConvertKey --pbkdf-memory`"
-                    ));
-                }
+                left.take_argon2(kib, passes)?;
                 let refused = |error: argon2::Error| format!("cannot be used: {error}");
                 let params = Params::new(kib, passes, lanes, Some(bytes)).map_err(refused)?;
                 let argon2 = Argon2::new(algorithm, Version::V0x13, params);
                 let mut key = Zeroizing::new(vec![0; bytes]);
+                // Disks that are opened at the same time would have all of their memory at once.
+                let _one_at_a_time = ARGON2.lock().unwrap_or_else(PoisonError::into_inner);
                 argon2.hash_password_into(passphrase, salt, &mut key).map_err(refused)?;
                 Ok(key)
             }
@@ -215,23 +251,11 @@ impl Kdf {
     }
 }
 
-impl KeyCheck {
-    fn check_work(&self, most: &KeyWork) -> Result<(), String> {
-        check_rounds(self.hash, self.rounds, self.digest.len(), most)
-    }
+/// Whoever uses Argon2 holds this.
+static ARGON2: Mutex<()> = Mutex::new(());
 
+impl KeyCheck {
     fn is_of(&self, key: &[u8]) -> bool {
         self.hash.pbkdf2(key, &self.salt, self.rounds, self.digest.len())[..] == self.digest[..]
     }
-}
-
-fn check_rounds(hash: Hash, rounds: u32, bytes: usize, most: &KeyWork) -> Result<(), String> {
-    let all = u64::from(rounds) * bytes.div_ceil(hash.bytes()) as u64;
-    if rounds == 0 || all > most.pbkdf2_rounds {
-        return Err(format!(
-            "asks for {rounds} rounds of PBKDF2, which is none or too many; change that with \
-             `cryptsetup luksConvertKey --pbkdf-force-iterations`"
-        ));
-    }
-    Ok(())
 }

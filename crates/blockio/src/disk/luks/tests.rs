@@ -174,6 +174,50 @@ fn what_a_header_may_not_say_is_refused() {
     }
 }
 
+/// A header that wastes time with each of its slots is not worse than one that does with one.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn work_is_bounded_for_all_slots_together() {
+    let argon2 =
+        json!({ "type": "argon2id", "time": 2, "memory": 8, "cpus": 1, "salt": "AAAAAAAAAAAA" });
+    let pbkdf2 =
+        json!({ "type": "pbkdf2", "hash": "sha256", "iterations": 40, "salt": "AAAAAAAAAAAA" });
+    // Each of three slots that do not fit asks for what there is, and then comes the right one,
+    // which needs two rounds for its key and, as all of them, one for the check.
+    for (kdf, pbkdf2_rounds, argon2_passes_kib) in [(argon2, 6, 48), (pbkdf2, 3 * 81 + 3, 0)] {
+        let start = header(|metadata| {
+            let right = metadata["keyslots"]["0"].clone();
+            for slot in ["0", "1", "2"] {
+                metadata["keyslots"][slot] = right.clone();
+                metadata["keyslots"][slot]["kdf"] = kdf.clone();
+            }
+            metadata["keyslots"]["3"] = right;
+            metadata["digests"]["0"]["keyslots"] = json!(["0", "1", "2", "3"]);
+        });
+        let file = image(&start, MIB);
+        let open = |pbkdf2_rounds, argon2_passes_kib| {
+            let most_work = KeyWork { pbkdf2_rounds, argon2_kib: 8, argon2_passes_kib };
+            let options = LuksOptions { most_work, ..options(false) };
+            DiskSource::luks(below(&file), &options).map_err(|error| error.to_string())
+        };
+        open(pbkdf2_rounds, argon2_passes_kib).unwrap();
+        let error = open(pbkdf2_rounds - 1, argon2_passes_kib).unwrap_err();
+        assert!(error.contains("key slot 3 asks for 1 rounds of PBKDF2"), "{error}");
+        if argon2_passes_kib > 0 {
+            // A slot that is left out takes nothing from the others.
+            let error = open(5, argon2_passes_kib - 1).unwrap_err();
+            assert!(error.contains("key slot 2 asks for 8 KiB of memory"), "{error}");
+        }
+    }
+    let many = header(|metadata| {
+        for slot in 1..=32 {
+            let right = metadata["keyslots"]["0"].clone();
+            metadata["keyslots"][slot.to_string()] = right;
+        }
+    });
+    check_refused(&many, "it has 33 key slots, and at most 32 are possible");
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_newest_header_that_is_whole_counts() {

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::hash::Hash;
 use super::header::{
-    Header, Kdf, KeyCheck, MAGIC, Payload, ReadAt, STRIPES_MAX, Slot, check_cipher,
+    Header, Kdf, KeyCheck, MAGIC, Payload, ReadAt, SLOTS_MAX, STRIPES_MAX, Slot, check_cipher,
     check_key_bytes, overlap, text,
 };
 
@@ -196,6 +196,10 @@ fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
     let digest = digests.find(|digest| digest.segments.contains(&name));
     let digest = digest.ok_or("nothing in its header tells the right key of its data")?;
     let check = digest.check()?;
+    if metadata.keyslots.len() > SLOTS_MAX {
+        let slots = metadata.keyslots.len();
+        return Err(format!("it has {slots} key slots, and at most {SLOTS_MAX} are possible"));
+    }
     let mut slots = Vec::new();
     for (&number, value) in &metadata.keyslots {
         let is_known = value.get("type").and_then(Value::as_str) == Some("luks2");
