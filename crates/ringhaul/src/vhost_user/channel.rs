@@ -63,6 +63,8 @@ pub(super) struct Channel {
     /// Goes with the first byte of it.
     pub(super) output_fd: Option<OwnedFd>,
     output_since: Option<Instant>,
+    /// The front-end was seen to have closed the connection.
+    was_hung_up: bool,
 }
 
 impl Channel {
@@ -78,6 +80,7 @@ impl Channel {
             output: Vec::new(),
             output_fd: None,
             output_since: None,
+            was_hung_up: false,
         }
     }
 
@@ -227,11 +230,20 @@ impl Channel {
     }
 
     /// Whether the front-end has closed the connection, whatever is left to read of it.
-    pub(super) fn is_hung_up(&self) -> bool {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let polled = poll(&mut fds, Some(&now));
-        polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    pub(super) fn is_hung_up(&mut self) -> bool {
+        if !self.was_hung_up {
+            let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let polled = poll(&mut fds, Some(&now));
+            let ends = PollFlags::HUP | PollFlags::ERR;
+            self.was_hung_up = polled.is_ok() && fds[0].revents().intersects(ends);
+        }
+        self.was_hung_up
+    }
+
+    /// Whether that was seen, so that nobody need poll for it any more.
+    pub(super) fn was_hung_up(&self) -> bool {
+        self.was_hung_up
     }
 
     /// Ends the connection for all users of the socket, unless another process goes on with it.

@@ -222,11 +222,19 @@ impl Session {
 
     /// Continues with a pause, or with its end.
     fn pause(&mut self, stage: Stage, now: Instant) -> Progress {
+        let is_gone = self.channel.is_hung_up();
         if self.is_to_pause && !matches!(stage, Stage::Resuming) {
+            if is_gone {
+                self.connection.stop_at_once();
+            }
             let settled = self.connection.settle();
             self.stage = if settled.is_pending() { stage } else { Stage::Paused };
             let Poll::Ready(Err(error)) = settled else { return Progress::Waiting };
             self.end(End::Dropped(error.to_string()));
+            return self.progress(now);
+        }
+        if is_gone {
+            self.end(End::Gone(None));
             return self.progress(now);
         }
         if std::mem::take(&mut self.has_changed) {
@@ -270,9 +278,11 @@ impl Session {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
             Stage::Ready => Some(PollFlags::IN),
-            Stage::Working { .. } | Stage::Resuming => Some(PollFlags::empty()),
-            Stage::Pausing | Stage::Paused => None,
-            Stage::Ending(_) | Stage::Leaving { .. } | Stage::Ended => None,
+            // Rings may run, which a front-end that has gone must not leave behind.
+            Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
+                (!self.channel.was_hung_up()).then_some(PollFlags::empty())
+            }
+            Stage::Paused | Stage::Leaving { .. } | Stage::Ended => None,
         }
     }
 

@@ -24,6 +24,13 @@ impl Connection {
             self.rings[control].begin_stop(waker);
             return;
         }
+        self.stop_at_once();
+    }
+
+    /// Has no ring wait for the control ring that is to stop: the front-end is gone, and its guest
+    /// may be served by another process.
+    pub(in crate::vhost_user) fn stop_at_once(&mut self) {
+        let waker = &self.setup.waker;
         for ring in std::mem::take(&mut self.to_stop) {
             self.rings[ring].begin_stop(waker);
         }

@@ -91,6 +91,12 @@ fn a_ring_outside_the_memory_stops_alone() {
     scene.end();
 }
 
+/// A device without units.
+fn scsi() -> Device {
+    let options = ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
+    Device::scsi(options, Arc::new(LogEvents::new("test")))
+}
+
 fn states(session: &Session) -> Vec<String> {
     let queues = session.describe().queues.into_iter();
     queues.map(|queue| format!("{:?}", queue.state)).collect()
@@ -112,16 +118,45 @@ fn a_hang_up_is_seen_before_all_rings_go_on() {
     scene.end();
 }
 
+/// Another process may serve its guest already.
+#[test]
+fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
+    for is_end in [false, true] {
+        let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+        scene.start();
+        let (mut other, mut session, front_end) = take_over_with(&mut scene, scsi());
+        assert_eq!(go_on(&mut other, &mut session), Progress::Handled);
+        let begin = if is_end { Session::begin_end } else { Session::begin_pause };
+        begin(&mut session);
+        assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+        assert_eq!(states(&session), ["Stopping", "Running", "Running", "Running"]);
+        assert_eq!(session.interest(), Some(PollFlags::empty()), "nobody would see the hang-up");
+        drop(front_end);
+        assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+        assert_eq!(states(&session), ["Stopping"; 4]);
+        assert_eq!(session.interest(), None, "it would be seen again and again");
+        while !(is_end || session.is_paused()) {
+            other.io.turn(Wait::Never).unwrap();
+            assert_eq!(session.progress(Instant::now()), Progress::Waiting);
+        }
+        if !is_end {
+            // No ring starts again for it, not even for a moment.
+            session.begin_resume();
+            assert!(matches!(session.progress(Instant::now()), Progress::Ended(_)));
+        }
+        end(other, session);
+        scene.end();
+    }
+}
+
 /// The driver can still end what it has in the others.
 #[test]
 fn task_management_goes_on_without_a_ring_that_is_lost() {
-    let options = || ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
-    let device = || Device::scsi(options(), Arc::new(LogEvents::new("test")));
-    let mut scene = Scene::of(device(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
     scene.start();
     let nowhere = addresses(USER_ADDR + MEMORY_BYTES);
     scene.connection.rings[3].settings.addresses = Some(nowhere);
-    let (mut other, mut session, _front_end) = take_over_with(&mut scene, device());
+    let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
     let lost = go_on(&mut other, &mut session);
     assert!(matches!(lost, Progress::RingLost(_)), "{lost:?}");
     assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
