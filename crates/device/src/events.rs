@@ -17,6 +17,10 @@ pub trait Events: Send + Sync {
     /// A queue takes no more chains until it is stopped and started again.
     fn queue_stopped(&self, queue: u16, fault: &QueueFault);
 
+    /// The kick of a queue cannot be watched, because a limit of the kernel is reached or it is no
+    /// eventfd. The queue is looked at every few milliseconds instead, until it starts again.
+    fn kick_not_watched(&self, queue: u16, error: &dyn Error);
+
     /// A queue starts with an inflight region, which tells this of the process before.
     fn queue_recovered(&self, queue: u16, recovery: Recovery);
 
@@ -39,12 +43,13 @@ pub const LOST_IF_KILLED: &str = "the queue begins in the middle of its ring, wi
      region: if the process before was killed, requests that were not answered may be lost, and \
      the guest waits for them";
 
+/// What [`Events::kick_not_watched`] means, for a log.
+pub const NOT_WATCHED: &str = "the kick of a queue cannot be watched, so the queue is looked at \
+     every few milliseconds until it starts again";
+
 /// Why a queue takes no more chains.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueFault {
-    /// Its kick cannot be watched: it is not an eventfd, or there are too many.
-    #[error("a queue is not served: {0}")]
-    NotServed(#[source] blockio::Error),
     /// The ring is bad.
     #[error("a queue stops, its ring is bad: {0}")]
     Ring(#[source] QueueError),
@@ -77,6 +82,10 @@ impl Events for LogEvents {
 
     fn queue_stopped(&self, queue: u16, fault: &QueueFault) {
         tracing::error!(device = self.name, queue, "{fault}");
+    }
+
+    fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
+        tracing::warn!(device = self.name, queue, "{NOT_WATCHED}: {error}");
     }
 
     fn queue_recovered(&self, queue: u16, recovery: Recovery) {

@@ -435,6 +435,11 @@ impl Queue {
         self.tell_broken();
     }
 
+    /// Reports that nobody hears the driver's kicks.
+    pub(crate) fn report_unwatched(&self, error: &dyn Error) {
+        self.events.kick_not_watched(self.index, error);
+    }
+
     fn tell_broken(&self) {
         if let Some(err) = &*self.err.borrow() {
             self.caller.add_one(err);

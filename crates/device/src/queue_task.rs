@@ -40,17 +40,8 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         Poll::Ready(())
     })
     .await;
-    let source: Rc<dyn Source> = Rc::<Queue>::clone(&queue);
-    let kick = queue.take_kick();
-    let mut looks = kick.is_none().then(|| Looks::new(clock::now()));
-    let source = match io.add_source(source, kick) {
-        Ok(id) => Registration { io: Rc::clone(&io), id },
-        Err(error) => {
-            queue.set_broken(&QueueFault::NotServed(error));
-            wait_for_stop(&io, &queue).await;
-            return Stopped::of(&queue);
-        }
-    };
+    let (source, is_kicked) = register(&io, &queue);
+    let mut looks = (!is_kicked).then(|| Looks::new(clock::now()));
     let mut requests = TaskSet::new(Rc::clone(&io));
     loop {
         let serve = |chain| Rc::clone(&handler).serve(Rc::clone(&queue), chain);
@@ -90,6 +81,25 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
     drop(source);
     Stopped::of(&queue)
 }
+
+/// Adds the queue to those that the loop serves. Returns whether it hears kicks: one whose kick
+/// cannot be watched is looked at, as one without a kick is.
+fn register(io: &Rc<Io>, queue: &Rc<Queue>) -> (Registration, bool) {
+    let add = |kick| {
+        let source: Rc<dyn Source> = Rc::<Queue>::clone(queue);
+        io.add_source(source, kick).map(|id| Registration { io: Rc::clone(io), id })
+    };
+    let Some(kick) = queue.take_kick() else { return (add(None).expect(WITHOUT_KICK), false) };
+    match add(Some(kick)) {
+        Ok(source) => (source, true),
+        Err(error) => {
+            queue.report_unwatched(&error);
+            (add(None).expect(WITHOUT_KICK), false)
+        }
+    }
+}
+
+const WITHOUT_KICK: &str = "only a kick can be refused";
 
 /// Continues requests, and pops and starts others. Returns how many it popped, and whether there
 /// are more.
@@ -186,12 +196,6 @@ async fn finish<F: Future<Output = ()>>(
     true
 }
 
-async fn wait_for_stop(io: &Io, queue: &Queue) {
-    while !queue.is_to_stop() {
-        io.suspend().await;
-    }
-}
-
 /// Keeps a source for as long as it is in scope.
 struct Registration {
     io: Rc<Io>,
@@ -234,6 +238,23 @@ mod tests {
     use super::*;
     use crate::queue::QueueHandle;
     use crate::testing::{DATA, RING, Scene, count_of, new_eventfd};
+
+    /// A limit of the kernel may be reached. Its driver kicks, and knows nothing of that.
+    #[test]
+    fn a_queue_whose_kick_cannot_be_watched_is_served() {
+        let mut scene = Scene::new();
+        scene.kick = scene.memory_file.try_clone().unwrap().into();
+        let gate = Rc::new(Gate::default());
+        gate.open();
+        let handle = scene.start(Gated(gate));
+        for _ in 0..3 {
+            let head = scene.offer(&buffer()).into();
+            assert_eq!(scene.answer(), Used { head, bytes: 7 });
+        }
+        let [told] = &scene.events.take()[..] else { panic!("it is not told once") };
+        assert!(told.contains("queue 3") && told.contains("cannot be watched"), "{told}");
+        assert_eq!(scene.wait(&handle.begin_stop()), 3);
+    }
 
     /// Answers chains once it is open.
     #[derive(Default)]

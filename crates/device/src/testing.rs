@@ -55,6 +55,10 @@ impl Events for Heard {
         self.add(format!("queue {queue}: {fault}"));
     }
 
+    fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
+        self.add(format!("queue {queue}: its kick cannot be watched: {error}"));
+    }
+
     fn queue_recovered(&self, queue: u16, recovery: Recovery) {
         self.add(format!("queue {queue}: {recovery:?}"));
     }
@@ -82,7 +86,7 @@ pub(crate) struct Scene {
     pub(crate) stats: Arc<QueueStats>,
     pub(crate) err: OwnedFd,
     pub(crate) call: OwnedFd,
-    kick: OwnedFd,
+    pub(crate) kick: OwnedFd,
     /// What queues start with.
     pub(crate) inflight: Option<InflightQueue>,
     pub(crate) next_avail: u16,

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt::Display;
 use std::io;
 
-use device::{Events, LOST_IF_KILLED, QueueFault};
+use device::{Events, LOST_IF_KILLED, NOT_WATCHED, QueueFault};
 use virtqueue::Recovery;
 
 use crate::log_limit::LogLimit;
@@ -73,12 +73,15 @@ impl Events for ExportLog {
 
     fn queue_stopped(&self, _: u16, fault: &QueueFault) {
         let Some(left_out) = self.errors.permit() else { return };
-        let export = &self.name;
-        match fault {
-            QueueFault::NotServed(_) => tracing::error!(export, left_out, "{fault}"),
-            _ => tracing::warn!(export, left_out, "{fault}"),
-        }
+        tracing::warn!(export = self.name, left_out, "{fault}");
         self.report_error(fault, left_out);
+    }
+
+    fn kick_not_watched(&self, queue: u16, error: &dyn Error) {
+        let Some(left_out) = self.errors.permit() else { return };
+        let message = format!("{NOT_WATCHED}: {error}; raise fs.epoll.max_user_watches (sysctl)");
+        tracing::error!(export = self.name, queue, left_out, "{message}");
+        self.report_error(&message, left_out);
     }
 
     fn queue_recovered(&self, queue: u16, recovery: Recovery) {
