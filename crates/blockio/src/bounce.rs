@@ -110,8 +110,13 @@ impl BounceShare {
     /// The largest piece that may be asked for, a multiple of `align` (a power of two up to the
     /// largest logical block).
     pub(crate) fn piece_bytes(&self, align: usize) -> usize {
-        let piece = self.limit().min(self.budget.config.piece_bytes_max);
+        let piece = self.part_bytes(self.budget.config.piece_bytes_max);
         (piece & !(align - 1)).max(align)
+    }
+
+    /// As much of `most` bytes as the share has room for.
+    pub(crate) fn part_bytes(&self, most: usize) -> usize {
+        self.limit().min(most)
     }
 
     fn limit(&self) -> usize {

@@ -11,7 +11,7 @@ use iomem::{Buffers, fits};
 use crate::engine::kernel::start_thread;
 use crate::io::Io;
 use crate::mailbox::Mailbox;
-use crate::op::{Completion, GIVEN_UP};
+use crate::op::Completion;
 
 impl Io {
     /// An op that something else completes, from any thread: the future waits for the completer to
@@ -128,16 +128,6 @@ impl ForeignCompleter {
     }
 }
 
-impl ForeignCompleter {
-    /// Completes the op with `EIO`, although whoever was to do it may still use its memory: that
-    /// stays where it is for as long as the program runs.
-    pub fn give_up(mut self) {
-        if let Some(mailbox) = self.mailbox.take() {
-            mailbox.post_result(self.slot, GIVEN_UP);
-        }
-    }
-}
-
 impl Drop for ForeignCompleter {
     fn drop(&mut self) {
         if let Some(mailbox) = self.mailbox.take() {
@@ -232,28 +222,6 @@ mod tests {
             }
             drop(sender);
             other.join().unwrap();
-        }
-    }
-
-    /// Whether or not somebody waits: what was to complete the op may still write there.
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn memory_of_what_is_given_up_stays_for_ever() {
-        for is_awaited in [false, true] {
-            let thread = new_thread(EngineKind::Threads);
-            let (buffers, gone) = watched_buffers();
-            let (op, completer) = thread.io().foreign_op(buffers);
-            let op = is_awaited.then_some(op);
-            thread::spawn(move || completer.give_up()).join().unwrap();
-            if let Some(op) = op {
-                let completion = thread.block_on(op).unwrap();
-                assert!(completion.buffers.is_empty());
-                assert_eq!(errno(completion), Some(libc::EIO));
-            }
-            while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
-            assert_eq!(thread.io().ops(), 0, "the thread does not wait for it");
-            drop(thread);
-            assert!(!gone.get());
         }
     }
 

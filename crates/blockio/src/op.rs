@@ -76,10 +76,6 @@ impl Completion {
     }
 }
 
-/// The result of a foreign op whose memory stays: see
-/// [`ForeignCompleter::give_up`](crate::foreign_op::ForeignCompleter::give_up).
-pub(crate) const GIVEN_UP: i64 = i64::MIN;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
@@ -300,7 +296,7 @@ impl Slots {
     pub(crate) fn complete(
         &mut self,
         index: u32,
-        mut result: i64,
+        result: i64,
         now: Instant,
         stats: &Stats,
     ) -> Option<TaskKey> {
@@ -311,7 +307,7 @@ impl Slots {
             "invariant 4: slot {index} completes with {result} and is {:?}: an op completes once",
             slot.state
         );
-        match &mut slot.body {
+        match &slot.body {
             Body::Op(op) => {
                 let times = Times { submitted: slot.submitted, now };
                 op.file.answered(op.kind, slot.tracked, result, times);
@@ -320,13 +316,7 @@ impl Slots {
                 }
                 record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
             }
-            Body::Foreign(buffers) => {
-                self.foreign -= 1;
-                if result == GIVEN_UP {
-                    std::mem::forget(std::mem::replace(buffers, Buffers::empty()));
-                    result = -i64::from(libc::EIO);
-                }
-            }
+            Body::Foreign(_) => self.foreign -= 1,
             Body::Nothing => unreachable!("a slot that is not free owns something"),
         }
         match slot.state {

@@ -5,6 +5,7 @@ use std::any::Any;
 use std::io;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use libc::iovec;
 
@@ -129,6 +130,43 @@ impl Repeated {
     }
 }
 
+/// A block of uninitialized memory that another library fills or reads, on any thread. The memory
+/// stays for as long as there is a clone of this, or a list of it: whoever gives up waiting can
+/// drop its lists, and a clone is kept for as long as the library may still write there.
+#[derive(Clone)]
+pub struct LentBlock(Arc<Block>);
+
+impl LentBlock {
+    /// A block.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn try_new(bytes: usize) -> io::Result<Self> {
+        Block::try_new(bytes, 1, false).map(|block| Self(Arc::new(block)))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn start(&self) -> *mut u8 {
+        self.0.start.as_ptr()
+    }
+
+    /// A list of all of it. `kept` is dropped with the list, and all that are made of it.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM`.
+    pub fn buffers(&self, kept: impl Any) -> io::Result<Buffers> {
+        let block = &self.0;
+        let range = iovec { iov_base: self.start().cast(), iov_len: block.layout.size() };
+        let (ranges, memory) = (vec_of(1, range)?, Memory::new((Arc::clone(block), kept)));
+        // SAFETY: the block has that size, stays while its owners do, of which the memory is one,
+        // and hands out no references.
+        Ok(unsafe { Buffers::from_raw_parts(ranges.into(), memory) })
+    }
+}
+
 fn vec_of(count: usize, range: iovec) -> io::Result<Vec<iovec>> {
     let mut ranges = Vec::new();
     ranges.try_reserve_exact(count).map_err(|_| no_memory())?;
@@ -155,6 +193,12 @@ impl Block {
         Ok(Self { start, layout })
     }
 }
+
+// SAFETY: a block is an address and a size. What is there is reached through raw pointers only, by
+// those who vouch for it, and any thread may free it.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
 
 impl Drop for Block {
     fn drop(&mut self) {
@@ -183,6 +227,25 @@ mod tests {
         assert!(!gone.get(), "another list of the memory is left");
         drop(again);
         assert!(gone.get());
+    }
+
+    #[test]
+    fn a_block_that_was_lent_stays_for_whoever_still_fills_it() {
+        let kept = Rc::new(());
+        let block = LentBlock::try_new(4096).unwrap();
+        let buffers = block.buffers(Rc::clone(&kept)).unwrap();
+        buffers.copy_from(0, &[1; 4096]);
+        drop(buffers);
+        assert_eq!(Rc::strong_count(&kept), 1, "what the list kept has not gone with it");
+        let filling = std::thread::spawn(move || {
+            // SAFETY: the block has 4096 bytes, and nobody else has it.
+            unsafe { block.start().add(4095).write(2) };
+            block
+        });
+        let block = filling.join().unwrap();
+        let list = block.buffers(()).unwrap();
+        drop(block);
+        assert_eq!(list.to_vec()[4094..], [1, 2]);
     }
 
     #[test]

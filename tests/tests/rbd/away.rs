@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::LIMIT;
-use ringhaul_kit::frontend::Frontend;
+use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend};
 use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -64,6 +65,33 @@ fn has_served(served: &Served) -> Result<()> {
     Ok(())
 }
 
+/// What a guest was told that it has failed fills no memory of it afterwards.
+pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("unfilled")?;
+    let other = scene.sockets.path().join("other.sock");
+    let mut served = scene.serve("unfilled", &disk, &[])?;
+    served.ctl(&["add", "--disk", "null:1M", "--socket-path", &other.to_string_lossy()])?;
+    let mut front_end = served.connect()?;
+    front_end.write(0, 0, &pattern(1, 4096))?;
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    begin_read(&mut front_end)?;
+    served.daemon.wait_for("the cluster has not answered")?;
+    let export = served.socket.to_string_lossy().into_owned();
+    served.ctl(&["remove", &export, "--force"])?;
+    let used_again = pattern(2, 4096);
+    front_end.memory.write(DATA, &used_again)?;
+    drop(stopped);
+    // The image is closed when all of its operations have ended.
+    retry(LIMIT, || {
+        let status = scene.cluster.tool("rbd", &["status", "unfilled"])?;
+        ensure!(status.contains("Watchers: none"), "it is still in use: {status}");
+        Ok(())
+    })?;
+    ensure!(front_end.memory.read(DATA, 4096)? == used_again, "memory was written to afterwards");
+    drop(front_end);
+    served.end()
+}
+
 /// What waits can be removed by force, and the daemon ends cleanly after that, although the cluster
 /// is still away.
 pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
@@ -100,8 +128,7 @@ pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
 /// A read that nobody waits for.
 fn begin_read(front_end: &mut Frontend) -> Result<()> {
     let (header, status) = front_end.put_header(0, 0, 0, 0)?;
-    let data = ringhaul_kit::frontend::DATA;
-    let chain = [Desc::readable(header, 16), Desc::writable(data, 4096), Desc::writable(status, 1)];
+    let chain = [Desc::readable(header, 16), Desc::writable(DATA, 4096), Desc::writable(status, 1)];
     front_end.rings[0].put_chain(0, &chain);
     front_end.rings[0].submit(0)
 }

@@ -106,6 +106,24 @@ pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     let info = scene.cluster.tool("rbd", &["info", "resized"])?;
     ensure!(info.contains("size 128 MiB"), "{info}");
     front_end.write(0, 127 * 2048, &pattern(2, 4096))?;
+    // The guest is not told that it has shrunk. What it reads beyond is zeroes, and it is told that
+    // what it writes there has no room.
+    scene
+        .cluster
+        .tool("rbd", &["resize", "--no-progress", "resized", "--size", "32M", "--allow-shrink"])?;
+    served
+        .daemon
+        .wait_for("its disk has shrunk to 33554432 bytes, and the guest knows 134217728")?;
+    let end = 32 * 2048;
+    for sector in [end - 4, end, 127 * 2048] {
+        let answer = front_end.request(0, blk::OUT, sector, &pattern(3, 4096), 0)?;
+        ensure!(answer.status == blk::IOERR, "a write at {sector} has ended with {answer:?}");
+    }
+    front_end.write(0, end - 8, &pattern(4, 4096))?;
+    ensure!(front_end.read(0, end - 8, 4096)? == pattern(4, 4096), "what lies before the end");
+    let across = front_end.read(0, end - 4, 4096)?;
+    ensure!(across == [&pattern(4, 4096)[2048..], &[0; 2048]].concat(), "a read across the end");
+    ensure!(front_end.read(0, 127 * 2048, 4096)? == [0; 4096], "a read beyond the end");
     drop(front_end);
     served.end()
 }

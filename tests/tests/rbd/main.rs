@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 13] = [
+    let parts: [(&str, Part); 14] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -114,6 +114,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("a lock that is kept", clients::lock_is_kept),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),
+        ("memory of what was given up", away::is_not_filled),
         ("an export that waits is removed", away::is_removed),
         ("a guest", data::guest),
     ];

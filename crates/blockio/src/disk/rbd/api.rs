@@ -98,12 +98,12 @@ functions! {
     rbd_aio_get_return_value(Handle) -> isize;
     /// Takes the completion back, from within the call of its function too.
     rbd_aio_release(Handle);
-    /// Begins to read. The list of ranges and their memory stay ours, and where they are, until the
-    /// operation has ended; librbd fills them then.
-    rbd_aio_readv(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
-    /// Begins to write. As `rbd_aio_readv`, although librbd copies the data at once unless its
-    /// option `rbd_disable_zero_copy_writes` is off.
-    rbd_aio_writev(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
+    /// Begins to read into memory, which stays ours, and where it is, until the operation has
+    /// ended; librbd fills it then. It comes to how much there was: the image may end within it.
+    rbd_aio_read(Handle, u64, usize, *mut c_char, Handle) -> c_int;
+    /// Begins to write from memory, which stays ours, and as it is, until the operation has ended.
+    /// What lies beyond the end of the image is left out, without a word.
+    rbd_aio_write(Handle, u64, usize, *const c_char, Handle) -> c_int;
     /// Begins to flush what has been written when it is called.
     rbd_aio_flush(Handle, Handle) -> c_int;
     /// Begins to give space back.

@@ -6,10 +6,10 @@ use std::mem::ManuallyDrop;
 use std::ptr::{null, null_mut};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use iomem::{Buffers, IOVECS_MAX};
+use iomem::{Buffers, LentBlock};
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
 use super::waiting::Waiting;
@@ -124,8 +124,8 @@ impl Drop for Pool {
 pub(super) struct Image {
     open: ManuallyDrop<Open>,
     waiting: Arc<Waiting>,
-    /// Set by librbd when the image has changed.
-    has_changed: Arc<AtomicBool>,
+    /// How many changes of the image librbd has told.
+    changes: Arc<AtomicU64>,
 }
 
 /// What is to be closed.
@@ -134,7 +134,7 @@ struct Open {
     handle: Handle,
     watch: Option<u64>,
     /// What librbd writes to while it watches.
-    _has_changed: Arc<AtomicBool>,
+    _changes: Arc<AtomicU64>,
     _pool: Pool,
 }
 
@@ -161,6 +161,9 @@ struct Begun {
     api: &'static Api,
     waiting: Arc<Waiting>,
     number: usize,
+    /// What librbd reads or writes meanwhile. It is ours: an operation that was given up may end
+    /// after whoever asked was told that it has failed.
+    _memory: Option<LentBlock>,
 }
 
 impl Image {
@@ -177,31 +180,26 @@ impl Image {
         // SAFETY: the pool is open and stays so with the image, the texts end with a zero or are
         // null, and the handle is written to memory of ours.
         checked(unsafe { function(pool.handle, name.as_ptr(), &raw mut handle, snapshot) })?;
-        let has_changed = Arc::new(AtomicBool::new(false));
+        let changes = Arc::new(AtomicU64::new(0));
         let waiting = Arc::new(Waiting::default());
-        let of_watch = Arc::clone(&has_changed);
-        let mut open = Open { api, handle, watch: None, _has_changed: of_watch, _pool: pool };
-        let (mut watch, argument) = (0, Arc::as_ptr(&has_changed).cast_mut().cast());
-        // SAFETY: the flag stays until the watch has ended, in `drop`.
+        let of_watch = Arc::clone(&changes);
+        let mut open = Open { api, handle, watch: None, _changes: of_watch, _pool: pool };
+        let (mut watch, argument) = (0, Arc::as_ptr(&changes).cast_mut().cast());
+        // SAFETY: the number stays until the watch has ended, in `drop`.
         let watched =
             unsafe { (api.rbd_update_watch)(handle, &raw mut watch, on_change, argument) };
         checked(watched)?;
         open.watch = Some(watch);
-        Ok(Self { open: ManuallyDrop::new(open), waiting, has_changed })
+        Ok(Self { open: ManuallyDrop::new(open), waiting, changes })
     }
 
     pub(super) fn waiting(&self) -> &Arc<Waiting> {
         &self.waiting
     }
 
-    /// Whether librbd has said since the last call that the image may have another size.
-    pub(super) fn has_changed(&self) -> bool {
-        self.has_changed.swap(false, Ordering::Relaxed)
-    }
-
-    /// Has the next call of `has_changed` say so.
-    pub(super) fn look_again(&self) {
-        self.has_changed.store(true, Ordering::Relaxed);
+    /// How many changes librbd has told, of which each may have given the image another size.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
     }
 
     pub(super) fn id(&self) -> io::Result<String> {
@@ -248,34 +246,47 @@ impl Image {
         checked(unsafe { (self.open.api.rbd_lock_release)(self.open.handle) }).map(|_| ())
     }
 
-    /// Begins to read into all of `buffers`, which are of [`IOVECS_MAX`] ranges at most.
-    pub(super) fn read(&self, io: &Rc<Io>, offset: u64, buffers: Buffers) -> ForeignOp {
-        let (ranges, count) = ranges_of(&buffers);
-        // SAFETY: the list and its memory stay until the completion, with the op that owns them.
-        self.begin(io, buffers, |api, image, completion| unsafe {
-            (api.rbd_aio_readv)(image, ranges, count, offset, completion)
+    /// Begins to read into all of `memory`, of which `buffers` is a list.
+    pub(super) fn read(
+        &self,
+        io: &Rc<Io>,
+        offset: u64,
+        memory: LentBlock,
+        buffers: Buffers,
+    ) -> ForeignOp {
+        let (start, bytes) = (memory.start(), buffers.bytes());
+        // SAFETY: the memory has that many bytes. It stays until the operation has ended, because
+        // what is kept for that has it, also if nobody waits any more.
+        self.begin(io, Some(memory), buffers, |api, image, completion| unsafe {
+            (api.rbd_aio_read)(image, offset, bytes, start.cast(), completion)
         })
     }
 
-    /// Begins to write all of `buffers`, which are of [`IOVECS_MAX`] ranges at most.
-    pub(super) fn write(&self, io: &Rc<Io>, offset: u64, buffers: Buffers) -> ForeignOp {
-        let (ranges, count) = ranges_of(&buffers);
+    /// Begins to write all of `memory`, of which `buffers` is a list.
+    pub(super) fn write(
+        &self,
+        io: &Rc<Io>,
+        offset: u64,
+        memory: LentBlock,
+        buffers: Buffers,
+    ) -> ForeignOp {
+        let (start, bytes) = (memory.start(), buffers.bytes());
         // SAFETY: as in `read`.
-        self.begin(io, buffers, |api, image, completion| unsafe {
-            (api.rbd_aio_writev)(image, ranges, count, offset, completion)
+        self.begin(io, Some(memory), buffers, |api, image, completion| unsafe {
+            (api.rbd_aio_write)(image, offset, bytes, start.cast(), completion)
         })
     }
 
     pub(super) fn flush(&self, io: &Rc<Io>) -> ForeignOp {
         // SAFETY: nothing but handles that are open.
-        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+        self.begin(io, None, Buffers::empty(), |api, image, completion| unsafe {
             (api.rbd_aio_flush)(image, completion)
         })
     }
 
     pub(super) fn discard(&self, io: &Rc<Io>, offset: u64, len: u64) -> ForeignOp {
         // SAFETY: as in `flush`.
-        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+        self.begin(io, None, Buffers::empty(), |api, image, completion| unsafe {
             (api.rbd_aio_discard)(image, offset, len, completion)
         })
     }
@@ -289,7 +300,7 @@ impl Image {
     ) -> ForeignOp {
         let flags = if may_unmap { 0 } else { THICK };
         // SAFETY: as in `flush`.
-        self.begin(io, Buffers::empty(), |api, image, completion| unsafe {
+        self.begin(io, None, Buffers::empty(), |api, image, completion| unsafe {
             (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)
         })
     }
@@ -299,12 +310,18 @@ impl Image {
     fn begin(
         &self,
         io: &Rc<Io>,
+        memory: Option<LentBlock>,
         buffers: Buffers,
         submit: impl FnOnce(&Api, Handle, Handle) -> c_int,
     ) -> ForeignOp {
         let (op, completer) = io.foreign_op(buffers);
         let Some(number) = self.waiting.begin(completer) else { return op };
-        let begun = Begun { api: self.open.api, waiting: Arc::clone(&self.waiting), number };
+        let begun = Begun {
+            api: self.open.api,
+            waiting: Arc::clone(&self.waiting),
+            number,
+            _memory: memory,
+        };
         let argument = Box::into_raw(Box::new(begun));
         let mut completion = null_mut();
         // SAFETY: the argument stays until `on_answer` has taken it back, or this has.
@@ -341,12 +358,6 @@ impl Drop for Image {
     }
 }
 
-fn ranges_of(buffers: &Buffers) -> (*const libc::iovec, c_int) {
-    let ranges = buffers.iovecs();
-    assert!(ranges.len() <= IOVECS_MAX, "one operation has at most {IOVECS_MAX} ranges");
-    (ranges.as_ptr(), iomem::fits(ranges.len(), "a number of ranges"))
-}
-
 /// A thread of librbd has ended an operation.
 unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
     // SAFETY: the argument is that of `begin`, and librbd calls this once for each.
@@ -366,9 +377,9 @@ unsafe extern "C" fn on_answer(completion: Handle, argument: Handle) {
 
 /// A thread of librbd has noticed a change.
 unsafe extern "C" fn on_change(argument: Handle) {
-    // SAFETY: the argument is the flag of an image, which keeps it for as long as it watches.
-    let has_changed = unsafe { &*argument.cast::<AtomicBool>() };
-    has_changed.store(true, Ordering::Relaxed);
+    // SAFETY: the argument is the number of an image, which keeps it for as long as it watches.
+    let changes = unsafe { &*argument.cast::<AtomicU64>() };
+    changes.fetch_add(1, Ordering::Release);
 }
 
 /// What a function has written to memory of this length, with a zero at its end.

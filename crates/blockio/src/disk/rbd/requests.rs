@@ -1,0 +1,219 @@
+//! Requests to an image.
+//!
+//! The memory of whoever asks is never given to librbd: it cannot take an operation back, and may
+//! still fill memory after the request was answered, because the image was given up. So data goes
+//! through memory of ours, which librbd keeps for as long as it needs it.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use iomem::{Buffers, LentBlock, fits};
+
+use super::shared::Shared;
+use crate::bounce::BounceShare;
+use crate::disk::info::{Extent, Unfinished};
+use crate::disk::seam::{OtherDisk, Request};
+use crate::foreign_op::ForeignOp;
+use crate::io::Io;
+
+/// The most bytes of one discard: librbd makes an operation for each object at once.
+const DISCARD_MAX: u64 = 1 << 30;
+
+/// The most bytes of one read or write. Larger ones would hold up the loop, which copies them.
+const TRANSFER_MAX: usize = 1 << 20;
+
+/// An image on one IoThread.
+pub(super) struct RbdDisk {
+    shared: Arc<Shared>,
+    share: Rc<BounceShare>,
+    io: Rc<Io>,
+}
+
+/// A part of a transfer, in memory of ours.
+struct Piece {
+    memory: LentBlock,
+    /// A list of it.
+    buffers: Buffers,
+}
+
+impl RbdDisk {
+    pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
+        let share = io.bounce_budget.share(shared);
+        Self { shared: Arc::clone(shared), share, io: Rc::clone(io) }
+    }
+
+    /// Memory for as much of `left` bytes as goes at once.
+    async fn piece(&self, left: usize) -> io::Result<Piece> {
+        let bytes = left.min(self.share.part_bytes(TRANSFER_MAX));
+        let permit = self.share.take(bytes).await;
+        let piece = LentBlock::try_new(bytes).and_then(|memory| {
+            let buffers = memory.buffers(permit)?;
+            Ok(Piece { memory, buffers })
+        });
+        piece.inspect_err(|_| self.io.stats().bounce.failed.add(1))
+    }
+
+    /// Reads the first part of `buffers`, and returns how long that is.
+    async fn read_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
+        let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
+        let bytes = ours.bytes();
+        let done = self.shared.image.read(&self.io, offset, memory, ours).await;
+        let moved = match done.result {
+            Ok(moved) => moved,
+            // An image that somebody has made smaller ends before it.
+            Err(error) if is_invalid(&error) => {
+                if offset < self.size().await? {
+                    return Err(error);
+                }
+                0
+            }
+            Err(error) => return Err(self.seen(error)),
+        };
+        // It may end within it, too: what is beyond reads as zeroes.
+        done.buffers.zero_from(moved);
+        buffers.copy_from_buffers(&done.buffers, bytes);
+        Ok(bytes)
+    }
+
+    /// Writes the first part of `buffers`, and returns how long that is.
+    async fn write_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
+        let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
+        let bytes = ours.bytes();
+        ours.copy_from_buffers(buffers, bytes);
+        let done = self.shared.image.write(&self.io, offset, memory, ours).await;
+        let is_beyond = done.result.as_ref().is_err_and(is_invalid);
+        let result = done.result.map_err(|error| self.seen(error));
+        // An image that somebody has made smaller ends before it, or within it: librbd leaves out
+        // what is beyond then, and does not say so.
+        let end = offset + bytes as u64;
+        if (result.is_ok() || is_beyond) && self.size().await? < end {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        result.map(|_| bytes)
+    }
+
+    /// The size as it is now.
+    async fn size(&self) -> io::Result<u64> {
+        if let Some(size) = self.shared.known_size() {
+            return Ok(size);
+        }
+        // To ask may take as long as the cluster does, or be given up.
+        let (op, completer) = self.io.foreign_op(Buffers::empty());
+        if let Some(number) = self.shared.image.waiting().begin(completer) {
+            let shared = Arc::clone(&self.shared);
+            let ask = move || {
+                let size = shared.find_size().map(|size| fits(size, "a size as a number of bytes"));
+                shared.image.waiting().end(number, size);
+            };
+            if let Err(error) = self.io.start_thread("ringhaul-rbd", ask) {
+                self.shared.image.waiting().end(number, Err(error));
+            }
+        }
+        op.await.result.map(|size| size as u64)
+    }
+
+    /// An error of an operation. Whoever was locked out by the cluster stays so.
+    fn seen(&self, error: io::Error) -> io::Error {
+        if error.raw_os_error() == Some(libc::ESHUTDOWN) {
+            self.shared.lose(&error);
+        }
+        error
+    }
+
+    async fn all(&self, op: ForeignOp) -> io::Result<()> {
+        op.await.result.map(|_| ()).map_err(|error| self.seen(error))
+    }
+
+    async fn flush_all(&self) -> io::Result<()> {
+        let image = &self.shared.image;
+        let result = self.all(image.flush(&self.io)).await;
+        if let Err(error) = &result
+            && !image.waiting().was_given_up()
+        {
+            self.shared.lose(error);
+        }
+        result.and_then(|()| self.shared.loss())
+    }
+}
+
+/// What librbd says of a range that begins beyond the end, among others.
+fn is_invalid(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EINVAL)
+}
+
+impl OtherDisk for RbdDisk {
+    fn read(&self, mut offset: u64, mut rest: Buffers) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(async move {
+            while !rest.is_empty() {
+                match self.read_piece(offset, &rest).await {
+                    Ok(bytes) => {
+                        rest.advance(bytes);
+                        offset += bytes as u64;
+                    }
+                    Err(error) => return Err(Unfinished::new(error, rest)),
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn write(
+        &self,
+        mut offset: u64,
+        mut rest: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        Box::pin(async move {
+            while !rest.is_empty() {
+                match self.write_piece(offset, &rest).await {
+                    Ok(bytes) => {
+                        rest.advance(bytes);
+                        offset += bytes as u64;
+                    }
+                    Err(error) => return Err(Unfinished::new(error, rest)),
+                }
+            }
+            if fua {
+                let flushed = self.flush_all().await;
+                flushed.map_err(|error| Unfinished::new(error, rest))?;
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Request<'_, io::Result<()>> {
+        Box::pin(self.flush_all())
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
+        Box::pin(async move {
+            let mut done = 0;
+            while done < len {
+                let bytes = (len - done).min(DISCARD_MAX);
+                self.all(self.shared.image.discard(&self.io, offset + done, bytes)).await?;
+                done += bytes;
+            }
+            Ok(())
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
+        Box::pin(async move {
+            let mut done = 0;
+            while done < len {
+                let bytes = (len - done).min(DISCARD_MAX);
+                let of_memory = fits(bytes, "a part of a range");
+                let op =
+                    self.shared.image.write_zeroes(&self.io, offset + done, of_memory, may_unmap);
+                self.all(op).await?;
+                done += bytes;
+            }
+            Ok(())
+        })
+    }
+
+    fn block_status(&self, _: u64, len: u64) -> Request<'_, io::Result<Extent>> {
+        Box::pin(async move { Ok(Extent::data(len)) })
+    }
+}

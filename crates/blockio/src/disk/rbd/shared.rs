@@ -1,0 +1,86 @@
+//! An image for all threads that use it.
+
+use std::io;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::image::Image;
+use crate::error::Error;
+
+/// An image, and what is known of it.
+pub(super) struct Shared {
+    pub(super) image: Image,
+    /// What texts call it.
+    pub(super) name: String,
+    /// An errno after which nobody knows what of the data is in the cluster; 0 for none.
+    lost: AtomicI32,
+    /// As it was found last, when librbd had told this many changes.
+    size_bytes: AtomicU64,
+    changes: AtomicU64,
+    /// Whoever changes these two.
+    finding: Mutex<()>,
+}
+
+impl Shared {
+    pub(super) fn new(image: Image, name: String, size_bytes: u64) -> Self {
+        Self {
+            image,
+            name,
+            lost: AtomicI32::new(0),
+            size_bytes: AtomicU64::new(size_bytes),
+            changes: AtomicU64::new(0),
+            finding: Mutex::new(()),
+        }
+    }
+
+    pub(super) fn refused(&self, reason: &str) -> Error {
+        Error::Disk { disk: format!("rbd {}", self.name), reason: reason.to_owned() }
+    }
+
+    pub(super) fn loss(&self) -> io::Result<()> {
+        match self.lost.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// What has been written may be lost, from now on for ever.
+    pub(super) fn lose(&self, error: &io::Error) {
+        let errno = error.raw_os_error().unwrap_or(libc::EIO);
+        if self.lost.swap(errno, Ordering::Relaxed) == 0 {
+            let advice = match errno {
+                libc::ESHUTDOWN => {
+                    "the cluster has locked this process out, because somebody else took over the \
+                     exclusive lock; see to it that nobody else uses the image"
+                }
+                _ => "check the cluster (`ceph -s`)",
+            };
+            tracing::error!(
+                "rbd {}: {error}; what was written since the last flush may be lost, and all \
+                 further flushes fail; {advice}, then restart the export",
+                self.name
+            );
+        }
+    }
+
+    /// The size, if librbd has told no change since it was found.
+    pub(super) fn known_size(&self) -> Option<u64> {
+        // What was found when there were as many is stored before this is.
+        let changes = self.changes.load(Ordering::Acquire);
+        let size = self.size_bytes.load(Ordering::Relaxed);
+        (changes == self.image.changes()).then_some(size)
+    }
+
+    /// Asks for the size. Waits for the cluster.
+    pub(super) fn find_size(&self) -> io::Result<u64> {
+        let changes = self.image.changes();
+        let size = self.image.size_bytes()?;
+        let _turn = self.finding.lock().unwrap_or_else(PoisonError::into_inner);
+        // Somebody who has asked later may have been quicker.
+        if changes >= self.changes.load(Ordering::Relaxed) {
+            self.size_bytes.store(size, Ordering::Relaxed);
+            self.changes.store(changes, Ordering::Release);
+        }
+        Ok(size)
+    }
+}
