@@ -12,7 +12,7 @@ use ringhaul_kit::cli::{Finished, Refusals, Running, Scene, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 const DISK_BYTES: usize = 4 << 20;
 /// What one request moves.
@@ -26,6 +26,8 @@ struct Images {
     scene: Scene,
     key: PathBuf,
     content: Vec<u8>,
+    /// The key of the data, where it is known.
+    volume_key: Vec<u8>,
 }
 
 impl Images {
@@ -33,7 +35,7 @@ impl Images {
         let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
         let key = scene.path("key");
         fs::write(&key, KEY).context("writing the key")?;
-        Ok(Self { scene, key, content: pattern(13, DISK_BYTES) })
+        Ok(Self { scene, key, content: pattern(13, DISK_BYTES), volume_key: Vec::new() })
     }
 
     fn path(&self, name: &str) -> Result<String> {
@@ -83,6 +85,7 @@ impl Images {
         frontend.request(0, blk::DISCARD, 0, &part, 0)?;
         ensure!(frontend.request(0, blk::FLUSH, 0, &[], 0)?.status == blk::OK, "no flush");
         self.check(&mut frontend)?;
+        self.check_core_dump(daemon.pid())?;
         drop(frontend);
         ensure!(!daemon.stderr().contains(KEY.trim()), "the key is logged");
         daemon.signal(Signal::TERM)?;
@@ -94,6 +97,36 @@ impl Images {
             let found = frontend.read(1, sector(index * REQUEST_BYTES)?, REQUEST_BYTES)?;
             ensure!(found == expected, "request {index} reads something else");
         }
+        Ok(())
+    }
+
+    /// Checks what a core dump of a process would have: no key, in places where keys begin.
+    fn check_core_dump(&self, pid: Pid) -> Result<()> {
+        const ALIGN: usize = 16;
+        let keys: Vec<&[u8]> =
+            self.volume_key.chunks(ALIGN).chain([&KEY.as_bytes()[..ALIGN]]).collect();
+        let pid = pid.as_raw_nonzero();
+        let maps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+        let memory = File::open(format!("/proc/{pid}/mem"))?;
+        let (mut range, mut seen) = (None, 0);
+        for line in maps.lines() {
+            if let Some(found) = writable(line) {
+                range = Some(found);
+            }
+            let (Some(flags), Some((start, end))) = (line.strip_prefix("VmFlags:"), range) else {
+                continue;
+            };
+            range = None;
+            let mut bytes = vec![0; usize::try_from(end - start)?];
+            if memory.read_exact_at(&mut bytes, start).is_err() {
+                continue;
+            }
+            let has_key = bytes.chunks(ALIGN).any(|part| keys.contains(&part));
+            let is_dumped = !flags.split_whitespace().any(|flag| flag == "dd");
+            ensure!(!has_key || !is_dumped, "a core dump has a key, in {start:x} to {end:x}");
+            seen += usize::from(has_key);
+        }
+        ensure!(seen > 0 || self.volume_key.is_empty(), "the key of the data is nowhere");
         Ok(())
     }
 
@@ -114,6 +147,14 @@ impl Images {
     fn info(&self, disk: &str) -> Result<Finished> {
         run(ringhaul()?.args(["disk", "info", disk]))
     }
+}
+
+/// Where memory begins and ends that may be written, from a first line about it in `smaps`.
+fn writable(line: &str) -> Option<(u64, u64)> {
+    let mut words = line.split(' ');
+    let (start, end) = words.next()?.split_once('-')?;
+    words.next()?.starts_with("rw").then_some(())?;
+    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
 }
 
 fn sector(byte: usize) -> Result<u64> {
@@ -187,6 +228,10 @@ fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
         let how = ["--type", "luks2", "--key-size", key_bits, "--sector-size", &sectors];
         let encrypt = ["reencrypt", "--encrypt", "--reduce-device-size", "32M", &image];
         images.cryptsetup(&[&encrypt[..], &how, &pbkdf].concat()).with_context(what)?;
+        let volume_key = images.path("volume-key")?;
+        let dump = ["luksDump", "--dump-volume-key", "--volume-key-file", &volume_key, &image];
+        images.cryptsetup(&dump)?;
+        images.volume_key = fs::read(&volume_key)?;
         let disk = images.name("", &image);
         let text = images.info(&disk)?.expect_code(0)?.stdout;
         ensure!(text.contains("format    luks") && text.contains("version 2"), "{text}");

@@ -5,14 +5,15 @@
 //! owner may change it at any time, and would choose what the key is applied to. Data goes by way
 //! of memory of ours, within the budget for that.
 //!
-//! The header is only read. The key of the volume stays in memory while the disk is open, and is
-//! wiped afterwards.
+//! The header is only read. The key of the volume stays in memory while the disk is open, where no
+//! core dump has it, and is wiped afterwards.
 
 mod hash;
 mod header;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;
+mod undumped;
 mod version1;
 mod version2;
 mod xts;
@@ -73,7 +74,7 @@ impl DiskSource {
         let is_detached = options.header.is_some();
         let opened = read_header(&read, is_detached).and_then(|header| {
             let key = header.unlock(options.passphrase.bytes(), &options.most_work, &read)?;
-            Ok((Cipher::new(&key).ok_or("its key has no known length")?, header))
+            Ok((Cipher::new(&key)?, header))
         });
         let (cipher, header) = opened.map_err(|reason| refused(on, &reason))?;
         if let Some(remark) = &header.remark {

@@ -213,7 +213,7 @@ impl Slot {
     ) -> Result<Option<Key>, String> {
         left.take_pbkdf2(self.check.hash, self.check.rounds, self.check.digest.len())?;
         let slot_key = self.kdf.derive(passphrase, self.slot_key_bytes, left)?;
-        let cipher = Cipher::new(&slot_key).ok_or("has a key of no known length")?;
+        let cipher = Cipher::new(&slot_key)?;
         let bytes: usize = fits(self.area_bytes(), "the area of a key");
         let sectors = bytes.next_multiple_of(AREA_SECTOR_BYTES);
         let read = read(self.area_offset, sectors).map_err(|why| format!("is lost: {why}"))?;

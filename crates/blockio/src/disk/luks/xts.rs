@@ -4,11 +4,14 @@
 //! at once. So all blocks of a chunk are masked with their tweaks, then encrypted or decrypted,
 //! then masked again.
 
-use std::fmt;
+use std::{fmt, io};
 
 use aes::cipher::consts::U16;
 use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
 use aes::{Aes128, Aes256, Block};
+use zeroize::zeroize_stack;
+
+use super::undumped::Undumped;
 
 /// What is worked on at once: it stays in the cache that is nearest, with its tweaks. A multiple of
 /// every sector.
@@ -17,6 +20,11 @@ pub(super) const CHUNK_BYTES: usize = 4096;
 /// The unit in which the positions of sectors count, however large these are.
 const POSITION_BYTES: usize = 512;
 const BLOCK_BYTES: usize = 16;
+/// The processor works on keys in registers, of which there are too few: some are copied to the
+/// stack. So much of it is wiped, more where the compiler does not optimize.
+const STACK_BYTES: usize = if cfg!(debug_assertions) { 16 << 10 } else { 2 << 10 };
+/// The same where a key is taken in.
+const KEY_STACK_BYTES: usize = 32 << 10;
 /// Tweaks of a sector that are computed one by one. The others follow from those.
 const FIRST_TWEAKS: usize = 8;
 
@@ -27,10 +35,10 @@ pub(super) enum Direction {
     Decrypt,
 }
 
-/// A cipher with its key, which is wiped when this is dropped.
+/// A cipher with its key, which no core dump has, and which is wiped when this is dropped.
 pub(super) enum Cipher {
-    Aes128(Box<Pair<Aes128>>),
-    Aes256(Box<Pair<Aes256>>),
+    Aes128(Undumped<Pair<Aes128>>),
+    Aes256(Undumped<Pair<Aes256>>),
 }
 
 /// One key is for the data, the other for where it lies.
@@ -49,13 +57,21 @@ impl fmt::Debug for Cipher {
 }
 
 impl Cipher {
-    /// `None`: there is no such length of a key.
-    pub(super) fn new(key: &[u8]) -> Option<Self> {
-        Some(match key.len() {
-            32 => Self::Aes128(Box::new(Pair::new(key)?)),
-            64 => Self::Aes256(Box::new(Pair::new(key)?)),
-            _ => return None,
-        })
+    /// Of a key of 32 or 64 bytes.
+    pub(super) fn new(key: &[u8]) -> Result<Self, String> {
+        let cipher = Self::of(key);
+        zeroize_stack::<KEY_STACK_BYTES>();
+        cipher.map_err(|error| format!("there is no memory for its key: {error}"))
+    }
+
+    /// Has a frame of its own: what it leaves on the stack lies where `new` wipes it.
+    #[inline(never)]
+    fn of(key: &[u8]) -> io::Result<Self> {
+        match key.len() {
+            32 => Undumped::new(Pair::new(key)).map(Self::Aes128),
+            64 => Undumped::new(Pair::new(key)).map(Self::Aes256),
+            bytes => unreachable!("a key of {bytes} bytes: headers were checked"),
+        }
     }
 
     /// Encrypts or decrypts whole sectors of `sector_bytes`, at most a chunk of them. `position` is
@@ -78,9 +94,10 @@ impl<C> Pair<C>
 where
     C: KeyInit + BlockCipherEncrypt<BlockSize = U16> + BlockCipherDecrypt<BlockSize = U16>,
 {
-    fn new(key: &[u8]) -> Option<Self> {
+    fn new(key: &[u8]) -> Self {
         let (data, tweak) = key.split_at(key.len() / 2);
-        Some(Self { data: C::new_from_slice(data).ok()?, tweak: C::new_from_slice(tweak).ok()? })
+        let cipher = |key| C::new_from_slice(key).unwrap_or_else(|_| unreachable!("half a key"));
+        Self { data: cipher(data), tweak: cipher(tweak) }
     }
 
     fn run(&self, direction: Direction, chunk: &mut [u8], sector_bytes: usize, position: u64) {
@@ -90,14 +107,23 @@ where
         self.find_tweaks(tweaks, sector_bytes, position);
         let (blocks, _) = Block::slice_as_chunks_mut(chunk);
         mask(blocks, tweaks);
+        self.run_blocks(direction, blocks);
+        mask(blocks, tweaks);
+        zeroize_stack::<STACK_BYTES>();
+    }
+
+    /// Has a frame of its own, as [`Cipher::of`].
+    #[inline(never)]
+    fn run_blocks(&self, direction: Direction, blocks: &mut [Block]) {
         match direction {
             Direction::Encrypt => self.data.encrypt_blocks(blocks),
             Direction::Decrypt => self.data.decrypt_blocks(blocks),
         }
-        mask(blocks, tweaks);
     }
 
-    /// The tweaks of all blocks: that of the first one of a sector is its position, encrypted.
+    /// The tweaks of all blocks: that of the first one of a sector is its position, encrypted. Has
+    /// a frame of its own, too.
+    #[inline(never)]
     fn find_tweaks(&self, tweaks: &mut [u128], sector_bytes: usize, position: u64) {
         let mut firsts = [Block::default(); CHUNK_BYTES / POSITION_BYTES];
         let in_sector = sector_bytes / BLOCK_BYTES;
@@ -139,6 +165,9 @@ fn mask(blocks: &mut [Block], tweaks: &[u128]) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     fn bytes(text: &str) -> Vec<u8> {
@@ -196,7 +225,6 @@ mod tests {
                 }
             }
         }
-        assert!(Cipher::new(&[0; 48]).is_none());
     }
 
     /// The tweaks of a long sector, one by one.
@@ -207,6 +235,31 @@ mod tests {
             let doubled = (0..FIRST_TWEAKS).fold(tweak, |tweak, _| double(tweak));
             assert_eq!(double_as_often(tweak), doubled);
             tweak = doubled ^ (tweak >> 3);
+        }
+    }
+
+    /// Parts of a key that lie on the stack of this thread below the caller's frame.
+    #[inline(never)]
+    fn parts_on_stack(key: &[u8]) -> usize {
+        let here = 0_u128;
+        let mut bytes = vec![0; 128 << 10];
+        let start = std::ptr::from_ref(&here) as u64 - bytes.len() as u64;
+        File::open("/proc/self/mem").unwrap().read_exact_at(&mut bytes, start).unwrap();
+        bytes.chunks(16).filter(|part| key.chunks(16).any(|of_key| of_key == *part)).count()
+    }
+
+    /// A core dump has the stack, too.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn no_key_is_left_on_the_stack() {
+        for key_bytes in [32, 64] {
+            let key: Vec<u8> = (0..key_bytes).map(|at: u8| at.wrapping_mul(37) ^ 0x5b).collect();
+            let cipher = Cipher::new(&key).unwrap();
+            assert_eq!(parts_on_stack(&key), 0, "of {key_bytes}, taken in");
+            for direction in [Direction::Encrypt, Direction::Decrypt] {
+                cipher.run(direction, &mut vec![7; CHUNK_BYTES], 512, 0);
+                assert_eq!(parts_on_stack(&key), 0, "of {key_bytes}, {direction:?}");
+            }
         }
     }
 }
