@@ -176,7 +176,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (1, &["disk::luks::header", "disk::luks::secret"]),
             (2, &["disk::luks::version1", "disk::luks::version2"]),
             (27, &["disk::luks"]),
-            (0, &["disk::qcow2::pointers"]),
+            (0, &["disk::qcow2::order"]),
             (27, &["disk::qcow2::header", "disk::qcow2::table", "disk::qcow2::uses"]),
             (28, &["disk::qcow2::storage"]),
             (29, &["disk::qcow2::core"]),

@@ -47,9 +47,19 @@ struct State {
     away_since: Option<Instant>,
     was_given_up: bool,
     is_over: bool,
+    journal: Vec<Event>,
 }
 
-type Job = Box<dyn FnOnce(&mut Vec<u8>) + Send>;
+type Job = Box<dyn FnOnce(&mut State) + Send>;
+
+/// What has reached the other end, in this order.
+#[derive(Debug, Clone)]
+pub(crate) enum Event {
+    /// Bytes, zeroes and what was discarded among them.
+    Write(u64, Vec<u8>),
+    /// All that came before is stable.
+    Flush,
+}
 
 impl Elsewhere {
     pub(crate) fn new(content: &[u8]) -> Self {
@@ -81,6 +91,15 @@ impl Elsewhere {
         self.0.0.changed.notify_all();
     }
 
+    /// What has happened to the content since it was made.
+    pub(crate) fn journal(&self) -> Vec<Event> {
+        self.state().journal.clone()
+    }
+
+    pub(crate) fn events(&self) -> usize {
+        self.state().journal.len()
+    }
+
     pub(crate) fn set_away(&self, is_away: bool) {
         self.change(|state| state.away_since = is_away.then(Instant::now));
     }
@@ -102,7 +121,7 @@ fn serve(end: &End) {
                 completer.complete(Err(io::Error::from_raw_os_error(libc::EIO)));
             }
             Some((job, completer)) => {
-                job(&mut state.content);
+                job(&mut state);
                 completer.complete(Ok(0));
             }
             None => state = end.changed.wait(state).unwrap(),
@@ -183,16 +202,25 @@ struct ElsewhereDisk {
 }
 
 impl ElsewhereDisk {
+    /// Has the other thread change the content.
+    async fn put(&self, offset: u64, data: Vec<u8>) -> io::Result<()> {
+        let range = range(offset, data.len() as u64);
+        self.have(move |state| {
+            state.content[range].copy_from_slice(&data);
+            state.journal.push(Event::Write(offset, data));
+        })
+        .await
+    }
+
     /// Has the other thread do something.
-    async fn have(&self, job: impl FnOnce(&mut Vec<u8>) + Send + 'static) -> io::Result<()> {
+    async fn have(&self, job: impl FnOnce(&mut State) + Send + 'static) -> io::Result<()> {
         let (op, completer) = self.io.foreign_op(Buffers::empty());
         self.end.change(|state| state.jobs.push_back((Box::new(job), completer)));
         op.await.result.map(|_| ())
     }
 
     async fn fill(&self, offset: u64, len: u64) -> io::Result<()> {
-        let range = range(offset, len);
-        self.have(move |content| content[range].fill(0)).await
+        self.put(offset, vec![0; usize::try_from(len).unwrap()]).await
     }
 }
 
@@ -206,8 +234,8 @@ impl OtherDisk for ElsewhereDisk {
         Box::pin(async move {
             let data = Arc::new(Mutex::new(Vec::new()));
             let (filled, range) = (Arc::clone(&data), range(offset, buffers.bytes() as u64));
-            let job = move |content: &mut Vec<u8>| {
-                *filled.lock().unwrap() = content[range].to_vec();
+            let job = move |state: &mut State| {
+                *filled.lock().unwrap() = state.content[range].to_vec();
             };
             match self.have(job).await {
                 Ok(()) => {
@@ -222,14 +250,13 @@ impl OtherDisk for ElsewhereDisk {
 
     fn write(&self, offset: u64, buffers: Buffers, _: bool) -> Request<'_, Result<(), Unfinished>> {
         Box::pin(async move {
-            let (data, range) = (buffers.to_vec(), range(offset, buffers.bytes() as u64));
-            let written = self.have(move |content| content[range].copy_from_slice(&data)).await;
+            let written = self.put(offset, buffers.to_vec()).await;
             written.map_err(|error| Unfinished::new(error, buffers))
         })
     }
 
     fn flush(&self) -> Request<'_, io::Result<()>> {
-        Box::pin(self.have(|_| ()))
+        Box::pin(self.have(|state| state.journal.push(Event::Flush)))
     }
 
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {

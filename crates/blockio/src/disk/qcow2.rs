@@ -8,9 +8,11 @@
 
 mod attached;
 mod core;
+#[cfg(test)]
+mod crash_tests;
 mod header;
+mod order;
 mod owner;
-mod pointers;
 mod storage;
 mod table;
 mod uses;
@@ -66,11 +68,11 @@ impl DiskSource {
         }
         let below = source.info();
         let info = DiskInfo { size_bytes: header.size_bytes, ..below };
-        let pointers = Arc::default();
+        let order = Arc::default();
         let core = Arc::new(Core {
             table,
-            top: Store::new(0, source.clone(), &pointers),
-            pointers,
+            top: Store::new(0, source.clone(), &order),
+            order,
             layers,
             cluster_bytes: header.cluster_bytes.into(),
             has_zero_clusters: header.has_zero_clusters(),

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::header::{self, BackingFile, ImageHeader};
-use super::pointers::Pointers;
+use super::order::Order;
 use super::storage::Store;
 use super::table::Table;
 use super::uses::Uses;
@@ -102,7 +102,7 @@ pub(super) const TOO_LONG_BELOW: &str = "its backing file is longer than the dis
 pub(super) struct Core {
     pub(super) table: Table,
     pub(super) top: Store,
-    pub(super) pointers: Arc<Pointers>,
+    pub(super) order: Arc<Order>,
     pub(super) layers: Vec<Layer>,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,

@@ -81,7 +81,7 @@ fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
         Err(error) => return answer.send(Err(error)),
     };
     let sources: Vec<_> = core.layers.iter().map(|layer| layer.source.clone()).collect();
-    storage::attach(&sources, thread.io());
+    storage::attach(&sources, &thread.io().bounce_budget.share(&core), thread.io());
     let owner = Rc::new(Owner::new(core, Rc::clone(thread.io())));
     OWNER.set(Some(owner));
     answer.send(Ok(thread.remote()));
@@ -270,42 +270,80 @@ impl Owner {
 
     /// Writes what has no space yet, or had none when that was asked.
     async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        {
-            let _turn = self.turn().await?;
-            let image = self.image().await?.read().await;
-            self.write_to(&image, offset, data).await?;
+        let range = offset..offset + data.len() as u64;
+        if !self.write_beside_others(&range, data).await? {
+            self.write_alone(&range, data).await?;
         }
         self.commit().await?;
-        let len = data.len() as u64;
-        self.find(offset..offset + len).await
+        self.find(range).await
     }
 
-    async fn write_to(&self, image: &Format, mut offset: u64, mut data: &[u8]) -> io::Result<()> {
-        while !data.is_empty() {
-            let mapping = image.prepare_data_mapping(offset, data.len() as u64, true).await?;
-            let len =
-                usize::try_from(mapping.length()).map_or(data.len(), |len| len.min(data.len()));
-            assert!(len > 0, "space for no bytes");
-            let (part, rest) = data.split_at(len);
-            mapping.storage().write(part, mapping.offset()).await?;
-            if !mapping.is_nonblocking() {
-                // What the rest of a cluster had below was copied, and is nobody's until then too.
-                let cluster = self.core.cluster_bytes;
-                let end = (offset + len as u64).next_multiple_of(cluster);
-                self.new.borrow_mut().push(offset - offset % cluster..end);
-                self.changed.set(self.changed.get() + 1);
-            }
-            image.commit_data_mapping(mapping).await?;
-            offset += len as u64;
-            data = rest;
+    /// Writes it while others do the same, unless that gives up space: imago would hand that to
+    /// any of them at once, and the tables in the file still say that something is there.
+    async fn write_beside_others(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
+        let _turn = self.turn().await?;
+        let image = self.image().await?.read().await;
+        let is_possible = !self.gives_up(&image, range).await?;
+        let mut done = 0;
+        while is_possible && done < data.len() {
+            done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
+        }
+        Ok(is_possible)
+    }
+
+    async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
+        let image = self.image().await?.write().await;
+        self.settle(range).await;
+        let mut done = 0;
+        while done < data.len() {
+            done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
+            self.commit_to(&image).await?;
         }
         Ok(())
+    }
+
+    /// Whether a change of clusters that a range touches gives up space of this image: they are
+    /// compressed, or others use them too.
+    async fn gives_up(&self, image: &Format, range: &Range<u64>) -> io::Result<bool> {
+        let cluster = self.core.cluster_bytes;
+        let start = range.start - range.start % cluster;
+        let range = start..range.end.next_multiple_of(cluster).min(image.size());
+        has_any(image, &range, |mapping: &Mapping<'_, Store>| match mapping {
+            Mapping::Special { layer, .. } => std::ptr::eq(*layer, image),
+            Mapping::Raw { storage, writable, .. } => storage.layer == 0 && !writable,
+            _ => false,
+        })
+        .await
+    }
+
+    /// Writes some of the first bytes, and says how many.
+    async fn write_some(&self, image: &Format, offset: u64, data: &[u8]) -> io::Result<usize> {
+        let (found, same) = image.get_mapping(offset, data.len() as u64).await?;
+        // Clusters of zeroes may have space. imago gives that of the second up if it does not
+        // follow that of the first.
+        let cluster = self.core.cluster_bytes;
+        let len = match found {
+            Mapping::Zero { explicit: true, .. } => same.min(cluster - offset % cluster),
+            _ => same,
+        };
+        let mapping = image.prepare_data_mapping(offset, len, true).await?;
+        let len = usize::try_from(mapping.length().min(len)).unwrap_or(data.len());
+        assert!(len > 0, "space for no bytes");
+        mapping.storage().write(&data[..len], mapping.offset()).await?;
+        if !mapping.is_nonblocking() {
+            // What the rest of a cluster had below was copied, and is nobody's until then too.
+            let end = (offset + len as u64).next_multiple_of(cluster);
+            self.new.borrow_mut().push(offset - offset % cluster..end);
+            self.changed.set(self.changed.get() + 1);
+        }
+        image.commit_data_mapping(mapping).await?;
+        Ok(len)
     }
 
     /// Brings all changes to the file.
     async fn commit(&self) -> io::Result<()> {
         let wanted = self.changed.get();
-        let is_done = || self.committed.get() >= wanted && self.core.pointers.is_empty();
+        let is_done = || self.committed.get() >= wanted && self.core.order.is_empty();
         if is_done() {
             return Ok(());
         }
@@ -351,45 +389,56 @@ impl Owner {
         }
         self.core.table.forget(&(before.saturating_sub(1)..size));
         self.commit_to(&image).await?;
-        self.core.pointers.set_moves(true);
+        self.core.order.set_moves(true);
         // The first table moves, and the header still names its old place until the commit below.
         // So no space is looked for before: a table of zeroes could take that place.
         let grown = image.resize_grow(size, PreallocateMode::None).await;
         self.changed.set(self.changed.get() + 1);
         let committed = self.commit_to(&image).await;
-        self.core.pointers.set_moves(false);
-        find_pointers(&self.core.top, &self.core).await?;
+        self.core.order.set_moves(false);
+        self.core.top.learn().await?;
         grown.and(committed)
     }
+}
+
+/// Whether the bytes of a range are anywhere as `test` says.
+async fn has_any(
+    image: &Format,
+    range: &Range<u64>,
+    test: impl Fn(&Mapping<'_, Store>) -> bool,
+) -> io::Result<bool> {
+    let mut at = range.start;
+    while at < range.end {
+        let (mapping, len) = image.get_mapping(at, range.end - at).await?;
+        if test(&mapping) {
+            return Ok(true);
+        }
+        assert!(len > 0, "the disk ends before its size");
+        at += len;
+    }
+    Ok(false)
 }
 
 /// Opens an image from the bottom up.
 async fn open(core: &Core) -> io::Result<Format> {
     let mut below: Option<Format> = None;
     for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
-        let store = Store::new(index, source.clone(), &core.pointers);
+        let store = Store::new(index, source.clone(), &core.order);
         store.look().map_err(io::Error::other)?;
         let opened = match header {
             None => FormatAccess::new(Raw::open_image(store, false).await?),
             Some(_) => {
                 let is_writable = index == 0 && core.is_writable();
-                if is_writable {
-                    find_pointers(&store, core).await?;
-                }
                 let mut image = Qcow2::<Store>::open_image(store, is_writable).await?;
                 image.set_data_file(None);
                 image.set_backing(below.take());
+                if is_writable {
+                    core.top.learn().await?;
+                }
                 FormatAccess::new(image)
             }
         };
         below = Some(opened);
     }
     below.ok_or_else(|| io::Error::other("an image without layers"))
-}
-
-async fn find_pointers(top: &Store, core: &Core) -> io::Result<()> {
-    let mut front = [0; 48];
-    top.read(&mut front[..], 0).await?;
-    core.pointers.find(&front);
-    Ok(())
 }

@@ -3,29 +3,31 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
+use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
-use super::pointers::Pointers;
+use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
+use crate::bounce::BounceShare;
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
 use crate::io::Io;
 
 thread_local! {
-    /// The disks of this thread's image, by layer. imago wants storage that may be sent to other
-    /// threads; a disk cannot be, so storage is its number.
-    static DISKS: RefCell<Vec<Rc<Disk>>> = const { RefCell::new(Vec::new()) };
+    /// The disks of this thread's image, by layer, and the memory that it may use. imago wants
+    /// storage that may be sent to other threads; a disk cannot be, so storage is its number.
+    static DISKS: RefCell<Vec<(Rc<Disk>, Rc<BounceShare>)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Makes the files of an image known to this thread, from the top.
-pub(super) fn attach(layers: &[DiskSource], io: &Rc<Io>) {
-    let disks = layers.iter().map(|source| Rc::new(source.attach(io))).collect();
-    DISKS.set(disks);
+pub(super) fn attach(layers: &[DiskSource], share: &Rc<BounceShare>, io: &Rc<Io>) {
+    let attach = |source: &DiskSource| (Rc::new(source.attach(io)), Rc::clone(share));
+    DISKS.set(layers.iter().map(attach).collect());
 }
 
 /// Ends what [`attach`] has begun.
@@ -36,6 +38,12 @@ pub(super) fn detach() {
 /// By how much a file grows at least.
 const GROWTH_BYTES: u64 = 1 << 20;
 
+/// The longest tables of tables that imago takes: 4 Mi entries, and what fills their last cluster.
+const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
+
+/// How much of them is read at once.
+const LEARNT_BYTES: usize = 1 << 20;
+
 /// Memory for transfers begins at a page.
 const PAGE: usize = 4096;
 
@@ -43,15 +51,15 @@ const PAGE: usize = 4096;
 pub(super) struct Store {
     pub(super) layer: usize,
     source: DiskSource,
-    /// Those of the image that is written to.
-    pointers: Arc<Pointers>,
+    /// That of the image that is written to.
+    order: Arc<Order>,
     helper: CommonStorageHelper,
 }
 
 impl Store {
-    pub(super) fn new(layer: usize, source: DiskSource, pointers: &Arc<Pointers>) -> Self {
-        let pointers = if layer == 0 { Arc::clone(pointers) } else { Arc::default() };
-        Self { layer, source, pointers, helper: CommonStorageHelper::default() }
+    pub(super) fn new(layer: usize, source: DiskSource, order: &Arc<Order>) -> Self {
+        let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
+        Self { layer, source, order, helper: CommonStorageHelper::default() }
     }
 
     /// How long the file is.
@@ -69,18 +77,73 @@ impl Store {
         }
     }
 
-    /// Writes the pointers that have waited until now.
-    pub(super) async fn release(&self) -> io::Result<()> {
-        for (offset, block) in self.pointers.held() {
-            self.write_at(block, offset).await?;
+    /// Learns where the tables of the image are, whose writes have an order from now on.
+    pub(super) async fn learn(&self) -> io::Result<()> {
+        let mut front = [0; FRONT_BYTES];
+        self.read(&mut front[..], 0).await?;
+        let Tables { first, counts } = Tables::of(&front);
+        let (first, counts) = (self.table(first).await?, self.table(counts).await?);
+        self.order.begin(&front, &first, &counts).map_err(io::Error::other)
+    }
+
+    async fn table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
+        // imago has read it, and takes none that are longer.
+        let bytes = range.end - range.start;
+        assert!(bytes <= TABLE_BYTES_MAX, "a table of {bytes} bytes");
+        let mut table = vec![0; iomem::fits(bytes, "bytes in memory")];
+        let pieces = (range.start..).step_by(LEARNT_BYTES).zip(table.chunks_mut(LEARNT_BYTES));
+        for (offset, piece) in pieces {
+            self.read(piece, offset).await?;
         }
-        self.pointers.written();
+        Ok(table)
+    }
+
+    /// Writes what has waited until now, in its order.
+    pub(super) async fn release(&self) -> io::Result<()> {
+        if self.order.is_empty() {
+            return Ok(());
+        }
+        self.sync().await?;
+        self.write_all(self.order.pointers()).await?;
+        self.order.drop_pointers();
+        let fallen = self.order.fallen();
+        if !fallen.is_empty() {
+            self.sync().await?;
+            self.write_all(fallen).await?;
+            self.order.drop_fallen();
+        }
         Ok(())
     }
 
+    async fn write_all(&self, held: Held) -> io::Result<()> {
+        for (offset, data) in held {
+            self.write_at(&data, offset).await?;
+        }
+        Ok(())
+    }
+
+    /// Writes those reference counts of a block that rise.
+    async fn write_counts(&self, wanted: &[u8], offset: u64) -> io::Result<()> {
+        let mut counts = vec![0; wanted.len()];
+        self.read_at(&mut counts, offset).await?;
+        self.order.raise(offset, &mut counts, wanted);
+        self.write_at(&counts, offset).await
+    }
+
     fn disk(&self) -> io::Result<Rc<Disk>> {
+        self.with_share().map(|(disk, _)| disk)
+    }
+
+    fn with_share(&self) -> io::Result<(Rc<Disk>, Rc<BounceShare>)> {
         let disk = DISKS.with_borrow(|disks| disks.get(self.layer).cloned());
         disk.ok_or_else(|| io::Error::from_raw_os_error(libc::ECANCELED))
+    }
+
+    /// Memory for a transfer, within the budget.
+    async fn memory(&self, bytes: usize) -> io::Result<(Rc<Disk>, Buffers)> {
+        let (disk, share) = self.with_share()?;
+        let permit = share.take(bytes).await;
+        Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
     }
 
     /// Learns how long the file is, which another process may have made longer before it handed
@@ -109,12 +172,25 @@ impl Store {
         })
     }
 
-    async fn write_at(&self, data: Vec<u8>, offset: u64) -> io::Result<()> {
+    async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
         self.reach(offset + data.len() as u64)?;
-        let buffers = Buffers::aligned(data.len(), PAGE);
-        buffers.copy_from(0, &data);
-        drop(data);
-        Ok(self.disk()?.write(offset, buffers, false).await?)
+        let (disk, buffers) = self.memory(data.len()).await?;
+        buffers.copy_from(0, data);
+        Ok(disk.write(offset, buffers, false).await?)
+    }
+
+    /// Reads from the file; behind its end are zeroes.
+    async fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let there = self.bytes().saturating_sub(offset).min(data.len() as u64);
+        let (there, rest) = data.split_at_mut(iomem::fits(there, "bytes in memory"));
+        rest.fill(0);
+        if !there.is_empty() {
+            let (disk, buffers) = self.memory(there.len()).await?;
+            let read = buffers.again();
+            disk.read(offset, buffers).await?;
+            read.copy_to(0, there);
+        }
+        Ok(())
     }
 
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
@@ -135,15 +211,8 @@ impl Storage for Store {
     // SAFETY: what imago has not aligned is refused by the disk; memory is not shared.
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
-        // Behind its end a file is zeroes.
-        let there = self.bytes().saturating_sub(offset).min(bufv.len());
-        if there > 0 {
-            let buffers = Buffers::aligned(iomem::fits(there, "bytes in memory"), PAGE);
-            let read = buffers.again();
-            self.disk()?.read(offset, buffers).await?;
-            read.copy_to(0, &mut data);
-        }
-        self.pointers.cover(offset, &mut data);
+        self.read_at(&mut data, offset).await?;
+        self.order.cover(offset, &mut data);
         bufv.copy_from_slice(&data);
         Ok(())
     }
@@ -152,10 +221,22 @@ impl Storage for Store {
     async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         bufv.copy_into_slice(&mut data);
-        if self.pointers.hold(offset, &data, self.source.info().logical_block_bytes.into()) {
-            return Ok(());
+        match self.order.sort(offset, &data) {
+            Way::Now => self.write_at(&data, offset).await,
+            Way::Kept => Ok(()),
+            Way::Counts => self.write_counts(&data, offset).await,
+            Way::AfterFlush => {
+                self.sync().await?;
+                self.write_at(&data, offset).await
+            }
+            Way::BetweenFlushes => {
+                self.sync().await?;
+                self.write_at(&data, offset).await?;
+                self.sync().await?;
+                // It may name a table that was not known as one while it was written.
+                self.learn().await
+            }
         }
-        self.write_at(data, offset).await
     }
 
     // SAFETY: as `pure_readv`.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use imago::Mapping;
 
-use super::{Format, Owner};
+use super::{Format, Owner, Store, has_any};
 
 /// The most zeroes that are written at once where there are no zero clusters.
 const ZEROES_BYTES: u64 = 256 << 10;
@@ -34,48 +34,89 @@ impl Owner {
         if !self.core.has_zero_clusters {
             return self.write_zeroes(range).await;
         }
-        let mut image = self.image().await?.write().await;
-        self.settle(&range).await;
-        let emptied = match may_unmap {
-            true => self.empty(&mut image, &range).await?,
-            false => range.start..range.start,
+        let whole = {
+            let mut image = self.image().await?.write().await;
+            self.settle(&range).await;
+            let whole = match may_unmap {
+                true => self.empty(&mut image, &range).await?,
+                false => self.cover_with_zeroes(&image, &range).await?,
+            };
+            self.commit_to(&image).await?;
+            whole
         };
-        // Space that was given back may be found again for these, so nothing is given back now.
-        let mut zeroed = Ok(());
-        for edge in [range.start..emptied.start, emptied.end..range.end] {
-            if zeroed.is_ok() && !edge.is_empty() {
-                zeroed = image.write_zeroes(edge.start, edge.end - edge.start).await;
+        for edge in [range.start..whole.start, whole.end..range.end] {
+            if !self.is_zero(&edge).await? {
+                self.write_zeroes(edge).await?;
             }
         }
-        self.changed.set(self.changed.get() + 1);
-        self.commit_to(&image).await?;
-        zeroed
+        Ok(())
+    }
+
+    async fn is_zero(&self, range: &Range<u64>) -> io::Result<bool> {
+        let _turn = self.turn().await?;
+        let image = self.image().await?.read().await;
+        Ok(!has_any(&image, range, is_data).await?)
+    }
+
+    /// The parts of a range of whole clusters for which there is one L2 table each. One that is
+    /// not there yet is made when its part changes, and its place may be one that the part before
+    /// has just left. So what leaves a place has a commit before the next one.
+    fn parts(&self, whole: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+        let table_covers = self.core.cluster_bytes * (self.core.cluster_bytes / 8);
+        let Range { start: mut at, end } = *whole;
+        std::iter::from_fn(move || {
+            let start = at;
+            at = (at + 1).next_multiple_of(table_covers).min(end);
+            (start < end).then_some(start..at)
+        })
+    }
+
+    /// Has the whole clusters of a range be zeroes that keep their space, and says which bytes
+    /// these are. The caller commits what is left of that.
+    async fn cover_with_zeroes(
+        &self,
+        image: &Format,
+        range: &Range<u64>,
+    ) -> io::Result<Range<u64>> {
+        let whole = self.whole_clusters(range, image.size());
+        for part in self.parts(&whole) {
+            if !has_any(image, &part, is_data).await? {
+                continue;
+            }
+            let gives_up = self.gives_up(image, &part).await?;
+            let zeroed = image.write_zeroes(part.start, part.end - part.start).await;
+            self.changed.set(self.changed.get() + 1);
+            if zeroed.is_err() || gives_up {
+                self.commit_to(image).await?;
+            }
+            zeroed?;
+        }
+        Ok(whole)
     }
 
     /// Takes the whole clusters of a range out of the tables, and says which bytes these are. The
     /// caller commits what is left of that.
-    ///
-    /// An L2 table that is not there yet is made for it, and its place may be one that a data
-    /// cluster has just left. So the tables have their turns, each with a commit: what it has left
-    /// goes back to the file before the next one is made.
     async fn empty(&self, image: &mut Format, range: &Range<u64>) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
-        let table_covers = self.core.cluster_bytes * (self.core.cluster_bytes / 8);
-        let mut at = whole.start;
-        while at < whole.end {
-            let end = (at + 1).next_multiple_of(table_covers).min(whole.end);
-            let data = self.clusters(image, &(at..end)).await?;
+        for part in self.parts(&whole) {
+            // Where nothing is, not even a table is needed.
+            let is_there = |mapping: &Mapping<'_, Store>| {
+                !matches!(mapping, Mapping::Zero { explicit: false, .. })
+            };
+            if !has_any(image, &part, is_there).await? {
+                continue;
+            }
+            let data = self.clusters(image, &part).await?;
             let emptied = match self.core.has_zero_clusters {
-                true => image.discard_to_zero(at, end - at).await,
-                false => image.discard_to_backing(at, end - at).await.map(drop),
+                true => image.discard_to_zero(part.start, part.end - part.start).await,
+                false => {
+                    image.discard_to_backing(part.start, part.end - part.start).await.map(drop)
+                }
             };
             self.changed.set(self.changed.get() + 1);
-            if emptied.is_err() || !data.is_empty() {
-                self.commit_to(image).await?;
-                emptied?;
-                self.give_back(image, data).await?;
-            }
-            at = end;
+            self.commit_to(image).await?;
+            emptied?;
+            self.give_back(image, data).await?;
         }
         Ok(whole)
     }
@@ -135,4 +176,8 @@ impl Owner {
         }
         Ok(())
     }
+}
+
+fn is_data(mapping: &Mapping<'_, Store>) -> bool {
+    !matches!(mapping, Mapping::Zero { .. })
 }

@@ -1,0 +1,338 @@
+//! Images whose device loses its power, or whose daemon is killed: QEMU finds no fault with what is
+//! left but clusters that nothing uses, and what was flushed is there.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
+use futures_util::future::{LocalBoxFuture, join_all};
+use iomem::Buffers;
+use tempfile::TempDir;
+
+use super::core::Layer;
+use crate::config::IoThreadConfig;
+use crate::disk::elsewhere::{Elsewhere, Event};
+use crate::disk::{Disk, DiskOptions, DiskSource};
+use crate::io_thread::IoThread;
+
+const MIB: u64 = 1 << 20;
+const SECTOR: usize = 512;
+/// How often the power of each image goes.
+const CUTS: u64 = 12;
+
+/// What a sector was given: a number that fills it, zero for zeroes.
+type Version = u64;
+/// The version of what lies below.
+const BELOW: Version = 1;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % end
+    }
+}
+
+/// The versions that each sector may have.
+#[derive(Clone)]
+struct Expected(Vec<Vec<Version>>);
+
+impl Expected {
+    fn add(&mut self, sectors: &std::ops::Range<u64>, version: Version) {
+        for sector in sectors.clone() {
+            self.0[usize::try_from(sector).unwrap()].push(version);
+        }
+    }
+
+    fn set(&mut self, sectors: &std::ops::Range<u64>, version: Version) {
+        for sector in sectors.clone() {
+            self.0[usize::try_from(sector).unwrap()] = vec![version];
+        }
+    }
+}
+
+/// A moment at which requests have ended: how many events there were, what may be there once a
+/// flush before it is all that counts, and what is there now.
+struct Moment {
+    events: usize,
+    flushed: Expected,
+}
+
+struct World {
+    folder: TempDir,
+    thread: IoThread,
+    file: Elsewhere,
+    /// At the beginning.
+    content: Vec<u8>,
+    image: DiskSource,
+    below: bool,
+    random: Random,
+    last: Version,
+    now: Expected,
+    moments: Vec<Moment>,
+}
+
+/// Sectors of a version, which cannot be compressed much. Version 0 is zeroes.
+fn filled(version: Version, sectors: u64) -> Vec<u8> {
+    let mut random = Random(version);
+    let mut words = vec![version; SECTOR / 8];
+    words[1..].fill_with(|| if version == 0 { 0 } else { random.below(u64::MAX) });
+    let sector: Vec<u8> = words.into_iter().flat_map(u64::to_le_bytes).collect();
+    sector.repeat(usize::try_from(sectors).unwrap())
+}
+
+fn qemu_img(arguments: &[&str]) {
+    let output = Command::new("qemu-img").args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+}
+
+fn open(folder: &TempDir, file: &Elsewhere, below: bool) -> DiskSource {
+    let mut layers = vec![Layer::qcow2(file.clone().source()).unwrap()];
+    if below {
+        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+        let base = DiskSource::file(&folder.path().join("base"), &options).unwrap();
+        layers.push(Layer::raw(base));
+    }
+    DiskSource::qcow2(layers, false).unwrap()
+}
+
+impl World {
+    fn new(kind: &Kind) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let sectors = kind.bytes / SECTOR as u64;
+        let [image, base, compressed] = ["image", "base", "compressed"].map(path);
+        let mut create = vec!["create", "-q", "-f", "qcow2", "-o", kind.options];
+        let size = kind.bytes.to_string();
+        std::fs::write(&base, filled(BELOW, sectors)).unwrap();
+        match kind.below {
+            Below::Nothing => create.extend([&*image, &size]),
+            Below::Raw => create.extend(["-b", &base, "-F", "raw", &image, &size]),
+            Below::Compressed => create.extend([&*compressed, &size]),
+        }
+        qemu_img(&create);
+        if let Below::Compressed = kind.below {
+            let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", kind.options];
+            qemu_img(&[&convert[..], &[&*base, &*image]].concat());
+        }
+        let mut content = std::fs::read(&image).unwrap();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let file = Elsewhere::new(&content);
+        let below = matches!(kind.below, Below::Raw);
+        let first = if let Below::Nothing = kind.below { 0 } else { BELOW };
+        let now = Expected(vec![vec![first]; usize::try_from(sectors).unwrap()]);
+        let moments = vec![Moment { events: 0, flushed: now.clone() }];
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let image = open(&folder, &file, below);
+        Self {
+            folder,
+            thread,
+            file,
+            content,
+            image,
+            below,
+            random: Random(kind.bytes),
+            last: BELOW,
+            now,
+            moments,
+        }
+    }
+
+    /// Has some requests at once, each with sectors of its own, and then sometimes a flush.
+    fn run(&mut self, rounds: u64) {
+        let disk = self.image.attach(self.thread.io());
+        let (io_thread, size) = (&self.thread, disk.info().size_bytes / SECTOR as u64);
+        for _ in 0..rounds {
+            let mut requests: Vec<LocalBoxFuture<'_, ()>> = Vec::new();
+            let part = size / 8;
+            for index in 0..8 {
+                let sectors = 1 + self.random.below(part.min(40));
+                let first = index * part + self.random.below(part - sectors + 1);
+                let range = first..first + sectors;
+                self.last += 1;
+                let version = match self.random.below(8) {
+                    0..6 => self.last,
+                    _ => 0,
+                };
+                // It may be there or not, until it is flushed and nothing else was written since.
+                let is_discard = version == 0 && self.random.below(2) == 0;
+                self.moments.last_mut().unwrap().flushed.add(&range, version);
+                match is_discard {
+                    true => self.now.add(&range, 0),
+                    false => self.now.set(&range, version),
+                }
+                requests.push(Box::pin(change(&disk, range, version, is_discard)));
+            }
+            io_thread.block_on(join_all(requests)).unwrap();
+            if self.random.below(3) == 0 {
+                io_thread.block_on(disk.flush()).unwrap().unwrap();
+                let moment = Moment { events: self.file.events(), flushed: self.now.clone() };
+                self.moments.push(moment);
+            }
+        }
+    }
+
+    fn grow(&mut self, bytes: u64) {
+        self.image.set_size(bytes, || ()).unwrap();
+        let sectors = usize::try_from(bytes).unwrap() / SECTOR;
+        for moment in &mut self.moments {
+            moment.flushed.0.resize(sectors, vec![0]);
+        }
+        self.now.0.resize(sectors, vec![0]);
+    }
+
+    /// The file as it may be when the power goes after some events: what the last flush has
+    /// covered is there, and some sectors of what came later.
+    fn cut(&mut self, journal: &[Event], end: usize, is_kill: bool) -> Vec<u8> {
+        let is_flush = |event: &Event| matches!(event, Event::Flush);
+        let covered = journal[..end].iter().rposition(is_flush).unwrap_or(0);
+        let mut content = self.content.clone();
+        let odds = 1 + self.random.below(4);
+        for (index, event) in journal[..end].iter().enumerate() {
+            let Event::Write(offset, data) = event else { continue };
+            let start = usize::try_from(*offset).unwrap();
+            content.resize(content.len().max(start + data.len()), 0);
+            let is_all_there = self.random.below(2) == 0;
+            let is_there = self.random.below(5) < odds;
+            for (at, sector) in (start..).step_by(SECTOR).zip(data.chunks(SECTOR)) {
+                let is_there = if is_all_there { is_there } else { self.random.below(5) < odds };
+                if index < covered || is_kill || is_there {
+                    content[at..at + sector.len()].copy_from_slice(sector);
+                }
+            }
+        }
+        content
+    }
+
+    fn check(&self, content: &[u8], end: usize, what: &str) {
+        let path = self.folder.path().join("cut");
+        std::fs::File::create(&path).unwrap().write_all(content).unwrap();
+        let mut check = Command::new("qemu-img");
+        let output = check.args(["check", "-f", "qcow2"]).arg(&path).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(matches!(output.status.code(), Some(0 | 3)), "{what}: {text}{errors}");
+        let mut content = content.to_vec();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let opened = open(&self.folder, &Elsewhere::new(&content), self.below);
+        let disk = opened.attach(self.thread.io());
+        let moment = self.moments.iter().rev().find(|moment| moment.events <= end).unwrap();
+        let size = disk.info().size_bytes;
+        let mut known = HashMap::new();
+        for at in (0..size).step_by(1 << 16) {
+            let bytes = usize::try_from((size - at).min(1 << 16)).unwrap();
+            let buffers = Buffers::aligned(bytes, 4096);
+            let read = buffers.again();
+            self.thread.block_on(disk.read(at, buffers)).unwrap().unwrap();
+            for (index, sector) in read.to_vec().chunks(SECTOR).enumerate() {
+                let sector_number = usize::try_from(at).unwrap() / SECTOR + index;
+                let version = u64::from_le_bytes(*sector.first_chunk().unwrap());
+                let allowed = &moment.flushed.0[sector_number];
+                let whole = known.entry(version).or_insert_with(|| filled(version, 1));
+                assert!(
+                    allowed.contains(&version) && sector == whole,
+                    "{what}: sector {sector_number} has {version}, and not one of {allowed:?}"
+                );
+            }
+        }
+    }
+}
+
+async fn change(disk: &Disk, range: std::ops::Range<u64>, version: Version, is_discard: bool) {
+    let (offset, len) = (range.start * SECTOR as u64, (range.end - range.start) * SECTOR as u64);
+    match version {
+        0 if is_discard => disk.discard(offset, len).await.unwrap(),
+        0 => disk.write_zeroes(offset, len, offset % 1024 == 0).await.unwrap(),
+        _ => {
+            let buffers = Buffers::from_vec(filled(version, range.end - range.start));
+            disk.write(offset, buffers, false).await.unwrap();
+        }
+    }
+}
+
+enum Below {
+    Nothing,
+    Raw,
+    /// In the image itself.
+    Compressed,
+}
+
+struct Kind {
+    options: &'static str,
+    bytes: u64,
+    below: Below,
+    rounds: u64,
+    grows: bool,
+}
+
+/// What there is to get wrong: blocks of reference counts and their table that are added, tables
+/// that are added, clusters of which a part is written, and space that is used again.
+const KINDS: [Kind; 5] = [
+    Kind {
+        options: "cluster_size=512,refcount_bits=64",
+        bytes: 4 * MIB,
+        below: Below::Nothing,
+        rounds: 100,
+        grows: true,
+    },
+    Kind {
+        options: "cluster_size=4k,refcount_bits=1",
+        bytes: 4 * MIB,
+        below: Below::Raw,
+        rounds: 50,
+        grows: true,
+    },
+    Kind {
+        options: "cluster_size=512,compat=0.10",
+        bytes: 2 * MIB,
+        below: Below::Nothing,
+        rounds: 50,
+        grows: false,
+    },
+    Kind {
+        options: "cluster_size=4k",
+        bytes: 2 * MIB,
+        below: Below::Compressed,
+        rounds: 50,
+        grows: true,
+    },
+    Kind {
+        options: "cluster_size=64k",
+        bytes: 4 * MIB,
+        below: Below::Raw,
+        rounds: 20,
+        grows: true,
+    },
+];
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_survives_a_loss_of_power_at_any_write() {
+    let version = Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status();
+    if version.is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    for kind in &KINDS {
+        let mut world = World::new(kind);
+        world.run(kind.rounds);
+        let grows = world.file.events();
+        if kind.grows {
+            world.grow(2 * kind.bytes);
+        }
+        let grown = world.file.events();
+        world.run(kind.rounds / 4);
+        let journal = world.file.journal();
+        let mut ends: Vec<usize> = (grows..grown).step_by(2).collect();
+        let count = journal.len() as u64;
+        ends.extend((0..CUTS).map(|_| usize::try_from(world.random.below(count)).unwrap()));
+        ends.push(journal.len());
+        for (index, end) in ends.into_iter().enumerate() {
+            let is_kill = index % 4 == 3;
+            let content = world.cut(&journal, end, is_kill);
+            let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
+            world.check(&content, end, &what);
+        }
+    }
+}

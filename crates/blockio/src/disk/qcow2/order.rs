@@ -1,0 +1,329 @@
+//! In which order what changes in an image gets to its file.
+//!
+//! A device may lose any of the writes that no flush has covered when its power goes. What is left
+//! must never have a pointer to something that is not there, or counts as free. So some wait:
+//!
+//! 1. Data, new tables, and reference counts that rise are written at once.
+//! 2. Pointers, which are the entries of L1 and L2 tables and what the header says, are written
+//!    when a flush has made all that stable.
+//! 3. Reference counts that fall are written when another flush has made it stable that nothing
+//!    points there any more.
+//!
+//! What waits is kept here, and is read from here meanwhile. A loss of power, or of the process,
+//! can then leave clusters that count as used and are not; nothing else.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// The largest table that is written as a whole.
+const TABLE_BYTES_MAX: u64 = 2 << 20;
+
+/// An entry of a table of tables: where the table is. The bits below are reserved, as are those
+/// above in L1.
+const OFFSET: u64 = !511;
+const L1_OFFSET: u64 = OFFSET & ((1 << 56) - 1);
+/// Nothing else points to it.
+const COPIED: u64 = 1 << 63;
+
+/// Writes that wait, by where they go.
+pub(super) type Held = BTreeMap<u64, Arc<[u8]>>;
+
+/// What becomes of a write.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// It is made at once.
+    Now,
+    /// It was kept, to be made later.
+    Kept,
+    /// It is a block of reference counts: those that rise are written at once.
+    Counts,
+    /// It is made when a flush has covered what it points to.
+    AfterFlush,
+    /// And what it has pointed to may be used again only after another one.
+    BetweenFlushes,
+}
+
+/// Where the header says that the tables of tables are.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Tables {
+    /// L1.
+    pub(super) first: Range<u64>,
+    /// The table of blocks of reference counts.
+    pub(super) counts: Range<u64>,
+}
+
+/// How many bytes of a header [`Tables::of`] reads.
+pub(super) const FRONT_BYTES: usize = 104;
+
+impl Tables {
+    /// What the front of an image says.
+    pub(super) fn of(front: &[u8; FRONT_BYTES]) -> Self {
+        let number = |range: Range<usize>| {
+            front[range].iter().fold(0, |sum: u64, byte| (sum << 8) | u64::from(*byte))
+        };
+        let cluster = 1u64.checked_shl(u32::from(front[23])).unwrap_or(0);
+        let range = |start: u64, bytes: u64| start..start.saturating_add(bytes);
+        Self {
+            first: range(number(40..48), number(36..40) * 8),
+            counts: range(number(48..56), number(56..60).saturating_mul(cluster)),
+        }
+    }
+}
+
+/// The bits of a reference count.
+pub(super) fn count_bits(front: &[u8; FRONT_BYTES]) -> u32 {
+    if front[7] < 3 { 16 } else { 1u32.checked_shl(u32::from(front[99])).unwrap_or(16) }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Order(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// `None`: the image is not open yet, or not written to.
+    tables: Option<Tables>,
+    count_bits: u32,
+    /// L2 tables, and blocks of reference counts.
+    second: HashSet<u64>,
+    blocks: HashSet<u64>,
+    /// L1 moves: the header waits too.
+    moves: bool,
+    pointers: Held,
+    /// Blocks with counts that have fallen.
+    fallen: Held,
+}
+
+impl Order {
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        change(&mut self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    /// Begins to sort what is written to an image. `first` and `counts` are what is in its tables
+    /// of tables.
+    pub(super) fn begin(
+        &self,
+        front: &[u8; FRONT_BYTES],
+        first: &[u8],
+        counts: &[u8],
+    ) -> Result<(), &'static str> {
+        if entries(first).any(|entry| entry & L1_OFFSET != 0 && entry & COPIED == 0) {
+            return Err("tables of it are used in several places; repair it with `qemu-img check \
+                        -r all`, or open it read-only");
+        }
+        self.change(|state| {
+            state.tables = Some(Tables::of(front));
+            state.count_bits = count_bits(front);
+            state.second = places(first, L1_OFFSET).collect();
+            state.blocks = places(counts, OFFSET).collect();
+        });
+        Ok(())
+    }
+
+    /// Whether L1 moves.
+    pub(super) fn set_moves(&self, moves: bool) {
+        self.change(|state| state.moves = moves);
+    }
+
+    /// Says what becomes of a write, and keeps it if it has to wait.
+    pub(super) fn sort(&self, offset: u64, data: &[u8]) -> Way {
+        self.change(|state| {
+            let Some(tables) = &mut state.tables else { return Way::Now };
+            if offset == 0 {
+                if let Some(front) = data.first_chunk() {
+                    *tables = Tables::of(front);
+                }
+                if !state.moves {
+                    return Way::BetweenFlushes;
+                }
+            } else if tables.first.contains(&offset) {
+                let known =
+                    iomem::fits((tables.first.end - offset).min(data.len() as u64), "bytes");
+                state.second.extend(places(&data[..known], L1_OFFSET));
+            } else if tables.counts.contains(&offset) {
+                let known =
+                    iomem::fits((tables.counts.end - offset).min(data.len() as u64), "bytes");
+                state.blocks.extend(places(&data[..known], OFFSET));
+                return Way::AfterFlush;
+            } else if state.blocks.contains(&offset) {
+                return Way::Counts;
+            } else if !state.second.contains(&offset) {
+                return Way::Now;
+            }
+            state.pointers.insert(offset, data.into());
+            Way::Kept
+        })
+    }
+
+    /// Makes a block of reference counts that may be written at once, out of what is in the file:
+    /// one in which no count has fallen. If some have, `wanted` is kept.
+    pub(super) fn raise(&self, offset: u64, file: &mut [u8], wanted: &[u8]) {
+        self.change(|state| {
+            raise(file, wanted, state.count_bits);
+            if file == wanted {
+                state.fallen.remove(&offset);
+            } else {
+                state.fallen.insert(offset, wanted.into());
+            }
+        });
+    }
+
+    /// Puts what waits over what was read from the file.
+    pub(super) fn cover(&self, offset: u64, data: &mut [u8]) {
+        let end = offset + data.len() as u64;
+        let from = offset.saturating_sub(TABLE_BYTES_MAX);
+        self.change(|state| {
+            let kept = state.pointers.range(from..end).chain(state.fallen.range(from..end));
+            for (place, kept) in kept {
+                let start = offset.max(*place);
+                let stop = end.min(place + kept.len() as u64);
+                if start < stop {
+                    let within = |base: u64| -> Range<usize> {
+                        iomem::fits(start - base, "a place")..iomem::fits(stop - base, "a place")
+                    };
+                    data[within(offset)].copy_from_slice(&kept[within(*place)]);
+                }
+            }
+        });
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.change(|state| state.pointers.is_empty() && state.fallen.is_empty())
+    }
+
+    /// The pointers that wait. They are read from here until
+    /// [`drop_pointers`](Self::drop_pointers).
+    pub(super) fn pointers(&self) -> Held {
+        self.change(|state| state.pointers.clone())
+    }
+
+    /// All that waited are in the file.
+    pub(super) fn drop_pointers(&self) {
+        self.change(|state| state.pointers.clear());
+    }
+
+    /// The same of the counts that have fallen.
+    pub(super) fn fallen(&self) -> Held {
+        self.change(|state| state.fallen.clone())
+    }
+
+    /// As [`drop_pointers`](Self::drop_pointers).
+    pub(super) fn drop_fallen(&self) {
+        self.change(|state| state.fallen.clear());
+    }
+}
+
+fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
+    table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry))
+}
+
+/// Where the tables are that a table of tables has.
+fn places(table: &[u8], offset: u64) -> impl Iterator<Item = u64> {
+    entries(table).map(move |entry| entry & offset).filter(|place| *place != 0)
+}
+
+/// Has no count be smaller than in `wanted`. Those of less than a byte begin with its lowest bits.
+fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
+    assert_eq!(counts.len(), wanted.len(), "blocks of counts have one size");
+    if bits >= 8 {
+        let bytes: usize = iomem::fits(u64::from(bits / 8), "bytes of a count");
+        for (count, wanted) in counts.chunks_mut(bytes).zip(wanted.chunks(bytes)) {
+            if *count < *wanted {
+                count.copy_from_slice(wanted);
+            }
+        }
+        return;
+    }
+    let mask = (1u8 << bits) - 1;
+    for (byte, wanted) in counts.iter_mut().zip(wanted) {
+        let parts = (0..8).step_by(iomem::fits(u64::from(bits), "bits of a count"));
+        let part = |byte: u8, at: u32| byte & (mask << at);
+        *byte =
+            parts.map(|at| part(*byte, at).max(part(*wanted, at))).fold(0, |sum, part| sum | part);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const L1: u64 = 4096;
+    const L2: u64 = 8192;
+    const BLOCK: u64 = 12_288;
+
+    fn front() -> [u8; FRONT_BYTES] {
+        let mut front = [0; FRONT_BYTES];
+        front[7] = 3;
+        front[23] = 12;
+        front[39] = 100;
+        front[40..48].copy_from_slice(&L1.to_be_bytes());
+        front[48..56].copy_from_slice(&(L1 * 5).to_be_bytes());
+        front[59] = 1;
+        front[99] = 4;
+        front
+    }
+
+    fn begun() -> Order {
+        let order = Order::default();
+        assert_eq!(order.sort(L1, &[0; 512]), Way::Now);
+        let (l1, counts) = ((L2 | COPIED).to_be_bytes(), BLOCK.to_be_bytes());
+        order.begin(&front(), &l1, &counts).unwrap();
+        order
+    }
+
+    #[test]
+    fn pointers_wait_and_are_read_meanwhile() {
+        let order = begun();
+        assert_eq!(order.sort(L2 * 8, &[1; 4096]), Way::Now);
+        let new = ((L2 * 8) | COPIED).to_be_bytes().repeat(64);
+        for (offset, data) in [(L2, &[2; 4096][..]), (L1, &new), (L2 * 8, &[3; 4096])] {
+            assert_eq!(order.sort(offset, data), Way::Kept, "{offset}");
+        }
+        let mut read = [0; 1024];
+        order.cover(L2 + 3584, &mut read);
+        assert!(read[..512] == [2; 512] && read[512..] == [0; 512]);
+        assert_eq!(order.pointers().len(), 3);
+        order.drop_pointers();
+        assert!(order.is_empty());
+        assert_eq!(order.sort(0, &front()), Way::BetweenFlushes);
+        assert_eq!(order.sort(L1 * 5, &[0; 512]), Way::AfterFlush);
+        order.set_moves(true);
+        assert_eq!(order.sort(0, &front()), Way::Kept);
+    }
+
+    #[test]
+    fn counts_rise_at_once_and_fall_later() {
+        let order = begun();
+        let wanted = [1u16, 0, 2, 0].map(u16::to_be_bytes).concat();
+        assert_eq!(order.sort(BLOCK, &wanted), Way::Counts);
+        let mut file = [0u16, 1, 300, 0].map(u16::to_be_bytes).concat();
+        order.raise(BLOCK, &mut file, &wanted);
+        assert_eq!(file, [1u16, 1, 300, 0].map(u16::to_be_bytes).concat());
+        let mut read = file.clone();
+        order.cover(BLOCK, &mut read);
+        assert_eq!(read, wanted);
+        order.raise(BLOCK, &mut file.clone(), &file);
+        assert!(order.is_empty());
+    }
+
+    #[test]
+    fn counts_of_all_widths_rise() {
+        for (bits, old, wanted, expected) in [
+            (1, [0b0101_0000, 0], [0b0011_0000, 1], [0b0111_0000, 1]),
+            (2, [0b0110_0011, 0], [0b1001_0001, 1], [0b1010_0011, 1]),
+            (4, [0x1f, 0x20], [0x21, 0x03], [0x2f, 0x23]),
+            (8, [3, 7], [5, 6], [5, 7]),
+            (16, [1, 0], [0, 255], [1, 0]),
+        ] {
+            let mut counts = old;
+            raise(&mut counts, &wanted, bits);
+            assert_eq!(counts, expected, "{bits}");
+        }
+    }
+
+    #[test]
+    fn an_image_whose_tables_are_shared_is_not_written_to() {
+        let error = Order::default().begin(&front(), &L2.to_be_bytes(), &[]).unwrap_err();
+        assert!(error.contains("qemu-img check"), "{error}");
+    }
+}
