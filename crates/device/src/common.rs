@@ -22,6 +22,7 @@ pub(crate) const fn byte(number: u32) -> u8 {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Working {
     pub(crate) notify_batch: bool,
+    pub(crate) prefetch: bool,
     pub(crate) in_order: bool,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) fixed_buffers: bool,
@@ -79,6 +80,7 @@ impl Common {
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
             notify_batch: self.working.notify_batch,
+            prefetch: self.working.prefetch,
             in_order: self.working.in_order,
             run_max: self.working.run_max,
             long_lists_bytes: self.working.long_lists_bytes,

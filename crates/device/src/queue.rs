@@ -162,7 +162,8 @@ impl Queue {
         options: QueueOptions,
     ) -> Result<(Rc<Self>, QueueHandle), StartError> {
         let memory = LocalMemory::new(Arc::clone(&setup.memory));
-        let ring = setup.open_ring(memory.clone(), &options)?;
+        let mut ring = setup.open_ring(memory.clone(), &options)?;
+        ring.set_prefetch(options.prefetch);
         let shown = Arc::new(Shown::default());
         shown.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Rc::new(Self {

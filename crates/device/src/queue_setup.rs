@@ -32,6 +32,7 @@ pub(crate) struct QueueOptions {
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
     pub(crate) notify_batch: bool,
+    pub(crate) prefetch: bool,
     pub(crate) in_order: bool,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) long_lists_bytes: u64,

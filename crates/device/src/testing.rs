@@ -157,6 +157,7 @@ impl Scene {
             event_idx: false,
             indirect: false,
             notify_batch: true,
+            prefetch: true,
             in_order: self.in_order,
             run_max: self.run_max,
             long_lists_bytes: LONG_LISTS_BYTES,

@@ -67,6 +67,7 @@ impl ExportSpec {
                     queue_size: settings.queue_size,
                     write_cache: disk.cache.has_write_cache(),
                     notify_batch: settings.notify_batch,
+                    prefetch: settings.prefetch,
                     in_order: settings.in_order,
                     run_max: settings.run_max,
                     fixed_buffers: settings.fixed_buffers,
@@ -84,6 +85,7 @@ impl ExportSpec {
                     num_queues: settings.num_queues.unwrap_or(REQUEST_QUEUES_MAX),
                     queue_size: settings.queue_size,
                     notify_batch: settings.notify_batch,
+                    prefetch: settings.prefetch,
                     run_max: settings.run_max,
                     fixed_buffers: settings.fixed_buffers,
                     ..ScsiOptions::default()

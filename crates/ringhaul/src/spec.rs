@@ -138,6 +138,8 @@ pub(crate) struct WrittenExport {
     iothread: Option<u16>,
     /// Off is for measurement: then the driver's wish for a call is looked at for each request.
     notify_batch: Option<bool>,
+    /// The same: then the processor fetches requests when they are looked at.
+    prefetch: Option<bool>,
     /// For measurement: the most chains that a queue takes in one go.
     run_max: Option<NonZeroU16>,
     /// Register the guest's memory with io_uring.
@@ -165,6 +167,7 @@ impl WrittenExport {
             queue_size: self.queue_size.unwrap_or(usual.queue_size),
             iothread: self.iothread.or(usual.iothread),
             notify_batch: self.notify_batch.unwrap_or(usual.notify_batch),
+            prefetch: self.prefetch.unwrap_or(usual.prefetch),
             run_max: self.run_max.or(usual.run_max),
             fixed_buffers: self.fixed_buffers.unwrap_or(usual.fixed_buffers),
             rules: DiskRules {
@@ -363,8 +366,7 @@ pub struct ExportSettings {
     pub serial: Option<String>,
     /// The smallest unit of a request. `None`: as the disk has it.
     pub logical_block_bytes: Option<u32>,
-    /// The most queues that a front-end may use, of virtio-scsi those for requests. `None`: as many
-    /// as the device can have.
+    /// The most queues that a front-end may use, or of requests. `None`: as many as there can be.
     pub num_queues: Option<u16>,
     /// Entries of a queue, for the limit on segments.
     pub queue_size: u16,
@@ -372,6 +374,8 @@ pub struct ExportSettings {
     pub iothread: Option<u16>,
     /// Off is for measurement: then the driver's wish for a call is looked at for each request.
     pub notify_batch: bool,
+    /// The same: then the processor fetches requests when they are looked at.
+    pub prefetch: bool,
     /// For measurement: see [`run_max`](device::blk::config::BlkOptions::run_max).
     pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
@@ -394,6 +398,7 @@ impl Default for ExportSettings {
             queue_size: 128,
             iothread: None,
             notify_batch: true,
+            prefetch: true,
             run_max: None,
             fixed_buffers: false,
             rules: DiskRules::default(),

@@ -4,14 +4,12 @@ use iomem::Buffers;
 
 use crate::error::{ChainFault, QueueError};
 use crate::limits::MAX_INDIRECT_ENTRIES;
-use crate::memory::{Descriptor, Direction, LocalMemory, Translator};
+use crate::memory::{DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, Translator};
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).
 const DESC_F_NEXT: u16 = 1;
 /// The buffer is for the device to write.
 const DESC_F_WRITE: u16 = 2;
-/// The buffer is a table of descriptors.
-const DESC_F_INDIRECT: u16 = 4;
 
 /// Bytes of a descriptor, as the length of an indirect table counts them.
 const DESCRIPTOR_LEN: u32 = 16;

@@ -13,5 +13,5 @@ mod translator;
 
 pub use local::LocalMemory;
 pub use map::GuestMemory;
-pub(crate) use table::{DESCRIPTOR_BYTES, Descriptor};
+pub(crate) use table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor};
 pub(crate) use translator::{Direction, Translator};

@@ -69,6 +69,8 @@ pub struct SplitQueue {
     again_left: u16,
     /// Where requests are marked while they are in the device.
     inflight: Option<Box<Inflight>>,
+    /// Whether the processor fetches what the next chains need.
+    prefetch: bool,
 }
 
 impl SplitQueue {
@@ -101,6 +103,7 @@ impl SplitQueue {
             call_forced: true,
             again_left: 0,
             inflight: None,
+            prefetch: true,
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
         Ok(queue)
@@ -136,6 +139,12 @@ impl SplitQueue {
         queue.again_left = requests;
         queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
+    }
+
+    /// Whether a pop has the processor fetch what the chains after it need: it takes its time to do
+    /// so, as the driver has just written that on another processor. On at first.
+    pub fn set_prefetch(&mut self, on: bool) {
+        self.prefetch = on;
     }
 
     /// Whether chains are left to be popped that an earlier process had taken. The avail ring does
@@ -192,12 +201,34 @@ impl SplitQueue {
             return Ok(None);
         }
         let head = if self.again_left == 0 {
+            if self.prefetch {
+                self.prefetch_next();
+            }
             self.rings.avail_entry(self.next_avail)
         } else {
             self.head_again()
         };
         let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
         Ok(Some((head, fault)))
+    }
+
+    /// Each step needs what the step before has fetched, so each pop takes one of them for each of
+    /// the next chains.
+    #[inline]
+    fn prefetch_next(&self) {
+        let after = self.avail_shadow.wrapping_sub(self.next_avail) - 1;
+        let head = |ahead| self.rings.avail_entry(self.next_avail.wrapping_add(ahead));
+        let mut ahead = 1;
+        // Drivers have indirect tables for all requests or for few.
+        if self.translator.is_indirect() && after >= ahead {
+            self.translator.prefetch_in_indirect(head(ahead));
+            ahead += 1;
+        }
+        if after >= ahead {
+            self.translator.prefetch_named(head(ahead));
+            // If there is no such chain, an older one is fetched.
+            self.translator.prefetch_descriptor(head(ahead + 1));
+        }
     }
 
     /// The next head that an earlier process had seen.

@@ -182,7 +182,7 @@ pub(super) const EXPERIMENTS: [Experiment; 6] = [
         tests: "What do all of these do together, in the daemon?",
         credit: "All of the above.",
         sides: "off: --completion-ring getevents --harvest-on-submit off --submit-batch off \
-                --notify-batch off --poll-max-us 0; on: none of these options",
+                --notify-batch off --prefetch off --poll-max-us 0; on: none of these options",
     },
     Experiment {
         number: 6,
@@ -245,6 +245,8 @@ const ALL_OFF: Switches = &[
     "--submit-batch",
     "off",
     "--notify-batch",
+    "off",
+    "--prefetch",
     "off",
     "--poll-max-us",
     "0",

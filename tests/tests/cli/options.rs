@@ -266,6 +266,8 @@ fn switches_change_the_way_and_not_the_result() -> Result<()> {
         "off",
         "--notify-batch",
         "off",
+        "--prefetch",
+        "off",
         "--completion-ring",
         "getevents",
         "--poll-max-us",

@@ -50,6 +50,9 @@ pub struct BlkOptions {
     /// Whether completed requests share a call. Off is for measurement: then the driver's wish is
     /// looked at for each.
     pub notify_batch: bool,
+    /// Whether the processor fetches what the next requests need while one is served (see
+    /// [`SplitQueue::set_prefetch`](virtqueue::SplitQueue::set_prefetch)). Off is for measurement.
+    pub prefetch: bool,
     /// Whether requests are answered in the order in which they were made available: for front-ends
     /// without an inflight region, which continue at used idx when their back-end has died.
     pub in_order: bool,
@@ -72,6 +75,7 @@ impl Default for BlkOptions {
             queue_size: 128,
             write_cache: true,
             notify_batch: true,
+            prefetch: true,
             in_order: false,
             run_max: None,
             fixed_buffers: false,

@@ -47,6 +47,7 @@ impl BlkDevice {
     ) -> Self {
         let working = Working {
             notify_batch: options.notify_batch,
+            prefetch: options.prefetch,
             in_order: options.in_order,
             run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,

@@ -26,6 +26,7 @@ impl ServeArgs {
         let mut exports = self.exports.specs(self.fd)?;
         for export in &mut exports {
             export.settings.notify_batch = self.switches.notify_batch.is_on();
+            export.settings.prefetch = self.switches.prefetch.is_on();
             export.settings.run_max = self.switches.run_max;
             export.check(self.iothreads)?;
         }
@@ -45,6 +46,7 @@ impl ServeArgs {
     pub(crate) fn usual_settings(&self) -> ExportSettings {
         ExportSettings {
             notify_batch: self.switches.notify_batch.is_on(),
+            prefetch: self.switches.prefetch.is_on(),
             run_max: self.switches.run_max,
             ..self.exports.usual_settings()
         }

@@ -22,6 +22,10 @@ pub struct Switches {
     /// Call the driver once for many requests; off: look for each whether it wants a call.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub notify_batch: OnOff,
+    /// Have the processor fetch what the next requests need while one is served; off: when they are
+    /// looked at.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub prefetch: OnOff,
     /// Take this many requests from a queue in one run, 1 to 1024, and look whether to call the
     /// driver after each run. Default: both follow from what is measured while the queue runs.
     #[arg(long, value_name = "N", value_parser = parse_run_max)]

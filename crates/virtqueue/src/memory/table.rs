@@ -1,11 +1,34 @@
 //! Descriptor tables in guest memory.
 
+#[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+use std::arch::asm;
 use std::ptr;
 
 use super::map::GuestMemory;
 
 /// Bytes of a descriptor (virtio 1.3, section 2.7.5).
 pub(crate) const DESCRIPTOR_BYTES: usize = 16;
+
+/// The buffer is a table of descriptors (virtio 1.3, section 2.7.5).
+pub(crate) const DESC_F_INDIRECT: u16 = 4;
+
+/// Has the processor fetch a line of memory that is soon read, and often written then: a header,
+/// beside which drivers have the place of the answer.
+#[inline]
+pub(super) fn prefetch(host: *const u8) {
+    // SAFETY: the instruction is a hint. It accesses nothing, and wrong addresses do no harm.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    unsafe {
+        asm!("prefetchw [{}]", in(reg) host, options(nostack, preserves_flags, readonly));
+    }
+    // SAFETY: as above.
+    #[cfg(all(target_arch = "aarch64", not(miri)))]
+    unsafe {
+        asm!("prfm pstl1keep, [{}]", in(reg) host, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
+    let _ = host;
+}
 
 /// One descriptor, read once from a table in guest memory (virtio 1.3, section 2.7.5).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +89,19 @@ impl Table {
             [words.read_volatile(), words.add(1).read_volatile()]
         };
         Some(Descriptor::from_words(words))
+    }
+
+    /// Has the processor fetch entry `index`, which the table need not have.
+    #[inline]
+    pub(super) fn prefetch(&self, index: u16) {
+        let words = usize::from(index) * (DESCRIPTOR_BYTES / size_of::<u64>());
+        prefetch(self.host.wrapping_add(words).cast());
+    }
+
+    /// Whether both are at the same place.
+    #[inline]
+    pub(super) fn is(&self, other: &Self) -> bool {
+        self.guest_addr == other.guest_addr
     }
 
     #[cold]

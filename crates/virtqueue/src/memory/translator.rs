@@ -5,7 +5,7 @@ use libc::iovec;
 
 use super::local::LocalMemory;
 use super::map::{HostRegion, to_usize};
-use super::table::{DESCRIPTOR_BYTES, Descriptor, Table};
+use super::table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor, Table, prefetch};
 use crate::error::ChainFault;
 use crate::limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 
@@ -95,6 +95,48 @@ impl Translator {
     #[inline]
     pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         self.current.read(&self.memory, index)
+    }
+
+    /// Whether the last chain was in an indirect table.
+    #[inline]
+    pub(crate) fn is_indirect(&self) -> bool {
+        !self.current.is(&self.main)
+    }
+
+    /// Has the processor fetch a descriptor of the queue's table.
+    #[inline]
+    pub(crate) fn prefetch_descriptor(&self, index: u16) {
+        self.main.prefetch(index);
+    }
+
+    /// Has the processor fetch the start of what a descriptor of the queue's table names: a buffer,
+    /// or an indirect table.
+    #[inline]
+    pub(crate) fn prefetch_named(&self, index: u16) {
+        if let Some(Descriptor { addr, .. }) = self.main.read(&self.memory, index) {
+            self.prefetch(addr);
+        }
+    }
+
+    /// If a descriptor of the queue's table names an indirect one, has the processor fetch the
+    /// start of the first buffer there.
+    #[inline]
+    pub(crate) fn prefetch_in_indirect(&self, index: u16) {
+        if let Some(Descriptor { addr, flags, .. }) = self.main.read(&self.memory, index)
+            && flags & DESC_F_INDIRECT != 0
+            && let Some((host, DESCRIPTOR_BYTES..)) = self.last.tail(addr)
+            && let Some(first) = Table::new(addr, 1, Some(host)).read(&self.memory, 0)
+        {
+            self.prefetch(first.addr);
+        }
+    }
+
+    /// Only what is in the region that was hit last, as nearly everything is.
+    #[inline]
+    fn prefetch(&self, addr: u64) {
+        if let Some((host, _)) = self.last.tail(addr) {
+            prefetch(host);
+        }
     }
 
     /// Adds a buffer of the guest, which is not empty. After a fault the buffers of its direction
