@@ -38,6 +38,8 @@ pub(super) struct Range {
 }
 
 impl Range {
+    pub(super) const NONE: Self = Self { lba: 0, offset: 0, bytes: 0 };
+
     /// Takes at most `bytes`, whole blocks, from the front. `None`: nothing is left.
     fn take(&mut self, bytes: u64, block: usize) -> Option<Self> {
         let taken = Self { bytes: self.bytes.min(bytes), ..*self };

@@ -40,6 +40,8 @@ pub struct ScsiOptions {
     pub queue_size: u16,
     /// As [`BlkOptions::notify_batch`](crate::blk::config::BlkOptions::notify_batch).
     pub notify_batch: bool,
+    /// As [`BlkOptions::prefetch`](crate::blk::config::BlkOptions::prefetch).
+    pub prefetch: bool,
     /// As [`BlkOptions::run_max`](crate::blk::config::BlkOptions::run_max).
     pub run_max: Option<NonZeroU16>,
     /// As [`BlkOptions::fixed_buffers`](crate::blk::config::BlkOptions::fixed_buffers).
@@ -54,6 +56,7 @@ impl Default for ScsiOptions {
             num_queues: 1,
             queue_size: 128,
             notify_batch: true,
+            prefetch: true,
             run_max: None,
             fixed_buffers: false,
             long_lists_bytes: LONG_LISTS_BYTES,

@@ -69,6 +69,7 @@ impl ScsiDevice {
     pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
         let working = Working {
             notify_batch: options.notify_batch,
+            prefetch: options.prefetch,
             in_order: false,
             run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,

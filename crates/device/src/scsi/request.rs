@@ -8,7 +8,6 @@ use virtqueue::Chain;
 
 use super::address::Address;
 use super::answer::{Answer, Served, response_bytes};
-use super::block::Write;
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
@@ -90,6 +89,7 @@ impl Scsi {
         header: Option<Header>,
         room: [usize; 2],
         chain: &mut Chain,
+        range: &mut block::Range,
     ) -> Begun {
         let (tasks, head) = (&self.queue.tasks, chain.head);
         let next_avail = queue.next_avail();
@@ -110,11 +110,17 @@ impl Scsi {
         };
         let (kind, refused) = match self.admit(&local, &header.cdb, (task, head)) {
             Ok(Way::Read) => match block::begin_read(&local, &header.cdb, &mut chain.writable) {
-                Ok(Some(range)) => return Begun::Read { local, range, task },
+                Ok(Some(read)) => {
+                    *range = read;
+                    return Begun::Read { local, task };
+                }
                 nothing => (RequestKind::Read, nothing.err()),
             },
             Ok(Way::Write) => match block::begin_write(&local, &header.cdb, &mut chain.readable) {
-                Ok(Some(write)) => return Begun::Write { local, write, task },
+                Ok(Some(write)) => {
+                    *range = write.range;
+                    return Begun::Write { local, fua: write.fua, task };
+                }
                 nothing => (RequestKind::Write, nothing.err()),
             },
             Ok(way @ (Way::Other(op) | Way::Waits(op))) => {
@@ -347,17 +353,18 @@ impl Handler for Scsi {
                 Some(Header { address: Address::Unit(unit), .. }) => Some(unit),
                 _ => None,
             };
-            let begun = self.begin(&queue, header, room, &mut chain);
+            let mut range = block::Range::NONE;
+            let begun = self.begin(&queue, header, room, &mut chain, &mut range);
             let (local, queue, memory) = (&*self.queue, &*queue, chain.memory);
             let answer = Answer { local, queue, head, unit, response, room, memory };
             let tasks = &self.queue.tasks;
             let (ended, (kind, done)) = match begun {
-                Begun::Read { local, range, task } => {
+                Begun::Read { local, task } => {
                     let result = local.disk.read(range.offset, chain.writable).await;
                     let moved = block::end_read(&local, range, result).map_err(refused);
                     (tasks.end(task), (RequestKind::Read, moved.map(Done::from)))
                 }
-                Begun::Write { local, write: Write { range, fua }, task } => {
+                Begun::Write { local, fua, task } => {
                     let result = local.disk.write(range.offset, chain.readable, fua).await;
                     let moved = block::end_write(&local, range, result).map_err(refused);
                     (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
@@ -386,12 +393,11 @@ impl Handler for Scsi {
 enum Begun {
     Read {
         local: Rc<LocalUnit>,
-        range: block::Range,
         task: u16,
     },
     Write {
         local: Rc<LocalUnit>,
-        write: Write,
+        fua: bool,
         task: u16,
     },
     /// As [`Scsi::execute`] takes it.

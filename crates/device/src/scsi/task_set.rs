@@ -82,7 +82,11 @@ impl Which {
     }
 }
 
+/// The place of a task, which others have after it. It is written field by field: one that is made
+/// elsewhere and moved is read by words that no processor can take from the stores before.
 struct Task {
+    /// Whether there is one.
+    is_open: bool,
     address: UnitAddress,
     /// The unit that is there when it begins.
     unit: Option<UnitNumber>,
@@ -96,6 +100,29 @@ struct Task {
 
 /// That of a task that may not use the medium.
 const NO_MEDIUM: u64 = u64::MAX;
+
+impl Task {
+    const NONE: Self = Self {
+        is_open: false,
+        address: UnitAddress { target: 0, lun: 0 },
+        unit: None,
+        tag: 0,
+        place: 0,
+        medium_since: NO_MEDIUM,
+        abort: None,
+    };
+
+    #[inline(always)]
+    fn begin(&mut self, address: UnitAddress, unit: Option<UnitNumber>, tag: u64, place: u64) {
+        self.is_open = true;
+        self.address = address;
+        self.unit = unit;
+        self.tag = tag;
+        self.place = place;
+        self.medium_since = NO_MEDIUM;
+        self.abort = None;
+    }
+}
 
 /// Tasks that are meant, as long as some are to be popped or to end.
 struct Cover {
@@ -156,7 +183,7 @@ impl Drop for Cover {
 pub(crate) struct Tasks {
     queue: u64,
     /// By their numbers.
-    tasks: RefCell<Vec<Option<Task>>>,
+    tasks: RefCell<Vec<Task>>,
     /// How many chains were popped, as far as avail entries tell: they begin anew after 2^16.
     popped: Cell<u64>,
     covers: RefCell<Vec<Cover>>,
@@ -194,15 +221,12 @@ impl Tasks {
         next_avail: u16,
     ) -> Result<u16, (u16, Abort)> {
         let place = self.count(next_avail);
-        let task = Task { address, unit, tag, place, medium_since: NO_MEDIUM, abort: None };
         let tasks = &mut *self.tasks.borrow_mut();
-        let number = match tasks.get_mut(usize::from(head)) {
-            Some(free @ None) => {
-                *free = Some(task);
-                head
-            }
-            _ => add(tasks, head, task),
+        let number = match tasks.get(usize::from(head)) {
+            Some(Task { is_open: false, .. }) => head,
+            _ => add(tasks, head),
         };
+        tasks[usize::from(number)].begin(address, unit, tag, place);
         if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(number) }
     }
 
@@ -237,9 +261,9 @@ impl Tasks {
     }
 
     #[cold]
-    fn meet_covers(&self, tasks: &mut [Option<Task>], number: u16) -> Result<u16, (u16, Abort)> {
+    fn meet_covers(&self, tasks: &mut [Task], number: u16) -> Result<u16, (u16, Abort)> {
         let id = self.id(number);
-        let task = tasks[usize::from(number)].as_mut().expect("it has begun");
+        let task = &mut tasks[usize::from(number)];
         self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, id));
         self.pass(task.place);
         task.abort.map_or(Ok(number), |abort| Err((number, abort)))
@@ -284,16 +308,14 @@ impl Tasks {
     #[inline]
     pub(crate) fn check(&self, number: u16) -> Result<(), Abort> {
         let tasks = self.tasks.borrow();
-        let abort = tasks[usize::from(number)].as_ref().and_then(|task| task.abort);
-        abort.map_or(Ok(()), Err)
+        tasks[usize::from(number)].abort.map_or(Ok(()), Err)
     }
 
     /// The task uses the medium from now on.
     #[inline]
     pub(crate) fn takes_medium(&self, number: u16) {
-        if let Some(task) = &mut self.tasks.borrow_mut()[usize::from(number)] {
-            task.medium_since = task.medium_since.min(self.covers_made.get());
-        }
+        let task = &mut self.tasks.borrow_mut()[usize::from(number)];
+        task.medium_since = task.medium_since.min(self.covers_made.get());
     }
 
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result
@@ -301,12 +323,12 @@ impl Tasks {
     #[inline]
     pub(crate) fn end(&self, number: u16) -> Ended {
         let tasks = &mut *self.tasks.borrow_mut();
-        let place = &mut tasks[usize::from(number)];
-        let task = place.as_ref().expect("a task ends once");
+        let task = &mut tasks[usize::from(number)];
+        assert!(task.is_open, "a task ends once");
         let abort = task.abort;
         let has_covers = self.has_covers.get();
         let waiting = if has_covers { self.leave_covers(task, number) } else { Vec::new() };
-        *place = None;
+        task.is_open = false;
         Ended { abort, waiting }
     }
 
@@ -334,7 +356,7 @@ impl Tasks {
         let is_passed = until <= popped;
         let mut cover = Cover { which, how, until, before, is_passed, open: 0, left };
         for (number, task) in (0..).zip(self.tasks.borrow_mut().iter_mut()) {
-            if let Some(task) = task {
+            if task.is_open {
                 cover.meet(task, self.id(number));
             }
         }
@@ -346,19 +368,19 @@ impl Tasks {
     }
 }
 
-/// No task has had so high a number before, or another one has it. Returns the number that it has.
+/// No task has had so high a number before, or another one has it. Returns one that is free.
 #[cold]
-fn add(tasks: &mut Vec<Option<Task>>, head: u16, task: Task) -> u16 {
-    if tasks.len() <= usize::from(head) {
-        tasks.resize_with(usize::from(head) + 1, || None);
+fn add(tasks: &mut Vec<Task>, head: u16) -> u16 {
+    let at = usize::from(head);
+    if tasks.len() <= at {
+        tasks.resize_with(at + 1, || Task::NONE);
     }
-    let is_free = tasks[usize::from(head)].is_none();
-    let number = if is_free { Some(head.into()) } else { tasks.iter().position(Option::is_none) };
+    let number =
+        if tasks[at].is_open { tasks.iter().position(|task| !task.is_open) } else { Some(at) };
     let number = number.unwrap_or_else(|| {
-        tasks.push(None);
+        tasks.push(Task::NONE);
         tasks.len() - 1
     });
-    tasks[number] = Some(task);
     iomem::fits(number, "a number of chains")
 }
 
@@ -498,7 +520,7 @@ mod tests {
         tag: u64,
         next_avail: u16,
     ) -> u16 {
-        let free = tasks.tasks.borrow().iter().take_while(|task| task.is_some()).count();
+        let free = tasks.tasks.borrow().iter().take_while(|task| task.is_open).count();
         let head = free.try_into().unwrap();
         match tasks.begin(head, unit, tag, next_avail) {
             Ok(number) | Err((number, _)) => {
