@@ -240,12 +240,12 @@ impl Control {
     }
 
     /// Leaves the exports, which are paused, to the other process when it hears that; if it does
-    /// not, [`resume`](Self::resume) them.
+    /// not, [`resume`](Self::resume) them. Returns their disks, which are to be left then.
     ///
     /// # Errors
     ///
     /// When they are to end instead.
-    pub(crate) fn commit(&self) -> Answered<()> {
+    pub(crate) fn commit(&self) -> Answered<Vec<DiskSource>> {
         self.ask(|answer| Order::HandOver(HandOverOrder::Commit(answer)))?
     }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::LIMIT;
+use ringhaul_kit::cli::{LIMIT, Running, ringhaul};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend};
@@ -89,6 +89,30 @@ pub(super) fn is_not_filled(scene: &mut Scene) -> Result<()> {
     })?;
     ensure!(front_end.memory.read(DATA, 4096)? == used_again, "memory was written to afterwards");
     drop(front_end);
+    served.end()
+}
+
+/// Force ends the wait for an image that cannot be closed, and that nobody uses any more.
+pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("closing")?;
+    let other = scene.sockets.path().join("other.sock");
+    let served = scene.serve("closing", &disk, &[])?;
+    served.ctl(&["add", "--disk", "null:1M", "--socket-path", &other.to_string_lossy()])?;
+    served.connect()?.write(0, 0, &pattern(1, 4096))?;
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    let export = served.socket.to_string_lossy().into_owned();
+    let mut remove = ringhaul()?;
+    remove.arg("ctl").arg("--control").arg(&served.control).args(["remove", &export]);
+    let removing = Running::start(&mut remove)?;
+    retry(LIMIT, || {
+        let shown = served.show()?;
+        ensure!(shown["waits-for"] == "its disk is not closed", "{shown:#}");
+        Ok(())
+    })?;
+    served.ctl(&["remove", &export, "--force"])?;
+    removing.finish()?.expect_code(0)?;
+    ensure!(!served.ctl(&["list"])?.contains(&export), "it is still there");
+    drop(stopped);
     served.end()
 }
 

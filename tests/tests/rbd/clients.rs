@@ -1,10 +1,11 @@
 //! Who uses an image, and who else.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, run};
+use ringhaul_kit::cli::{LIMIT, Running, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::blk;
 use ringhaul_tools::process::retry;
+use rustix::process::Signal;
 
 use super::Scene;
 
@@ -59,6 +60,38 @@ pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     drop((first, second));
     one.end()?;
     two.end()
+}
+
+/// The process that takes over has the lock at once, under a load that reads what it has written.
+pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("left")?;
+    let mut served = scene.serve("left", &disk, &[])?;
+    let load = served.load("--runtime 15 --numjobs 1")?;
+    served.daemon.wait_for("a front-end has connected")?;
+    let mut owners = Vec::new();
+    let mut has_another_owner = || {
+        let locks = scene.cluster.tool("rbd", &["lock", "ls", "left"])?;
+        ensure!(locks.contains("There is 1 exclusive lock"), "nobody has the lock: {locks}");
+        ensure!(!owners.contains(&locks), "one that has gone has the lock: {locks}");
+        owners.push(locks);
+        Ok(())
+    };
+    retry(LIMIT, &mut has_another_owner)?;
+    for _ in 0..2 {
+        let mut command = scene.ringhaul(&["serve", "--takeover"])?;
+        let mut next = Running::start(command.arg(&served.control))?;
+        next.wait_for("took over 1 exports from process")?;
+        std::mem::replace(&mut served.daemon, next).finish()?.expect_code(0)?;
+        retry(LIMIT, &mut has_another_owner)?;
+    }
+    let load = load.finish()?.expect_code(0)?;
+    ensure!(load.stdout.contains("errors: 0;"), "{}", load.stdout);
+    ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
+    served.daemon.signal(Signal::TERM)?;
+    let end = served.daemon.finish()?.expect_code(0)?;
+    // As it would, until the cluster takes the lock from one that has gone with it.
+    ensure!(!end.stderr.contains("the cluster has not answered"), "{}", end.stderr);
+    Ok(())
 }
 
 /// With `exclusive=on` nobody else can write, nor open the image in the same way.

@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 14] = [
+    let parts: [(&str, Part); 16] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -111,10 +111,12 @@ fn images_in_a_cluster() -> Result<()> {
         ("snapshots and clones", data::snapshots),
         ("namespaces, users and keyrings", clients::users),
         ("two clients pass the lock on", clients::lock_is_passed_on),
+        ("the process that takes over has the lock", clients::lock_is_left),
         ("a lock that is kept", clients::lock_is_kept),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),
         ("memory of what was given up", away::is_not_filled),
+        ("an image that cannot be closed", away::is_removed_while_it_is_closed),
         ("an export that waits is removed", away::is_removed),
         ("a guest", data::guest),
     ];

@@ -167,8 +167,8 @@ impl DiskSource {
         }
     }
 
-    /// Another process is about to go on with the disk, and has opened it. What keeps it away from
-    /// the other end of a disk that is not local is released; no request is in progress. It may
+    /// Another process goes on with the disk, which it has opened. What keeps it away from the
+    /// other end of a disk that is not local is released; no request is in progress here. It may
     /// wait for that end. Requests that come after all acquire it again.
     pub fn leave(&self) {
         if let SourceKind::Other(source) = &self.kind {

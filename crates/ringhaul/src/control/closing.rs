@@ -25,6 +25,7 @@ pub(super) struct Closing {
     /// Since when its disk is being closed.
     pub(super) since: Instant,
     closed: Pending<()>,
+    was_given_up: bool,
 }
 
 impl Closing {
@@ -39,11 +40,23 @@ impl Closing {
         closed.wake(waker);
         close(disks, answer);
         let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
-        Self { status, log, removed, since: Instant::now(), closed }
+        Self { status, log, removed, since: Instant::now(), closed, was_given_up: false }
     }
 
+    /// Whether nobody waits any more.
     pub(super) fn is_closed(&self) -> bool {
-        self.closed.check().is_ready()
+        self.was_given_up || self.closed.check().is_ready()
+    }
+
+    /// Nobody is to wait any longer. All requests are answered, and the disk is closed when it can
+    /// be.
+    pub(super) fn give_up(&mut self) {
+        self.was_given_up = true;
+        if self.closed.check().is_pending() {
+            let seconds = self.since.elapsed().as_secs();
+            let export = self.log.name();
+            tracing::warn!(export, "removed, although {NOT_CLOSED} after {seconds} s");
+        }
     }
 
     /// Answers all who wait for the end. False when nobody does.

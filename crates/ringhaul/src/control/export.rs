@@ -191,11 +191,6 @@ impl Export {
         self.session.iter().for_each(Session::cut_off);
     }
 
-    /// Leaves its disks to the process that goes on with them.
-    pub(super) fn leave_disks(&self) {
-        self.disks.iter().for_each(DiskSource::leave);
-    }
-
     /// Removes the socket and gives up the session.
     pub(super) fn leave(&mut self) {
         self.endpoint = None;

@@ -232,6 +232,9 @@ impl Exports {
         let mut closing = self.closing.iter_mut();
         if let Some(closing) = closing.find(|closing| closing.status.spec.is_called(name)) {
             closing.removed.push(answer);
+            if force {
+                closing.give_up();
+            }
             return;
         }
         match self.find(name) {

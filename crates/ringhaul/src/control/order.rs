@@ -159,7 +159,7 @@ pub(super) enum HandOverOrder {
     /// To have all queues stop, if the exports are those that were described.
     Pause(u64, Answer<Answered<Paused>>),
     /// To leave them to the other process when it hears that. An error: they end.
-    Commit(Answer<Answered<()>>),
+    Commit(Answer<Answered<Vec<DiskSource>>>),
     /// To have them start again. The answer comes when they have.
     Resume(Answer<()>),
     /// To go on with the exports of another process, paused.

@@ -3,8 +3,10 @@
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockio::DiskSource;
 
 use super::{Daemon, Opened};
 use crate::command::CommandError;
@@ -18,8 +20,13 @@ use crate::export::{Endpoint, EndpointState};
 use crate::handed_fds::HandedFds;
 use crate::open_disk::OpenDisk;
 use crate::settings::SettingsChange;
+use crate::side_by_side::SideBySide;
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use crate::takeover::format::Life;
+
+/// How long disks may take to be left, all at once. The other process serves them by then; those of
+/// its requests wait that need what is released late.
+const LEAVE_MAX: Duration = Duration::from_secs(20);
 
 /// Exports that another process still serves.
 pub(crate) struct Expected(Vec<(ExportSetup, String)>);
@@ -216,12 +223,13 @@ impl Daemon {
 }
 
 impl Standing<'_> {
-    /// Leaves all of it to the other process when that hears it.
+    /// Leaves all of it to the other process when that hears it. Returns the disks, which are to be
+    /// [left](leave_disks) then.
     ///
     /// # Errors
     ///
     /// When this one is to end what it serves.
-    pub(crate) fn commit(&self) -> Result<(), CommandError> {
+    pub(crate) fn commit(&self) -> Result<Vec<DiskSource>, CommandError> {
         self.daemon.control.commit()
     }
 
@@ -243,6 +251,18 @@ impl Drop for Standing<'_> {
         self.daemon.control.resume();
         self.daemon.succession.close();
     }
+}
+
+/// Leaves disks to another process that goes on with them.
+pub(crate) fn leave_disks(mut disks: Vec<DiskSource>) {
+    // An open file has gone over as it is.
+    disks.retain(|disk| disk.descriptor().is_none());
+    let until = Instant::now() + LEAVE_MAX;
+    let mut leaving = SideBySide::begin(disks, |disk: DiskSource, give_way| {
+        give_way();
+        disk.leave();
+    });
+    while leaving.next(Some(until)).is_some() {}
 }
 
 fn take_disk(

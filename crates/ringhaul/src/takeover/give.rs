@@ -15,6 +15,7 @@ use super::format::{
 use super::wire::send_fds;
 use crate::command::CommandError;
 use crate::daemon::Daemon;
+use crate::daemon::hand_over::leave_disks;
 use crate::handed_fds::HandedFds;
 use crate::notify;
 use crate::peer::Peer;
@@ -100,10 +101,11 @@ fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> 
     drop(paused.fds);
     talk.expect(TAKE, TAKE_MAX)?;
     let stream = talk.stream.try_clone()?;
-    standing.commit().map_err(CommandError::into_error)?;
+    let disks = standing.commit().map_err(CommandError::into_error)?;
     // From here on only the other process may serve, if it hears this.
     talk.answer(&json!({}), &HandedFds::default())?;
     notify::main_process(process);
+    leave_disks(disks);
     standing.leave(process, stream);
     Ok(())
 }

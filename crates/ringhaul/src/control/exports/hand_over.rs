@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use blockio::DiskSource;
 use device::{Answer, Pending};
 
 use super::{Exports, Then};
@@ -117,14 +118,13 @@ impl Exports {
         Ok(Paused { exports, fds, since })
     }
 
-    /// Leaves the exports to the other process, unless that was given up.
-    fn commit(&mut self) -> Result<(), CommandError> {
+    /// Leaves the exports to the other process, unless that was given up. Returns their disks.
+    fn commit(&mut self) -> Result<Vec<DiskSource>, CommandError> {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
         }
-        self.list.iter().for_each(Export::leave_disks);
         self.hand_over = Some(HandOver::Theirs);
-        Ok(())
+        Ok(self.list.iter().flat_map(|export| export.disks.clone()).collect())
     }
 
     fn is_paused(&self) -> bool {
