@@ -389,6 +389,17 @@ pub(crate) struct Turn<'a> {
 }
 
 impl Turn<'_> {
+    /// Keeps every other process from taking over until this ends, which must not take long. To
+    /// open a disk for a new unit kept none from that. False: the export has ended.
+    ///
+    /// # Errors
+    ///
+    /// When another process has taken over.
+    pub(crate) fn claim_unit(&self) -> Answered<bool> {
+        let place = self.place.expect("a unit has a place");
+        self.control.ask(|answer| Order::ClaimUnit(self.id, place, answer))
+    }
+
     /// Ends with a unit on this disk. Returns false when its export has ended meanwhile.
     pub(crate) fn end_with(mut self, unit: UnitSpec, disk: DiskSource) -> bool {
         matches!(self.end(Changed::Unit(Box::new(unit), disk)), Ok(None))

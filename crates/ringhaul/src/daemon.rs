@@ -241,6 +241,9 @@ impl Daemon {
         self.groups.apply(&disk.source, &wanted.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
+        if !turn.claim_unit()? {
+            return Err(CommandError::Unknown(export));
+        }
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, &mut disk, choice)?;
         unit.add_to(&device, &name, &disk, &self.accesses)?;

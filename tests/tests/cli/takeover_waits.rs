@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, bench, run, serve};
+use ringhaul_kit::cli::{Running, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
@@ -94,6 +94,37 @@ fn other_rings_of_a_disk_that_hangs_go_on() -> Result<()> {
     hangs?;
     ensure!(frontend.rings[0].wait_used()?.bytes == 513, "the read has failed");
     frontend.read(0, 6, SECTOR_BYTES)?;
+    Ok(())
+}
+
+/// A unit that is not there yet is nothing that goes along.
+#[test]
+fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let vm = scene.socket("vm.sock");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(&vm).args(["--device", "scsi"]);
+    command.args(["--lun", "0,null=1M", "--control"]).arg(scene.socket("control"));
+    let daemon = Running::serve(&mut command)?;
+    let mut client = Client::new(&scene)?;
+    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+    let settings = json!({ "read-only": true, "no-lock": true });
+    let unit = json!({ "lun": 1, "disk": { "file": fuse.file() }, "settings": settings });
+    client.send("lun.add", &json!({ "export": vm, "unit": unit }))?;
+    fuse.wait_for(opcode::OPEN)?;
+    let taken = Running::start(&mut taking_over(&scene)?).and_then(|mut next| {
+        next.wait_for(TAKEN)?;
+        Ok(next)
+    });
+    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    fuse.release();
+    let _next = taken?;
+    daemon.finish()?.expect_code(0)?;
+    // It can be added where it is missing.
+    let added = Client::new(&scene)?.ask("lun.add", &json!({ "export": vm, "unit": unit }))?;
+    ensure!(added["error"].is_null(), "{added}");
+    run(&mut bench(&vm, "--device scsi --lun 1 --rw read --number_ios 16")?)?.expect_code(0)?;
     Ok(())
 }
 

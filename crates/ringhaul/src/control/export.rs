@@ -41,14 +41,21 @@ pub(super) enum Polled {
     Session(usize),
 }
 
+/// The place of a disk that somebody is changing.
+pub(super) struct Changing {
+    /// That of virtio-blk has no address.
+    pub(super) place: Option<UnitPlace>,
+    /// A disk is being opened for it, which may take long, and nothing else has been done yet.
+    pub(super) is_opening: bool,
+}
+
 /// One device and its front-ends, one after the other.
 pub(super) struct Export {
     /// No other export of the daemon has or had it.
     pub(super) id: u64,
     pub(super) spec: ExportSpec,
     pub(super) disks: Vec<DiskSource>,
-    /// Places of disks that somebody is changing; that of virtio-blk has no address.
-    pub(super) changing: Vec<Option<UnitPlace>>,
+    pub(super) changing: Vec<Changing>,
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
     limits: MemoryLimits,

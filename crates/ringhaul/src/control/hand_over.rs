@@ -66,9 +66,9 @@ impl Export {
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        if let Some(place) = self.changing.first() {
-            return Err(match place {
-                Some(place) => CommandError::UnitBusy(name, *place),
+        if let Some(changing) = self.changing.iter().find(|changing| !changing.is_opening) {
+            return Err(match changing.place {
+                Some(place) => CommandError::UnitBusy(name, place),
                 None => CommandError::DiskBusy(name),
             });
         }

@@ -4,7 +4,7 @@ use anyhow::Context;
 use blockio::DiskSource;
 use device::Device;
 
-use super::Export;
+use super::{Changing, Export};
 use crate::command::{CommandError, ExportState};
 use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
@@ -21,6 +21,7 @@ impl Export {
         change: UnitChange,
     ) -> Answered<ChangingUnit> {
         let (name, state) = (self.spec.name(), self.state());
+        let is_busy = self.is_changing(Some(place));
         let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
             (&self.setup.device, &mut self.spec.device)
         else {
@@ -29,7 +30,7 @@ impl Export {
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        if self.changing.contains(&Some(place)) {
+        if is_busy {
             return Err(CommandError::UnitBusy(name, place));
         }
         let index = units.iter().position(|unit| unit.place() == place);
@@ -42,10 +43,22 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
-        self.changing.push(Some(place));
+        let is_opening = change == UnitChange::Add;
+        self.changing.push(Changing { place: Some(place), is_opening });
         let settings = self.spec.settings.clone();
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         Ok(ChangingUnit { id: self.id, name, device, settings, endpoint, removed })
+    }
+
+    /// A unit is about to be added, whose disk is open.
+    pub(in crate::control) fn claim_unit(&mut self, place: UnitPlace) {
+        let mut changing = self.changing.iter_mut();
+        let unit = changing.find(|other| other.place == Some(place)).expect("its place is kept");
+        unit.is_opening = false;
+    }
+
+    fn is_changing(&self, place: Option<UnitPlace>) -> bool {
+        self.changing.iter().any(|other| other.place == place)
     }
 
     /// Begins to give a disk another size.
@@ -59,11 +72,11 @@ impl Export {
         }
         let index = self.index_of(place)?;
         match place {
-            _ if !self.changing.contains(&place) => {}
+            _ if !self.is_changing(place) => {}
             Some(place) => return Err(CommandError::UnitBusy(name, place)),
             None => return Err(CommandError::DiskBusy(name)),
         }
-        self.changing.push(place);
+        self.changing.push(Changing { place, is_opening: false });
         let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
         Ok(ResizingDisk { id: self.id, device, disk })
     }
@@ -130,7 +143,7 @@ impl Export {
         place: Option<UnitPlace>,
         changed: Changed,
     ) -> Option<DiskSource> {
-        self.changing.retain(|other| *other != place);
+        self.changing.retain(|other| other.place != place);
         let has_ended = self.has_ended();
         match (changed, &mut self.spec.device) {
             (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
@@ -181,7 +194,7 @@ impl Export {
 
     /// Whether somebody is giving a disk of this identity another size.
     pub(in crate::control) fn resizes(&self, identity: &str) -> bool {
-        let mut changing = self.changing.iter().filter_map(|place| self.disk_at(*place));
+        let mut changing = self.changing.iter().filter_map(|other| self.disk_at(other.place));
         changing.any(|disk| disk.identity() == identity)
     }
 
