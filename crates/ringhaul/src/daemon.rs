@@ -286,6 +286,7 @@ impl Daemon {
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         // Others may have the disk, too, which they have opened by themselves.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
+        let held = access.as_ref().map(|access| access.hold_size());
         let cut_off = |size| {
             is_cut_off = true;
             access.iter().for_each(|access| access.cut_off(size));
@@ -295,7 +296,9 @@ impl Daemon {
         drop(disk);
         if is_cut_off || has_changed {
             access.iter().for_each(|access| access.refresh());
+            self.accesses.note_resized();
         }
+        drop(held);
         let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
         if !has_changed {
             return Ok(Reply::Resized(size));

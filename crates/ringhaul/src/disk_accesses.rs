@@ -1,7 +1,8 @@
 //! What several exports of one disk share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
 
 use anyhow::{Result, bail};
 use blockio::DiskSource;
@@ -14,6 +15,8 @@ pub(crate) struct DiskAccesses {
     all: Mutex<Vec<Shared>>,
     /// Another process hands over those that are new.
     are_awaited: AtomicBool,
+    /// When somebody gave a disk another size last.
+    resized: Mutex<Option<Instant>>,
 }
 
 /// A disk, and what is shared by those who have it.
@@ -32,6 +35,34 @@ impl DiskAccesses {
     /// What is new from now on is handed over by another process, or is not.
     pub(crate) fn await_new(&self, are_awaited: bool) {
         self.are_awaited.store(are_awaited, Ordering::Relaxed);
+    }
+
+    /// Keeps a disk at its size, which another export may have changed since this one `opened` it,
+    /// until a device is made on it.
+    ///
+    /// # Errors
+    ///
+    /// When that is so, and its size cannot be determined.
+    pub(crate) fn settle_size<'a>(
+        &self,
+        access: &'a DiskAccess,
+        disk: &DiskSource,
+        opened: Instant,
+    ) -> Result<MutexGuard<'a, ()>> {
+        let held = access.hold_size();
+        if self.resized().is_some_and(|resized| resized >= opened) {
+            disk.refresh()?;
+        }
+        Ok(held)
+    }
+
+    /// A disk has another size, which is held.
+    pub(crate) fn note_resized(&self) {
+        *self.resized() = Some(Instant::now());
+    }
+
+    fn resized(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.resized.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// That of a disk; one without identity has its own.

@@ -78,6 +78,8 @@ impl ExportSpec {
                 if let Some(path) = usual_reservations(spec) {
                     drop(access.keep_reservations(KeptIn::Found(path))?);
                 }
+                let held = Arc::clone(&access);
+                let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
                 Ok(Device::blk_sharing(source, options, access, events))
             }
             DeviceSpec::Scsi(units) => {
@@ -129,6 +131,8 @@ impl UnitSpec {
         let access = accesses.of(&disk.source)?;
         let _kept = access.keep_reservations(self.reservations())?;
         let options = self.options(disk, export, access)?;
+        let held = Arc::clone(&options.access);
+        let _size = accesses.settle_size(&held, &disk.source, disk.opened)?;
         let adding = || format!("cannot export {} as a unit", self.address());
         device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockio::disk::RbdImage;
@@ -22,6 +22,8 @@ pub(crate) struct OpenDisk {
     pub(crate) name: String,
     /// The disk.
     pub(crate) source: DiskSource,
+    /// When that was begun.
+    pub(crate) opened: Instant,
     /// How it was opened.
     pub(crate) cache: CacheMode,
     /// One line on what was opened.
@@ -80,9 +82,10 @@ impl OpenDisk {
     }
 
     fn open_as((disk, settings): &(DiskSpec, ExportSettings), by: Claimant) -> Result<Self> {
+        let opened = Instant::now();
         let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, by);
         let (source, cache) = open(disk, &mut open_file, settings, Begin::Now)?;
-        Ok(Self::new(disk.name(), source, cache))
+        Ok(Self::new(disk.name(), source, opened, cache))
     }
 
     /// A disk of this size that another process has open for an export of these settings, with
@@ -106,10 +109,10 @@ impl OpenDisk {
         if file.is_some() {
             bail!("{disk} came with a descriptor that it has no use for");
         }
-        Ok(Self::new(disk.name(), source.with_size(size_bytes), cache))
+        Ok(Self::new(disk.name(), source.with_size(size_bytes), Instant::now(), cache))
     }
 
-    fn new(name: String, source: DiskSource, cache: CacheMode) -> Self {
+    fn new(name: String, source: DiskSource, opened: Instant, cache: CacheMode) -> Self {
         let info = source.info();
         let summary = format!(
             "{} MiB, logical block {} bytes, cache {}{}",
@@ -118,7 +121,7 @@ impl OpenDisk {
             cache.name(),
             if info.read_only { ", read-only" } else { "" },
         );
-        Self { name, source, cache, summary }
+        Self { name, source, opened, cache, summary }
     }
 }
 

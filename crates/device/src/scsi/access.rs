@@ -78,6 +78,8 @@ pub struct DiskAccess {
     reservations: Arc<Reservations>,
     peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
     strangers: Mutex<Vec<Arc<dyn Stranger>>>,
+    /// Held while the disk gets another size, or another device.
+    sizes: Mutex<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
     is_changing: AtomicBool,
     medium: Medium,
@@ -124,6 +126,7 @@ impl DiskAccess {
             reservations,
             peers: Mutex::default(),
             strangers: Mutex::default(),
+            sizes: Mutex::default(),
             is_changing: AtomicBool::default(),
             medium: Medium::default(),
             is_stopped: AtomicBool::default(),
@@ -235,6 +238,13 @@ impl DiskAccess {
         let peers = lock(&self.peers);
         let meant = peers.iter().filter(|(nexus, _)| is_meant(*nexus));
         meant.for_each(|(_, peer)| peer.add_attention(sense));
+    }
+
+    /// Keeps the disk at its size. Whoever changes it holds this from before the first device hears
+    /// of it until the last has; whoever makes another device on the disk, from a look at its size
+    /// until the device is made.
+    pub fn hold_size(&self) -> MutexGuard<'_, ()> {
+        lock(&self.sizes)
     }
 
     /// The disk has another size: all devices on it take it over, and all initiators learn of it.

@@ -338,7 +338,7 @@ mod tests {
 
     use super::super::opening::tests::{export, leave};
     use super::*;
-    use crate::command::{Command, EndCause, Removal};
+    use crate::command::{Command, EndCause, NewSize, Removal};
     use crate::daemon::Ending;
     use crate::ending::Outcome;
     use crate::options::ServeArgs;
@@ -431,6 +431,34 @@ mod tests {
         assert_eq!(done.recv(), Err(mpsc::RecvError));
         drop(held);
         scene.daemon.handle(Command::Add(vec![export])).unwrap();
+        scene.end();
+    }
+
+    /// It would be written to behind its new end, and grow again.
+    #[test]
+    fn a_disk_that_is_cut_while_another_export_of_it_is_opened_is_cut_for_that_too() {
+        let scene = Scene::new();
+        let disk = scene.disk("disk");
+        std::fs::File::options().write(true).open(&disk).unwrap().set_len(8192).unwrap();
+        let [served, late] = ["vm1", "vm2"].map(|name| {
+            let mut export = scene.export(name, &disk);
+            export.settings.no_lock = true;
+            export
+        });
+        let daemon = &scene.daemon;
+        daemon.handle(Command::Add(vec![served.clone()])).unwrap();
+        let mut names = daemon.reserve(std::slice::from_ref(&late), false).unwrap();
+        let wanted = names.wanted(&late);
+        let opened = OpeningExports::begin(vec![(late, wanted)], false).take_ready(None);
+        let (bound, failed) = daemon.bind(&names, opened.ready).unwrap();
+        assert!(opened.failed.is_empty() && failed.is_empty());
+        let size = NewSize { size_bytes: Some(512), shrink: true };
+        daemon.handle(Command::Resize(served.name(), None, size)).unwrap();
+        let (serves, failed) = daemon.set_up_all(bound).unwrap();
+        assert!(failed.is_empty());
+        assert_eq!(serves[0].0.disks[0].source.info().size_bytes, 512);
+        daemon.serve(&mut names, serves).unwrap();
+        drop(names);
         scene.end();
     }
 
