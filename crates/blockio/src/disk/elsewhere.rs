@@ -170,6 +170,8 @@ impl OtherSource for ElsewhereSource {
         Some(format!("{} jobs", self.0.state().jobs.len()))
     }
 
+    fn inherit(&self, _: Option<i32>) {}
+
     fn give_up(&self) {
         self.0.change(|state| state.was_given_up = true);
     }

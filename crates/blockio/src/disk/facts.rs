@@ -88,6 +88,13 @@ impl DiskSource {
         self.shared.troubles.so_far()
     }
 
+    /// Whether requests wait now because the disk has failed them, whatever its
+    /// [state](Self::state) is besides.
+    #[must_use]
+    pub fn has_failed_waiting(&self) -> bool {
+        self.shared.troubles.now().is_some()
+    }
+
     /// What requests may do at most.
     #[must_use]
     pub fn limits(&self) -> Limits {
@@ -186,10 +193,14 @@ impl DiskSource {
         }
     }
 
-    /// Data may be lost, as the process has learnt that has handed the disk over.
-    pub fn inherit_loss(&self, errno: i32) {
-        if let Some(file) = self.open_file() {
-            file.loss().inherit(errno);
+    /// Another process has handed the disk over. What it has written may not be flushed, and data
+    /// may be lost if it has learnt of such a `loss`, an errno.
+    pub fn inherit(&self, loss: Option<i32>) {
+        match (self.open_file(), &self.kind) {
+            // What the kernel has yet to report comes with the file.
+            (Some(file), _) => loss.into_iter().for_each(|errno| file.loss().inherit(errno)),
+            (None, SourceKind::Other(source)) => source.inherit(loss),
+            (None, SourceKind::File(_) | SourceKind::Null) => {}
         }
     }
 

@@ -1,10 +1,12 @@
 //! What every kind of disk promises.
 
 use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
 use tempfile::NamedTempFile;
 
 use super::elsewhere::Elsewhere;
+use super::trouble::Tries;
 use super::*;
 use crate::config::IoThreadConfig;
 use crate::io_thread::IoThread;
@@ -222,6 +224,21 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
     assert_eq!(odd.engine_on(thread.io()), Some(EngineKind::Aio));
     assert_eq!((odd.info().physical_block_bytes, odd.discard_bytes()), (512, Some(512)));
     assert!(odd.descriptor().is_some() && elsewhere(512).source().descriptor().is_none());
+}
+
+/// Whoever stops queues has those requests fail.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
+    let file = temp_file(MIB);
+    let source = open(&file, false);
+    source.inherit(Some(libc::EIO));
+    let mut tries = Tries::new(&source.shared.troubles);
+    let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
+    assert!(tries.failed(ErrorAction::Hold, &no_space, Instant::now()).is_some());
+    assert_eq!((source.state(), source.has_failed_waiting()), (DiskState::Lost, true));
+    drop(tries);
+    assert!(!source.has_failed_waiting());
 }
 
 /// Requests wait for an end that is away; they are neither lost nor failed, until that is wanted.

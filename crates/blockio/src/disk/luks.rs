@@ -244,6 +244,10 @@ impl OtherSource for LuksSource {
         remarks.into_iter().flatten().reduce(|one, other| format!("{one}; {other}"))
     }
 
+    fn inherit(&self, loss: Option<i32>) {
+        self.below.inherit(loss);
+    }
+
     fn give_up(&self) {
         self.below.give_up();
     }

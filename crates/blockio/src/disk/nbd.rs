@@ -227,6 +227,10 @@ impl OtherSource for NbdSource {
         Some(self.shared().remark())
     }
 
+    fn inherit(&self, loss: Option<i32>) {
+        self.shared().inherit(loss.is_some());
+    }
+
     fn give_up(&self) {
         self.shared().give_up();
         self.handle.wake();

@@ -159,6 +159,10 @@ impl OtherSource for Qcow2Source {
         self.below().remark()
     }
 
+    fn inherit(&self, loss: Option<i32>) {
+        self.below().inherit(loss);
+    }
+
     fn give_up(&self) {
         self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
     }

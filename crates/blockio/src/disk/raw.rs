@@ -160,6 +160,10 @@ impl OtherSource for RawSource {
         self.below.remark()
     }
 
+    fn inherit(&self, loss: Option<i32>) {
+        self.below.inherit(loss);
+    }
+
     fn give_up(&self) {
         self.below.give_up();
     }

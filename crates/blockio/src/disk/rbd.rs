@@ -122,6 +122,10 @@ impl OtherSource for RbdSource {
         Some(format!("{ops} operations wait for the cluster"))
     }
 
+    fn inherit(&self, loss: Option<i32>) {
+        self.shared.inherit(loss);
+    }
+
     fn give_up(&self) {
         self.shared.image.waiting().give_up();
     }

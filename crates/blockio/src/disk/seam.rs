@@ -82,6 +82,9 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::remark`](super::DiskSource::remark).
     fn remark(&self) -> Option<String>;
 
+    /// See [`DiskSource::inherit`](super::DiskSource::inherit).
+    fn inherit(&self, loss: Option<i32>);
+
     /// See [`DiskSource::give_up`](super::DiskSource::give_up).
     fn give_up(&self);
 

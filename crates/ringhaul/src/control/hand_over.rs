@@ -6,12 +6,13 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use blockio::DiskSource;
 use device::Answer;
 
 use super::export::Export;
 use super::handed::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, Order};
-use crate::command::{CommandError, DiskState, ExportState};
+use crate::command::{CommandError, ExportState};
 use crate::export::Endpoint;
 use crate::handed_fds::HandedFds;
 use crate::vhost_user::Session;
@@ -94,16 +95,19 @@ impl Export {
     /// Refuses to stop queues that would not.
     pub(super) fn check_disks(&self) -> Answered<()> {
         let name = self.spec.name();
-        let text = match self.disk_state() {
-            DiskState::Ready | DiskState::Lost => return Ok(()),
-            DiskState::Late | DiskState::Away => format!(
+        // One that may have lost data may be in any of these states, too.
+        let text = if self.disks.iter().any(|disk| disk.late_since().is_some()) {
+            format!(
                 "the disk of {name} does not answer: its queues would not stop; try again when it \
                  does"
-            ),
-            DiskState::Held | DiskState::Retried => format!(
+            )
+        } else if self.disks.iter().any(DiskSource::has_failed_waiting) {
+            format!(
                 "requests of {name} wait because its disk has failed them, and would fail if its \
                  queues stopped; try again when the disk takes them"
-            ),
+            )
+        } else {
+            return Ok(());
         };
         Err(CommandError::Failed(anyhow::anyhow!(text)))
     }
@@ -140,7 +144,7 @@ impl Export {
     /// When no descriptor is left.
     pub(super) fn progress_so_far(&self, fds: &mut HandedFds) -> io::Result<ExportProgress> {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
-        let losses = self.disks.iter().map(blockio::DiskSource::loss).collect();
+        let losses = self.disks.iter().map(DiskSource::loss).collect();
         let (device, files) = self.setup.device.hand_over()?;
         let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
         let reservations = files.collect::<io::Result<_>>()?;
@@ -164,7 +168,7 @@ impl Export {
         export.is_held = true;
         export.sessions = progress.sessions;
         for (disk, loss) in export.disks.iter().zip(progress.losses) {
-            loss.into_iter().for_each(|errno| disk.inherit_loss(errno));
+            disk.inherit(loss);
         }
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();

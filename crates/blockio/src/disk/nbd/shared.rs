@@ -167,6 +167,12 @@ impl Shared {
         is_dirty
     }
 
+    /// Another process has had the disk, and nobody knows what of its changes is flushed.
+    pub(super) fn inherit(&self, is_lost: bool) {
+        self.changes.fetch_add(1, Ordering::Relaxed);
+        self.is_lost.fetch_or(is_lost, Ordering::Relaxed);
+    }
+
     pub(super) fn is_lost(&self) -> bool {
         self.is_lost.load(Ordering::Relaxed)
     }

@@ -44,6 +44,11 @@ impl Shared {
         }
     }
 
+    /// Another process has had the image, and may have learnt that data is lost.
+    pub(super) fn inherit(&self, loss: Option<i32>) {
+        loss.into_iter().for_each(|errno| self.lost.store(errno, Ordering::Relaxed));
+    }
+
     /// What has been written may be lost, from now on for ever.
     pub(super) fn lose(&self, error: &io::Error) {
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
