@@ -5,10 +5,12 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rustix::fs::{OFlags, fcntl_getfl};
-use rustix::net::{AddressFamily, SocketType, sockopt};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
 
 use crate::handed_fds::{HandedFds, Place};
@@ -40,6 +42,9 @@ impl Drop for InheritedSocket {
         }
     }
 }
+
+/// Held by whoever makes a socket, from a look at its place until it listens.
+static BINDING: Mutex<()> = Mutex::new(());
 
 /// Bytes of a socket's path: the kernel has 108, and one is for the end (unix(7)).
 const SOCKET_PATH_BYTES: usize = 107;
@@ -82,6 +87,9 @@ impl Endpoint {
                  not at most {SOCKET_PATH_BYTES}; choose another {option}"
             );
         }
+        // Two of this process may name one place in two ways. A socket that is bound, and nobody
+        // listens on yet, looks like one that was left over.
+        let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
         clear_socket_path(path, option)?;
         let listener = UnixListener::bind(path).map_err(|error| {
             anyhow!("cannot listen on {shown}: {error}; choose another {option}")
@@ -102,6 +110,7 @@ impl Endpoint {
     ///
     /// When a program listens there, or something else exists there.
     pub(crate) fn check_free(path: &Path, option: &str) -> Result<()> {
+        let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
         clear_socket_path(path, option)
     }
 
@@ -225,16 +234,31 @@ fn clear_socket_path(path: &Path, option: &str) -> Result<()> {
     if !metadata.file_type().is_socket() {
         bail!("{shown} exists and is not a socket; choose another {option}");
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+    match listens(path) {
+        Ok(false) => {
             tracing::info!("no program listens on the socket {shown}; replacing it");
             std::fs::remove_file(path)
                 .with_context(|| format!("cannot remove the old socket {shown}"))
         }
-        Err(error) => Err(error).with_context(|| format!("cannot find out who listens on {shown}")),
-        Ok(_) => {
-            bail!("another program listens on {shown}; stop it or choose another {option}")
+        Ok(true) => {
+            bail!(
+                "another program listens on {shown}, or another export does; stop it or choose \
+                 another {option}"
+            )
         }
+        Err(error) => Err(error).with_context(|| format!("cannot find out who listens on {shown}")),
+    }
+}
+
+/// Whether anybody listens there. Does not wait for one who takes no more connections.
+fn listens(path: &Path) -> io::Result<bool> {
+    let (flags, address) =
+        (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) | Err(Errno::AGAIN) => Ok(true),
+        Err(Errno::CONNREFUSED) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -253,7 +277,7 @@ impl Drop for OwnSocket {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::{Barrier, mpsc};
     use std::time::Duration;
 
     use super::*;
@@ -293,6 +317,47 @@ mod tests {
                 assert_eq!(now, there, "{} has changed", place.display());
             }
         }
+    }
+
+    /// However many want it at once, and whatever they call it.
+    #[test]
+    fn one_of_those_who_want_a_socket_has_it() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("below")).unwrap();
+        let [plain, other] = ["socket", "below/../socket"].map(|path| folder.path().join(path));
+        for _ in 0..2000 {
+            let start = Barrier::new(2);
+            let bind = |path: &Path| {
+                start.wait();
+                Endpoint::bind(path, "--there").ok()
+            };
+            let bound = std::thread::scope(|threads| {
+                let first = threads.spawn(|| bind(&plain));
+                [bind(&other), first.join().unwrap()]
+            });
+            let [one] = &bound.iter().flatten().collect::<Vec<_>>()[..] else {
+                panic!("not one has it");
+            };
+            assert!(UnixStream::connect(&plain).is_ok(), "its socket is gone");
+            assert!(one.accept().is_some_and(|accepted| accepted.is_ok()));
+        }
+    }
+
+    #[test]
+    fn who_takes_no_more_connections_keeps_nobody_waiting() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let connect = || {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let (domain, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+            let socket = rustix::net::socket_with(domain, kind, flags, None).unwrap();
+            let address = SocketAddrUnix::new(&path).unwrap();
+            rustix::net::connect(&socket, &address).is_ok().then_some(socket)
+        };
+        let _full: Vec<OwnedFd> = std::iter::from_fn(connect).collect();
+        let error = Endpoint::check_free(&path, "--there").unwrap_err();
+        assert!(error.to_string().contains("listens on"), "{error}");
     }
 
     #[test]
