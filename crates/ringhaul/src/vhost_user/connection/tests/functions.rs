@@ -9,6 +9,8 @@ use virtqueue::driver::{Desc, Driver};
 use virtqueue::{GuestMemory, QueueConfig};
 
 use super::*;
+use crate::export_log::ExportLog;
+use crate::subscribers::{ExportEvent, Subscribers, What};
 
 /// Of rings.
 const SIZE: u16 = 128;
@@ -53,6 +55,44 @@ fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
         next_avail: 0,
     };
     Driver::new(Arc::clone(&scene.connection.memory.map), config)
+}
+
+/// IoThreads report what goes wrong, and wait for nobody who wants to know.
+#[test]
+fn a_subscriber_that_reads_nothing_holds_up_no_request() {
+    let subscribers = Subscribers::default();
+    let log = ExportLog::new("test").telling(subscribers.clone(), "test".to_owned());
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
+    let mut scene = Scene::of(Device::blk(source, options, Arc::new(log)), PROTOCOL_FEATURES);
+    scene.start_with(SIZE.into());
+    let (_subscription, events) = subscribers.subscribe();
+    let event = || ExportEvent { export: "test".to_owned(), what: What::Added };
+    let queued = std::iter::repeat_with(|| subscribers.report(event()));
+    let queued = queued.take_while(|()| !subscribers.is_empty()).count();
+    drop(events);
+    let (_subscription, events) = subscribers.subscribe();
+    (0..queued).for_each(|_| subscribers.report(event()));
+    assert!(!subscribers.is_empty(), "its queue has room for all of them");
+    // Reads beyond the end, each of which is an event as long as the log has room.
+    let memory = Arc::clone(&scene.connection.memory.map);
+    let mut driver = driver(&scene, 0);
+    memory.write(COMMAND, &[0; 8]).unwrap();
+    memory.write(COMMAND + 8, &u64::MAX.to_le_bytes()).unwrap();
+    let read = [Desc::readable(COMMAND, 16), Desc::writable(COMMAND + 0x100, 513)];
+    for _ in 0..COMMANDS {
+        driver.add(&read, None);
+    }
+    driver.publish();
+    let mut answered = 0;
+    while answered < COMMANDS {
+        scene.io.turn(Wait::Never).unwrap();
+        answered += std::iter::from_fn(|| driver.take_used()).count();
+    }
+    assert!(subscribers.is_empty(), "it was not dropped");
+    assert_eq!(events.iter().count(), queued, "it reads what came before");
+    drop((driver, memory));
+    scene.end();
 }
 
 /// The driver would take harsher means otherwise. All that it has made available is meant, also
