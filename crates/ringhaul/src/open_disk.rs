@@ -206,10 +206,15 @@ fn open(
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
         DiskSpec::Nbd(nbd) => {
-            let source = DiskSource::nbd(
-                nbd.options(),
-                &disk_options(settings, FileUse::Disk, false, None),
-            )?;
+            let options = disk_options(settings, FileUse::Disk, false, None);
+            let source = DiskSource::nbd(nbd.options(), &options);
+            let source = match begin {
+                Begin::Now => source?,
+                Begin::WithRequests => source.context(
+                    "cannot connect beside the process that serves it; the server must allow one \
+                     connection more",
+                )?,
+            };
             Ok((source, settings.cache.unwrap_or(CacheMode::None)))
         }
         DiskSpec::Rbd(image) => {

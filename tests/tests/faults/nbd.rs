@@ -248,6 +248,50 @@ fn wait_for_load(scene: &Scene) -> Result<()> {
     })
 }
 
+fn taking_over(scene: &Scene) -> Result<Command> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    Ok(command)
+}
+
+/// Another process takes over from `daemon`.
+fn take_over(scene: &Scene, daemon: Running) -> Result<Running> {
+    let mut next = Running::start(&mut taking_over(scene)?)?;
+    next.wait_for("took over 1 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(next)
+}
+
+/// Both processes are connected for a moment. One that finds no room leaves everything as it is.
+#[test]
+fn a_disk_is_taken_over_if_its_server_has_room_for_both() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    for (limit, has_room) in [("limit=1", false), ("limit=2", true)] {
+        let scene = scene()?;
+        let peer = Peer::nbdkit(&scene, &["--filter=limit", "memory", "64M", limit])?;
+        let mut daemon = serve(&scene, &peer.uri(""), &[])?;
+        let load = format!("{VERIFIED} --runtime 3");
+        let load = Running::start(&mut bench(&scene.socket("vm.sock"), &load)?)?;
+        daemon.wait_for("a front-end has connected")?;
+        wait_for_load(&scene)?;
+        if has_room {
+            daemon = take_over(&scene, daemon)?;
+        } else {
+            let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+            ensure!(refused.contains("allow one connection more"), "{refused}");
+        }
+        wait_for_load(&scene)?;
+        let finished = load.finish()?.expect_code(0)?;
+        ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+        ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
 /// Requests wait for as long as it takes, which is visible; an export can be ended meanwhile.
 #[test]
 fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
@@ -314,7 +358,8 @@ fn requests_fail_at_the_deadline_that_was_set() -> Result<()> {
     Ok(())
 }
 
-/// What was written and not flushed counts as lost if the user says so.
+/// What was written and not flushed counts as lost if the user says so, also in the process that
+/// takes over from the one that has written it, or has lost it.
 #[test]
 fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     if !is_installed("qemu-nbd") {
@@ -322,18 +367,27 @@ fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     }
     let scene = scene()?;
     let disk = scene.disk("disk.img", DISK_BYTES)?;
-    for (unflushed, code) in [("kept", 0), ("lost", 1)] {
+    for (unflushed, code, is_taken_over) in
+        [("kept", 0, true), ("lost", 1, false), ("lost", 1, true)]
+    {
         let peer = Peer::qemu(&scene, &disk)?;
         let name = format!("{},unflushed={unflushed}", peer.uri("disk"));
         let mut daemon = serve(&scene, &name, &[])?;
         let socket = scene.socket("vm.sock");
         run(&mut bench(&socket, "--rw write --number_ios 10")?)?.expect_code(0)?;
+        if is_taken_over {
+            daemon = take_over(&scene, daemon)?;
+            run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
+        }
         peer.kill()?;
         daemon.wait_for("a connection broke")?;
         let _peer = Peer::qemu(&scene, &disk)?;
         daemon.wait_for("is back after")?;
         let load = run(&mut bench(&socket, "--rw write --number_ios 10 --fsync 1")?)?;
         ensure!(load.status.code() == Some(code), "{unflushed}: {load:?}");
+        let _next = take_over(&scene, daemon)?;
+        let load = run(&mut bench(&socket, "--rw write --number_ios 10 --fsync 1")?)?;
+        ensure!(load.status.code() == Some(code), "{unflushed}, taken over: {load:?}");
     }
     Ok(())
 }
