@@ -415,10 +415,12 @@ impl Disk {
         if len == 0 {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        match &self.kind {
-            Kind::File(_) | Kind::Null => Ok(Extent::data(len)),
-            Kind::Other(other) => other.disk.block_status(offset, len).await,
-        }
+        let extent = match &self.kind {
+            Kind::Null => Extent::data(len),
+            Kind::File(disk) => disk.block_status(offset, len).await?,
+            Kind::Other(other) => other.disk.block_status(offset, len).await?,
+        };
+        Ok(extent.in_blocks(len, self.info.logical_block_bytes))
     }
 
     #[cfg(test)]

@@ -1,5 +1,7 @@
 //! What an op does, and how it ends.
 
+use iomem::fits;
+
 /// What the kernel is asked to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpKind {
@@ -29,6 +31,12 @@ pub enum OpKind {
         /// Bytes.
         len: u64,
     },
+    /// Find out how many bytes are a hole, or are none (`SEEK_DATA`, `SEEK_HOLE`). The result is
+    /// [made](Self::extent_result) of both.
+    FindExtent {
+        /// At most so many.
+        len: u64,
+    },
 }
 
 impl OpKind {
@@ -44,6 +52,17 @@ impl OpKind {
         matches!(self, Self::Flush | Self::Write { fua: true })
     }
 
+    /// The result of a [`FindExtent`](Self::FindExtent): bytes, and whether they are a hole.
+    pub(crate) fn extent_result(bytes: u64, is_hole: bool) -> i64 {
+        let bytes: i64 = fits(bytes, "the length of an extent");
+        bytes << 1 | i64::from(is_hole)
+    }
+
+    /// What such a result was made of.
+    pub(crate) fn extent_of(result: usize) -> (u64, bool) {
+        ((result >> 1) as u64, result & 1 != 0)
+    }
+
     /// What the log calls it.
     pub(crate) fn noun(self) -> &'static str {
         match self {
@@ -53,6 +72,7 @@ impl OpKind {
             Self::Fallocate { .. } => "discard or zeroing",
             Self::DiscardBlocks { .. } => "discard",
             Self::ZeroBlocks { .. } => "zeroing",
+            Self::FindExtent { .. } => "look for holes",
         }
     }
 }

@@ -145,7 +145,7 @@ impl OpenFile {
     #[inline]
     pub(crate) fn answered(&self, kind: OpKind, tracked: u64, result: i64, times: Times) {
         let is_lost = match kind {
-            OpKind::Read => false,
+            OpKind::Read | OpKind::FindExtent { .. } => false,
             OpKind::Flush | OpKind::Write { fua: true } => {
                 let errno = if result < 0 { errno_of(result) } else { 0 };
                 self.loss.ended(tracked, kind, errno, times.now)

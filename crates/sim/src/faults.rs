@@ -51,6 +51,8 @@ pub(crate) fn outcome(
         OpKind::DiscardBlocks { .. } => plan.no_punch == 0,
         OpKind::Fallocate { .. } | OpKind::ZeroBlocks { .. } => plan.no_zero_range == 0,
         OpKind::Read | OpKind::Flush => true,
+        // Simulated disks have no holes.
+        OpKind::FindExtent { .. } => false,
     };
     let class = class_of(op.kind());
     if rng.chance(plan.eintr) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::alignment::{Alignment, Window};
 use super::blocks::{Blocks, Claimed};
-use super::info::Unfinished;
+use super::info::{Extent, ExtentKind, Unfinished};
 use super::retries::Retries;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
@@ -33,6 +33,7 @@ impl FileSource {
             has_discard: Cell::new(true),
             has_punch_zeroes: Cell::new(true),
             has_zero_range: Cell::new(true),
+            knows_holes: Cell::new(!self.is_block_device),
         }
     }
 }
@@ -53,6 +54,7 @@ pub(super) struct FileDisk {
     has_discard: Cell<bool>,
     has_punch_zeroes: Cell<bool>,
     has_zero_range: Cell<bool>,
+    knows_holes: Cell<bool>,
 }
 
 /// An IoThread on which files are attached.
@@ -255,7 +257,7 @@ impl FileDisk {
             return Ok(false);
         }
         match self.simple(kind, offset).await {
-            Ok(()) => Ok(true),
+            Ok(_) => Ok(true),
             Err(error) if is_unsupported(&error) => {
                 has.set(false);
                 Ok(false)
@@ -264,13 +266,32 @@ impl FileDisk {
         }
     }
 
-    async fn simple(&self, kind: OpKind, offset: u64) -> io::Result<()> {
+    /// Holes of a file. A file system without a notion of them has data only.
+    pub(super) async fn block_status(&self, offset: u64, len: u64) -> io::Result<Extent> {
+        if !self.knows_holes.get() {
+            return Ok(Extent::data(len));
+        }
+        match self.simple(OpKind::FindExtent { len }, offset).await {
+            Ok(result) => {
+                let (bytes, is_hole) = OpKind::extent_of(result);
+                let kind = if is_hole { ExtentKind::Hole } else { ExtentKind::Data };
+                Ok(Extent { bytes, kind })
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) || is_unsupported(&error) => {
+                self.knows_holes.set(false);
+                Ok(Extent::data(len))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn simple(&self, kind: OpKind, offset: u64) -> io::Result<usize> {
         let mut retries = Retries::default();
         loop {
             match self.io.op(kind, &self.file, offset, Buffers::empty()).await.result {
                 Err(error)
                     if Retries::are_for(&error) && Box::pin(retries.wait(&self.io)).await => {}
-                other => return other.map(|_| ()),
+                other => return other,
             }
         }
     }

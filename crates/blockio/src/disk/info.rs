@@ -135,7 +135,7 @@ pub enum ExtentKind {
     Data,
     /// They are zeroes, and have their space.
     Zero,
-    /// They are zeroes, and take no space.
+    /// They are zeroes, and nothing is stored for them, although space may be set aside.
     Hole,
 }
 
@@ -143,6 +143,16 @@ impl Extent {
     /// Bytes of which nothing is known.
     pub(super) fn data(bytes: u64) -> Self {
         Self { bytes, kind: ExtentKind::Data }
+    }
+
+    /// As whole blocks, of at most `len` bytes: what is only in part a hole is none.
+    pub(super) fn in_blocks(self, len: u64, block: u32) -> Self {
+        let block = u64::from(block);
+        match self.kind {
+            ExtentKind::Data => Self { bytes: self.bytes.next_multiple_of(block).min(len), ..self },
+            _ if self.bytes >= block => Self { bytes: self.bytes / block * block, ..self },
+            _ => Self::data(block),
+        }
     }
 }
 

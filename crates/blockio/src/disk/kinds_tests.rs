@@ -1,5 +1,6 @@
 //! What every kind of disk promises.
 
+use std::os::unix::fs::FileExt;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
@@ -8,7 +9,7 @@ use tempfile::NamedTempFile;
 use super::elsewhere::Elsewhere;
 use super::trouble::Tries;
 use super::*;
-use crate::config::IoThreadConfig;
+use crate::config::{EngineConfig, IoThreadConfig};
 use crate::io_thread::IoThread;
 
 const MIB: u64 = 1 << 20;
@@ -151,6 +152,44 @@ fn all_of_a_disk_has_a_status_whatever_the_kind() {
         }
         assert!(thread.block_on(disk.block_status(0, 0)).unwrap().is_err());
     });
+}
+
+/// Whatever the engine, and although blocks are larger than the pages of the file.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn holes_of_a_file_are_known() {
+    let usual = IoThreadConfig::default().engine;
+    for engine in [EngineConfig::Threads, usual] {
+        let file = temp_file(4 * MIB);
+        file.as_file().write_all_at(&[1; 4096], MIB).unwrap();
+        file.as_file().write_all_at(&[1; 4096], 2 * MIB + 4096).unwrap();
+        for (logical_block_bytes, start, bytes) in
+            [(512, 2 * MIB + 4096, 4096), (8192, 2 * MIB, 8192)]
+        {
+            let thread = IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() });
+            let thread = thread.unwrap();
+            let logical_block_bytes = Some(logical_block_bytes);
+            let options =
+                DiskOptions { no_lock: true, logical_block_bytes, ..DiskOptions::default() };
+            let source = DiskSource::file(file.path(), &options).unwrap();
+            let source = DiskSource::raw(source, 512 << 10, None).unwrap();
+            let (disk, offset) = (source.attach(thread.io()), MIB / 2);
+            let status = |at: u64, len: u64| {
+                let extent = thread.block_on(disk.block_status(at - offset, len)).unwrap().unwrap();
+                (extent.bytes, extent.kind == ExtentKind::Hole)
+            };
+            let first = u64::from(options.logical_block_bytes.unwrap()).max(4096);
+            assert_eq!(status(offset, 3 * MIB), (offset, true));
+            assert_eq!(status(MIB, 3 * MIB), (first, false));
+            assert_eq!(status(MIB + first, MIB), (start - MIB - first, true));
+            assert_eq!(status(start, 4 * MIB - start), (bytes, false));
+            assert_eq!(status(start + bytes, MIB), (MIB, true));
+            // What was cut off reads as zeroes.
+            file.as_file().set_len(3 * MIB).unwrap();
+            assert_eq!(status(3 * MIB, MIB), (MIB, true));
+            file.as_file().set_len(4 * MIB).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -143,7 +143,7 @@ impl IoUring {
     /// Takes an op for the next submit. False: it is one for the pool.
     pub(super) fn queue(&mut self, slot: u32, op: &Op) -> bool {
         match op.kind {
-            OpKind::ZeroBlocks { .. } => return false,
+            OpKind::ZeroBlocks { .. } | OpKind::FindExtent { .. } => return false,
             OpKind::DiscardBlocks { .. } if !self.has_discard => return false,
             OpKind::Read | OpKind::Write { .. } => match &mut self.polled {
                 Some(polled) if op.file.may_be_polled() => polled.queue(slot),

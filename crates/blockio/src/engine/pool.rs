@@ -174,7 +174,32 @@ fn execute_once(view: &OpView) -> i64 {
             }
             OpKind::DiscardBlocks { len } => block_range(view, BLKDISCARD, len),
             OpKind::ZeroBlocks { len } => block_range(view, BLKZEROOUT, len),
+            OpKind::FindExtent { len } => find_extent(view.fd, view.offset, len),
         }
+    }
+}
+
+/// Where the file ends, all that follows counts as a hole, as it reads.
+///
+/// # Safety
+///
+/// The file must be open. Its position changes, which nobody else uses.
+unsafe fn find_extent(fd: RawFd, offset: u64, len: u64) -> i64 {
+    let start: i64 = fits(offset, "the offset of an op");
+    // SAFETY: the caller says that the file is open; no memory is involved.
+    let seek = |whence| unsafe { libc::lseek(fd, start, whence) };
+    let data = seek(libc::SEEK_DATA);
+    let is_end = data < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO);
+    let (found, is_hole) = match data {
+        _ if is_end => (i64::MAX, true),
+        _ if data == start => (seek(libc::SEEK_HOLE), false),
+        _ => (data, true),
+    };
+    match u64::try_from(found) {
+        // It has been cut between the two calls.
+        Ok(end) if end <= offset => OpKind::extent_result(len, false),
+        Ok(end) => OpKind::extent_result(len.min(end - offset), is_hole),
+        Err(_) => found,
     }
 }
 

@@ -1,10 +1,13 @@
 //! Commands that say what there is (SPC-5, sections 6.33 to 6.40; SBC-4, sections 5.20 and 5.21).
 
+use blockio::disk::ExtentKind;
+
 use super::address::UnitAddress;
 use super::block;
 use super::cdb::{COMMANDS, Cdb, Command, Op, find};
 use super::inquiry;
 use super::outcome::{Data, Failure, Moved};
+use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::unit::Unit;
 use super::units::Units;
@@ -113,19 +116,30 @@ pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
 }
 
-/// The blocks from there on are mapped, or nobody knows (SBC-4, section 5.8.2).
-pub(super) fn lba_status(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let info = unit.info();
-    let blocks = info.size_bytes / u64::from(info.logical_block_bytes);
-    let lba = cdb.u64(2);
+/// The blocks from there on that are alike: mapped, which is also said of what nobody knows, or
+/// deallocated (SBC-4, section 5.8.2). Where nothing can be unmapped, all are mapped.
+pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Moved {
+    const DEALLOCATED: u8 = 1;
+    let info = local.unit.info();
+    let block = u64::from(info.logical_block_bytes);
+    let (lba, blocks) = (cdb.u64(2), info.size_bytes / block);
     if lba >= blocks {
         return Err(Sense::LBA_OUT_OF_RANGE.into());
     }
-    let count = u32::try_from(blocks - lba).unwrap_or(u32::MAX);
+    let mut count = (blocks - lba).min(u32::MAX.into());
+    let mut status = 0;
+    if local.unit.can_unmap()
+        && let Ok(extent) = local.disk.block_status(lba * block, count * block).await
+    {
+        count = extent.bytes / block;
+        status = if extent.kind == ExtentKind::Hole { DEALLOCATED } else { 0 };
+    }
+    let count: u32 = iomem::fits(count, "blocks of at most what was asked for");
     let mut answer = [0; 24];
     answer[3] = 20;
     answer[8..16].copy_from_slice(&lba.to_be_bytes());
     answer[16..20].copy_from_slice(&count.to_be_bytes());
+    answer[20] = status;
     data.answer(&answer, iomem::fits(cdb.u32(10), "an allocation length"))
 }
 

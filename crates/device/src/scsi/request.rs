@@ -229,6 +229,9 @@ impl Scsi {
             }
             Op::Verify => (RequestKind::Read, block::verify(local, cdb, task, data).await),
             Op::StartStopUnit => (RequestKind::Other, plain(block::start_stop(local, cdb).await)),
+            Op::GetLbaStatus => {
+                (RequestKind::Other, plain(report::lba_status(local, cdb, &data).await))
+            }
             Op::ModeSelect => {
                 let moved = mode::select(local, cdb, task, data).await;
                 (RequestKind::Other, plain(moved))
@@ -306,7 +309,6 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         Op::PreventAllow => Ok(0),
         Op::ReadCapacity10 => report::read_capacity10(unit, data),
         Op::ReadCapacity16 => report::read_capacity16(unit, cdb, data),
-        Op::GetLbaStatus => report::lba_status(unit, cdb, data),
         Op::ReportLuns => report::luns(units, unit, cdb, data),
         Op::ReportOpcodes => report::opcodes(unit, cdb, data),
         Op::ReportTaskManagement => report::task_management(cdb, data),
@@ -320,6 +322,7 @@ fn answer(units: &Units, unit: &Unit, op: Op, cdb: &Cdb, data: &Data) -> Moved {
         | Op::CompareAndWrite
         | Op::Verify
         | Op::StartStopUnit
+        | Op::GetLbaStatus
         | Op::ModeSelect
         | Op::ReserveOut => unreachable!("they may wait"),
     }

@@ -177,7 +177,9 @@ fn entry(op: &Op, buffers: &mut FixedBuffers) -> squeue::Entry {
             opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
         }
         // As a discard it would destroy data: the ring has no such operation, the pool has.
-        (OpKind::ZeroBlocks { .. }, _) => unreachable!("an op of the pool in a ring"),
+        (OpKind::ZeroBlocks { .. } | OpKind::FindExtent { .. }, _) => {
+            unreachable!("an op of the pool in a ring")
+        }
         (OpKind::DiscardBlocks { len }, _) => {
             // The kernel reads the start from `addr` and the length from the command's bytes.
             let mut command = [0; 16];

@@ -114,7 +114,12 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
         expected[3] = 20;
         expected[8..16].copy_from_slice(&7_u64.to_be_bytes());
         expected[16..20].copy_from_slice(&u32::try_from(BLOCKS - 7).unwrap().to_be_bytes());
-        assert_eq!(status, expected, "mapped, or nobody knows");
+        expected[20] = discard.into();
+        assert_eq!(status, expected, "all is a hole, or mapped where nothing can be unmapped");
+        unit.good(&cdb16(0x8a, 0, 16, 8), &[1; 8 * BLOCK], 0);
+        let status = unit.good(&cdb16(0x9e, 0x12, 16, 64), &[], 64);
+        assert_eq!((status[15], status[20]), (16, 0));
+        assert!(!discard || status[19] == 8 && status[16..19] == [0; 3], "{status:?}");
         assert_eq!(unit.sense(&cdb16(0x9e, 0x12, BLOCKS, 64), &[], 64), [5, 0x21, 0]);
         let unmap = unit.run(&cdb10(0x42, 0, 0, 0), &[], 0);
         let same = unit.run(&cdb10(0x41, 8, 0, 1), &[0; BLOCK], 0);
