@@ -112,7 +112,13 @@ impl Buffers {
     /// Leaves the first `bytes` bytes; no change when there are fewer.
     #[inline]
     pub fn truncate(&mut self, bytes: usize) {
-        let mut excess = self.0.bytes.saturating_sub(bytes);
+        if let Some(excess @ 1..) = self.0.bytes.checked_sub(bytes) {
+            self.cut(excess);
+        }
+    }
+
+    /// Drops the last bytes.
+    fn cut(&mut self, mut excess: usize) {
         self.0.bytes -= excess;
         while excess > 0 {
             let last =

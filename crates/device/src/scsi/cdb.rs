@@ -260,7 +260,7 @@ impl Cdb {
     }
 
     /// Where the blocks of a command on the medium are, and how many.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn blocks(&self) -> (u64, u32) {
         match self.opcode() >> 5 {
             0 => {

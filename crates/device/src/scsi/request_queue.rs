@@ -58,7 +58,7 @@ impl RequestQueue {
     }
 
     /// The unit at an address.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unit(&self, address: UnitAddress) -> Option<Rc<LocalUnit>> {
         if self.generation.get() != self.units.generation() {
             self.refresh();
