@@ -73,7 +73,7 @@ pub(crate) unsafe fn zero(dst: *mut u8, len: usize) {
         unsafe { dst.write_bytes(0, len) };
         return;
     }
-    // Responses of virtio-scsi have such sizes. Both ends, which may overlap, take less than a call.
+    // Responses of virtio-scsi have such sizes. Both ends, which may overlap, take no call.
     // SAFETY: as in `copy_in`; both are within the bytes, and arrays of bytes are aligned anywhere.
     unsafe {
         dst.cast::<[u8; HALF]>().write([0; HALF]);
