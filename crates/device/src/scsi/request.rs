@@ -358,8 +358,6 @@ impl Handler for Scsi {
             };
             let mut range = block::Range::NONE;
             let begun = self.begin(&queue, header, room, &mut chain, &mut range);
-            let (local, queue, memory) = (&*self.queue, &*queue, chain.memory);
-            let answer = Answer { local, queue, head, unit, response, room, memory };
             let tasks = &self.queue.tasks;
             let (ended, (kind, done)) = match begun {
                 Begun::Read { local, task } => {
@@ -385,6 +383,8 @@ impl Handler for Scsi {
                 }
             };
             let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
+            let (local, memory) = (&*self.queue, chain.memory);
+            let answer = Answer { local, queue: &queue, head, unit, response, room, memory };
             answer.give((kind, done));
             // Whoever waits for the task answers on another queue, and this answer comes first.
             ended.tell(|| queue.publish_early());
