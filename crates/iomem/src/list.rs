@@ -343,6 +343,12 @@ impl Buffers {
         unsafe { Self::from_raw_parts(ranges, self.memory().clone()) }
     }
 
+    /// Another list of the same memory, if there is a log of writes to it.
+    #[must_use]
+    pub fn again_if_logged(&self) -> Option<Self> {
+        self.memory().log().is_some().then(|| self.again())
+    }
+
     /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset +
     /// len` that exist; `done` counts the bytes visited before. Returns the sum.
     #[inline]

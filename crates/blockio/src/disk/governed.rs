@@ -43,8 +43,15 @@ impl Disk {
                     done => done,
                 },
                 Kind::Other(other) => {
+                    // Whatever has written to the memory, a library, a server or a thread, has not
+                    // told the log of it.
+                    let logged = buffers.again_if_logged();
                     let read = |buffers| other.disk.read(offset, buffers);
-                    self.until_done(Direction::Read, buffers, read).await
+                    let result = self.until_done(Direction::Read, buffers, read).await;
+                    if let Some(logged) = logged.filter(|_| result.is_ok()) {
+                        logged.wrote(logged.bytes());
+                    }
+                    result
                 }
             }
         })
