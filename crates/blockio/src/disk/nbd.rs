@@ -3,8 +3,8 @@
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
 //! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, `pipe.rs` has the requests of an IoThread and
-//!   `shared.rs` what all IoThreads know.
+//! - `link.rs` is the task of a connection, `pipe.rs` has the requests of an IoThread, `remains.rs`
+//!   those that a connection leaves behind, and `shared.rs` what all IoThreads know.
 //!
 //! Where the server says that its connections agree with each other, each IoThread has its own.
 //! Where it does not, one connection carries all requests, on the IoThread that came first.
@@ -13,11 +13,17 @@ mod answer;
 mod connect;
 mod flow;
 mod handshake;
+mod held;
 mod lent;
 mod link;
 mod pipe;
+mod remains;
+#[cfg(test)]
+mod scripted;
 mod shared;
 mod target;
+#[cfg(test)]
+mod tests;
 mod tls;
 mod transport;
 mod wire;
@@ -42,8 +48,8 @@ use crate::error::Error;
 use crate::io::Io;
 use crate::remote::Remote;
 use handshake::{Facts, can};
-use lent::Lent;
-use pipe::{Pipe, Ticket, decode, key_of};
+use lent::{Lent, decode};
+use pipe::{Pipe, Ticket, key_of};
 use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
 use wire::{Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request};

@@ -2,13 +2,15 @@
 //! threads that may.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{self, Timeout};
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use rustls::ClientConnection;
 
 use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
@@ -78,18 +80,19 @@ fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
 
 fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
     match address {
-        NbdAddress::Unix(path) => match UnixStream::connect(path) {
-            Ok(socket) => Ok(socket.into()),
-            Err(error) => {
-                let path = path.display();
-                Err(format!("cannot connect to {path}: {error}; is the server running?"))
+        NbdAddress::Unix(path) => reach_unix(path, until).map_err(|error| {
+            let path = path.display();
+            match error.kind() {
+                io::ErrorKind::WouldBlock => format!(
+                    "cannot connect to {path}: the server takes no connections, and too many wait \
+                     already; restart it if it hangs"
+                ),
+                _ => format!("cannot connect to {path}: {error}; is the server running?"),
             }
-        },
+        }),
         NbdAddress::Tcp { host, port } => {
-            let found = (host.as_str(), *port).to_socket_addrs();
-            let addresses = found.map_err(|error| format!("cannot find {host}: {error}"))?;
             let mut problem = format!("{host} has no address");
-            for address in addresses {
+            for address in find(host, *port, until)? {
                 let left = until.saturating_duration_since(Instant::now());
                 let left = left.max(Duration::from_millis(1));
                 match TcpStream::connect_timeout(&address, left) {
@@ -102,6 +105,37 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
             }
             Err(problem)
         }
+    }
+}
+
+/// A server that takes no connections is waited for as long as for anything else.
+fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    let patient = Patient { socket, until };
+    patient.wait_at_most(Timeout::Send)?;
+    rustix::net::connect(&patient.socket, &address)?;
+    Ok(patient.socket)
+}
+
+/// The addresses of a machine, from a resolver that may take long.
+fn find(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, String> {
+    let (sender, found) = mpsc::channel();
+    let name = host.to_owned();
+    let work = move || {
+        let addresses = (name.as_str(), port).to_socket_addrs();
+        // Nobody may wait for it any more.
+        let _ = sender.send(addresses.map(Iterator::collect));
+    };
+    let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
+    started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
+    let left = until.saturating_duration_since(Instant::now());
+    match found.recv_timeout(left) {
+        Ok(addresses) => addresses.map_err(|error| format!("cannot find {host}: {error}")),
+        Err(_) => Err(format!(
+            "cannot find {host}: no name server answers; use its address, or mend the resolver"
+        )),
     }
 }
 
@@ -159,5 +193,42 @@ impl Write for Patient {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Without an end of its own this would wait for ever: the kernel has no room for more that
+    /// wait, and nobody takes one.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_server_that_takes_no_connections_is_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let until = || Instant::now() + Duration::from_millis(20);
+        let mut taken = Vec::new();
+        let error = loop {
+            match reach(&NbdAddress::Unix(path.clone()), until()) {
+                Ok(socket) => taken.push(socket),
+                Err(error) => break error,
+            }
+            assert!(taken.len() < 1000, "the kernel has room for all of them");
+        };
+        assert!(error.contains("takes no connections"), "{error}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_name_without_an_address_is_said() {
+        let found = find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
+        assert_eq!(found, ["127.0.0.1:7".parse().unwrap()]);
+        let error = find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
+        assert!(error.contains("cannot find no host"), "{error}");
     }
 }

@@ -9,7 +9,7 @@ use libc::iovec;
 use super::answer::Action;
 use super::connect::Connected;
 use super::handshake::Facts;
-use super::pipe::{Pipe, Requests, State, is_large_read};
+use super::pipe::{Requests, State, is_large_read};
 use super::shared::Shared;
 use super::transport::{Gathered, Moved, Ranges, Scattered, Transport};
 use super::wire::{
@@ -24,6 +24,17 @@ const SENT_AT_ONCE: usize = 128;
 
 /// How often one call receives before others have their turn.
 const RECEIVES_MAX: usize = 16;
+
+/// Why a connection cannot be used any more.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Broken {
+    /// It has gone.
+    Gone(String),
+    /// It works, and what comes cannot be understood.
+    Unusable(String),
+    /// The server does not answer in time. It may do so later.
+    Late(String),
+}
 
 /// One connection, and how far each direction is.
 pub(super) struct Flow {
@@ -97,8 +108,8 @@ impl Flow {
     }
 
     /// Whether there are requests that have no answer.
-    pub(super) fn is_busy(&self, pipe: &Pipe) -> bool {
-        let link = &pipe.requests.borrow().links[self.index];
+    pub(super) fn is_busy(&self, requests: &Requests) -> bool {
+        let link = &requests.links[self.index];
         link.sent + link.sending.len() > 0
     }
 
@@ -117,8 +128,7 @@ impl Flow {
     /// # Errors
     ///
     /// Why the connection cannot be used any more.
-    pub(super) fn send(&mut self, pipe: &Pipe) -> Result<(), String> {
-        let requests = &mut *pipe.requests.borrow_mut();
+    pub(super) fn send(&mut self, requests: &mut Requests) -> Result<(), Broken> {
         while self.is_writable
             && (self.transport.has_unsent() || !requests.links[self.index].sending.is_empty())
         {
@@ -129,7 +139,9 @@ impl Flow {
                     return Ok(());
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(format!("cannot send to the server: {error}")),
+                Err(error) => {
+                    return Err(Broken::Gone(format!("cannot send to the server: {error}")));
+                }
             };
             self.is_writable = has_room;
             self.were_sent(requests, sent);
@@ -194,54 +206,96 @@ impl Flow {
     /// # Errors
     ///
     /// Why the connection cannot be used any more.
-    pub(super) fn receive(&mut self, pipe: &Pipe) -> Result<bool, String> {
-        let requests = &mut *pipe.requests.borrow_mut();
+    pub(super) fn receive(
+        &mut self,
+        requests: &mut Requests,
+        shared: &Shared,
+    ) -> Result<bool, Broken> {
         for _ in 0..RECEIVES_MAX {
             if !self.is_readable {
                 return Ok(false);
             }
             match self.receive_some(requests) {
-                Ok(0) => return Err("the server has closed the connection".to_owned()),
-                Ok(bytes) => self.sort(bytes),
+                Ok((0, _)) => return Err(Broken::Gone(CLOSED.to_owned())),
+                Ok((bytes, direct)) => self.sort(bytes, direct),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.is_readable = false;
                     return Ok(false);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(format!("cannot receive from the server: {error}")),
+                Err(error) => {
+                    let why = format!("cannot receive from the server: {error}");
+                    let is_garbage = error.kind() == io::ErrorKind::InvalidData;
+                    return Err(if is_garbage { Broken::Unusable(why) } else { Broken::Gone(why) });
+                }
             }
-            let taken = self.take_apart(requests, &pipe.shared);
-            taken.map_err(|Violation(what)| format!("the server breaks the protocol: {what}"))?;
+            self.take_apart(requests, shared).map_err(|Violation(what)| {
+                Broken::Unusable(format!("the server breaks the protocol: {what}"))
+            })?;
         }
         Ok(true)
     }
 
-    /// One system call: data goes to where it belongs, the rest into the staging memory.
-    fn receive_some(&mut self, requests: &Requests) -> io::Result<usize> {
+    /// Has the server know that nothing more comes: it ends what it has, and then the connection.
+    pub(super) fn half_close(&mut self) {
+        // It fails only if the connection has gone, which the next call that receives says.
+        let _ = rustix::net::shutdown(self.transport.socket(), rustix::net::Shutdown::Write);
+    }
+
+    /// Receives what cannot be understood, so that the server is not held up. True: there may be
+    /// more.
+    ///
+    /// # Errors
+    ///
+    /// When the connection has gone.
+    pub(super) fn discard(&mut self) -> Result<bool, Broken> {
+        for _ in 0..RECEIVES_MAX {
+            let flags = rustix::net::RecvFlags::DONTWAIT;
+            match rustix::net::recv(self.transport.socket(), &mut self.staging[..], flags) {
+                Ok((_, 0)) => return Err(Broken::Gone(CLOSED.to_owned())),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(errno) => return Err(Broken::Gone(errno.to_string())),
+            }
+        }
+        Ok(true)
+    }
+
+    /// One system call: data goes to where it belongs, the rest into the staging memory. Returns
+    /// how many bytes came, and how many of the first of them have room where they belong.
+    fn receive_some(&mut self, requests: &Requests) -> io::Result<(usize, usize)> {
         self.staging.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        // The header of the next reply comes alone where its data is worth a call of its own.
-        let much = requests.links[self.index].large_reads > 0;
-        let room = if much { self.end + HEADER_BYTES } else { STAGING_BYTES };
         let storage = std::mem::take(&mut self.storage);
         let mut scattered = Scattered(Ranges::new(storage));
         if let Some(data) = &self.data {
             let buffers = &requests.slots[data.slot as usize].buffers;
             scattered.push_memory(buffers, data.at, data.left);
         }
-        let is_whole = self.data.is_none_or(|data| data.left == scattered.0.bytes());
-        let room = if is_whole { room.max(self.end + HEADER_BYTES) } else { self.end };
+        let direct = scattered.0.bytes();
+        let (is_whole, is_unwanted) = match self.data {
+            Some(data) => (data.left == direct, direct == 0),
+            None => (true, false),
+        };
+        // The header of the next reply comes alone where its data is worth a call of its own.
+        let much = requests.links[self.index].large_reads > 0;
+        let room = match (is_unwanted, is_whole, much) {
+            // Nobody has the memory any more, and the data ends in the staging memory.
+            (true, ..) | (_, true, false) => STAGING_BYTES,
+            (_, true, true) => self.end + HEADER_BYTES,
+            (_, false, _) => self.end,
+        };
         scattered.push_bytes(self.staging.get_mut(self.end..room).unwrap_or_default());
         let received = self.transport.receive(&mut scattered);
         self.storage = scattered.0.into_storage();
         let (received, has_more) = received?;
         self.is_readable = has_more;
-        Ok(received)
+        Ok((received, direct))
     }
 
     /// So many bytes have come, first those of the data.
-    fn sort(&mut self, bytes: usize) {
-        let direct = self.data.map_or(0, |data| data.left.min(bytes));
+    fn sort(&mut self, bytes: usize, direct: usize) {
+        let direct = direct.min(bytes);
         if let Some(data) = &mut self.data {
             data.at += direct;
             data.left -= direct;
@@ -330,6 +384,8 @@ impl Flow {
         Ok(())
     }
 }
+
+const CLOSED: &str = "the server has closed the connection";
 
 /// The head of any reply, with the offset of its data.
 const HEADER_BYTES: usize = 40;

@@ -1,7 +1,11 @@
-//! Memory of a request that another IoThread carries out.
+//! Memory and result of a request that another IoThread carries out.
+
+use std::io;
 
 use iomem::{Buffers, Memory};
 use libc::iovec;
+
+use crate::disk::info::{Extent, ExtentKind};
 
 /// The memory of a foreign op, for another thread. It is good until the op is completed.
 pub(super) struct Lent {
@@ -28,4 +32,27 @@ impl Lent {
         // the caller makes last.
         unsafe { Buffers::from_raw_parts(self.ranges.into(), Memory::new(())) }
     }
+}
+
+/// A result as an op of something else has it.
+pub(super) fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
+    let extent = result.map_err(io::Error::from_raw_os_error)?;
+    let kind = match extent.kind {
+        ExtentKind::Data => 0,
+        ExtentKind::Zero => 1,
+        ExtentKind::Hole => 2,
+    };
+    let bytes = usize::try_from(extent.bytes).unwrap_or(usize::MAX).min(usize::MAX >> 3);
+    Ok(bytes << 2 | kind)
+}
+
+/// What [`encode`] has made of it.
+pub(super) fn decode(result: io::Result<usize>) -> Result<Extent, i32> {
+    let code = result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    let kind = match code & 3 {
+        0 => ExtentKind::Data,
+        1 => ExtentKind::Zero,
+        _ => ExtentKind::Hole,
+    };
+    Ok(Extent { bytes: (code >> 2) as u64, kind })
 }

@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::connect::{Connected, connect};
-use super::flow::Flow;
+use super::flow::{Broken, Flow};
 use super::handshake::can;
 use super::pipe::Pipe;
-use super::shared::{Condition, Shared};
+use super::remains::Remains;
+use super::shared::{Condition, Shared, Unflushed};
 use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
@@ -53,22 +54,102 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         };
         retry.is_over(&pipe);
         pipe.link_is_up(index);
-        let (why, was_useful) = carry(&pipe, index, connected).await;
-        // Before requests go to other connections: some are refused now.
-        let is_dirty = pipe.shared.has_broken();
-        let again = pipe.link_is_down(index);
+        let mut flow = Flow::new(index, connected);
+        let broken = carry(&pipe, index, &mut flow).await.err();
+        let ended = end_connection(&pipe, index, flow, broken);
         if pipe.is_ending() {
             break;
         }
-        if was_useful {
+        if ended.was_useful {
             retry.wait = RETRY_MIN;
         }
-        retry.broke(&pipe, &why, again, (is_dirty, was_useful));
+        retry.broke(&pipe, &ended);
         pipe.expire();
         pipe.pause(&mut retry).await;
     }
     pipe.fail(libc::EIO, None);
     pipe.shared.remove_pipe(pipe.number);
+}
+
+/// How a connection has ended.
+struct Ended {
+    why: String,
+    /// It has answered something.
+    was_useful: bool,
+    unflushed: Unflushed,
+    /// How many requests are to be sent again.
+    again: usize,
+    /// How many changes the server may still make because of it.
+    held: usize,
+}
+
+/// Takes the requests from a connection that cannot be used any more. What the server may still do
+/// with them is waited for by a task of its own.
+fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
+    let was_useful = flow.has_answered();
+    // Before requests go to other connections: some are refused now, or have to wait.
+    let unflushed = pipe.shared.has_broken();
+    let (why, is_over, is_readable) = match broken {
+        None => (String::new(), true, false),
+        Some(Broken::Gone(why)) => (why, true, false),
+        Some(Broken::Unusable(why)) => (why, false, false),
+        Some(Broken::Late(why)) => (why, false, true),
+    };
+    let remains = if is_over { None } else { pipe.leave_behind(index) };
+    let held = remains.as_ref().map_or(0, Remains::changes);
+    if let Some(remains) = remains {
+        pipe.io.spawn(see_off(Rc::clone(pipe), flow, remains, is_readable));
+    }
+    let deadline = pipe.shared.options.deadline.filter(|_| is_readable);
+    let overdue = deadline.and_then(|deadline| clock::now().checked_sub(deadline));
+    let again = pipe.link_is_down(index, overdue);
+    Ended { why, was_useful, unflushed, again, held }
+}
+
+/// Waits until the server has answered the changes that a connection has, which was given up, or
+/// has closed it. If its answers cannot be read, only that says that it has ended them.
+async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut is_readable: bool) {
+    let task = pipe.io.this_task();
+    pipe.leaving.borrow_mut().push(task);
+    // Without that it is looked at now and then.
+    let incoming = Watched::new(&pipe.io, &flow, Interest::Readable).ok();
+    if !is_readable {
+        flow.half_close();
+    }
+    let mut tick: Option<Instant> = None;
+    while !pipe.is_ending() {
+        let now = pipe.io.recently.get();
+        if tick.is_none_or(|tick| tick <= now) {
+            flow.may_receive();
+            flow.may_send();
+            pipe.expire();
+            tick = Some(now + TICK);
+            pipe.io.wake_me_at(now + TICK);
+        }
+        if incoming.as_ref().is_some_and(Watched::take) {
+            flow.may_receive();
+        }
+        let went_on = match (is_readable, &mut remains.requests) {
+            (true, requests) => {
+                flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
+            }
+            (false, _) => flow.discard(),
+        };
+        match went_on {
+            Ok(_) if pipe.release_answered(&mut remains) => break,
+            Ok(true) => pipe.io.wake_me(),
+            Ok(false) => {}
+            Err(Broken::Gone(_)) => break,
+            Err(Broken::Unusable(_) | Broken::Late(_)) => {
+                is_readable = false;
+                flow.half_close();
+                pipe.io.wake_me();
+            }
+        }
+        pipe.io.suspend().await;
+    }
+    pipe.release_all(&mut remains);
+    pipe.leaving.borrow_mut().retain(|other| *other != task);
 }
 
 /// How a server is tried again.
@@ -96,32 +177,37 @@ impl Retry {
         }
     }
 
-    /// One that breaks again and again without having served anything is told now and then.
-    fn broke(
-        &mut self,
-        pipe: &Pipe,
-        why: &str,
-        again: usize,
-        (is_dirty, was_useful): (bool, bool),
-    ) {
+    /// One that breaks again and again is told now and then, but not that data is lost: that
+    /// happens once.
+    fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
         let name = &pipe.shared.options;
+        let Ended { why, again, held, .. } = ended;
         let since = *self.since.get_or_insert_with(clock::now);
         pipe.tell_condition(Some((since, why)));
-        self.is_told = was_useful || pipe.shared.permit_line(clock::now()).is_some();
-        if !self.is_told {
-            return;
+        let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
+        self.is_told = permit.is_some();
+        if let Some(left_out) = permit {
+            tracing::warn!(
+                left_out,
+                "{name}: a connection broke: {why}; requests to be sent again: {again}"
+            );
+            if *held > 0 {
+                tracing::warn!(
+                    "{name}: the server may still make changes without an answer, {held} of them; \
+                     others to the same places wait until it has answered or closed the connection"
+                );
+            }
         }
-        tracing::warn!("{name}: a connection broke: {why}; requests to be sent again: {again}");
-        if pipe.shared.is_lost() {
-            tracing::error!(
+        match ended.unflushed {
+            Unflushed::Lost => tracing::error!(
                 "{name}: what was written and not flushed may be lost, so all further flushes \
                  fail; check the disk, then restart the export"
-            );
-        } else if is_dirty {
-            tracing::warn!(
+            ),
+            Unflushed::Trusted if self.is_told => tracing::warn!(
                 "{name}: what was written and not flushed is lost if the server's machine has \
                  restarted"
-            );
+            ),
+            Unflushed::Trusted | Unflushed::Nothing => {}
         }
     }
 
@@ -248,8 +334,10 @@ struct Watched<'a> {
 }
 
 impl<'a> Watched<'a> {
-    fn new(io: &'a Io, flow: &Flow, interest: Interest) -> Result<Self, String> {
-        let cannot = |error: &dyn std::fmt::Display| format!("cannot watch its socket: {error}");
+    fn new(io: &'a Io, flow: &Flow, interest: Interest) -> Result<Self, Broken> {
+        let cannot = |error: &dyn std::fmt::Display| {
+            Broken::Unusable(format!("cannot watch its socket: {error}"))
+        };
         let socket = flow.socket().as_fd().try_clone_to_owned().map_err(|e| cannot(&e))?;
         let readiness = Rc::<Readiness>::default();
         let source: Rc<dyn Source> = Rc::<Readiness>::clone(&readiness);
@@ -269,14 +357,8 @@ impl Drop for Watched<'_> {
     }
 }
 
-/// Carries requests until the connection breaks. Returns why, and whether it has answered any.
-async fn carry(pipe: &Rc<Pipe>, index: usize, connected: Connected) -> (String, bool) {
-    let mut flow = Flow::new(index, connected);
-    let why = carry_on(pipe, index, &mut flow).await;
-    (why.unwrap_or_else(|why| why), flow.has_answered())
-}
-
-async fn carry_on(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<String, String> {
+/// Carries requests until the connection breaks, or nobody needs it any more.
+async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Broken> {
     let io = &*pipe.io;
     let incoming = Watched::new(io, flow, Interest::Readable)?;
     // Only while the socket has no room: else each byte that leaves it would be announced.
@@ -284,7 +366,7 @@ async fn carry_on(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<Stri
     let (mut tick, mut is_late) = (None, false);
     loop {
         if pipe.shared.is_given_up() {
-            return Ok("it was given up".to_owned());
+            return Ok(());
         }
         if incoming.take() {
             flow.may_receive();
@@ -298,21 +380,25 @@ async fn carry_on(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<Stri
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
             is_late = look_for_late(pipe, index, is_late)?;
+            pipe.expire();
         }
-        let went_on = flow.send(pipe).and_then(|()| flow.receive(pipe));
+        let (went_on, is_busy) = {
+            let requests = &mut *pipe.requests.borrow_mut();
+            let went_on = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
+            (went_on, flow.is_busy(requests))
+        };
         pipe.settle();
         if went_on? {
             io.wake_me();
         }
-        let is_busy = flow.is_busy(pipe);
         if !is_busy && pipe.shared.is_over() {
             flow.say_goodbye();
-            return Ok("nobody has the disk any more".to_owned());
+            return Ok(());
         }
         if flow.is_full() && room.is_none() {
             room = Some(Watched::new(io, flow, Interest::Writable)?);
         }
-        if is_busy && tick.is_none() {
+        if tick.is_none() && (is_busy || pipe.oldest_waiting().is_some()) {
             let when = io.recently.get() + TICK;
             io.wake_me_at(when);
             tick = Some(when);
@@ -322,14 +408,16 @@ async fn carry_on(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<Stri
 }
 
 /// Notes that the server is late, or is not any more; breaks the connection at the deadline.
-fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, String> {
+fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, Broken> {
     let age = |since: Instant| clock::now().saturating_duration_since(since);
     let oldest = pipe.oldest_of(index);
     if let (Some(since), Some(deadline)) = (oldest, pipe.shared.options.deadline)
         && age(since) >= deadline
     {
-        return Err(format!("the server has not answered for {} s", age(since).as_secs()));
+        let why = format!("the server has not answered for {} s", age(since).as_secs());
+        return Err(Broken::Late(why));
     }
+    let oldest = oldest.into_iter().chain(pipe.oldest_waiting()).min();
     let late = oldest.filter(|since| age(*since) >= LATE);
     match late {
         Some(since) => pipe.shared.set_condition(pipe.number, Condition::Late(since)),

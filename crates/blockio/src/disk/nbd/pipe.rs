@@ -4,8 +4,9 @@
 //! to one connection at a time; when that breaks, the request goes to another one, or waits for the
 //! next. All requests may be sent again, for each does the same when it is done twice: a read or a
 //! change that has no answer may be done now, later, or twice, and one that was issued after its
-//! answer is never before it. What a server might still do with the requests of a connection that
-//! has broken is not known to the client; servers end them before they close it.
+//! answer is never before it. Servers end the requests of a connection before they close it. Where
+//! it is the client that gives a connection up, what the server may still change is held until it
+//! has answered or closed the connection; see `remains.rs`.
 //!
 //! A flush that is sent again, or comes after a connection broke, is a promise about changes that
 //! were answered on that connection. See [`NbdOptions::distrust`](super::NbdOptions).
@@ -13,7 +14,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -22,10 +23,10 @@ use std::time::Instant;
 use iomem::{Buffers, fits};
 
 use super::answer::Progress;
-use super::lent::Lent;
+use super::lent::{Lent, encode};
 use super::shared::{Condition, Shared};
 use super::wire::{Command, FLAG_FUA, Request};
-use crate::disk::info::{Extent, ExtentKind};
+use crate::disk::info::Extent;
 use crate::foreign_op::ForeignCompleter;
 use crate::io::{Io, TaskRef};
 use crate::task::Owner;
@@ -36,6 +37,8 @@ pub(super) struct Pipe {
     pub(super) shared: Arc<Shared>,
     pub(super) number: u64,
     pub(super) requests: RefCell<Requests>,
+    /// The tasks of connections that were given up and have not ended.
+    pub(super) leaving: RefCell<Vec<TaskRef>>,
 }
 
 #[derive(Default)]
@@ -113,6 +116,7 @@ impl Pipe {
             shared: Arc::clone(shared),
             number,
             requests: RefCell::default(),
+            leaving: RefCell::default(),
         });
         pipe.requests.borrow_mut().links.resize_with(links, Link::default);
         io.keep(key_of(shared), &pipe);
@@ -184,6 +188,15 @@ impl Pipe {
     fn assign(&self, slot: u32) {
         let task = {
             let requests = &mut *self.requests.borrow_mut();
+            let changed = requests.slots[slot as usize].request.changed_range();
+            if changed.is_some_and(|range| self.shared.held.has(&range)) {
+                requests.slots[slot as usize].state = State::Waiting;
+                requests.waiting.push_back(slot);
+                // They look at what has waited for too long.
+                let tasks = requests.links.iter().filter_map(|link| link.task);
+                tasks.for_each(|task| self.io.wake(task));
+                return;
+            }
             let up = requests.links.iter().enumerate().filter(|(_, link)| link.is_up);
             let least = up.min_by_key(|(_, link)| link.sending.len() + link.sent);
             let Some(index) = least.map(|(index, _)| index) else {
@@ -200,6 +213,10 @@ impl Pipe {
         }
     }
 
+    pub(super) fn links(&self) -> usize {
+        self.requests.borrow().links.len()
+    }
+
     /// A link's task says which it is.
     pub(super) fn set_task(&self, index: usize) {
         self.requests.borrow_mut().links[index].task = Some(self.io.this_task());
@@ -209,25 +226,29 @@ impl Pipe {
     pub(super) fn wake_links(&self) {
         let tasks: Vec<TaskRef> = {
             let requests = self.requests.borrow();
-            requests.links.iter().filter_map(|link| link.task).collect()
+            let links = requests.links.iter().filter_map(|link| link.task);
+            links.chain(self.leaving.borrow().iter().copied()).collect()
         };
         tasks.into_iter().for_each(|task| self.io.wake(task));
     }
 
     /// The link has a connection: it takes what waits.
     pub(super) fn link_is_up(&self, index: usize) {
-        let waiting = {
-            let mut requests = self.requests.borrow_mut();
-            requests.links[index].is_up = true;
-            std::mem::take(&mut requests.waiting)
-        };
-        waiting.into_iter().for_each(|slot| self.assign_or_refuse(slot));
-        self.settle();
+        self.requests.borrow_mut().links[index].is_up = true;
+        self.try_waiting();
         self.tell_condition(None);
     }
 
+    /// Has those requests sent that wait, as far as they can be.
+    pub(super) fn try_waiting(&self) {
+        let waiting = std::mem::take(&mut self.requests.borrow_mut().waiting);
+        waiting.into_iter().for_each(|slot| self.assign_or_refuse(slot));
+        self.settle();
+    }
+
     /// The connection of a link has broken. Returns how many of its requests are to be sent again.
-    pub(super) fn link_is_down(&self, index: usize) -> usize {
+    /// Those that began before `overdue` fail.
+    pub(super) fn link_is_down(&self, index: usize, overdue: Option<Instant>) -> usize {
         let mut again: Vec<(u32, u32)> = Vec::new();
         {
             let requests = &mut *self.requests.borrow_mut();
@@ -240,10 +261,16 @@ impl Pipe {
                 if is_of_link {
                     let serial = requests.next_serial();
                     let slot = &mut requests.slots[number];
-                    again.push((slot.serial, fits(number, "the requests of a disk")));
+                    let place = fits(number, "the requests of a disk");
+                    let (before, since) = (slot.serial, slot.since);
                     slot.progress = Progress::default();
                     slot.serial = serial;
                     slot.state = State::Waiting;
+                    if overdue.is_some_and(|overdue| since <= overdue) {
+                        requests.finish(place, Err(libc::ETIMEDOUT), &self.shared);
+                    } else {
+                        again.push((before, place));
+                    }
                 }
             }
         }
@@ -285,10 +312,18 @@ impl Pipe {
 
     /// Since when the oldest request waits for a link, sent or not.
     pub(super) fn oldest_of(&self, index: usize) -> Option<Instant> {
+        let is_of_link =
+            |state| matches!(state, State::Queued(of) | State::Sent(of) if of == index);
+        self.requests.borrow().oldest(is_of_link)
+    }
+
+    /// Since when the oldest request waits that no link has.
+    pub(super) fn oldest_waiting(&self) -> Option<Instant> {
         let requests = self.requests.borrow();
-        let of_link =
-            |slot: &&Slot| matches!(slot.state, State::Queued(of) | State::Sent(of) if of == index);
-        requests.slots.iter().filter(of_link).map(|slot| slot.since).min()
+        if requests.waiting.is_empty() {
+            return None;
+        }
+        requests.oldest(|state| state == State::Waiting)
     }
 
     /// Wakes and drops what a look at requests has left, when nothing is borrowed.
@@ -312,6 +347,48 @@ impl Pipe {
 }
 
 impl Requests {
+    /// Those that a link has sent, without their memory: what comes for that goes nowhere.
+    pub(super) fn left_by(&mut self, index: usize) -> Self {
+        let mut left = Self::default();
+        left.links.resize_with(self.links.len(), Link::default);
+        for slot in &mut self.slots {
+            let is_sent = slot.state == State::Sent(index);
+            left.slots.push(Slot {
+                serial: slot.serial,
+                state: if is_sent { slot.state } else { State::Free },
+                request: slot.request,
+                buffers: Buffers::empty(),
+                progress: if is_sent {
+                    std::mem::take(&mut slot.progress)
+                } else {
+                    Progress::default()
+                },
+                covers: 0,
+                since: slot.since,
+                who: Who::Nobody,
+            });
+        }
+        let link = &self.links[index];
+        (left.links[index].sent, left.links[index].large_reads) = (link.sent, link.large_reads);
+        left
+    }
+
+    /// What those that were sent change.
+    pub(super) fn changed_ranges(&self) -> Vec<Range<u64>> {
+        let sent = self.slots.iter().filter(|slot| matches!(slot.state, State::Sent(_)));
+        sent.filter_map(|slot| slot.request.changed_range()).collect()
+    }
+
+    /// Nobody is to be woken, and nothing to be dropped.
+    pub(super) fn forget_done(&mut self) {
+        self.done.clear();
+    }
+
+    fn oldest(&self, which: impl Fn(State) -> bool) -> Option<Instant> {
+        let slots = self.slots.iter().filter(|slot| which(slot.state));
+        slots.map(|slot| slot.since).min()
+    }
+
     fn next_serial(&mut self) -> u32 {
         self.serial = self.serial.wrapping_add(1);
         self.serial
@@ -330,7 +407,6 @@ impl Requests {
         let result = if promises && shared.is_lost() { Err(libc::EIO) } else { result };
         if result.is_ok() {
             match slot.request.command {
-                Command::Read => slot.buffers.wrote(slot.buffers.bytes()),
                 Command::Flush => shared.has_flushed(slot.covers),
                 command if command.changes() && slot.request.flags & FLAG_FUA == 0 => {
                     shared.has_changed();
@@ -413,27 +489,4 @@ impl Drop for Ticket {
         };
         drop(left);
     }
-}
-
-/// A result as an op of something else has it.
-fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
-    let extent = result.map_err(io::Error::from_raw_os_error)?;
-    let kind = match extent.kind {
-        ExtentKind::Data => 0,
-        ExtentKind::Zero => 1,
-        ExtentKind::Hole => 2,
-    };
-    let bytes = usize::try_from(extent.bytes).unwrap_or(usize::MAX).min(usize::MAX >> 3);
-    Ok(bytes << 2 | kind)
-}
-
-/// What [`encode`] has made of it.
-pub(super) fn decode(result: io::Result<usize>) -> Result<Extent, i32> {
-    let code = result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-    let kind = match code & 3 {
-        0 => ExtentKind::Data,
-        1 => ExtentKind::Zero,
-        _ => ExtentKind::Hole,
-    };
-    Ok(Extent { bytes: (code >> 2) as u64, kind })
 }

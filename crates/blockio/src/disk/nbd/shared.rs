@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::connect::Connected;
 use super::handshake::Facts;
+use super::held::Held;
 use super::target::NbdOptions;
 use crate::disk::info::DiskState;
 use crate::io::Io;
@@ -27,13 +28,14 @@ pub(super) struct Shared {
     is_over: AtomicBool,
     /// What was written may be lost, and flushes fail.
     is_lost: AtomicBool,
+    /// What requests that were given up may still change.
+    pub(super) held: Held,
     /// Changes that were answered; and how many of these an answered flush has covered.
     changes: AtomicU64,
     flushed: AtomicU64,
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
     /// Made when the disk was opened, for the first who needs one.
     spare: Option<Connected>,
@@ -42,8 +44,13 @@ struct State {
     /// Whose pipe is that of all IoThreads, where there may be one connection only.
     home: Option<Remote>,
     next_pipe: u64,
+    /// Lines about a server that cannot be used, and about connections that broke.
     log: Rare,
+    breaks: Rare,
 }
+
+/// Connections that break are worth a line each, unless they do it again and again.
+const BREAKS_TOLD: u32 = 20;
 
 impl State {
     fn add_pipe(&mut self, remote: &Remote) -> u64 {
@@ -52,6 +59,17 @@ impl State {
         self.pipes.insert(number, (remote.clone(), Condition::Up(0)));
         number
     }
+}
+
+/// What becomes of changes that were answered and not flushed when a connection breaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unflushed {
+    /// There are none, or they are known to be lost already.
+    Nothing,
+    /// The server counts as having kept them.
+    Trusted,
+    /// They count as lost from now on.
+    Lost,
 }
 
 /// What the connections of an IoThread are like.
@@ -68,7 +86,14 @@ pub(super) enum Condition {
 impl Shared {
     pub(super) fn new(options: NbdOptions, connected: Connected) -> Self {
         let facts = connected.facts;
-        let state = State { spare: Some(connected), ..State::default() };
+        let state = State {
+            spare: Some(connected),
+            pipes: BTreeMap::new(),
+            home: None,
+            next_pipe: 0,
+            log: Rare::default(),
+            breaks: Rare::few(BREAKS_TOLD),
+        };
         Self {
             options,
             facts,
@@ -76,6 +101,7 @@ impl Shared {
             given_up: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
+            held: Held::default(),
             changes: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -158,13 +184,15 @@ impl Shared {
         self.flushed.fetch_max(changes, Ordering::Relaxed);
     }
 
-    /// A connection broke. Returns whether changes were answered that no flush has covered.
-    pub(super) fn has_broken(&self) -> bool {
+    /// A connection broke: what becomes of the changes that were answered before.
+    pub(super) fn has_broken(&self) -> Unflushed {
         let is_dirty = self.changes() > self.flushed.load(Ordering::Relaxed);
-        if is_dirty && self.options.distrust {
-            self.is_lost.store(true, Ordering::Relaxed);
+        match (is_dirty, self.options.distrust) {
+            (false, _) => Unflushed::Nothing,
+            (true, false) => Unflushed::Trusted,
+            (true, true) if self.is_lost.swap(true, Ordering::Relaxed) => Unflushed::Nothing,
+            (true, true) => Unflushed::Lost,
         }
-        is_dirty
     }
 
     /// Another process has had the disk, and nobody knows what of its changes is flushed.
@@ -180,6 +208,12 @@ impl Shared {
     /// How many lines were left out since the last one, if one may be written now.
     pub(super) fn permit_line(&self, now: Instant) -> Option<u64> {
         self.state().log.permit(now)
+    }
+
+    /// The same for a connection that broke. One that has served nothing is told now and then.
+    pub(super) fn permit_break(&self, was_useful: bool, now: Instant) -> Option<u64> {
+        let mut state = self.state();
+        if was_useful { state.breaks.permit(now) } else { state.log.permit(now) }
     }
 
     pub(super) fn disk_state(&self) -> DiskState {

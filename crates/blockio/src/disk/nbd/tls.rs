@@ -136,13 +136,14 @@ impl Tls {
     ///
     /// # Errors
     ///
-    /// As [`push`](Self::push), and what is wrong with the ciphertext.
+    /// As [`push`](Self::push), and what is wrong with the ciphertext. `Interrupted`: much has come
+    /// that says nothing, and others have their turn before more of that.
     pub(super) fn pull(
         &mut self,
         socket: BorrowedFd<'_>,
         mut take: impl FnMut(&[u8]) -> usize,
     ) -> io::Result<usize> {
-        let mut taken = 0;
+        let (mut taken, mut fetched) = (0, 0);
         loop {
             match self.connection.reader().fill_buf() {
                 Ok([]) => return Ok(taken),
@@ -158,9 +159,13 @@ impl Tls {
                     return Ok(taken);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    if fetched >= INCOMING_BYTES {
+                        return Err(ErrorKind::Interrupted.into());
+                    }
                     let mut stream = Fetch { socket, incoming: &mut self.incoming };
-                    if self.connection.read_tls(&mut stream)? == 0 {
-                        return Ok(0);
+                    match self.connection.read_tls(&mut stream)? {
+                        0 => return Ok(0),
+                        bytes => fetched += bytes,
                     }
                     let state = self.connection.process_new_packets();
                     state.map_err(|error| io::Error::new(ErrorKind::InvalidData, error))?;

@@ -84,6 +84,11 @@ pub(super) struct Request {
 }
 
 impl Request {
+    /// What it changes on the disk.
+    pub(super) fn changed_range(&self) -> Option<std::ops::Range<u64>> {
+        self.command.changes().then(|| self.offset..self.offset.saturating_add(self.len))
+    }
+
     /// The bytes of the request, without its data. `cookie` comes back with the reply.
     pub(super) fn encode(self, cookie: u64, framing: Framing) -> Header {
         let mut header = Header { bytes: [0; REQUEST_BYTES_MAX], used: 0 };

@@ -1,0 +1,75 @@
+//! What a server may still change by requests that nobody waits for any more: no other change of
+//! the same place is sent before that has ended, so that no old write lands after a newer one.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Ranges of an export that are held, by which connection.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    /// How many there are: requests look at the others only if there are any.
+    count: AtomicUsize,
+    ranges: Mutex<Ranges>,
+}
+
+#[derive(Debug, Default)]
+struct Ranges {
+    next_holder: u64,
+    all: Vec<(u64, Range<u64>)>,
+}
+
+impl Held {
+    fn ranges(&self) -> MutexGuard<'_, Ranges> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds these, and returns who does.
+    pub(super) fn add(&self, ranges: Vec<Range<u64>>) -> u64 {
+        let holder = {
+            let mut known = self.ranges();
+            known.next_holder += 1;
+            known.next_holder
+        };
+        self.replace(holder, ranges);
+        holder
+    }
+
+    /// From now on the holder holds these, and nothing else.
+    pub(super) fn replace(&self, holder: u64, ranges: Vec<Range<u64>>) {
+        let mut known = self.ranges();
+        known.all.retain(|(other, _)| *other != holder);
+        known.all.extend(ranges.into_iter().map(|range| (holder, range)));
+        self.count.store(known.all.len(), Ordering::Release);
+    }
+
+    /// Whether any byte of `range` is held.
+    pub(super) fn has(&self, range: &Range<u64>) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let overlaps = |held: &Range<u64>| held.start < range.end && range.start < held.end;
+        self.ranges().all.iter().any(|(_, held)| overlaps(held))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_held_until_its_last_holder_lets_go() {
+        let held = Held::default();
+        assert!(!held.has(&(0..u64::MAX)));
+        let first = held.add(vec![0..10, 20..30]);
+        let second = held.add(vec![25..30, 30..40]);
+        assert!(held.has(&(9..10)) && held.has(&(0..100)) && held.has(&(39..41)));
+        assert!(!held.has(&(10..20)) && !held.has(&(40..50)));
+        held.replace(first, vec![0..5, 5..10]);
+        assert!(held.has(&(25..26)) && !held.has(&(20..25)));
+        held.replace(second, Vec::new());
+        assert!(held.has(&(5..6)) && !held.has(&(25..26)));
+        held.replace(first, Vec::new());
+        assert!(!held.has(&(0..u64::MAX)));
+    }
+}

@@ -1,0 +1,288 @@
+//! A server for tests: it keeps its disk in memory, answers when it is told to, and changes its
+//! mind about what it offers.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use tempfile::TempDir;
+
+use super::target::{NbdAddress, NbdOptions};
+
+/// Commands, as the protocol numbers them.
+pub(super) const READ: u16 = 0;
+pub(super) const WRITE: u16 = 1;
+pub(super) const FLUSH: u16 = 3;
+
+/// What the server has seen, in order, of which connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    Request(usize, u16),
+    /// The client sends no more.
+    HalfClosed(usize),
+    /// All requests of the connection have ended, and so has it.
+    Ended(usize),
+}
+
+/// What the server has, and how it behaves.
+pub(super) struct State {
+    pub(super) content: Vec<u8>,
+    pub(super) flags: u16,
+    /// Extended headers are offered; otherwise replies are simple.
+    pub(super) is_extended: bool,
+    /// So many requests of a command are put aside.
+    pub(super) holds: (u16, usize),
+    /// Connections that the client has half closed stay, with what was put aside.
+    pub(super) lingers: bool,
+    pub(super) events: Vec<Event>,
+    held: Vec<(usize, Request)>,
+    sockets: Vec<(usize, UnixStream)>,
+    connections: usize,
+    is_over: bool,
+}
+
+#[derive(Clone)]
+struct Request {
+    command: u16,
+    cookie: [u8; 8],
+    offset: u64,
+    len: u64,
+    data: Vec<u8>,
+    is_extended: bool,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// Ends with all its connections when it is dropped.
+pub(super) struct Server {
+    shared: Arc<Shared>,
+    folder: TempDir,
+}
+
+impl Server {
+    pub(super) fn start(bytes: usize, flags: u16) -> Self {
+        let state = State {
+            content: vec![0; bytes],
+            flags,
+            is_extended: false,
+            holds: (0, 0),
+            lingers: false,
+            events: Vec::new(),
+            held: Vec::new(),
+            sockets: Vec::new(),
+            connections: 0,
+            is_over: false,
+        };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("nbd")).unwrap();
+        let accepting = Arc::clone(&shared);
+        std::thread::spawn(move || accept(&accepting, &listener));
+        Self { shared, folder }
+    }
+
+    pub(super) fn options(&self) -> NbdOptions {
+        NbdOptions {
+            address: NbdAddress::Unix(self.folder.path().join("nbd")),
+            export: String::new(),
+            connections: 1,
+            deadline: None,
+            distrust: false,
+            tls: None,
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap()
+    }
+
+    pub(super) fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state());
+        self.shared.changed.notify_all();
+    }
+
+    /// Carries out what was put aside, and answers it.
+    pub(super) fn answer_held(&self) {
+        self.change(|state| {
+            state.holds.1 = 0;
+            for (connection, request) in std::mem::take(&mut state.held) {
+                state.answer(connection, &request);
+            }
+        });
+    }
+
+    /// Ends all connections; what was put aside is never done.
+    pub(super) fn hang_up(&self) {
+        self.change(|state| {
+            state.held.clear();
+            for (_, socket) in state.sockets.drain(..) {
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        });
+    }
+
+    /// Sends something that is no reply, on all connections.
+    pub(super) fn talk_nonsense(&self) {
+        for (_, socket) in &mut self.state().sockets {
+            socket.write_all(&[0x55; 64]).unwrap();
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.change(|state| (state.is_over, state.lingers) = (true, false));
+        self.hang_up();
+        // The thread that accepts looks up.
+        let _ = UnixStream::connect(self.folder.path().join("nbd"));
+    }
+}
+
+impl State {
+    fn answer(&mut self, connection: usize, request: &Request) {
+        let start = usize::try_from(request.offset).unwrap();
+        let range = start..start + usize::try_from(request.len).unwrap();
+        let mut data = Vec::new();
+        let mut error = 0u32;
+        match (request.command, self.content.get_mut(range)) {
+            (FLUSH, _) => {}
+            (READ, Some(place)) => data.extend_from_slice(place),
+            (WRITE, Some(place)) => place.copy_from_slice(&request.data),
+            _ => error = 22,
+        }
+        let reply = if request.is_extended {
+            extended_reply(request, error, &data)
+        } else {
+            let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
+            [&header.concat()[..], &data].concat()
+        };
+        // The client may have gone.
+        if let Some((_, socket)) = self.sockets.iter_mut().find(|(number, _)| *number == connection)
+        {
+            let _ = socket.write_all(&reply);
+        }
+    }
+}
+
+fn extended_reply(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
+    let (kind, payload) = match (error, request.command) {
+        (0, READ) => (1u16, [&request.offset.to_be_bytes()[..], data].concat()),
+        (0, _) => (0, Vec::new()),
+        (error, _) => (0x8001, [&error.to_be_bytes()[..], &[0, 0]].concat()),
+    };
+    let len = (payload.len() as u64).to_be_bytes();
+    let head = [&[0x6e, 0x8a, 0x27, 0x8c, 0, 1][..], &kind.to_be_bytes(), &request.cookie];
+    [&head.concat()[..], &request.offset.to_be_bytes(), &len, &payload].concat()
+}
+
+fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
+    for stream in listener.incoming() {
+        let mut state = shared.state.lock().unwrap();
+        if state.is_over {
+            return;
+        }
+        let (number, stream) = (state.connections, stream.unwrap());
+        state.connections += 1;
+        let shared = Arc::clone(shared);
+        // An error is the end of the connection.
+        std::thread::spawn(move || serve(&shared, number, stream).ok());
+    }
+}
+
+fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Result<()> {
+    let is_extended = shake_hands(shared, number, &mut stream)?;
+    while let Some(request) = read_request(&mut stream, is_extended)? {
+        let mut state = shared.state.lock().unwrap();
+        state.events.push(Event::Request(number, request.command));
+        if state.holds.0 == request.command && state.holds.1 > 0 {
+            state.holds.1 -= 1;
+            state.held.push((number, request));
+        } else {
+            state.answer(number, &request);
+        }
+        shared.changed.notify_all();
+    }
+    let mut state = shared.state.lock().unwrap();
+    state.events.push(Event::HalfClosed(number));
+    shared.changed.notify_all();
+    let mut state = shared.changed.wait_while(state, |state| state.lingers).unwrap();
+    let (mine, others) =
+        std::mem::take(&mut state.held).into_iter().partition(|(of, _)| *of == number);
+    state.held = others;
+    let mine: Vec<(usize, Request)> = mine;
+    mine.iter().for_each(|(of, request)| state.answer(*of, request));
+    state.events.push(Event::Ended(number));
+    state.sockets.retain(|(of, _)| *of != number);
+    shared.changed.notify_all();
+    stream.shutdown(Shutdown::Both)
+}
+
+/// Says what the export is. Returns whether headers are extended.
+fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::io::Result<bool> {
+    stream.write_all(b"NBDMAGICIHAVEOPT\x00\x03")?;
+    take::<4>(stream)?;
+    let mut is_extended = false;
+    loop {
+        take::<8>(stream)?;
+        let option = u32::from_be_bytes(take(stream)?);
+        let len = u32::from_be_bytes(take(stream)?);
+        stream.read_exact(&mut vec![0; len as usize])?;
+        let mut reply = |kind: u32, data: &[u8]| {
+            let len = u32::try_from(data.len()).unwrap().to_be_bytes();
+            let head =
+                [&[0x00, 0x03, 0xe8, 0x89, 0x04, 0x55, 0x65, 0xa9][..], &option.to_be_bytes()];
+            stream.write_all(&[&head.concat()[..], &kind.to_be_bytes(), &len, data].concat())
+        };
+        let mut state = shared.state.lock().unwrap();
+        match option {
+            11 if state.is_extended => {
+                is_extended = true;
+                reply(1, &[])?;
+            }
+            10 if is_extended => reply(1, &[])?,
+            7 => {
+                let size = (state.content.len() as u64).to_be_bytes();
+                reply(3, &[&[0, 0][..], &size, &state.flags.to_be_bytes()].concat())?;
+                reply(1, &[])?;
+                state.sockets.push((number, stream.try_clone()?));
+                return Ok(is_extended);
+            }
+            _ => reply(0x8000_0001, &[])?,
+        }
+    }
+}
+
+/// `None`: the client sends no more.
+fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<Option<Request>> {
+    let mut magic = [0; 4];
+    if stream.read(&mut magic)? != 4 {
+        return Ok(None);
+    }
+    take::<2>(stream)?;
+    let command = u16::from_be_bytes(take(stream)?);
+    let (cookie, offset) = (take(stream)?, u64::from_be_bytes(take(stream)?));
+    let len = match is_extended {
+        true => u64::from_be_bytes(take(stream)?),
+        false => u32::from_be_bytes(take(stream)?).into(),
+    };
+    // A disconnect is the end, too.
+    if command == 2 {
+        return Ok(None);
+    }
+    let mut data = Vec::new();
+    if command == WRITE {
+        data.resize(usize::try_from(len).unwrap(), 0);
+        stream.read_exact(&mut data)?;
+    }
+    Ok(Some(Request { command, cookie, offset, len, data, is_extended }))
+}
+
+fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
