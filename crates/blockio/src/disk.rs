@@ -26,6 +26,7 @@ pub mod qcow2;
 mod raw;
 #[cfg(feature = "rbd")]
 mod rbd;
+mod requests;
 mod retries;
 mod seam;
 mod shared;
@@ -47,12 +48,11 @@ use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
 use gate::Gate;
+pub use gate::Requester;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
 };
-use iomem::Buffers;
-use limits::Direction;
-pub use limits::{Burst, Limits, Rate, Rates};
+pub use limits::{Burst, Direction, Limits, Rate, Rates};
 pub use outside::Outside;
 #[cfg(feature = "rbd")]
 pub use rbd::name::RbdImage;
@@ -254,6 +254,13 @@ pub struct Disk {
     gate: Gate,
 }
 
+/// A disk for somebody who is asked about a request while it waits for limits, or for another try.
+#[derive(Clone, Copy)]
+pub struct Requests<'a> {
+    disk: &'a Disk,
+    requester: &'a dyn Requester,
+}
+
 enum Kind {
     File(FileDisk),
     Null,
@@ -265,85 +272,6 @@ impl Disk {
     #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.shared.info(&self.info)
-    }
-
-    /// Fills all of `buffers` from byte `offset` on.
-    ///
-    /// # Errors
-    ///
-    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
-    /// the part of `buffers` that was not filled. Its content is undefined then.
-    #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
-    pub fn read(
-        &self,
-        offset: u64,
-        buffers: Buffers,
-    ) -> impl Future<Output = Result<(), Unfinished>> {
-        async move {
-            let end = offset.wrapping_add(buffers.bytes() as u64);
-            if !self.is_direct(offset, end) {
-                return self.read_otherwise(offset, buffers).await;
-            }
-            let result = match &self.kind {
-                Kind::File(disk) => disk.read(offset, buffers).await,
-                Kind::Null | Kind::Other(_) => {
-                    buffers.wrote(buffers.bytes());
-                    Ok(())
-                }
-            };
-            match result {
-                Err(unfinished) => self.read_again(end, unfinished).await,
-                done => done,
-            }
-        }
-    }
-
-    /// Reads from byte `offset` on into memory of the disk's own: whole logical blocks, at least
-    /// one of them, at most `len` bytes. The memory is of the
-    /// [budget for misaligned requests](crate::config::BounceConfig) until the list is dropped, and
-    /// this waits for its turn there: so do not wait for the disk while you have such a list.
-    ///
-    /// # Errors
-    ///
-    /// As [`read`](Self::read), and `ENOMEM`.
-    pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
-        self.check(offset, len)?;
-        if len == 0 {
-            return Ok(Buffers::empty());
-        }
-        let block = self.info.logical_block_bytes;
-        self.govern(Direction::Read, len.min(PART_BYTES), || async move {
-            match &self.kind {
-                Kind::File(disk) => disk.read_part(offset, len, block).await,
-                Kind::Null => null::read_part(len, block),
-                Kind::Other(other) => other.read_part(offset, len, block).await,
-            }
-        })
-        .await
-    }
-
-    /// Writes all of `buffers` from byte `offset` on. With `fua`, the data is on stable storage
-    /// when this returns.
-    ///
-    /// # Errors
-    ///
-    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on,
-    /// with the part of `buffers` that was not written, or not wholly. With `fua` also the error of
-    /// an earlier [`flush`](Self::flush), and of one after the write: then nothing is left of
-    /// `buffers`, and any of it may be lost.
-    pub async fn write(&self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
-        let end = offset.wrapping_add(buffers.bytes() as u64);
-        if self.info.read_only || !self.is_direct(offset, end) {
-            return self.write_otherwise(offset, buffers, fua).await;
-        }
-        let result = match &self.kind {
-            Kind::File(disk) => disk.write(offset, buffers, fua).await,
-            Kind::Null | Kind::Other(_) => Ok(()),
-        };
-        match result {
-            Err(unfinished) => self.write_again(end, fua, unfinished).await,
-            done => done,
-        }
     }
 
     /// Brings all writes that have completed to stable storage.
@@ -365,43 +293,6 @@ impl Disk {
             Kind::Null => Ok(()),
             Kind::Other(other) => other.disk.flush().await,
         }
-    }
-
-    /// Says that `len` bytes are not needed any more. A hint: a disk that cannot use it does
-    /// nothing. What the range reads as afterwards is undefined.
-    ///
-    /// # Errors
-    ///
-    /// As [`write`](Self::write).
-    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.check_write(offset, len)?;
-        self.govern(Direction::Write, len, || async move {
-            match &self.kind {
-                Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
-                Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
-                _ => Ok(()),
-            }
-        })
-        .await
-    }
-
-    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back.
-    ///
-    /// # Errors
-    ///
-    /// As [`write`](Self::write).
-    pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
-        self.check_write(offset, len)?;
-        self.govern(Direction::Write, len, || async move {
-            match &self.kind {
-                Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
-                Kind::Other(other) if len > 0 => {
-                    other.disk.write_zeroes(offset, len, may_unmap).await
-                }
-                _ => Ok(()),
-            }
-        })
-        .await
     }
 
     /// What is known of the `len` bytes, at least one block, from `offset` on, without reading
@@ -435,9 +326,12 @@ impl Disk {
         offset <= end && end <= self.shared.direct_bytes() && (offset | end) & self.block_mask == 0
     }
 
+    fn has(&self, (offset, len): (u64, u64)) -> bool {
+        offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes())
+    }
+
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {
-        let in_range = offset.checked_add(len).is_some_and(|end| end <= self.shared.size_bytes());
-        if in_range && (offset | len) & self.block_mask == 0 {
+        if self.has((offset, len)) && (offset | len) & self.block_mask == 0 {
             Ok(())
         } else {
             Err(io::Error::from_raw_os_error(libc::EINVAL))
@@ -452,9 +346,6 @@ impl Disk {
         self.check(offset, len)
     }
 }
-
-/// The most of a part that counts for limits: what a part has at most, unless it is configured.
-const PART_BYTES: u64 = 256 << 10;
 
 #[cfg(test)]
 pub(crate) mod elsewhere;

@@ -37,6 +37,12 @@ impl Fence {
         self.look(in_device);
     }
 
+    /// The chain with this head, which has begun, waits as if it had not.
+    pub(crate) fn step_out(&self, head: u16, in_device: u16) {
+        self.forget_later(head);
+        self.hold(in_device);
+    }
+
     /// It goes on, and may begin.
     pub(crate) fn release(&self) {
         self.held.set(self.held.get() - 1);
@@ -57,6 +63,11 @@ impl Fence {
     /// A driver may give a head to several chains at once. Then those who wait do so until the last
     /// of these is answered, since the chains that have begun later are only counted.
     pub(crate) fn answered(&self, head: u16, in_device: u16) -> bool {
+        self.forget_later(head);
+        self.look(in_device)
+    }
+
+    fn forget_later(&self, head: u16) {
         let mut later = self.later.borrow_mut();
         if let Some(place) = later.iter().position(|chain| chain.head == head) {
             let after = later.swap_remove(place).after;
@@ -64,8 +75,6 @@ impl Fence {
             let meant = tokens.iter_mut().filter(|token| token.number <= after);
             meant.for_each(|token| token.later -= 1);
         }
-        drop(later);
-        self.look(in_device)
     }
 
     /// Keeps `token` until those of the `in_device` chains are answered that do not wait for the

@@ -3,6 +3,8 @@
 pub mod access;
 pub mod address;
 pub(crate) mod answer;
+pub(crate) mod at_disk;
+pub(crate) mod awaited;
 pub(crate) mod block;
 pub(crate) mod cdb;
 pub mod config;

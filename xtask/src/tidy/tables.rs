@@ -154,7 +154,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (24, &["disk::gate", "disk::source"]),
             (25, &["disk::file", "disk::seam"]),
             (26, &["disk"]),
-            (27, &["disk::facts", "disk::governed", "disk::simulated"]),
+            (27, &["disk::facts", "disk::governed", "disk::requests", "disk::simulated"]),
             // Kinds that come in through the seam.
             (27, &["disk::raw"]),
             (0, &["disk::nbd::held", "disk::nbd::target", "disk::nbd::wire"]),
@@ -212,7 +212,8 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["queue"]),
             (3, &["common", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
-            (1, &["scsi::address", "scsi::medium", "scsi::sense", "scsi::turns"]),
+            (1, &["scsi::address", "scsi::awaited", "scsi::medium"]),
+            (1, &["scsi::sense", "scsi::turns"]),
             (1, &["scsi::persist::own_file"]),
             (2, &["scsi::cdb", "scsi::config", "scsi::persist::registry", "scsi::task_set"]),
             (3, &["scsi::persist::command", "scsi::persist::file"]),
@@ -222,7 +223,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (7, &["scsi::unit"]),
             (8, &["scsi::units"]),
             (9, &["scsi::event_queue", "scsi::request_queue"]),
-            (10, &["scsi::answer"]),
+            (10, &["scsi::answer", "scsi::at_disk"]),
             (10, &["scsi::block", "scsi::mode", "scsi::reserve", "scsi::unmap"]),
             (11, &["scsi::inquiry"]),
             (12, &["scsi::report"]),

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -19,6 +19,79 @@ use super::trouble::{ErrorAction, Tries};
 use super::waiting::Turns;
 use crate::clock;
 use crate::io::Io;
+
+/// Whoever makes a request, and is asked about it while it waits here. Nothing of it is in progress
+/// then.
+pub trait Requester {
+    /// It waits from now on.
+    fn waits(&self);
+
+    /// Whether it is to be done at all. Asked before it waits, and whenever it is
+    /// [looked at](super::Disk::look_at_waiting).
+    ///
+    /// # Errors
+    ///
+    /// What it ends with.
+    fn check(&self) -> io::Result<()>;
+
+    /// It waits here no more, and does what a request does that begins. What has changed since it
+    /// began is looked at again.
+    ///
+    /// # Errors
+    ///
+    /// What it ends with.
+    fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
+
+    /// It waits here no more, and ends.
+    fn ends(&self);
+}
+
+/// One that has nothing to say.
+pub(super) struct Anybody;
+
+impl Requester for Anybody {
+    fn waits(&self) {}
+
+    fn check(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn ends(&self) {}
+}
+
+/// A request at the gate, which waits or does not yet.
+struct Place<'a> {
+    requester: &'a dyn Requester,
+    waits: Cell<bool>,
+}
+
+impl<'a> Place<'a> {
+    fn of(requester: &'a dyn Requester) -> Self {
+        Self { requester, waits: Cell::new(false) }
+    }
+
+    fn wait(&self) {
+        if !self.waits.replace(true) {
+            self.requester.waits();
+        }
+    }
+
+    async fn go_on(&self, direction: Direction) -> io::Result<()> {
+        if self.waits.replace(false) { self.requester.goes_on(direction).await } else { Ok(()) }
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if self.waits.get() {
+            self.requester.ends();
+        }
+    }
+}
 
 /// The gate of one queue.
 pub(super) struct Gate {
@@ -71,84 +144,115 @@ impl Gate {
         }
     }
 
-    /// Waits until limits let a request begin.
-    pub(super) async fn pass(&self, direction: Direction, bytes: u64) {
+    /// Waits until limits let a request begin. An error: it is not to be done any more.
+    pub(super) async fn pass(
+        &self,
+        requester: &dyn Requester,
+        direction: Direction,
+        bytes: u64,
+    ) -> io::Result<()> {
         let (_, rules) = self.rules();
         if (rules.own.is_none() && rules.shared.is_none()) || self.is_open.get() {
-            return;
+            return Ok(());
         }
+        let place = Place::of(requester);
         let turn = self.turns[direction as usize].enter();
-        poll_fn(|cx| turn.poll(cx)).await;
-        self.take(direction, bytes, |rules| rules.own.clone()).await;
+        self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
+        self.take(&place, direction, bytes, |rules| rules.own.clone()).await?;
         if self.rules().1.shared.is_some() {
             let turn = self.shared.turns[direction as usize].enter();
-            self.wait(|cx| turn.poll(cx).is_ready()).await;
-            self.take(direction, bytes, |rules| rules.shared.clone()).await;
+            self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
+            self.take(&place, direction, bytes, |rules| rules.shared.clone()).await?;
         }
+        drop(turn);
+        place.go_on(direction).await
     }
 
     /// Waits for these limits.
     async fn take(
         &self,
+        place: &Place<'_>,
         direction: Direction,
         bytes: u64,
         which: impl Fn(&Rules) -> Option<Arc<Buckets>>,
-    ) {
+    ) -> io::Result<()> {
         let mut taken: Option<(Arc<Buckets>, Instant)> = None;
         while !self.is_open.get() {
             let (generation, rules) = self.rules();
-            let Some(buckets) = which(&rules) else { return };
+            let Some(buckets) = which(&rules) else { break };
             let begins = match &taken {
                 // Something else has changed.
                 Some((same, begins)) if Arc::ptr_eq(same, &buckets) => *begins,
                 _ => buckets.take(direction, bytes, clock::now()),
             };
             taken = Some((buckets, begins));
-            if self.wait_until(begins, || self.shared.generation() != generation).await {
-                return;
+            if self.wait_until(place, begins, || self.shared.generation() != generation).await? {
+                break;
             }
         }
+        Ok(())
     }
 
-    /// A request has failed. Waits until it is to be tried again; false: it is to be reported.
+    /// A request has failed. Waits until it is to be tried again; false: it is to be reported. An
+    /// error is reported instead.
     pub(super) async fn tries_again(
         &self,
+        requester: &dyn Requester,
         tries: &mut Tries<'_>,
         direction: Direction,
         error: &io::Error,
-    ) -> bool {
+    ) -> io::Result<bool> {
         let (generation, rules) = self.rules();
         let (action, resumed) = (self.action(&rules, direction), self.shared.resumed());
         let now = clock::now();
-        let Some(pause) = tries.failed(action, error, now) else { return false };
+        let Some(pause) = tries.failed(action, error, now) else { return Ok(false) };
         let changed = || self.shared.resumed() != resumed || self.shared.generation() != generation;
-        self.wait_until(now + pause, changed).await;
-        !self.is_open.get()
+        let place = Place::of(requester);
+        self.wait_until(&place, now + pause, changed).await?;
+        if self.is_open.get() {
+            return Ok(false);
+        }
+        place.go_on(direction).await?;
+        Ok(true)
     }
 
     /// Waits until `when`, or until something has changed. Returns whether it is that late.
-    async fn wait_until(&self, when: Instant, changed: impl Fn() -> bool) -> bool {
+    async fn wait_until(
+        &self,
+        place: &Place<'_>,
+        when: Instant,
+        changed: impl Fn() -> bool,
+    ) -> io::Result<bool> {
         if clock::now() >= when {
-            return true;
+            return Ok(true);
         }
         let mut sleep = pin!(self.io.sleep_until(when));
         let mut is_late = false;
-        self.wait(|cx| {
+        let is_over = |cx: &mut Context<'_>| {
             is_late = sleep.as_mut().poll(cx).is_ready();
             is_late || changed()
-        })
-        .await;
-        is_late
+        };
+        self.wait(place, is_over).await?;
+        Ok(is_late)
     }
 
     /// Waits until `is_over`, which is looked at after each ring of the bell, or the gate is open.
-    async fn wait(&self, mut is_over: impl FnMut(&mut Context<'_>) -> bool) {
+    async fn wait(
+        &self,
+        place: &Place<'_>,
+        mut is_over: impl FnMut(&mut Context<'_>) -> bool,
+    ) -> io::Result<()> {
         let listener = self.shared.bell.listener();
         poll_fn(|cx| {
             listener.listen(cx);
-            if self.is_open.get() || is_over(cx) { Poll::Ready(()) } else { Poll::Pending }
+            place.requester.check()?;
+            if self.is_open.get() || is_over(cx) {
+                return Poll::Ready(Ok(()));
+            }
+            place.wait();
+            Poll::Pending
         })
-        .await;
+        .await
     }
 }
 

@@ -10,7 +10,7 @@ use super::info::Unfinished;
 use super::limits::Direction;
 use super::seam::Request;
 use super::trouble::Tries;
-use super::{Disk, Kind};
+use super::{Disk, Kind, Requests};
 
 impl Disk {
     /// With `ends`, nobody waits for limits, and errors are reported whatever the policy: for a
@@ -19,21 +19,30 @@ impl Disk {
         self.gate.set_open(ends);
     }
 
+    /// Has all those [asked](super::Requester::check) who wait for limits or another try.
+    pub fn look_at_waiting(&self) {
+        self.shared.bell.ring();
+    }
+}
+
+impl<'a> Requests<'a> {
     /// A read that does not go straight to a file: out of the way of all others.
     #[cold]
     #[inline(never)]
     pub(super) fn read_otherwise(
-        &self,
+        self,
         offset: u64,
         buffers: Buffers,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), Unfinished>> {
         let bytes = buffers.bytes() as u64;
-        if let Err(error) = self.check(offset, bytes) {
+        if let Err(error) = self.disk.check(offset, bytes) {
             return Box::pin(ready(Err(Unfinished::new(error, buffers))));
         }
         Box::pin(async move {
-            self.gate.pass(Direction::Read, bytes).await;
-            match &self.kind {
+            if let Err(error) = self.pass(Direction::Read, (offset, bytes), bytes).await {
+                return Err(Unfinished::new(error, buffers));
+            }
+            match &self.disk.kind {
                 Kind::Null => {
                     buffers.wrote(buffers.bytes());
                     Ok(())
@@ -47,7 +56,8 @@ impl Disk {
                     // told the log of it.
                     let logged = buffers.again_if_logged();
                     let read = |buffers| other.disk.read(offset, buffers);
-                    let result = self.until_done(Direction::Read, buffers, read).await;
+                    let result =
+                        self.until_done(Direction::Read, offset, buffers, || false, read).await;
                     if let Some(logged) = logged.filter(|_| result.is_ok()) {
                         logged.wrote(logged.bytes());
                     }
@@ -61,18 +71,20 @@ impl Disk {
     #[cold]
     #[inline(never)]
     pub(super) fn write_otherwise(
-        &self,
+        self,
         offset: u64,
         buffers: Buffers,
         fua: bool,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), Unfinished>> {
         let bytes = buffers.bytes() as u64;
-        if let Err(error) = self.check_write(offset, bytes) {
+        if let Err(error) = self.disk.check_write(offset, bytes) {
             return Box::pin(ready(Err(Unfinished::new(error, buffers))));
         }
         Box::pin(async move {
-            self.gate.pass(Direction::Write, bytes).await;
-            match &self.kind {
+            if let Err(error) = self.pass(Direction::Write, (offset, bytes), bytes).await {
+                return Err(Unfinished::new(error, buffers));
+            }
+            match &self.disk.kind {
                 Kind::Null => Ok(()),
                 Kind::File(disk) => match disk.write(offset, buffers, fua).await {
                     Err(unfinished) => self.write_again(offset + bytes, fua, unfinished).await,
@@ -80,7 +92,8 @@ impl Disk {
                 },
                 Kind::Other(other) => {
                     let write = |buffers| other.disk.write(offset, buffers, fua);
-                    self.until_done(Direction::Write, buffers, write).await
+                    let is_vain = || fua && other.may_have_lost();
+                    self.until_done(Direction::Write, offset, buffers, is_vain, write).await
                 }
             }
         })
@@ -90,16 +103,14 @@ impl Disk {
     #[cold]
     #[inline(never)]
     pub(super) fn read_again(
-        &self,
+        self,
         end: u64,
         mut unfinished: Unfinished,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), Unfinished>> {
         Box::pin(async move {
-            let mut tries = Tries::new(&self.shared.troubles);
-            while let Kind::File(disk) = &self.kind
-                && self.tries_again(&mut tries, Direction::Read, unfinished.error()).await
-            {
-                let (_, rest) = unfinished.into_parts();
+            let mut tries = Tries::new(&self.disk.shared.troubles);
+            while let Kind::File(disk) = &self.disk.kind {
+                let rest = self.what_is_tried(&mut tries, Direction::Read, end, unfinished).await?;
                 match disk.read(end - rest.bytes() as u64, rest).await {
                     Err(again) => unfinished = again,
                     done => return done,
@@ -113,19 +124,19 @@ impl Disk {
     #[cold]
     #[inline(never)]
     pub(super) fn write_again(
-        &self,
+        self,
         end: u64,
         fua: bool,
         mut unfinished: Unfinished,
-    ) -> Request<'_, Result<(), Unfinished>> {
+    ) -> Request<'a, Result<(), Unfinished>> {
         Box::pin(async move {
-            let mut tries = Tries::new(&self.shared.troubles);
-            while let Kind::File(disk) = &self.kind
+            let mut tries = Tries::new(&self.disk.shared.troubles);
+            while let Kind::File(disk) = &self.disk.kind
                 && !unfinished.rest().is_empty()
                 && !(fua && disk.may_have_lost())
-                && self.tries_again(&mut tries, Direction::Write, unfinished.error()).await
             {
-                let (_, rest) = unfinished.into_parts();
+                let rest =
+                    self.what_is_tried(&mut tries, Direction::Write, end, unfinished).await?;
                 match disk.write(end - rest.bytes() as u64, rest, fua).await {
                     Err(again) => unfinished = again,
                     done => return done,
@@ -135,23 +146,43 @@ impl Disk {
         })
     }
 
-    /// Has a disk of another kind transfer all of `buffers`, as often as it takes.
-    async fn until_done<'a>(
-        &self,
+    /// Waits until what a transfer that was to end at byte `end` has left is tried again. An error:
+    /// it is not.
+    async fn what_is_tried(
+        self,
+        tries: &mut Tries<'_>,
         direction: Direction,
+        end: u64,
+        unfinished: Unfinished,
+    ) -> Result<Buffers, Unfinished> {
+        let bytes = unfinished.rest().bytes() as u64;
+        let range = (end - bytes, bytes);
+        match self.tries_again(tries, direction, range, unfinished.error()).await {
+            Ok(true) => Ok(unfinished.into_parts().1),
+            Ok(false) => Err(unfinished),
+            Err(error) => Err(Unfinished::new(error, unfinished.into_parts().1)),
+        }
+    }
+
+    /// Has a disk of another kind transfer all of `buffers`, as often as it takes, unless to try
+    /// again is in vain.
+    async fn until_done<'b>(
+        self,
+        direction: Direction,
+        offset: u64,
         buffers: Buffers,
-        transfer: impl Fn(Buffers) -> Request<'a, Result<(), Unfinished>>,
+        is_vain: impl Fn() -> bool,
+        transfer: impl Fn(Buffers) -> Request<'b, Result<(), Unfinished>>,
     ) -> Result<(), Unfinished> {
-        if !self.gate.may_try_again(direction) {
+        if !self.disk.gate.may_try_again(direction) {
             return transfer(buffers).await;
         }
-        let mut tries = Tries::new(&self.shared.troubles);
+        let end = offset + buffers.bytes() as u64;
+        let mut tries = Tries::new(&self.disk.shared.troubles);
         loop {
             match transfer(buffers.again()).await {
-                Err(unfinished) if !unfinished.rest().is_empty() => {
-                    if !self.tries_again(&mut tries, direction, unfinished.error()).await {
-                        return Err(unfinished);
-                    }
+                Err(unfinished) if !unfinished.rest().is_empty() && !is_vain() => {
+                    self.what_is_tried(&mut tries, direction, end, unfinished).await?;
                 }
                 done => return done,
             }
@@ -160,28 +191,43 @@ impl Disk {
 
     /// A request that is no plain transfer: it waits for limits, and is made as often as it takes.
     pub(super) async fn govern<T, F: Future<Output = io::Result<T>>>(
-        &self,
+        self,
         direction: Direction,
+        range: (u64, u64),
         bytes: u64,
         request: impl Fn() -> F,
     ) -> io::Result<T> {
-        self.gate.pass(direction, bytes).await;
-        let mut tries = Tries::new(&self.shared.troubles);
+        self.pass(direction, range, bytes).await?;
+        let mut tries = Tries::new(&self.disk.shared.troubles);
         loop {
             match request().await {
-                Err(error) if self.tries_again(&mut tries, direction, &error).await => {}
+                Err(error) if self.tries_again(&mut tries, direction, range, &error).await? => {}
                 done => return done,
             }
         }
     }
 
+    /// Waits until limits let a request of so many bytes begin, in a range which the disk may not
+    /// have any more then.
+    async fn pass(self, direction: Direction, range: (u64, u64), bytes: u64) -> io::Result<()> {
+        self.disk.gate.pass(self.requester, direction, bytes).await?;
+        self.disk.check(range.0, range.1)
+    }
+
     /// Waits until a request is tried again that has failed. False: it is to be reported.
     async fn tries_again(
-        &self,
+        self,
         tries: &mut Tries<'_>,
         direction: Direction,
+        range: (u64, u64),
         error: &io::Error,
-    ) -> bool {
-        Box::pin(self.gate.tries_again(tries, direction, error)).await
+    ) -> io::Result<bool> {
+        let gate = &self.disk.gate;
+        let again = Box::pin(gate.tries_again(self.requester, tries, direction, error)).await?;
+        if again && !self.disk.has(range) {
+            // It has become smaller meanwhile.
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        Ok(again)
     }
 }

@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::elsewhere::Elsewhere;

@@ -13,7 +13,8 @@ use crate::error::Error;
 
 /// What a request does with a disk, as far as limits and errors are concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
+pub enum Direction {
+    /// It reads.
     Read,
     /// Discards and zeroes are writes of all their bytes.
     Write,

@@ -133,6 +133,7 @@ pub(super) trait OtherDisk {
 /// A disk of another kind on one IoThread, with its share of the memory there.
 pub(super) struct AttachedOther {
     pub(super) disk: Box<dyn OtherDisk>,
+    source: Arc<dyn OtherSource>,
     share: Rc<BounceShare>,
     io: Rc<Io>,
 }
@@ -144,7 +145,13 @@ impl AttachedOther {
         engine: Option<EngineKind>,
     ) -> Self {
         let share = io.bounce_budget.share(source);
-        Self { disk: source.attach(io, engine), share, io: Rc::clone(io) }
+        let source = Arc::clone(source);
+        Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
+    }
+
+    /// Whether data may be lost, so that no flush succeeds any more.
+    pub(super) fn may_have_lost(&self) -> bool {
+        self.source.state() == DiskState::Lost
     }
 
     /// As [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.

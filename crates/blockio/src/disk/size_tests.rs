@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::MetadataExt;
 
+use iomem::Buffers;
+
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::io_thread::IoThread;

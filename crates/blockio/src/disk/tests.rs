@@ -4,6 +4,7 @@ use super::blocks::Blocks;
 use super::*;
 use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use crate::io_thread::IoThread;
+use iomem::Buffers;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;

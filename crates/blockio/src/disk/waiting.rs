@@ -1,6 +1,6 @@
 //! How requests of one disk wait, on whichever thread: for their turn, and for a change.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -75,7 +75,7 @@ pub(super) struct Bell(Mutex<Listeners>);
 #[derive(Debug, Default)]
 struct Listeners {
     next: u64,
-    wakers: Vec<(u64, Waker)>,
+    wakers: BTreeMap<u64, Waker>,
 }
 
 /// Somebody who may listen, until it is dropped.
@@ -109,14 +109,7 @@ impl Listener<'_> {
     pub(super) fn listen(&self, cx: &Context<'_>) {
         let waker = cx.waker().clone();
         let mut listeners = self.bell.listeners();
-        let own = listeners.wakers.iter_mut().find(|(number, _)| *number == self.number);
-        let replaced = match own {
-            Some((_, own)) => Some(std::mem::replace(own, waker)),
-            None => {
-                listeners.wakers.push((self.number, waker));
-                None
-            }
-        };
+        let replaced = listeners.wakers.insert(self.number, waker);
         drop(listeners);
         drop(replaced);
     }
@@ -125,8 +118,7 @@ impl Listener<'_> {
 impl Drop for Listener<'_> {
     fn drop(&mut self) {
         let mut listeners = self.bell.listeners();
-        let place = listeners.wakers.iter().position(|(number, _)| *number == self.number);
-        let left = place.map(|place| listeners.wakers.swap_remove(place));
+        let left = listeners.wakers.remove(&self.number);
         drop(listeners);
         drop(left);
     }

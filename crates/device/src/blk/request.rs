@@ -1,8 +1,11 @@
 //! One virtio-blk request (virtio 1.3, section 5.2.6), from its chain to its status.
 
+use std::future::Future;
 use std::io;
+use std::pin::Pin;
 use std::rc::Rc;
 
+use blockio::disk::{Direction, Requester, Requests};
 use blockio::{Disk, Io, Unfinished};
 use iomem::Buffers;
 use virtio_bindings::virtio_blk::{
@@ -172,10 +175,12 @@ async fn execute(
     {
         return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
     }
+    let at_disk = AtDisk { blk, queue, head };
+    let disk = blk.disk.asking(&at_disk);
     let (kind, result) = match request {
-        VIRTIO_BLK_T_IN => return read(blk, sector, writable).await,
+        VIRTIO_BLK_T_IN => return read(disk, sector, writable).await,
         VIRTIO_BLK_T_OUT => {
-            let result = write(blk, sector, readable).await;
+            let result = write(blk, disk, sector, readable).await;
             (RequestKind::Write, result)
         }
         VIRTIO_BLK_T_FLUSH => {
@@ -184,11 +189,11 @@ async fn execute(
         }
         VIRTIO_BLK_T_GET_ID => return get_id(blk, writable),
         VIRTIO_BLK_T_DISCARD => {
-            let result = Box::pin(discard(blk, &readable)).await;
+            let result = Box::pin(discard(blk, disk, &readable)).await;
             (RequestKind::Discard, result)
         }
         VIRTIO_BLK_T_WRITE_ZEROES => {
-            let result = Box::pin(write_zeroes(blk, &readable)).await;
+            let result = Box::pin(write_zeroes(blk, disk, &readable)).await;
             (RequestKind::WriteZeroes, result)
         }
         other => (RequestKind::Other, Err(RequestError::Type(other))),
@@ -208,21 +213,69 @@ async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), O
         VIRTIO_BLK_T_WRITE_ZEROES => Some((RequestKind::WriteZeroes, CommandClass::Writes)),
         _ => None,
     };
+    match begin(blk, queue, head, asks.map(|(_, class)| class)).await {
+        true => Ok(()),
+        false => {
+            let kind = asks.map_or(RequestKind::Other, |(kind, _)| kind);
+            Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None })
+        }
+    }
+}
+
+/// The same for what uses the disk so. Returns whether it may.
+async fn begin(blk: &Blk, queue: &Queue, head: u16, class: Option<CommandClass>) -> bool {
     let access = blk.device.access();
-    if let Some((kind, class)) = asks {
+    if let Some(class) = class {
         if access.is_exclusive() {
             queue.fence.hold(queue.not_done());
             access.pass().await;
             queue.fence.release();
         }
         if !access.admits(class) {
-            return Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None });
+            return false;
         }
     }
     queue.fence.begin(head);
     // Whoever needs it again raises it again.
     queue.fenced.set(access.is_fenced() || queue.fence.is_awaited());
-    Ok(())
+    true
+}
+
+/// A request that has its disk do something. While it waits for limits, or because the disk has
+/// failed it, it uses nothing, and nobody waits for it; then it begins anew.
+struct AtDisk<'a> {
+    blk: &'a Blk,
+    queue: &'a Queue,
+    head: u16,
+}
+
+impl Requester for AtDisk<'_> {
+    fn waits(&self) {
+        self.queue.fence.step_out(self.head, self.queue.not_done());
+    }
+
+    fn check(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn goes_on(&self, direction: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        Box::pin(async move {
+            let class = match direction {
+                Direction::Read => CommandClass::Reads,
+                Direction::Write => CommandClass::Writes,
+            };
+            self.queue.fence.release();
+            if self.queue.fenced.get() && !begin(self.blk, self.queue, self.head, Some(class)).await
+            {
+                return Err(io::Error::from_raw_os_error(libc::EBADE));
+            }
+            Ok(())
+        })
+    }
+
+    fn ends(&self) {
+        self.queue.fence.release();
+    }
 }
 
 /// The byte offset of a sector.
@@ -230,14 +283,14 @@ fn offset_of(sector: u64) -> Result<u64, RequestError> {
     sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
 }
 
-async fn read(blk: &Blk, sector: u64, writable: Buffers) -> Outcome {
+async fn read(disk: Requests<'_>, sector: u64, writable: Buffers) -> Outcome {
     let kind = RequestKind::Read;
     let offset = match offset_of(sector) {
         Ok(offset) => offset,
         Err(error) => return Outcome { kind, result: Err(error), rest: Some(writable) },
     };
     let bytes = writable.bytes() as u64;
-    match blk.disk.read(offset, writable).await {
+    match disk.read(offset, writable).await {
         Ok(()) => Outcome { kind, result: Ok(bytes), rest: None },
         Err(unfinished) => {
             let (source, rest) = unfinished.into_parts();
@@ -247,11 +300,16 @@ async fn read(blk: &Blk, sector: u64, writable: Buffers) -> Outcome {
     }
 }
 
-async fn write(blk: &Blk, sector: u64, readable: Buffers) -> Result<u64, RequestError> {
+async fn write(
+    blk: &Blk,
+    disk: Requests<'_>,
+    sector: u64,
+    readable: Buffers,
+) -> Result<u64, RequestError> {
     let offset = offset_of(sector)?;
     let bytes = readable.bytes() as u64;
     let fua = blk.device.write_through();
-    let result = blk.disk.write(offset, readable, fua).await;
+    let result = disk.write(offset, readable, fua).await;
     let failed = |unfinished: Unfinished| RequestError::Disk {
         action: "write",
         offset,
@@ -345,23 +403,27 @@ fn range(
     Ok(Range { offset, len, unmap: flags_of(segment) != 0 })
 }
 
-async fn discard(blk: &Blk, readable: &Buffers) -> Result<u64, RequestError> {
+async fn discard(blk: &Blk, disk: Requests<'_>, readable: &Buffers) -> Result<u64, RequestError> {
     let ranges = ranges(readable, 0, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
     let bytes = bytes_of(&ranges);
     for Range { offset, len, .. } in ranges {
-        let result = blk.disk.discard(offset, len).await;
+        let result = disk.discard(offset, len).await;
         result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
     }
     settle(blk).await?;
     Ok(bytes)
 }
 
-async fn write_zeroes(blk: &Blk, readable: &Buffers) -> Result<u64, RequestError> {
+async fn write_zeroes(
+    blk: &Blk,
+    disk: Requests<'_>,
+    readable: &Buffers,
+) -> Result<u64, RequestError> {
     let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
     let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
     let bytes = bytes_of(&ranges);
     for Range { offset, len, unmap } in ranges {
-        let result = blk.disk.write_zeroes(offset, len, unmap).await;
+        let result = disk.write_zeroes(offset, len, unmap).await;
         result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
     }
     settle(blk).await?;

@@ -258,14 +258,15 @@ impl DiskAccess {
     }
 
     /// The disk is about to lose what is beyond this size: no request of any device on it begins
-    /// there from now on, and those are answered that have begun when this returns. IoThreads
-    /// answer them, so it is nothing for one.
+    /// there from now on, and those are answered that have begun when this returns, but for those
+    /// that wait for limits or for another try, which look at the size again. IoThreads answer
+    /// them, so it is nothing for one.
     pub fn cut_off(&self, size_bytes: u64) {
         let (peers, strangers) = (lock(&self.peers).clone(), lock(&self.strangers).clone());
         strangers.iter().for_each(|stranger| stranger.cut_off(size_bytes));
         peers.iter().for_each(|(_, peer)| peer.cut_off(size_bytes));
         let begun = strangers.iter().map(|stranger| stranger.fence());
-        let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(How::Finish, None));
+        let tasks = peers.iter().filter_map(|(_, peer)| peer.cover(How::Settle, None));
         let begun: Vec<Waiting> = begun.chain(tasks).collect();
         begun.iter().for_each(Waiting::wait);
     }

@@ -4,9 +4,11 @@ use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
 
+use blockio::disk::Requests;
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
+use super::at_disk::AtDisk;
 use super::cdb::{Cdb, Op, UNMAP};
 use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
 use super::request_queue::LocalUnit;
@@ -174,7 +176,8 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
         task.check()?;
         check_still(&local.disk, range)?;
     }
-    end_read(local, range, local.disk.read(range.offset, into).await)
+    let at_disk = AtDisk { local, task };
+    end_read(local, range, local.disk.asking(&at_disk).read(range.offset, into).await)
 }
 
 /// What a command writes, unless that is nothing; `out` has that, and no more then.
@@ -199,9 +202,10 @@ pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfi
     Ok(iomem::fits(range.bytes, "bytes of a command"))
 }
 
-pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, mut out: Buffers) -> Moved {
+pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut out: Buffers) -> Moved {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
-    end_write(local, range, local.disk.write(range.offset, out, fua).await)
+    let at_disk = AtDisk { local, task };
+    end_write(local, range, local.disk.asking(&at_disk).write(range.offset, out, fua).await)
 }
 
 /// Brings all writes to stable storage, whatever blocks the initiator asks for.
@@ -264,12 +268,14 @@ pub(super) async fn write_same(
     }
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
     let mut left = Range { bytes, ..whole };
+    let at_disk = AtDisk { local, task };
+    let disk = local.disk.asking(&at_disk);
     if pattern.iter().all(|byte| *byte == 0) {
         drop(pattern);
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
             check_still(&local.disk, step)?;
-            let result = local.disk.write_zeroes(step.offset, step.bytes, unmaps).await;
+            let result = disk.write_zeroes(step.offset, step.bytes, unmaps).await;
             result.map_err(|error| disk_error(DiskUse::writes("write zeroes", step.lba), error))?;
         }
     } else {
@@ -281,7 +287,7 @@ pub(super) async fn write_same(
             check_still(&local.disk, step)?;
             let length = iomem::fits(step.bytes, "bytes of a step");
             let piece = copies.buffers(length, ()).map_err(failed)?;
-            end_write(local, step, local.disk.write(step.offset, piece, false).await)?;
+            end_write(local, step, disk.write(step.offset, piece, false).await)?;
         }
     }
     settle(local).await?;
@@ -308,8 +314,10 @@ pub(super) async fn write_and_verify(
         return Ok(0);
     }
     let again = out.again();
-    end_write(local, range, local.disk.write(range.offset, out, true).await)?;
-    compare(&local.disk, range, how, task, &again).await?;
+    let at_disk = AtDisk { local, task };
+    let disk = local.disk.asking(&at_disk);
+    end_write(local, range, disk.write(range.offset, out, true).await)?;
+    compare(disk, range, how, task, &again).await?;
     Ok(bytes)
 }
 
@@ -343,9 +351,11 @@ pub(super) async fn compare_and_write(
     // As it is after the wait, like the cache.
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
-    compare(&local.disk, range, Check::Blocks, task, &out).await?;
+    let at_disk = AtDisk { local, task };
+    let disk = local.disk.asking(&at_disk);
+    compare(disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
-    end_write(local, range, local.disk.write(range.offset, wanted, fua).await)?;
+    end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
     drop(exclusive);
     Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
 }
@@ -392,18 +402,20 @@ pub(super) async fn verify(
         Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
         Check::OneBlock => block,
     };
-    compare(&local.disk, range, how, task, &data.out).await?;
+    let at_disk = AtDisk { local, task };
+    compare(local.disk.asking(&at_disk), range, how, task, &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
 }
 
 /// Reads a range, and compares it with what the initiator has sent.
 async fn compare(
-    disk: &Disk,
+    requests: Requests<'_>,
     range: Range,
     how: Check,
     task: Task<'_>,
     with: &Buffers,
 ) -> Result<(), Failure> {
+    let disk = requests.disk();
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
     let (mut found, mut expected) = (vec![0; block], vec![0; block]);
     let mut rest = with.again();
@@ -416,7 +428,7 @@ async fn compare(
         task.check()?;
         let lba = range.lba + done / block as u64;
         check_still(disk, range)?;
-        let result = disk.read_part(range.offset + done, range.bytes - done).await;
+        let result = requests.read_part(range.offset + done, range.bytes - done).await;
         let mut part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
         let length = part.bytes() as u64;
         while how != Check::Medium && !part.is_empty() {
@@ -475,7 +487,8 @@ mod tests {
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
         let ended = thread.block_on(async {
-            let mut compare = pin!(compare(&disk, range, Check::Medium, task, &data));
+            let mut compare =
+                pin!(compare(disk.asking_nobody(), range, Check::Medium, task, &data));
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
             let (_waiting, left) = Waiting::new();
@@ -504,7 +517,7 @@ mod tests {
         ] {
             let mut polls = 0;
             let compared = thread.block_on(async {
-                let mut compare = pin!(compare(&disk, range, how, task, &data));
+                let mut compare = pin!(compare(disk.asking_nobody(), range, how, task, &data));
                 poll_fn(|cx| {
                     polls += 1;
                     compare.as_mut().poll(cx)

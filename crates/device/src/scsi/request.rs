@@ -8,6 +8,7 @@ use virtqueue::Chain;
 
 use super::address::Address;
 use super::answer::{Answer, Served, response_bytes};
+use super::at_disk::AtDisk;
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
 use super::outcome::{Data, Done, Failure, Moved, Refused, Task, refused};
@@ -211,7 +212,9 @@ impl Scsi {
         let plain = |moved: Moved| moved.map(Done::from);
         let (kind, done) = match op {
             Op::Read => (RequestKind::Read, plain(block::read(local, cdb, task, data.into).await)),
-            Op::Write => (RequestKind::Write, plain(block::write(local, cdb, data.out).await)),
+            Op::Write => {
+                (RequestKind::Write, plain(block::write(local, cdb, task, data.out).await))
+            }
             Op::SynchronizeCache => {
                 (RequestKind::Flush, plain(block::synchronize(local, cdb).await))
             }
@@ -361,12 +364,16 @@ impl Handler for Scsi {
             let tasks = &self.queue.tasks;
             let (ended, (kind, done)) = match begun {
                 Begun::Read { local, task } => {
-                    let result = local.disk.read(range.offset, chain.writable).await;
+                    let at_disk = AtDisk { local: &local, task: Task { tasks, number: task } };
+                    let disk = local.disk.asking(&at_disk);
+                    let result = disk.read(range.offset, chain.writable).await;
                     let moved = block::end_read(&local, range, result).map_err(refused);
                     (tasks.end(task), (RequestKind::Read, moved.map(Done::from)))
                 }
                 Begun::Write { local, fua, task } => {
-                    let result = local.disk.write(range.offset, chain.readable, fua).await;
+                    let at_disk = AtDisk { local: &local, task: Task { tasks, number: task } };
+                    let disk = local.disk.asking(&at_disk);
+                    let result = disk.write(range.offset, chain.readable, fua).await;
                     let moved = block::end_write(&local, range, result).map_err(refused);
                     (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
                 }

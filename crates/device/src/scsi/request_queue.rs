@@ -113,6 +113,7 @@ impl RequestQueue {
     fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
             self.tasks.cover(which, how, 0, left);
+            self.look_at_waiting();
             return;
         };
         let available = i64::from(ring.available());
@@ -123,6 +124,14 @@ impl RequestQueue {
         if self.tasks.cover(which, how, ahead, left) {
             // The driver need not have kicked for them, and may never do.
             ring.wake();
+        }
+        self.look_at_waiting();
+    }
+
+    /// Tasks that wait for the limits of their disks, or for another try, may have been aborted.
+    fn look_at_waiting(&self) {
+        if self.tasks.has_outside() {
+            self.local.borrow().iter().for_each(|local| local.disk.look_at_waiting());
         }
     }
 }

@@ -9,12 +9,10 @@
 //! may fill its control queue with functions, and each is to be about what came before it.
 
 use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::address::{UnitAddress, UnitNumber};
+pub(crate) use super::awaited::{Left, Waiting};
 
 /// How a task ends that somebody has aborted: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +35,10 @@ pub(crate) enum How {
     AbortBegun(Abort),
     /// Those that have the medium are waited for.
     Drain,
-    /// Those that have begun are waited for.
+    /// Those that have begun are waited for, unless they wait for their disk's limits, or for it to
+    /// carry out what it has failed: they look at it again before they go on.
+    Settle,
+    /// Those that have begun are waited for, whatever they wait for.
     Finish,
 }
 
@@ -93,13 +94,27 @@ struct Task {
     tag: u64,
     /// How many chains of its queue were popped by then, with its own.
     place: u64,
-    /// How many covers its queue had had when it could use the medium first.
-    medium_since: u64,
+    uses: Uses,
     abort: Option<Abort>,
 }
 
-/// That of a task that may not use the medium.
-const NO_MEDIUM: u64 = u64::MAX;
+/// What a task uses, by how many covers its queue had had when it could.
+#[derive(Clone, Copy)]
+struct Uses {
+    /// The disk. Nothing: since before anybody could ask.
+    disk_since: u64,
+    medium_since: u64,
+    /// It uses nothing while it waits, but did use the medium.
+    had_medium: bool,
+}
+
+/// That of a task that may not use it.
+const NOT: u64 = u64::MAX;
+
+impl Uses {
+    /// Of a task that begins.
+    const FIRST: Self = Self { disk_since: 0, medium_since: NOT, had_medium: false };
+}
 
 impl Task {
     const NONE: Self = Self {
@@ -108,7 +123,7 @@ impl Task {
         unit: None,
         tag: 0,
         place: 0,
-        medium_since: NO_MEDIUM,
+        uses: Uses::FIRST,
         abort: None,
     };
 
@@ -119,7 +134,7 @@ impl Task {
         self.unit = unit;
         self.tag = tag;
         self.place = place;
-        self.medium_since = NO_MEDIUM;
+        self.uses = Uses::FIRST;
         self.abort = None;
     }
 }
@@ -146,10 +161,11 @@ impl Cover {
     }
 
     /// Whether it waits for a task that it finds.
-    fn awaits(&self, task: &Task) -> bool {
+    fn awaits(&self, uses: Uses) -> bool {
         match self.how {
             How::Look => false,
-            How::Drain => task.medium_since <= self.before,
+            How::Drain => uses.medium_since <= self.before,
+            How::Settle => uses.disk_since <= self.before,
             How::Abort(_) | How::AbortBegun(_) | How::Finish => true,
         }
     }
@@ -159,11 +175,17 @@ impl Cover {
         if !self.finds(task, id) {
             return;
         }
-        self.left.0.found.fetch_add(1, Ordering::Relaxed);
+        self.left.find();
         if let How::Abort(abort) | How::AbortBegun(abort) = self.how {
             task.abort = task.abort.or(Some(abort));
         }
-        self.open += usize::from(self.awaits(task));
+        self.open += usize::from(self.awaits(task.uses));
+    }
+
+    /// One of those that it has counted ends, or need not be waited for any more.
+    fn leave(&mut self) {
+        assert!(self.open > 0, "a task ends that nobody has counted");
+        self.open -= 1;
     }
 
     fn is_done(&self) -> bool {
@@ -190,6 +212,8 @@ pub(crate) struct Tasks {
     has_covers: Cell<bool>,
     /// How many there ever were.
     covers_made: Cell<u64>,
+    /// Tasks that use nothing, since they wait.
+    outside: Cell<usize>,
 }
 
 impl Tasks {
@@ -202,6 +226,7 @@ impl Tasks {
             covers: RefCell::default(),
             has_covers: Cell::default(),
             covers_made: Cell::default(),
+            outside: Cell::default(),
         }
     }
 
@@ -315,7 +340,53 @@ impl Tasks {
     #[inline]
     pub(crate) fn takes_medium(&self, number: u16) {
         let task = &mut self.tasks.borrow_mut()[usize::from(number)];
-        task.medium_since = task.medium_since.min(self.covers_made.get());
+        task.uses.medium_since = task.uses.medium_since.min(self.covers_made.get());
+    }
+
+    /// The task waits, and uses nothing until it [steps in](Self::steps_in).
+    #[cold]
+    pub(crate) fn steps_out(&self, number: u16) {
+        let tasks = &mut *self.tasks.borrow_mut();
+        let task = &mut tasks[usize::from(number)];
+        let before = task.uses;
+        let had_medium = before.medium_since != NOT;
+        task.uses = Uses { disk_since: NOT, medium_since: NOT, had_medium };
+        self.outside.set(self.outside.get() + 1);
+        let id = self.id(number);
+        let mut covers = self.covers.borrow_mut();
+        for cover in covers.iter_mut() {
+            if cover.finds(task, id) && cover.awaits(before) && !cover.awaits(task.uses) {
+                cover.leave();
+            }
+        }
+        let done = self.take_done(&mut covers);
+        drop(covers);
+        drop(done);
+    }
+
+    /// Whether a task that has stepped out used the medium before.
+    pub(crate) fn had_medium(&self, number: u16) -> bool {
+        self.tasks.borrow()[usize::from(number)].uses.had_medium
+    }
+
+    /// The task uses again what it used. Those who wait already do not wait for it.
+    #[cold]
+    pub(crate) fn steps_in(&self, number: u16) {
+        let now = self.covers_made.get();
+        let task = &mut self.tasks.borrow_mut()[usize::from(number)];
+        let medium_since = if task.uses.had_medium { now } else { NOT };
+        task.uses = Uses { disk_since: now, medium_since, had_medium: false };
+        self.ends_outside();
+    }
+
+    /// A task that has stepped out ends, and does not step in.
+    pub(crate) fn ends_outside(&self) {
+        self.outside.set(self.outside.get() - 1);
+    }
+
+    /// Whether any task waits that has stepped out.
+    pub(crate) fn has_outside(&self) -> bool {
+        self.outside.get() > 0
     }
 
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result
@@ -337,9 +408,8 @@ impl Tasks {
         let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
-            if cover.finds(task, id) && cover.awaits(task) {
-                assert!(cover.open > 0, "a task ends that nobody has counted");
-                cover.open -= 1;
+            if cover.finds(task, id) && cover.awaits(task.uses) {
+                cover.leave();
             }
         }
         self.take_done(&mut covers)
@@ -417,90 +487,10 @@ impl Ended {
     }
 }
 
-/// Somebody waits for queues to look for tasks, and for those to end.
-#[derive(Default)]
-struct Wait {
-    /// Queues that have not looked, and tasks that have not ended.
-    left: AtomicUsize,
-    found: AtomicUsize,
-    /// A queue has stopped, or its ring is bad, with chains that nobody has popped.
-    has_lost: AtomicBool,
-    waker: Mutex<Option<Waker>>,
-}
-
-/// One of those that are waited for. Dropping it says that it has ended.
-pub(crate) struct Left(Arc<Wait>);
-
-impl Left {
-    /// Tasks that are meant may be popped later.
-    pub(crate) fn lose(&self) {
-        self.0.has_lost.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Clone for Left {
-    fn clone(&self) -> Self {
-        self.0.left.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(&self.0))
-    }
-}
-
-impl Drop for Left {
-    fn drop(&mut self) {
-        if self.0.left.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some(waker) = self.0.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
-        {
-            waker.wake();
-        }
-    }
-}
-
-/// Waits until every [`Left`] is gone.
-pub(crate) struct Waiting(Arc<Wait>);
-
-impl Waiting {
-    /// With the first of those that are waited for.
-    pub(crate) fn new() -> (Self, Left) {
-        let wait = Arc::new(Wait::default());
-        wait.left.store(1, Ordering::Relaxed);
-        (Self(Arc::clone(&wait)), Left(wait))
-    }
-
-    /// Ready with the number of tasks that were found.
-    pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
-        *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
-        if self.0.left.load(Ordering::Acquire) > 0 {
-            return Poll::Pending;
-        }
-        Poll::Ready(self.0.found.load(Ordering::Relaxed))
-    }
-
-    /// Waits on this thread, which must not be an IoThread.
-    pub(crate) fn wait(&self) {
-        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-        while self.poll(&Context::from_waker(&waker)).is_pending() {
-            std::thread::park();
-        }
-    }
-
-    /// Whether chains that are meant may be popped later, as if nobody had asked.
-    pub(crate) fn has_lost(&self) -> bool {
-        self.0.has_lost.load(Ordering::Relaxed)
-    }
-}
-
-/// Wakes a thread.
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::LazyLock;
+    use std::task::{Context, Poll, Waker};
 
     use super::*;
 

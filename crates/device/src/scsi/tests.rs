@@ -22,6 +22,7 @@ mod reports;
 mod sharing;
 mod silent;
 mod strangers;
+mod throttled;
 mod waiting;
 
 const BLOCKS: u64 = 2048;

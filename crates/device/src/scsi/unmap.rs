@@ -2,6 +2,7 @@
 
 use blockio::Disk;
 
+use super::at_disk::AtDisk;
 use super::block::{Range, check_still, check_writable, disk_error, range, settle};
 use super::cdb::Cdb;
 use super::outcome::{Data, Done, Failure, Task};
@@ -33,10 +34,12 @@ pub(super) async fn unmap(
     }
     let ranges = ranges(&local.disk, length, &data)?;
     let medium_bytes = ranges.iter().map(|range| range.bytes).sum();
+    let at_disk = AtDisk { local, task };
+    let disk = local.disk.asking(&at_disk);
     for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;
         check_still(&local.disk, range)?;
-        let result = local.disk.discard(offset, bytes).await;
+        let result = disk.discard(offset, bytes).await;
         result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
     }
     settle(local).await?;

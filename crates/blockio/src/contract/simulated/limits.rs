@@ -1,9 +1,14 @@
 //! Limits, by a clock that is exact.
 
+use std::future::ready;
+use std::io;
+use std::pin::Pin;
 use std::time::Instant;
 
 use super::*;
-use crate::disk::{DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates};
+use crate::disk::{
+    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates, Requester,
+};
 
 const SECONDS: u64 = 10;
 
@@ -217,6 +222,18 @@ impl World for Full {
     }
 }
 
+fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+    let info = DiskInfo {
+        size_bytes: BYTES as u64,
+        logical_block_bytes: 512,
+        physical_block_bytes: 512,
+        read_only: false,
+        direct: true,
+    };
+    let descriptor = OwnedFd::from(file.reopen().unwrap());
+    DiskSource::simulated(descriptor, info, false, 512, 512)
+}
+
 /// How long a write takes on a disk that has space again after so many seconds, and how it ends.
 fn write_when_full(
     action: ErrorAction,
@@ -229,15 +246,7 @@ fn write_when_full(
     let _installed = install(Rc::<Full>::clone(&world));
     let file = tempfile::NamedTempFile::new().unwrap();
     let thread = thread(EngineKind::Threads);
-    let info = DiskInfo {
-        size_bytes: BYTES as u64,
-        logical_block_bytes: 512,
-        physical_block_bytes: 512,
-        read_only: false,
-        direct: true,
-    };
-    let descriptor = OwnedFd::from(file.reopen().unwrap());
-    let source = DiskSource::simulated(descriptor, info, false, 512, 512);
+    let source = simulated_file(&file);
     source.set_error_policy(ErrorPolicy { write: action, ..ErrorPolicy::default() });
     let disk = source.attach(thread.io());
     let result = thread.block_on(async {
@@ -271,4 +280,124 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
         assert_eq!(result, Ok(()));
         assert!((100..102).contains(&took), "{took}");
     }
+}
+
+/// A request that somebody may not want any more, and what it was asked.
+#[derive(Default)]
+struct Wanted {
+    is_over: Cell<bool>,
+    /// It may go on.
+    is_refused: Cell<bool>,
+    asked: RefCell<Vec<&'static str>>,
+}
+
+impl Requester for Wanted {
+    fn waits(&self) {
+        self.asked.borrow_mut().push("waits");
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let error = || io::Error::from_raw_os_error(libc::ECANCELED);
+        if self.is_over.get() { Err(error()) } else { Ok(()) }
+    }
+
+    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        self.asked.borrow_mut().push("goes on");
+        let error = io::Error::from_raw_os_error(libc::EBADE);
+        Box::pin(ready(if self.is_refused.get() { Err(error) } else { Ok(()) }))
+    }
+
+    fn ends(&self) {
+        self.asked.borrow_mut().push("ends");
+    }
+}
+
+/// Has a write wait for a minute because of limits, or because its disk has failed it. Returns how
+/// it ends if this happens after five seconds, how long that takes, and what it was asked.
+fn wait_for(
+    what: &str,
+    happens: impl Fn(&DiskSource, &Disk, &Wanted) + 'static,
+) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
+    let start = Instant::now();
+    let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
+    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<Full>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = simulated_file(&file);
+    if what == "limits" {
+        let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
+        source.set_limits(&slow).unwrap();
+    } else {
+        let write = ErrorAction::Hold;
+        source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
+    }
+    let (disk, wanted) = (source.attach(thread.io()), Wanted::default());
+    let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
+    let result = thread.block_on(async {
+        if what == "limits" {
+            // It empties the bucket.
+            disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
+        }
+        let happens = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            happens(&source, &disk, &wanted);
+        };
+        join(write, happens).await.0
+    });
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
+    (result, (clock::now() - start).as_secs(), wanted.asked.take())
+}
+
+#[test]
+fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
+    for what in ["limits", "space"] {
+        let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
+            wanted.is_over.set(true);
+            disk.look_at_waiting();
+        });
+        assert_eq!((result, seconds), (Err(Some(libc::ECANCELED)), 5), "{what}");
+        assert_eq!(asked[asked.len() - 2..], ["waits", "ends"], "{what}");
+    }
+}
+
+#[test]
+fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
+    for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
+        let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
+        assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));
+        let (result, ..) = wait_for(what, |source, _, _| source.cut_off(4096));
+        assert_eq!(result, Err(smaller), "{what}: it is beyond the end");
+        let (result, seconds, asked) = wait_for(what, |_, _, _| ());
+        assert_eq!((result, asked.last()), (Ok(()), Some(&"goes on")), "{what}");
+        assert!((59..62).contains(&seconds), "{what}: {seconds}");
+    }
+}
+
+/// Of a disk that is no file, whose writes fail for good when data is lost.
+#[test]
+fn a_write_that_nothing_can_make_good_is_not_tried_again() {
+    let start = Instant::now();
+    let world = Rc::new(Full { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<Full>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
+    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
+    source.inherit_loss(libc::EIO);
+    let disk = source.attach(thread.io());
+    let result = thread.block_on(async {
+        let write = async {
+            let result = disk.write(0, Buffers::aligned(512, 512), true).await;
+            (result.unwrap_err().error().raw_os_error(), clock::now() - start)
+        };
+        let ends = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            disk.set_ending(true);
+        };
+        join(write, ends).await.0
+    });
+    let (errno, took) = result.unwrap();
+    assert_eq!((errno, took.as_secs()), (Some(libc::EIO), 0));
 }

@@ -36,7 +36,7 @@ const STOP: [u8; 6] = [0x1b, 0, 0, 0, 0, 0];
 const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
 
 impl Initiator {
-    fn unit(&self) -> Borrowed {
+    pub(super) fn unit(&self) -> Borrowed {
         Self::scsi(&self.device).units().borrow(UNIT).unwrap()
     }
 

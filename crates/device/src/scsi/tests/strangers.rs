@@ -2,36 +2,43 @@
 
 use std::task::{Context, Poll, Waker};
 
+use blockio::disk::Limits;
+
 use super::sharing::{hold, three, turn_until};
 use super::*;
 use crate::blk::config::BlkOptions;
 use crate::scsi::task_set::TaskId;
 
 /// A guest with a virtio-blk device on the disk of initiators.
-struct BlkGuest {
-    scene: Scene,
+pub(super) struct BlkGuest {
+    pub(super) scene: Scene,
+    source: DiskSource,
     _queue: QueueHandle,
 }
 
 const BLK_IN: u32 = 0;
-const BLK_OUT: u32 = 1;
+pub(super) const BLK_OUT: u32 = 1;
 const BLK_FLUSH: u32 = 4;
 const BLK_OK: u8 = 0;
-const BLK_ERROR: u8 = 1;
+pub(super) const BLK_ERROR: u8 = 1;
 
 impl BlkGuest {
-    fn beside(initiator: &Initiator) -> Self {
+    pub(super) fn beside(initiator: &Initiator) -> Self {
         let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
         let source = DiskSource::file(initiator.disk.path(), &disk_options).unwrap();
         let (scene, access) = (Scene::new(), initiator.access());
         let events = scene.events.clone();
-        let device = Device::blk_sharing(source, BlkOptions::default(), access, events);
+        let device = Device::blk_sharing(source.clone(), BlkOptions::default(), access, events);
         device.set_features(device.features()).unwrap();
         let queue = scene.start_queue_of(&device, 0);
-        Self { scene, _queue: queue }
+        Self { scene, source, _queue: queue }
     }
 
-    fn begin(&mut self, request: u32, value: u8) {
+    pub(super) fn limit(&self, limits: &Limits) {
+        self.source.set_limits(limits).unwrap();
+    }
+
+    pub(super) fn begin(&mut self, request: u32, value: u8) {
         self.begin_at(request, 0, value);
     }
 
@@ -52,14 +59,14 @@ impl BlkGuest {
         self.scene.offer(&chain);
     }
 
-    fn end(&mut self) -> u8 {
+    pub(super) fn end(&mut self) -> u8 {
         self.scene.answer();
         let mut status = [0xee];
         self.scene.memory.read(RESPONSE + 512, &mut status).unwrap();
         status[0]
     }
 
-    fn run(&mut self, request: u32, value: u8) -> u8 {
+    pub(super) fn run(&mut self, request: u32, value: u8) -> u8 {
         self.begin(request, value);
         self.end()
     }

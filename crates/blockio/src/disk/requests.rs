@@ -1,0 +1,211 @@
+//! The requests of a disk.
+
+use std::future::Future;
+use std::io;
+
+use iomem::Buffers;
+
+use super::gate::{Anybody, Requester};
+use super::info::Unfinished;
+use super::limits::Direction;
+use super::{Disk, Kind, Requests, null};
+
+/// The most of a part that counts for limits: what a part has at most, unless it is configured.
+const PART_BYTES: u64 = 256 << 10;
+
+impl Disk {
+    /// The disk for requests about which this one is asked.
+    #[inline]
+    #[must_use]
+    pub fn asking<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
+        Requests { disk: self, requester }
+    }
+
+    /// The disk for requests about which nobody is asked.
+    #[inline]
+    #[must_use]
+    pub fn asking_nobody(&self) -> Requests<'_> {
+        self.asking(&Anybody)
+    }
+
+    /// See [`Requests::read`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    #[inline]
+    pub fn read(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+    ) -> impl Future<Output = Result<(), Unfinished>> {
+        self.asking_nobody().read(offset, buffers)
+    }
+
+    /// See [`Requests::write`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    #[inline]
+    pub fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> impl Future<Output = Result<(), Unfinished>> {
+        self.asking_nobody().write(offset, buffers, fua)
+    }
+
+    /// See [`Requests::read_part`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
+        self.asking_nobody().read_part(offset, len).await
+    }
+
+    /// See [`Requests::discard`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.asking_nobody().discard(offset, len).await
+    }
+
+    /// See [`Requests::write_zeroes`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+        self.asking_nobody().write_zeroes(offset, len, may_unmap).await
+    }
+}
+
+impl<'a> Requests<'a> {
+    /// The disk itself.
+    #[must_use]
+    pub fn disk(self) -> &'a Disk {
+        self.disk
+    }
+
+    /// Fills all of `buffers` from byte `offset` on.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says, or `EINVAL` for a range that is misaligned or beyond the disk, with
+    /// the part of `buffers` that was not filled. Its content is undefined then.
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
+    pub fn read(
+        self,
+        offset: u64,
+        buffers: Buffers,
+    ) -> impl Future<Output = Result<(), Unfinished>> + use<'a> {
+        async move {
+            let end = offset.wrapping_add(buffers.bytes() as u64);
+            if !self.disk.is_direct(offset, end) {
+                return self.read_otherwise(offset, buffers).await;
+            }
+            let result = match &self.disk.kind {
+                Kind::File(disk) => disk.read(offset, buffers).await,
+                Kind::Null | Kind::Other(_) => {
+                    buffers.wrote(buffers.bytes());
+                    Ok(())
+                }
+            };
+            match result {
+                Err(unfinished) => self.read_again(end, unfinished).await,
+                done => done,
+            }
+        }
+    }
+
+    /// Reads from byte `offset` on into memory of the disk's own: whole logical blocks, at least
+    /// one of them, at most `len` bytes. The memory is of the
+    /// [budget for misaligned requests](crate::config::BounceConfig) until the list is dropped, and
+    /// this waits for its turn there: so do not wait for the disk while you have such a list.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), and `ENOMEM`.
+    pub async fn read_part(self, offset: u64, len: u64) -> io::Result<Buffers> {
+        self.disk.check(offset, len)?;
+        if len == 0 {
+            return Ok(Buffers::empty());
+        }
+        let block = self.disk.info.logical_block_bytes;
+        let bytes = len.min(PART_BYTES);
+        self.govern(Direction::Read, (offset, len), bytes, || async move {
+            match &self.disk.kind {
+                Kind::File(disk) => disk.read_part(offset, len, block).await,
+                Kind::Null => null::read_part(len, block),
+                Kind::Other(other) => other.read_part(offset, len, block).await,
+            }
+        })
+        .await
+    }
+
+    /// Writes all of `buffers` from byte `offset` on. With `fua`, the data is on stable storage
+    /// when this returns.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot go on,
+    /// with the part of `buffers` that was not written, or not wholly. With `fua` also the error of
+    /// an earlier [`flush`](Disk::flush), and of one after the write: then nothing is left of
+    /// `buffers`, and any of it may be lost.
+    pub async fn write(self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
+        let end = offset.wrapping_add(buffers.bytes() as u64);
+        if self.disk.info.read_only || !self.disk.is_direct(offset, end) {
+            return self.write_otherwise(offset, buffers, fua).await;
+        }
+        let result = match &self.disk.kind {
+            Kind::File(disk) => disk.write(offset, buffers, fua).await,
+            Kind::Null | Kind::Other(_) => Ok(()),
+        };
+        match result {
+            Err(unfinished) => self.write_again(end, fua, unfinished).await,
+            done => done,
+        }
+    }
+
+    /// Says that `len` bytes are not needed any more. A hint: a disk that cannot use it does
+    /// nothing. What the range reads as afterwards is undefined.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write).
+    pub async fn discard(self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.check_write(offset, len)?;
+        self.govern(Direction::Write, (offset, len), len, || async move {
+            match &self.disk.kind {
+                Kind::File(disk) if len > 0 => disk.discard(offset, len).await,
+                Kind::Other(other) if len > 0 => other.disk.discard(offset, len).await,
+                _ => Ok(()),
+            }
+        })
+        .await
+    }
+
+    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back.
+    ///
+    /// # Errors
+    ///
+    /// As [`write`](Self::write).
+    pub async fn write_zeroes(self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+        self.disk.check_write(offset, len)?;
+        self.govern(Direction::Write, (offset, len), len, || async move {
+            match &self.disk.kind {
+                Kind::File(disk) if len > 0 => disk.write_zeroes(offset, len, may_unmap).await,
+                Kind::Other(other) if len > 0 => {
+                    other.disk.write_zeroes(offset, len, may_unmap).await
+                }
+                _ => Ok(()),
+            }
+        })
+        .await
+    }
+}

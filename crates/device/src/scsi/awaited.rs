@@ -1,0 +1,92 @@
+//! Tasks that are waited for, on whichever threads, and who waits.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+
+/// Somebody waits for queues to look for tasks, and for those to end.
+#[derive(Default)]
+struct Wait {
+    /// Queues that have not looked, and tasks that have not ended.
+    left: AtomicUsize,
+    found: AtomicUsize,
+    /// A queue has stopped, or its ring is bad, with chains that nobody has popped.
+    has_lost: AtomicBool,
+    waker: Mutex<Option<Waker>>,
+}
+
+/// One of those that are waited for. Dropping it says that it has ended.
+pub(crate) struct Left(Arc<Wait>);
+
+impl Left {
+    /// One more task was found.
+    pub(super) fn find(&self) {
+        self.0.found.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Tasks that are meant may be popped later.
+    pub(crate) fn lose(&self) {
+        self.0.has_lost.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Clone for Left {
+    fn clone(&self) -> Self {
+        self.0.left.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        if self.0.left.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(waker) = self.0.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            waker.wake();
+        }
+    }
+}
+
+/// Waits until every [`Left`] is gone.
+pub(crate) struct Waiting(Arc<Wait>);
+
+impl Waiting {
+    /// With the first of those that are waited for.
+    pub(crate) fn new() -> (Self, Left) {
+        let wait = Arc::new(Wait::default());
+        wait.left.store(1, Ordering::Relaxed);
+        (Self(Arc::clone(&wait)), Left(wait))
+    }
+
+    /// Ready with the number of tasks that were found.
+    pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
+        *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        if self.0.left.load(Ordering::Acquire) > 0 {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.0.found.load(Ordering::Relaxed))
+    }
+
+    /// Waits on this thread, which must not be an IoThread.
+    pub(crate) fn wait(&self) {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        while self.poll(&Context::from_waker(&waker)).is_pending() {
+            std::thread::park();
+        }
+    }
+
+    /// Whether chains that are meant may be popped later, as if nobody had asked.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.0.has_lost.load(Ordering::Relaxed)
+    }
+}
+
+/// Wakes a thread.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}

@@ -1,0 +1,141 @@
+//! Tasks that wait for the limits of their disk: nobody has to wait for them.
+
+use blockio::disk::{Limits, Rate, Rates};
+
+use super::sharing::{
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, three,
+    turn_until, write,
+};
+use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
+use super::*;
+
+const RESERVATION_CONFLICT: u8 = 0x18;
+
+/// One byte in a second, or as many as it likes.
+fn limit(is_slow: bool) -> Limits {
+    let slow = Rates { total: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
+    if is_slow { Limits { bytes: slow, ..Limits::default() } } else { Limits::default() }
+}
+
+/// Has the initiator begin a write that waits for limits, behind one that does not.
+fn begin_write(initiator: &mut Initiator) {
+    initiator.unit().source.set_limits(&limit(true)).unwrap();
+    initiator.good(&write(), &[1; BLOCK], 0);
+    initiator.begin(UNIT.bytes(), &write(), &[2; BLOCK], 0);
+    initiator.scene.turn(10);
+    assert!(!initiator.has_answer(), "it waits");
+}
+
+/// Three initiators, of which the second has begun a write that waits.
+fn throttled() -> [Initiator; 3] {
+    let mut all = three();
+    begin_write(&mut all[1]);
+    all
+}
+
+/// Has an initiator do something, while all others take turns.
+fn run(all: &mut [Initiator], place: usize, cdb: &[u8], out: &[u8]) -> Answer {
+    all[place].begin(UNIT.bytes(), cdb, out, 0);
+    turn_until(all, |all| all[place].has_answer());
+    all[place].end()
+}
+
+/// The first initiator reserves the disk, so that others may not write.
+fn reserve(all: &mut [Initiator]) {
+    for (action, kind, keys) in [(0, 0, [0, 1]), (1, 1, [1, 0])] {
+        let (cdb, list) = reserve_out(action, kind, keys);
+        assert_eq!(run(all, 0, &cdb, &list).status, 0);
+    }
+}
+
+#[test]
+fn functions_end_tasks_that_wait_for_limits() {
+    for (function, by, response) in [
+        (ABORT_TASK_SET, 1, ABORTED),
+        (CLEAR_TASK_SET, 1, ABORTED),
+        (CLEAR_TASK_SET, 0, RESET),
+        (NEXUS_RESET, 1, RESET),
+        (UNIT_RESET, 0, RESET),
+    ] {
+        let mut all = throttled();
+        // One more waits for its turn.
+        let chain = all[1].put(UNIT.bytes(), &write(), &[3; BLOCK], 0);
+        all[1].scene.offer(&chain);
+        all[1].scene.turn(10);
+        let mut control = Control::start(&all[by].device);
+        let scenes: Vec<&Scene> = all.iter().map(|initiator| &initiator.scene).collect();
+        assert_eq!(control.send(&scenes, function), OK, "{function}");
+        for _ in 0..2 {
+            assert_eq!(all[1].end().response, response, "{function}");
+        }
+        assert_eq!(all[1].on_disk(0), [1; BLOCK]);
+    }
+}
+
+#[test]
+fn a_reservation_holds_for_tasks_that_wait_for_limits() {
+    let mut all = throttled();
+    reserve(&mut all);
+    assert!(!all[1].has_answer(), "it waits");
+    all[1].unit().source.set_limits(&limit(false)).unwrap();
+    assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
+    assert_eq!(all[1].on_disk(0), [1; BLOCK]);
+}
+
+#[test]
+fn who_wants_the_disk_does_not_wait_for_those_who_wait_for_limits() {
+    let mut all = throttled();
+    let mut compare = cdb16(0x89, 0, 0, 0);
+    compare[13] = 1;
+    let data = [[1; BLOCK], [7; BLOCK]].concat();
+    assert_eq!(run(&mut all, 0, &compare, &data).status, 0);
+    assert!(!all[1].has_answer(), "it waits");
+    all[1].unit().source.set_limits(&limit(false)).unwrap();
+    assert_eq!(all[1].end().status, 0);
+    assert_eq!(all[1].on_disk(0), [2; BLOCK]);
+}
+
+#[test]
+fn a_disk_becomes_smaller_while_tasks_wait_for_limits() {
+    let mut all = three();
+    begin_write(&mut all[1]);
+    let mut guest = BlkGuest::beside(&all[0]);
+    guest.limit(&limit(true));
+    assert_eq!(guest.run(BLK_OUT, 1), 0);
+    guest.begin(BLK_OUT, 3);
+    guest.scene.turn(10);
+    let access = all[0].access();
+    let cut_off = std::thread::spawn(move || access.cut_off(0));
+    turn_until(&mut all, |_| {
+        guest.scene.turn(1);
+        cut_off.is_finished()
+    });
+    cut_off.join().unwrap();
+    guest.limit(&limit(false));
+    assert_eq!(guest.end(), BLK_ERROR);
+    all[1].unit().source.set_limits(&limit(false)).unwrap();
+    assert_eq!(all[1].end().status, 2);
+    assert_eq!(all[1].on_disk(0), [1; BLOCK]);
+}
+
+#[test]
+fn guests_of_virtio_blk_that_wait_for_limits_heed_reservations() {
+    let mut all = three();
+    let mut guest = BlkGuest::beside(&all[0]);
+    guest.limit(&limit(true));
+    assert_eq!(guest.run(BLK_OUT, 1), 0);
+    guest.begin(BLK_OUT, 3);
+    guest.scene.turn(10);
+    for (action, kind, keys) in [(0, 0, [0, 1]), (1, 1, [1, 0])] {
+        let (cdb, list) = reserve_out(action, kind, keys);
+        all[0].begin(UNIT.bytes(), &cdb, &list, 0);
+        turn_until(&mut all, |all| {
+            guest.scene.turn(1);
+            all[0].has_answer()
+        });
+        assert_eq!(all[0].end().status, 0);
+    }
+    guest.limit(&limit(false));
+    assert_eq!(guest.end(), BLK_ERROR);
+    assert_eq!(all[0].on_disk(0), [1; BLOCK]);
+}
