@@ -6,6 +6,8 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Refusals, Running, Scene, ringhaul, run};
@@ -243,6 +245,47 @@ fn cryptsetup_undoes_what_it_has_encrypted_and_we_have_changed() -> Result<()> {
         images.check_file(&image).with_context(what)?;
     }
     Ok(())
+}
+
+/// The disk below may be any: an export of an NBD server, an image of QEMU's format.
+#[test]
+fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let mut images = Images::new()?;
+    let (plain, encrypted) = (images.plain("plain.img", 0)?, images.path("encrypted")?);
+    let (secret, out) = (images.secret(), images.path("out.img")?);
+    let convert = ["convert", "--object", &secret];
+    let into = ["-f", "raw", "-O", "luks", "-o", "key-secret=key,iter-time=10", &plain, &encrypted];
+    run_program("qemu-img", &[&convert[..], &into].concat())?;
+    let key = images.key.display().to_string();
+    let source = format!("driver=luks,key-secret=key,file.filename={encrypted}");
+    let from = ["--image-opts", "-O", "raw", &source, &out];
+    if is_installed("nbdkit") {
+        let socket = images.scene.socket("nbd.sock");
+        let mut server = Command::new("nbdkit");
+        server.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket);
+        let mut server = Running::start(server.args(["file", &encrypted]))?;
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !socket.exists() {
+            ensure!(Instant::now() < deadline, "nbdkit has no socket: {}", server.stderr());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let over = format!("nbd,socket={}", socket.display());
+        images.serve(&format!("luks,key-file={key},over={over}"), 512).context("over NBD")?;
+        server.signal(Signal::TERM)?;
+        server.finish()?;
+        run_program("qemu-img", &[&convert[..], &from].concat())?;
+        images.check_file(&out).context("over NBD")?;
+    }
+    let image = images.path("image.qcow2")?;
+    run_program("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &encrypted, &image])?;
+    let disk = format!("luks,key-file={key},over=qcow2,path={image}");
+    images.serve(&disk, 512).context("over qcow2")?;
+    run_program("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", &image, &encrypted])?;
+    run_program("qemu-img", &[&convert[..], &from].concat())?;
+    images.check_file(&out).context("over qcow2")
 }
 
 #[test]
