@@ -5,8 +5,9 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use blockio::DiskSource;
 use blockio::choose::best_engine;
+use blockio::disk::ExtentKind;
+use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
 use serde::Serialize;
 
@@ -52,6 +53,8 @@ struct Info {
     can: Can,
     /// The unit of a discard.
     discard_bytes: Option<u32>,
+    /// What is known to be zeroes that are not stored. Nothing: it has too many of them.
+    hole_bytes: Option<u64>,
     identity: String,
 }
 
@@ -142,9 +145,27 @@ impl Info {
                 snapshots: abilities.snapshots,
             },
             discard_bytes: source.discard_bytes(),
+            hole_bytes: hole_bytes(source),
             identity: source.identity().to_owned(),
         }
     }
+}
+
+/// Bytes of holes. `None`: they cannot be counted, or not soon.
+fn hole_bytes(source: &DiskSource) -> Option<u64> {
+    const EXTENTS_MAX: usize = 4096;
+    let thread = IoThread::new(&IoThreadConfig::default()).ok()?;
+    let (disk, size) = (source.attach(thread.io()), source.info().size_bytes);
+    let (mut offset, mut holes) = (0, 0);
+    for _ in 0..EXTENTS_MAX {
+        if offset == size {
+            return Some(holes);
+        }
+        let extent = thread.block_on(disk.block_status(offset, size - offset)).ok()?.ok()?;
+        offset += extent.bytes;
+        holes += if extent.kind == ExtentKind::Hole { extent.bytes } else { 0 };
+    }
+    None
 }
 
 impl std::fmt::Display for Info {
@@ -175,6 +196,9 @@ impl std::fmt::Display for Info {
         if let Some(bytes) = self.discard_bytes {
             rows.push(("discards", format!("in units of {bytes} bytes")));
         }
+        if let Some(bytes @ 1..) = self.hole_bytes {
+            rows.push(("holes", format!("{bytes} bytes")));
+        }
         rows.push(("identity", self.identity.clone()));
         for (name, what) in rows.iter().filter(|(_, what)| !what.is_empty()) {
             writeln!(f, "{name:<9} {what}")?;
@@ -185,6 +209,8 @@ impl std::fmt::Display for Info {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     fn of(name: &str) -> Result<Info> {
@@ -210,6 +236,10 @@ mod tests {
         {
             assert!(text.contains(line), "{text}");
         }
+        assert_eq!(info.hole_bytes, Some(3 << 20));
+        file.as_file().write_all_at(&[1; 4096], 2 << 20).unwrap();
+        let text = of(&path).unwrap().to_string();
+        assert!(text.contains("holes     4190208 bytes\n"), "{text}");
         let null = of("null:1K").unwrap();
         assert!(null.engine.is_none() && !null.can.flush && !null.to_string().contains("identity"));
     }
