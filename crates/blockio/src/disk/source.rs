@@ -157,7 +157,14 @@ impl FileSource {
         } else if size_bytes == 0 {
             "a disk of no bytes is not possible; choose another size"
         } else {
-            return self.check_size(size_bytes, info);
+            // Where only whole blocks of the file can be written, they are the larger ones.
+            let block =
+                self.blocks.as_ref().map_or(info.logical_block_bytes, |_| self.align.request);
+            if size_bytes.is_multiple_of(block.into()) {
+                return Ok(());
+            }
+            let text = format!("{size_bytes} bytes are not a multiple of {block}; choose others");
+            return Err(self.unusable(text));
         };
         Err(self.unusable(reason.into()))
     }
@@ -268,6 +275,7 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
         ));
     }
     if !size_bytes.is_multiple_of(logical.into()) {
+        // It fits: no file is longer than 2^63 bytes.
         let rounded = size_bytes.next_multiple_of(logical.into());
         return Err(format!(
             "its size of {size_bytes} bytes is not a multiple of the logical block of {logical}; \
