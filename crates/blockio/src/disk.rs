@@ -51,6 +51,7 @@ use gate::Gate;
 pub use gate::Requester;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
+    check_logical_block,
 };
 pub use limits::{Burst, Direction, Limits, Rate, Rates};
 pub use outside::Outside;

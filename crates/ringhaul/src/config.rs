@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, FromArgMatches};
 use serde::Deserialize;
@@ -124,10 +125,13 @@ impl ConfigFile {
         let value = toml::Value::deserialize(ValueDeserializer::from(value))
             .map_err(|error| anyhow!("{}", error.message()))?;
         let Some(option) = option(key, arg, value)? else { return Ok(None) };
-        serve
-            .clone()
-            .try_get_matches_from(["serve", &option])
-            .map_err(|error| anyhow!("{}", one_line(&error)))?;
+        match serve.clone().try_get_matches_from(["serve", &option]) {
+            // What it needs beside it may come from another key, or from the command line.
+            Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => {
+                return Err(anyhow!("{}", one_line(&error)));
+            }
+            _ => {}
+        }
         let given = self.program.clone().try_get_matches_from(&self.arguments)?;
         let given = given.subcommand_matches("serve").context("the command is not `serve`")?;
         let is_given = given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
@@ -155,6 +159,12 @@ impl ConfigFile {
             let export = what.with_usual(&usual);
             if let Some(name) = all.iter().find_map(|other| export.clashes_with(other)) {
                 return Err(error_at(at, &format!("{name} is that of another export")));
+            }
+            if let (EndpointSpec::Path(path), Some(control)) = (&export.endpoint, &args.control)
+                && path == control
+            {
+                let path = path.display();
+                return Err(error_at(at, &format!("{path} is the control socket; choose another")));
             }
             if let EndpointSpec::Fd(_) = export.endpoint {
                 return Err(error_at(at, "a descriptor is inherited by --fd alone; name a path"));

@@ -1,5 +1,6 @@
 //! What an export is to be. It is data: the command line makes it, and anything else can.
 
+mod impossible;
 mod rules;
 
 use std::collections::BTreeSet;
@@ -84,9 +85,7 @@ impl ExportSpec {
     ///
     /// When a setting is out of its range.
     pub(crate) fn check(&self, iothreads: u16) -> Result<()> {
-        if let Some(name) = &self.name {
-            check_name(name).context("the name of an export")?;
-        }
+        self.check_names_and_sizes()?;
         if let DeviceSpec::Scsi(units) = &self.device {
             check_apart(units)?;
             units.iter().try_for_each(|unit| unit.check(&self.settings))?;

@@ -1,6 +1,7 @@
 //! The configuration file.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -55,7 +56,9 @@ fn the_documented_example_is_served() -> Result<()> {
     for name in ["mail.img", "install.iso", "database.img", "log.img"] {
         scene.disk(name, DISK_BYTES)?;
     }
-    let file = write(&scene, &example)?;
+    // An option that needs another one, in a file that has both.
+    let group = fs::metadata(&sockets)?.gid();
+    let file = write(&scene, &format!("control-group = \"{group}\"\n{example}"))?;
     let checked = run(&mut check(&file)?)?.expect_code(0)?;
     let expected = format!(
         "mail on {sockets}/mail.sock: virtio-blk, {disks}/mail.img\n\
@@ -76,6 +79,8 @@ fn the_documented_example_is_served() -> Result<()> {
     }
     let mut client = Client::new(&scene.socket("control"))?;
     ensure!(names(&mut client)?.len() == 5, "{:?}", names(&mut client)?);
+    let mode = fs::metadata(scene.socket("control"))?.permissions().mode() & 0o777;
+    ensure!(mode == 0o660, "the control socket has mode {mode:o}");
     let mail = client.call("export.show", &json!({ "export": "mail" }))?["result"].clone();
     let seen = json!([mail["serial"], mail["num-queues"], mail["cache"], mail["iothread"]]);
     ensure!(seen == json!(["mail-0001", 3, "none", null]), "{mail}");
@@ -100,6 +105,7 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
         ("engin = \"aio\"\n".to_owned(), &[":1:1: ", "unknown option 'engin'"]),
         ("serial = \"x\"\n".to_owned(), &[":1:1: ", "under [[export]]"]),
         ("config = \"x\"\n".to_owned(), &[":1:1: ", "unknown option 'config'"]),
+        ("control-group = \"0\"\n".to_owned(), &["required", "--control <PATH>"]),
         ("export = 3\n".to_owned(), &["[[export]]"]),
         ("engine = \"aio\"\nsqpoll = true\n".to_owned(), &["--sqpoll is for engine io_uring"]),
         (format!("{export}{blk}read_only = true\n"), &[":4:1: ", "unknown field `read_only`"]),
@@ -110,6 +116,10 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
         (format!("{export}device = {{ nvme = 1 }}\n"), &[":3:12: ", "unknown variant `nvme`"]),
         (export.to_owned(), &[":1:1: ", "missing field `device`"]),
         (format!("[[export]]\nendpoint = {{ fd = 3 }}\n{blk}"), &[":1:1: ", "by --fd alone"]),
+        (format!("[[export]]\nendpoint = {{ path = \"\" }}\n{blk}"), &[":1:1: ", "is empty"]),
+        (format!("control = \"/a\"\n{export}{blk}"), &[":2:1: ", "/a is the control socket"]),
+        (format!("{export}{blk}logical-block-bytes = 5\n"), &[":1:1: ", "block of 5 bytes"]),
+        (format!("{export}{}", blk.replace("512", "513")), &[":1:1: ", "a disk of 513 bytes"]),
     ]
     .into_iter()
     .enumerate()

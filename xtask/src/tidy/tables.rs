@@ -251,7 +251,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (3, &["disk_spec"]),
             (3, &["open_image", "open_luks", "spec"]),
             (4, &["disk_user", "export", "export_log", "log", "open_disk", "options::disk"]),
-            (4, &["spec::rules", "status", "subscribers"]),
+            (4, &["spec::impossible", "spec::rules", "status", "subscribers"]),
             (5, &["disk_command", "make_device"]),
             (5, &["options", "settings", "stats"]),
             (6, &["command"]),

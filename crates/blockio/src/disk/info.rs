@@ -196,8 +196,12 @@ impl From<Unfinished> for io::Error {
     }
 }
 
-/// Checks a logical block size.
-pub(super) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+/// Checks the bytes of a logical block, which it returns.
+///
+/// # Errors
+///
+/// When disks here have no such blocks: they are powers of two from 512 to 65,536.
+pub fn check_logical_block(bytes: u32) -> Result<u32, Error> {
     if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
         return Ok(bytes);
     }
