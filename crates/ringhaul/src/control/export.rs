@@ -14,7 +14,7 @@ use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
-use super::closing::Closing;
+use super::closing::{Closing, NOT_CLOSED};
 use super::order::{Answered, ExportSetup};
 use crate::command::{DiskState, ExportState, ExportStatus, Served};
 use crate::disk_rules::LimitGroups;
@@ -414,7 +414,7 @@ impl Export {
             _ => format!("{count} requests are not finished"),
         };
         let Some(load) = self.session.as_ref().map(Session::load) else {
-            return "nothing".to_owned();
+            return NOT_CLOSED.to_owned();
         };
         if !load.has_heard {
             return format!("its IoThread does not answer ({} requests)", load.requests);
