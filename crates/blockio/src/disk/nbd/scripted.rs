@@ -14,6 +14,7 @@ use super::target::{NbdAddress, NbdOptions};
 pub(super) const READ: u16 = 0;
 pub(super) const WRITE: u16 = 1;
 pub(super) const FLUSH: u16 = 3;
+const STATUS: u16 = 7;
 
 /// What the server has seen, in order, of which connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,9 +149,15 @@ impl State {
         let range = start..start + usize::try_from(request.len).unwrap();
         let mut data = Vec::new();
         let mut error = 0u32;
+        let middle = self.content.len() as u64 / 2;
         match (request.command, self.content.get_mut(range)) {
             (FLUSH, _) => {}
             (READ, Some(place)) => data.extend_from_slice(place),
+            // The second half is a hole.
+            (STATUS, _) if request.offset < middle => {
+                data = status(request.len.min(middle - request.offset), 0);
+            }
+            (STATUS, _) => data = status(request.len, 3),
             (WRITE, Some(place)) => place.copy_from_slice(&request.data),
             _ => error = 22,
         }
@@ -168,9 +175,15 @@ impl State {
     }
 }
 
+/// The state of so many bytes, with the flags of the context.
+fn status(bytes: u64, flags: u64) -> Vec<u8> {
+    [&[0, 0, 0, 9, 0, 0, 0, 1][..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat()
+}
+
 fn extended_reply(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
     let (kind, payload) = match (error, request.command) {
         (0, READ) => (1u16, [&request.offset.to_be_bytes()[..], data].concat()),
+        (0, STATUS) => (6, data.to_vec()),
         (0, _) => (0, Vec::new()),
         (error, _) => (0x8001, [&error.to_be_bytes()[..], &[0, 0]].concat()),
     };
@@ -243,7 +256,10 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 is_extended = true;
                 reply(1, &[])?;
             }
-            10 if is_extended => reply(1, &[])?,
+            10 if is_extended => {
+                reply(4, b"\0\0\0\x09base:allocation")?;
+                reply(1, &[])?;
+            }
             7 => {
                 let size = (state.content.len() as u64).to_be_bytes();
                 reply(3, &[&[0, 0][..], &size, &state.flags.to_be_bytes()].concat())?;

@@ -12,6 +12,7 @@ use super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::target::NbdOptions;
 use crate::clock;
 use crate::config::IoThreadConfig;
+use crate::disk::info::{Extent, ExtentKind};
 use crate::disk::{Disk, DiskOptions, DiskSource, DiskState};
 use crate::error::Error;
 use crate::io::Io;
@@ -219,6 +220,27 @@ fn a_server_that_comes_back_with_another_size_is_used() {
     }
     let beyond = Running::write(&thread, &disk, MIB as u64 - 4096, 1);
     assert_eq!(beyond.end(&thread), Some(libc::EINVAL), "the server has less than that");
+}
+
+/// The way that a question about a range takes to whoever asks for holes.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn holes_that_a_server_knows_are_known() {
+    let server = Server::start(MIB, FLAGS);
+    for (is_extended, expected) in [
+        (true, [(MIB / 2, ExtentKind::Data), (MIB / 2 - 4096, ExtentKind::Hole)]),
+        (false, [(MIB, ExtentKind::Data), (MIB / 2 - 4096, ExtentKind::Data)]),
+    ] {
+        server.change(|state| state.is_extended = is_extended);
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = source.attach(thread.io());
+        let extents = [(0, MIB), (MIB / 2 + 4096, MIB / 2 - 4096)].map(|(offset, bytes)| {
+            let asked = disk.block_status(offset as u64, bytes as u64);
+            thread.block_on(asked).unwrap().unwrap()
+        });
+        let expected = expected.map(|(bytes, kind)| Extent { bytes: bytes as u64, kind });
+        assert_eq!(extents, expected);
+    }
 }
 
 /// Remembers how many bytes were written.
