@@ -180,4 +180,34 @@ mod tests {
         assert!(!Arc::ptr_eq(&whole, &read));
         assert!(!refused(&part(6, Some(1), false)).is_empty(), "the whole is read");
     }
+    /// An image may have any byte of its disk anywhere in its file.
+    #[test]
+    #[cfg(feature = "qcow2")]
+    fn an_image_is_all_of_its_file() {
+        use blockio::disk::qcow2::Layer;
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let mut make = std::process::Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("8M").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB).unwrap();
+        let image = || {
+            let options =
+                DiskOptions { no_lock: true, holds_image: true, ..DiskOptions::default() };
+            let source = DiskSource::file(&path, &options).unwrap();
+            DiskSource::qcow2(vec![Layer::qcow2(source).unwrap()], false).unwrap()
+        };
+        let part = |offset| DiskSource::raw(image(), offset * MIB, Some(MIB)).unwrap();
+        let accesses = DiskAccesses::default();
+        let is_refused = |disk: &DiskSource| accesses.of(disk).is_err();
+        let held = accesses.of(&image()).unwrap();
+        assert!(is_refused(&file(&path, true)) && is_refused(&part(1)));
+        drop(held);
+        let _held = accesses.of(&part(1)).unwrap();
+        assert!(is_refused(&part(2)) && is_refused(&file(&path, false)));
+    }
 }

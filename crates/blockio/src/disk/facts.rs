@@ -231,7 +231,8 @@ impl DiskSource {
             SourceKind::File(_) | SourceKind::Null => None,
             SourceKind::Other(source) => source.place(),
         };
-        let whole = || Place { disk: self.identity().to_owned(), start: 0, end: None };
+        let disk = || self.identity().to_owned();
+        let whole = || Place { disk: disk(), start: 0, end: None, is_spread: false };
         part.unwrap_or_else(whole)
     }
 

@@ -107,9 +107,22 @@ pub struct Place {
     pub start: u64,
     /// The byte behind the last. `None`: it ends with the disk, which may grow.
     pub end: Option<u64>,
+    /// Something else than its place in a disk decides where each of its bytes is, as in an image:
+    /// any part of it may be anywhere there.
+    pub is_spread: bool,
 }
 
 impl Place {
+    /// That of a part of it, which begins at this offset; `size_bytes` as in
+    /// [`DiskSource::raw`](super::DiskSource::raw).
+    pub(super) fn part(self, offset_bytes: u64, size_bytes: Option<u64>) -> Self {
+        if self.is_spread {
+            return self;
+        }
+        let start = self.start + offset_bytes;
+        Self { start, end: size_bytes.map(|size| start + size).or(self.end), ..self }
+    }
+
     /// Whether what is written to one is read from the other.
     #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {

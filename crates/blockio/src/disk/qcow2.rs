@@ -29,7 +29,7 @@ use owner::{Image, Job};
 use storage::Store;
 use table::{LAYERS_MAX, Table};
 
-use super::info::{Abilities, DiskInfo, DiskState, Link};
+use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
 use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource};
 use super::source::FileSource;
@@ -81,7 +81,8 @@ impl DiskSource {
             stable: AtomicU64::new(0),
             users: Mutex::default(),
         });
-        let image = Image { owner: owner::start(&core)?, core };
+        let (owner, ended) = owner::start(&core)?;
+        let image = Image { owner, ended: Mutex::new(Some(ended)), core };
         if !is_deferred {
             owner::ask_and_wait(&image.owner, Job::Open)
                 .map_err(|error| refused(&source, format!("it cannot be opened: {error}")))?;
@@ -103,6 +104,16 @@ struct Qcow2Source {
 impl std::fmt::Debug for Qcow2Source {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Qcow2Source").field(&self.image.core.layers).finish()
+    }
+}
+
+impl Drop for Qcow2Source {
+    /// Whoever closes the disk last may open its file again at once, so the owner has closed it
+    /// by then, unless a disk on an IoThread is left, which must not wait.
+    fn drop(&mut self) {
+        if let Some(image) = Arc::get_mut(&mut self.image) {
+            image.end();
+        }
     }
 }
 
@@ -135,6 +146,10 @@ impl OtherSource for Qcow2Source {
 
     fn identity(&self) -> &str {
         &self.identity
+    }
+
+    fn place(&self) -> Option<Place> {
+        Some(Place { is_spread: true, ..self.below().place() })
     }
 
     fn abilities(&self) -> Abilities {
@@ -212,5 +227,32 @@ impl OtherSource for Qcow2Source {
 
     fn adopt_size(&self, size_bytes: u64) {
         self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use crate::disk::qcow2::Layer;
+    use crate::disk::{DiskOptions, DiskSource};
+
+    /// Its owner has a thread, which has the file open too.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn whoever_has_closed_an_image_can_open_its_file_at_once() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut make = Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let options = DiskOptions { holds_image: true, at_once: true, ..DiskOptions::default() };
+        for _ in 0..50 {
+            let source = DiskSource::file(file.path(), &options).unwrap();
+            let layers = vec![Layer::qcow2(source).unwrap()];
+            drop(DiskSource::qcow2(layers, false).unwrap());
+        }
     }
 }

@@ -125,11 +125,8 @@ impl OtherSource for RawSource {
 
     fn place(&self) -> Option<Place> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
-        let below = self.below.place();
         // It was checked to lie there.
-        let start = below.start + offset_bytes;
-        let end = size_bytes.map(|size| start + size).or(below.end);
-        Some(Place { start, end, ..below })
+        Some(self.below.place().part(offset_bytes, size_bytes))
     }
 
     fn abilities(&self) -> Abilities {

@@ -12,6 +12,7 @@ use iomem::Buffers;
 use super::owner::{Image, Job, ask};
 use super::table::{Place, Run};
 use super::uses::{Use, Uses};
+use crate::bounce::BounceShare;
 use crate::config::EngineKind;
 use crate::disk::Disk;
 use crate::disk::info::{Extent, ExtentKind, Unfinished};
@@ -27,6 +28,8 @@ pub(super) struct Qcow2Disk {
     /// From the top.
     layers: Vec<Disk>,
     uses: Arc<Uses>,
+    /// What moves through the owner is memory of this budget.
+    share: Rc<BounceShare>,
 }
 
 impl Qcow2Disk {
@@ -35,7 +38,8 @@ impl Qcow2Disk {
         image.core.add_user(io.remote(), &uses);
         let sources = image.core.layers.iter();
         let layers = sources.map(|layer| layer.source.attach_with(io, engine)).collect();
-        Self { image: Arc::clone(image), io: Rc::clone(io), layers, uses }
+        let share = io.bounce_budget.share(image);
+        Self { image: Arc::clone(image), io: Rc::clone(io), layers, uses, share }
     }
 
     fn run(&self, offset: u64, len: u64) -> Run {
@@ -90,6 +94,7 @@ impl Qcow2Disk {
             Place::Zero => part.zero_from(0),
             Place::Owner => {
                 let bytes = bytes.min(PIECE_BYTES);
+                let _permit = self.share.take(bytes).await;
                 let data = self.have(Job::Read(range(offset, bytes))).await?;
                 part.copy_from(0, &data);
                 return Ok(bytes);
@@ -134,10 +139,12 @@ impl Qcow2Disk {
                 Ok(bytes)
             }
             _ => {
-                let mut data = vec![0; bytes.min(PIECE_BYTES)];
+                let bytes = bytes.min(PIECE_BYTES);
+                let _permit = self.share.take(bytes).await;
+                let mut data = vec![0; bytes];
                 rest.copy_to(0, &mut data);
                 self.have(Job::Write(offset, data)).await?;
-                Ok(bytes.min(PIECE_BYTES))
+                Ok(bytes)
             }
         }
     }

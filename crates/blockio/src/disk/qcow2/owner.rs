@@ -62,14 +62,19 @@ const JOBS_MAX: usize = 64;
 type Format = FormatAccess<Store>;
 
 /// Starts the thread of an image.
-pub(super) fn start(core: &Arc<Core>) -> Result<Remote, Error> {
+pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, Pending<()>), Error> {
     let (answer, pending) = Pending::new();
+    let (end, ended) = Pending::new();
     let core = Arc::clone(core);
-    let run = Box::new(move || own(core, answer));
+    let run = Box::new(move || {
+        own(core, answer);
+        end.send(());
+    });
     start_thread("qcow2", run)
         .map_err(|error| Error::System { action: "start the thread of an image", error })?;
     let gone = || Error::Options("the thread of an image has ended".to_owned());
-    pending.wait().ok_or_else(gone)?
+    let owner = pending.wait().ok_or_else(gone)??;
+    Ok((owner, ended))
 }
 
 fn own(core: Arc<Core>, answer: Answer<Result<Remote, Error>>) {
@@ -129,6 +134,17 @@ fn begin(remote: &Remote, job: Job, end: impl FnOnce(io::Result<Vec<u8>>) + Send
 pub(super) struct Image {
     pub(super) core: Arc<Core>,
     pub(super) owner: Remote,
+    /// Set until somebody has waited for it.
+    pub(super) ended: Mutex<Option<Pending<()>>>,
+}
+
+impl Image {
+    /// Ends the owner, and waits until it has closed its files.
+    pub(super) fn end(&mut self) {
+        self.owner.post(|io| io.stop());
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let _ = ended.and_then(Pending::wait);
+    }
 }
 
 impl Drop for Image {

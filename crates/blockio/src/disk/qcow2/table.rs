@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Where neighbouring bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +43,9 @@ pub(super) const LAYERS_MAX: usize = 32;
 /// Units in a slice, which has its memory when one of them is known.
 const SLICE_UNITS: u64 = 4096;
 
+/// The most slices, which take 512 MiB. The owner finds what has no room here.
+const SLICES_MAX: usize = 16_384;
+
 /// Segments of a table. Each has twice as many slices as the one before, so that it can grow.
 const SEGMENTS: usize = 22;
 
@@ -53,12 +56,21 @@ pub(super) struct Table {
     /// The unit, a power of two: the smallest cluster of all layers.
     unit_bytes: u64,
     segments: [OnceLock<Box<[OnceLock<Slice>]>>; SEGMENTS],
+    /// How many slices there may still be.
+    left: AtomicUsize,
+    /// What is said of units without a slice: nothing is known, or only the owner knows.
+    absent: AtomicU64,
 }
 
 impl Table {
     pub(super) fn new(unit_bytes: u32) -> Self {
         assert!(unit_bytes.is_power_of_two() && unit_bytes >= 512, "clusters are powers of two");
-        Self { unit_bytes: unit_bytes.into(), segments: [const { OnceLock::new() }; SEGMENTS] }
+        Self {
+            unit_bytes: unit_bytes.into(),
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            left: AtomicUsize::new(SLICES_MAX),
+            absent: AtomicU64::new(0),
+        }
     }
 
     pub(super) fn unit_bytes(&self) -> u64 {
@@ -94,7 +106,10 @@ impl Table {
     #[inline]
     fn load(&self, unit: u64) -> u64 {
         let slice = self.slices(unit / SLICE_UNITS).and_then(OnceLock::get);
-        slice.map_or(0, |slice| slice[at(unit % SLICE_UNITS)].load(Ordering::Acquire))
+        match slice {
+            Some(slice) => slice[at(unit % SLICE_UNITS)].load(Ordering::Acquire),
+            None => self.absent.load(Ordering::Relaxed),
+        }
     }
 
     #[inline]
@@ -126,6 +141,15 @@ impl Table {
         let (segment, index) = segment(unit / SLICE_UNITS);
         let slices = self.segments[segment]
             .get_or_init(|| (0..1usize << segment).map(|_| OnceLock::new()).collect());
+        // One thread writes, so nobody else makes this slice meanwhile.
+        let left = self.left.load(Ordering::Relaxed);
+        if slices[index].get().is_none() {
+            if left == 0 {
+                self.absent.store(OWNER, Ordering::Relaxed);
+                return;
+            }
+            self.left.store(left - 1, Ordering::Relaxed);
+        }
         let slice = slices[index]
             .get_or_init(|| (0..SLICE_UNITS).map(|_| AtomicU64::new(0)).collect::<Slice>());
         slice[at(unit % SLICE_UNITS)].store(entry, Ordering::Release);
@@ -179,6 +203,20 @@ mod tests {
 
     fn data(layer: usize, offset: u64) -> Place {
         Place::Data { layer, offset, writable: layer == 0 }
+    }
+
+    #[test]
+    fn what_has_no_room_is_left_to_the_owner() {
+        let table = Table::new(65_536);
+        table.left.store(1, Ordering::Relaxed);
+        let second = SLICE_UNITS * UNIT;
+        table.set(second, UNIT, data(0, UNIT));
+        assert_eq!(table.run(0, UNIT), Run { place: Place::Unknown, bytes: UNIT });
+        table.set(0, UNIT, data(0, 2 * UNIT));
+        assert_eq!(table.run(0, 2 * UNIT), Run { place: Place::Owner, bytes: 2 * UNIT });
+        assert_eq!(table.run(second, UNIT).place, data(0, UNIT));
+        table.forget(&(0..second));
+        assert_eq!(table.run(0, UNIT).place, Place::Owner);
     }
 
     #[test]
