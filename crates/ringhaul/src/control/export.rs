@@ -544,6 +544,7 @@ mod tests {
         assert!(!path.exists(), "nobody can connect any more");
         run(&mut export);
         assert!(export.has_ended() && !seen(&export).1);
+        assert_eq!(export.status().waits_for.as_deref(), Some(NOT_CLOSED));
         assert_eq!(second.read(&mut [0]).unwrap(), 0);
     }
 
