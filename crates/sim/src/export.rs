@@ -26,8 +26,17 @@ use crate::world::World;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Waiting {
     next_avail: u16,
-    /// Rounds of the IoThread, and the time, when it was seen first.
+    /// Rounds of the IoThread, and the time that it has had, when it was seen first.
     since: (u64, u64),
+}
+
+/// How far an IoThread has come after a turn.
+pub(crate) struct Had {
+    pub(crate) rounds: u64,
+    /// Without what others have taken while it would have gone on.
+    pub(crate) time_ns: u64,
+    /// The kernel has refused a submit in this turn.
+    pub(crate) was_refused: bool,
 }
 
 /// What a queue is at. A front-end has its queues started and stopped by a session, which keeps
@@ -364,10 +373,12 @@ impl Export {
         (0..self.places.len()).map(|queue| u64::from(self.guest.indexes(queue).0)).sum()
     }
 
-    /// IoThread `thread` has taken a turn and has had `rounds` in all: fails when it has left a
-    /// chain of a running queue waiting for too long.
-    pub(crate) fn check_waits(&mut self, thread: usize, rounds: u64) -> Result<(), Failure> {
-        let now = self.world.now_nanoseconds();
+    /// IoThread `thread` has taken a turn: fails when it has left a chain of a running queue
+    /// waiting for too long. Where io_uring watches the kicks, none shows while the kernel refuses
+    /// its entries, so a wait begins anew with each refusal.
+    pub(crate) fn check_waits(&mut self, thread: usize, had: &Had) -> Result<(), Failure> {
+        let Had { rounds, time_ns: now, was_refused } = *had;
+        let is_deaf = was_refused && self.plan.has_engine(2);
         for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
             let place = self.front_end.as_ref().map_or(*place, |f| f.place(queue));
             if place != thread {
@@ -393,7 +404,7 @@ impl Export {
                 *waiting = None;
                 continue;
             }
-            let waits = waiting.filter(|waiting| waiting.next_avail == next_avail);
+            let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
             let Waiting { since, .. } =
                 *waiting.insert(waits.unwrap_or(Waiting { next_avail, since: (rounds, now) }));
             let (waited, time) = (rounds - since.0, now - since.1);

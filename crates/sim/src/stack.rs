@@ -14,7 +14,7 @@ use blockio::{
 use iomem::fits;
 
 use crate::control::Control;
-use crate::export::Export;
+use crate::export::{Export, Had};
 use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};
@@ -34,7 +34,16 @@ pub(crate) struct Thread {
     /// What it had done by then, and how many turns ago.
     done: u64,
     empty_turns: u32,
+    /// When its last turn ended, and the time that it has had by then.
+    ended_ns: u64,
+    had_ns: u64,
+    /// The kernel has refused a submit in its last turn.
+    was_refused: bool,
 }
+
+/// More time than this between two turns of an IoThread is not its own: others have used it up in
+/// turns of theirs, which on a machine would not have kept it waiting.
+const BETWEEN_TURNS_NS: u64 = 1_000_000;
 
 /// A loop spins when it takes more turns than this in a row in which no time passes and nothing
 /// happens except that it asks for another turn.
@@ -50,9 +59,14 @@ impl Thread {
         control: &RefCell<Control>,
     ) -> Result<(), Failure> {
         let begin = world.now_nanoseconds();
+        let refused = self.io_thread.io().stats().submit_again.get();
         world.begin_turn();
         let activity = self.io_thread.turn(wait);
         let end = world.end_turn();
+        self.was_refused = self.io_thread.io().stats().submit_again.get() > refused;
+        let now = world.now_nanoseconds();
+        self.had_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);
+        self.ended_ns = now;
         let activity = activity.map_err(|error| Failure::new("turn", error.to_string()))?;
         // A loop of its own goes on, unless the world has let it sleep.
         let goes_on = wait == Wait::ForEvent && end != TurnEnd::Asleep;
@@ -65,9 +79,8 @@ impl Thread {
             + control.borrow().exports.iter().map(|export| export.answered()).sum::<u64>()
             + io.tasks() as u64
             + io.ops() as u64;
-        let is_empty = std::mem::replace(&mut self.done, done) == done
-            && self.ready
-            && world.now_nanoseconds() == begin;
+        let is_empty =
+            std::mem::replace(&mut self.done, done) == done && self.ready && now == begin;
         self.empty_turns = if is_empty { self.empty_turns + 1 } else { 0 };
         if self.empty_turns > EMPTY_TURNS_MAX {
             let text = format!("an IoThread did nothing in {EMPTY_TURNS_MAX} turns, but is busy");
@@ -148,7 +161,15 @@ impl Stack {
                 io_thread.io().add_engine(aio)?;
             }
             // Engine io_uring hands its watches to the kernel in the first turn.
-            self.threads.push(Thread { io_thread, ready: true, done: 0, empty_turns: 0 });
+            self.threads.push(Thread {
+                io_thread,
+                ready: true,
+                done: 0,
+                empty_turns: 0,
+                ended_ns: self.world.now_nanoseconds(),
+                had_ns: 0,
+                was_refused: false,
+            });
         }
         let remotes = self.threads.iter().map(|thread| thread.io_thread.remote());
         self.control.borrow_mut().threads = remotes.collect();
@@ -163,9 +184,11 @@ impl Stack {
             return Ok(());
         }
         taken?;
-        let rounds = self.threads[index].io_thread.io().stats().rounds.get();
+        let Thread { io_thread, had_ns, was_refused, .. } = &self.threads[index];
+        let rounds = io_thread.io().stats().rounds.get();
+        let had = Had { rounds, time_ns: *had_ns, was_refused: *was_refused };
         let exports = &mut self.control.borrow_mut().exports;
-        exports.iter_mut().try_for_each(|export| export.check_waits(index, rounds))
+        exports.iter_mut().try_for_each(|export| export.check_waits(index, &had))
     }
 
     /// Goes on with what IoThreads have answered meanwhile.
