@@ -11,8 +11,11 @@ use crate::plan::Plan;
 use crate::run::{self, Report};
 use crate::world::Polls;
 
-/// A run takes milliseconds; one that takes this long has no end.
-const HANG: Duration = Duration::from_secs(30);
+/// A run takes milliseconds, and a long one ten seconds of a processor, of which others may leave
+/// it a tenth. One that is not over in any of as many waits has no end. All processes may have been
+/// stopped during one of them.
+const WAIT: Duration = Duration::from_secs(15);
+const WAITS: u32 = 12;
 
 /// How the seeds did.
 pub(crate) enum Ending {
@@ -100,10 +103,11 @@ fn follow(workers: &mut [Worker], lines: &Receiver<(u64, Option<String>)>) -> Re
     let mut total = Report::default();
     let mut left = workers.len();
     while left > 0 {
-        let Ok((job, line)) = lines.recv_timeout(HANG) else {
+        let Some((job, line)) = (0..WAITS).find_map(|_| lines.recv_timeout(WAIT).ok()) else {
             let seeds: Vec<u64> = workers.iter().map(|worker| worker.seed).collect();
             let seed = seeds.first().copied().unwrap_or(0);
-            return Ok(Ending::Died(seed, format!("no end after {HANG:?}; one of {seeds:?}")));
+            let time = WAIT * WAITS;
+            return Ok(Ending::Died(seed, format!("no end after {time:?}; one of {seeds:?}")));
         };
         let worker = &mut workers[usize::try_from(job)?];
         let line = line.unwrap_or_else(|| "ended".to_owned());
