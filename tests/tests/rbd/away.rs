@@ -21,7 +21,16 @@ struct Stopped(Pid);
 impl Stopped {
     fn new(process: Pid) -> Result<Self> {
         kill_process(process, Signal::STOP).context("stopping the OSD")?;
-        Ok(Self(process))
+        let stopped = Self(process);
+        // Its threads stop one after the other, and answer until then.
+        retry(LIMIT, || {
+            for task in std::fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()))? {
+                let stat = std::fs::read_to_string(task?.path().join("stat"))?;
+                ensure!(stat.contains(") T "), "it runs: {stat}");
+            }
+            Ok(())
+        })?;
+        Ok(stopped)
     }
 }
 
