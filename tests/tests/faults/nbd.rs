@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, Scene, bench, ringhaul, run};
-use ringhaul_kit::system::is_installed;
+use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::{is_listening, retry};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -113,6 +113,27 @@ fn qemu_nbd_serves_a_disk() -> Result<()> {
     ensure!(info.stdout.contains("can       flush, discard, write zeroes\n"), "{}", info.stdout);
     let missing = run(ringhaul()?.args(["disk", "info", &peer.uri("other")]))?;
     missing.expect_refusal(&["refuses the export 'other'", "it does not have it"])
+}
+
+/// An image on a server: its file does not grow, so it has the space that the server gives it.
+#[test]
+fn an_image_on_a_server_is_a_disk() -> Result<()> {
+    if !is_installed("qemu-nbd") || !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let file = scene.disk("image", DISK_BYTES)?;
+    let path = file.to_str().context("a path with an odd name")?;
+    let create = ["create", "-q", "-f", "qcow2", path, &DISK_BYTES.to_string()];
+    run_program("qemu-img", &create)?;
+    std::fs::OpenOptions::new().write(true).open(&file)?.set_len(2 * DISK_BYTES)?;
+    let peer = Peer::qemu(&scene, &file)?;
+    let disk = format!("qcow2,over={}", peer.uri("disk"));
+    drive(&scene, &disk, "--number_ios 2000")?;
+    let info = run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(0)?;
+    ensure!(info.stdout.contains("qcow2") && info.stdout.contains("nbd"), "{}", info.stdout);
+    peer.kill()?;
+    run_program("qemu-img", &["check", "-q", path]).map(drop)
 }
 
 /// Servers that cannot do everything, some that take no large requests, and one that is slow.
