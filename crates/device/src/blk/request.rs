@@ -176,11 +176,10 @@ async fn execute(
         return Outcome { rest: (!writable.is_empty()).then_some(writable), ..refused };
     }
     let at_disk = AtDisk { blk, queue, head };
-    let disk = blk.disk.asking(&at_disk);
     let (kind, result) = match request {
-        VIRTIO_BLK_T_IN => return read(disk, sector, writable).await,
+        VIRTIO_BLK_T_IN => return read(&at_disk, sector, writable).await,
         VIRTIO_BLK_T_OUT => {
-            let result = write(blk, disk, sector, readable).await;
+            let result = write(&at_disk, sector, readable).await;
             (RequestKind::Write, result)
         }
         VIRTIO_BLK_T_FLUSH => {
@@ -189,11 +188,11 @@ async fn execute(
         }
         VIRTIO_BLK_T_GET_ID => return get_id(blk, writable),
         VIRTIO_BLK_T_DISCARD => {
-            let result = Box::pin(discard(blk, disk, &readable)).await;
+            let result = Box::pin(discard(&at_disk, &readable)).await;
             (RequestKind::Discard, result)
         }
         VIRTIO_BLK_T_WRITE_ZEROES => {
-            let result = Box::pin(write_zeroes(blk, disk, &readable)).await;
+            let result = Box::pin(write_zeroes(&at_disk, &readable)).await;
             (RequestKind::WriteZeroes, result)
         }
         other => (RequestKind::Other, Err(RequestError::Type(other))),
@@ -249,6 +248,14 @@ struct AtDisk<'a> {
     head: u16,
 }
 
+impl AtDisk<'_> {
+    /// The disk, for this request. It is asked for where it is used: what is kept is copied.
+    #[inline]
+    fn disk(&self) -> Requests<'_> {
+        self.blk.disk.asking(self)
+    }
+}
+
 impl Requester for AtDisk<'_> {
     fn waits(&self) {
         self.queue.fence.step_out(self.head, self.queue.not_done());
@@ -283,14 +290,14 @@ fn offset_of(sector: u64) -> Result<u64, RequestError> {
     sector.checked_mul(SECTOR_BYTES).ok_or(RequestError::Malformed("the sector is out of range"))
 }
 
-async fn read(disk: Requests<'_>, sector: u64, writable: Buffers) -> Outcome {
+async fn read(at_disk: &AtDisk<'_>, sector: u64, writable: Buffers) -> Outcome {
     let kind = RequestKind::Read;
     let offset = match offset_of(sector) {
         Ok(offset) => offset,
         Err(error) => return Outcome { kind, result: Err(error), rest: Some(writable) },
     };
     let bytes = writable.bytes() as u64;
-    match disk.read(offset, writable).await {
+    match at_disk.disk().read(offset, writable).await {
         Ok(()) => Outcome { kind, result: Ok(bytes), rest: None },
         Err(unfinished) => {
             let (source, rest) = unfinished.into_parts();
@@ -300,16 +307,11 @@ async fn read(disk: Requests<'_>, sector: u64, writable: Buffers) -> Outcome {
     }
 }
 
-async fn write(
-    blk: &Blk,
-    disk: Requests<'_>,
-    sector: u64,
-    readable: Buffers,
-) -> Result<u64, RequestError> {
+async fn write(at_disk: &AtDisk<'_>, sector: u64, readable: Buffers) -> Result<u64, RequestError> {
     let offset = offset_of(sector)?;
     let bytes = readable.bytes() as u64;
-    let fua = blk.device.write_through();
-    let result = disk.write(offset, readable, fua).await;
+    let fua = at_disk.blk.device.write_through();
+    let result = at_disk.disk().write(offset, readable, fua).await;
     let failed = |unfinished: Unfinished| RequestError::Disk {
         action: "write",
         offset,
@@ -403,27 +405,25 @@ fn range(
     Ok(Range { offset, len, unmap: flags_of(segment) != 0 })
 }
 
-async fn discard(blk: &Blk, disk: Requests<'_>, readable: &Buffers) -> Result<u64, RequestError> {
+async fn discard(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, RequestError> {
+    let blk = at_disk.blk;
     let ranges = ranges(readable, 0, DISCARD_SECTORS_MAX, blk.disk.info().size_bytes)?;
     let bytes = bytes_of(&ranges);
     for Range { offset, len, .. } in ranges {
-        let result = disk.discard(offset, len).await;
+        let result = at_disk.disk().discard(offset, len).await;
         result.map_err(|source| RequestError::Disk { action: "discard", offset, source })?;
     }
     settle(blk).await?;
     Ok(bytes)
 }
 
-async fn write_zeroes(
-    blk: &Blk,
-    disk: Requests<'_>,
-    readable: &Buffers,
-) -> Result<u64, RequestError> {
+async fn write_zeroes(at_disk: &AtDisk<'_>, readable: &Buffers) -> Result<u64, RequestError> {
+    let blk = at_disk.blk;
     let (known, size) = (VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP, blk.disk.info().size_bytes);
     let ranges = ranges(readable, known, WRITE_ZEROES_SECTORS_MAX, size)?;
     let bytes = bytes_of(&ranges);
     for Range { offset, len, unmap } in ranges {
-        let result = disk.write_zeroes(offset, len, unmap).await;
+        let result = at_disk.disk().write_zeroes(offset, len, unmap).await;
         result.map_err(|source| RequestError::Disk { action: "write zeroes", offset, source })?;
     }
     settle(blk).await?;
