@@ -1,7 +1,7 @@
 //! Images in QEMU's format: what is written is found there by QEMU's programs, which find no fault
 //! with them.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
@@ -371,6 +371,8 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         images.qemu_img(&format!("create -q -f qcow2 {create}"))?;
     }
     images.qemu_img("snapshot -q -c one @snapshots")?;
+    images.qemu_img("create -q -f qcow2 @cut 8M")?;
+    OpenOptions::new().write(true).open(images.path("cut")?)?.set_len(100)?;
     forget_format(&images.path("guessed")?)?;
     let mut refusals = Refusals::default();
     let mut check = |what: &str, disk: &str, words: &[&str]| {
@@ -383,7 +385,8 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         ("snapshots", ["1 internal snapshots", "qemu-img snapshot -d"]),
         ("inner/outside", ["does not lie in the folder", "backing=anywhere"]),
         ("guessed", ["not guessed", "qemu-img rebase -u"]),
-        ("vmdk", ["format vmdk", "not supported"]),
+        ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),
+        ("cut", ["cannot be opened", "; look at it with `qemu-img check`"]),
         ("absent", ["nothing", "qemu-img rebase -u"]),
         ("elsewhere", ["nbd://host/x", "only files can be"]),
         ("loop", ["the backing file of", "locked by this daemon"]),

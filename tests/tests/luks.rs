@@ -352,9 +352,13 @@ fn what_cannot_be_opened_is_refused_with_a_reason() -> Result<()> {
         refusals.check(what, command, words);
     };
     let wrong_key = format!("luks,key-file={wrong},over={image}");
-    check("wrong key", &wrong_key, &["ends with a newline", "opens none of the 1 key slots"]);
+    check(
+        "wrong key",
+        &wrong_key,
+        &["ends with a newline", "opens none of the 1 key slots", "; check"],
+    );
     let no_key = format!("luks,key-file={image}.key,over={image}");
-    check("no key", &no_key, &["cannot read the key in", "No such file"]);
+    check("no key", &no_key, &["cannot read the key in", "No such file", "; check key-file"]);
     check("no descriptor", &format!("luks,key-fd=77,over={image}"), &["descriptor 77", "key-file"]);
     check("cipher", &images.name("", &other), &["aes-cbc-essiv:sha256", "aes-xts-plain64 is"]);
     check("plain", &images.name("", &plain), &["there is no LUKS header"]);

@@ -76,7 +76,11 @@ pub(crate) fn open_qcow2(
         let layer = match named.format.as_deref() {
             Some("qcow2") => Layer::qcow2(source).with_context(what)?,
             Some("raw" | "file" | "host_device") => Layer::raw(source),
-            Some(format) => bail!("{}: its format {format} is not supported", what()),
+            Some(format) => bail!(
+                "{}: its format {format} is not supported; convert it with `qemu-img convert -O \
+                 qcow2`, and name that file with `qemu-img rebase -u`",
+                what()
+            ),
             None => bail!(
                 "{}: {of} does not say which format it has, and that is not guessed; add it with \
                  `qemu-img rebase -u -b {} -F qcow2 {of}` (or -F raw)",

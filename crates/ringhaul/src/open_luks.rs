@@ -1,9 +1,10 @@
 //! Opens disks that are encrypted: fetches their keys.
 
 use std::fs::File;
+use std::io;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use blockio::disk::luks::{KeyWork, LuksOptions, Passphrase};
 use blockio::{DiskOptions, DiskSource};
 
@@ -30,8 +31,10 @@ pub(crate) fn open_luks(
 fn read_key(key: &KeySpec) -> Result<Passphrase> {
     match key {
         KeySpec::File(path) => {
-            let what = || format!("cannot read the key in {}", path.display());
-            Passphrase::read(File::open(path).with_context(what)?).with_context(what)
+            let what = |error: io::Error| {
+                anyhow!("cannot read the key in {}: {error}; check key-file", path.display())
+            };
+            Passphrase::read(File::open(path).map_err(what)?).map_err(what)
         }
         &KeySpec::Fd(fd) => {
             let what = || {

@@ -74,8 +74,13 @@ fn files_that_are_no_disks_are_refused() -> Result<()> {
     check("missing, read-only", &missing, "--read-only", &["No such file"]);
     check("folder", &folder, "", &["is a directory", "name a file or a block device"]);
     check("folder, read-only", &folder, "--read-only", &["is a directory"]);
-    check("pipe", &not_a_disk(&scene)?, "", &["neither a regular file nor a block device"]);
-    check("terminal", Path::new("/dev/null"), "", &["neither a regular file nor a block device"]);
+    check("pipe", &not_a_disk(&scene)?, "", &["neither a regular file nor a block device; name"]);
+    check(
+        "terminal",
+        Path::new("/dev/null"),
+        "",
+        &["neither a regular file nor a block device; name"],
+    );
     check("empty", &empty, "", &["empty.img", "size is zero", "truncate -s"]);
     check("odd", &odd, "", &["odd.img", "1000 bytes", "multiple", "truncate -s 1024"]);
     check("odd, page cache", &odd, "--cache writeback", &["1000 bytes", "truncate -s 1024"]);

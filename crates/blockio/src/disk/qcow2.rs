@@ -84,8 +84,11 @@ impl DiskSource {
         let (owner, ended) = owner::start(&core)?;
         let image = Image { owner, ended: Mutex::new(Some(ended)), core };
         if !is_deferred {
-            owner::ask_and_wait(&image.owner, Job::Open)
-                .map_err(|error| refused(&source, format!("it cannot be opened: {error}")))?;
+            owner::ask_and_wait(&image.owner, Job::Open).map_err(|error| {
+                let reason =
+                    format!("it cannot be opened: {error}; look at it with `qemu-img check`");
+                refused(&source, reason)
+            })?;
         }
         let identity = match source.identity() {
             "" => String::new(),

@@ -67,7 +67,8 @@ impl Part {
         for (what, bytes) in [("offset", Some(offset_bytes)), ("size", size_bytes)] {
             if bytes.is_some_and(|bytes| !bytes.is_multiple_of(block.into())) {
                 return Err(format!(
-                    "its {what} of {} bytes is not a multiple of the logical block of {block}",
+                    "its {what} of {} bytes is not a multiple of the logical block of {block}; \
+                     choose one that is",
                     bytes.unwrap_or(0)
                 ));
             }

@@ -46,7 +46,9 @@ impl FileSource {
             return Err(unusable("it is a directory; name a file or a block device".into()));
         }
         if !file_type.is_file() && !is_block_device {
-            return Err(unusable("it is neither a regular file nor a block device".into()));
+            return Err(unusable(
+                "it is neither a regular file nor a block device; name one of these".into(),
+            ));
         }
         let file = patiently(path, options.at_once, || open_alone(path, options, is_block_device))?;
         if is_block_device {

@@ -192,7 +192,8 @@ impl Header {
             _ => "",
         };
         Err(format!(
-            "the key{newline} opens none of the {} key slots that are in use{left_out}",
+            "the key{newline} opens none of the {} key slots that are in use{left_out}; check \
+             whether it is the key of this disk",
             self.slots.len()
         ))
     }

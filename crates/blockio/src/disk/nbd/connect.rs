@@ -132,7 +132,8 @@ fn find(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, String
     started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
     let left = until.saturating_duration_since(Instant::now());
     match found.recv_timeout(left) {
-        Ok(addresses) => addresses.map_err(|error| format!("cannot find {host}: {error}")),
+        Ok(addresses) => addresses
+            .map_err(|error| format!("cannot find {host}: {error}; check the name of the server")),
         Err(_) => Err(format!(
             "cannot find {host}: no name server answers; use its address, or mend the resolver"
         )),

@@ -184,7 +184,7 @@ fn connect(access: &Access) -> Result<Cluster, String> {
     if let Some(keyring) = &access.keyring {
         // librados says no more than that it was refused.
         std::fs::File::open(keyring).map_err(|error| {
-            format!("its keyring {} cannot be read: {error}", keyring.display())
+            format!("its keyring {} cannot be read: {error}; check keyring", keyring.display())
         })?;
         options.push((c"keyring", c_path(keyring)?));
     }
@@ -204,7 +204,9 @@ fn c_path(path: &Path) -> Result<CString, String> {
 
 fn no_conf(access: &Access, error: &io::Error) -> String {
     match &access.conf {
-        Some(path) => format!("its configuration {} cannot be read: {error}", path.display()),
+        Some(path) => {
+            format!("its configuration {} cannot be read: {error}; check conf", path.display())
+        }
         None => format!(
             "there is no configuration of Ceph that can be read where it is looked for \
              ($CEPH_CONF, /etc/ceph/ceph.conf): {error}; name it with conf=PATH"
