@@ -205,7 +205,19 @@ pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfi
 pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut out: Buffers) -> Moved {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
     let at_disk = AtDisk { local, task };
-    end_write(local, range, local.disk.asking(&at_disk).write(range.offset, out, fua).await)
+    let result = local.disk.asking(&at_disk).write(range.offset, out, fua).await;
+    let moved = end_write(local, range, result)?;
+    if needs_flush(local, fua) {
+        flush(local).await?;
+    }
+    Ok(moved)
+}
+
+/// Whether a write that is done may not be answered yet: the cache was switched off while it waited
+/// for limits, or because its disk had failed it.
+#[inline]
+pub(super) fn needs_flush(local: &LocalUnit, fua: bool) -> bool {
+    !fua && !local.unit.has_write_cache()
 }
 
 /// Brings all writes to stable storage, whatever blocks the initiator asks for.

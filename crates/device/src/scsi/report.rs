@@ -15,6 +15,10 @@ use super::units::Units;
 /// The well-known unit's LUN.
 const REPORT_LUNS_LUN: [u8; 8] = [0xc1, 1, 0, 0, 0, 0, 0, 0];
 
+/// A disk is asked about so many bytes at once, as it may have to go through all of its tables. The
+/// initiator asks again from there.
+const LBA_STATUS_BYTES: u64 = 256 << 20;
+
 /// A command for an address without a unit.
 pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Data) -> Moved {
     if !units.has_target(address.target) {
@@ -126,7 +130,8 @@ pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Mov
     if lba >= blocks {
         return Err(Sense::LBA_OUT_OF_RANGE.into());
     }
-    let mut count = (blocks - lba).min(u32::MAX.into());
+    let most = (LBA_STATUS_BYTES / block).min(u32::MAX.into());
+    let mut count = (blocks - lba).min(most);
     let mut status = 0;
     if local.unit.can_unmap()
         && let Ok(extent) = local.disk.block_status(lba * block, count * block).await

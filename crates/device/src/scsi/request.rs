@@ -374,7 +374,13 @@ impl Handler for Scsi {
                     let at_disk = AtDisk { local: &local, task: Task { tasks, number: task } };
                     let disk = local.disk.asking(&at_disk);
                     let result = disk.write(range.offset, chain.readable, fua).await;
-                    let moved = block::end_write(&local, range, result).map_err(refused);
+                    let mut moved = block::end_write(&local, range, result).map_err(refused);
+                    if moved.is_ok()
+                        && block::needs_flush(&local, fua)
+                        && let Err(failure) = Box::pin(block::flush(&local)).await
+                    {
+                        moved = Err(refused(failure));
+                    }
                     (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
                 }
                 Begun::Other { local, how, header, task } => {

@@ -113,7 +113,7 @@ impl RequestQueue {
     fn cover(&self, which: Which, how: How, until: Option<u16>, left: Left) {
         let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
             self.tasks.cover(which, how, 0, left);
-            self.look_at_waiting();
+            self.look_at_waiting(how);
             return;
         };
         let available = i64::from(ring.available());
@@ -125,12 +125,13 @@ impl RequestQueue {
             // The driver need not have kicked for them, and may never do.
             ring.wake();
         }
-        self.look_at_waiting();
+        self.look_at_waiting(how);
     }
 
     /// Tasks that wait for the limits of their disks, or for another try, may have been aborted.
-    fn look_at_waiting(&self) {
-        if self.tasks.has_outside() {
+    fn look_at_waiting(&self, how: How) {
+        let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
+        if aborts && self.tasks.has_outside() {
             self.local.borrow().iter().for_each(|local| local.disk.look_at_waiting());
         }
     }

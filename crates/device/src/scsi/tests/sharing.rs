@@ -263,7 +263,7 @@ fn has_cache(initiator: &mut Initiator) -> bool {
 }
 
 /// Has the initiator at this place switch the cache, for which all others finish what they write.
-fn switch_cache(all: &mut [Initiator], place: usize, on: bool) {
+pub(super) fn switch_cache(all: &mut [Initiator], place: usize, on: bool) {
     let initiator = &mut all[place];
     let mut list = initiator.good(&CACHING_PAGE, &[], 255);
     list[0] = 0;

@@ -3,8 +3,8 @@
 use blockio::disk::{Limits, Rate, Rates};
 
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, three,
-    turn_until, write,
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET,
+    switch_cache, three, turn_until, write,
 };
 use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::*;
@@ -80,6 +80,19 @@ fn a_reservation_holds_for_tasks_that_wait_for_limits() {
     all[1].unit().source.set_limits(&limit(false)).unwrap();
     assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
     assert_eq!(all[1].on_disk(0), [1; BLOCK]);
+}
+
+#[test]
+fn a_write_that_waits_while_the_cache_is_switched_off_is_stable_when_it_is_answered() {
+    let mut all = throttled();
+    let flushes = |all: &[Initiator]| all[1].scene.thread.io().stats().flush.ops.get();
+    switch_cache(&mut all, 0, false);
+    let before = flushes(&all);
+    assert!(!all[1].has_answer(), "it waits");
+    all[1].unit().source.set_limits(&limit(false)).unwrap();
+    assert_eq!(all[1].end().status, 0);
+    assert_eq!(flushes(&all), before + 1);
+    assert_eq!(all[1].on_disk(0), [2; BLOCK]);
 }
 
 #[test]
