@@ -158,24 +158,33 @@ impl Gate {
         let place = Place::of(requester);
         let turn = self.turns[direction as usize].enter();
         self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
-        self.take(&place, direction, bytes, |rules| rules.own.clone()).await?;
+        let own = self.take(&place, direction, bytes, |rules| rules.own.clone()).await?;
         if self.rules().1.shared.is_some() {
             let turn = self.shared.turns[direction as usize].enter();
-            self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
-            self.take(&place, direction, bytes, |rules| rules.shared.clone()).await?;
+            let passed = async {
+                self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
+                self.take(&place, direction, bytes, |rules| rules.shared.clone()).await
+            };
+            if let Err(error) = passed.await {
+                if let Some(own) = own {
+                    own.give_back(direction, bytes);
+                }
+                return Err(error);
+            }
         }
         drop(turn);
         place.go_on(direction).await
     }
 
-    /// Waits for these limits.
+    /// Waits for these limits. Returns those of which it has taken its part; a request that does
+    /// not begin has given that back.
     async fn take(
         &self,
         place: &Place<'_>,
         direction: Direction,
         bytes: u64,
         which: impl Fn(&Rules) -> Option<Arc<Buckets>>,
-    ) -> io::Result<()> {
+    ) -> io::Result<Option<Arc<Buckets>>> {
         let mut taken: Option<(Arc<Buckets>, Instant)> = None;
         while !self.is_open.get() {
             let (generation, rules) = self.rules();
@@ -185,12 +194,18 @@ impl Gate {
                 Some((same, begins)) if Arc::ptr_eq(same, &buckets) => *begins,
                 _ => buckets.take(direction, bytes, clock::now()),
             };
-            taken = Some((buckets, begins));
-            if self.wait_until(place, begins, || self.shared.generation() != generation).await? {
-                break;
+            let (buckets, _) = taken.insert((buckets, begins));
+            let changed = || self.shared.generation() != generation;
+            match self.wait_until(place, begins, changed).await {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) => {
+                    buckets.give_back(direction, bytes);
+                    return Err(error);
+                }
             }
         }
-        Ok(())
+        Ok(taken.map(|(buckets, _)| buckets))
     }
 
     /// A request has failed. Waits until it is to be tried again; false: it is to be reported. An

@@ -58,7 +58,8 @@ impl<'a> Requests<'a> {
                     let read = |buffers| other.disk.read(offset, buffers);
                     let result =
                         self.until_done(Direction::Read, offset, buffers, || false, read).await;
-                    if let Some(logged) = logged.filter(|_| result.is_ok()) {
+                    // Of one that has failed, a part may have been read.
+                    if let Some(logged) = logged {
                         logged.wrote(logged.bytes());
                     }
                     result

@@ -167,6 +167,15 @@ impl Buckets {
         self.since + Duration::from_nanos(begins.unwrap_or(0).div_ceil(TICKS_PER_NANOSECOND))
     }
 
+    /// Gives back what a request has taken that does not begin.
+    pub(super) fn give_back(&self, direction: Direction, bytes: u64) {
+        for bucket in &*self.all {
+            if bucket.direction.is_none_or(|d| d == direction) {
+                bucket.give_back(self.cost(bucket, bytes));
+            }
+        }
+    }
+
     fn cost(&self, bucket: &Bucket, bytes: u64) -> u64 {
         let (amount, unit) = match (bucket.counts_bytes, self.request_bytes) {
             (true, _) => (bytes, 1),
@@ -184,6 +193,11 @@ impl Bucket {
         let before = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, later);
         let before = before.unwrap_or_else(|same| same);
         before.saturating_sub(self.depth)
+    }
+
+    fn give_back(&self, cost: u64) {
+        let earlier = |full_at: u64| Some(full_at.saturating_sub(cost));
+        let _same = self.full_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, earlier);
     }
 }
 
@@ -210,6 +224,18 @@ mod tests {
     use super::*;
 
     const MILLISECOND: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn what_does_not_begin_takes_nothing() {
+        let start = Instant::now();
+        let buckets = Buckets::new(&of_requests(rate(10)), start);
+        for _ in 0..100 {
+            buckets.take(Read, 512, start);
+            buckets.give_back(Read, 512);
+        }
+        let begins = [(); 3].map(|()| buckets.take(Read, 512, start) - start);
+        assert_eq!(begins, [0, 0, 100].map(|count| count * MILLISECOND));
+    }
 
     fn rate(per_second: u64) -> Rate {
         Rate { per_second, burst: None }

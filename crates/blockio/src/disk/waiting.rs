@@ -15,6 +15,13 @@ struct Line {
     waiting: VecDeque<(u64, Option<Waker>)>,
 }
 
+impl Line {
+    /// Numbers ascend.
+    fn place_of(&self, number: u64) -> Option<usize> {
+        self.waiting.binary_search_by_key(&number, |(number, _)| *number).ok()
+    }
+}
+
 /// A place in a line, until it is dropped.
 pub(super) struct Turn<'a> {
     turns: &'a Turns,
@@ -43,7 +50,8 @@ impl Turn<'_> {
         if line.waiting.front().is_some_and(|(first, _)| *first == self.number) {
             return Poll::Ready(());
         }
-        let own = line.waiting.iter_mut().find(|(number, _)| *number == self.number);
+        let place = line.place_of(self.number);
+        let own = place.and_then(|place| line.waiting.get_mut(place));
         let replaced = own.and_then(|(_, waker)| waker.replace(cx.waker().clone()));
         drop(line);
         drop(replaced);
@@ -55,7 +63,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut line = self.turns.line();
         let was_first = line.waiting.front().is_some_and(|(first, _)| *first == self.number);
-        let place = line.waiting.iter().position(|(number, _)| *number == self.number);
+        let place = line.place_of(self.number);
         let left = place.and_then(|place| line.waiting.remove(place));
         let next = line.waiting.front_mut().filter(|_| was_first);
         let next = next.and_then(|(_, waker)| waker.take());
