@@ -24,7 +24,8 @@ pub struct KeyWork {
 
 impl Default for KeyWork {
     /// Each takes some minutes. `cryptsetup` aims at two seconds for a key slot, of which there are
-    /// at most 32, and never takes more than 1 GiB without being asked.
+    /// at most 32, and never takes more than 1 GiB without being asked. With ten passes over that
+    /// for each, twelve key slots can be tried.
     fn default() -> Self {
         Self { pbkdf2_rounds: 1 << 29, argon2_kib: 1 << 20, argon2_passes_kib: 1 << 27 }
     }
