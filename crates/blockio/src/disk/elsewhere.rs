@@ -48,9 +48,24 @@ struct State {
     was_given_up: bool,
     is_over: bool,
     journal: Vec<Event>,
+    /// Zero: no change fails.
+    one_fails_in: u64,
+    random: u64,
 }
 
-type Job = Box<dyn FnOnce(&mut State) + Send>;
+impl State {
+    /// Does something, unless it is made to fail.
+    fn try_to(&mut self, change: impl FnOnce(&mut Self)) -> io::Result<()> {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        if self.one_fails_in > 0 && (self.random >> 33).is_multiple_of(self.one_fails_in) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        change(self);
+        Ok(())
+    }
+}
+
+type Job = Box<dyn FnOnce(&mut State) -> io::Result<()> + Send>;
 
 /// What has reached the other end, in this order.
 #[derive(Debug, Clone)]
@@ -100,6 +115,11 @@ impl Elsewhere {
         self.state().journal.len()
     }
 
+    /// Has one in so many writes and flushes fail. Zero: none.
+    pub(crate) fn have_some_fail(&self, one_fails_in: u64) {
+        self.change(|state| state.one_fails_in = one_fails_in);
+    }
+
     pub(crate) fn set_away(&self, is_away: bool) {
         self.change(|state| state.away_since = is_away.then(Instant::now));
     }
@@ -121,8 +141,8 @@ fn serve(end: &End) {
                 completer.complete(Err(io::Error::from_raw_os_error(libc::EIO)));
             }
             Some((job, completer)) => {
-                job(&mut state);
-                completer.complete(Ok(0));
+                let result = job(&mut state);
+                completer.complete(result.map(|()| 0));
             }
             None => state = end.changed.wait(state).unwrap(),
         }
@@ -208,14 +228,19 @@ impl ElsewhereDisk {
     async fn put(&self, offset: u64, data: Vec<u8>) -> io::Result<()> {
         let range = range(offset, data.len() as u64);
         self.have(move |state| {
-            state.content[range].copy_from_slice(&data);
-            state.journal.push(Event::Write(offset, data));
+            state.try_to(|state| {
+                state.content[range].copy_from_slice(&data);
+                state.journal.push(Event::Write(offset, data));
+            })
         })
         .await
     }
 
     /// Has the other thread do something.
-    async fn have(&self, job: impl FnOnce(&mut State) + Send + 'static) -> io::Result<()> {
+    async fn have(
+        &self,
+        job: impl FnOnce(&mut State) -> io::Result<()> + Send + 'static,
+    ) -> io::Result<()> {
         let (op, completer) = self.io.foreign_op(Buffers::empty());
         self.end.change(|state| state.jobs.push_back((Box::new(job), completer)));
         op.await.result.map(|_| ())
@@ -238,6 +263,7 @@ impl OtherDisk for ElsewhereDisk {
             let (filled, range) = (Arc::clone(&data), range(offset, buffers.bytes() as u64));
             let job = move |state: &mut State| {
                 *filled.lock().unwrap() = state.content[range].to_vec();
+                Ok(())
             };
             match self.have(job).await {
                 Ok(()) => {
@@ -258,7 +284,7 @@ impl OtherDisk for ElsewhereDisk {
     }
 
     fn flush(&self) -> Request<'_, io::Result<()>> {
-        Box::pin(self.have(|state| state.journal.push(Event::Flush)))
+        Box::pin(self.have(|state| state.try_to(|state| state.journal.push(Event::Flush))))
     }
 
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {

@@ -2,7 +2,8 @@
 //! left but clusters that nothing uses, and what was flushed is there.
 
 use std::collections::HashMap;
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::ops::Range;
 use std::process::{Command, Stdio};
 
 use futures_util::future::{LocalBoxFuture, join_all};
@@ -39,13 +40,13 @@ impl Random {
 struct Expected(Vec<Vec<Version>>);
 
 impl Expected {
-    fn add(&mut self, sectors: &std::ops::Range<u64>, version: Version) {
+    fn add(&mut self, sectors: &Range<u64>, version: Version) {
         for sector in sectors.clone() {
             self.0[usize::try_from(sector).unwrap()].push(version);
         }
     }
 
-    fn set(&mut self, sectors: &std::ops::Range<u64>, version: Version) {
+    fn set(&mut self, sectors: &Range<u64>, version: Version) {
         for sector in sectors.clone() {
             self.0[usize::try_from(sector).unwrap()] = vec![version];
         }
@@ -67,6 +68,7 @@ struct World {
     content: Vec<u8>,
     image: DiskSource,
     below: bool,
+    may_fail: bool,
     random: Random,
     last: Version,
     now: Expected,
@@ -132,6 +134,7 @@ impl World {
             content,
             image,
             below,
+            may_fail: false,
             random: Random(kind.bytes),
             last: BELOW,
             now,
@@ -144,12 +147,12 @@ impl World {
         let disk = self.image.attach(self.thread.io());
         let (io_thread, size) = (&self.thread, disk.info().size_bytes / SECTOR as u64);
         for _ in 0..rounds {
-            let mut requests: Vec<LocalBoxFuture<'_, ()>> = Vec::new();
+            let mut requests: Vec<LocalBoxFuture<'_, (Change, io::Result<()>)>> = Vec::new();
             let part = size / 8;
             for index in 0..8 {
                 let sectors = 1 + self.random.below(part.min(40));
                 let first = index * part + self.random.below(part - sectors + 1);
-                let range = first..first + sectors;
+                let sectors = first..first + sectors;
                 self.last += 1;
                 let version = match self.random.below(8) {
                     0..6 => self.last,
@@ -157,16 +160,27 @@ impl World {
                 };
                 // It may be there or not, until it is flushed and nothing else was written since.
                 let is_discard = version == 0 && self.random.below(2) == 0;
-                self.moments.last_mut().unwrap().flushed.add(&range, version);
-                match is_discard {
-                    true => self.now.add(&range, 0),
-                    false => self.now.set(&range, version),
-                }
-                requests.push(Box::pin(change(&disk, range, version, is_discard)));
+                self.moments.last_mut().unwrap().flushed.add(&sectors, version);
+                let change = Change { sectors, version, is_discard };
+                let disk = &disk;
+                requests.push(Box::pin(async move {
+                    let result = change.make(disk).await;
+                    (change, result)
+                }));
             }
-            io_thread.block_on(join_all(requests)).unwrap();
+            let results = io_thread.block_on(join_all(requests)).unwrap();
+            for (Change { sectors, version, is_discard }, result) in results {
+                assert!(self.may_fail || result.is_ok(), "{sectors:?}: {result:?}");
+                match is_discard || result.is_err() {
+                    true => self.now.add(&sectors, version),
+                    false => self.now.set(&sectors, version),
+                }
+            }
             if self.random.below(3) == 0 {
-                io_thread.block_on(disk.flush()).unwrap().unwrap();
+                if let Err(error) = io_thread.block_on(disk.flush()).unwrap() {
+                    assert!(self.may_fail, "{error}");
+                    continue;
+                }
                 let moment = Moment { events: self.file.events(), flushed: self.now.clone() };
                 self.moments.push(moment);
             }
@@ -174,7 +188,8 @@ impl World {
     }
 
     fn grow(&mut self, bytes: u64) {
-        self.image.set_size(bytes, || ()).unwrap();
+        let result = self.image.set_size(bytes, || ());
+        assert!(self.may_fail || result.is_ok(), "{result:?}");
         let sectors = usize::try_from(bytes).unwrap() / SECTOR;
         for moment in &mut self.moments {
             moment.flushed.0.resize(sectors, vec![0]);
@@ -239,14 +254,23 @@ impl World {
     }
 }
 
-async fn change(disk: &Disk, range: std::ops::Range<u64>, version: Version, is_discard: bool) {
-    let (offset, len) = (range.start * SECTOR as u64, (range.end - range.start) * SECTOR as u64);
-    match version {
-        0 if is_discard => disk.discard(offset, len).await.unwrap(),
-        0 => disk.write_zeroes(offset, len, offset % 1024 == 0).await.unwrap(),
-        _ => {
-            let buffers = Buffers::from_vec(filled(version, range.end - range.start));
-            disk.write(offset, buffers, false).await.unwrap();
+struct Change {
+    sectors: Range<u64>,
+    version: Version,
+    is_discard: bool,
+}
+
+impl Change {
+    async fn make(&self, disk: &Disk) -> io::Result<()> {
+        let sectors = self.sectors.end - self.sectors.start;
+        let (offset, len) = (self.sectors.start * SECTOR as u64, sectors * SECTOR as u64);
+        match self.version {
+            0 if self.is_discard => disk.discard(offset, len).await,
+            0 => disk.write_zeroes(offset, len, offset % 1024 == 0).await,
+            _ => {
+                let buffers = Buffers::from_vec(filled(self.version, sectors));
+                Ok(disk.write(offset, buffers, false).await?)
+            }
         }
     }
 }
@@ -330,6 +354,41 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
         ends.push(journal.len());
         for (index, end) in ends.into_iter().enumerate() {
             let is_kill = index % 4 == 3;
+            let content = world.cut(&journal, end, is_kill);
+            let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
+            world.check(&content, end, &what);
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_survives_errors_of_its_file() {
+    let version = Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status();
+    if version.is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    let one_fails_in = 4;
+    for kind in &KINDS {
+        let mut world = World::new(kind);
+        world.random.0 += one_fails_in;
+        world.may_fail = true;
+        for round in 0..8 {
+            world.file.have_some_fail(one_fails_in);
+            world.run(kind.rounds / 16);
+            if kind.grows && round % 2 == 1 {
+                world.grow(kind.bytes + (round + 1) * kind.bytes / 8);
+            }
+            world.file.have_some_fail(0);
+            world.run(kind.rounds / 16);
+        }
+        let journal = world.file.journal();
+        let count = journal.len() as u64;
+        let ends = (0..CUTS).map(|_| usize::try_from(world.random.below(count)).unwrap());
+        for (index, end) in ends.collect::<Vec<_>>().into_iter().chain([journal.len()]).enumerate()
+        {
+            let is_kill = index % 2 == 0;
             let content = world.cut(&journal, end, is_kill);
             let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
             world.check(&content, end, &what);

@@ -4,13 +4,17 @@
 //! must never have a pointer to something that is not there, or counts as free. So some wait:
 //!
 //! 1. Data, new tables, and reference counts that rise are written at once.
-//! 2. Pointers, which are the entries of L1 and L2 tables and what the header says, are written
+//! 2. Entries of the table that says where blocks of reference counts are, are written when a
+//!    flush has made these blocks stable.
+//! 3. Pointers, which are the entries of L1 and L2 tables and what the header says, are written
 //!    when a flush has made all that stable.
-//! 3. Reference counts that fall are written when another flush has made it stable that nothing
+//! 4. Reference counts that fall are written when another flush has made it stable that nothing
 //!    points there any more.
 //!
 //! What waits is kept here, and is read from here meanwhile. A loss of power, or of the process,
-//! can then leave clusters that count as used and are not; nothing else.
+//! can then leave clusters that count as used and are not; nothing else. An error of the file can
+//! not hit what waits either: imago would go on with what it has in memory, and never write it
+//! again.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -38,10 +42,11 @@ pub(super) enum Way {
     Kept,
     /// It is a block of reference counts: those that rise are written at once.
     Counts,
-    /// It is made when a flush has covered what it points to.
-    AfterFlush,
-    /// And what it has pointed to may be used again only after another one.
+    /// It is made when a flush has covered what it points to, and what it has pointed to may be
+    /// used again only after another one.
     BetweenFlushes,
+    /// It is not made: see [`Order::refuse`].
+    Refused,
 }
 
 /// Where the header says that the tables of tables are.
@@ -89,6 +94,9 @@ struct State {
     blocks: HashSet<u64>,
     /// L1 moves: the header waits too.
     moves: bool,
+    refuses: bool,
+    /// Entries of the table of blocks of reference counts.
+    of_blocks: Held,
     pointers: Held,
     /// Blocks with counts that have fallen.
     fallen: Held,
@@ -114,8 +122,9 @@ impl Order {
         self.change(|state| {
             state.tables = Some(Tables::of(front));
             state.count_bits = count_bits(front);
-            state.second = places(first, L1_OFFSET).collect();
-            state.blocks = places(counts, OFFSET).collect();
+            // While the tables were read, others may have been made.
+            state.second.extend(places(first, L1_OFFSET));
+            state.blocks.extend(places(counts, OFFSET));
         });
         Ok(())
     }
@@ -125,13 +134,29 @@ impl Order {
         self.change(|state| state.moves = moves);
     }
 
+    /// Has no write be made from now on. imago does not know what the file says, and would use
+    /// clusters for two things.
+    pub(super) fn refuse(&self) {
+        self.change(|state| state.refuses = true);
+    }
+
+    pub(super) fn refuses(&self) -> bool {
+        self.change(|state| state.refuses)
+    }
+
     /// Says what becomes of a write, and keeps it if it has to wait.
     pub(super) fn sort(&self, offset: u64, data: &[u8]) -> Way {
         self.change(|state| {
             let Some(tables) = &mut state.tables else { return Way::Now };
+            if state.refuses {
+                return Way::Refused;
+            }
             if offset == 0 {
                 if let Some(front) = data.first_chunk() {
                     *tables = Tables::of(front);
+                    // A table that has moved was written with the entries that waited, and its old
+                    // place may soon have data.
+                    state.of_blocks.retain(|place, _| tables.counts.contains(place));
                 }
                 if !state.moves {
                     return Way::BetweenFlushes;
@@ -144,7 +169,8 @@ impl Order {
                 let known =
                     iomem::fits((tables.counts.end - offset).min(data.len() as u64), "bytes");
                 state.blocks.extend(places(&data[..known], OFFSET));
-                return Way::AfterFlush;
+                state.of_blocks.insert(offset, data.into());
+                return Way::Kept;
             } else if state.blocks.contains(&offset) {
                 return Way::Counts;
             } else if !state.second.contains(&offset) {
@@ -173,8 +199,8 @@ impl Order {
         let end = offset + data.len() as u64;
         let from = offset.saturating_sub(TABLE_BYTES_MAX);
         self.change(|state| {
-            let kept = state.pointers.range(from..end).chain(state.fallen.range(from..end));
-            for (place, kept) in kept {
+            let waiting = [&state.of_blocks, &state.pointers, &state.fallen];
+            for (place, kept) in waiting.into_iter().flat_map(|held| held.range(from..end)) {
                 let start = offset.max(*place);
                 let stop = end.min(place + kept.len() as u64);
                 if start < stop {
@@ -188,16 +214,28 @@ impl Order {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.change(|state| state.pointers.is_empty() && state.fallen.is_empty())
+        self.change(|state| {
+            [&state.of_blocks, &state.pointers, &state.fallen].into_iter().all(Held::is_empty)
+        })
     }
 
-    /// The pointers that wait. They are read from here until
-    /// [`drop_pointers`](Self::drop_pointers).
+    /// The entries that wait of the table of blocks of reference counts. They are read from here
+    /// until [`drop_of_blocks`](Self::drop_of_blocks).
+    pub(super) fn of_blocks(&self) -> Held {
+        self.change(|state| state.of_blocks.clone())
+    }
+
+    /// All that waited are in the file.
+    pub(super) fn drop_of_blocks(&self) {
+        self.change(|state| state.of_blocks.clear());
+    }
+
+    /// The same of the pointers.
     pub(super) fn pointers(&self) -> Held {
         self.change(|state| state.pointers.clone())
     }
 
-    /// All that waited are in the file.
+    /// As [`drop_of_blocks`](Self::drop_of_blocks).
     pub(super) fn drop_pointers(&self) {
         self.change(|state| state.pointers.clear());
     }
@@ -207,7 +245,7 @@ impl Order {
         self.change(|state| state.fallen.clone())
     }
 
-    /// As [`drop_pointers`](Self::drop_pointers).
+    /// As [`drop_of_blocks`](Self::drop_of_blocks).
     pub(super) fn drop_fallen(&self) {
         self.change(|state| state.fallen.clear());
     }
@@ -286,9 +324,47 @@ mod tests {
         order.drop_pointers();
         assert!(order.is_empty());
         assert_eq!(order.sort(0, &front()), Way::BetweenFlushes);
-        assert_eq!(order.sort(L1 * 5, &[0; 512]), Way::AfterFlush);
         order.set_moves(true);
         assert_eq!(order.sort(0, &front()), Way::Kept);
+    }
+
+    #[test]
+    fn blocks_of_counts_wait_before_pointers_unless_their_table_moves() {
+        let order = begun();
+        let entries = [BLOCK, BLOCK * 2].map(u64::to_be_bytes).concat();
+        assert_eq!(order.sort(L1 * 5, &entries), Way::Kept);
+        assert!(order.pointers().is_empty() && order.of_blocks().len() == 1);
+        assert_eq!(order.sort(BLOCK * 2, &[0; 512]), Way::Counts);
+        let mut read = [0; 16];
+        order.cover(L1 * 5, &mut read);
+        assert_eq!(read[..], entries[..]);
+        assert!(!order.is_empty());
+        let mut moved = front();
+        moved[48..56].copy_from_slice(&(L1 * 9).to_be_bytes());
+        assert_eq!(order.sort(0, &moved), Way::BetweenFlushes);
+        assert!(order.is_empty());
+        assert_eq!(order.sort(L1 * 9, &entries), Way::Kept);
+        order.drop_of_blocks();
+        assert!(order.is_empty());
+    }
+
+    #[test]
+    fn a_table_is_known_that_was_made_while_the_others_were_read() {
+        let order = begun();
+        let first = (L2 | COPIED).to_be_bytes();
+        let with_another = [first, ((L2 * 8) | COPIED).to_be_bytes()].concat();
+        assert_eq!(order.sort(L1, &with_another), Way::Kept);
+        order.begin(&front(), &first, &BLOCK.to_be_bytes()).unwrap();
+        assert_eq!(order.sort(L2 * 8, &[1; 4096]), Way::Kept);
+    }
+
+    #[test]
+    fn nothing_is_written_once_writes_are_refused() {
+        let order = begun();
+        order.refuse();
+        for offset in [0, L1, L2, BLOCK, L1 * 5, L2 * 8] {
+            assert_eq!(order.sort(offset, &front()), Way::Refused, "{offset}");
+        }
     }
 
     #[test]

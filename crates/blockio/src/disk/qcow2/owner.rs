@@ -162,6 +162,8 @@ struct Owner {
     /// Changes that were made, and those that are in the file.
     changed: Cell<u64>,
     committed: Cell<u64>,
+    /// The last commit has failed, so that imago may use space that the file still points to.
+    failed: Cell<bool>,
     /// Ranges that have space since the last commit. Nobody else may use it yet.
     new: RefCell<Vec<Range<u64>>>,
     turns: Semaphore,
@@ -176,6 +178,7 @@ impl Owner {
             image: OnceCell::new(),
             changed: Cell::new(0),
             committed: Cell::new(0),
+            failed: Cell::new(false),
             new: RefCell::default(),
             turns: Semaphore::new(JOBS_MAX),
             rare: RefCell::default(),
@@ -296,11 +299,12 @@ impl Owner {
     }
 
     /// Writes it while others do the same, unless that gives up space: imago would hand that to
-    /// any of them at once, and the tables in the file still say that something is there.
+    /// any of them at once, and the tables in the file still say that something is there. So it is
+    /// after a commit that has failed.
     async fn write_beside_others(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
         let _turn = self.turn().await?;
         let image = self.image().await?.read().await;
-        let is_possible = !self.gives_up(&image, range).await?;
+        let is_possible = !self.failed.get() && !self.gives_up(&image, range).await?;
         let mut done = 0;
         while is_possible && done < data.len() {
             done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
@@ -311,10 +315,13 @@ impl Owner {
     async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
         let image = self.image().await?.write().await;
         self.settle(range).await;
+        self.commit_what_failed(&image).await?;
         let mut done = 0;
         while done < data.len() {
-            done += self.write_some(&image, range.start + done as u64, &data[done..]).await?;
+            let at = range.start + done as u64;
+            let written = self.write_some(&image, at, &data[done..]).await;
             self.commit_to(&image).await?;
+            done += written?;
         }
         Ok(())
     }
@@ -371,11 +378,21 @@ impl Owner {
         self.commit_to(&image).await
     }
 
+    /// Comes before all that takes or gives up space and is alone with the image.
+    async fn commit_what_failed(&self, image: &Format) -> io::Result<()> {
+        match self.failed.get() {
+            true => self.commit_to(image).await,
+            false => Ok(()),
+        }
+    }
+
     async fn commit_to(&self, image: &Format) -> io::Result<()> {
         let changed = self.changed.get();
+        self.failed.set(true);
         image.flush().await?;
         self.core.top.release().await?;
         assert_eq!(self.changed.get(), changed, "nothing changes during a commit");
+        self.failed.set(false);
         self.committed.set(changed);
         self.new.borrow_mut().clear();
         self.core.committed.fetch_add(1, Ordering::Release);
@@ -413,7 +430,7 @@ impl Owner {
         self.changed.set(self.changed.get() + 1);
         let committed = self.commit_to(&image).await;
         self.core.order.set_moves(false);
-        self.core.top.learn().await?;
+        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse())?;
         grown.and(committed)
     }
 }

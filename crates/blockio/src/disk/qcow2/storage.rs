@@ -100,10 +100,17 @@ impl Store {
 
     /// Writes what has waited until now, in its order.
     pub(super) async fn release(&self) -> io::Result<()> {
+        self.check()?;
         if self.order.is_empty() {
             return Ok(());
         }
         self.sync().await?;
+        let of_blocks = self.order.of_blocks();
+        if !of_blocks.is_empty() {
+            self.write_all(of_blocks).await?;
+            self.order.drop_of_blocks();
+            self.sync().await?;
+        }
         self.write_all(self.order.pointers()).await?;
         self.order.drop_pointers();
         let fallen = self.order.fallen();
@@ -113,6 +120,26 @@ impl Store {
             self.order.drop_fallen();
         }
         Ok(())
+    }
+
+    /// Fails when nothing may change any more.
+    fn check(&self) -> io::Result<()> {
+        match self.order.refuses() {
+            false => Ok(()),
+            true => Err(io::Error::other(
+                "an error came while its tables moved; nothing in them changes until the image is \
+                 opened again",
+            )),
+        }
+    }
+
+    /// Writes a header that moves the table of reference counts.
+    async fn write_header(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.sync().await?;
+        self.write_at(data, offset).await?;
+        self.sync().await?;
+        // It may name a table that was not known as one while it was written.
+        self.learn().await
     }
 
     async fn write_all(&self, held: Held) -> io::Result<()> {
@@ -194,6 +221,7 @@ impl Store {
     }
 
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
+        self.check()?;
         self.reach(offset + len)?;
         self.disk()?.write_zeroes(offset, len, may_unmap).await
     }
@@ -225,17 +253,11 @@ impl Storage for Store {
             Way::Now => self.write_at(&data, offset).await,
             Way::Kept => Ok(()),
             Way::Counts => self.write_counts(&data, offset).await,
-            Way::AfterFlush => {
-                self.sync().await?;
-                self.write_at(&data, offset).await
-            }
+            // imago would go on with the old table, whatever the file says.
             Way::BetweenFlushes => {
-                self.sync().await?;
-                self.write_at(&data, offset).await?;
-                self.sync().await?;
-                // It may name a table that was not known as one while it was written.
-                self.learn().await
+                self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse())
             }
+            Way::Refused => self.check(),
         }
     }
 

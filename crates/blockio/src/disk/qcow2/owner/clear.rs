@@ -26,6 +26,7 @@ impl Owner {
         }
         let mut image = self.image().await?.write().await;
         self.settle(&range).await;
+        self.commit_what_failed(&image).await?;
         self.empty(&mut image, &range).await?;
         self.commit_to(&image).await
     }
@@ -37,6 +38,7 @@ impl Owner {
         let whole = {
             let mut image = self.image().await?.write().await;
             self.settle(&range).await;
+            self.commit_what_failed(&image).await?;
             let whole = match may_unmap {
                 true => self.empty(&mut image, &range).await?,
                 false => self.cover_with_zeroes(&image, &range).await?,
