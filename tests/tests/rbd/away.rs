@@ -16,10 +16,10 @@ use super::{Scene, Served};
 const AWAY: Duration = Duration::from_secs(20);
 
 /// A process that is stopped, until this is dropped.
-struct Stopped(Pid);
+pub(super) struct Stopped(Pid);
 
 impl Stopped {
-    fn new(process: Pid) -> Result<Self> {
+    pub(super) fn new(process: Pid) -> Result<Self> {
         kill_process(process, Signal::STOP).context("stopping the OSD")?;
         let stopped = Self(process);
         // Its threads stop one after the other, and answer until then.
@@ -130,12 +130,12 @@ pub(super) fn is_removed_while_it_is_closed(scene: &mut Scene) -> Result<()> {
 pub(super) fn is_removed(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("removed")?;
     let other = scene.sockets.path().join("other.sock");
-    let mut served = scene.serve("removed", &disk, &[])?;
+    let served = scene.serve("removed", &disk, &[])?;
     served.ctl(&["add", "--disk", "null:1M", "--socket-path", &other.to_string_lossy()])?;
     let load = served.load("--runtime 60")?;
     retry(LIMIT, || has_served(&served))?;
     let stopped = Stopped::new(scene.cluster.osd()?)?;
-    served.daemon.wait_for("the cluster has not answered")?;
+    // The cluster does not count as away yet.
     let export = served.socket.to_string_lossy().into_owned();
     served.ctl(&["remove", &export, "--force"])?;
     let load = load.finish()?;

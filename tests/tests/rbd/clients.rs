@@ -1,13 +1,18 @@
 //! Who uses an image, and who else.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::blk;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
+use serde_json::{Value, json};
 
 use super::Scene;
+use super::away::Stopped;
 
 /// A user with a key in a file of its own, and an image in a namespace. The key is seen nowhere.
 pub(super) fn users(scene: &mut Scene) -> Result<()> {
@@ -92,6 +97,59 @@ pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
     // As it would, until the cluster takes the lock from one that has gone with it.
     ensure!(!end.stderr.contains("the cluster has not answered"), "{}", end.stderr);
     Ok(())
+}
+
+/// What was written is in the cluster before another process serves, though nothing else has librbd
+/// write what its cache has. While that is not possible, the old process goes on.
+pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
+    let image = "rbd/cached";
+    scene
+        .cluster
+        .tool("rbd", &["create", image, "--size", "16M", "--image-feature", "layering"])?;
+    let conf = scene.sockets.path().join("cached.conf");
+    let mut text = std::fs::read_to_string(scene.cluster.conf())?;
+    text += "\n[client]\nrbd_cache_policy = writeback\nrbd_cache_max_dirty_age = 600\n\
+             rbd_cache_writethrough_until_flush = false\n";
+    std::fs::write(&conf, text)?;
+    let disk = format!("rbd:cached,conf={}", conf.display());
+    let mut served = scene.serve("cached", &disk, &["--cache", "writeback"])?;
+    let mut front_end = served.connect()?;
+    let [first, second] = [1, 2].map(|seed| pattern(seed, 4096));
+    front_end.write(0, 0, &first)?;
+
+    let mut control = BufReader::new(UnixStream::connect(&served.control)?);
+    let begin = json!({ "formats": (0..100).collect::<Vec<u32>>(), "version": "test" });
+    let answer = ask(&mut control, "takeover", &begin)?;
+    ensure!(answer["error"].is_null(), "{answer:#}");
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    let answer = ask(&mut control, "takeover.pause", &json!(null))?;
+    let why = answer["error"]["message"].as_str().unwrap_or_default();
+    ensure!(why.contains("what a disk has in its cache is not written"), "{answer:#}");
+    drop((stopped, control));
+    front_end.write(0, 8, &second)?;
+
+    let mut command = scene.ringhaul(&["serve", "--takeover"])?;
+    let mut next = Running::start(command.arg(&served.control))?;
+    next.wait_for("took over 1 exports from process")?;
+    std::mem::replace(&mut served.daemon, next).finish()?.expect_code(0)?;
+    for (sector, data) in [(0, &first), (8, &second)] {
+        ensure!(front_end.read(0, sector, 4096)? == *data, "old data at sector {sector}");
+    }
+    drop(front_end);
+    served.end()
+}
+
+/// What the daemon says to a request.
+fn ask(control: &mut BufReader<UnixStream>, method: &str, params: &Value) -> Result<Value> {
+    let line = json!({ "jsonrpc": "2.0", "id": method, "method": method, "params": params });
+    control.get_mut().write_all(format!("{line}\n").as_bytes())?;
+    let mut answer = String::new();
+    // Empty lines come with descriptors.
+    while answer.trim().is_empty() {
+        answer.clear();
+        ensure!(control.read_line(&mut answer)? > 0, "the daemon has hung up");
+    }
+    Ok(serde_json::from_str(&answer)?)
 }
 
 /// With `exclusive=on` nobody else can write, nor open the image in the same way.

@@ -174,6 +174,20 @@ impl DiskSource {
         }
     }
 
+    /// Another process is to go on with the disk, which it has opened: what answered requests have
+    /// left in a cache of this process is written to where that one sees it. No request is in
+    /// progress. It may wait for the other end of a disk that is not local.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be written.
+    pub fn write_back(&self) -> Result<(), Error> {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => Ok(()),
+            SourceKind::Other(source) => source.write_back(),
+        }
+    }
+
     /// Another process goes on with the disk, which it has opened. What keeps it away from the
     /// other end of a disk that is not local is released; no request is in progress here. It may
     /// wait for that end. Requests that come after all acquire it again.

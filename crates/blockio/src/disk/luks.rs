@@ -252,6 +252,10 @@ impl OtherSource for LuksSource {
         self.below.give_up();
     }
 
+    fn write_back(&self) -> Result<(), Error> {
+        self.below.write_back()
+    }
+
     fn leave(&self) {
         self.below.leave();
     }

@@ -185,6 +185,10 @@ impl OtherSource for Qcow2Source {
         self.image.core.layers.iter().for_each(|layer| layer.source.give_up());
     }
 
+    fn write_back(&self) -> Result<(), Error> {
+        self.image.core.layers.iter().try_for_each(|layer| layer.source.write_back())
+    }
+
     fn leave(&self) {
         self.image.core.layers.iter().for_each(|layer| layer.source.leave());
     }

@@ -166,6 +166,10 @@ impl OtherSource for RawSource {
         self.below.give_up();
     }
 
+    fn write_back(&self) -> Result<(), Error> {
+        self.below.write_back()
+    }
+
     fn leave(&self) {
         self.below.leave();
     }

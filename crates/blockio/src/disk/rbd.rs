@@ -130,6 +130,25 @@ impl OtherSource for RbdSource {
         self.shared.image.waiting().give_up();
     }
 
+    /// The cache of librbd is this process's. Whoever goes on reads without a lock, so that it would
+    /// find what was there before.
+    fn write_back(&self) -> Result<(), Error> {
+        if self.info.read_only || self.info.direct {
+            return Ok(());
+        }
+        let was_lost = self.shared.loss().is_err();
+        match self.shared.image.write_back() {
+            // Whoever goes on inherits a loss that is known already.
+            Err(error) if !was_lost => {
+                self.shared.lose(&error);
+                Err(self.shared.refused(&format!(
+                    "what was written cannot be flushed: {error}; check the cluster (`ceph -s`)"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whoever goes on would otherwise wait for half a minute, until the cluster takes this client
     /// for dead.
     fn leave(&self) {
@@ -185,7 +204,8 @@ impl OtherSource for RbdSource {
     fn adopt_size(&self, _: u64) {}
 }
 
-/// Starts a thread that tells the log when the cluster does not answer. It ends when nobody has the
+/// Starts a thread that tells the log when the cluster does not answer, and gives it up where that
+/// is wanted. It ends when nobody has the
 /// image any more, or what this returns is dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
@@ -194,6 +214,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
         let mut told = Told { since: None, last: None };
         while ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
+            waiting.look();
             told.look(&name, &waiting);
         }
     };

@@ -88,6 +88,11 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::give_up`](super::DiskSource::give_up).
     fn give_up(&self);
 
+    /// See [`DiskSource::write_back`](super::DiskSource::write_back).
+    fn write_back(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// See [`DiskSource::leave`](super::DiskSource::leave).
     fn leave(&self) {}
 

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use blockio::DiskSource;
 use device::DeviceState;
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +72,8 @@ pub(crate) struct Described {
 pub(crate) struct Paused {
     pub(crate) exports: Vec<ExportProgress>,
     pub(crate) fds: HandedFds,
+    /// Disks that the other process has opened by itself.
+    pub(crate) disks: Vec<DiskSource>,
     /// When the first queue was told to stop.
     pub(crate) since: Instant,
 }

@@ -28,6 +28,9 @@ use crate::takeover::format::Life;
 /// its requests wait that need what is released late.
 const LEAVE_MAX: Duration = Duration::from_secs(20);
 
+/// How long disks may take to write what their caches have, all at once: guests wait.
+const WRITE_BACK_MAX: Duration = Duration::from_secs(2);
+
 /// Exports that another process still serves.
 pub(crate) struct Expected(Vec<(ExportSetup, String)>);
 
@@ -117,16 +120,18 @@ impl Daemon {
         specs.into_iter().map(hand_over).collect()
     }
 
-    /// Has all queues stop.
+    /// Has all queues stop, and all disks written to where the other process sees it.
     ///
     /// # Errors
     ///
-    /// When the exports are not those that were described, or do not stop. They go on then.
+    /// When the exports are not those that were described, or do not stop, or a disk is not
+    /// written. They go on then.
     pub(crate) fn pause(&self, generation: u64) -> Result<(Standing<'_>, Paused), CommandError> {
         // Whoever connects to the control socket now is served by the one that goes on.
         self.succession.open()?;
         let standing = Standing { daemon: self };
-        let paused = self.control.pause(generation)?;
+        let mut paused = self.control.pause(generation)?;
+        write_back(std::mem::take(&mut paused.disks), DiskSource::write_back)?;
         Ok((standing, paused))
     }
 
@@ -251,6 +256,29 @@ impl Drop for Standing<'_> {
         self.daemon.control.resume();
         self.daemon.succession.close();
     }
+}
+
+/// Has disks written, each by `write`.
+fn write_back<T: Send + 'static>(
+    disks: Vec<T>,
+    write: impl Fn(&T) -> Result<(), blockio::Error> + Send + Sync + 'static,
+) -> Result<()> {
+    let (count, until) = (disks.len(), Instant::now() + WRITE_BACK_MAX);
+    let mut writing = SideBySide::begin(disks, move |disk: T, give_way| {
+        give_way();
+        write(&disk)
+    });
+    for _ in 0..count {
+        let (_, written) = writing.next(Some(until)).with_context(|| {
+            let seconds = WRITE_BACK_MAX.as_secs();
+            format!(
+                "what a disk has in its cache is not written after {seconds} s; try again when it \
+                 answers (`ringhaul ctl show`)"
+            )
+        })?;
+        written?;
+    }
+    Ok(())
 }
 
 /// Leaves disks to another process that goes on with them.

@@ -106,6 +106,8 @@ functions! {
     rbd_aio_write(Handle, u64, usize, *const c_char, Handle) -> c_int;
     /// Begins to flush what has been written when it is called.
     rbd_aio_flush(Handle, Handle) -> c_int;
+    /// Flushes what has been written, that in the cache of the image too, and waits.
+    rbd_flush(Handle) -> c_int;
     /// Begins to give space back.
     rbd_aio_discard(Handle, u64, u64, Handle) -> c_int;
     /// Begins to make a range read as zeroes, in the way that the flags say: see [`THICK`].

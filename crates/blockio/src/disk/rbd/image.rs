@@ -246,6 +246,12 @@ impl Image {
         checked(unsafe { (self.open.api.rbd_lock_release)(self.open.handle) }).map(|_| ())
     }
 
+    /// Writes what the cache has. Waits for the cluster.
+    pub(super) fn write_back(&self) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.open.api.rbd_flush)(self.open.handle) }).map(|_| ())
+    }
+
     /// Begins to read into all of `memory`, of which `buffers` is a list.
     pub(super) fn read(
         &self,

@@ -100,14 +100,14 @@ impl RbdDisk {
         }
         // To ask may take as long as the cluster does, or be given up.
         let (op, completer) = self.io.foreign_op(Buffers::empty());
-        if let Some(number) = self.shared.image.waiting().begin(completer) {
+        if let Some(number) = self.shared.image.waiting().begin(completer)
+            && self.shared.await_size(number)
+        {
             let shared = Arc::clone(&self.shared);
-            let ask = move || {
-                let size = shared.find_size().map(|size| fits(size, "a size as a number of bytes"));
-                shared.image.waiting().end(number, size);
-            };
+            let ask = move || shared.answer_all(|| shared.find_size());
             if let Err(error) = self.io.start_thread("ringhaul-rbd", ask) {
-                self.shared.image.waiting().end(number, Err(error));
+                let errno = error.raw_os_error().unwrap_or(libc::EAGAIN);
+                self.shared.answer_all(|| Err(io::Error::from_raw_os_error(errno)));
             }
         }
         op.await.result.map(|size| size as u64)

@@ -2,7 +2,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use iomem::fits;
 
 use super::image::Image;
 use crate::error::Error;
@@ -19,6 +21,16 @@ pub(super) struct Shared {
     changes: AtomicU64,
     /// Whoever changes these two.
     finding: Mutex<()>,
+    asking: Mutex<Asking>,
+}
+
+/// Who waits for the size.
+#[derive(Default)]
+struct Asking {
+    /// Whether somebody asks, and goes on until nobody waits.
+    is_asked: bool,
+    /// Operations that wait for an answer to a question that is not asked yet.
+    ops: Vec<usize>,
 }
 
 impl Shared {
@@ -30,6 +42,7 @@ impl Shared {
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
             finding: Mutex::new(()),
+            asking: Mutex::default(),
         }
     }
 
@@ -74,6 +87,39 @@ impl Shared {
         let changes = self.changes.load(Ordering::Acquire);
         let size = self.size_bytes.load(Ordering::Relaxed);
         (changes == self.image.changes()).then_some(size)
+    }
+
+    /// Has this operation end with the size. Whether the caller is to have a thread
+    /// [answer](Self::answer_all): nobody does yet.
+    #[must_use]
+    pub(super) fn await_size(&self, op: usize) -> bool {
+        let mut asking = self.asking();
+        asking.ops.push(op);
+        !std::mem::replace(&mut asking.is_asked, true)
+    }
+
+    /// Answers all who wait for the size, until nobody does. `find` asks the cluster. Whoever comes
+    /// while it is asked may know of a later change, so for him it is asked again.
+    pub(super) fn answer_all(&self, find: impl Fn() -> io::Result<u64>) {
+        loop {
+            let ops = {
+                let mut asking = self.asking();
+                if asking.ops.is_empty() {
+                    asking.is_asked = false;
+                    return;
+                }
+                std::mem::take(&mut asking.ops)
+            };
+            let size = find().map(|size| fits(size, "a size as a number of bytes"));
+            let size = size.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO));
+            for op in ops {
+                self.image.waiting().end(op, size.map_err(io::Error::from_raw_os_error));
+            }
+        }
+    }
+
+    fn asking(&self) -> MutexGuard<'_, Asking> {
+        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks for the size. Waits for the cluster.

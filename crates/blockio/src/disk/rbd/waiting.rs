@@ -18,6 +18,8 @@ pub(super) struct Waiting(Mutex<State>);
 struct State {
     ops: Vec<Option<Op>>,
     free: Vec<usize>,
+    /// Whether the image is to be given up when the cluster is away.
+    is_unwanted: bool,
     was_given_up: bool,
 }
 
@@ -78,11 +80,21 @@ impl Waiting {
         }
     }
 
-    /// Fails all operations, and all that come. librbd does not take them back, and keeps the
-    /// memory that it was lent for them.
+    /// Fails all operations, and all that come, if the cluster is away, or as soon as
+    /// [`look`](Self::look) finds that it is. One that answers carries them out, and they get its
+    /// answers. librbd does not take them back, and keeps the memory that it was lent for them.
     pub(super) fn give_up(&self) {
+        self.state().is_unwanted = true;
+        self.look();
+    }
+
+    /// Looks whether it is time to give up.
+    pub(super) fn look(&self) {
         let ops: Vec<Op> = {
             let mut state = self.state();
+            if !state.is_unwanted || state.away().is_none() {
+                return;
+            }
             state.was_given_up = true;
             state.ops.iter_mut().filter_map(Option::take).collect()
         };
@@ -97,11 +109,15 @@ impl Waiting {
 
     /// The oldest of the operations, if the cluster counts as away for it.
     pub(super) fn away(&self) -> Option<Oldest> {
-        let now = clock::now();
-        let state = self.state();
-        let since = state.ops.iter().flatten().map(|op| op.since).min()?;
-        let ops = state.ops.iter().flatten().count();
-        (now.saturating_duration_since(since) >= AWAY).then_some(Oldest { since, ops })
+        self.state().away()
+    }
+}
+
+impl State {
+    fn away(&self) -> Option<Oldest> {
+        let since = self.ops.iter().flatten().map(|op| op.since).min()?;
+        let ops = self.ops.iter().flatten().count();
+        (clock::now().saturating_duration_since(since) >= AWAY).then_some(Oldest { since, ops })
     }
 }
 
@@ -134,9 +150,17 @@ mod tests {
         let (fourth, number) = begin();
         assert_eq!(number, Some(1), "a number is used again");
         assert_eq!(waiting.away(), None, "they have just begun");
-        assert!(!waiting.was_given_up());
+        // A cluster that answers is waited for.
         waiting.give_up();
-        for op in [first, third, fourth] {
+        assert!(!waiting.was_given_up());
+        waiting.end(0, Ok(512));
+        assert_eq!(thread.block_on(first).unwrap().result.unwrap(), 512);
+        let (last, number) = begin();
+        assert_eq!(number, Some(0));
+        let old = clock::now().checked_sub(AWAY).unwrap();
+        waiting.state().ops[0].as_mut().unwrap().since = old;
+        waiting.look();
+        for op in [last, third, fourth] {
             let done = thread.block_on(op).unwrap();
             assert_eq!(done.result.unwrap_err().raw_os_error(), Some(libc::EIO));
         }
@@ -164,6 +188,6 @@ mod tests {
         assert_eq!(waiting.away(), Some(Oldest { since: old, ops: 2 }));
         waiting.state().ops[2] = None;
         assert_eq!(waiting.away(), None);
-        waiting.give_up();
+        waiting.state().ops.clear();
     }
 }

@@ -115,7 +115,10 @@ impl Exports {
         let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
             CommandError::Failed(anyhow::Error::new(error).context("cannot hand over sessions"))
         })?;
-        Ok(Paused { exports, fds, since })
+        let disks = self.list.iter().flat_map(|export| &export.disks);
+        // An open file goes over as it is.
+        let disks = disks.filter(|disk| disk.descriptor().is_none()).cloned().collect();
+        Ok(Paused { exports, fds, disks, since })
     }
 
     /// Leaves the exports to the other process, unless that was given up. Returns their disks.
