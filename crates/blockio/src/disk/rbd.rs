@@ -130,8 +130,8 @@ impl OtherSource for RbdSource {
         self.shared.image.waiting().give_up();
     }
 
-    /// The cache of librbd is this process's. Whoever goes on reads without a lock, so that it would
-    /// find what was there before.
+    /// librbd's cache is this process's. Whoever goes on reads without a lock, and would find what
+    /// was there before.
     fn write_back(&self) -> Result<(), Error> {
         if self.info.read_only || self.info.direct {
             return Ok(());
