@@ -239,15 +239,25 @@ impl OtherSource for Qcow2Source {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::process::Command;
 
     use crate::disk::qcow2::Layer;
     use crate::disk::{DiskOptions, DiskSource};
 
+    /// How often this process has a file open. Locks do not tell: a child that another test starts
+    /// has them too until it runs its program.
+    fn opened(path: &Path) -> usize {
+        let all = std::fs::read_dir("/proc/self/fd").unwrap();
+        let is_it =
+            |fd: &std::fs::DirEntry| std::fs::read_link(fd.path()).is_ok_and(|to| to == path);
+        all.filter(|fd| fd.as_ref().is_ok_and(is_it)).count()
+    }
+
     /// Its owner has a thread, which has the file open too.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn whoever_has_closed_an_image_can_open_its_file_at_once() {
+    fn whoever_has_closed_an_image_has_closed_its_file() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut make = Command::new("qemu-img");
         let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("8M").status();
@@ -255,11 +265,14 @@ mod tests {
             eprintln!("skipped: qemu-img is not installed");
             return;
         }
-        let options = DiskOptions { holds_image: true, at_once: true, ..DiskOptions::default() };
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
         for _ in 0..50 {
             let source = DiskSource::file(file.path(), &options).unwrap();
             let layers = vec![Layer::qcow2(source).unwrap()];
-            drop(DiskSource::qcow2(layers, false).unwrap());
+            let image = DiskSource::qcow2(layers, false).unwrap();
+            assert!(opened(file.path()) > 1);
+            drop(image);
+            assert_eq!(opened(file.path()), 1);
         }
     }
 }
