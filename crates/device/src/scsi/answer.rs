@@ -1,6 +1,7 @@
 //! The response to a command (virtio 1.3, section 5.6.6.1).
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use iomem::SharedBytes;
 use virtio_bindings::virtio_scsi::{
@@ -9,9 +10,9 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::LocalMemory;
 
-use super::address::UnitAddress;
-use super::outcome::{Done, Failure, Refused};
-use super::request_queue::RequestQueue;
+use super::block;
+use super::outcome::{Done, Failure, Refused, refused};
+use super::request_queue::LocalUnit;
 use super::sense::{Format, Sense};
 use super::task_set::Abort;
 use crate::common::byte;
@@ -48,29 +49,45 @@ pub(super) fn response_bytes(sense_size: u32) -> usize {
     FIXED_RESPONSE_BYTES + sense_bytes
 }
 
-/// What is needed to answer a chain.
-pub(super) struct Answer<'a> {
-    pub(super) local: &'a RequestQueue,
-    pub(super) queue: &'a Queue,
+/// A request from its chain to its answer.
+pub(super) struct Request {
     pub(super) head: u16,
-    /// Whose command it is, if it names a unit.
-    pub(super) unit: Option<UnitAddress>,
-    pub(super) response: SharedBytes,
+    response: SharedBytes,
     /// Bytes of data in both directions.
     pub(super) room: [usize; 2],
-    pub(super) memory: LocalMemory,
+    /// The unit that it names, if there is one.
+    pub(super) local: Option<Rc<LocalUnit>>,
+    /// Of a plain transfer.
+    pub(super) range: block::Range,
 }
 
-impl Answer<'_> {
-    /// Answers a command for a unit or for none: counts it, writes its response, pushes its chain.
-    #[inline]
-    pub(super) fn give(&self, (kind, done): Served) {
+impl Request {
+    #[inline(always)]
+    pub(super) fn new(head: u16, response: SharedBytes, room: [usize; 2]) -> Self {
+        Self { head, response, room, local: None, range: block::Range::NONE }
+    }
+
+    /// The unit that carries it out.
+    #[inline(always)]
+    pub(super) fn local(&self) -> &LocalUnit {
+        self.local.as_deref().expect("a command that has begun is one of a unit")
+    }
+
+    /// Answers it: counts it, writes its response, pushes its chain.
+    #[inline(always)]
+    pub(super) fn give(
+        &self,
+        queue: &Queue,
+        memory: &LocalMemory,
+        abort: Option<Abort>,
+        (kind, done): Served,
+    ) {
         let [out, into] = self.room;
         let all = out + into;
         let response_bytes = self.response.bytes();
         let moved = match done {
-            Ok(done) if self.memory.is_intact() => {
-                self.queue.count(kind, done.medium_bytes);
+            Ok(done) if abort.is_none() && memory.is_intact() => {
+                queue.count(kind, done.medium_bytes);
                 if done.moved == all {
                     self.response.zero();
                 } else {
@@ -80,29 +97,38 @@ impl Answer<'_> {
                 }
                 done.moved
             }
-            // What was read from memory that is gone were zeroes, and what was written is lost.
-            Ok(_) => self.fail(kind, &Failure::MemoryGone),
-            Err(failure) => self.fail(kind, &failure),
+            done => self.fail(queue, kind, done, abort),
         };
         let data = if into > 0 { moved } else { 0 };
-        self.queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
+        queue.push(self.head, iomem::fits(response_bytes + data, "bytes of a chain"));
     }
 
     /// Writes the response of a command that has failed. Returns what it has transferred even so.
     #[cold]
-    fn fail(&self, kind: RequestKind, failure: &Failure) -> usize {
+    fn fail(
+        &self,
+        queue: &Queue,
+        kind: RequestKind,
+        done: Result<Done, Refused>,
+        abort: Option<Abort>,
+    ) -> usize {
+        let failure = match (abort, done) {
+            (Some(abort), _) => refused(Failure::Aborted(abort)),
+            (None, Err(failure)) => failure,
+            // What was read from memory that is gone were zeroes, and what was written is lost.
+            (None, Ok(_)) => refused(Failure::MemoryGone),
+        };
         let moved = failure.moved();
-        let local = self.unit.and_then(|unit| self.local.unit(unit));
-        let format = local.map_or(Format::Fixed, |local| local.unit.sense_format());
+        let format = self.local.as_ref().map_or(Format::Fixed, |local| local.unit.sense_format());
         let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
-        put(failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
+        put(&failure, format, self.response.bytes() - FIXED_RESPONSE_BYTES, &mut bytes);
         let [out, into] = self.room;
         bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
         self.response.write(&bytes);
         if failure.is_usual() {
-            self.queue.refuse(kind);
+            queue.refuse(kind);
         } else {
-            self.queue.fail(kind, failure);
+            queue.fail(kind, &failure);
         }
         moved
     }

@@ -7,7 +7,7 @@ use iomem::{Buffers, SharedBytes};
 use virtqueue::Chain;
 
 use super::address::Address;
-use super::answer::{Answer, Served, response_bytes};
+use super::answer::{Request, Served, response_bytes};
 use super::at_disk::AtDisk;
 use super::cdb::{Cdb, KEPT_BYTES, Op};
 use super::device::ScsiDevice;
@@ -88,49 +88,49 @@ impl Scsi {
         &self,
         queue: &Queue,
         header: Option<Header>,
-        room: [usize; 2],
         chain: &mut Chain,
-        range: &mut block::Range,
+        request: &mut Request,
     ) -> Begun {
-        let (tasks, head) = (&self.queue.tasks, chain.head);
+        let (tasks, head) = (&self.queue.tasks, request.head);
         let next_avail = queue.next_avail();
-        let Some(header @ Header { address: Address::Unit(address), tag, .. }) = header else {
+        let Some(header @ Header { address: Address::Unit(address), tag, cdb }) = header else {
             tasks.skip(next_avail);
-            return Begun::Alone(header, Ended::default());
+            return slow(Slow::Alone(header, Ended::default()));
         };
-        let local = self.queue.unit(address);
-        let unit = local.as_ref().map(|local| local.unit.number);
+        request.local = self.queue.unit(address);
+        let local = request.local.as_deref();
+        let unit = local.map(|local| local.unit.number);
         let task = match tasks.begin(head, (address, unit), tag, next_avail) {
             Ok(task) => task,
             // The end of the task says how it ends.
-            Err((task, _)) => return Begun::nothing(tasks.end(task), RequestKind::Other, None),
+            Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
         };
-        let is_both_ways = !room.contains(&0);
+        let is_both_ways = !request.room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
-            return Begun::Alone(Some(header), tasks.end(task));
+            return slow(Slow::Alone(Some(header), tasks.end(task)));
         };
-        let (kind, refused) = match self.admit(&local, &header.cdb, (task, head)) {
-            Ok(Way::Read) => match block::begin_read(&local, &header.cdb, &mut chain.writable) {
-                Ok(Some(read)) => {
-                    *range = read;
-                    return Begun::Read { local, task };
+        let (kind, refused) = match self.admit(local, &cdb, (task, head)) {
+            Ok(Way::Read) => match block::begin_read(local, &cdb, &mut chain.writable) {
+                Ok(Some(range)) => {
+                    request.range = range;
+                    return Begun::Read { task };
                 }
                 nothing => (RequestKind::Read, nothing.err()),
             },
-            Ok(Way::Write) => match block::begin_write(&local, &header.cdb, &mut chain.readable) {
+            Ok(Way::Write) => match block::begin_write(local, &cdb, &mut chain.readable) {
                 Ok(Some(write)) => {
-                    *range = write.range;
-                    return Begun::Write { local, fua: write.fua, task };
+                    request.range = write.range;
+                    return Begun::Write { task, fua: write.fua };
                 }
                 nothing => (RequestKind::Write, nothing.err()),
             },
             Ok(way @ (Way::Other(op) | Way::Waits(op))) => {
                 let how = (op, matches!(way, Way::Waits(_)));
-                return Begun::Other { local, how, header, task };
+                return slow(Slow::Other { how, cdb, task });
             }
             Err(refused) => (RequestKind::Other, Some(refused)),
         };
-        Begun::nothing(tasks.end(task), kind, refused)
+        ends(tasks.end(task), kind, refused)
     }
 
     /// How a command goes on, if the unit carries it out now.
@@ -152,12 +152,14 @@ impl Scsi {
         }
         reserve::check(unit, op, cdb).map_err(refused)?;
         cdb.check(command).map_err(refused)?;
-        if op.uses_medium() {
-            if unit.access.is_exclusive() {
-                return Ok(Way::Waits(op));
-            }
-            // It is found by whoever excludes others from now on, and looks for this no more.
-            self.queue.tasks.takes_medium(task);
+        if !op.uses_medium() {
+            self.queue.tasks.leaves_medium(task);
+            return Ok(Way::Other(op));
+        }
+        // Whoever excludes others from now on finds the task, which looks for this no more.
+        if unit.access.is_exclusive() {
+            self.queue.tasks.leaves_medium(task);
+            return Ok(Way::Waits(op));
         }
         Ok(match op {
             Op::Read if !cdb.asks_fua() => Way::Read,
@@ -198,13 +200,12 @@ impl Scsi {
     /// Carries out a command that is no plain transfer, or is one that has to wait for others.
     async fn execute(
         &self,
-        local: Rc<LocalUnit>,
+        local: &LocalUnit,
         (op, waits): (Op, bool),
-        header: Header,
+        cdb: &Cdb,
         number: u16,
         data: Data,
     ) -> Served {
-        let (local, cdb) = (&*local, &header.cdb);
         let task = Task { tasks: &self.queue.tasks, number };
         if waits && let Err(failure) = self.wait_for_medium(local, op, cdb, task).await {
             return (RequestKind::Other, Err(refused(failure)));
@@ -249,6 +250,28 @@ impl Scsi {
             }
         };
         (kind, done.map_err(refused))
+    }
+
+    /// Serves a command that is no plain transfer.
+    async fn serve_slowly(
+        &self,
+        queue: &Queue,
+        request: &Request,
+        slow: Box<Slow>,
+        data: Data,
+    ) -> (Ended, Served) {
+        match *slow {
+            Slow::Other { how, cdb, task } => {
+                let served = self.execute(request.local(), how, &cdb, task, data).await;
+                let again = queue.is_done_again(request.head);
+                let served = if again { done_again(how.0, served) } else { served };
+                (self.queue.tasks.end(task), served)
+            }
+            Slow::Ended(ended, served) => (ended, served),
+            Slow::Alone(header, ended) => {
+                (ended, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)))
+            }
+        }
     }
 
     /// The chain cannot be answered: what the driver finds in its response must not be a success.
@@ -349,78 +372,70 @@ impl Handler for Scsi {
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
-            let head = chain.head;
             let Some(response) = self.response(&mut chain) else {
-                return self.give_up(&queue, head);
+                return self.give_up(&queue, chain.head);
             };
             let header = self.header(&mut chain.readable);
             let room = [chain.readable.bytes(), chain.writable.bytes()];
-            let unit = match header {
-                Some(Header { address: Address::Unit(unit), .. }) => Some(unit),
-                _ => None,
-            };
-            let mut range = block::Range::NONE;
-            let begun = self.begin(&queue, header, room, &mut chain, &mut range);
+            let mut request = Request::new(chain.head, response, room);
+            let begun = self.begin(&queue, header, &mut chain, &mut request);
             let tasks = &self.queue.tasks;
-            let (ended, (kind, done)) = match begun {
-                Begun::Read { local, task } => {
-                    let at_disk = AtDisk { local: &local, task: Task { tasks, number: task } };
+            let (ended, served) = match begun {
+                Begun::Read { task } => {
+                    let local = request.local();
+                    let at_disk = AtDisk { local, task: Task { tasks, number: task } };
                     let disk = local.disk.asking(&at_disk);
-                    let result = disk.read(range.offset, chain.writable).await;
-                    let moved = block::end_read(&local, range, result).map_err(refused);
+                    let result = disk.read(request.range.offset, chain.writable).await;
+                    let moved = block::end_read(local, request.range, result).map_err(refused);
                     (tasks.end(task), (RequestKind::Read, moved.map(Done::from)))
                 }
-                Begun::Write { local, fua, task } => {
-                    let at_disk = AtDisk { local: &local, task: Task { tasks, number: task } };
+                Begun::Write { task, fua } => {
+                    let local = request.local();
+                    let at_disk = AtDisk { local, task: Task { tasks, number: task } };
                     let disk = local.disk.asking(&at_disk);
-                    let result = disk.write(range.offset, chain.readable, fua).await;
-                    let mut moved = block::end_write(&local, range, result).map_err(refused);
+                    let result = disk.write(request.range.offset, chain.readable, fua).await;
+                    let mut moved = block::end_write(local, request.range, result).map_err(refused);
                     if moved.is_ok()
-                        && block::needs_flush(&local, fua)
-                        && let Err(failure) = Box::pin(block::flush(&local)).await
+                        && block::needs_flush(local, fua)
+                        && let Err(failure) = Box::pin(block::flush(local)).await
                     {
                         moved = Err(refused(failure));
                     }
                     (tasks.end(task), (RequestKind::Write, moved.map(Done::from)))
                 }
-                Begun::Other { local, how, header, task } => {
+                Begun::Slow(slow) => {
                     let data = Data { out: chain.readable, into: chain.writable };
-                    let served = Box::pin(self.execute(local, how, header, task, data)).await;
-                    let again = queue.is_done_again(head);
-                    (tasks.end(task), if again { done_again(how.0, served) } else { served })
-                }
-                Begun::Ended(ended, served) => (ended, served),
-                Begun::Alone(header, ended) => {
-                    let data = Data { out: chain.readable, into: chain.writable };
-                    (ended, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)))
+                    Box::pin(self.serve_slowly(&queue, &request, slow, data)).await
                 }
             };
-            let done = ended.abort.map_or(done, |abort| Err(refused(Failure::Aborted(abort))));
-            let (local, memory) = (&*self.queue, chain.memory);
-            let answer = Answer { local, queue: &queue, head, unit, response, room, memory };
-            answer.give((kind, done));
+            request.give(&queue, &chain.memory, ended.abort, served);
+            // Whoever removes the unit is told that nobody has its disk any more.
+            request.local = None;
             // Whoever waits for the task answers on another queue, and this answer comes first.
             ended.tell(|| queue.publish_early());
         }
     }
 }
 
-/// How far a command has come when it has begun.
+/// How a command goes on that has begun.
 enum Begun {
     Read {
-        local: Rc<LocalUnit>,
         task: u16,
     },
     Write {
-        local: Rc<LocalUnit>,
-        fua: bool,
         task: u16,
+        fua: bool,
     },
+    /// It is no plain transfer: a pointer, since this is passed on with each one that is.
+    Slow(Box<Slow>),
+}
+
+/// A command that is no plain transfer.
+enum Slow {
     /// As [`Scsi::execute`] takes it.
     Other {
-        local: Rc<LocalUnit>,
         how: (Op, bool),
-        header: Header,
+        cdb: Cdb,
         task: u16,
     },
     Ended(Ended, Served),
@@ -428,10 +443,13 @@ enum Begun {
     Alone(Option<Header>, Ended),
 }
 
-impl Begun {
-    /// A transfer of no blocks, or a command that is refused.
-    #[cold]
-    fn nothing(ended: Ended, kind: RequestKind, refused: Option<Refused>) -> Self {
-        Self::Ended(ended, (kind, refused.map_or(Ok(Done::from(0)), Err)))
-    }
+#[cold]
+fn slow(slow: Slow) -> Begun {
+    Begun::Slow(Box::new(slow))
+}
+
+/// A transfer of no blocks, or a command that is refused.
+#[cold]
+fn ends(ended: Ended, kind: RequestKind, refused: Option<Refused>) -> Begun {
+    slow(Slow::Ended(ended, (kind, refused.map_or(Ok(Done::from(0)), Err))))
 }

@@ -113,7 +113,10 @@ const NOT: u64 = u64::MAX;
 
 impl Uses {
     /// Of a task that begins.
-    const FIRST: Self = Self { disk_since: 0, medium_since: NOT, had_medium: false };
+    #[inline(always)]
+    const fn medium_since(medium_since: u64) -> Self {
+        Self { disk_since: 0, medium_since, had_medium: false }
+    }
 }
 
 impl Task {
@@ -123,18 +126,24 @@ impl Task {
         unit: None,
         tag: 0,
         place: 0,
-        uses: Uses::FIRST,
+        uses: Uses::medium_since(NOT),
         abort: None,
     };
 
     #[inline(always)]
-    fn begin(&mut self, address: UnitAddress, unit: Option<UnitNumber>, tag: u64, place: u64) {
+    fn begin(
+        &mut self,
+        (address, unit): (UnitAddress, Option<UnitNumber>),
+        tag: u64,
+        place: u64,
+        medium_since: u64,
+    ) {
         self.is_open = true;
         self.address = address;
         self.unit = unit;
         self.tag = tag;
         self.place = place;
-        self.uses = Uses::FIRST;
+        self.uses = Uses::medium_since(medium_since);
         self.abort = None;
     }
 }
@@ -231,8 +240,8 @@ impl Tasks {
     }
 
     /// A command has come with this head, whose chain was the one before avail entry `next_avail`:
-    /// its task begins. Returns its number: the head, unless the driver has given that to several
-    /// chains at once.
+    /// its task begins, and uses the medium unless it says otherwise. Returns its number: the head,
+    /// unless the driver has given that to several chains at once.
     ///
     /// # Errors
     ///
@@ -241,17 +250,17 @@ impl Tasks {
     pub(crate) fn begin(
         &self,
         head: u16,
-        (address, unit): (UnitAddress, Option<UnitNumber>),
+        unit: (UnitAddress, Option<UnitNumber>),
         tag: u64,
         next_avail: u16,
     ) -> Result<u16, (u16, Abort)> {
         let place = self.count(next_avail);
         let tasks = &mut *self.tasks.borrow_mut();
-        let number = match tasks.get(usize::from(head)) {
-            Some(Task { is_open: false, .. }) => head,
+        let (number, task) = match tasks.get_mut(usize::from(head)) {
+            Some(task) if !task.is_open => (head, task),
             _ => add(tasks, head),
         };
-        tasks[usize::from(number)].begin(address, unit, tag, place);
+        task.begin(unit, tag, place, self.covers_made.get());
         if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(number) }
     }
 
@@ -337,10 +346,16 @@ impl Tasks {
     }
 
     /// The task uses the medium from now on.
-    #[inline]
+    #[cold]
     pub(crate) fn takes_medium(&self, number: u16) {
         let task = &mut self.tasks.borrow_mut()[usize::from(number)];
         task.uses.medium_since = task.uses.medium_since.min(self.covers_made.get());
+    }
+
+    /// The task that has begun does not use the medium, or not yet.
+    #[cold]
+    pub(crate) fn leaves_medium(&self, number: u16) {
+        self.tasks.borrow_mut()[usize::from(number)].uses.medium_since = NOT;
     }
 
     /// The task waits, and uses nothing until it [steps in](Self::steps_in).
@@ -398,13 +413,14 @@ impl Tasks {
         assert!(task.is_open, "a task ends once");
         let abort = task.abort;
         let has_covers = self.has_covers.get();
-        let waiting = if has_covers { self.leave_covers(task, number) } else { Vec::new() };
+        let waiting = if has_covers { self.leave_covers(task, number) } else { None };
         task.is_open = false;
         Ended { abort, waiting }
     }
 
     #[cold]
-    fn leave_covers(&self, task: &Task, number: u16) -> Vec<Cover> {
+    #[expect(clippy::box_collection, reason = "see `Ended`")]
+    fn leave_covers(&self, task: &Task, number: u16) -> Option<Box<Vec<Cover>>> {
         let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
@@ -412,7 +428,8 @@ impl Tasks {
                 cover.leave();
             }
         }
-        self.take_done(&mut covers)
+        let done = self.take_done(&mut covers);
+        (!done.is_empty()).then(|| Box::new(done))
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
@@ -440,7 +457,7 @@ impl Tasks {
 
 /// No task has had so high a number before, or another one has it. Returns one that is free.
 #[cold]
-fn add(tasks: &mut Vec<Task>, head: u16) -> u16 {
+fn add(tasks: &mut Vec<Task>, head: u16) -> (u16, &mut Task) {
     let at = usize::from(head);
     if tasks.len() <= at {
         tasks.resize_with(at + 1, || Task::NONE);
@@ -451,7 +468,7 @@ fn add(tasks: &mut Vec<Task>, head: u16) -> u16 {
         tasks.push(Task::NONE);
         tasks.len() - 1
     });
-    iomem::fits(number, "a number of chains")
+    (iomem::fits(number, "a number of chains"), &mut tasks[number])
 }
 
 /// What avail entries have of a place.
@@ -461,27 +478,21 @@ fn low_half_of(place: u64) -> u16 {
     u16::from_le_bytes([low, high])
 }
 
-#[cfg(test)]
-impl Tasks {
-    /// How many wait for tasks, or for chains that nobody has popped.
-    pub(crate) fn awaited(&self) -> usize {
-        self.covers.borrow().len()
-    }
-}
-
 /// A task that has ended, or none. Those who wait for it hear that when this is dropped, at the
 /// latest.
 #[derive(Default)]
 pub(crate) struct Ended {
     pub(crate) abort: Option<Abort>,
-    waiting: Vec<Cover>,
+    /// One word, as every request has it.
+    #[expect(clippy::box_collection, reason = "one word is less than three to hand on")]
+    waiting: Option<Box<Vec<Cover>>>,
 }
 
 impl Ended {
     /// Tells those who wait, after `first`, which is done for them.
     #[inline]
     pub(crate) fn tell(self, first: impl FnOnce()) {
-        if !self.waiting.is_empty() {
+        if self.waiting.is_some() {
             first();
         }
     }
@@ -498,6 +509,13 @@ mod tests {
     const OTHER: UnitAddress = UnitAddress { target: 0, lun: 2 };
 
     static NUMBER: LazyLock<UnitNumber> = LazyLock::new(UnitNumber::next);
+
+    impl Tasks {
+        /// How many wait for tasks, or for chains that nobody has popped.
+        pub(crate) fn awaited(&self) -> usize {
+            self.covers.borrow().len()
+        }
+    }
 
     fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> u16 {
         begin_at(tasks, (UNIT, Some(*NUMBER)), tag, next_avail)
@@ -582,9 +600,7 @@ mod tests {
         let [one, two, own] = [3, 2, 3].map(|tag| begin(&tasks, tag, 1));
         let elsewhere = Tasks::new(0);
         let other = begin(&elsewhere, 3, 1);
-        elsewhere.takes_medium(other);
-        tasks.takes_medium(one);
-        tasks.takes_medium(own);
+        tasks.leaves_medium(two);
         let (waiting, left) = Waiting::new();
         let which = Which::Others(*NUMBER, tasks.id(own));
         tasks.cover(which, How::Drain, 8, left.clone());
