@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::control_socket;
+use crate::secrets::without_secrets;
 pub use args::{CtlArgs, What};
 use connection::{Connection, Refusal};
 use show::Form;
@@ -48,7 +49,7 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         match ask(&mut daemon, method, params, form)? {
             Ok(()) => {}
             Err(refusal) => {
-                eprintln!("ringhaul: {}", refusal.message);
+                eprintln!("ringhaul: {}", without_secrets(&refusal.message));
                 let is_unfinished = refusal.code == UNFINISHED;
                 let status = if is_unfinished { EXIT_UNFINISHED } else { EXIT_REFUSED };
                 return Ok(ExitCode::from(status));

@@ -38,6 +38,7 @@ mod open_luks;
 pub mod options;
 pub mod peer;
 mod reload;
+pub mod secrets;
 pub mod serve;
 pub mod settings;
 mod side_by_side;

@@ -23,6 +23,8 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::registry::LookupSpan;
 
 use queue::Lines;
+
+use crate::secrets::without_secrets;
 pub use queue::flush;
 
 /// Values of `--log-format`.
@@ -152,6 +154,7 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
 
 /// Writes the line that a process ends with when it fails, whatever the filter.
 pub fn report_failure(format: LogFormat, text: &str) {
+    let text = without_secrets(text);
     match format {
         LogFormat::Text => {
             // It takes every line.
@@ -215,6 +218,7 @@ impl<'writer> FormatFields<'writer> for TextFields {
         recorded.record(&mut fields);
         let Fields { message, export, left_out } = fields;
         let export = export.map(|name| format!("{name}: ")).unwrap_or_default();
+        let message = without_secrets(&message);
         for character in export.chars().chain(message.chars()) {
             if character.is_control() {
                 write!(writer, "{}", character.escape_default())?;
@@ -263,7 +267,7 @@ where
         let line = Line {
             timestamp,
             level: event.metadata().level().as_str(),
-            message: &fields.message,
+            message: &without_secrets(&fields.message),
             export: fields.export.as_deref(),
             left_out: fields.left_out,
         };

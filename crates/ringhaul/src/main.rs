@@ -14,6 +14,7 @@ use ringhaul::ctl::CtlArgs;
 use ringhaul::disk_command::{self, DiskArgs, InfoArgs};
 use ringhaul::log::{self, LogFormat, parse_filter};
 use ringhaul::options::{DeviceKind, ServeArgs, capabilities, one_line};
+use ringhaul::secrets::without_secrets;
 use ringhaul_bench::{BenchError, DiskBenchArgs};
 
 /// The daemon cannot start, or the command line makes no sense.
@@ -94,13 +95,13 @@ fn main() -> ExitCode {
         Ok(cli) => match with_config(cli, line) {
             Ok(both) => both,
             Err(error) => {
-                eprintln!("ringhaul: {error:#}");
+                eprintln!("ringhaul: {}", without_secrets(&format!("{error:#}")));
                 return ExitCode::from(EXIT_USAGE);
             }
         },
         Err(error) if is_answer(&error) => error.exit(),
         Err(error) => {
-            eprintln!("ringhaul: {}; see --help", one_line(&error));
+            eprintln!("ringhaul: {}; see --help", without_secrets(&one_line(&error)));
             return ExitCode::from(EXIT_USAGE);
         }
     };

@@ -13,6 +13,7 @@ mod locks;
 mod log;
 mod options;
 mod resize;
+mod secrets;
 mod sockets;
 mod takeover;
 mod takeover_commands;

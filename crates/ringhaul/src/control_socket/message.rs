@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::command::CommandError;
+use crate::secrets::without_secrets;
 use crate::subscribers::ExportEvent;
 
 /// What a client asks for.
@@ -107,7 +108,8 @@ pub(super) struct Problem {
 
 impl Problem {
     pub(super) fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code: code.number(), message: message.into() }
+        let message = without_secrets(&message.into()).into_owned();
+        Self { code: code.number(), message }
     }
 }
 

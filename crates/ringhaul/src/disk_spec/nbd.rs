@@ -76,6 +76,10 @@ impl NbdSpec {
             (Some(_), None) if self.port.is_some() => bail!("port goes with host, not with socket"),
             _ => {}
         }
+        // A name is repeated in errors and in the log; one with a password must not be.
+        if self.host.as_ref().is_some_and(|host| host.contains('@')) {
+            bail!("the host of an NBD disk has an @ in it; NBD has no user and no password");
+        }
         if !self.tls && (self.tls_certificates.is_some() || self.tls_hostname.is_some()) {
             bail!("tls-certificates and tls-hostname need TLS: use nbds:// or tls=on");
         }
@@ -178,7 +182,7 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
 
 /// A host, which may be an IPv6 address in brackets, and a port.
 fn host_and_port(authority: &str) -> Result<(String, Option<String>)> {
-    ensure!(!authority.contains('@'), "an NBD URI has no user");
+    ensure!(!authority.contains('@'), "an NBD URI has no user and no password");
     let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((host, rest)) => (host, rest.strip_prefix(':')),
         None => match authority.split_once(':') {
@@ -259,6 +263,7 @@ mod tests {
             ("nbd+unix://h/x?socket=/a", "names no host"),
             ("nbd://h/x?socket=/a", "unknown parameter 'socket'"),
             ("nbd://u@h/x", "has no user"),
+            ("nbd,host=u:p@h", "has an @ in it"),
             ("nbd://h:70000/x", "port"),
             ("nbd://h/x%2", "percent sign"),
             ("nbd://h,socket=/a", "not both"),

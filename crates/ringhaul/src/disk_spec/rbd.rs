@@ -47,6 +47,12 @@ impl RbdSpec {
     /// The image that a text such as `pool/namespace/image@snapshot` names, as Ceph's tools have
     /// it. The pool and the namespace may be left out, and so may the snapshot.
     pub(super) fn of_image(text: &str) -> Result<Self> {
+        // As QEMU writes it. What follows would be a part of the name, and be repeated with it.
+        ensure!(
+            !text.split_once(':').is_some_and(|(_, rest)| rest.contains('=')),
+            "options of an image stand behind commas, as in rbd:vms/vm1,id=vms; a key is in a file \
+             that keyring=PATH names"
+        );
         let (path, snapshot) = match text.split_once('@') {
             Some((path, snapshot)) => (path, Some(snapshot)),
             None => (text, None),

@@ -1,0 +1,150 @@
+//! Secrets that somebody wrote where none belong, such as into a URI. No message repeats them.
+//!
+//! A disk that is understood has none in its name. A text that is not is repeated in errors, and
+//! so is what other libraries say about it. All that leaves the process as text comes by here.
+
+use std::borrow::Cow;
+
+/// What stands in place of a secret.
+const COVER: &str = "***";
+
+/// Words whose value is a secret, whatever program knows them.
+const KEYS: &[&str] = &["key", "passphrase", "passwd", "password", "secret", "token"];
+
+/// The text without users and passwords of URIs, and without values of words such as `key=`.
+#[must_use]
+pub fn without_secrets(text: &str) -> Cow<'_, str> {
+    if !text.contains("://") && !text.contains('=') {
+        return Cow::Borrowed(text);
+    }
+    let covered = without_users(text);
+    Cow::Owned(without_values(&covered))
+}
+
+/// Whether a character ends a word in a sentence.
+fn ends_word(character: char) -> bool {
+    character.is_whitespace() || ['"', '\'', '`'].contains(&character)
+}
+
+fn without_users(text: &str) -> String {
+    let mut done = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("://") {
+        done.push_str(before);
+        done.push_str("://");
+        rest = match user_bytes(after) {
+            Some(bytes) => {
+                done.push_str(COVER);
+                &after[bytes..]
+            }
+            None => after,
+        };
+    }
+    done + rest
+}
+
+/// How many bytes at the start of what follows `://` are a user and a password: all up to the last
+/// `@` of the word. A password may have characters in it that belong into no URI, so that what
+/// seems to be a port may be the start of one. An `@` in the name of an export is none of that.
+fn user_bytes(text: &str) -> Option<usize> {
+    let word = &text[..text.find(ends_word).unwrap_or(text.len())];
+    let authority = &word[..word.find(['/', '?', '#']).unwrap_or(word.len())];
+    if authority.contains('@') {
+        return word.rfind('@');
+    }
+    let (_, port) = authority[authority.rfind(']').unwrap_or(0)..].split_once(':')?;
+    // A colon may follow a name in a sentence, and a comma the disk.
+    let port = port.split(',').next()?.trim_end_matches(':');
+    if port.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    word.rfind('@').or_else(|| text.find('@'))
+}
+
+fn without_values(text: &str) -> String {
+    let mut done = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once('=') {
+        let is_of_word = |at: char| at.is_ascii_alphanumeric() || at == '-' || at == '_';
+        let key = &before[before.trim_end_matches(is_of_word).len()..];
+        done.push_str(before);
+        done.push('=');
+        rest = after;
+        if KEYS.iter().any(|known| known.eq_ignore_ascii_case(key)) {
+            let value = value_of(after);
+            // Our own errors say `KEY=VALUE`.
+            if !value.is_empty() && value != "VALUE" {
+                done.push_str(COVER);
+                rest = &after[value.len()..];
+            }
+        }
+    }
+    done + rest
+}
+
+/// The value at the start of a text. Two commas stand for one in it.
+fn value_of(text: &str) -> &str {
+    let mut end = 0;
+    while let Some(found) = text[end..].find(|at: char| ends_word(at) || at == ',' || at == '&') {
+        end += found;
+        if !text[end..].starts_with(",,") {
+            return text[..end].trim_end_matches([':', ';']);
+        }
+        end += ",,".len();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_and_passwords_are_covered() {
+        for (text, covered) in [
+            ("nbd://user:secret@host/x", "nbd://***@host/x"),
+            ("nbds://secret@host", "nbds://***@host"),
+            ("nbd+unix://u:secret@/x?socket=/a", "nbd+unix://***@/x?socket=/a"),
+            ("--disk raw,over=nbd://u:se,cret@host/x: no", "--disk raw,over=nbd://***@host/x: no"),
+            ("nbd://u:se/cret@host/x", "nbd://***@host/x"),
+            ("nbd://u:se?cr@et@host/x", "nbd://***@host/x"),
+            ("nbd://u:se cret@host/x", "nbd://***@host/x"),
+            (
+                "'nbd://u:secret@[::1]:99/x' and http://a@b",
+                "'nbd://***@[::1]:99/x' and http://***@b",
+            ),
+            ("string \"nbd://u:secret@host/x\", expected", "string \"nbd://***@host/x\", expected"),
+        ] {
+            assert_eq!(without_secrets(text), covered);
+        }
+    }
+
+    #[test]
+    fn values_of_secrets_are_covered() {
+        for (text, covered) in [
+            ("rbd:p/i,key=secret", "rbd:p/i,key=***"),
+            ("rbd:p/i:id=a:key=secret:conf=/c: no", "rbd:p/i:id=a:key=***: no"),
+            ("nbd://h/x?password=secret&socket=/a", "nbd://h/x?password=***&socket=/a"),
+            ("luks,key=se,,cret,over=/a: no", "luks,key=***,over=/a: no"),
+            ("'KEY=secret' is", "'KEY=***' is"),
+        ] {
+            assert_eq!(without_secrets(text), covered);
+        }
+    }
+
+    #[test]
+    fn what_is_no_secret_stays() {
+        for text in [
+            "nbd://host:10809/a@b: it is away",
+            "nbd://[::1]:10809/a@b",
+            "nbd+unix:///x?socket=/a@b",
+            "nbd://host/x: cannot find host@example",
+            "cannot use nbd://host:99: ask a@b",
+            "luks,key-file=/k,key-fd=3,over=/a",
+            "rbd:p/i@snapshot",
+            "'key' is not of the form KEY=VALUE, key= too",
+        ] {
+            assert_eq!(without_secrets(text), text);
+        }
+    }
+}

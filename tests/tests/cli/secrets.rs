@@ -1,0 +1,70 @@
+//! Secrets in names of disks, where none belong: no output repeats them.
+
+use std::fs;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
+use rustix::process::Signal;
+use serde_json::json;
+
+use super::control::Client;
+use super::scene;
+
+fn check_quiet(said: &str) -> Result<()> {
+    ensure!(said.contains("***") && !said.contains("hidden"), "it said: {said}");
+    Ok(())
+}
+
+fn check_refused(finished: Finished) -> Result<()> {
+    ensure!(!finished.stdout.contains("hidden"), "it printed: {}", finished.stdout);
+    check_quiet(&finished.stderr)
+}
+
+#[test]
+fn secrets_in_names_of_disks_are_not_repeated() -> Result<()> {
+    let scene = scene()?;
+    for disk in [
+        "nbd://user:hidden@host/x",
+        "raw,over=nbd+unix://user:hidden@/x?socket=/a",
+        "nbd://host/x?password=hidden",
+        "rbd:vms/vm1,key=hidden",
+        "rbd:vms/vm1:id=a:key=hidden",
+        "http://user:hidden@host/x",
+    ] {
+        check_refused(run(ringhaul()?.args(["disk", "info", disk]))?)?;
+        check_refused(run(ringhaul()?.args(["serve", "--socket-path", "/a", "--disk", disk]))?)?;
+        let export = format!("/a,disk={disk}");
+        check_refused(run(ringhaul()?.args([
+            "--log-format",
+            "json",
+            "serve",
+            "--export",
+            &export,
+        ]))?)?;
+    }
+    let file = scene.path("ringhaul.toml");
+    let blk = r#"blk = { nbd = "nbd://user:hidden@host/x" }"#;
+    fs::write(
+        &file,
+        format!("[[export]]\nendpoint = {{ path = \"/a\" }}\ndevice = {{ {blk} }}\n"),
+    )?;
+    check_refused(run(ringhaul()?.arg("check").arg(&file))?)?;
+    check_refused(run(ringhaul()?.args(["serve", "--config"]).arg(&file))?)
+}
+
+#[test]
+fn a_daemon_does_not_repeat_secrets() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--disk", "null:1M", "--socket-path"]).arg(scene.socket("vm.sock"));
+    let mut daemon = Running::serve(command.arg("--control").arg(&control))?;
+    let mut client = Client::new(&control)?;
+    let blk = json!({ "nbd": "nbd://user:hidden@host/x" });
+    let export = json!({ "endpoint": { "path": "/a" }, "device": { "blk": blk } });
+    check_quiet(&client.call("export.add", &export)?.to_string())?;
+    drop(client);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
