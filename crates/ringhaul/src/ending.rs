@@ -16,14 +16,17 @@ const FINISH_MAX: Duration = Duration::from_secs(10);
 /// How long the control thread may take to say what is left behind.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
+/// How long disks may take to be left before the log says that they are waited for.
+const LEAVE_QUIET: Duration = Duration::from_secs(1);
+
 /// What brings the end nearer.
 pub(crate) enum Event {
     /// The daemon is asked to end.
     Asked(EndCause),
     /// The last export has ended.
     Ended,
-    /// Another process goes on with all exports.
-    HandedOver(Arc<Heir>),
+    /// Another process goes on with all exports. Their disks are left when the sender is dropped.
+    HandedOver(Arc<Heir>, mpsc::Receiver<()>),
     /// An IoThread has ended by an error.
     ThreadFailed,
     /// The exports that the daemon was started for cannot be served, and there are no others.
@@ -63,7 +66,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
         let left = || until.saturating_duration_since(Instant::now());
         loop {
             match events.recv_timeout(left()) {
-                Ok(Event::HandedOver(heir)) => return Ok(leave(&heir, is_asked)),
+                Ok(Event::HandedOver(heir, left)) => return Ok(leave(&heir, &left, is_asked)),
                 Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_))
                     if !left().is_zero() => {}
                 _ => return Ok(outcome),
@@ -96,7 +99,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 let failed = leaves_at.is_some();
                 return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
             }
-            Ok(Event::HandedOver(heir)) => return Ok(leave(&heir, is_asked_once)),
+            Ok(Event::HandedOver(heir, left)) => return Ok(leave(&heir, &left, is_asked_once)),
             Ok(Event::NotStarted(error)) if is_stopping => {
                 tracing::warn!("not served: {error:#}");
                 continue;
@@ -112,18 +115,24 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
 }
 
 /// Leaves what there is to the process that has taken over, which is to end if this one was asked
-/// to.
-fn leave(heir: &Heir, is_asked: bool) -> Outcome {
+/// to. Waits until the disks are `left`: the other process waits for what this one has of them.
+/// What is asked meanwhile is passed on at once.
+fn leave(heir: &Heir, left: &mpsc::Receiver<()>, is_asked: bool) -> Outcome {
     tracing::info!("process {} has taken over", heir.process);
     if is_asked {
         heir.pass_on(PassedOn::End);
+    }
+    if left.recv_timeout(LEAVE_QUIET) == Err(RecvTimeoutError::Timeout) {
+        tracing::info!("ends when its disks are left, which may wait for their other ends");
+        // Whoever leaves them has a limit.
+        let _ = left.recv();
     }
     Outcome::HandedOver
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
+    use std::io::{BufRead, BufReader, Read};
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -145,7 +154,9 @@ mod tests {
             causes.iter().for_each(|cause| sender.send(Event::Asked(*cause)).unwrap());
             let (ours, mut theirs) = UnixStream::pair().unwrap();
             let succession = Succession::default();
-            succession.leave(7, ours, |heir| sender.send(Event::HandedOver(heir)).unwrap());
+            let (_, left) = mpsc::channel();
+            let tell = |heir| sender.send(Event::HandedOver(heir, left)).unwrap();
+            succession.leave(7, ours, tell);
             let outcome = wait_for_end(&events, &control).unwrap();
             assert_eq!(outcome, Outcome::HandedOver, "{causes:?}");
             drop((succession, events));
@@ -153,5 +164,30 @@ mod tests {
             theirs.read_to_string(&mut text).unwrap();
             assert_eq!(text.lines().filter(|line| line.contains("end")).count(), passed_on);
         }
+    }
+
+    /// What holds them, a lock in a cluster say, may be released late. Who has taken over is not to
+    /// serve until then what nobody wants any more.
+    #[test]
+    fn it_is_passed_on_before_disks_are_left() {
+        let control = Control::start(|| {}).unwrap();
+        let (sender, events) = mpsc::channel();
+        let (leaving, left) = mpsc::channel();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let succession = Succession::default();
+        let asked = || sender.send(Event::Asked(EndCause::Sigterm)).unwrap();
+        succession.here_or_there(PassedOn::End, asked);
+        succession.leave(7, ours, |heir| sender.send(Event::HandedOver(heir, left)).unwrap());
+        std::thread::scope(|scope| {
+            let control = &control;
+            let ends = scope.spawn(move || wait_for_end(&events, control).unwrap());
+            let mut lines = BufReader::new(theirs).lines();
+            assert!(lines.next().unwrap().unwrap().contains("end"));
+            succession.here_or_there(PassedOn::End, || panic!("it is the other process's"));
+            assert!(lines.next().unwrap().unwrap().contains("end"));
+            assert!(!ends.is_finished(), "disks are not left");
+            drop(leaving);
+            assert_eq!(ends.join().unwrap(), Outcome::HandedOver);
+        });
     }
 }

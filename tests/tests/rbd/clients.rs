@@ -141,17 +141,47 @@ pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
+/// The lock may take long to be released. What the old process is asked meanwhile is the other
+/// one's at once, however often it comes.
+pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("slow")?;
+    let mut served = scene.serve("slow", &disk, &[])?;
+    let mut front_end = served.connect()?;
+    front_end.write(0, 0, &pattern(1, 4096))?;
+    let mut control = BufReader::new(UnixStream::connect(&served.control)?);
+    let begin = json!({ "formats": (0..100).collect::<Vec<u32>>(), "version": "test" });
+    for (method, params) in [("takeover", begin), ("takeover.pause", json!(null))] {
+        let answer = ask(&mut control, method, &params)?;
+        ensure!(answer["error"].is_null(), "{answer:#}");
+    }
+    let stopped = Stopped::new(scene.cluster.osd()?)?;
+    let answer = ask(&mut control, "takeover.take", &json!(null))?;
+    ensure!(answer["error"].is_null(), "{answer:#}");
+    for _ in 0..2 {
+        served.daemon.signal(Signal::TERM)?;
+        let line = next_line(&mut control)?;
+        ensure!(line.contains("takeover.pass-on") && line.contains("\"end\""), "{line}");
+    }
+    drop(stopped);
+    served.daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 /// What the daemon says to a request.
 fn ask(control: &mut BufReader<UnixStream>, method: &str, params: &Value) -> Result<Value> {
     let line = json!({ "jsonrpc": "2.0", "id": method, "method": method, "params": params });
     control.get_mut().write_all(format!("{line}\n").as_bytes())?;
-    let mut answer = String::new();
-    // Empty lines come with descriptors.
-    while answer.trim().is_empty() {
-        answer.clear();
-        ensure!(control.read_line(&mut answer)? > 0, "the daemon has hung up");
+    Ok(serde_json::from_str(&next_line(control)?)?)
+}
+
+/// The next line that is not empty: such lines come with descriptors.
+fn next_line(control: &mut BufReader<UnixStream>) -> Result<String> {
+    let mut line = String::new();
+    while line.trim().is_empty() {
+        line.clear();
+        ensure!(control.read_line(&mut line)? > 0, "the daemon has hung up");
     }
-    Ok(serde_json::from_str(&answer)?)
+    Ok(line)
 }
 
 /// With `exclusive=on` nobody else can write, nor open the image in the same way.

@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 17] = [
+    let parts: [(&str, Part); 18] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -113,6 +113,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("two clients pass the lock on", clients::lock_is_passed_on),
         ("the process that takes over has the lock", clients::lock_is_left),
         ("the process that takes over reads what a cache had", clients::cache_is_left),
+        ("an end is passed on while a lock is left", clients::end_is_passed_on),
         ("a lock that is kept", clients::lock_is_kept),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),

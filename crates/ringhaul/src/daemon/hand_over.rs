@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{PoisonError, Weak};
+use std::sync::{PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -229,7 +229,7 @@ impl Daemon {
 
 impl Standing<'_> {
     /// Leaves all of it to the other process when that hears it. Returns the disks, which are to be
-    /// [left](leave_disks) then.
+    /// [left](Self::leave) then.
     ///
     /// # Errors
     ///
@@ -238,16 +238,21 @@ impl Standing<'_> {
         self.daemon.control.commit()
     }
 
-    /// Leaves all of it to `process`, which has heard so over `stream`. This one ends.
-    pub(crate) fn leave(self, process: u32, stream: UnixStream) {
+    /// Leaves all of it to `process`, which has heard so over `stream`, and its disks last, which
+    /// may take its time. This one ends.
+    pub(crate) fn leave(self, process: u32, stream: UnixStream, disks: Vec<DiskSource>) {
         let Daemon { succession, events, control, .. } = self.daemon;
-        // Before the control thread says that it has nothing left.
-        succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir))));
-        control.leave(process);
-        // It is the other process's now to set it back.
+        // It is the other process's now to set it back, and whoever ends this one drops it.
         std::mem::forget(self.daemon.inherited().take());
+        let (leaving, left) = mpsc::channel();
+        // Before the control thread says that it has nothing left, and before the disks: what this
+        // process is asked meanwhile would come too late for the other one.
+        succession.leave(process, stream, |heir| drop(events.send(Event::HandedOver(heir, left))));
+        control.leave(process);
         // Nobody is served here any more.
         std::mem::forget(self);
+        leave_disks(disks);
+        drop(leaving);
     }
 }
 
@@ -282,7 +287,7 @@ fn write_back<T: Send + 'static>(
 }
 
 /// Leaves disks to another process that goes on with them.
-pub(crate) fn leave_disks(mut disks: Vec<DiskSource>) {
+fn leave_disks(mut disks: Vec<DiskSource>) {
     // An open file has gone over as it is.
     disks.retain(|disk| disk.descriptor().is_none());
     let until = Instant::now() + LEAVE_MAX;

@@ -15,7 +15,6 @@ use super::format::{
 use super::wire::send_fds;
 use crate::command::CommandError;
 use crate::daemon::Daemon;
-use crate::daemon::hand_over::leave_disks;
 use crate::handed_fds::HandedFds;
 use crate::notify;
 use crate::peer::Peer;
@@ -105,8 +104,7 @@ fn stop(daemon: &Daemon, generation: u64, process: u32, talk: &mut Talk<'_>) -> 
     // From here on only the other process may serve, if it hears this.
     talk.answer(&json!({}), &HandedFds::default())?;
     notify::main_process(process);
-    leave_disks(disks);
-    standing.leave(process, stream);
+    standing.leave(process, stream, disks);
     Ok(())
 }
 
