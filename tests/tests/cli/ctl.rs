@@ -106,6 +106,32 @@ fn a_removal_that_takes_too_long_says_so() -> Result<()> {
     Ok(())
 }
 
+/// Once is enough, and the answer says what is left.
+#[test]
+fn force_waits_for_no_close_that_hangs() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
+    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(scene.socket("vm.sock"));
+    command.arg("--control").arg(&control);
+    let mut daemon = Running::serve(&mut command)?;
+    fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
+    let removed = ctl(&control, &["remove", "vm", "--force", "--deadline", "60"]);
+    let list = ctl(&control, &["list"]);
+    let told = daemon.wait_for("removed by force, although its disk is not closed");
+    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    fuse.release();
+    let removed = removed?.expect_code(0)?.stdout;
+    ensure!(removed.contains(r#""waits-for": "its disk is not closed""#), "{removed}");
+    ensure!(list?.expect_code(0)?.stdout.is_empty(), "it is still there");
+    told?;
+    ctl(&control, &["shutdown"])?.expect_code(0)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 #[test]
 fn people_get_tables() -> Result<()> {
     let scene = scene()?;

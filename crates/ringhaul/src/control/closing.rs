@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
 use device::{Answer, Device, Pending};
@@ -13,6 +13,10 @@ use crate::export_log::ExportLog;
 
 /// What an export waits for that has ended.
 pub(super) const NOT_CLOSED: &str = "its disk is not closed";
+
+/// How long a disk takes to close before it is given up by force: one that is local, or whose other
+/// end answers, takes less.
+const FORCED_CLOSE_MAX: Duration = Duration::from_secs(1);
 
 /// An export that has ended. `close` waits for as long as a file system does (FUSE, NFS) or a
 /// block device, so it has a thread.
@@ -25,6 +29,8 @@ pub(super) struct Closing {
     /// Since when its disk is being closed.
     pub(super) since: Instant,
     closed: Pending<()>,
+    /// By force: when nobody is to wait any longer.
+    give_up_at: Option<Instant>,
     was_given_up: bool,
 }
 
@@ -40,7 +46,8 @@ impl Closing {
         closed.wake(waker);
         close(disks, answer);
         let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
-        Self { status, log, removed, since: Instant::now(), closed, was_given_up: false }
+        let (since, give_up_at) = (Instant::now(), None);
+        Self { status, log, removed, since, closed, give_up_at, was_given_up: false }
     }
 
     /// Whether nobody waits any more.
@@ -48,20 +55,37 @@ impl Closing {
         self.was_given_up || self.closed.check().is_ready()
     }
 
-    /// Nobody is to wait any longer. All requests are answered, and the disk is closed when it can
-    /// be.
-    pub(super) fn give_up(&mut self) {
-        self.was_given_up = true;
-        if self.closed.check().is_pending() {
+    /// Nobody is to wait for a close that hangs. All requests are answered, and the disk is closed
+    /// when it can be.
+    pub(super) fn force(&mut self) {
+        self.give_up_at = Some(self.since + FORCED_CLOSE_MAX);
+    }
+
+    /// When it is given up, unless it is closed by then.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.give_up_at
+    }
+
+    /// Gives it up if that is due.
+    pub(super) fn look(&mut self, now: Instant) {
+        let is_due = self.give_up_at.is_some_and(|when| now >= when);
+        if is_due && !self.was_given_up && self.closed.check().is_pending() {
+            self.was_given_up = true;
             let seconds = self.since.elapsed().as_secs();
             let export = self.log.name();
-            tracing::warn!(export, "removed, although {NOT_CLOSED} after {seconds} s");
+            tracing::warn!(
+                export,
+                "removed by force, although {NOT_CLOSED} after {seconds} s; it is closed when that \
+                 is possible, and may be locked until then"
+            );
         }
     }
 
     /// Answers all who wait for the end. False when nobody does.
     pub(super) fn answer(&mut self) -> bool {
-        self.status.waits_for = None;
+        if !self.was_given_up {
+            self.status.waits_for = None;
+        }
         let removed = std::mem::take(&mut self.removed);
         let is_awaited = !removed.is_empty();
         removed.into_iter().for_each(|answer| answer.send(Ok(self.status.clone())));

@@ -69,6 +69,8 @@ pub(super) struct Export {
     pub(super) sessions: u64,
     /// No queue starts and no front-end is taken: another process may go on with the export.
     pub(super) is_held: bool,
+    /// Nobody is to wait for a disk that does not close.
+    is_forced: bool,
     /// Who waits for it to end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     /// The log has a line on the connection, so it gets one on the disconnection.
@@ -105,6 +107,7 @@ impl Export {
             connected: Instant::now(),
             sessions: 0,
             is_held: false,
+            is_forced: false,
             removed: Vec::new(),
             is_shown: false,
             waiting: LogLimit::default(),
@@ -193,7 +196,8 @@ impl Export {
 
     /// Has the front-end of an export that is stopping see the end at once, whatever of its
     /// requests is not answered. Those that wait for the other end of a disk fail.
-    pub(super) fn cut_off(&self) {
+    pub(super) fn cut_off(&mut self) {
+        self.is_forced = true;
         self.disks.iter().for_each(DiskSource::give_up);
         self.session.iter().for_each(Session::cut_off);
     }
@@ -215,8 +219,12 @@ impl Export {
     /// Begins to close the disk of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
-        let Self { disks, log, setup, removed, .. } = self;
-        Closing::new(status, log, removed, (disks, setup.device), waker)
+        let Self { disks, log, setup, removed, is_forced, .. } = self;
+        let mut closing = Closing::new(status, log, removed, (disks, setup.device), waker);
+        if is_forced {
+            closing.force();
+        }
+        closing
     }
 
     /// The answer that a session waits for may have come.

@@ -99,7 +99,7 @@ impl Exports {
             }
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
             self.continue_hand_over(now);
-            if self.forget_ended() == Then::Leave {
+            if self.forget_ended(now) == Then::Leave {
                 self.tell_unopened(now);
                 return;
             }
@@ -237,7 +237,7 @@ impl Exports {
         if let Some(closing) = closing.find(|closing| closing.status.spec.is_called(name)) {
             closing.removed.push(answer);
             if force {
-                closing.give_up();
+                closing.force();
             }
             return;
         }
@@ -291,7 +291,7 @@ impl Exports {
     /// Has the disks of exports that have ended closed, and forgets those whose disks are. Without
     /// any, the daemon goes on for as long as it may be given others, which nobody does who has
     /// not removed the last.
-    fn forget_ended(&mut self) -> Then {
+    fn forget_ended(&mut self, now: Instant) -> Then {
         if self.list.iter().any(Export::has_ended) {
             self.generation += 1;
             let (ended, others) =
@@ -303,6 +303,7 @@ impl Exports {
         }
         let (mut ended, mut removed) = (0, 0);
         self.closing.retain_mut(|closing| {
+            closing.look(now);
             if !closing.is_closed() {
                 return true;
             }
@@ -320,7 +321,8 @@ impl Exports {
 
     /// Sleeps until something happens, and notes for whom.
     fn wait(&mut self, now: Instant) {
-        let deadlines = self.list.iter().filter_map(Export::deadline);
+        let closing = self.closing.iter().filter_map(Closing::deadline);
+        let deadlines = self.list.iter().filter_map(Export::deadline).chain(closing);
         let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
         let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
         let hand_over = self.hand_over.as_ref().and_then(HandOver::deadline);
