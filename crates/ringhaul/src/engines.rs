@@ -83,11 +83,11 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     let mut trials = SideBySide::begin(sources, |source, _| best_engine(&source));
     let tried_in_time = std::iter::from_fn(|| trials.next(Some(Instant::now() + TRIAL_MAX)));
     let mut choices: BTreeMap<usize, Choice> =
-        tried_in_time.map(|(number, choice)| (tried[number], choice)).collect();
+        tried_in_time.filter_map(|(number, choice)| Some((tried[number], choice.ok()?))).collect();
     for &index in tried {
         choices.entry(index).or_insert_with(|| Choice {
             engine: EngineKind::IoUring,
-            why: format!("its trial did not end in {} s", TRIAL_MAX.as_secs()),
+            why: format!("its trial did not end, or not in {} s", TRIAL_MAX.as_secs()),
             has_failed: false,
         });
     }

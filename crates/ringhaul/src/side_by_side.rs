@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,11 +23,19 @@ pub(crate) struct SideBySide<T, R> {
     waiting: BTreeSet<usize>,
 }
 
+/// A call has panicked, and has no result.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("ringhaul has a bug: it panicked here, as the log says; please report it")]
+pub(crate) struct Panicked;
+
 /// What a thread says of the call of this number.
 enum Word<R> {
-    Done(usize, R),
+    Done(usize, Result<R, Panicked>),
     Waits(usize),
 }
+
+/// The number of a call, and its result.
+pub(crate) type Outcome<R> = (usize, Result<R, Panicked>);
 
 /// With this a call says that it waits: it keeps its thread, and another one takes the next.
 pub(crate) type GiveWay<'a> = &'a dyn Fn();
@@ -55,12 +64,12 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
 
     /// The next result, with its number in the list. `None`: all were there, or it did not come in
     /// time.
-    pub(crate) fn next(&mut self, until: Option<Instant>) -> Option<(usize, R)> {
+    pub(crate) fn next(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
         self.next_of(until, false)
     }
 
     /// As [`next`](Self::next), but does not wait for those that have given way.
-    pub(crate) fn next_busy(&mut self, until: Option<Instant>) -> Option<(usize, R)> {
+    pub(crate) fn next_busy(&mut self, until: Option<Instant>) -> Option<Outcome<R>> {
         self.next_of(until, true)
     }
 
@@ -69,7 +78,7 @@ impl<T: Send + 'static, R: Send + 'static> SideBySide<T, R> {
         self.unanswered == self.waiting.len()
     }
 
-    fn next_of(&mut self, until: Option<Instant>, is_busy: bool) -> Option<(usize, R)> {
+    fn next_of(&mut self, until: Option<Instant>, is_busy: bool) -> Option<Outcome<R>> {
         while self.unanswered > 0 && !(is_busy && self.only_waits()) {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let help = self.done.is_some().then_some(PATIENCE);
@@ -125,7 +134,9 @@ impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
                 // Without one, those that answer nothing are helped in the end.
                 gave_way.set(!this.is_empty() && Self::start(this, done).is_ok());
             };
-            let result = (this.call)(item, &give_way);
+            // What it has broken, nobody sees: a call has its item to itself.
+            let result = catch_unwind(AssertUnwindSafe(|| (this.call)(item, &give_way)));
+            let result = result.map_err(|_| Panicked);
             is_replaced = gave_way.get();
             // Nobody waits any more for what took too long.
             let _ = done.send(Word::Done(number, result));
@@ -152,8 +163,21 @@ mod tests {
         for count in [0, 1, 2, 100] {
             let mut calls = SideBySide::begin((0..count).collect(), |number: usize, _| number * 2);
             let mut results: Vec<_> = std::iter::from_fn(|| calls.next(None)).collect();
-            results.sort_unstable();
-            assert_eq!(results, (0..count).map(|number| (number, number * 2)).collect::<Vec<_>>());
+            results.sort_unstable_by_key(|(number, _)| *number);
+            let doubled = (0..count).map(|number| (number, Ok(number * 2)));
+            assert_eq!(results, doubled.collect::<Vec<_>>());
+        }
+    }
+
+    /// Where a panic does not end the process.
+    #[test]
+    fn one_that_panics_is_answered_and_holds_up_no_other() {
+        let call = |panics: bool, _: GiveWay<'_>| assert!(!panics, "on purpose");
+        let mut calls = SideBySide::begin([vec![true; 9], vec![false]].concat(), call);
+        let results: Vec<_> = std::iter::from_fn(|| calls.next(None)).collect();
+        assert_eq!(results.len(), 10);
+        for (number, result) in results {
+            assert_eq!(result.is_ok(), number == 9);
         }
     }
 
@@ -170,7 +194,7 @@ mod tests {
         };
         let list = [vec![true; count], vec![false]].concat();
         let mut calls = SideBySide::begin(list, call);
-        assert_eq!(calls.next(None), Some((count, false)));
+        assert_eq!(calls.next(None), Some((count, Ok(false))));
         assert_eq!(calls.next(Some(Instant::now())), None);
         all.wait();
         assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
@@ -190,7 +214,7 @@ mod tests {
         };
         let list = [vec![true; count], vec![false]].concat();
         let mut calls = SideBySide::begin(list, call);
-        assert_eq!(calls.next_busy(None), Some((count, false)));
+        assert_eq!(calls.next_busy(None), Some((count, Ok(false))));
         assert_eq!(calls.next_busy(None), None);
         assert!(calls.only_waits());
         all.wait();

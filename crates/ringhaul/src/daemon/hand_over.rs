@@ -281,7 +281,7 @@ fn write_back<T: Send + 'static>(
                  answers (`ringhaul ctl show`)"
             )
         })?;
-        written?;
+        written??;
     }
     Ok(())
 }

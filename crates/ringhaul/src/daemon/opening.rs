@@ -64,7 +64,7 @@ impl OpeningExports {
         while let Some((number, disk)) =
             self.jobs.next_busy(patience.map(|max| Instant::now() + max))
         {
-            match disk {
+            match disk.map_err(Into::into).and_then(|disk| disk) {
                 Ok(disk) => self.put(number, disk),
                 Err(error) => {
                     errors.push((number, error));
@@ -101,7 +101,7 @@ impl OpeningExports {
         loop {
             let (number, disk) = self.jobs.next(until)?;
             let (export, _) = self.places[number];
-            match disk {
+            match disk.map_err(Into::into).and_then(|disk| disk) {
                 Ok(disk) => {
                     self.put(number, disk);
                     if let Some(ready) = take_if_ready(&mut self.exports[export]) {
