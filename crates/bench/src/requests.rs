@@ -57,7 +57,7 @@ impl Requests {
             Self::Blk => blk::put(memory, at, io),
             Self::Scsi(units) => {
                 let unit = &units[usize::from(io.unit)];
-                scsi::request::put(memory, at, tag, unit.address.field(), &unit.command(io));
+                scsi::request::put(memory, at, tag, unit.address.field(), unit.command(io));
             }
         }
     }

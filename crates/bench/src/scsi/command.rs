@@ -2,17 +2,24 @@
 
 #![forbid(unsafe_code)]
 
-use super::request::CDB_BYTES;
+/// The CDB of a request: the command, whose first byte is the number's lowest, and zeroes up to
+/// the length that the device expects. It never is in memory but in its place: words that are read
+/// from bytes just written wait until these are out of the processor's store buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cdb(pub(super) u128);
 
-/// The CDB of a request: the command, and zeroes up to the length that the device expects.
-pub(crate) type Cdb = [u8; CDB_BYTES];
+#[cfg(test)]
+impl Cdb {
+    pub(super) fn bytes(self) -> [u8; 16] {
+        self.0.to_le_bytes()
+    }
+}
 
 /// A CDB that begins with `bytes`.
-#[inline]
 fn cdb<const N: usize>(bytes: [u8; N]) -> Cdb {
-    let mut cdb = [0; CDB_BYTES];
-    cdb[..N].copy_from_slice(&bytes);
-    cdb
+    let mut all = [0; 16];
+    all[..N].copy_from_slice(&bytes);
+    Cdb(u128::from_le_bytes(all))
 }
 
 /// TEST UNIT READY.
@@ -50,12 +57,14 @@ pub(crate) fn mode_sense_10(room: u16) -> Cdb {
 /// else.
 #[inline]
 pub(crate) fn read_write(write: bool, first: u64, count: u32) -> Cdb {
+    let field = |big_endian: u64, at: u32| u128::from(big_endian) << (8 * at);
+    let opcode = |read: u8| u128::from(if write { read + 2 } else { read });
     if let (Ok(first), Ok(count)) = (u32::try_from(first), u16::try_from(count)) {
-        let ([a, b, c, d], [e, f]) = (first.to_be_bytes(), count.to_be_bytes());
-        return cdb([if write { 0x2a } else { 0x28 }, 0, a, b, c, d, 0, e, f, 0]);
+        let (first, count) = (first.swap_bytes().into(), count.swap_bytes().into());
+        return Cdb(opcode(0x28) | field(first, 2) | field(count, 7));
     }
-    let ([a, b, c, d, e, f, g, h], [i, j, k, l]) = (first.to_be_bytes(), count.to_be_bytes());
-    cdb([if write { 0x8a } else { 0x88 }, 0, a, b, c, d, e, f, g, h, i, j, k, l, 0, 0])
+    let count = count.swap_bytes().into();
+    Cdb(opcode(0x88) | field(first.swap_bytes(), 2) | field(count, 10))
 }
 
 /// SYNCHRONIZE CACHE of a whole unit, whose blocks (10) can name or only (16) can.
@@ -71,28 +80,28 @@ mod tests {
 
     #[test]
     fn reads_and_writes_are_as_short_as_their_fields_allow() {
-        let read = read_write(false, 0x0102_0304, 0xffff);
+        let read = read_write(false, 0x0102_0304, 0xffff).bytes();
         assert_eq!(read[..10], [0x28, 0, 1, 2, 3, 4, 0, 0xff, 0xff, 0]);
         assert!(read[10..].iter().all(|byte| *byte == 0));
-        assert_eq!(read_write(true, u32::MAX.into(), 1)[0], 0x2a);
-        let long = read_write(false, 5, 0x1_0000);
+        assert_eq!(read_write(true, u32::MAX.into(), 1).bytes()[0], 0x2a);
+        let long = read_write(false, 5, 0x1_0000).bytes();
         assert_eq!(long[..16], [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 1, 0, 0, 0, 0]);
-        let far = read_write(true, 0x1_0203_0405, 7);
+        let far = read_write(true, 0x1_0203_0405, 7).bytes();
         assert_eq!(far[..16], [0x8a, 0, 0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 7, 0, 0]);
     }
 
     #[test]
     fn a_flush_names_the_whole_unit() {
-        assert_eq!(synchronize_cache(1 << 32)[..3], [0x35, 0, 0]);
-        assert_eq!(synchronize_cache((1 << 32) + 1)[..3], [0x91, 0, 0]);
+        assert_eq!(synchronize_cache(1 << 32).bytes()[..3], [0x35, 0, 0]);
+        assert_eq!(synchronize_cache((1 << 32) + 1).bytes()[..3], [0x91, 0, 0]);
     }
 
     #[test]
     fn allocation_lengths_are_where_they_belong() {
-        assert_eq!(inquiry(0x1234)[..6], [0x12, 0, 0, 0x12, 0x34, 0]);
-        assert_eq!(report_luns(0x0102_0304)[5..11], [0, 1, 2, 3, 4, 0]);
-        assert_eq!(read_capacity_16(32)[9..15], [0, 0, 0, 0, 32, 0]);
-        assert_eq!(mode_sense_10(8)[6..10], [0, 0, 8, 0]);
-        assert!(test_unit_ready().iter().all(|byte| *byte == 0));
+        assert_eq!(inquiry(0x1234).bytes()[..6], [0x12, 0, 0, 0x12, 0x34, 0]);
+        assert_eq!(report_luns(0x0102_0304).bytes()[5..11], [0, 1, 2, 3, 4, 0]);
+        assert_eq!(read_capacity_16(32).bytes()[9..15], [0, 0, 0, 0, 32, 0]);
+        assert_eq!(mode_sense_10(8).bytes()[6..10], [0, 0, 8, 0]);
+        assert!(test_unit_ready().bytes().iter().all(|byte| *byte == 0));
     }
 }

@@ -232,10 +232,10 @@ mod tests {
         let unit =
             Unit { address: LunAddress::FIRST, blocks: 1 << 33, block_shift: 12, read_only: false };
         let io = |op, offset, len| Io { op, unit: 0, offset, len };
-        let read = unit.command(&io(Op::Read, 3 << 12, 2 << 12));
+        let read = unit.command(&io(Op::Read, 3 << 12, 2 << 12)).bytes();
         assert_eq!(read[..10], [0x28, 0, 0, 0, 0, 3, 0, 0, 2, 0]);
-        let write = unit.command(&io(Op::Write, 1 << 44, 4096));
+        let write = unit.command(&io(Op::Write, 1 << 44, 4096)).bytes();
         assert_eq!(write[..16], [0x8a, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]);
-        assert_eq!(unit.command(&io(Op::Flush, 0, 0))[0], 0x91);
+        assert_eq!(unit.command(&io(Op::Flush, 0, 0)).bytes()[0], 0x91);
     }
 }

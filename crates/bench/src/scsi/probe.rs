@@ -143,7 +143,7 @@ fn execute(
 ) -> io::Result<Result<Vec<u8>, Response>> {
     let mut attempts = 0;
     loop {
-        let put = |memory: &_, at, tag| request::put(memory, at, tag, lun, cdb);
+        let put = |memory: &_, at, tag| request::put(memory, at, tag, lun, *cdb);
         let (memory, at) = queue.execute(put, room)?;
         let response = request::response(memory, at);
         if response.is_good() {

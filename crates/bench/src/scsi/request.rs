@@ -29,6 +29,8 @@ const CDB_AT: usize = 19;
 const RESPONSE_AT: usize = 52;
 /// Header and the response before its sense data.
 const LINE_BYTES: usize = RESPONSE_AT + SENSE_AT;
+/// A line is written by words of this size.
+const WORD_BYTES: usize = size_of::<u128>();
 
 /// In the response, whose last field before the sense data is the response code.
 const RESIDUAL_AT: usize = 4;
@@ -38,7 +40,7 @@ const RESPONSE_BYTES: usize = SENSE_AT + SENSE_BYTES;
 
 const _: () = assert!(FORM.header_bytes as usize == CDB_AT + CDB_BYTES);
 const _: () = assert!(FORM.response_bytes as usize == RESPONSE_BYTES);
-const _: () = assert!(LINE_BYTES == 64 && RESPONSE_AT + RESPONSE_BYTES <= FORM.stride);
+const _: () = assert!(LINE_BYTES == 4 * WORD_BYTES && RESPONSE_AT + RESPONSE_BYTES <= FORM.stride);
 
 /// What the response byte is before the server writes it.
 const PENDING: u8 = 0xff;
@@ -55,14 +57,18 @@ const TASK_SET_FULL: u8 = 0x28;
 
 /// Writes a request to the unit with this `lun` field into a slot whose header is at `at`.
 #[inline]
-pub(crate) fn put(memory: &SharedMemory, at: usize, tag: u64, lun: [u8; 8], cdb: &Cdb) {
-    // The task attribute (0 is SIMPLE), priority and CRN stay 0.
-    let mut line = [0; LINE_BYTES];
-    line[..8].copy_from_slice(&lun);
-    line[8..16].copy_from_slice(&tag.to_le_bytes());
-    line[CDB_AT..CDB_AT + cdb.len()].copy_from_slice(cdb);
-    line[LINE_BYTES - 1] = PENDING;
-    memory.at(at, LINE_BYTES).copy_from(&line);
+pub(crate) fn put(memory: &SharedMemory, at: usize, tag: u64, lun: [u8; 8], cdb: Cdb) {
+    // The task attribute (0 is SIMPLE), priority and CRN stay 0, as the end of the CDB does.
+    let cdb_in = |at: usize| match at.checked_sub(CDB_AT) {
+        None => cdb.0 << (8 * (CDB_AT - at)),
+        Some(skipped) => cdb.0 >> (8 * skipped),
+    };
+    let pending = u128::from(PENDING) << (8 * (WORD_BYTES - 1));
+    let lun_and_tag = u128::from(u64::from_le_bytes(lun)) | u128::from(tag) << 64;
+    let words = [lun_and_tag, cdb_in(WORD_BYTES), cdb_in(2 * WORD_BYTES), pending];
+    for (index, word) in words.into_iter().enumerate() {
+        memory.put_number(at + index * WORD_BYTES, word.to_le());
+    }
 }
 
 /// The result of a completed read, write or flush: 0 if it was carried out in full.
@@ -179,13 +185,18 @@ mod tests {
     fn a_header_is_as_the_specification_has_it() {
         let memory = SharedMemory::new(4096).unwrap();
         let lun = [1, 0, 0x40, 3, 0, 0, 0, 0];
-        put(&memory, 192, 0x0102_0304_0506_0708, lun, &read_write(false, 9, 1));
+        put(&memory, 192, 0x0102_0304_0506_0708, lun, read_write(false, 9, 1));
         let mut bytes = [0; 51];
         memory.at(192, 51).copy_to(&mut bytes);
         assert_eq!(bytes[..8], lun);
         assert_eq!(bytes[8..16], [8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(bytes[16..19], [0; 3]);
         assert_eq!(bytes[19..29], [0x28, 0, 0, 0, 0, 9, 0, 0, 1, 0]);
+        assert_eq!(bytes[29..], [0; 22]);
+        let far = read_write(true, u64::MAX - 1, u32::MAX - 2);
+        put(&memory, 192, 7, lun, far);
+        memory.at(192, 51).copy_to(&mut bytes);
+        assert_eq!((&bytes[19..35], &bytes[35..]), (&far.bytes()[..], &[0; 16][..]));
         assert_eq!((FORM.header_bytes, FORM.response_bytes), (51, 108));
         assert!(response(&memory, 192).to_string().contains("not written its response"));
         assert_ne!(result(&memory, 192), 0, "no answer is not success");
