@@ -141,10 +141,12 @@ mod tests {
     use std::cell::Cell;
     use std::task::Waker;
     use std::thread;
+    use std::time::Duration;
 
     use super::*;
     use crate::config::{EngineKind, IoThreadConfig};
     use crate::io_thread::IoThread;
+    use crate::poll_window::Awaited;
     use crate::turn::{Activity, Wait};
 
     const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
@@ -222,6 +224,32 @@ mod tests {
             }
             drop(sender);
             other.join().unwrap();
+        }
+    }
+
+    /// The loop must not poll for the other side of its sources then: that takes CPU time from the
+    /// threads that do the work.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_sleep_for_a_foreign_op_is_no_sleep_for_a_source() {
+        for engine in ENGINES {
+            let poll_max = Duration::from_secs(3600);
+            let config = IoThreadConfig { engine: engine.into(), poll_max, ..Default::default() };
+            let thread = IoThread::new(&config).unwrap();
+            for _ in 0..3 {
+                let (op, completer) = thread.io().foreign_op(Buffers::empty());
+                let stats = Arc::clone(&thread.io().stats);
+                let other = thread::spawn(move || {
+                    while stats.is_idle.get() == 0 {
+                        thread::yield_now();
+                    }
+                    completer.complete(Ok(7))
+                });
+                assert_eq!(thread.block_on(op).unwrap().result.unwrap(), 7);
+                assert!(other.join().unwrap());
+            }
+            let window = &thread.io().poll_window;
+            assert!(window.is_closed(Awaited::Source), "{engine}: it polls for sources");
         }
     }
 

@@ -371,8 +371,9 @@ impl Io {
 
     /// What the loop waits for when no task is ready.
     fn awaited(&self) -> Awaited {
-        let engine = &self.ops.borrow().engine;
-        if engine.in_kernel() + engine.queued() > 0 { Awaited::Op } else { Awaited::Source }
+        let Ops { engine, slots, .. } = &*self.ops.borrow();
+        let ops = engine.in_kernel() + engine.queued() + slots.foreign();
+        if ops > 0 { Awaited::Op } else { Awaited::Source }
     }
 
     /// Spins on the rings. True when there is something to do.
