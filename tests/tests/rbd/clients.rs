@@ -42,6 +42,29 @@ pub(super) fn users(scene: &mut Scene) -> Result<()> {
         .expect_refusal(&["as client.admin", "check"])
 }
 
+/// One thread of librados begins and ends operations, unless the cluster's configuration has a wish.
+pub(super) fn threads(scene: &mut Scene) -> Result<()> {
+    scene.image("threads")?;
+    let conf = scene.cluster.conf();
+    let usual = std::fs::read_to_string(&conf).context("reading the configuration")?;
+    for (wish, expected) in [("", 1), ("librados thread count = 3\n", 3)] {
+        let own = scene.cluster.path("threads.conf");
+        std::fs::write(&own, format!("{usual}{wish}")).context("writing a configuration")?;
+        let disk = format!("rbd,image=threads,conf={}", own.display());
+        let served = scene.serve("threads", &disk, &[])?;
+        let tasks = format!("/proc/{}/task", served.daemon.pid().as_raw_nonzero());
+        let mut count = 0;
+        for task in std::fs::read_dir(&tasks).context("listing threads")? {
+            // One that has ended has no name any more.
+            let name = std::fs::read_to_string(task?.path().join("comm")).unwrap_or_default();
+            count += u32::from(name.trim_end() == "io_context_pool");
+        }
+        ensure!(count == expected, "{wish:?}: {count} threads");
+        served.end()?;
+    }
+    Ok(())
+}
+
 /// librbd acquires the lock with the first write, and gives it to whoever asks for it.
 pub(super) fn lock_is_passed_on(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("shared")?;

@@ -102,7 +102,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 18] = [
+    let parts: [(&str, Part); 19] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -110,6 +110,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("sizes", data::resized),
         ("snapshots and clones", data::snapshots),
         ("namespaces, users and keyrings", clients::users),
+        ("threads of the library", clients::threads),
         ("two clients pass the lock on", clients::lock_is_passed_on),
         ("the process that takes over has the lock", clients::lock_is_left),
         ("the process that takes over reads what a cache had", clients::cache_is_left),

@@ -1,6 +1,6 @@
 //! Opens images, and says why one cannot be.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,6 +19,10 @@ const MONITORS_PATIENCE: &str = "20";
 
 /// The unit in which OSDs keep data, on all but old ones with rotating disks.
 const PHYSICAL_BLOCK_BYTES: u32 = 4096;
+
+/// The option that says how many threads of a handle begin and end operations, and its default.
+const WORKERS: &CStr = c"librados_thread_count";
+const LIBRARY_WORKERS: &str = "2";
 
 /// What is found out about an image when it is opened.
 pub(super) struct Facts {
@@ -180,6 +184,11 @@ fn connect(access: &Access) -> Result<Cluster, String> {
     ];
     if access.direct {
         options.push((c"rbd_cache", c"false".to_owned()));
+    }
+    if cluster.get(WORKERS).is_ok_and(|count| count == LIBRARY_WORKERS) {
+        // Two of them wake each other for every answer, and wait for each other's locks, which
+        // takes more than one does alone.
+        options.push((WORKERS, c"1".to_owned()));
     }
     if let Some(keyring) = &access.keyring {
         // librados says no more than that it was refused.
