@@ -204,6 +204,9 @@ mod tests {
             assert_eq!(u64::from_ne_bytes(writes), 1, "{engine}: eventfd writes");
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
             assert_eq!((io.ops(), served.get()), (0, 100));
+            let stats = io.stats();
+            let counted = (stats.foreign_at_once.values(), stats.woken.get());
+            assert_eq!((counted.0.sum(), counted.0.count(), counted.1), (100, 1, 1), "{engine}");
         }
     }
 

@@ -131,17 +131,20 @@ impl Mailbox {
         self.eventfd.add_one();
     }
 
-    /// From now on the next post wakes the loop, which must look once more before it sleeps.
+    /// From now on the next post wakes the loop, which must look once more before it sleeps. True:
+    /// one has done so, or is about to, since the last time.
     #[inline]
-    pub(crate) fn arm(&self) {
+    pub(crate) fn arm(&self) -> bool {
         // Who has disarmed it and was not seen here yet has not written the eventfd either, or its
         // event is still to come.
-        if !self.armed.load(Ordering::Relaxed) {
+        let was_disarmed = !self.armed.load(Ordering::Relaxed);
+        if was_disarmed {
             // A swap, as in `must_wake`: all changes of the flag have one order.
             self.armed.swap(true, Ordering::Relaxed);
             // Pairs with the fence in `must_wake`.
             fence(Ordering::SeqCst);
         }
+        was_disarmed
     }
 
     /// Whether there is anything.

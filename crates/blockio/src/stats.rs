@@ -284,6 +284,12 @@ pub struct Stats {
     pub deallocate: OpStats,
     /// Completions found by one harvest that found any.
     pub harvested_at_once: Sizes,
+    /// Operations that something else than the kernel has completed: those that were found by one
+    /// harvest that found any.
+    pub foreign_at_once: Sizes,
+    /// Times that another thread had to wake the loop, for the result of an operation or anything
+    /// else that it has posted.
+    pub woken: Counter,
     /// Operations given to the kernel by one submit.
     pub submitted_at_once: Sizes,
     /// Requests whose memory had to be bounced.

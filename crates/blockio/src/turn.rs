@@ -308,7 +308,7 @@ impl Io {
     /// Has the next post wake the loop. True: there was one before, which does not.
     #[inline]
     fn arm_mailbox(&self) -> bool {
-        self.mailbox.arm();
+        self.stats.woken.add(u64::from(self.mailbox.arm()));
         let has_anything = self.mailbox.has_anything();
         if has_anything {
             // It may be results.

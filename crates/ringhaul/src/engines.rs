@@ -319,7 +319,7 @@ fn summary_of(stats: &Stats) -> String {
     format!(
         "{}, {}, {}, {}; {} not answered for 5 s; {} polled for; {} bounced, with at most {} KiB, \
          {} waits and {} failures of memory; long lists of buffers with at most {} KiB and {} \
-         waits; {} calls, {} submits, {} waits",
+         waits; {} completed by others, who woke it {} times; {} calls, {} submits, {} waits",
         of("reads", &stats.read),
         of("writes", &stats.write),
         of("flushes", &stats.flush),
@@ -332,6 +332,8 @@ fn summary_of(stats: &Stats) -> String {
         stats.bounce.failed.get(),
         stats.lists.bytes_most.get() >> 10,
         stats.lists.waits.get(),
+        stats.foreign_at_once.sum(),
+        stats.woken.get(),
         stats.syscalls.eventfd_write.get(),
         stats.submitted_at_once.count(),
         stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),

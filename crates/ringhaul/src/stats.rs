@@ -64,6 +64,12 @@ pub struct LoopStats {
     pub submits_refused: u64,
     /// Completions that were found at once.
     pub harvested_at_once: Spread,
+    /// Operations that something else than the kernel has completed, such as the library of Ceph.
+    pub foreign: u64,
+    /// How many of these were found at once.
+    pub foreign_at_once: Spread,
+    /// Times that another thread had to wake the loop, for these or anything else.
+    pub woken: u64,
     /// Operations that were submitted at once.
     pub submitted_at_once: Spread,
     /// Requests whose memory the disk cannot take as it is.
@@ -149,6 +155,9 @@ impl LoopStats {
             polled: stats.polled.get(),
             submits_refused: stats.submit_again.get(),
             harvested_at_once: Spread::from(&stats.harvested_at_once),
+            foreign: stats.foreign_at_once.sum(),
+            foreign_at_once: Spread::from(&stats.foreign_at_once),
+            woken: stats.woken.get(),
             submitted_at_once: Spread::from(&stats.submitted_at_once),
             bounced: stats.bounced.get(),
             bounce_memory: MemoryUse::from(&stats.bounce),

@@ -140,7 +140,11 @@ impl Threads {
         for (slot, result) in self.harvested.drain(..) {
             done.complete(slot, result);
         }
-        self.in_kernel -= count - (foreign - done.slots.foreign());
+        let foreign = foreign - done.slots.foreign();
+        if foreign > 0 {
+            done.stats.foreign_at_once.record(foreign as u64);
+        }
+        self.in_kernel -= count - foreign;
         count as u64
     }
 }
