@@ -26,7 +26,7 @@ const BUDGET_SPAN: Duration = Duration::from_millis(10);
 /// What the loop waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Awaited {
-    /// No op is under way: whoever gives the sources their work has the next turn.
+    /// No op is in flight: whoever gives the sources their work has the next turn.
     Source,
     /// Ops are in the kernel, or with something else that completes them, and a source may have
     /// work as well.

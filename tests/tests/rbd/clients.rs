@@ -42,7 +42,7 @@ pub(super) fn users(scene: &mut Scene) -> Result<()> {
         .expect_refusal(&["as client.admin", "check"])
 }
 
-/// One thread of librados begins and ends operations, unless the cluster's configuration has a wish.
+/// One thread of librados begins and ends operations, unless the configuration has another wish.
 pub(super) fn threads(scene: &mut Scene) -> Result<()> {
     scene.image("threads")?;
     let conf = scene.cluster.conf();
