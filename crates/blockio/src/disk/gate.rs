@@ -124,6 +124,10 @@ impl Gate {
         }
     }
 
+    pub(super) fn is_open(&self) -> bool {
+        self.is_open.get()
+    }
+
     fn rules(&self) -> (u64, Rc<Rules>) {
         if self.rules.borrow().0 != self.shared.generation() {
             drop(self.rules.replace(rules_of(&self.shared)));

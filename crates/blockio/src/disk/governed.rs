@@ -19,6 +19,12 @@ impl Disk {
         self.gate.set_open(ends);
     }
 
+    /// Whether that holds.
+    #[must_use]
+    pub fn is_ending(&self) -> bool {
+        self.gate.is_open()
+    }
+
     /// Has all those [asked](super::Requester::check) who wait for limits or another try.
     pub fn look_at_waiting(&self) {
         self.shared.bell.ring();
@@ -26,6 +32,22 @@ impl Disk {
 }
 
 impl<'a> Requests<'a> {
+    /// Waits until limits let a request of so many bytes begin, which is to be made
+    /// [past](Self::past_limits) them.
+    ///
+    /// # Errors
+    ///
+    /// What the requester says while this waits.
+    pub async fn pass_limits(self, direction: Direction, bytes: u64) -> io::Result<()> {
+        self.disk.gate.pass(self.requester, direction, bytes).await
+    }
+
+    /// The disk for a request that waits for limits no more.
+    #[must_use]
+    pub fn past_limits(self) -> Self {
+        Self { is_past_limits: true, ..self }
+    }
+
     /// A read that does not go straight to a file: out of the way of all others.
     #[cold]
     #[inline(never)]
@@ -211,7 +233,9 @@ impl<'a> Requests<'a> {
     /// Waits until limits let a request of so many bytes begin, in a range which the disk may not
     /// have any more then.
     async fn pass(self, direction: Direction, range: (u64, u64), bytes: u64) -> io::Result<()> {
-        self.disk.gate.pass(self.requester, direction, bytes).await?;
+        if !self.is_past_limits {
+            self.pass_limits(direction, bytes).await?;
+        }
         self.disk.check(range.0, range.1)
     }
 

@@ -50,6 +50,8 @@ enum RequestError {
     MemoryGone,
     #[error("an initiator has reserved the disk")]
     Reserved,
+    #[error("a command that its disk has failed waits for another try, and has the disk to itself")]
+    Held,
     #[error("{action} at byte {offset}: {source}")]
     Disk { action: &'static str, offset: u64, source: io::Error },
 }
@@ -93,6 +95,7 @@ impl Blk {
 impl Handler for Blk {
     fn stop(&self, _: &Queue) {
         self.disk.set_ending(true);
+        self.device.access().look_at_waiting();
     }
 
     fn go_on(&self) {
@@ -212,32 +215,38 @@ async fn pass(blk: &Blk, queue: &Queue, head: u16, request: u32) -> Result<(), O
         VIRTIO_BLK_T_WRITE_ZEROES => Some((RequestKind::WriteZeroes, CommandClass::Writes)),
         _ => None,
     };
-    match begin(blk, queue, head, asks.map(|(_, class)| class)).await {
-        true => Ok(()),
-        false => {
-            let kind = asks.map_or(RequestKind::Other, |(kind, _)| kind);
-            Err(Outcome { kind, result: Err(RequestError::Reserved), rest: None })
-        }
-    }
+    let begun = begin(blk, queue, head, asks.map(|(_, class)| class)).await;
+    begun.map_err(|error| {
+        let kind = asks.map_or(RequestKind::Other, |(kind, _)| kind);
+        Outcome { kind, result: Err(error), rest: None }
+    })
 }
 
-/// The same for what uses the disk so. Returns whether it may.
-async fn begin(blk: &Blk, queue: &Queue, head: u16, class: Option<CommandClass>) -> bool {
+/// The same for what uses the disk so. A queue that stops cannot wait for somebody who has the disk
+/// to itself and waits too.
+async fn begin(
+    blk: &Blk,
+    queue: &Queue,
+    head: u16,
+    class: Option<CommandClass>,
+) -> Result<(), RequestError> {
     let access = blk.device.access();
     if let Some(class) = class {
         if access.is_exclusive() {
             queue.fence.hold(queue.not_done());
-            access.pass().await;
+            let check = || if blk.disk.is_ending() { Err(RequestError::Held) } else { Ok(()) };
+            let passed = access.pass(check).await;
             queue.fence.release();
+            passed?;
         }
         if !access.admits(class) {
-            return false;
+            return Err(RequestError::Reserved);
         }
     }
     queue.fence.begin(head);
     // Whoever needs it again raises it again.
     queue.fenced.set(access.is_fenced() || queue.fence.is_awaited());
-    true
+    Ok(())
 }
 
 /// A request that has its disk do something. While it waits for limits, or because the disk has
@@ -272,11 +281,14 @@ impl Requester for AtDisk<'_> {
                 Direction::Write => CommandClass::Writes,
             };
             self.queue.fence.release();
-            if self.queue.fenced.get() && !begin(self.blk, self.queue, self.head, Some(class)).await
-            {
-                return Err(io::Error::from_raw_os_error(libc::EBADE));
+            if !self.queue.fenced.get() {
+                return Ok(());
             }
-            Ok(())
+            let begun = begin(self.blk, self.queue, self.head, Some(class)).await;
+            begun.map_err(|error| {
+                let is_held = matches!(error, RequestError::Held);
+                io::Error::from_raw_os_error(if is_held { libc::EBUSY } else { libc::EBADE })
+            })
         })
     }
 

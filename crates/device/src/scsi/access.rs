@@ -363,8 +363,18 @@ impl DiskAccess {
     }
 
     /// Waits while a command has the medium to itself. Use it before anything else that waits.
-    pub(crate) async fn pass(&self) {
-        self.medium.pass().await;
+    ///
+    /// # Errors
+    ///
+    /// What `check` says. It is asked when the command that has the medium waits itself, and
+    /// [again](Self::look_at_waiting) until that goes on.
+    pub(crate) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+        self.medium.pass(check).await
+    }
+
+    /// Has all those asked whether they are to go on who wait for the medium.
+    pub(crate) fn look_at_waiting(&self) {
+        self.medium.look();
     }
 
     /// Gives a command the medium to itself: commands that begin wait, and those that have begun
@@ -372,14 +382,31 @@ impl DiskAccess {
     ///
     /// A thread that does not see the flag yet has its commands found by the look at its queues: it
     /// sees the flag after that, as it does with all that was written before a call to it.
-    pub(crate) async fn exclude(self: &Arc<Self>, own: TaskId) -> Exclusive {
-        self.medium.take().await;
+    ///
+    /// # Errors
+    ///
+    /// As for [`pass`](Self::pass), before it has the medium.
+    pub(crate) async fn exclude<E>(
+        self: &Arc<Self>,
+        own: TaskId,
+        check: impl FnMut() -> Result<(), E>,
+    ) -> Result<Exclusive, E> {
+        self.medium.take(check).await?;
         let exclusive = Exclusive(Arc::clone(self));
         let fenced = self.fence();
         end(self.look(Some(own), |_| Some(How::Drain))).await;
         for fenced in fenced {
             poll_fn(|cx| fenced.poll(cx)).await;
         }
+        Ok(exclusive)
+    }
+}
+
+#[cfg(test)]
+impl DiskAccess {
+    /// As [`exclude`](Self::exclude), however long that takes.
+    pub(crate) async fn exclude_anyway(self: &Arc<Self>, own: TaskId) -> Exclusive {
+        let Ok(exclusive) = self.exclude(own, || Ok::<(), std::convert::Infallible>(())).await;
         exclusive
     }
 }
@@ -411,6 +438,14 @@ impl Drop for Change {
 
 /// The medium belongs to one command, until this is dropped.
 pub(crate) struct Exclusive(Arc<DiskAccess>);
+
+impl Exclusive {
+    /// The command waits since its disk has failed it, or does so no more. Who waits for the medium
+    /// may have no time for that.
+    pub(crate) fn set_held(&self, is_held: bool) {
+        self.0.medium.set_held(is_held);
+    }
+}
 
 impl Drop for Exclusive {
     fn drop(&mut self) {

@@ -1,23 +1,92 @@
-//! Tasks that wait for the limits of their disk, or because it has failed them. They use nothing
-//! meanwhile, so nobody waits for them; before they go on they do what a task does that begins.
+//! Tasks that wait for the limits of their disk, because it has failed them, or while another has
+//! the medium to itself. They use nothing meanwhile, so nobody waits for them; before they go on
+//! they do what a task does that begins.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
 
 use blockio::disk::{Direction, Requester};
 
-use super::outcome::Task;
+use super::access::Exclusive;
+use super::outcome::{Failure, Task};
 use super::persist::CommandClass;
 use super::request_queue::LocalUnit;
 
 /// A task, and the unit on whose disk it is.
+#[derive(Clone, Copy)]
 pub(super) struct AtDisk<'a> {
-    pub(super) local: &'a LocalUnit,
-    pub(super) task: Task<'a>,
+    local: &'a LocalUnit,
+    task: Task<'a>,
+    /// It has the medium to itself.
+    exclusive: Option<&'a Exclusive>,
 }
 
-impl AtDisk<'_> {
+impl<'a> AtDisk<'a> {
+    pub(super) fn new(local: &'a LocalUnit, task: Task<'a>) -> Self {
+        Self { local, task, exclusive: None }
+    }
+
+    /// That of a task which has the medium to itself.
+    pub(super) fn with_medium(self, exclusive: &'a Exclusive) -> Self {
+        Self { exclusive: Some(exclusive), ..self }
+    }
+
+    /// Waits while another task has the medium to itself.
+    ///
+    /// # Errors
+    ///
+    /// When it was aborted meanwhile, or cannot wait.
+    pub(super) async fn pass_medium(self) -> Result<(), Failure> {
+        let is_outside = Cell::new(false);
+        let passed = self.local.unit.access.pass(|| self.wait_outside(&is_outside)).await;
+        self.come_back(&is_outside, passed)
+    }
+
+    /// Waits until it has the medium to itself.
+    ///
+    /// # Errors
+    ///
+    /// As for [`pass_medium`](Self::pass_medium).
+    pub(super) async fn take_medium(self) -> Result<Exclusive, Failure> {
+        let is_outside = Cell::new(false);
+        let access = &self.local.unit.access;
+        let taken = access.exclude(self.task.id(), || self.wait_outside(&is_outside)).await;
+        self.come_back(&is_outside, taken)
+    }
+
+    /// The task that has the medium waits too, so this one uses nothing meanwhile.
+    fn wait_outside(self, is_outside: &Cell<bool>) -> Result<(), Failure> {
+        if !is_outside.replace(true) {
+            self.task.tasks.steps_out(self.task.number);
+        }
+        self.check_waiting()
+    }
+
+    fn come_back<T>(
+        self,
+        is_outside: &Cell<bool>,
+        waited: Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let Task { tasks, number } = self.task;
+        if is_outside.get() {
+            match &waited {
+                Ok(_) => tasks.steps_in(number),
+                Err(_) => tasks.ends_outside(),
+            }
+        }
+        let has_it = waited?;
+        self.task.check().map(|()| has_it)
+    }
+
+    /// Whether it waits any longer for a task that waits itself. A queue that stops would wait with
+    /// it, maybe for ever.
+    fn check_waiting(self) -> Result<(), Failure> {
+        self.task.check()?;
+        if self.local.disk.is_ending() { Err(Failure::Busy) } else { Ok(()) }
+    }
+
     /// What the task ends with is how it was aborted, whatever its disk says.
     fn check_aborted(&self) -> io::Result<()> {
         self.task.check().map_err(|_| io::Error::from_raw_os_error(libc::ECANCELED))
@@ -27,6 +96,9 @@ impl AtDisk<'_> {
 impl Requester for AtDisk<'_> {
     fn waits(&self) {
         self.task.tasks.steps_out(self.task.number);
+        if let Some(exclusive) = self.exclusive {
+            exclusive.set_held(true);
+        }
     }
 
     fn check(&self) -> io::Result<()> {
@@ -37,9 +109,15 @@ impl Requester for AtDisk<'_> {
         Box::pin(async move {
             let Task { tasks, number } = self.task;
             let unit = &self.local.unit;
-            // Of all commands the one that has the medium to itself did not ask for it.
-            if tasks.had_medium(number) && unit.access.is_exclusive() {
-                unit.access.pass().await;
+            if let Some(exclusive) = self.exclusive {
+                exclusive.set_held(false);
+            } else if tasks.had_medium(number)
+                && unit.access.is_exclusive()
+                && let Err(_) = unit.access.pass(|| self.check_waiting()).await
+            {
+                tasks.ends_outside();
+                self.check_aborted()?;
+                return Err(io::Error::from_raw_os_error(libc::EBUSY));
             }
             tasks.steps_in(number);
             self.check_aborted()?;
@@ -56,5 +134,8 @@ impl Requester for AtDisk<'_> {
 
     fn ends(&self) {
         self.task.tasks.ends_outside();
+        if let Some(exclusive) = self.exclusive {
+            exclusive.set_held(false);
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
 
-use blockio::disk::Requests;
+use blockio::disk::{Direction, Requests};
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
@@ -176,7 +176,7 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
         task.check()?;
         check_still(&local.disk, range)?;
     }
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     end_read(local, range, local.disk.asking(&at_disk).read(range.offset, into).await)
 }
 
@@ -204,7 +204,7 @@ pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfi
 
 pub(super) async fn write(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut out: Buffers) -> Moved {
     let Some(Write { range, fua }) = begin_write(local, cdb, &mut out)? else { return Ok(0) };
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     let result = local.disk.asking(&at_disk).write(range.offset, out, fua).await;
     let moved = end_write(local, range, result)?;
     if needs_flush(local, fua) {
@@ -280,7 +280,7 @@ pub(super) async fn write_same(
     }
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
     let mut left = Range { bytes, ..whole };
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     if pattern.iter().all(|byte| *byte == 0) {
         drop(pattern);
@@ -326,7 +326,7 @@ pub(super) async fn write_and_verify(
         return Ok(0);
     }
     let again = out.again();
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     end_write(local, range, disk.write(range.offset, out, true).await)?;
     compare(disk, range, how, task, &again).await?;
@@ -359,12 +359,19 @@ pub(super) async fn compare_and_write(
     let mut wanted = out.again();
     wanted.advance(bytes);
     out.truncate(bytes);
-    let exclusive = local.unit.access.exclude(task.id()).await;
+    let at_disk = AtDisk::new(local, task);
+    // With the medium to itself it would have all others wait for its limits.
+    for direction in [Direction::Read, Direction::Write] {
+        let passed = local.disk.asking(&at_disk).pass_limits(direction, range.bytes).await;
+        passed.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
+    }
+    let exclusive = at_disk.take_medium().await?;
     // As it is after the wait, like the cache.
+    check_ready(&local.unit)?;
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
-    let at_disk = AtDisk { local, task };
-    let disk = local.disk.asking(&at_disk);
+    let at_disk = at_disk.with_medium(&exclusive);
+    let disk = local.disk.asking(&at_disk).past_limits();
     compare(disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
@@ -414,7 +421,7 @@ pub(super) async fn verify(
         Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
         Check::OneBlock => block,
     };
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     compare(local.disk.asking(&at_disk), range, how, task, &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
 }

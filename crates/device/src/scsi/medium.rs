@@ -12,6 +12,8 @@ use std::task::{Context, Poll, Waker};
 pub(super) struct Medium {
     /// Changes only while `waiting` is locked.
     is_taken: AtomicBool,
+    /// Whoever has it waits for something itself. Changes only while `waiting` is locked.
+    is_held: AtomicBool,
     waiting: Mutex<Waiting>,
 }
 
@@ -46,19 +48,41 @@ impl Medium {
 
     /// Waits while somebody has the medium. Whoever takes it after this finds a command that begins
     /// to use it before it waits for anything else.
-    pub(super) async fn pass(&self) {
-        self.wait(Wants::Pass).await;
+    ///
+    /// # Errors
+    ///
+    /// What `check` says, which is asked while the medium is [held](Self::set_held): at first, and
+    /// at each [look](Self::look).
+    pub(super) async fn pass<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+        self.wait(Wants::Pass, check).await
     }
 
     /// Takes the medium, until [`release`](Self::release).
-    pub(super) async fn take(&self) {
-        self.wait(Wants::Medium).await;
+    ///
+    /// # Errors
+    ///
+    /// As for [`pass`](Self::pass).
+    pub(super) async fn take<E>(&self, check: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+        self.wait(Wants::Medium, check).await
+    }
+
+    /// Whoever has taken the medium waits for something itself, maybe for long, or does so no more.
+    pub(super) fn set_held(&self, is_held: bool) {
+        let waiting = self.waiting();
+        self.is_held.store(is_held, Ordering::Relaxed);
+        waiting.wake_all();
+    }
+
+    /// Has all those who wait look whether they still should.
+    pub(super) fn look(&self) {
+        self.waiting().wake_all();
     }
 
     /// Whoever has taken the medium needs it no more.
     pub(super) fn release(&self) {
         let mut waiting = self.waiting();
         self.is_taken.store(false, Ordering::Relaxed);
+        self.is_held.store(false, Ordering::Relaxed);
         for waiter in waiting.all.iter_mut().filter(|waiter| waiter.wants == Wants::Pass) {
             waiter.wants = Wants::PassNow;
             waiter.waker.wake_by_ref();
@@ -66,9 +90,22 @@ impl Medium {
         self.wake_next(&waiting);
     }
 
-    async fn wait(&self, wants: Wants) {
+    async fn wait<E>(
+        &self,
+        wants: Wants,
+        mut check: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut turn = Turn { medium: self, number: None };
-        poll_fn(|cx| turn.poll(wants, cx)).await;
+        poll_fn(|cx| match turn.poll(wants, cx) {
+            Poll::Ready(()) => Poll::Ready(Ok(())),
+            // In this order: whatever changes from here on wakes it.
+            Poll::Pending if self.is_held.load(Ordering::Relaxed) => match check() {
+                Ok(()) => Poll::Pending,
+                Err(error) => Poll::Ready(Err(error)),
+            },
+            Poll::Pending => Poll::Pending,
+        })
+        .await
     }
 
     /// Wakes the one that may take the medium, if there is one.
@@ -84,6 +121,10 @@ impl Medium {
 }
 
 impl Waiting {
+    fn wake_all(&self) {
+        self.all.iter().for_each(|waiter| waiter.waker.wake_by_ref());
+    }
+
     /// Who takes the medium next when nobody has it; `None` while others are to pass before.
     fn next(&self) -> Option<&Waiter> {
         let mut all = self.all.iter();
@@ -147,12 +188,17 @@ impl Drop for Turn<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
     use std::pin::Pin;
     use std::sync::Arc;
     use std::sync::atomic::AtomicU32;
     use std::task::Wake;
 
     use super::*;
+
+    fn anyway() -> Result<(), Infallible> {
+        Ok(())
+    }
 
     #[derive(Default)]
     struct Woken(AtomicU32);
@@ -165,12 +211,12 @@ mod tests {
 
     /// Somebody, polled when it was woken and the test wants it to run.
     struct Somebody<'a> {
-        future: Pin<Box<dyn Future<Output = ()> + 'a>>,
+        future: Pin<Box<dyn Future<Output = Result<(), Infallible>> + 'a>>,
         woken: Arc<Woken>,
     }
 
     impl<'a> Somebody<'a> {
-        fn new(future: impl Future<Output = ()> + 'a) -> Self {
+        fn new(future: impl Future<Output = Result<(), Infallible>> + 'a) -> Self {
             Self { future: Box::pin(future), woken: Arc::default() }
         }
 
@@ -187,20 +233,20 @@ mod tests {
     #[test]
     fn those_who_have_waited_go_on_before_another_takes_the_medium() {
         let medium = Medium::default();
-        assert!(Somebody::new(medium.take()).has_gone_on() && medium.is_taken());
-        let mut passes = [(); 2].map(|()| Somebody::new(medium.pass()));
-        let mut takes = [(); 2].map(|()| Somebody::new(medium.take()));
+        assert!(Somebody::new(medium.take(anyway)).has_gone_on() && medium.is_taken());
+        let mut passes = [(); 2].map(|()| Somebody::new(medium.pass(anyway)));
+        let mut takes = [(); 2].map(|()| Somebody::new(medium.take(anyway)));
         assert!(!passes.iter_mut().chain(&mut takes).any(Somebody::has_gone_on));
         medium.release();
         assert_eq!(passes.each_ref().map(Somebody::was_woken), [true; 2]);
         assert_eq!(takes.each_ref().map(Somebody::was_woken), [false; 2]);
         // Whoever has had it wants it again at once.
-        let mut again = Somebody::new(medium.take());
+        let mut again = Somebody::new(medium.take(anyway));
         assert!(passes[0].has_gone_on() && !again.has_gone_on() && !takes[0].has_gone_on());
-        assert!(Somebody::new(medium.pass()).has_gone_on(), "nobody has it");
+        assert!(Somebody::new(medium.pass(anyway)).has_gone_on(), "nobody has it");
         assert!(passes[1].has_gone_on() && takes[0].was_woken());
         assert!(!again.has_gone_on() && !takes[1].has_gone_on() && takes[0].has_gone_on());
-        let mut last = Somebody::new(medium.pass());
+        let mut last = Somebody::new(medium.pass(anyway));
         assert!(medium.is_taken() && !last.has_gone_on());
         for next in [&mut takes[1], &mut again] {
             medium.release();
@@ -217,9 +263,9 @@ mod tests {
     #[test]
     fn nobody_waits_for_those_who_have_gone() {
         let medium = Medium::default();
-        assert!(Somebody::new(medium.take()).has_gone_on());
-        let mut pass = Somebody::new(medium.pass());
-        let mut takes = [(); 2].map(|()| Somebody::new(medium.take()));
+        assert!(Somebody::new(medium.take(anyway)).has_gone_on());
+        let mut pass = Somebody::new(medium.pass(anyway));
+        let mut takes = [(); 2].map(|()| Somebody::new(medium.take(anyway)));
         assert!(!pass.has_gone_on() && !takes.iter_mut().any(Somebody::has_gone_on));
         medium.release();
         drop(pass);

@@ -1,5 +1,6 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
+use super::at_disk::AtDisk;
 use super::block;
 use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Failure, Moved, Task};
@@ -184,7 +185,7 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
 /// writes meanwhile.
 async fn switch_cache_off(local: &LocalUnit, cdb: &Cdb, task: Task<'_>) -> Result<(), Failure> {
     let unit = &local.unit;
-    let exclusive = unit.access.exclude(task.id()).await;
+    let exclusive = AtDisk::new(local, task).take_medium().await?;
     // What was allowed when the command came may not be any more.
     reserve::check(unit, Op::ModeSelect, cdb)?;
     block::flush(local).await?;

@@ -18,7 +18,7 @@ pub(crate) enum Failure {
     /// blocks before the one where it failed.
     #[error("{asked}: {source}")]
     Disk { asked: DiskUse, moved: usize, sense: Sense, source: std::io::Error },
-    #[error("another command of its kind is in progress, or there is no thread for it")]
+    #[error("another command is in progress that has to end before, or there is no thread for it")]
     Busy,
     #[error("another initiator has reserved the disk")]
     Conflict,

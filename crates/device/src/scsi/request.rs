@@ -190,8 +190,7 @@ impl Scsi {
         cdb: &Cdb,
         task: Task<'_>,
     ) -> Result<(), Failure> {
-        local.unit.access.pass().await;
-        task.check()?;
+        AtDisk::new(local, task).pass_medium().await?;
         reserve::check(&local.unit, op, cdb)?;
         self.queue.tasks.takes_medium(task.number);
         Ok(())
@@ -383,7 +382,7 @@ impl Handler for Scsi {
             let (ended, served) = match begun {
                 Begun::Read { task } => {
                     let local = request.local();
-                    let at_disk = AtDisk { local, task: Task { tasks, number: task } };
+                    let at_disk = AtDisk::new(local, Task { tasks, number: task });
                     let disk = local.disk.asking(&at_disk);
                     let result = disk.read(request.range.offset, chain.writable).await;
                     let moved = block::end_read(local, request.range, result).map_err(refused);
@@ -391,7 +390,7 @@ impl Handler for Scsi {
                 }
                 Begun::Write { task, fua } => {
                     let local = request.local();
-                    let at_disk = AtDisk { local, task: Task { tasks, number: task } };
+                    let at_disk = AtDisk::new(local, Task { tasks, number: task });
                     let disk = local.disk.asking(&at_disk);
                     let result = disk.write(request.range.offset, chain.readable, fua).await;
                     let mut moved = block::end_write(local, request.range, result).map_err(refused);

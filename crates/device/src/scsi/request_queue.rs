@@ -42,6 +42,19 @@ pub(crate) struct RequestQueue {
     ring: OnceCell<Weak<Queue>>,
 }
 
+impl LocalUnit {
+    pub(crate) fn new(unit: &Arc<Unit>, io: &Rc<Io>) -> Self {
+        Self { address: unit.address, unit: Arc::clone(unit), disk: unit.source.attach(io) }
+    }
+
+    fn set_ending(&self, ends: bool) {
+        self.disk.set_ending(ends);
+        if ends {
+            self.unit.access.look_at_waiting();
+        }
+    }
+}
+
 impl RequestQueue {
     fn new(io: &Rc<Io>, queue: &Rc<Queue>, units: Arc<Units>) -> Self {
         Self {
@@ -84,22 +97,22 @@ impl RequestQueue {
             if let Some(local) = self.local.borrow().iter().find(same) {
                 return Rc::clone(local);
             }
-            let disk = unit.source.attach(&self.io);
-            disk.set_ending(self.is_ending.get());
-            Rc::new(LocalUnit { address: unit.address, unit: Arc::clone(unit), disk })
+            let local = LocalUnit::new(unit, &self.io);
+            local.disk.set_ending(self.is_ending.get());
+            Rc::new(local)
         };
         // Whoever removes a unit has it released here before the disk is closed.
         let local = self.units.look(|all| all.map(attach).collect());
         let before = self.local.replace(local);
         let is_gone =
             |old: &&Rc<LocalUnit>| !self.local.borrow().iter().any(|l| Rc::ptr_eq(l, old));
-        before.iter().filter(is_gone).for_each(|gone| gone.disk.set_ending(true));
+        before.iter().filter(is_gone).for_each(|gone| gone.set_ending(true));
     }
 
     /// With `ends`, commands do not wait for limits, nor for a disk that has failed them.
     pub(crate) fn set_ending(&self, ends: bool) {
         self.is_ending.set(ends);
-        self.local.borrow().iter().for_each(|local| local.disk.set_ending(ends));
+        self.local.borrow().iter().for_each(|local| local.set_ending(ends));
     }
 
     /// Whether an earlier process had taken the command with this head.
@@ -128,11 +141,15 @@ impl RequestQueue {
         self.look_at_waiting(how);
     }
 
-    /// Tasks that wait for the limits of their disks, or for another try, may have been aborted.
+    /// Tasks that wait for the limits of their disks, for another try or for the medium may have
+    /// been aborted.
     fn look_at_waiting(&self, how: How) {
         let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
         if aborts && self.tasks.has_outside() {
-            self.local.borrow().iter().for_each(|local| local.disk.look_at_waiting());
+            for local in self.local.borrow().iter() {
+                local.disk.look_at_waiting();
+                local.unit.access.look_at_waiting();
+            }
         }
     }
 }

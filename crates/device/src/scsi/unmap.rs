@@ -34,7 +34,7 @@ pub(super) async fn unmap(
     }
     let ranges = ranges(&local.disk, length, &data)?;
     let medium_bytes = ranges.iter().map(|range| range.bytes).sum();
-    let at_disk = AtDisk { local, task };
+    let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;

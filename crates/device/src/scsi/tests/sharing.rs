@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::*;
 use crate::scsi::access::Exclusive;
 use crate::scsi::persist::CommandClass;
+use crate::scsi::request_queue::LocalUnit;
 use crate::scsi::task_set::TaskId;
 use crate::scsi::units::Borrowed;
 use crate::testing::HOPELESS;
@@ -38,6 +39,13 @@ const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
 impl Initiator {
     pub(super) fn unit(&self) -> Borrowed {
         Self::scsi(&self.device).units().borrow(UNIT).unwrap()
+    }
+
+    /// On the IoThread of the initiator.
+    pub(super) fn local_unit(&self) -> LocalUnit {
+        let units = Self::scsi(&self.device).units();
+        let unit = units.look(|mut all| all.next().map(Arc::clone)).unwrap();
+        LocalUnit::new(&unit, self.scene.thread.io())
     }
 
     pub(super) fn access(&self) -> Arc<DiskAccess> {
@@ -83,7 +91,7 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
 /// Takes the disk from all, so that commands that begin wait.
 pub(super) fn hold(all: &mut [Initiator]) -> Exclusive {
     let access = all[0].access();
-    let mut exclude = Box::pin(access.exclude(TaskId::NONE));
+    let mut exclude = Box::pin(access.exclude_anyway(TaskId::NONE));
     let mut exclusive = None;
     turn_until(all, |_| {
         let mut cx = Context::from_waker(Waker::noop());
@@ -423,7 +431,7 @@ fn a_command_that_has_waited_for_the_disk_goes_before_another_that_wants_it() {
     let held = hold(&mut all);
     begin_reads(&mut all[1..2]);
     let access = all[0].access();
-    let mut next = Box::pin(access.exclude(TaskId::NONE));
+    let mut next = Box::pin(access.exclude_anyway(TaskId::NONE));
     let mut cx = Context::from_waker(Waker::noop());
     drop(held);
     assert!(next.as_mut().poll(&mut cx).is_pending() && !access.is_exclusive());

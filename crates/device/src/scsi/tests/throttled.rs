@@ -3,7 +3,7 @@
 use blockio::disk::{Limits, Rate, Rates};
 
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET,
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
     switch_cache, three, turn_until, write,
 };
 use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
@@ -12,18 +12,25 @@ use super::*;
 const RESERVATION_CONFLICT: u8 = 0x18;
 
 /// One byte in a second, or as many as it likes.
-fn limit(is_slow: bool) -> Limits {
+pub(super) fn limit(is_slow: bool) -> Limits {
     let slow = Rates { total: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
     if is_slow { Limits { bytes: slow, ..Limits::default() } } else { Limits::default() }
 }
 
 /// Has the initiator begin a write that waits for limits, behind one that does not.
-fn begin_write(initiator: &mut Initiator) {
+pub(super) fn begin_write(initiator: &mut Initiator) {
     initiator.unit().source.set_limits(&limit(true)).unwrap();
     initiator.good(&write(), &[1; BLOCK], 0);
     initiator.begin(UNIT.bytes(), &write(), &[2; BLOCK], 0);
     initiator.scene.turn(10);
     assert!(!initiator.has_answer(), "it waits");
+}
+
+/// Of the first block.
+pub(super) fn compare_and_write() -> Vec<u8> {
+    let mut cdb = cdb16(0x89, 0, 0, 0);
+    cdb[13] = 1;
+    cdb
 }
 
 /// Three initiators, of which the second has begun a write that waits.
@@ -98,14 +105,51 @@ fn a_write_that_waits_while_the_cache_is_switched_off_is_stable_when_it_is_answe
 #[test]
 fn who_wants_the_disk_does_not_wait_for_those_who_wait_for_limits() {
     let mut all = throttled();
-    let mut compare = cdb16(0x89, 0, 0, 0);
-    compare[13] = 1;
     let data = [[1; BLOCK], [7; BLOCK]].concat();
-    assert_eq!(run(&mut all, 0, &compare, &data).status, 0);
+    assert_eq!(run(&mut all, 0, &compare_and_write(), &data).status, 0);
     assert!(!all[1].has_answer(), "it waits");
     all[1].unit().source.set_limits(&limit(false)).unwrap();
     assert_eq!(all[1].end().status, 0);
     assert_eq!(all[1].on_disk(0), [2; BLOCK]);
+}
+
+#[test]
+fn nobody_waits_for_one_that_wants_the_medium_and_waits_for_limits() {
+    let mut all = three();
+    all[1].unit().source.set_limits(&limit(true)).unwrap();
+    all[1].good(&write(), &[1; BLOCK], 0);
+    let begin = |all: &mut [Initiator]| {
+        let data = [[1; BLOCK], [7; BLOCK]].concat();
+        all[1].begin(UNIT.bytes(), &compare_and_write(), &data, 0);
+        all[1].scene.turn(10);
+        assert!(!all[1].has_answer(), "it waits");
+        all[0].begin(UNIT.bytes(), &read(), &[], 512);
+        turn_until(all, |all| all[0].has_answer());
+        assert_eq!(all[0].end().status, 0, "it has the medium already");
+    };
+    begin(&mut all);
+    let mut control = Control::start(&all[1].device);
+    let scenes = all.each_ref().map(|initiator| &initiator.scene);
+    assert_eq!(control.send(&scenes, ABORT_TASK_SET), OK);
+    assert_eq!(all[1].end().response, ABORTED);
+    begin(&mut all);
+    let stopped = all[1].take_queue().begin_stop();
+    turn_until(&mut all, |_| stopped.poll().is_some());
+    assert_eq!(all[1].end().status, 0);
+    assert_eq!(all[1].on_disk(0), [7; BLOCK]);
+}
+
+/// With the medium to itself it would have others wait with it.
+#[test]
+fn one_that_has_the_medium_has_waited_for_limits_before() {
+    let mut all = three();
+    let slow = Rates { read: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
+    let limits = Limits { bytes: slow, ..Limits::default() };
+    all[1].unit().source.set_limits(&limits).unwrap();
+    // The first read may begin at once, and no other for long.
+    let data = [[0; BLOCK], [7; BLOCK]].concat();
+    assert_eq!(run(&mut all, 1, &compare_and_write(), &data).status, 0);
+    assert_eq!(all[1].on_disk(0), [7; BLOCK]);
 }
 
 #[test]

@@ -1,28 +1,201 @@
 //! Commands that wait while another one has the medium to itself.
 
-use super::sharing::{hold, three, turn_until, write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::*;
+use blockio::disk::{Direction, Limits, Requester};
 
+use super::sharing::{
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, hold,
+    read, three, turn_until, write,
+};
+use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
+use super::throttled::{begin_write, compare_and_write};
+use super::*;
+use crate::scsi::access::Exclusive;
+use crate::scsi::at_disk::AtDisk;
+use crate::scsi::outcome::Task;
+use crate::scsi::task_set::Tasks;
+
+const BUSY: u8 = 0x08;
 const RESERVATION_CONFLICT: u8 = 0x18;
+
+/// How a command comes to wait for the medium.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Waits {
+    Begins,
+    WantsItAlone,
+    /// It has waited for limits before.
+    GoesOn,
+}
+
+const EACH: [Waits; 3] = [Waits::Begins, Waits::WantsItAlone, Waits::GoesOn];
+
+/// Three initiators of a disk that is held, of which the second has begun a command that waits.
+fn held_up(waits: Waits) -> ([Initiator; 3], Exclusive) {
+    let mut all = three();
+    if waits == Waits::GoesOn {
+        begin_write(&mut all[1]);
+    }
+    let held = hold(&mut all);
+    match waits {
+        Waits::Begins => all[1].begin(UNIT.bytes(), &read(), &[], 512),
+        Waits::WantsItAlone => {
+            all[1].begin(UNIT.bytes(), &compare_and_write(), &[0; 2 * BLOCK], 0);
+        }
+        Waits::GoesOn => all[1].unit().source.set_limits(&Limits::default()).unwrap(),
+    }
+    all[1].scene.turn(10);
+    assert!(!all[1].has_answer(), "it waits");
+    (all, held)
+}
+
+/// Has the command that has the medium wait too, as it does when its disk has failed it.
+#[test]
+fn who_waits_for_one_that_waits_itself_is_ended_by_functions() {
+    for (function, by, response) in [
+        (ABORT_TASK_SET, 1, ABORTED),
+        (CLEAR_TASK_SET, 0, RESET),
+        (NEXUS_RESET, 1, RESET),
+        (UNIT_RESET, 0, RESET),
+    ] {
+        for waits in EACH {
+            for comes_before in [false, true] {
+                let (mut all, held) = held_up(waits);
+                let before = all[1].on_disk(0);
+                let mut control = Control::start(&all[by].device);
+                if !comes_before {
+                    held.set_held(true);
+                    all[1].scene.turn(10);
+                }
+                control.begin(function);
+                let scenes = all.each_ref().map(|initiator| &initiator.scene);
+                if comes_before {
+                    for _ in 0..10 {
+                        assert_eq!(control.turn(&scenes), None, "its turn comes soon");
+                    }
+                    held.set_held(true);
+                }
+                assert_eq!(control.end(&scenes), OK, "{function} {waits:?}");
+                assert_eq!(all[1].end().response, response, "{function} {waits:?}");
+                drop(held);
+                all[1].scene.turn(10);
+                assert_eq!(all[1].on_disk(0), before);
+                assert_eq!(all[1].run(&read(), &[], 512).response, OK);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_queue_that_stops_does_not_wait_for_one_that_waits_itself() {
+    const ABORTED_COMMAND: [u8; 3] = [0x0b, 0, 0];
+    for (waits, status, sense) in [
+        (Waits::Begins, BUSY, [0; 3]),
+        (Waits::WantsItAlone, BUSY, [0; 3]),
+        (Waits::GoesOn, 2, ABORTED_COMMAND),
+    ] {
+        for is_held in [false, true] {
+            let (mut all, held) = held_up(waits);
+            held.set_held(is_held);
+            all[1].scene.turn(10);
+            let stopped = all[1].take_queue().begin_stop();
+            if !is_held {
+                all[1].scene.turn(10);
+                assert_eq!(stopped.poll(), None, "{waits:?}: the one that has it is done soon");
+                held.set_held(true);
+            }
+            all[1].scene.wait(&stopped);
+            let answer = all[1].end();
+            assert_eq!((answer.status, answer.sense), (status, sense), "{waits:?}");
+        }
+    }
+}
+
+#[test]
+fn a_unit_is_removed_though_commands_wait_for_one_that_waits_itself() {
+    let (mut all, held) = held_up(Waits::Begins);
+    held.set_held(true);
+    let removed = Initiator::scsi(&all[1].device).remove_unit(UNIT).unwrap();
+    turn_until(&mut all, |_| removed.is_unused());
+    assert_eq!(all[1].end().status, BUSY);
+}
+
+#[test]
+fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
+    for is_held in [false, true] {
+        let mut all = three();
+        let held = hold(&mut all);
+        held.set_held(is_held);
+        let mut guest = BlkGuest::beside(&all[0]);
+        guest.begin(BLK_OUT, 1);
+        guest.scene.turn(10);
+        let stopped = guest.take_queue().begin_stop();
+        if !is_held {
+            guest.scene.turn(10);
+            assert_eq!(stopped.poll(), None, "the one that has it is done soon");
+            held.set_held(true);
+        }
+        guest.scene.wait(&stopped);
+        assert_eq!(guest.end(), BLK_ERROR);
+        drop(held);
+        assert_eq!(all[0].on_disk(0), [0; BLOCK]);
+    }
+}
+
+#[test]
+fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
+    const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];
+    for waits in [Waits::Begins, Waits::WantsItAlone] {
+        let (mut all, held) = held_up(waits);
+        held.set_held(true);
+        let access = all[0].access();
+        let cut_off = std::thread::spawn(move || access.cut_off(0));
+        turn_until(&mut all, |_| cut_off.is_finished());
+        cut_off.join().unwrap();
+        assert!(!all[1].has_answer(), "it waits");
+        drop(held);
+        turn_until(&mut all, |all| all[1].has_answer());
+        let answer = all[1].end();
+        assert_eq!((answer.status, answer.sense), (2, OUT_OF_RANGE), "{waits:?}");
+    }
+}
+
+/// That which its disk has failed and which has the medium says when it waits.
+#[test]
+fn one_that_has_the_medium_says_that_it_waits() {
+    let (mut all, held) = held_up(Waits::Begins);
+    let stopped = all[1].take_queue().begin_stop();
+    let tasks = Tasks::new(0);
+    let number = tasks.begin(0, (UNIT, None), 7, 1).unwrap();
+    let unit = all[0].local_unit();
+    let at_disk = AtDisk::new(&unit, Task { tasks: &tasks, number }).with_medium(&held);
+    let goes_on = |at_disk: &AtDisk<'_>| {
+        at_disk.waits();
+        let goes_on = all[0].scene.thread.block_on(at_disk.goes_on(Direction::Write));
+        goes_on.unwrap().unwrap();
+        all[1].scene.turn(10);
+        stopped.poll()
+    };
+    assert_eq!(goes_on(&at_disk), None, "it waits no more");
+    at_disk.waits();
+    all[1].scene.wait(&stopped);
+    assert_eq!(all[1].end().status, BUSY);
+    at_disk.ends();
+    assert!(!tasks.has_outside());
+}
 
 /// What was allowed when a command came may not be any more when it is carried out.
 #[test]
 fn a_reservation_holds_for_commands_that_wait_for_the_medium() {
-    let compare_and_write = {
-        let mut cdb = vec![0x89];
-        cdb.resize(16, 0);
-        cdb[13] = 1;
-        cdb
-    };
     // The write cache is switched off, so others must not write meanwhile.
     let mode_select = [0x15, 0x10, 0, 0, 24, 0].to_vec();
     let mut caching = vec![0; 24];
     caching[4..6].copy_from_slice(&[0x08, 18]);
-    for (cdb, data) in
-        [(write(), vec![0; BLOCK]), (compare_and_write, vec![0; 2 * BLOCK]), (mode_select, caching)]
-    {
+    for (cdb, data) in [
+        (write(), vec![0; BLOCK]),
+        (compare_and_write(), vec![0; 2 * BLOCK]),
+        (mode_select, caching),
+    ] {
         let mut all = three();
         let (register, list) = reserve_out(0, 0, [0, 1]);
         all[0].good(&register, &list, 0);
@@ -48,10 +221,8 @@ fn commands_on_two_threads_do_not_wait_for_each_other() {
     disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
     let (disk, common) = (Arc::new(disk), options());
     let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
-    let mut compare = cdb16(0x89, 0, 0, 0);
-    compare[13] = 1;
     let unmap = vec![0x42, 0, 0, 0, 0, 0, 0, 0, 8, 0];
-    let kinds = [(compare, vec![0; 2 * BLOCK]), (unmap, vec![0, 6, 0, 0, 0, 0, 0, 0])];
+    let kinds = [(compare_and_write(), vec![0; 2 * BLOCK]), (unmap, vec![0, 6, 0, 0, 0, 0, 0, 0])];
     // A thread that ends would be waited for: it takes turns until all have sent their commands.
     let busy = AtomicUsize::new(kinds.len());
     let drive = |place: u8, cdb: &[u8], data: &[u8]| {
