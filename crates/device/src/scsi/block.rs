@@ -86,6 +86,13 @@ pub(super) fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
     disk_error_after(0, asked, source)
 }
 
+/// As [`disk_error`], of a request for these blocks. A disk that has them no more, since it has
+/// become smaller, has not failed.
+#[cold]
+pub(super) fn range_error(disk: &Disk, range: Range, asked: DiskUse, source: io::Error) -> Failure {
+    check_still(disk, range).err().unwrap_or_else(|| disk_error(asked, source))
+}
+
 /// As [`disk_error`], after so many bytes were transferred.
 fn disk_error_after(moved: usize, asked: DiskUse, source: io::Error) -> Failure {
     if source.raw_os_error() == Some(libc::EBADE) {
@@ -163,6 +170,7 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     match result {
         Ok(()) => Ok(bytes),
         Err(unfinished) => {
+            check_still(&local.disk, range)?;
             Err(cut_short(range, local.disk.info().logical_block_bytes, bytes, unfinished))
         }
     }
@@ -197,8 +205,12 @@ pub(super) fn begin_write(
 
 #[inline]
 pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
-    let block = || local.disk.info().logical_block_bytes;
-    result.map_err(|unfinished| not_written(range, block(), unfinished))?;
+    if let Err(unfinished) = result {
+        if !unfinished.rest().is_empty() {
+            check_still(&local.disk, range)?;
+        }
+        return Err(not_written(range, local.disk.info().logical_block_bytes, unfinished));
+    }
     Ok(iomem::fits(range.bytes, "bytes of a command"))
 }
 
@@ -288,7 +300,8 @@ pub(super) async fn write_same(
             task.check()?;
             check_still(&local.disk, step)?;
             let result = disk.write_zeroes(step.offset, step.bytes, unmaps).await;
-            result.map_err(|error| disk_error(DiskUse::writes("write zeroes", step.lba), error))?;
+            let asked = DiskUse::writes("write zeroes", step.lba);
+            result.map_err(|error| range_error(&local.disk, step, asked, error))?;
         }
     } else {
         let failed = |error| disk_error(DiskUse::writes("write", lba), error);
@@ -448,7 +461,8 @@ async fn compare(
         let lba = range.lba + done / block as u64;
         check_still(disk, range)?;
         let result = requests.read_part(range.offset + done, range.bytes - done).await;
-        let mut part = result.map_err(|error| disk_error(DiskUse::reads("verify", lba), error))?;
+        let asked = DiskUse::reads("verify", lba);
+        let mut part = result.map_err(|error| range_error(disk, range, asked, error))?;
         let length = part.bytes() as u64;
         while how != Check::Medium && !part.is_empty() {
             part.copy_to(0, &mut found);

@@ -3,7 +3,7 @@
 use blockio::Disk;
 
 use super::at_disk::AtDisk;
-use super::block::{Range, check_still, check_writable, disk_error, range, settle};
+use super::block::{Range, check_still, check_writable, range, range_error, settle};
 use super::cdb::Cdb;
 use super::outcome::{Data, Done, Failure, Task};
 use super::request_queue::LocalUnit;
@@ -40,7 +40,8 @@ pub(super) async fn unmap(
         task.check()?;
         check_still(&local.disk, range)?;
         let result = disk.discard(offset, bytes).await;
-        result.map_err(|error| disk_error(DiskUse::writes("unmap", lba), error))?;
+        let asked = DiskUse::writes("unmap", lba);
+        result.map_err(|error| range_error(&local.disk, range, asked, error))?;
     }
     settle(local).await?;
     Ok(Done { moved: length, medium_bytes })

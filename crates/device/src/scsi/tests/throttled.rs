@@ -175,6 +175,38 @@ fn a_disk_becomes_smaller_while_tasks_wait_for_limits() {
     assert_eq!(all[1].on_disk(0), [1; BLOCK]);
 }
 
+/// The blocks are gone, and the medium has no error.
+#[test]
+fn commands_that_have_waited_find_that_their_blocks_are_gone() {
+    const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];
+    let mut descriptor = [[0, 22, 0, 16, 0, 0, 0, 0], [0; 8], [0; 8]].concat();
+    descriptor[19] = 1;
+    let block = vec![2; BLOCK];
+    for (cdb, out, room) in [
+        (read(), Vec::new(), 512),
+        (write(), block.clone(), 0),
+        (cdb10(0x2e, 0, 0, 1), block.clone(), 0),
+        (cdb10(0x2f, 0, 0, 1), Vec::new(), 0),
+        (cdb10(0x41, 0, 0, 1), vec![0; BLOCK], 0),
+        (cdb10(0x41, 0, 0, 1), block.clone(), 0),
+        (vec![0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0], descriptor, 0),
+        (compare_and_write(), [block.clone(), block].concat(), 0),
+    ] {
+        let mut all = three();
+        let source = |all: &[Initiator]| all[1].unit().source.clone();
+        source(&all).set_limits(&limit(true)).unwrap();
+        all[1].good(&write(), &[1; BLOCK], 0);
+        all[1].begin(UNIT.bytes(), &cdb, &out, room);
+        all[1].scene.turn(10);
+        assert!(!all[1].has_answer(), "it waits");
+        source(&all).cut_off(0);
+        source(&all).set_limits(&limit(false)).unwrap();
+        turn_until(&mut all, |all| all[1].has_answer());
+        let answer = all[1].end();
+        assert_eq!((answer.status, answer.sense), (2, OUT_OF_RANGE), "{cdb:02x?}");
+    }
+}
+
 #[test]
 fn guests_of_virtio_blk_that_wait_for_limits_heed_reservations() {
     let mut all = three();

@@ -145,7 +145,7 @@ fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
 #[test]
 fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
     const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];
-    for waits in [Waits::Begins, Waits::WantsItAlone] {
+    for waits in EACH {
         let (mut all, held) = held_up(waits);
         held.set_held(true);
         let access = all[0].access();
