@@ -260,8 +260,6 @@ pub struct Disk {
 pub struct Requests<'a> {
     disk: &'a Disk,
     requester: &'a dyn Requester,
-    /// It has waited for limits before.
-    is_past_limits: bool,
 }
 
 enum Kind {

@@ -44,6 +44,11 @@ pub trait Requester {
 
     /// It waits here no more, and ends.
     fn ends(&self);
+
+    /// Its requests wait for no limits, since it has [passed](super::Requests::pass_limits) them.
+    fn is_past_limits(&self) -> bool {
+        false
+    }
 }
 
 /// One that has nothing to say.

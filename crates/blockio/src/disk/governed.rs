@@ -32,20 +32,14 @@ impl Disk {
 }
 
 impl<'a> Requests<'a> {
-    /// Waits until limits let a request of so many bytes begin, which is to be made
-    /// [past](Self::past_limits) them.
+    /// Waits until limits let a request of so many bytes begin. Its requester is
+    /// [past](super::Requester::is_past_limits) them then.
     ///
     /// # Errors
     ///
     /// What the requester says while this waits.
     pub async fn pass_limits(self, direction: Direction, bytes: u64) -> io::Result<()> {
         self.disk.gate.pass(self.requester, direction, bytes).await
-    }
-
-    /// The disk for a request that waits for limits no more.
-    #[must_use]
-    pub fn past_limits(self) -> Self {
-        Self { is_past_limits: true, ..self }
     }
 
     /// A read that does not go straight to a file: out of the way of all others.
@@ -233,7 +227,7 @@ impl<'a> Requests<'a> {
     /// Waits until limits let a request of so many bytes begin, in a range which the disk may not
     /// have any more then.
     async fn pass(self, direction: Direction, range: (u64, u64), bytes: u64) -> io::Result<()> {
-        if !self.is_past_limits {
+        if !self.requester.is_past_limits() {
             self.pass_limits(direction, bytes).await?;
         }
         self.disk.check(range.0, range.1)

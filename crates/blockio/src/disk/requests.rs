@@ -18,7 +18,7 @@ impl Disk {
     #[inline]
     #[must_use]
     pub fn asking<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
-        Requests { disk: self, requester, is_past_limits: false }
+        Requests { disk: self, requester }
     }
 
     /// The disk for requests about which nobody is asked.

@@ -138,4 +138,9 @@ impl Requester for AtDisk<'_> {
             exclusive.set_held(false);
         }
     }
+
+    /// With the medium to itself it would have all others wait for its limits.
+    fn is_past_limits(&self) -> bool {
+        self.exclusive.is_some()
+    }
 }

@@ -384,7 +384,7 @@ pub(super) async fn compare_and_write(
     reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
     let at_disk = at_disk.with_medium(&exclusive);
-    let disk = local.disk.asking(&at_disk).past_limits();
+    let disk = local.disk.asking(&at_disk);
     compare(disk, range, Check::Blocks, task, &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
