@@ -297,7 +297,8 @@ impl Disk {
     }
 
     /// What is known of the `len` bytes, at least one block, from `offset` on, without reading
-    /// them: how the first of them are, and how many are like them, at most `len`.
+    /// them: how the first of them are, and how many are like them, at most `len`. No more than
+    /// 1 GiB is looked at.
     ///
     /// # Errors
     ///
@@ -307,6 +308,7 @@ impl Disk {
         if len == 0 {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
+        let len = len.min(LOOK_BYTES);
         let extent = match &self.kind {
             Kind::Null => Extent::data(len),
             Kind::File(disk) => disk.block_status(offset, len).await?,
@@ -347,6 +349,9 @@ impl Disk {
         self.check(offset, len)
     }
 }
+
+/// The most that one look for holes covers. The answer of an image takes a time that grows with it.
+const LOOK_BYTES: u64 = 1 << 30;
 
 #[cfg(test)]
 pub(crate) mod elsewhere;

@@ -314,7 +314,9 @@ impl Slots {
                 if slot.units > 0 {
                     self.lanes.leave(op.file.lane(), slot.units, op.kind);
                 }
-                record(stats_of(stats, op.kind), result, slot.submitted.map(|then| now - then));
+                if let Some(stats) = stats_of(stats, op.kind) {
+                    record(stats, result, slot.submitted.map(|then| now - then));
+                }
             }
             Body::Foreign(_) => self.foreign -= 1,
             Body::Nothing => unreachable!("a slot that is not free owns something"),
@@ -402,12 +404,16 @@ fn result_of(result: i64) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(errno_of(result)))
 }
 
-fn stats_of(stats: &Stats, kind: OpKind) -> &OpStats {
+/// Where an op is counted. A look for holes moves nothing, and its result is no number of bytes.
+fn stats_of(stats: &Stats, kind: OpKind) -> Option<&OpStats> {
     match kind {
-        OpKind::Read => &stats.read,
-        OpKind::Write { .. } => &stats.write,
-        OpKind::Flush => &stats.flush,
-        _ => &stats.deallocate,
+        OpKind::Read => Some(&stats.read),
+        OpKind::Write { .. } => Some(&stats.write),
+        OpKind::Flush => Some(&stats.flush),
+        OpKind::Fallocate { .. } | OpKind::DiscardBlocks { .. } | OpKind::ZeroBlocks { .. } => {
+            Some(&stats.deallocate)
+        }
+        OpKind::FindExtent { .. } => None,
     }
 }
 

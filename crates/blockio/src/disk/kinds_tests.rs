@@ -308,3 +308,19 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
         }
     }
 }
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_look_for_holes_is_short_and_not_counted() {
+    let file = temp_file(4 << 30);
+    let (thread, source) = (new_thread(), open(&file, false));
+    let disk = source.attach(thread.io());
+    let extent = thread.block_on(disk.block_status(0, 4 << 30)).unwrap().unwrap();
+    assert_eq!(extent.bytes, 1 << 30);
+    let stats = thread.io().stats();
+    for counted in [&stats.read, &stats.write, &stats.flush, &stats.deallocate] {
+        assert_eq!((counted.ops.get(), counted.bytes.get()), (0, 0));
+    }
+    thread.block_on(disk.discard(0, 1 << 20)).unwrap().unwrap();
+    assert_eq!(stats.deallocate.ops.get(), 1);
+}
