@@ -7,7 +7,7 @@ use ringhaul_tools::process::{Interrupt, Running, describe};
 use ringhaul_tools::workspace;
 
 /// The targets, in `fuzz/fuzz_targets`.
-const TARGETS: [&str; 6] = ["chains", "device", "luks", "messages", "nbd", "scsi"];
+const TARGETS: [&str; 7] = ["chains", "device", "luks", "messages", "nbd", "qcow2", "scsi"];
 
 /// Options of `cargo xtask fuzz`.
 #[derive(clap::Args)]

@@ -11,8 +11,11 @@ mod core;
 #[cfg(test)]
 mod crash_tests;
 mod header;
+#[cfg(test)]
+mod hostile_tests;
 mod order;
 mod owner;
+mod places;
 mod storage;
 mod table;
 mod uses;

@@ -12,6 +12,9 @@ const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 const NAME_BYTES_MAX: usize = 1023;
 
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+/// Entries with the names of features.
+const EXTENSION_NAMES: u32 = 0x6803_f857;
+const NAME_ENTRY_BYTES: usize = 48;
 
 /// What the header of a qcow2 image says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,14 +69,20 @@ pub(super) fn parse(front: &[u8]) -> Result<ImageHeader, String> {
         2 => (0, 72),
         _ => (u64_at(front, 72)?, u32_at(front, 100)?),
     };
-    let backing = backing_name(front)?.map(|name| {
-        let format = backing_format(front, header_bytes)?;
-        Ok::<_, String>(BackingFile { name, format })
-    });
+    if !header_bytes.is_multiple_of(8) {
+        return Err(format!("its header is damaged: it has {header_bytes} bytes"));
+    }
+    let name = backing_name(front)?;
+    // Images of version 2 need none, and few have room for one.
+    let format = match (version, &name) {
+        (2, None) => None,
+        _ => backing_format(front, header_bytes)?,
+    };
+    let backing = name.map(|name| BackingFile { name, format });
     Ok(ImageHeader {
         size_bytes: u64_at(front, 24)?,
         cluster_bytes,
-        backing: backing.transpose()?,
+        backing,
         version,
         incompatible,
         is_encrypted: u32_at(front, 32)? != 0,
@@ -96,23 +105,29 @@ fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
     Ok(Some(name.to_owned()))
 }
 
+/// The format of the backing file, if one of the extensions behind the header says it.
 fn backing_format(front: &[u8], header_bytes: u32) -> Result<Option<String>, String> {
     let mut at = usize::try_from(header_bytes).unwrap_or(usize::MAX);
+    let mut format = None;
     loop {
         let (kind, len) = (u32_at(front, at)?, u32_at(front, at.saturating_add(4))?);
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let data = at.saturating_add(8)..at.saturating_add(8).saturating_add(len);
         match kind {
-            0 => return Ok(None),
+            0 => return Ok(format),
             EXTENSION_BACKING_FORMAT => {
-                let name = front.get(data).and_then(|name| std::str::from_utf8(name).ok());
-                return Ok(Some(name.ok_or(TOO_SHORT)?.to_owned()));
+                let name = front.get(data.clone()).and_then(|name| std::str::from_utf8(name).ok());
+                format = Some(name.ok_or(TOO_SHORT)?.to_owned());
             }
-            _ => at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?,
+            // imago fails an assertion at the half of an entry.
+            EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => return Err(NAMES.into()),
+            _ => {}
         }
+        at = data.end.checked_next_multiple_of(8).ok_or(TOO_SHORT)?;
     }
 }
 
+const NAMES: &str = "its header is damaged: the last name of a feature is cut off";
 const TOO_SHORT: &str = "its header is damaged: it does not end in the first cluster";
 
 fn u32_at(front: &[u8], at: usize) -> Result<u32, String> {
@@ -268,6 +283,14 @@ mod tests {
         for len in 0..520 {
             assert!(parse(&front[..len]).is_err(), "{len} bytes were enough");
         }
+        for len in [1, 47, 49, 50] {
+            front[104..108].copy_from_slice(&EXTENSION_NAMES.to_be_bytes());
+            front[111] = len;
+            assert!(parse(&front).unwrap_err().contains("name of a feature"), "{len}");
+        }
+        front[103] = 105;
+        assert!(parse(&front).unwrap_err().contains("105 bytes"));
+        front[103] = 104;
         front[108..112].fill(0xff);
         assert!(parse(&front).is_err());
         front[8..16].fill(0xff);

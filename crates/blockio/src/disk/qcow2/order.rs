@@ -16,9 +16,11 @@
 //! not hit what waits either: imago would go on with what it has in memory, and never write it
 //! again.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+
+use super::places::{Places, Table, Wrong};
 
 /// The largest table that is written as a whole.
 const TABLE_BYTES_MAX: u64 = 2 << 20;
@@ -78,7 +80,12 @@ impl Tables {
 
 /// The bits of a reference count.
 pub(super) fn count_bits(front: &[u8; FRONT_BYTES]) -> u32 {
-    if front[7] < 3 { 16 } else { 1u32.checked_shl(u32::from(front[99])).unwrap_or(16) }
+    if front[7] < 3 { 16 } else { 1 << u32::from(front[99]).min(6) }
+}
+
+/// What the format can have: what the front of an image says may have changed since it was opened.
+fn cluster_bytes(front: &[u8; FRONT_BYTES]) -> u64 {
+    1 << u32::from(front[23]).clamp(9, 21)
 }
 
 #[derive(Debug, Default)]
@@ -90,16 +97,74 @@ struct State {
     tables: Option<Tables>,
     count_bits: u32,
     /// L2 tables, and blocks of reference counts.
-    second: HashSet<u64>,
-    blocks: HashSet<u64>,
+    places: Places,
     /// L1 moves: the header waits too.
     moves: bool,
-    refuses: bool,
+    refuses: Option<Wrong>,
     /// Entries of the table of blocks of reference counts.
     of_blocks: Held,
     pointers: Held,
     /// Blocks with counts that have fallen.
     fallen: Held,
+}
+
+impl State {
+    fn sort(&mut self, offset: u64, data: &[u8]) -> Result<Way, Wrong> {
+        let Some(tables) = &mut self.tables else { return Ok(Way::Now) };
+        if self.refuses.is_some() {
+            return Ok(Way::Refused);
+        }
+        let (first, counts) = (tables.first.clone(), tables.counts.clone());
+        let known = |end: u64| iomem::fits((end - offset).min(data.len() as u64), "bytes");
+        if offset == 0 {
+            if let Some(front) = data.first_chunk() {
+                *tables = Tables::of(front);
+                // A table that has moved was written with the entries that waited, and its old
+                // place may soon have data.
+                self.of_blocks.retain(|place, _| tables.counts.contains(place));
+                let (cluster, bits) = (cluster_bytes(front), self.count_bits);
+                self.places.set_roots(cluster, bits, &tables.first, &tables.counts)?;
+            }
+            if !self.moves {
+                return Ok(Way::BetweenFlushes);
+            }
+        } else if first.contains(&offset) {
+            let new: usize = known(first.end);
+            self.learn((offset - first.start) / 8, &data[..new], L1_OFFSET, Table::Second)?;
+        } else if counts.contains(&offset) {
+            let new: usize = known(counts.end);
+            self.learn((offset - counts.start) / 8, &data[..new], OFFSET, Table::Block)?;
+            self.of_blocks.insert(offset, data.into());
+            return Ok(Way::Kept);
+        } else {
+            match self.places.get(offset) {
+                Some(Table::Second(_)) => {}
+                Some(Table::Block(index)) => {
+                    self.places.check_block(index, data)?;
+                    return Ok(Way::Counts);
+                }
+                None => return Ok(Way::Now),
+            }
+        }
+        self.pointers.insert(offset, data.into());
+        Ok(Way::Kept)
+    }
+
+    /// Learns where the tables are that a part of a table of tables has, from this index on.
+    fn learn(
+        &mut self,
+        index: u64,
+        table: &[u8],
+        offset: u64,
+        kind: fn(u64) -> Table,
+    ) -> Result<(), Wrong> {
+        for (index, entry) in (index..).zip(entries(table)) {
+            if entry & offset != 0 {
+                self.places.learn(entry & offset, kind(index))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Order {
@@ -114,19 +179,27 @@ impl Order {
         front: &[u8; FRONT_BYTES],
         first: &[u8],
         counts: &[u8],
-    ) -> Result<(), &'static str> {
+    ) -> Result<(), Wrong> {
         if entries(first).any(|entry| entry & L1_OFFSET != 0 && entry & COPIED == 0) {
-            return Err("tables of it are used in several places; repair it with `qemu-img check \
-                        -r all`, or open it read-only");
+            return Err("tables of it are used in several places");
         }
         self.change(|state| {
-            state.tables = Some(Tables::of(front));
+            let tables = Tables::of(front);
             state.count_bits = count_bits(front);
+            let (cluster, bits) = (cluster_bytes(front), state.count_bits);
+            state.places.set_roots(cluster, bits, &tables.first, &tables.counts)?;
             // While the tables were read, others may have been made.
-            state.second.extend(places(first, L1_OFFSET));
-            state.blocks.extend(places(counts, OFFSET));
-        });
-        Ok(())
+            state.learn(0, first, L1_OFFSET, Table::Second)?;
+            state.learn(0, counts, OFFSET, Table::Block)?;
+            let has_block = |index: u64| {
+                let at = usize::try_from(index).ok().and_then(|index| index.checked_mul(8));
+                let entry = at.and_then(|at| counts.get(at..)?.first_chunk());
+                entry.is_some_and(|entry| u64::from_be_bytes(*entry) & OFFSET != 0)
+            };
+            state.places.check_counted(has_block)?;
+            state.tables = Some(tables);
+            Ok(())
+        })
     }
 
     /// Whether L1 moves.
@@ -136,48 +209,37 @@ impl Order {
 
     /// Has no write be made from now on. imago does not know what the file says, and would use
     /// clusters for two things.
-    pub(super) fn refuse(&self) {
-        self.change(|state| state.refuses = true);
+    pub(super) fn refuse(&self, why: Wrong) {
+        self.change(|state| {
+            state.refuses.get_or_insert(why);
+        });
     }
 
-    pub(super) fn refuses(&self) -> bool {
+    /// Why no write is made any more.
+    pub(super) fn refuses(&self) -> Option<Wrong> {
         self.change(|state| state.refuses)
+    }
+
+    /// Says what is wrong with what was read, if it is a block of reference counts.
+    pub(super) fn check_read(&self, offset: u64, data: &[u8]) -> Result<(), Wrong> {
+        self.change(|state| match state.places.get(offset) {
+            Some(Table::Block(index)) => state.places.check_block(index, data),
+            _ => Ok(()),
+        })
+    }
+
+    /// Whether bytes of the file are those of a table or of the header. No data can be there.
+    pub(super) fn has_table(&self, range: &Range<u64>) -> bool {
+        self.change(|state| state.tables.is_some() && state.places.has(range))
     }
 
     /// Says what becomes of a write, and keeps it if it has to wait.
     pub(super) fn sort(&self, offset: u64, data: &[u8]) -> Way {
         self.change(|state| {
-            let Some(tables) = &mut state.tables else { return Way::Now };
-            if state.refuses {
-                return Way::Refused;
-            }
-            if offset == 0 {
-                if let Some(front) = data.first_chunk() {
-                    *tables = Tables::of(front);
-                    // A table that has moved was written with the entries that waited, and its old
-                    // place may soon have data.
-                    state.of_blocks.retain(|place, _| tables.counts.contains(place));
-                }
-                if !state.moves {
-                    return Way::BetweenFlushes;
-                }
-            } else if tables.first.contains(&offset) {
-                let known =
-                    iomem::fits((tables.first.end - offset).min(data.len() as u64), "bytes");
-                state.second.extend(places(&data[..known], L1_OFFSET));
-            } else if tables.counts.contains(&offset) {
-                let known =
-                    iomem::fits((tables.counts.end - offset).min(data.len() as u64), "bytes");
-                state.blocks.extend(places(&data[..known], OFFSET));
-                state.of_blocks.insert(offset, data.into());
-                return Way::Kept;
-            } else if state.blocks.contains(&offset) {
-                return Way::Counts;
-            } else if !state.second.contains(&offset) {
-                return Way::Now;
-            }
-            state.pointers.insert(offset, data.into());
-            Way::Kept
+            state.sort(offset, data).unwrap_or_else(|wrong| {
+                state.refuses.get_or_insert(wrong);
+                Way::Refused
+            })
         })
     }
 
@@ -255,11 +317,6 @@ fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
     table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry))
 }
 
-/// Where the tables are that a table of tables has.
-fn places(table: &[u8], offset: u64) -> impl Iterator<Item = u64> {
-    entries(table).map(move |entry| entry & offset).filter(|place| *place != 0)
-}
-
 /// Has no count be smaller than in `wanted`. Those of less than a byte begin with its lowest bits.
 fn raise(counts: &mut [u8], wanted: &[u8], bits: u32) {
     assert_eq!(counts.len(), wanted.len(), "blocks of counts have one size");
@@ -313,7 +370,7 @@ mod tests {
     fn pointers_wait_and_are_read_meanwhile() {
         let order = begun();
         assert_eq!(order.sort(L2 * 8, &[1; 4096]), Way::Now);
-        let new = ((L2 * 8) | COPIED).to_be_bytes().repeat(64);
+        let new = [L2, L2 * 8].map(|place| (place | COPIED).to_be_bytes()).concat();
         for (offset, data) in [(L2, &[2; 4096][..]), (L1, &new), (L2 * 8, &[3; 4096])] {
             assert_eq!(order.sort(offset, data), Way::Kept, "{offset}");
         }
@@ -361,7 +418,7 @@ mod tests {
     #[test]
     fn nothing_is_written_once_writes_are_refused() {
         let order = begun();
-        order.refuse();
+        order.refuse("broken");
         for offset in [0, L1, L2, BLOCK, L1 * 5, L2 * 8] {
             assert_eq!(order.sort(offset, &front()), Way::Refused, "{offset}");
         }
@@ -370,16 +427,41 @@ mod tests {
     #[test]
     fn counts_rise_at_once_and_fall_later() {
         let order = begun();
-        let wanted = [1u16, 0, 2, 0].map(u16::to_be_bytes).concat();
+        let wanted = [1u16, 1, 2, 1, 0, 1, 2, 0].map(u16::to_be_bytes).concat();
         assert_eq!(order.sort(BLOCK, &wanted), Way::Counts);
-        let mut file = [0u16, 1, 300, 0].map(u16::to_be_bytes).concat();
+        let mut file = [0u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat();
         order.raise(BLOCK, &mut file, &wanted);
-        assert_eq!(file, [1u16, 1, 300, 0].map(u16::to_be_bytes).concat());
+        assert_eq!(file, [1u16, 1, 2, 1, 1, 1, 300, 0].map(u16::to_be_bytes).concat());
         let mut read = file.clone();
         order.cover(BLOCK, &mut read);
         assert_eq!(read, wanted);
         order.raise(BLOCK, &mut file.clone(), &file);
         assert!(order.is_empty());
+    }
+
+    #[test]
+    fn a_table_that_would_count_as_free_has_all_writes_refused() {
+        let order = begun();
+        let used = [1u16, 1, 1, 1, 0, 1, 0, 0];
+        for cluster in [0, 1, 2, 3, 5] {
+            let mut counts = used;
+            counts[cluster] = 0;
+            let counts = counts.map(u16::to_be_bytes).concat();
+            assert!(order.check_read(BLOCK, &counts).is_err(), "{cluster}");
+        }
+        order.check_read(BLOCK, &used.map(u16::to_be_bytes).concat()).unwrap();
+        assert_eq!(order.sort(BLOCK, &[0; 4096]), Way::Refused);
+        assert_eq!(order.sort(BLOCK * 9, &[0; 4096]), Way::Refused);
+        assert!(order.refuses().is_some());
+    }
+
+    #[test]
+    fn a_new_table_in_the_place_of_another_has_all_writes_refused() {
+        for (table, place) in [(L1 + 8, L2 | COPIED), (L1 + 8, BLOCK | COPIED), (L1 * 5 + 8, L2)] {
+            let order = begun();
+            assert_eq!(order.sort(table, &place.to_be_bytes()), Way::Refused, "{table}");
+            assert!(order.pointers().is_empty() && order.of_blocks().is_empty());
+        }
     }
 
     #[test]
@@ -400,6 +482,6 @@ mod tests {
     #[test]
     fn an_image_whose_tables_are_shared_is_not_written_to() {
         let error = Order::default().begin(&front(), &L2.to_be_bytes(), &[]).unwrap_err();
-        assert!(error.contains("qemu-img check"), "{error}");
+        assert!(error.contains("several places"), "{error}");
     }
 }

@@ -281,6 +281,9 @@ impl Owner {
                     return Place::Owner;
                 }
                 let (layer, writable) = (storage.layer, *writable && self.core.is_writable());
+                if writable && storage.check_data(*offset, len).is_err() {
+                    return Place::Owner;
+                }
                 Place::Data { layer, offset: *offset, writable: writable && layer == 0 }
             }
             Mapping::Zero { .. } => Place::Zero,
@@ -353,6 +356,7 @@ impl Owner {
         let mapping = image.prepare_data_mapping(offset, len, true).await?;
         let len = usize::try_from(mapping.length().min(len)).unwrap_or(data.len());
         assert!(len > 0, "space for no bytes");
+        mapping.storage().check_data(mapping.offset(), len as u64)?;
         mapping.storage().write(&data[..len], mapping.offset()).await?;
         if !mapping.is_nonblocking() {
             // What the rest of a cluster had below was copied, and is nobody's until then too.
@@ -430,7 +434,7 @@ impl Owner {
         self.changed.set(self.changed.get() + 1);
         let committed = self.commit_to(&image).await;
         self.core.order.set_moves(false);
-        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse())?;
+        self.core.top.learn().await.inspect_err(|_| self.core.order.refuse(storage::MOVED))?;
         grown.and(committed)
     }
 }

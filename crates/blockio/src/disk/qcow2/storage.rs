@@ -13,6 +13,7 @@ use imago::{Storage, StorageExt};
 use iomem::Buffers;
 
 use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
+use super::places::Wrong;
 use crate::bounce::BounceShare;
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
@@ -43,6 +44,9 @@ const TABLE_BYTES_MAX: u64 = (32 << 20) + (2 << 20);
 
 /// How much of them is read at once.
 const LEARNT_BYTES: usize = 1 << 20;
+
+/// Why nothing is written after an error at a bad time.
+pub(super) const MOVED: Wrong = "an error came while its tables moved";
 
 /// Memory for transfers begins at a page.
 const PAGE: usize = 4096;
@@ -77,19 +81,30 @@ impl Store {
         }
     }
 
+    /// Fails where a table is: an image that has data there as well was made to do harm.
+    pub(super) fn check_data(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self.order.has_table(&(offset..offset.saturating_add(len))) {
+            false => Ok(()),
+            true => Err(wrong("it has data and a table in one place")),
+        }
+    }
+
     /// Learns where the tables of the image are, whose writes have an order from now on.
     pub(super) async fn learn(&self) -> io::Result<()> {
         let mut front = [0; FRONT_BYTES];
         self.read(&mut front[..], 0).await?;
         let Tables { first, counts } = Tables::of(&front);
         let (first, counts) = (self.table(first).await?, self.table(counts).await?);
-        self.order.begin(&front, &first, &counts).map_err(io::Error::other)
+        self.order.begin(&front, &first, &counts).map_err(wrong)
     }
 
     async fn table(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
-        // imago has read it, and takes none that are longer.
+        // imago has read it, and takes none that are longer. But what the file says may have
+        // changed since: data may lie over its header.
         let bytes = range.end - range.start;
-        assert!(bytes <= TABLE_BYTES_MAX, "a table of {bytes} bytes");
+        if bytes > TABLE_BYTES_MAX {
+            return Err(wrong("a table has become too long"));
+        }
         let mut table = vec![0; iomem::fits(bytes, "bytes in memory")];
         let pieces = (range.start..).step_by(LEARNT_BYTES).zip(table.chunks_mut(LEARNT_BYTES));
         for (offset, piece) in pieces {
@@ -124,13 +139,11 @@ impl Store {
 
     /// Fails when nothing may change any more.
     fn check(&self) -> io::Result<()> {
-        match self.order.refuses() {
-            false => Ok(()),
-            true => Err(io::Error::other(
-                "an error came while its tables moved; nothing in them changes until the image is \
-                 opened again",
-            )),
-        }
+        self.order.refuses().map_or(Ok(()), |why| {
+            Err(io::Error::other(format!(
+                "{why}; nothing in its tables changes until the image is opened again"
+            )))
+        })
     }
 
     /// Writes a header that moves the table of reference counts.
@@ -227,6 +240,13 @@ impl Store {
     }
 }
 
+/// The image is damaged, or was made to look so.
+fn wrong(what: Wrong) -> io::Error {
+    io::Error::other(format!(
+        "{what}; repair it with `qemu-img check -r all`, or open it read-only"
+    ))
+}
+
 impl Storage for Store {
     fn req_align(&self) -> usize {
         iomem::fits(self.source.info().logical_block_bytes, "a block")
@@ -241,6 +261,7 @@ impl Storage for Store {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
         self.read_at(&mut data, offset).await?;
         self.order.cover(offset, &mut data);
+        self.order.check_read(offset, &data).map_err(wrong)?;
         bufv.copy_from_slice(&data);
         Ok(())
     }
@@ -255,7 +276,7 @@ impl Storage for Store {
             Way::Counts => self.write_counts(&data, offset).await,
             // imago would go on with the old table, whatever the file says.
             Way::BetweenFlushes => {
-                self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse())
+                self.write_header(&data, offset).await.inspect_err(|_| self.order.refuse(MOVED))
             }
             Way::Refused => self.check(),
         }

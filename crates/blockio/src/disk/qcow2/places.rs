@@ -1,0 +1,221 @@
+//! Where an image has its tables. imago believes what an image says of them: that no two are in one
+//! place, and that no place that one has counts as free. It would search for space without end, or
+//! give a place out twice, or end the daemon with a failed assertion. So an image is refused of
+//! which that is not true, and so is a change that would make it untrue.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What is wrong with an image. What to do about it is said with the error.
+pub(super) type Wrong = &'static str;
+
+pub(super) const ONE_PLACE: Wrong = "two of its tables are in one place";
+const UNALIGNED: Wrong = "one of its tables does not begin with a cluster";
+const IS_FREE: Wrong = "a place counts as free that has one of its tables";
+
+/// A table, by where the entry is that names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Table {
+    /// One of L2, by its index in L1.
+    Second(u64),
+    /// A block of reference counts, by its index in their table.
+    Block(u64),
+}
+
+/// The tables of an image that is written to, by place.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    cluster_bytes: u64,
+    count_bits: u32,
+    /// L1 and the table of blocks, in whole clusters.
+    first: Range<u64>,
+    blocks: Range<u64>,
+    tables: BTreeMap<u64, Table>,
+}
+
+impl Places {
+    /// Begins anew with another place of L1 or of the table of blocks.
+    pub(super) fn set_roots(
+        &mut self,
+        cluster_bytes: u64,
+        count_bits: u32,
+        first: &Range<u64>,
+        blocks: &Range<u64>,
+    ) -> Result<(), Wrong> {
+        self.cluster_bytes = cluster_bytes;
+        self.count_bits = count_bits;
+        let whole = |range: &Range<u64>| {
+            let end = range.end.checked_next_multiple_of(cluster_bytes).unwrap_or(u64::MAX);
+            range.start..end
+        };
+        (self.first, self.blocks) = (whole(first), whole(blocks));
+        let all = [&(0..cluster_bytes), &self.first, &self.blocks];
+        if all.iter().any(|range| !range.start.is_multiple_of(cluster_bytes)) {
+            return Err(UNALIGNED);
+        }
+        let pairs = [(0, 1), (0, 2), (1, 2)];
+        let one = pairs.iter().any(|(one, other)| overlap(all[*one], all[*other]));
+        let roots = [&self.first, &self.blocks];
+        let with_others = roots.iter().any(|root| self.tables.range((*root).clone()).count() > 0);
+        if one || with_others { Err(ONE_PLACE) } else { Ok(()) }
+    }
+
+    /// Learns that a table is there, or that it still is.
+    pub(super) fn learn(&mut self, place: u64, table: Table) -> Result<(), Wrong> {
+        if !place.is_multiple_of(self.cluster_bytes) {
+            return Err(UNALIGNED);
+        }
+        let in_root = [&self.first, &self.blocks].iter().any(|range| range.contains(&place));
+        let other = *self.tables.entry(place).or_insert(table);
+        if place == 0 || in_root || other != table { Err(ONE_PLACE) } else { Ok(()) }
+    }
+
+    pub(super) fn get(&self, place: u64) -> Option<Table> {
+        self.tables.get(&place).copied()
+    }
+
+    /// Whether bytes of the file are those of a table or of the header.
+    pub(super) fn has(&self, range: &Range<u64>) -> bool {
+        let cluster = self.cluster_bytes.max(1);
+        let start = range.start - range.start % cluster;
+        [&(0..cluster), &self.first, &self.blocks].iter().any(|root| overlap(root, range))
+            || self.tables.range(start..range.end.max(start)).next().is_some()
+    }
+
+    /// How many bytes of the file one block counts.
+    fn covered(&self) -> u64 {
+        (self.cluster_bytes * 8 / u64::from(self.count_bits.max(1)))
+            .saturating_mul(self.cluster_bytes)
+    }
+
+    /// Whether each table has a block that counts it, of which `blocks` says which ones there are.
+    pub(super) fn check_counted(&self, has_block: impl Fn(u64) -> bool) -> Result<(), Wrong> {
+        let covered = self.covered().max(1);
+        let all = |range: &Range<u64>| {
+            let end = range.end.div_ceil(covered);
+            (range.start / covered..end.max(range.start / covered)).all(&has_block)
+        };
+        let roots = all(&(0..1)) && all(&self.first) && all(&self.blocks);
+        match roots && self.tables.keys().all(|place| has_block(place / covered)) {
+            true => Ok(()),
+            false => Err(IS_FREE),
+        }
+    }
+
+    /// Whether no table that a block counts is free by it.
+    pub(super) fn check_block(&self, index: u64, counts: &[u8]) -> Result<(), Wrong> {
+        let covered = self.covered();
+        let start = index.saturating_mul(covered);
+        let range = start..start.saturating_add(covered);
+        let is_used = |place: u64| self.is_used(place - start, counts);
+        let root = |root: &Range<u64>| {
+            let from = root.start.max(range.start);
+            let end = root.end.min(range.end);
+            (from..end.max(from)).step_by(iomem::fits(self.cluster_bytes, "a cluster")).all(is_used)
+        };
+        let roots = root(&(0..self.cluster_bytes)) && root(&self.first) && root(&self.blocks);
+        match roots && self.tables.range(range.clone()).all(|(place, _)| is_used(*place)) {
+            true => Ok(()),
+            false => Err(IS_FREE),
+        }
+    }
+
+    /// Whether a count is above zero, of the cluster so far behind the first one of a block. Those
+    /// of less than a byte begin with its lowest bits.
+    fn is_used(&self, behind: u64, counts: &[u8]) -> bool {
+        let bits = u64::from(self.count_bits);
+        let bit = behind / self.cluster_bytes * bits;
+        let at: usize = iomem::fits(bit / 8, "a place in a block");
+        if bits >= 8 {
+            let bytes: usize = iomem::fits(bits / 8, "bytes of a count");
+            return counts.get(at..at + bytes).is_some_and(|count| count.iter().any(|b| *b != 0));
+        }
+        let mask = ((1u16 << bits) - 1) << (bit % 8);
+        counts.get(at).is_some_and(|byte| u16::from(*byte) & mask != 0)
+    }
+}
+
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CLUSTER: u64 = 512;
+
+    fn places(bits: u32) -> Places {
+        let mut places = Places::default();
+        let (first, blocks) = (2 * CLUSTER..2 * CLUSTER + 80, CLUSTER..2 * CLUSTER);
+        places.set_roots(CLUSTER, bits, &first, &blocks).unwrap();
+        places.learn(3 * CLUSTER, Table::Block(0)).unwrap();
+        places.learn(4 * CLUSTER, Table::Second(0)).unwrap();
+        places
+    }
+
+    #[test]
+    fn no_two_tables_are_in_one_place() {
+        let mut known = places(16);
+        known.learn(4 * CLUSTER, Table::Second(0)).unwrap();
+        for (place, table) in [
+            (4 * CLUSTER, Table::Second(1)),
+            (4 * CLUSTER, Table::Block(0)),
+            (3 * CLUSTER, Table::Block(1)),
+            (0, Table::Second(5)),
+            (CLUSTER, Table::Second(6)),
+            (2 * CLUSTER, Table::Block(7)),
+        ] {
+            assert_eq!(known.learn(place, table), Err(ONE_PLACE), "{place} {table:?}");
+        }
+        assert_eq!(known.learn(CLUSTER * 9 + 8, Table::Second(9)), Err(UNALIGNED));
+        for (first, blocks) in [
+            (CLUSTER..CLUSTER + 8, CLUSTER..2 * CLUSTER),
+            (0..8, CLUSTER..2 * CLUSTER),
+            (4 * CLUSTER..5 * CLUSTER, CLUSTER..2 * CLUSTER),
+            (CLUSTER * 20..CLUSTER * 21, 0..u64::MAX),
+        ] {
+            let mut known = places(16);
+            assert_eq!(known.set_roots(CLUSTER, 16, &first, &blocks), Err(ONE_PLACE));
+        }
+    }
+
+    #[test]
+    fn data_is_not_where_a_table_is() {
+        let known = places(16);
+        for cluster in 0..5 {
+            let at = cluster * CLUSTER;
+            assert!(known.has(&(at + 100..at + 101)), "{cluster}");
+            assert!(known.has(&(at.saturating_sub(1)..at + 1)), "{cluster}");
+        }
+        assert!(!known.has(&(5 * CLUSTER..100 * CLUSTER)));
+    }
+
+    #[test]
+    fn no_table_counts_as_free_whatever_the_width_of_counts() {
+        for bits in [1, 2, 4, 8, 16, 32, 64] {
+            let known = places(bits);
+            let bits: usize = iomem::fits(bits, "bits");
+            let mut counts = vec![0; 512];
+            for cluster in 0..5 {
+                assert_eq!(known.check_block(0, &counts), Err(IS_FREE), "{bits} {cluster}");
+                // The lowest bit of a count is in its last byte.
+                let bit = cluster * bits;
+                let at = if bits < 8 { bit / 8 } else { (bit + bits) / 8 - 1 };
+                counts[at] |= 1 << (bit % 8);
+            }
+            known.check_block(0, &counts).unwrap();
+            known.check_block(1, &[0; 512]).unwrap();
+        }
+    }
+
+    #[test]
+    fn each_table_is_counted_by_a_block() {
+        let mut known = places(64);
+        known.check_counted(|index| index == 0).unwrap();
+        assert_eq!(known.check_counted(|_| false), Err(IS_FREE));
+        known.learn(64 * CLUSTER, Table::Second(1)).unwrap();
+        assert_eq!(known.check_counted(|index| index == 0), Err(IS_FREE));
+        known.check_counted(|index| index < 2).unwrap();
+    }
+}

@@ -1,0 +1,89 @@
+//! Images of a hostile user: whatever is in a qcow2 file, opening it ends, and so does each request
+//! to the disk in it.
+//!
+//! The input is a list of requests, and the file.
+
+#![no_main]
+
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use blockio::disk::Disk;
+use blockio::disk::qcow2::Layer;
+use blockio::{Buffers, DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
+use libfuzzer_sys::fuzz_target;
+use ringhaul_fuzz::{Input, memfd};
+
+const SECTOR_BYTES: u64 = 512;
+/// The most that one request moves.
+const SECTORS_MAX: u64 = 64;
+/// The most that the disk grows by.
+const GROWTH_SECTORS_MAX: u64 = 1 << 16;
+const REQUESTS_MAX: u8 = 24;
+
+struct Request {
+    kind: u8,
+    place: u16,
+    sectors: u8,
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input::new(bytes);
+    let read_only = input.u8() & 1 != 0;
+    let count = input.u8() % REQUESTS_MAX;
+    let requests: Vec<_> = (0..count)
+        .map(|_| Request { kind: input.u8(), place: input.u16(), sectors: input.u8() })
+        .collect();
+    let image = input.rest();
+    let mut file = memfd((image.len() as u64).next_multiple_of(SECTOR_BYTES));
+    file.write_all(image).expect("a memfd has room");
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let options =
+        DiskOptions { no_lock: true, holds_image: true, read_only, ..DiskOptions::default() };
+    let Ok(below) = DiskSource::file(Path::new(&path), &options) else { return };
+    let Ok(layer) = Layer::qcow2(below) else { return };
+    let Ok(source) = DiskSource::qcow2(vec![layer], false) else { return };
+    let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).expect("an IoThread");
+    let disk = source.attach(thread.io());
+    for request in requests {
+        let size = source.info().size_bytes;
+        if request.kind % 8 == 7 {
+            let more = u64::from(request.place) % GROWTH_SECTORS_MAX * SECTOR_BYTES;
+            // It may be too large, or read-only.
+            let _ = source.set_size(size.saturating_add(more), || ());
+            continue;
+        }
+        thread.block_on(ask(&disk, &request, size)).expect("it ends");
+    }
+});
+
+/// What becomes of it is the image's affair: it may have places for data that no file can have.
+async fn ask(disk: &Disk, request: &Request, size: u64) {
+    let last = size / SECTOR_BYTES - 1;
+    let place = u64::from(request.place);
+    // Every other one counts from the end.
+    let first = if place & 1 == 0 { (place / 2).min(last) } else { last.saturating_sub(place / 2) };
+    let sectors = (u64::from(request.sectors) % SECTORS_MAX + 1).min(last - first + 1);
+    let (offset, len) = (first * SECTOR_BYTES, sectors * SECTOR_BYTES);
+    // Those that move nothing may be long.
+    let long = len.saturating_mul(1 << (request.kind >> 3)).min(size - offset);
+    let long = long - long % SECTOR_BYTES;
+    let memory = || {
+        let bytes = usize::try_from(len).expect("a short request");
+        Buffers::aligned(bytes, 512)
+    };
+    let _ = match request.kind % 8 {
+        0 => disk.read(offset, memory()).await.is_ok(),
+        1 | 2 => {
+            let memory = memory();
+            memory.copy_from(0, &[request.sectors; 512]);
+            disk.write(offset, memory, request.kind & 8 != 0).await.is_ok()
+        }
+        3 => disk.discard(offset, long).await.is_ok(),
+        4 => disk.write_zeroes(offset, len, request.kind & 8 != 0).await.is_ok(),
+        5 => disk.flush().await.is_ok(),
+        _ => disk.block_status(offset, long).await.is_ok(),
+    };
+}
