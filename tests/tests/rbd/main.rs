@@ -6,6 +6,7 @@
 mod away;
 mod clients;
 mod data;
+mod layers;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -102,13 +103,15 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 19] = [
+    let parts: [(&str, Part); 21] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
         ("what was flushed survives the OSD", data::flushed),
         ("sizes", data::resized),
         ("snapshots and clones", data::snapshots),
+        ("an image of a format over one in the cluster", layers::qcow2),
+        ("an encrypted disk over an image in the cluster", layers::luks),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
         ("two clients pass the lock on", clients::lock_is_passed_on),
