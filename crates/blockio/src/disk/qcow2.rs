@@ -16,6 +16,7 @@ mod hostile_tests;
 mod order;
 mod owner;
 mod places;
+mod room;
 mod storage;
 mod table;
 mod uses;
@@ -29,6 +30,7 @@ pub use core::Layer;
 use core::{Core, TOO_LONG_BELOW, refused};
 pub use header::{BackingFile, ImageHeader};
 use owner::{Image, Job};
+use room::Room;
 use storage::Store;
 use table::{LAYERS_MAX, Table};
 
@@ -50,56 +52,63 @@ impl DiskSource {
     ///
     /// When the image is damaged, or has more than 32 layers.
     pub fn qcow2(layers: Vec<Layer>, is_deferred: bool) -> Result<Self, Error> {
-        let Some(Layer { source, header: Some(header) }) = layers.first() else {
-            return Err(Error::Options("an image has a header".to_owned()));
-        };
-        let (source, header) = (source.clone(), header.clone());
-        if layers.len() > LAYERS_MAX {
-            let reason = format!(
-                "it has {} layers of backing files, and at most {LAYERS_MAX} can be; merge some \
-                 with `qemu-img commit`",
-                layers.len()
-            );
-            return Err(refused(&source, reason));
-        }
-        let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
-        let unit = headers.map(|header| header.cluster_bytes).min();
-        let table = Table::new(unit.unwrap_or(header.cluster_bytes));
-        if header.size_bytes > table.bytes_max() {
-            let reason = format!("a disk of {} bytes is too large", header.size_bytes);
-            return Err(refused(&source, reason));
-        }
-        let below = source.info();
-        let info = DiskInfo { size_bytes: header.size_bytes, ..below };
-        let order = Arc::default();
-        let core = Arc::new(Core {
-            table,
-            top: Store::new(0, source.clone(), &order),
-            order,
-            layers,
-            cluster_bytes: header.cluster_bytes.into(),
-            has_zero_clusters: header.has_zero_clusters(),
-            size_bytes: AtomicU64::new(header.size_bytes),
-            committed: AtomicU64::new(0),
-            stable: AtomicU64::new(0),
-            users: Mutex::default(),
-        });
-        let (owner, ended) = owner::start(&core)?;
-        let image = Image { owner, ended: Mutex::new(Some(ended)), core };
-        if !is_deferred {
-            owner::ask_and_wait(&image.owner, Job::Open).map_err(|error| {
-                let reason =
-                    format!("it cannot be opened: {error}; look at it with `qemu-img check`");
-                refused(&source, reason)
-            })?;
-        }
-        let identity = match source.identity() {
-            "" => String::new(),
-            file => format!("{file}, qcow2"),
-        };
-        let source = Qcow2Source { image: Arc::new(image), identity };
+        let (info, source) = open_image(layers, is_deferred)?;
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }
+}
+
+fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2Source), Error> {
+    let Some(Layer { source, header: Some(header) }) = layers.first() else {
+        return Err(Error::Options("an image has a header".to_owned()));
+    };
+    let (source, header) = (source.clone(), header.clone());
+    if layers.len() > LAYERS_MAX {
+        let reason = format!(
+            "it has {} layers of backing files, and at most {LAYERS_MAX} can be; merge some \
+                 with `qemu-img commit`",
+            layers.len()
+        );
+        return Err(refused(&source, reason));
+    }
+    let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
+    let unit = headers.map(|header| header.cluster_bytes).min();
+    let table = Table::new(unit.unwrap_or(header.cluster_bytes));
+    if header.size_bytes > table.bytes_max() {
+        let reason = format!("a disk of {} bytes is too large", header.size_bytes);
+        return Err(refused(&source, reason));
+    }
+    let below = source.info();
+    let info = DiskInfo { size_bytes: header.size_bytes, ..below };
+    let clusters =
+        |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
+    let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
+    let order = Arc::default();
+    let core = Arc::new(Core {
+        table,
+        top: Store::new(0, source.clone(), &order, &room),
+        order,
+        room,
+        layers,
+        cluster_bytes: header.cluster_bytes.into(),
+        has_zero_clusters: header.has_zero_clusters(),
+        size_bytes: AtomicU64::new(header.size_bytes),
+        committed: AtomicU64::new(0),
+        stable: AtomicU64::new(0),
+        users: Mutex::default(),
+    });
+    let (owner, ended) = owner::start(&core)?;
+    let image = Image { owner, ended: Mutex::new(Some(ended)), core };
+    if !is_deferred {
+        owner::ask_and_wait(&image.owner, Job::Open).map_err(|error| {
+            let reason = format!("it cannot be opened: {error}; look at it with `qemu-img check`");
+            refused(&source, reason)
+        })?;
+    }
+    let identity = match source.identity() {
+        "" => String::new(),
+        file => format!("{file}, qcow2"),
+    };
+    Ok((info, Qcow2Source { image: Arc::new(image), identity }))
 }
 
 struct Qcow2Source {

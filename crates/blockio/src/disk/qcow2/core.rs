@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::header::{self, BackingFile, ImageHeader};
 use super::order::Order;
+use super::room::Room;
 use super::storage::Store;
 use super::table::Table;
 use super::uses::Uses;
@@ -103,6 +104,7 @@ pub(super) struct Core {
     pub(super) table: Table,
     pub(super) top: Store,
     pub(super) order: Arc<Order>,
+    pub(super) room: Arc<Room>,
     pub(super) layers: Vec<Layer>,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,

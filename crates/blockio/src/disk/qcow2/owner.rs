@@ -6,6 +6,7 @@
 //! tables of the image is in the file before the request is answered, and before others may use it.
 //! Many changes share one such commit. A flush of the file then makes all of it stable.
 
+mod alone;
 mod clear;
 
 use std::cell::{Cell, RefCell};
@@ -54,10 +55,6 @@ pub(super) enum Job {
 
 /// How many units are looked up at once, since their neighbours will be wanted too.
 const UNITS_AHEAD: u64 = 256;
-
-/// How many jobs use tables at once, of which imago has 128 in memory: with none that is unused it
-/// fails. A job may need a second one while it has one.
-const JOBS_MAX: usize = 64;
 
 type Format = FormatAccess<Store>;
 
@@ -172,6 +169,7 @@ struct Owner {
 
 impl Owner {
     fn new(core: Arc<Core>, io: Rc<Io>) -> Self {
+        let turns = Semaphore::new(core.room.jobs());
         Self {
             core,
             io,
@@ -180,7 +178,7 @@ impl Owner {
             committed: Cell::new(0),
             failed: Cell::new(false),
             new: RefCell::default(),
-            turns: Semaphore::new(JOBS_MAX),
+            turns,
             rare: RefCell::default(),
         }
     }
@@ -221,7 +219,11 @@ impl Owner {
     /// Waits until few enough others use tables. It comes before the lock of the image: who has
     /// that must not wait for those who want it.
     async fn turn(&self) -> io::Result<SemaphorePermit<'_>> {
-        self.turns.acquire().await.map_err(io::Error::other)
+        let turn = self.turns.acquire().await.map_err(io::Error::other)?;
+        if self.core.room.is_used_up() {
+            drop(self.alone().await?);
+        }
+        Ok(turn)
     }
 
     async fn read(&self, range: Range<u64>) -> io::Result<Vec<u8>> {
@@ -315,20 +317,6 @@ impl Owner {
         Ok(is_possible)
     }
 
-    async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
-        let image = self.image().await?.write().await;
-        self.settle(range).await;
-        self.commit_what_failed(&image).await?;
-        let mut done = 0;
-        while done < data.len() {
-            let at = range.start + done as u64;
-            let written = self.write_some(&image, at, &data[done..]).await;
-            self.commit_to(&image).await?;
-            done += written?;
-        }
-        Ok(())
-    }
-
     /// Whether a change of clusters that a range touches gives up space of this image: they are
     /// compressed, or others use them too.
     async fn gives_up(&self, image: &Format, range: &Range<u64>) -> io::Result<bool> {
@@ -380,14 +368,6 @@ impl Owner {
             return Ok(());
         }
         self.commit_to(&image).await
-    }
-
-    /// Comes before all that takes or gives up space and is alone with the image.
-    async fn commit_what_failed(&self, image: &Format) -> io::Result<()> {
-        match self.failed.get() {
-            true => self.commit_to(image).await,
-            false => Ok(()),
-        }
     }
 
     async fn commit_to(&self, image: &Format) -> io::Result<()> {
@@ -461,7 +441,7 @@ async fn has_any(
 async fn open(core: &Core) -> io::Result<Format> {
     let mut below: Option<Format> = None;
     for (index, Layer { source, header }) in core.layers.iter().enumerate().rev() {
-        let store = Store::new(index, source.clone(), &core.order);
+        let store = Store::new(index, source.clone(), &core.order, &core.room);
         store.look().map_err(io::Error::other)?;
         let opened = match header {
             None => FormatAccess::new(Raw::open_image(store, false).await?),

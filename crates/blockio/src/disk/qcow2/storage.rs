@@ -14,6 +14,7 @@ use iomem::Buffers;
 
 use super::order::{FRONT_BYTES, Held, Order, Tables, Way};
 use super::places::Wrong;
+use super::room::Room;
 use crate::bounce::BounceShare;
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
@@ -57,13 +58,20 @@ pub(super) struct Store {
     source: DiskSource,
     /// That of the image that is written to.
     order: Arc<Order>,
+    room: Arc<Room>,
     helper: CommonStorageHelper,
 }
 
 impl Store {
-    pub(super) fn new(layer: usize, source: DiskSource, order: &Arc<Order>) -> Self {
+    pub(super) fn new(
+        layer: usize,
+        source: DiskSource,
+        order: &Arc<Order>,
+        room: &Arc<Room>,
+    ) -> Self {
         let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
-        Self { layer, source, order, helper: CommonStorageHelper::default() }
+        let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
+        Self { layer, source, order, room, helper }
     }
 
     /// How long the file is.
@@ -259,6 +267,7 @@ impl Storage for Store {
     // SAFETY: what imago has not aligned is refused by the disk; memory is not shared.
     async unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
+        self.room.note(self.layer, offset, data.len());
         self.read_at(&mut data, offset).await?;
         self.order.cover(offset, &mut data);
         self.order.check_read(offset, &data).map_err(wrong)?;
@@ -269,6 +278,7 @@ impl Storage for Store {
     // SAFETY: as `pure_readv`.
     async unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
         let mut data = vec![0; iomem::fits(bufv.len(), "bytes in memory")];
+        self.room.note(self.layer, offset, data.len());
         bufv.copy_into_slice(&mut data);
         match self.order.sort(offset, &data) {
             Way::Now => self.write_at(&data, offset).await,

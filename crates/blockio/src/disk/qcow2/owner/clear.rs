@@ -24,7 +24,7 @@ impl Owner {
             // What lies below would be seen instead.
             return Ok(());
         }
-        let mut image = self.image().await?.write().await;
+        let mut image = self.alone().await?;
         self.settle(&range).await;
         self.commit_what_failed(&image).await?;
         self.empty(&mut image, &range).await?;
@@ -36,12 +36,12 @@ impl Owner {
             return self.write_zeroes(range).await;
         }
         let whole = {
-            let mut image = self.image().await?.write().await;
+            let mut image = self.alone().await?;
             self.settle(&range).await;
             self.commit_what_failed(&image).await?;
             let whole = match may_unmap {
                 true => self.empty(&mut image, &range).await?,
-                false => self.cover_with_zeroes(&image, &range).await?,
+                false => self.cover_with_zeroes(&mut image, &range).await?,
             };
             self.commit_to(&image).await?;
             whole
@@ -77,11 +77,12 @@ impl Owner {
     /// these are. The caller commits what is left of that.
     async fn cover_with_zeroes(
         &self,
-        image: &Format,
+        image: &mut Format,
         range: &Range<u64>,
     ) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
         for part in self.parts(&whole) {
+            self.make_room(image).await;
             if !has_any(image, &part, is_data).await? {
                 continue;
             }
@@ -101,6 +102,7 @@ impl Owner {
     async fn empty(&self, image: &mut Format, range: &Range<u64>) -> io::Result<Range<u64>> {
         let whole = self.whole_clusters(range, image.size());
         for part in self.parts(&whole) {
+            self.make_room(image).await;
             // Where nothing is, not even a table is needed.
             let is_there = |mapping: &Mapping<'_, Store>| {
                 !matches!(mapping, Mapping::Zero { explicit: false, .. })

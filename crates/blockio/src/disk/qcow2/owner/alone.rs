@@ -1,0 +1,58 @@
+//! Jobs that have the image for themselves.
+
+use std::io;
+use std::ops::Range;
+
+use tokio::sync::RwLockWriteGuard;
+
+use super::{Format, Owner, open};
+
+impl Owner {
+    /// Has the image for one job only.
+    pub(super) async fn alone(&self) -> io::Result<RwLockWriteGuard<'_, Format>> {
+        let mut image = self.image().await?.write().await;
+        self.make_room(&mut image).await;
+        Ok(image)
+    }
+
+    /// Opens the image anew when its tables take too much memory. If that fails it stays open, and
+    /// imago has more of them until the next time.
+    pub(super) async fn make_room(&self, image: &mut Format) {
+        if !self.core.room.is_used_up() {
+            return;
+        }
+        let opened = async {
+            if self.failed.get() || self.committed.get() < self.changed.get() {
+                self.commit_to(image).await?;
+            }
+            open(&self.core).await
+        };
+        match opened.await {
+            Ok(opened) => *image = opened,
+            Err(error) => self.tell(&error),
+        }
+        self.core.room.clear();
+    }
+
+    pub(super) async fn write_alone(&self, range: &Range<u64>, data: &[u8]) -> io::Result<()> {
+        let image = self.alone().await?;
+        self.settle(range).await;
+        self.commit_what_failed(&image).await?;
+        let mut done = 0;
+        while done < data.len() {
+            let at = range.start + done as u64;
+            let written = self.write_some(&image, at, &data[done..]).await;
+            self.commit_to(&image).await?;
+            done += written?;
+        }
+        Ok(())
+    }
+
+    /// Comes before all that takes or gives up space and is alone with the image.
+    pub(super) async fn commit_what_failed(&self, image: &Format) -> io::Result<()> {
+        match self.failed.get() {
+            true => self.commit_to(image).await,
+            false => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! How much memory the tables of an image take. imago keeps up to 160 of them for each layer, each
+//! as long as a cluster, and has no option for that: 10 MiB with clusters of 64 KiB, 320 MiB with
+//! those of 2 MiB. Where that can be too much, what it has read or made is counted here, and the
+//! owner opens the image anew when it is used up.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The most bytes of tables, but for those that running jobs need: as much again, or what one
+/// job needs. Tests have less, so that images are opened anew in all of them.
+const BYTES_MAX: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
+
+/// The most tables of a layer that imago keeps: of L2, and blocks of reference counts.
+const TABLES_MAX: u64 = 128 + 32;
+
+/// How many jobs use tables at once, of which imago has 128 in memory: with none that is unused it
+/// fails. A job may need a second one while it has one.
+const JOBS_MAX: u64 = 64;
+
+#[derive(Debug)]
+pub(super) struct Room {
+    /// By layer.
+    cluster_bytes: Vec<u64>,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug, Default)]
+struct Loaded {
+    /// By layer and place. Data of a whole cluster counts as well.
+    places: HashSet<(usize, u64)>,
+    bytes: u64,
+    #[cfg(test)]
+    most_bytes: u64,
+}
+
+impl Room {
+    /// For layers with such clusters. Zero: a layer without any.
+    pub(super) fn new(cluster_bytes: Vec<u64>) -> Self {
+        Self { cluster_bytes, loaded: Mutex::default() }
+    }
+
+    fn is_bounded_by_imago(&self) -> bool {
+        self.cluster_bytes.iter().sum::<u64>() * TABLES_MAX <= BYTES_MAX
+    }
+
+    /// How many jobs may use tables at once.
+    pub(super) fn jobs(&self) -> usize {
+        let of_job = 2 * self.cluster_bytes.iter().sum::<u64>().max(1);
+        iomem::fits((BYTES_MAX / of_job).clamp(1, JOBS_MAX), "a number of jobs")
+    }
+
+    /// Counts what was read from a layer or written to it, if it can be a table.
+    pub(super) fn note(&self, layer: usize, offset: u64, bytes: usize) {
+        let bytes = bytes as u64;
+        if self.cluster_bytes.get(layer) != Some(&bytes) || self.is_bounded_by_imago() {
+            return;
+        }
+        let mut loaded = self.loaded();
+        if loaded.places.insert((layer, offset)) {
+            loaded.bytes += bytes;
+            #[cfg(test)]
+            (loaded.most_bytes = loaded.most_bytes.max(loaded.bytes));
+        }
+    }
+
+    pub(super) fn is_used_up(&self) -> bool {
+        self.loaded().bytes >= BYTES_MAX
+    }
+
+    /// Begins anew.
+    pub(super) fn clear(&self) {
+        let mut loaded = self.loaded();
+        loaded.places.clear();
+        loaded.bytes = 0;
+    }
+
+    fn loaded(&self) -> MutexGuard<'_, Loaded> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::Arc;
+
+    use iomem::Buffers;
+
+    use super::*;
+    use crate::config::IoThreadConfig;
+    use crate::disk::qcow2::{Layer, open_image};
+    use crate::disk::{DiskOptions, DiskSource, SourceKind};
+    use crate::io_thread::IoThread;
+
+    const CLUSTER: u64 = 64 << 10;
+    /// What the entries of one table are of.
+    const PART: u64 = CLUSTER * CLUSTER / 8;
+    const PARTS: u64 = 40;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn tables_take_no_more_memory_than_they_may() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut make = Command::new("qemu-img");
+        let made = make.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("20G").status();
+        if made.is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let (info, source) = open_image(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        let room = Arc::clone(&source.image.core.room);
+        let source = DiskSource::new(info, SourceKind::Other(Arc::new(source)));
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        for part in 0..PARTS {
+            let memory = Buffers::aligned(512, 512);
+            memory.copy_from(0, &part.to_le_bytes());
+            thread.block_on(disk.write(part * PART, memory, false)).unwrap().unwrap();
+        }
+        // The one that goes beyond the bound, its block of counts, and data of a cluster.
+        let most = room.loaded().most_bytes;
+        assert!((BYTES_MAX..BYTES_MAX + 4 * CLUSTER).contains(&most), "{most}");
+        drop(disk);
+        drop(source);
+        let check = Command::new("qemu-img").args(["check", "-q"]).arg(file.path()).status();
+        assert!(check.unwrap().success());
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let source = DiskSource::qcow2(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        let disk = source.attach(thread.io());
+        for part in 0..PARTS {
+            let memory = Buffers::aligned(512, 512);
+            let read = memory.again();
+            thread.block_on(disk.read(part * PART, memory)).unwrap().unwrap();
+            let mut data = [0; 8];
+            read.copy_to(0, &mut data);
+            assert_eq!(u64::from_le_bytes(data), part);
+        }
+    }
+
+    #[test]
+    fn few_jobs_use_large_tables_at_once() {
+        for (layers, jobs) in [(&[512][..], 64), (&[64 << 10], 8), (&[2 << 20; 32], 1)] {
+            assert_eq!(Room::new(layers.to_vec()).jobs(), jobs);
+        }
+    }
+}
