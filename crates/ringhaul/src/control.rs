@@ -395,9 +395,14 @@ impl Turn<'_> {
     /// # Errors
     ///
     /// When another process has taken over.
-    pub(crate) fn claim_unit(&self) -> Answered<bool> {
-        let place = self.place.expect("a unit has a place");
-        self.control.ask(|answer| Order::ClaimUnit(self.id, place, answer))
+    pub(crate) fn claim(&self) -> Answered<bool> {
+        self.control.ask(|answer| Order::KeepHere(self.id, self.place, true, answer))
+    }
+
+    /// Lets another process take over: what is left to do is none of its business.
+    pub(crate) fn let_go(&self) {
+        // When one has, or the export has ended, there is nothing to let go.
+        let _ = self.control.ask(|answer| Order::KeepHere(self.id, self.place, false, answer));
     }
 
     /// Ends with a unit on this disk. Returns false when its export has ended meanwhile.

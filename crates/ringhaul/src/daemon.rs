@@ -4,7 +4,9 @@ mod adding;
 pub(crate) mod hand_over;
 mod opening;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
@@ -12,7 +14,9 @@ use device::scsi::access::DiskAccess;
 use device::{CallWatch, Device};
 
 use crate::command::{Command, CommandError, NewSize, Reply};
-use crate::control::{ChangingUnit, Control, ExportSetup, ResizingDisk, UnitChange, WatchedDisk};
+use crate::control::{
+    ChangingUnit, Control, ExportSetup, ResizingDisk, Turn, UnitChange, WatchedDisk,
+};
 use crate::disk_accesses::DiskAccesses;
 use crate::disk_rules::{LimitGroups, RulesChange};
 use crate::disk_user::user;
@@ -30,6 +34,9 @@ use crate::subscribers::Subscribers;
 use crate::succession::{PassedOn, Succession};
 use crate::takeover::format::Life;
 use crate::thread_watch::ThreadWatch;
+
+/// How long a unit may take to close before it keeps no other process from taking over.
+const CLOSE_MAX: Duration = Duration::from_secs(1);
 
 /// Serves disks. It has any number of exports, each known by its name, that of its socket.
 ///
@@ -241,7 +248,7 @@ impl Daemon {
         self.groups.apply(&disk.source, &wanted.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
-        if !turn.claim_unit()? {
+        if !turn.claim()? {
             return Err(CommandError::Unknown(export));
         }
         let threads = self.all_threads(&settings)?;
@@ -267,7 +274,7 @@ impl Daemon {
         // they take. Then the disk can be opened again.
         drop((device, removed));
         if let Some(unit) = unit {
-            unit.close();
+            close_unit(|| unit.close(), &turn);
         }
         turn.end_removed();
         tracing::info!(export, "logical unit {place} is removed");
@@ -282,8 +289,9 @@ impl Daemon {
     ) -> Result<Reply, CommandError> {
         let (resizing, turn) = self.control.begin_resize(export.clone(), place)?;
         let ResizingDisk { device, disk, .. } = resizing;
-        let before = disk.info().size_bytes;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
+        let before = disk.info().size_bytes;
+        let _resizing = self.accesses.begin_resize(&disk);
         // Others may have the disk, too, which they have opened by themselves.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
         let held = access.as_ref().map(|access| access.hold_size());
@@ -393,6 +401,24 @@ impl Ending {
         }
         Ok(outcome)
     }
+}
+
+/// Has `close` close a unit that was removed. If its requests or its file system take long, another
+/// process may take over meanwhile, which has no such unit.
+fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
+    let (closing, closes) = mpsc::channel::<()>();
+    let watch = move || {
+        if closes.recv_timeout(CLOSE_MAX) == Err(RecvTimeoutError::Timeout) {
+            turn.let_go();
+        }
+    };
+    std::thread::scope(|scope| {
+        // Without it nobody takes over until the unit is closed.
+        let watch_close = std::thread::Builder::new().name("ringhaul-unit".into());
+        let _ = watch_close.spawn_scoped(scope, watch);
+        close();
+        drop(closing);
+    });
 }
 
 /// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `cut_off`

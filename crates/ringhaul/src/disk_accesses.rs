@@ -1,13 +1,16 @@
 //! What several exports of one disk share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use blockio::DiskSource;
 use blockio::disk::Place;
 use device::scsi::access::DiskAccess;
+
+/// How long a new export of a disk waits while the disk gets another size, before it is refused.
+const RESIZE_MAX: Duration = Duration::from_secs(5);
 
 /// The disks that are open.
 #[derive(Default)]
@@ -17,6 +20,27 @@ pub(crate) struct DiskAccesses {
     are_awaited: AtomicBool,
     /// When somebody gave a disk another size last.
     resized: Mutex<Option<Instant>>,
+    /// The identities of disks that somebody gives another size.
+    resizing: Mutex<Vec<String>>,
+    resize_ended: Condvar,
+}
+
+/// A disk gets another size, until this is dropped.
+pub(crate) struct Resizing<'a> {
+    accesses: &'a DiskAccesses,
+    identity: String,
+}
+
+impl Drop for Resizing<'_> {
+    fn drop(&mut self) {
+        let mut resizing = self.accesses.resizing();
+        // Only one: who has the disk as well may wait for its turn.
+        if let Some(index) = resizing.iter().position(|other| *other == self.identity) {
+            resizing.swap_remove(index);
+        }
+        drop(resizing);
+        self.accesses.resize_ended.notify_all();
+    }
 }
 
 /// A disk, and what is shared by those who have it.
@@ -42,18 +66,44 @@ impl DiskAccesses {
     ///
     /// # Errors
     ///
-    /// When that is so, and its size cannot be determined.
+    /// When that is so, and its size cannot be determined, or it is changing and that hangs.
     pub(crate) fn settle_size<'a>(
         &self,
         access: &'a DiskAccess,
         disk: &DiskSource,
         opened: Instant,
     ) -> Result<MutexGuard<'a, ()>> {
+        let is_resizing = |resizing: &mut Vec<String>| {
+            resizing.iter().any(|identity| identity == disk.identity())
+        };
+        let waited = self.resize_ended.wait_timeout_while(self.resizing(), RESIZE_MAX, is_resizing);
+        let (resizing, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        drop(resizing);
+        if waited.timed_out() {
+            bail!(
+                "another export of this disk is being resized, which has not ended after {} s; try \
+                 again when `disk.resize` has been answered",
+                RESIZE_MAX.as_secs()
+            );
+        }
         let held = access.hold_size();
         if self.resized().is_some_and(|resized| resized >= opened) {
             disk.refresh()?;
         }
         Ok(held)
+    }
+
+    /// Somebody begins to give the disk another size, or to wait for others who do.
+    pub(crate) fn begin_resize(&self, disk: &DiskSource) -> Resizing<'_> {
+        let identity = disk.identity().to_owned();
+        if !identity.is_empty() {
+            self.resizing().push(identity.clone());
+        }
+        Resizing { accesses: self, identity }
+    }
+
+    fn resizing(&self) -> MutexGuard<'_, Vec<String>> {
+        self.resizing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A disk has another size, which is held.
@@ -142,6 +192,27 @@ mod tests {
         drop(one);
         assert!(gone.upgrade().is_none());
         drop(of(&file(a.path(), false)));
+    }
+
+    /// Which may hang for as long as its file system does.
+    #[test]
+    fn a_disk_that_is_being_resized_is_waited_for_and_then_refused() {
+        let accesses = DiskAccesses::default();
+        let [disk, other] = [new_file(), new_file()];
+        let [disk, other] = [file(disk.path(), false), file(other.path(), false)];
+        let settle = |disk: &DiskSource| {
+            let access = accesses.of(disk).unwrap();
+            accesses.settle_size(&access, disk, Instant::now()).map(drop)
+        };
+        let resizing = accesses.begin_resize(&disk);
+        settle(&other).unwrap();
+        let refused = settle(&disk).unwrap_err().to_string();
+        assert!(refused.contains("try again when `disk.resize`"), "{refused}");
+        std::thread::scope(|scope| {
+            let settles = scope.spawn(|| settle(&disk));
+            drop(resizing);
+            settles.join().unwrap().unwrap();
+        });
     }
 
     #[test]

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, bench, ringhaul, run, serve};
+use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 
@@ -125,6 +126,36 @@ fn a_disk_that_hangs_while_a_unit_is_added_keeps_no_process_from_taking_over() -
     let added = Client::new(&scene)?.ask("lun.add", &json!({ "export": vm, "unit": unit }))?;
     ensure!(added["error"].is_null(), "{added}");
     run(&mut bench(&vm, "--device scsi --lun 1 --rw read --number_ios 16")?)?.expect_code(0)?;
+    Ok(())
+}
+
+/// A unit that is being closed is gone already.
+#[test]
+fn a_disk_that_hangs_while_a_unit_is_removed_keeps_no_process_from_taking_over() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let vm = scene.socket("vm.sock");
+    let mut command = ringhaul()?;
+    command.arg("serve").arg("--socket-path").arg(&vm).args(["--device", "scsi"]);
+    command.args(["--read-only", "--lock", "off", "--engine", "threads", "--lun", "0,null=1M"]);
+    command.arg("--lun").arg(format!("1,blk-file={}", fuse.file().display()));
+    let daemon = Running::serve(command.arg("--control").arg(scene.socket("control")))?;
+    let mut client = Client::new(&scene)?;
+    fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
+    client.send("lun.remove", &json!({ "export": vm, "lun": 1 }))?;
+    let hangs = fuse.wait_for(opcode::FLUSH);
+    let mut next = None;
+    // A close counts as one that hangs only after a while.
+    let taken = hangs.and_then(|()| {
+        retry(LIMIT, || {
+            let process = next.insert(Running::start(&mut taking_over(&scene)?)?);
+            process.wait_for(TAKEN).map(drop)
+        })
+    });
+    // Whatever has come of it: the kernel keeps a process whose calls hang.
+    fuse.release();
+    taken?;
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 

@@ -45,8 +45,9 @@ pub(super) enum Polled {
 pub(super) struct Changing {
     /// That of virtio-blk has no address.
     pub(super) place: Option<UnitPlace>,
-    /// A disk is being opened for it, which may take long, and nothing else has been done yet.
-    pub(super) is_opening: bool,
+    /// No other process takes over before it ends: it has begun, and what is left does not hang. To
+    /// open or close a disk may take long, and another process needs nothing of it.
+    pub(super) keeps_here: bool,
 }
 
 /// One device and its front-ends, one after the other.

@@ -143,9 +143,9 @@ impl Exports {
             Order::BeginUnit(name, place, change, answer) => {
                 answer.send(self.find(&name).and_then(|export| export.begin_unit(place, change)));
             }
-            Order::ClaimUnit(id, place, answer) => {
+            Order::KeepHere(id, place, keeps_here, answer) => {
                 let export = self.list.iter_mut().find(|export| export.id == id);
-                answer.send(export.map(|export| export.claim_unit(place)).is_some());
+                answer.send(export.map(|export| export.keep_here(place, keeps_here)).is_some());
             }
             Order::BeginResize(name, place, answer) => {
                 answer.send(self.begin_resize(&name, place));

@@ -67,7 +67,7 @@ impl Export {
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        if let Some(changing) = self.changing.iter().find(|changing| !changing.is_opening) {
+        if let Some(changing) = self.changing.iter().find(|changing| changing.keeps_here) {
             return Err(match changing.place {
                 Some(place) => CommandError::UnitBusy(name, place),
                 None => CommandError::DiskBusy(name),

@@ -122,9 +122,9 @@ pub(super) enum Order {
     Stats(Answer<Vec<ExportStats>>),
     /// To begin to change a unit of an export. Nobody else does with its place until that ends.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
-    /// To add the unit soon at the place of this export. No other process takes over before. False:
-    /// the export has ended.
-    ClaimUnit(u64, UnitPlace, Answer<bool>),
+    /// Whether other processes take over before what was begun at the place of this export has
+    /// ended: none does if this is so. False: the export has ended.
+    KeepHere(u64, Option<UnitPlace>, bool, Answer<bool>),
     /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.
     BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
     /// What was begun at a place has ended. The answer is the disk of a unit that was added, for

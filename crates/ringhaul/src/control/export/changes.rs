@@ -43,18 +43,18 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
-        let is_opening = change == UnitChange::Add;
-        self.changing.push(Changing { place: Some(place), is_opening });
+        let keeps_here = change == UnitChange::Remove;
+        self.changing.push(Changing { place: Some(place), keeps_here });
         let settings = self.spec.settings.clone();
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         Ok(ChangingUnit { id: self.id, name, device, settings, endpoint, removed })
     }
 
-    /// A unit is about to be added, whose disk is open.
-    pub(in crate::control) fn claim_unit(&mut self, place: UnitPlace) {
+    /// Whether what was begun at this place keeps other processes from taking over.
+    pub(in crate::control) fn keep_here(&mut self, place: Option<UnitPlace>, keeps_here: bool) {
         let mut changing = self.changing.iter_mut();
-        let unit = changing.find(|other| other.place == Some(place)).expect("its place is kept");
-        unit.is_opening = false;
+        let changing = changing.find(|other| other.place == place).expect("its place is kept");
+        changing.keeps_here = keeps_here;
     }
 
     fn is_changing(&self, place: Option<UnitPlace>) -> bool {
@@ -76,7 +76,7 @@ impl Export {
             Some(place) => return Err(CommandError::UnitBusy(name, place)),
             None => return Err(CommandError::DiskBusy(name)),
         }
-        self.changing.push(Changing { place, is_opening: false });
+        self.changing.push(Changing { place, keeps_here: true });
         let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
         Ok(ResizingDisk { id: self.id, device, disk })
     }
