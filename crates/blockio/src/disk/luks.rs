@@ -10,6 +10,7 @@
 
 mod hash;
 mod header;
+mod memory;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;

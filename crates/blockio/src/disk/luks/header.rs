@@ -2,13 +2,12 @@
 //!
 //! A header may be anybody's: what it asks for is bounded before it is done.
 
-use std::sync::{Mutex, PoisonError};
-
 use argon2::{Algorithm, Argon2, Params, Version};
 use iomem::fits;
 use zeroize::Zeroizing;
 
 use super::hash::{Hash, Key};
+use super::memory::{ALL_KIB, MEMORY};
 use super::xts::{CHUNK_BYTES, Cipher, Direction};
 
 /// The most work that a header may ask of whoever tries a passphrase, in all key slots together.
@@ -27,7 +26,7 @@ impl Default for KeyWork {
     /// at most 32, and never takes more than 1 GiB without being asked. With ten passes over that
     /// for each, twelve key slots can be tried.
     fn default() -> Self {
-        Self { pbkdf2_rounds: 1 << 29, argon2_kib: 1 << 20, argon2_passes_kib: 1 << 27 }
+        Self { pbkdf2_rounds: 1 << 29, argon2_kib: ALL_KIB, argon2_passes_kib: 1 << 27 }
     }
 }
 
@@ -244,17 +243,13 @@ impl Kdf {
                 let params = Params::new(kib, passes, lanes, Some(bytes)).map_err(refused)?;
                 let argon2 = Argon2::new(algorithm, Version::V0x13, params);
                 let mut key = Zeroizing::new(vec![0; bytes]);
-                // Disks that are opened at the same time would have all of their memory at once.
-                let _one_at_a_time = ARGON2.lock().unwrap_or_else(PoisonError::into_inner);
+                let _memory = MEMORY.take(kib);
                 argon2.hash_password_into(passphrase, salt, &mut key).map_err(refused)?;
                 Ok(key)
             }
         }
     }
 }
-
-/// Whoever uses Argon2 holds this.
-static ARGON2: Mutex<()> = Mutex::new(());
 
 impl KeyCheck {
     fn is_of(&self, key: &[u8]) -> bool {

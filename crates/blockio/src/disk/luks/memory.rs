@@ -1,0 +1,116 @@
+//! Memory for Argon2, which a header may ask a lot of. Disks that are opened at the same time share
+//! a bound: those whose memory fits are opened side by side, and the others wait in turn.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// The most that all disks of the process have, in KiB: one that asks for all that a header may
+/// ask for, or several that ask for less.
+pub(super) const ALL_KIB: u32 = 1 << 20;
+
+/// That of this process.
+pub(super) static MEMORY: Memory = Memory::new(ALL_KIB);
+
+pub(super) struct Memory {
+    all_kib: u32,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    free_kib: u32,
+    /// The number that the next one gets who asks, and that of who may begin next. Who asks for
+    /// much would wait for ever if others were served before.
+    next: u64,
+    turn: u64,
+}
+
+impl State {
+    fn ask(&mut self) -> u64 {
+        self.next += 1;
+        self.next - 1
+    }
+
+    /// Whether the one with this number may begin, who then has the memory.
+    fn begin(&mut self, number: u64, kib: u32) -> bool {
+        if self.turn != number || self.free_kib < kib {
+            return false;
+        }
+        self.turn += 1;
+        self.free_kib -= kib;
+        true
+    }
+}
+
+impl Memory {
+    const fn new(all_kib: u32) -> Self {
+        let state = State { free_kib: all_kib, next: 0, turn: 0 };
+        Self { all_kib, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Waits until there is so much. Who asks for more than there is has all of it.
+    pub(super) fn take(&self, kib: u32) -> Taken<'_> {
+        let kib = kib.min(self.all_kib);
+        let mut state = self.state();
+        let number = state.ask();
+        let state = self.changed.wait_while(state, |state| !state.begin(number, kib));
+        drop(state.unwrap_or_else(PoisonError::into_inner));
+        // What is left may be enough for the next one.
+        self.changed.notify_all();
+        Taken { memory: self, kib }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that is in use until this is dropped.
+pub(super) struct Taken<'a> {
+    memory: &'a Memory,
+    kib: u32,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.memory.state().free_kib += self.kib;
+        self.memory.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn those_that_fit_begin_side_by_side_and_in_turn() {
+        let mut state = State { free_kib: 1000, next: 0, turn: 0 };
+        let [first, second, third] = [state.ask(), state.ask(), state.ask()];
+        assert!(state.begin(first, 600));
+        assert!(!state.begin(second, 500), "there is not so much");
+        assert!(!state.begin(third, 100), "it is not its turn");
+        state.free_kib += 600;
+        assert!(state.begin(second, 500));
+        assert!(state.begin(third, 100), "it fits beside the second one");
+    }
+
+    #[test]
+    fn nobody_waits_for_ever_and_no_more_is_in_use() {
+        let (memory, used) = (Memory::new(1000), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for kib in [300, 400, 1000, 5000, 500, 200, 1, 700] {
+                let (memory, used) = (&memory, &used);
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        let taken = memory.take(kib);
+                        let now = used.fetch_add(taken.kib, Ordering::SeqCst) + taken.kib;
+                        assert!(now <= 1000, "{now}");
+                        used.fetch_sub(taken.kib, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+        assert_eq!(memory.state().free_kib, 1000);
+    }
+}
