@@ -112,6 +112,16 @@ impl Record {
         });
     }
 
+    /// What an export is called that has this socket, as in all other lines of the log.
+    fn name_of(&self, socket: &str) -> String {
+        let added = match self.pending.get(socket) {
+            Some(Change::Add(spec)) => Some(spec),
+            _ => None,
+        };
+        let spec = self.served.get(socket).or(added);
+        spec.map_or_else(|| socket.to_owned(), ExportSpec::name)
+    }
+
     /// The exports of the file as they are served, or are being opened to be.
     fn of_file(&self) -> Vec<ExportSpec> {
         let added = self.pending.values().filter_map(|change| match change {
@@ -124,10 +134,10 @@ impl Record {
     /// What is to be done for the exports of the file to be as wanted, and is not being done. From
     /// now on it is.
     fn begin(&mut self, wanted: &Exports) -> Vec<(String, Change)> {
-        for (export, change) in &self.pending {
-            if change.aim() != wanted.get(export) {
+        for (socket, change) in &self.pending {
+            if change.aim() != wanted.get(socket) {
                 tracing::warn!(
-                    export,
+                    export = self.name_of(socket),
                     "an earlier change of it has not ended; reload again when it has"
                 );
             }
@@ -223,7 +233,8 @@ impl Reloader {
         let (done, results) = mpsc::channel();
         let mut waits = BTreeMap::new();
         for (number, (export, change)) in changes.into_iter().enumerate() {
-            let name = export.clone();
+            let name = lock(&self.record).name_of(&export);
+            let socket = export.clone();
             let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
             let done = done.clone();
             let work = move || {
@@ -239,7 +250,7 @@ impl Reloader {
                 Ok(_) => drop(waits.insert(number, name)),
                 Err(error) => {
                     tracing::error!(export = name, "cannot be changed now: {error}");
-                    lock(&self.record).pending.remove(&name);
+                    lock(&self.record).pending.remove(&socket);
                 }
             }
         }
@@ -258,16 +269,17 @@ impl Reloader {
 }
 
 impl Change {
-    fn carry_out(self, export: String, daemon: &Weak<Daemon>, record: &Shared) {
+    fn carry_out(self, socket: String, daemon: &Weak<Daemon>, record: &Shared) {
         let Some(daemon) = daemon.upgrade() else { return };
+        let export = lock(record).name_of(&socket);
         let result = match self {
             Self::Add(spec) => daemon.add_of_file(spec.clone()).map(|_| {
-                lock(record).served.insert(export.clone(), spec);
+                lock(record).served.insert(socket, spec);
             }),
-            Self::Remove => match daemon.handle(Command::Remove(Removal::of(&export))) {
+            Self::Remove => match daemon.handle(Command::Remove(Removal::of(&socket))) {
                 // Somebody else may have removed it.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
-                    lock(record).served.remove(&export);
+                    lock(record).served.remove(&socket);
                     tracing::info!(export, "removed");
                     Ok(())
                 }
@@ -275,7 +287,7 @@ impl Change {
             },
             Self::Alter(commands, _) => alter(&daemon, commands, |done| {
                 // What was done of it is not done again, and what others do is theirs.
-                if let Some(spec) = lock(record).served.get_mut(&export) {
+                if let Some(spec) = lock(record).served.get_mut(&socket) {
                     apply(spec, done);
                 }
             }),

@@ -188,7 +188,11 @@ fn a_reload_applies_the_difference() -> Result<()> {
     let scene = scene()?;
     let exports = Exports(&scene);
     let (control, stays) = (exports.control(), exports.blk("stays", ""));
-    let more = [exports.blk("goes", ""), exports.blk("changes", ""), exports.scsi([0, 1])];
+    let more = [
+        exports.blk("goes", "name = \"vm-that-goes\"\n"),
+        exports.blk("changes", ""),
+        exports.scsi([0, 1]),
+    ];
     let file = write(&scene, &[&*control, &stays, &more.concat()].concat())?;
     let mut command = serve(&file)?;
     command.arg("--export").arg(format!("socket-path={},null=1M", exports.socket("own")));
@@ -219,7 +223,7 @@ fn a_reload_applies_the_difference() -> Result<()> {
             daemon.wait_for("poll-max-us has changed, and is applied")?;
             let settings = client.call("set", &json!({}))?;
             ensure!(settings["result"]["poll-max-us"] == 77, "{settings}");
-            daemon.wait_for("removed")?;
+            daemon.wait_for("vm-that-goes: removed")?;
         }
         let line = daemon.wait_for("how it is served cannot change while it is served")?;
         ensure!(line.contains(&exports.socket("changes")), "{line}");
