@@ -1,6 +1,10 @@
 //! What a daemon can be asked to do, and what it answers. All of it is data: signals and the
 //! command line send it, and anything else can.
 
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use anyhow::{Result, bail};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -213,6 +217,23 @@ impl From<anyhow::Error> for CommandError {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed(error)
     }
+}
+
+/// Refuses the name of a program without a folder: which one is meant would depend on the `PATH`
+/// that the daemon happens to have.
+///
+/// # Errors
+///
+/// When it is one.
+pub(crate) fn check_is_path(binary: &Path) -> Result<()> {
+    if !binary.as_os_str().as_bytes().contains(&b'/') {
+        bail!(
+            "'{}' does not say in which folder the program to upgrade to is, and PATH is not \
+             searched; give its path, such as /usr/bin/ringhaul",
+            binary.display()
+        );
+    }
+    Ok(())
 }
 
 #[cfg(test)]

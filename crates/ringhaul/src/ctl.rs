@@ -45,11 +45,14 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
     let calls = words::calls_of(&args.what)?;
     let control = args.control.as_deref().context("which daemon is meant? use --control PATH")?;
     let mut daemon = Connection::new(control)?;
-    for (method, params) in calls {
+    // Only exports are added by several calls.
+    let names: Vec<String> = calls.iter().map(|(_, params)| words::export_name(params)).collect();
+    for (number, (method, params)) in calls.into_iter().enumerate() {
         match ask(&mut daemon, method, params, form)? {
             Ok(()) => {}
             Err(refusal) => {
-                eprintln!("ringhaul: {}", without_secrets(&refusal.message));
+                let message = without_secrets(&refusal.message);
+                eprintln!("ringhaul: {message}{}", what_was_added(&names, number));
                 let is_unfinished = refusal.code == UNFINISHED;
                 let status = if is_unfinished { EXIT_UNFINISHED } else { EXIT_REFUSED };
                 return Ok(ExitCode::from(status));
@@ -62,6 +65,16 @@ pub fn run(args: &CtlArgs) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What became of several exports when the one of this number was refused.
+fn what_was_added(names: &[String], refused: usize) -> String {
+    if names.len() < 2 {
+        return String::new();
+    }
+    let (added, others) = names.split_at(refused);
+    let added = if added.is_empty() { "nothing".to_owned() } else { added.join(", ") };
+    format!("; added: {added}; not added: {}", others.join(", "))
 }
 
 /// Calls a method, and prints the answer.

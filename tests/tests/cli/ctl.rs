@@ -1,6 +1,7 @@
 //! `ringhaul ctl` and completions, as people and scripts use them.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -219,6 +220,33 @@ fn answers_are_as_the_schema_says() -> Result<()> {
     run(ringhaul()?.args(["ctl", "list"]))?.expect_refusal(&["--control PATH"])
 }
 
+/// They are added one after the other.
+#[test]
+fn it_says_which_of_several_exports_were_added() -> Result<()> {
+    let scene = scene()?;
+    let control = scene.socket("control");
+    let mut command = ringhaul()?;
+    let own = format!("socket-path={},null=1M", scene.socket("vm.sock").display());
+    command.args(["serve", "--export", &own, "--control"]).arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    let export = |name: &str, disk: &str| {
+        format!("socket-path={},name={name},{disk}", scene.socket(name).display())
+    };
+    let exports =
+        [export("a", "null=1M"), export("b", "blk-file=/nowhere"), export("c", "null=1M")];
+    let [a, b, c] = &exports;
+    let said = ctl(&control, &["add", "--export", a, "--export", b, "--export", c])?;
+    let said = said.expect_code(1)?.stderr;
+    ensure!(said.trim_end().ends_with("; added: a; not added: b, c"), "{said}");
+    let list = ctl(&control, &["list"])?.expect_code(0)?.stdout;
+    ensure!(list.lines().count() == 2 && list.contains("a  serving"), "{list}");
+    let said = ctl(&control, &["add", "--export", b])?.expect_code(1)?.stderr;
+    ensure!(!said.contains("added"), "there is one only: {said}");
+    ctl(&control, &["shutdown"])?.expect_code(0)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 #[test]
 fn shells_complete_its_words() -> Result<()> {
     for (shell, words) in [
@@ -238,5 +266,54 @@ COMP_WORDS=(ringhaul ctl re); COMP_CWORD=2; _ringhaul ringhaul re ctl; echo "${C
     bash.args(["--norc", "-c", &(script + asked)]);
     let completed = run(&mut bash)?.expect_code(0)?.stdout;
     ensure!(completed.trim() == "remove remove-lun resize resume", "{completed}");
+    Ok(())
+}
+
+/// Whether there is this shell; a message says so if not.
+fn has_shell(shell: &str) -> bool {
+    let has = Command::new(shell).args(["-c", "true"]).status().is_ok_and(|it| it.success());
+    if !has {
+        eprintln!("skipped: completions of {shell}: there is no {shell}");
+    }
+    has
+}
+
+/// A script that another shell does not understand is worth nothing.
+#[test]
+fn zsh_and_fish_complete_its_words() -> Result<()> {
+    let scene = scene()?;
+    let folder = scene.socket("completions");
+    fs::create_dir(&folder)?;
+    if has_shell("fish") {
+        let script = run(ringhaul()?.args(["completions", "fish"]))?.expect_code(0)?.stdout;
+        let asked = script + "\ncomplete --do-complete 'ringhaul ctl re'\n";
+        let mut fish = Command::new("fish");
+        fish.args(["--no-config", "-c", &asked]).env("HOME", &folder);
+        let completed = run(&mut fish)?.expect_code(0)?.stdout;
+        let words: Vec<&str> =
+            completed.lines().filter_map(|line| line.split('\t').next()).collect();
+        ensure!(words == ["remove", "remove-lun", "resize", "resume"], "{completed}");
+    }
+    if has_shell("zsh") {
+        let script = run(ringhaul()?.args(["completions", "zsh"]))?.expect_code(0)?.stdout;
+        fs::write(folder.join("_ringhaul"), script)?;
+        // It completes for people only, so it gets a terminal.
+        let asked = r#"
+zmodload zsh/zpty
+zpty shell "TERM=dumb zsh --no-rcs -i"
+zpty -w shell "fpath=('$HOME' \$fpath); autoload -Uz compinit; compinit -D -u
+bindkey '^I' list-choices; PS1=; print rea''dy"
+zpty -r shell seen '*ready*'
+zpty -w -n shell $'ringhaul ctl re\t'
+zpty -r shell seen '*resume*'
+print -r -- "$seen"
+zpty -d shell"#;
+        let mut zsh = Command::new("zsh");
+        zsh.args(["--no-rcs", "-c", asked]).env("HOME", &folder);
+        let completed = run(&mut zsh)?.expect_code(0)?.stdout;
+        let words = completed.lines().map(str::trim_start).filter(|line| line.starts_with("re"));
+        let words: Vec<&str> = words.filter_map(|line| line.split_whitespace().next()).collect();
+        ensure!(words == ["remove", "remove-lun", "resize", "resume"], "{completed}");
+    }
     Ok(())
 }

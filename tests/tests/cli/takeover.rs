@@ -402,6 +402,10 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
         let mut ctl = ringhaul()?;
         run(ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control")).args(words))
     };
+    // Neither the command nor the daemon looks for it in PATH, where there is one of this name.
+    ctl(&["upgrade", "false"])?.expect_refusal(&["'false' does not say in which folder"])?;
+    let said = ctl(&["call", "upgrade", r#"{"binary": "false"}"#])?.expect_code(1)?.stderr;
+    ensure!(said.contains("give its path"), "{said}");
     for (wrong, why) in [("/nowhere", "cannot start /nowhere"), ("/bin/false", "exit status: 1")] {
         let said = ctl(&["upgrade", wrong])?.expect_code(1)?.stderr;
         ensure!(said.contains(why), "{said}");

@@ -7,6 +7,7 @@ use ringhaul_options::parse_size;
 use serde_json::{Map, Value, json};
 
 use super::args::What;
+use crate::command::check_is_path;
 use crate::disk_rules::RulesChange;
 use crate::disk_spec::Keys;
 use crate::options::ExportArgs;
@@ -47,7 +48,10 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
         What::Stats => ("stats", json!({})),
         What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         What::Events { kinds } => ("subscribe", json!({ "events": kinds })),
-        What::Upgrade { binary } => ("upgrade", json!({ "binary": absolute(binary)? })),
+        What::Upgrade { binary } => {
+            check_is_path(binary)?;
+            ("upgrade", json!({ "binary": absolute(binary)? }))
+        }
         What::Schema => return Ok(Vec::new()),
         What::Shutdown => ("shutdown", json!({})),
         What::Call { method, params } => {
@@ -63,6 +67,12 @@ fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
     specs.iter_mut().try_for_each(make_spec_absolute)?;
     let calls = specs.iter().map(|spec| Ok(("export.add", serde_json::to_value(spec)?)));
     calls.collect()
+}
+
+/// What the export of an `export.add` is called.
+pub(super) fn export_name(params: &Value) -> String {
+    let name = params["name"].as_str().or_else(|| params["endpoint"]["path"].as_str());
+    name.unwrap_or_default().to_owned()
 }
 
 /// Whoever types a path means it from where they are.

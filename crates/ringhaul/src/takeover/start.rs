@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use super::format::Life;
-use crate::command::CommandError;
+use crate::command::{CommandError, check_is_path};
 use crate::daemon::Daemon;
 
 /// How long the new process may take until it serves.
@@ -21,6 +21,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 ///
 /// When it does not. This process goes on then.
 pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32> {
+    check_is_path(binary)?;
     let (life, control) = daemon.started()?;
     let mut command = Command::new(binary);
     command.args(log_options(&life)).args(["serve", "--takeover"]).arg(control);
