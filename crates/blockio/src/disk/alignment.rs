@@ -39,8 +39,9 @@ impl Alignment {
             let write = stat.stx_dio_offset_align;
             let request =
                 if has_read_align { stat.stx_dio_read_offset_align.min(write) } else { write };
-            let memory = stat.stx_dio_mem_align;
-            return (memory > 0 && request > 0).then_some(Self { memory, request, range });
+            let is_possible = stat.stx_dio_mem_align > 0 && request > 0;
+            let memory = memory_for(stat.stx_dio_mem_align, block);
+            return is_possible.then_some(Self { memory, request, range });
         }
         if let Some(bytes) = block {
             return Some(Self { memory: bytes, request: bytes, range });
@@ -101,6 +102,16 @@ impl Window {
     }
 }
 
+/// The alignment of memory for a device, of which the kernel says `memory`. A driver whose blocks
+/// are pages may take it for granted that each is in one page of memory, and say otherwise: zram
+/// reads over the whole page when only a part of it is asked for.
+fn memory_for(memory: u32, block: Option<u32>) -> u32 {
+    block.filter(|block| *block >= PAGE).map_or(memory, |block| memory.max(block))
+}
+
+/// The smallest page.
+const PAGE: u32 = 4096;
+
 /// What direct reads need, where that is less than writes; since Linux 6.14.
 const STATX_DIO_READ_ALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2_0000);
 
@@ -134,6 +145,19 @@ mod tests {
             assert_eq!(align.whole_ranges(offset, len), whole, "{offset} {len}");
         }
         assert_eq!(Alignment::ANY.whole_ranges(3, 5), Some((3, 5)));
+    }
+
+    #[test]
+    fn blocks_of_a_page_are_in_whole_pages() {
+        for (memory, block, expected) in [
+            (4, None, 4),
+            (4, Some(512), 4),
+            (512, Some(4096), 4096),
+            (512, Some(16_384), 16_384),
+            (8192, Some(4096), 8192),
+        ] {
+            assert_eq!(memory_for(memory, block), expected, "{memory} {block:?}");
+        }
     }
 
     #[test]
