@@ -113,6 +113,11 @@ fn a_file_that_makes_no_sense_is_refused_with_the_place() -> Result<()> {
         (format!("{export}{blk}num-queues = 0\n"), &[":1:1: ", "must be 1 to 256"]),
         (format!("{export}{blk}iothread = 1\n"), &[":1:1: ", "IoThread 1 does not exist"]),
         (format!("{export}{blk}{export}{blk}"), &[":4:1: ", "/a is that of another export"]),
+        (
+            format!("{export}{}", blk.replace("{ size-bytes = 512 }", "5")),
+            &[":3:27: ", "the keys of"],
+        ),
+        (format!("{export}device = {{ blk = {{ nbd = 3 }} }}\n"), &[":3:26: ", "the keys of"]),
         (format!("{export}device = {{ nvme = 1 }}\n"), &[":3:12: ", "unknown variant `nvme`"]),
         (export.to_owned(), &[":1:1: ", "missing field `device`"]),
         (format!("[[export]]\nendpoint = {{ fd = 3 }}\n{blk}"), &[":1:1: ", "by --fd alone"]),

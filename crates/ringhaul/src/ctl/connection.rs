@@ -63,7 +63,8 @@ impl Connection {
         match self.line()? {
             Some(mut line) => Ok(line["params"].take()),
             None => bail!(
-                "the daemon at {} has ended, or dropped a subscriber that was too slow",
+                "the daemon at {} has ended, was taken over from, or has dropped a subscriber that \
+                 was too slow; to go on, run this again",
                 self.path.display()
             ),
         }

@@ -14,7 +14,7 @@ use super::rbd::RbdSpec;
 // `remote` has serde make functions for the variants, which the implementations below call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(remote = "Self", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "the keys of this kind of disk and their values")]
 #[schemars(transform = or_text)]
 pub enum DiskSpec {
     /// A regular file or a block device.

@@ -15,6 +15,7 @@ const PORT: u16 = 10809;
 /// An export of an NBD server. It has either `socket` or `host`.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(expecting = "the keys of this kind of disk and their values")]
 pub struct NbdSpec {
     /// The socket of a server on this machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]

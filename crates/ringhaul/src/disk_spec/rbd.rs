@@ -13,6 +13,7 @@ const POOL: &str = "rbd";
 /// An image in a Ceph cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(expecting = "the keys of this kind of disk and their values")]
 pub struct RbdSpec {
     /// The pool.
     #[serde(default = "pool")]
