@@ -79,10 +79,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let programs = |target| -> usize {
         workloads(target).iter().map(|workload| Server::under(target, *workload).len()).sum()
     };
-    let count: usize = Target::ALL.iter().map(|target| programs(*target)).sum();
+    let count: usize = Target::COMPARED.iter().map(|target| programs(*target)).sum();
     ensure!(count > 0, "nothing has {:?} in its name; --list shows the names", args.only);
     if args.list {
-        for target in Target::ALL {
+        for target in Target::COMPARED {
             workloads(target).iter().for_each(|workload| println!("{target}/{workload}"));
         }
         return Ok(());
@@ -122,7 +122,7 @@ fn measure_all(
     progress: &mut Progress,
     comparison: &mut Comparison,
 ) -> Result<()> {
-    for target in Target::ALL {
+    for target in Target::COMPARED {
         let workloads = plan::wanted(target, &args.only);
         if workloads.is_empty() {
             continue;
@@ -130,7 +130,12 @@ fn measure_all(
         match targets::prepare(target, args.size, interrupt)? {
             Prepared::Ready(disk) => {
                 let commands = bench.command_lines(target);
-                comparison.add_target(target, &disk.description, commands);
+                let mut description = disk.description.clone();
+                for why in bench.left_out(target) {
+                    progress.say(&format!("{target}/{why}"));
+                    description += &format!("; {why}");
+                }
+                comparison.add_target(target, &description, commands);
                 for workload in workloads {
                     let cell = measure_cell(args.rounds, bench, &disk, workload, progress)?;
                     comparison.cells.push(cell);
@@ -157,7 +162,8 @@ fn measure_cell(
     progress: &mut Progress,
 ) -> Result<Cell> {
     let target = disk.target;
-    let servers = Server::under(target, workload);
+    let servers = bench.servers(target, workload);
+    progress.skip((Server::under(target, workload).len() - servers.len()) * (rounds + 1));
     let mut series: Vec<Series> = servers.iter().map(|server| Series::new(*server)).collect();
     for round in 0..rounds {
         for turn in 0..servers.len() {

@@ -1,6 +1,7 @@
 //! What every measurement needs: disks, pinned servers, the load generator, counts of system
 //! calls, the machine, progress, medians.
 
+pub(crate) mod elsewhere;
 pub(crate) mod machine;
 pub(crate) mod progress;
 mod runner;

@@ -215,7 +215,8 @@ impl Pair<'_> {
             server.name = "the ringhaul of --base".to_owned();
         }
         let times = Times { runtime: self.args.runtime, ramp: RAMP_S };
-        let mut load = bench_options(Device::Blk, cell.workload, &socket, self.lab.client_cpu);
+        let mut load =
+            bench_options(Device::Blk, cell.workload, &socket, Some(self.lab.client_cpu));
         load.extend(times.options());
         load.extend(["--randseed".to_owned(), round.to_string()]);
         let drive = |_| parse(&self.lab.bench(&load, times.limit())?);
@@ -235,6 +236,7 @@ mod tests {
             p99_us: None,
             server_cpu_us_per_io: Some(2.0),
             completions_per_call: None,
+            completions_per_wake: None,
         };
         let cell = cells(Target::Zram, "depth-64/aio")[0];
         let before = [100.0, 200.0, 400.0].map(sample).to_vec();

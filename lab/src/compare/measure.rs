@@ -1,10 +1,10 @@
 //! One measurement of a server.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
-use ringhaul_tools::process::Interrupt;
+use ringhaul_tools::process::{self, Interrupt};
 use ringhaul_tools::workspace;
 use serde::Serialize;
 use serde_json::Value;
@@ -30,6 +30,9 @@ pub(super) struct Sample {
     pub(super) server_cpu_us_per_io: Option<f64>,
     /// How many I/Os one call announced, on average.
     pub(super) completions_per_call: Option<f64>,
+    /// How many completions of a library Ringhaul got for each time that it was woken by another
+    /// thread. None where no library does the work.
+    pub(super) completions_per_wake: Option<f64>,
 }
 
 /// Everything that stays the same over all measurements.
@@ -38,6 +41,8 @@ pub(super) struct Bench {
     pub(super) qsd: PathBuf,
     pub(super) fio: PathBuf,
     times: Times,
+    /// Who cannot be measured here, and why.
+    lacks: Vec<(Server, String)>,
 }
 
 impl Bench {
@@ -49,6 +54,7 @@ impl Bench {
             workspace::find_program("fio").context("fio is missing; `make setup` installs it")?;
         Ok(Self {
             lab: Lab::new((args.server_cpu, args.client_cpu), interrupt)?,
+            lacks: lacks(&qsd, &fio)?,
             qsd,
             fio,
             times: Times { runtime: args.runtime, ramp: RAMP_S },
@@ -67,10 +73,26 @@ impl Bench {
             return self.fio(ioengine, disk, workload, round);
         }
         let seed = ["--randseed".to_owned(), round.to_string()];
-        let options = self.bench_options(server, workload).into_iter().chain(self.times.options());
+        let own = self.bench_options(server, disk.target, workload);
+        let options = own.into_iter().chain(self.times.options());
         let options: Vec<_> = options.chain(seed).collect();
         let drive = |_| parse(&self.lab.bench(&options, self.times.limit())?);
-        Ok(self.lab.serve(&self.program(server, disk), drive)?.value)
+        let served = self.lab.serve(&self.program(server, disk), drive)?;
+        let completions_per_wake = completions_per_wake(&served.messages);
+        Ok(Sample { completions_per_wake, ..served.value })
+    }
+
+    /// Who of those on `target` can be measured under `workload` here.
+    pub(super) fn servers(&self, target: Target, workload: Workload) -> Vec<Server> {
+        let is_there = |server: &Server| !self.lacks.iter().any(|(lacking, _)| lacking == server);
+        Server::under(target, workload).into_iter().filter(is_there).collect()
+    }
+
+    /// Who of those on `target` is left out, each with the reason.
+    pub(super) fn left_out(&self, target: Target) -> impl Iterator<Item = String> {
+        let lacks =
+            self.lacks.iter().filter(move |(server, _)| Server::on(target).contains(server));
+        lacks.map(|(server, why)| format!("{server}: skipped, {why}"))
     }
 
     /// Counts the system calls of `server` for each I/O; None if nothing here can count them.
@@ -85,7 +107,7 @@ impl Bench {
         if !server.is_server() {
             return Ok(None);
         }
-        let options = self.bench_options(server, workload);
+        let options = self.bench_options(server, disk.target, workload);
         let server = self.program(server, disk);
         self.lab.count_system_calls(&server, &options, (workload.depth, 1), iops)
     }
@@ -99,10 +121,17 @@ impl Bench {
         if !workload.rw.contains("write") {
             command.arg("--readonly");
         }
+        if disk.target == Target::Rbd {
+            command.env("CEPH_CONF", &*path);
+        }
         let name = Server::Fio("").program();
         let report =
             self.lab.report_of(name, command.arg("--output-format=json"), self.times.limit())?;
-        parse_fio(&report, workload)
+        let sample = parse_fio(&report, workload)?;
+        // The library's threads are not in fio's figure.
+        let is_all = disk.target != Target::Rbd;
+        let server_cpu_us_per_io = sample.server_cpu_us_per_io.filter(|_| is_all);
+        Ok(Sample { server_cpu_us_per_io, ..sample })
     }
 
     fn program(&self, server: Server, disk: &Disk) -> Program {
@@ -112,17 +141,21 @@ impl Bench {
         if !server.is_ours() {
             program.words[0] = self.qsd.to_string_lossy().into_owned();
         }
-        Program { name: server.to_string(), ..program }
+        Program { name: server.to_string(), is_free: disk.target.is_elsewhere(), ..program }
     }
 
     /// The options of the load generator that do not depend on the kind of run.
-    fn bench_options(&self, server: Server, workload: Workload) -> Vec<String> {
-        bench_options(server.device(), workload, &self.lab.socket(), self.lab.client_cpu)
+    fn bench_options(&self, server: Server, target: Target, workload: Workload) -> Vec<String> {
+        let cpu = (!target.is_elsewhere()).then_some(self.lab.client_cpu);
+        bench_options(server.device(), workload, &self.lab.socket(), cpu)
     }
 
     /// How the servers on `target` and the load generator are started, without paths.
     pub(super) fn command_lines(&self, target: Target) -> Vec<String> {
-        let pinned = pinning(self.lab.server_cpu).join(" ");
+        let pinned = match target.is_elsewhere() {
+            true => String::new(),
+            false => pinning(self.lab.server_cpu).join(" ") + " ",
+        };
         let cpu = self.lab.server_cpu;
         let servers = Server::on(target).iter().map(|server| {
             let program = server.program();
@@ -131,11 +164,14 @@ impl Bench {
                 return format!("{program} {options} --randseed=ROUND");
             }
             let options = server.options(target, "DISK", "SOCKET").join(" ");
-            format!("{pinned} {program} {options}")
+            format!("{pinned}{program} {options}")
         });
         let times = self.times.options().join(" ");
-        let loads = [Device::Blk, Device::Inflight, Device::Scsi].map(|device| {
-            let options = bench_options(device, EXAMPLE, "SOCKET", self.lab.client_cpu).join(" ");
+        let cpu = (!target.is_elsewhere()).then_some(cpu);
+        let devices = [Device::Blk, Device::Inflight, Device::Scsi].into_iter();
+        let is_driven = |device: &Device| Server::on(target).iter().any(|s| s.device() == *device);
+        let loads = devices.filter(is_driven).map(|device| {
+            let options = bench_options(device, EXAMPLE, "SOCKET", cpu).join(" ");
             format!("ringhaul bench {options} {times} --randseed ROUND")
         });
         servers.chain(loads).collect()
@@ -150,15 +186,17 @@ pub(super) fn bench_options(
     device: Device,
     workload: Workload,
     socket: &str,
-    cpu: usize,
+    cpu: Option<usize>,
 ) -> Vec<String> {
     let depth = workload.depth.to_string();
-    let cpu = cpu.to_string();
+    let cpu = cpu.map(|cpu| cpu.to_string());
+    let pinned = cpu.iter().flat_map(|cpu| ["--cpus_allowed", cpu]);
     let options = ["--socket-path", socket, "--rw", workload.rw, "--bs", workload.bs];
-    let more = ["--iodepth", &depth, "--numjobs", "1", "--cpus_allowed", &cpu];
+    let more = ["--iodepth", &depth, "--numjobs", "1"];
     let poll: &[&str] = if workload.driver_polls { &["--busy-poll"] } else { &[] };
-    let words = options.iter().chain(&more).chain(poll).chain(device.bench_options());
-    words.map(|word| (*word).to_owned()).collect()
+    let words = options.into_iter().chain(more).chain(pinned);
+    let words = words.chain(poll.iter().chain(device.bench_options()).copied());
+    words.map(str::to_owned).collect()
 }
 
 /// Finds our figures in the load generator's report.
@@ -170,7 +208,35 @@ pub(super) fn parse(report: &Value) -> Result<Sample> {
         p99_us: number("latency_p99_us"),
         server_cpu_us_per_io: number("server_cpu_us_per_io"),
         completions_per_call: number("completions_per_call"),
+        completions_per_wake: None,
     })
+}
+
+/// What the daemon says at its end of completions that something else than the kernel has made, and
+/// how often others had to wake the loop. None if there were none of either.
+fn completions_per_wake(messages: &str) -> Option<f64> {
+    let (before, after) = messages.rsplit_once(" completed by others, who woke it ")?;
+    let completions: f64 = before.rsplit(' ').next()?.parse().ok()?;
+    let wakes: f64 = after.split(' ').next()?.parse().ok()?;
+    (completions > 0.0 && wakes > 0.0).then(|| completions / wakes)
+}
+
+/// Which programs lack a part that is installed separately.
+fn lacks(qsd: &Path, fio: &Path) -> Result<Vec<(Server, String)>> {
+    let mut lacks = Vec::new();
+    // With the module it is the configuration that it misses.
+    let blockdev = "driver=rbd,pool=rbd,image=none,conf=/nonexistent,node-name=disk";
+    let said = Command::new(qsd).args(["--blockdev", blockdev]).stdin(Stdio::null()).output();
+    let said = said.context("asking qemu-storage-daemon for its driver rbd")?;
+    if String::from_utf8_lossy(&said.stderr).contains("Unknown driver") {
+        let why = "install qemu-block-extra of the version of qemu-storage-daemon".to_owned();
+        lacks.push((Server::QsdDriver("rbd"), why));
+    }
+    let engines = process::output(Command::new(fio).arg("--enghelp"))?;
+    if !engines.split_ascii_whitespace().any(|engine| engine == "rbd") {
+        lacks.push((Server::Fio("rbd"), "this fio has no engine rbd".to_owned()));
+    }
+    Ok(lacks)
 }
 
 /// Finds our figures in fio's report.
@@ -191,6 +257,7 @@ fn parse_fio(report: &Value, workload: Workload) -> Result<Sample> {
         p99_us: percentile("99.000000"),
         server_cpu_us_per_io: cpu_us_per_io,
         completions_per_call: None,
+        completions_per_wake: None,
     })
 }
 
@@ -212,5 +279,36 @@ mod tests {
         assert_eq!((sample.iops, sample.p50_us), (162_000.5, Some(382.976)));
         assert_eq!(sample.server_cpu_us_per_io, Some(2.5));
         assert!(parse_fio(&report, Workload { rw: "randwrite", ..EXAMPLE }).is_err());
+    }
+
+    #[test]
+    fn completions_per_wake_are_in_the_daemon_s_last_words() {
+        let said = |counts: &str| format!("iothread-0: 12 reads; 3 waits; {counts} times; 4 calls");
+        let said =
+            |[of, wakes]: [u32; 2]| said(&format!("{of} completed by others, who woke it {wakes}"));
+        assert_eq!(completions_per_wake(&said([300, 40])), Some(7.5));
+        assert_eq!(completions_per_wake(&said([0, 3])), None);
+        assert_eq!(completions_per_wake("nothing"), None);
+    }
+
+    #[test]
+    fn a_program_without_its_module_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            // By a shell: children of other tests must not inherit a file that is being written.
+            let write = "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
+            let path = path.to_str().unwrap().to_owned();
+            process::output(Command::new("sh").args(["-c", write, &path, text])).unwrap();
+            PathBuf::from(path)
+        };
+        let with = script("with", "echo error reading conf file >&2; echo rbd; exit 1");
+        let engines = script("engines", "echo libaio rbd");
+        let without = script("without", "echo \"Unknown driver 'rbd'\" >&2; exit 1");
+        let few = script("few", "echo libaio");
+        assert!(lacks(&with, &engines).unwrap().is_empty());
+        let lacking = lacks(&without, &few).unwrap();
+        let lacking: Vec<_> = lacking.into_iter().map(|(server, _)| server).collect();
+        assert_eq!(lacking, [Server::QsdDriver("rbd"), Server::Fio("rbd")]);
     }
 }

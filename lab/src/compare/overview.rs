@@ -26,7 +26,7 @@ fn row(cell: &Cell) -> Option<String> {
     let cpu = |series: &Series| {
         series.spread(|sample| sample.server_cpu_us_per_io).map(|spread| spread.median)
     };
-    let fio = cell.series.iter().find(|one| one.server == Server::Fio("io_uring"));
+    let fio = cell.series.iter().find(|one| matches!(one.server, Server::Fio("io_uring" | "rbd")));
     let of_fio = fio.and_then(|fio| quotient(iops(ours), iops(fio)));
     let by_rounds = cell.by_rounds(ours, rival);
     let columns = [

@@ -49,8 +49,11 @@ impl Serialize for Workload {
 
 /// The workloads whose name on `target` contains `pattern`.
 pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
-    let matches = |workload: &&Workload| format!("{target}/{workload}").contains(pattern);
-    WORKLOADS.iter().filter(matches).copied().collect()
+    // What is beyond a local disk is driven at the depths alone: each has a server of its own.
+    let is_local = Target::ALL.contains(&target);
+    let all = if is_local { WORKLOADS.to_vec() } else { depths() };
+    let matches = |workload: &Workload| format!("{target}/{workload}").contains(pattern);
+    all.into_iter().filter(matches).collect()
 }
 
 /// Random reads at each depth, by a driver that sleeps.
@@ -70,5 +73,7 @@ mod tests {
         assert!(wanted(Target::File, "zram").is_empty());
         let one = wanted(Target::File, "file/randread-4k-depth-64");
         assert_eq!(one, [workload("randread", "4k", 64)]);
+        let depths: Vec<_> = wanted(Target::Rbd, "rbd").iter().map(|one| one.depth).collect();
+        assert_eq!(depths, [1, 8, 64]);
     }
 }

@@ -104,21 +104,21 @@ impl Cell {
         ratios(ours, rival).iops
     }
 
-    /// Each engine of Ringhaul to the best of the rival's settings, and to the limits; and its
-    /// virtio-scsi and inflight region to its virtio-blk.
+    /// Each engine of Ringhaul to the best of the rival's settings, and to the limits; and of its
+    /// own figures those that have a rival among themselves.
     fn ratios(&self) -> Vec<Ratios> {
         let limits = self.series.iter().filter(|one| !one.server.is_server());
         let others: Vec<_> = self.best_rival().into_iter().chain(limits).collect();
         let blk = self.ours().filter(|ours| ours.server.device() == Device::Blk);
         let to_others = blk.flat_map(|ours| others.iter().map(move |other| ratios(ours, other)));
-        to_others.chain(self.own_to_blk()).collect()
+        to_others.chain(self.to_own()).collect()
     }
 
     /// Our virtio-scsi, and virtio-blk with an inflight region, to our virtio-blk with the same
-    /// engine.
-    fn own_to_blk(&self) -> impl Iterator<Item = Ratios> {
+    /// engine; an image to its bytes.
+    fn to_own(&self) -> impl Iterator<Item = Ratios> {
         let pair = |other: &Series| {
-            let blk = other.server.as_blk()?;
+            let blk = other.server.own_rival()?;
             let blk = self.series.iter().find(|one| one.server == blk)?;
             Some(ratios(other, blk))
         };
@@ -212,7 +212,7 @@ impl Comparison {
         line(&mut text, "\n## virtio-scsi, and an inflight region, to virtio-blk");
         line(&mut text, RATIOS_HEAD);
         for cell in &self.cells {
-            for ratios in cell.own_to_blk() {
+            for ratios in cell.to_own() {
                 let start = format!("| {}/{}", cell.target, cell.workload);
                 line(&mut text, &format!("{start} | {} |", ratios.markdown()));
             }
@@ -241,8 +241,9 @@ itself, without a server or a virtqueue in between, and is the limit. Ratios are
 divided by the other's in the same round, median of the rounds: more is better for IOPS, less for
 the others; the rival is that setting of qemu-storage-daemon which has most IOPS under the same
 workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight region, it is our
-virtio-blk with the same engine. All bypass the page cache, the servers offer a write cache, and
-none gets a flush, so writes are equally durable. Latencies are the load generator's, from the
+virtio-blk with the same engine; of an image also its bytes without the format (raw). A wake is that
+of an IoThread by another thread, such as one of librbd. All bypass the page cache, the servers
+offer a write cache, and none gets a flush, so writes are equally durable. Latencies are the load generator's, from the
 driver's side, and fio's from submit to completion. The kernel's workers, to whom io_uring hands
 requests that may block, run on any CPU, for all alike, and their time is not in fio's.
 ";
@@ -257,7 +258,8 @@ fn figures(text: &mut String, cells: &[&Cell]) {
     line(
         text,
         "\n| workload | program | IOPS | p50 µs | p99 µs | server CPU µs/I/O \
-         | system calls/I/O | completions/call |\n|---|---|---|---|---|---|---|---|",
+         | system calls/I/O | completions/call | completions/wake |\n\
+         |---|---|---|---|---|---|---|---|---|",
     );
     for cell in cells {
         for one in &cell.series {
@@ -268,6 +270,7 @@ fn figures(text: &mut String, cells: &[&Cell]) {
                 show(one.spread(|sample| sample.server_cpu_us_per_io)),
                 one.system_calls_per_io.map_or_else(|| "–".to_owned(), number),
                 show(one.spread(|sample| sample.completions_per_call)),
+                show(one.spread(|sample| sample.completions_per_wake)),
             ];
             let columns = columns.join(" | ");
             line(text, &format!("| {} | {} | {columns} |", cell.workload, one.server));
@@ -297,6 +300,7 @@ fn cell_json(cell: &Cell) -> serde_json::Value {
                 "server_cpu_us_per_io": one.spread(|sample| sample.server_cpu_us_per_io),
                 "system_calls_per_io": one.system_calls_per_io,
                 "completions_per_call": one.spread(|sample| sample.completions_per_call),
+                "completions_per_wake": one.spread(|sample| sample.completions_per_wake),
                 "samples": one.samples,
             })
         })
@@ -321,6 +325,7 @@ pub(super) mod tests {
             p99_us: Some(2e6 / iops),
             server_cpu_us_per_io: Some(2.0),
             completions_per_call: None,
+            completions_per_wake: None,
         };
         Series {
             server,

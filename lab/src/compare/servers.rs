@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Serialize, Serializer};
 
 use super::plan::Workload;
+use crate::rig::elsewhere::IMAGE;
 use crate::rig::targets::Target;
 
 /// Bytes of the null disk, for both: 64 GiB, more than any real disk here.
@@ -16,8 +17,10 @@ pub(super) enum Server {
     Ringhaul(Device, Engine),
     /// qemu-storage-daemon with this `aio=`.
     Qsd(&'static str),
-    /// qemu-storage-daemon with its null disk.
-    QsdNull,
+    /// qemu-storage-daemon with this `driver=`, which has no `aio=`.
+    QsdDriver(&'static str),
+    /// Ringhaul with this engine on the bytes of an image, without its format.
+    Raw(Engine),
     /// fio with this `ioengine=`, directly on the disk: the limit.
     Fio(&'static str),
 }
@@ -79,6 +82,17 @@ const ON_DISKS: &[Server] = &[
     Server::Fio("io_uring"),
 ];
 
+/// Everybody who can drive an image.
+const ON_IMAGES: &[Server] = &[
+    Server::Ringhaul(Device::Blk, Engine::Auto),
+    Server::Ringhaul(Device::Blk, Engine::Aio),
+    Server::Ringhaul(Device::Blk, Engine::IoUring),
+    Server::Raw(Engine::Aio),
+    Server::Raw(Engine::IoUring),
+    Server::Qsd("native"),
+    Server::Qsd("io_uring"),
+];
+
 impl Server {
     /// Who is compared on `target`; the first is Ringhaul as it is started without options.
     pub(super) fn on(target: Target) -> &'static [Self] {
@@ -88,8 +102,15 @@ impl Server {
                 Self::Ringhaul(Device::Blk, Engine::Auto),
                 Self::Ringhaul(Device::Inflight, Engine::Auto),
                 Self::Ringhaul(Device::Scsi, Engine::Auto),
-                Self::QsdNull,
+                Self::QsdDriver("null-co"),
             ],
+            Target::Rbd => &[
+                Self::Ringhaul(Device::Blk, Engine::Auto),
+                Self::QsdDriver("rbd"),
+                Self::Fio("rbd"),
+            ],
+            Target::Nbd => &[Self::Ringhaul(Device::Blk, Engine::Auto), Self::QsdDriver("nbd")],
+            Target::Qcow2 => ON_IMAGES,
             Target::Zram | Target::Loop | Target::File => ON_DISKS,
         }
     }
@@ -103,32 +124,33 @@ impl Server {
     /// The program's name.
     pub(super) fn program(self) -> &'static str {
         match self {
-            Self::Ringhaul(..) => "ringhaul",
-            Self::Qsd(_) | Self::QsdNull => "qemu-storage-daemon",
+            Self::Ringhaul(..) | Self::Raw(_) => "ringhaul",
+            Self::Qsd(_) | Self::QsdDriver(_) => "qemu-storage-daemon",
             Self::Fio(_) => "fio",
         }
     }
 
     /// Whether it is Ringhaul, with whatever device and engine.
     pub(super) fn is_ours(self) -> bool {
-        matches!(self, Self::Ringhaul(..))
+        matches!(self, Self::Ringhaul(..) | Self::Raw(_))
     }
 
     /// What the load generator drives.
     pub(super) fn device(self) -> Device {
         match self {
             Self::Ringhaul(device, _) => device,
-            Self::Qsd(_) | Self::QsdNull | Self::Fio(_) => Device::Blk,
+            Self::Raw(_) | Self::Qsd(_) | Self::QsdDriver(_) | Self::Fio(_) => Device::Blk,
         }
     }
 
-    /// For virtio-scsi and the inflight region, which no rival has, the virtio-blk of our own that
-    /// they are measured against.
-    pub(super) fn as_blk(self) -> Option<Self> {
+    /// What of our own it is measured against: for virtio-scsi and the inflight region, which no
+    /// rival has, virtio-blk, and for an image its bytes.
+    pub(super) fn own_rival(self) -> Option<Self> {
         match self {
             Self::Ringhaul(Device::Scsi | Device::Inflight, engine) => {
                 Some(Self::Ringhaul(Device::Blk, engine))
             }
+            Self::Ringhaul(Device::Blk, engine) => Some(Self::Raw(engine)),
             _ => None,
         }
     }
@@ -148,13 +170,29 @@ impl Server {
             Self::Ringhaul(device, engine) => {
                 return ringhaul_options(device, engine, target, disk, socket);
             }
+            Self::Raw(engine) => {
+                return ringhaul_options(Device::Blk, engine, Target::Zram, disk, socket);
+            }
             Self::Fio(_) => return Vec::new(),
+            Self::Qsd(aio) if target == Target::Qcow2 => {
+                let driver = if disk.starts_with("/dev/") { "host_device" } else { "file" };
+                format!(
+                    "driver=qcow2,file.driver={driver},file.filename={disk},file.aio={aio},\
+                     file.cache.direct=on,cache.direct=on,node-name=disk"
+                )
+            }
             Self::Qsd(aio) => {
                 let direct = "cache.direct=on,node-name=disk";
                 format!("driver={driver},filename={disk},aio={aio},{direct}")
             }
-            Self::QsdNull => {
-                format!("driver=null-co,size={NULL_SIZE},read-zeroes=off,node-name=disk")
+            Self::QsdDriver("rbd") => format!(
+                "driver=rbd,pool=rbd,image={IMAGE},conf={disk},cache.direct=on,node-name=disk"
+            ),
+            Self::QsdDriver("nbd") => {
+                format!("driver=nbd,server.type=unix,server.path={disk},node-name=disk")
+            }
+            Self::QsdDriver(driver) => {
+                format!("driver={driver},size={NULL_SIZE},read-zeroes=off,node-name=disk")
             }
         };
         let export = format!(
@@ -179,6 +217,15 @@ pub(super) fn ringhaul_options(
         (Device::Blk | Device::Inflight, Target::Null) => {
             vec!["--disk".to_owned(), format!("null,size={NULL_SIZE}")]
         }
+        (Device::Blk | Device::Inflight, Target::Rbd) => {
+            vec!["--disk".to_owned(), format!("rbd,image={IMAGE},conf={disk}")]
+        }
+        (Device::Blk | Device::Inflight, Target::Nbd) => {
+            vec!["--disk".to_owned(), format!("nbd,socket={disk}")]
+        }
+        (Device::Blk | Device::Inflight, Target::Qcow2) => {
+            vec!["--disk".to_owned(), format!("qcow2:{disk}")]
+        }
         (Device::Blk | Device::Inflight, _) => vec!["--blk-file".to_owned(), disk.to_owned()],
         (Device::Scsi, _) => {
             let disk = match target {
@@ -201,22 +248,29 @@ pub(super) fn fio_options(
     cpu: usize,
 ) -> Vec<String> {
     let Workload { rw, bs, depth, .. } = workload;
+    // The cluster of an image is named by the environment.
+    let on = match ioengine {
+        "rbd" => vec![
+            "--clientname=admin".to_owned(),
+            "--pool=rbd".to_owned(),
+            format!("--rbdname={IMAGE}"),
+        ],
+        _ => vec![format!("--filename={disk}"), format!("--cpus_allowed={cpu}")],
+    };
     // As the load generator: each random offset is drawn independently of the others.
-    [
+    let options = [
         "--name=limit".to_owned(),
-        format!("--filename={disk}"),
         format!("--ioengine={ioengine}"),
         format!("--rw={rw}"),
         format!("--bs={bs}"),
         format!("--iodepth={depth}"),
-        format!("--cpus_allowed={cpu}"),
         "--direct=1".to_owned(),
         "--norandommap".to_owned(),
         "--random_generator=tausworthe64".to_owned(),
         "--time_based".to_owned(),
         "--allow_mounted_write=0".to_owned(),
-    ]
-    .to_vec()
+    ];
+    options.into_iter().chain(on).collect()
 }
 
 impl fmt::Display for Server {
@@ -228,7 +282,8 @@ impl fmt::Display for Server {
             }
             Self::Ringhaul(Device::Scsi, engine) => write!(out, "Ringhaul SCSI {}", engine.name()),
             Self::Qsd(aio) => write!(out, "QSD aio={aio}"),
-            Self::QsdNull => out.write_str("QSD null-co"),
+            Self::QsdDriver(driver) => write!(out, "QSD {driver}"),
+            Self::Raw(engine) => write!(out, "Ringhaul raw {}", engine.name()),
             Self::Fio(ioengine) => write!(out, "fio {ioengine}"),
         }
     }

@@ -42,6 +42,8 @@ pub(crate) struct Program {
     pub(crate) name: String,
     /// The first is the program.
     pub(crate) words: Vec<String>,
+    /// Whether it may run on any CPU, as a server otherwise may not.
+    pub(crate) is_free: bool,
 }
 
 /// What came of a server and what was done with it.
@@ -112,6 +114,7 @@ impl Lab {
         Program {
             name: "ringhaul".to_owned(),
             words: [program].into_iter().chain(options).collect(),
+            is_free: false,
         }
     }
 
@@ -160,7 +163,10 @@ impl Lab {
         prefix: &[String],
         place: usize,
     ) -> Result<Running> {
-        let pinned = pinning(self.server_cpu);
+        let pinned = match server.is_free {
+            true => Vec::new(),
+            false => pinning(self.server_cpu).to_vec(),
+        };
         let words: Vec<&String> = prefix.iter().chain(&pinned).chain(&server.words).collect();
         let messages = File::create(self.messages(place)).context("making a file for messages")?;
         let mut command = Command::new(words[0]);

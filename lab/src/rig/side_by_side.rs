@@ -83,7 +83,7 @@ mod tests {
         let test = "rig::side_by_side::tests::plays_a_server";
         let socket = format!("{SOCKET}={socket}");
         let words = ["env", &socket, &program, "--ignored", "--exact", test];
-        Program { name: name.to_owned(), words: words.map(str::to_owned).to_vec() }
+        Program { name: name.to_owned(), words: words.map(str::to_owned).to_vec(), is_free: false }
     }
 
     #[test]

@@ -8,11 +8,14 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tools::process::{self, Interrupt};
+use ringhaul_kit::ceph::Cluster;
+use ringhaul_tools::process::{self, Interrupt, Running};
 use ringhaul_tools::workspace;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, statfs};
 use serde::{Serialize, Serializer};
 use tempfile::TempDir;
+
+use super::elsewhere;
 
 /// The zram device that may be used, if nobody uses it.
 const ZRAM: &str = "zram0";
@@ -40,10 +43,27 @@ pub(crate) enum Target {
     Loop,
     /// A file on the file system of the target directory.
     File,
+    /// An image in a Ceph cluster.
+    Rbd,
+    /// An export of an NBD server.
+    Nbd,
+    /// An image of QEMU's format.
+    Qcow2,
 }
 
 impl Target {
+    /// Disks that are nothing but local.
     pub(crate) const ALL: [Self; 4] = [Self::Null, Self::Zram, Self::Loop, Self::File];
+
+    /// Those, and what Ringhaul is compared on beside them.
+    pub(crate) const COMPARED: [Self; 7] =
+        [Self::Null, Self::Zram, Self::Loop, Self::File, Self::Rbd, Self::Nbd, Self::Qcow2];
+
+    /// Whether programs beside the server do its work. They need a CPU too, so nobody has one for
+    /// himself.
+    pub(crate) fn is_elsewhere(self) -> bool {
+        matches!(self, Self::Rbd | Self::Nbd)
+    }
 }
 
 impl fmt::Display for Target {
@@ -53,6 +73,9 @@ impl fmt::Display for Target {
             Self::Zram => "zram",
             Self::Loop => "loop",
             Self::File => "file",
+            Self::Rbd => "rbd",
+            Self::Nbd => "nbd",
+            Self::Qcow2 => "qcow2",
         })
     }
 }
@@ -66,19 +89,21 @@ impl Serialize for Target {
 /// A disk to measure; dropping it removes it.
 pub(crate) struct Disk {
     pub(crate) target: Target,
-    /// None for null.
+    /// What it is found by: a device, a file, a socket, a configuration. None for null.
     pub(crate) path: Option<PathBuf>,
     /// What it is, for the report; without paths.
     pub(crate) description: String,
-    undo: Undo,
+    pub(super) undo: Undo,
 }
 
 /// What has to be taken back.
-enum Undo {
+pub(super) enum Undo {
     Nothing,
     Folder(TempDir),
     Zram,
     Loop(PathBuf, TempDir),
+    Cluster(Box<Cluster>),
+    Server(Running, TempDir),
 }
 
 /// A disk, or why there is none on this machine.
@@ -98,6 +123,14 @@ impl Disk {
             Undo::Nothing => Ok(()),
             Undo::Folder(folder) => folder.close().context("removing the disk's file"),
             Undo::Zram => reset_zram(),
+            Undo::Cluster(cluster) => {
+                drop(cluster);
+                Ok(())
+            }
+            Undo::Server(mut server, folder) => {
+                server.stop()?;
+                folder.close().context("removing the folder of a server's socket")
+            }
             Undo::Loop(device, folder) => {
                 let detached = process::output(losetup().arg("-d").arg(&device));
                 detached.with_context(|| format!("detaching {}", device.display()))?;
@@ -126,6 +159,9 @@ pub(crate) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> R
         Target::Zram => prepare_zram(size, interrupt),
         Target::Loop => prepare_loop(size, interrupt),
         Target::File => prepare_file(&workspace::target_dir()?, size, interrupt),
+        Target::Rbd => elsewhere::prepare_rbd(size, interrupt),
+        Target::Nbd => elsewhere::prepare_nbd(size, interrupt),
+        Target::Qcow2 => elsewhere::prepare_qcow2(size, interrupt),
     }
 }
 
@@ -175,7 +211,7 @@ fn reset_zram() -> Result<()> {
     })
 }
 
-fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
+pub(super) fn prepare_loop(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     if let Some(why) = lacks_root().or_else(|| lacks_memory(size)) {
         return Ok(Prepared::Skipped(why));
     }
@@ -227,14 +263,14 @@ fn prepare_file(parent: &Path, size: u64, interrupt: &Interrupt) -> Result<Prepa
     Ok(Prepared::Ready(Disk { target: Target::File, path: Some(path), description, undo }))
 }
 
-fn temporary_folder(parent: &Path) -> Result<TempDir> {
+pub(super) fn temporary_folder(parent: &Path) -> Result<TempDir> {
     tempfile::Builder::new()
         .prefix("ringhaul-lab-")
         .tempdir_in(parent)
         .with_context(|| format!("making a folder in {}", parent.display()))
 }
 
-fn make_file(path: &Path, size: u64, interrupt: &Interrupt) -> Result<()> {
+pub(super) fn make_file(path: &Path, size: u64, interrupt: &Interrupt) -> Result<()> {
     let context = || format!("making {} with {} MiB", path.display(), size >> 20);
     let file = File::create_new(path).with_context(context)?;
     fallocate(&file, FallocateFlags::empty(), 0, size).with_context(context)?;
