@@ -57,7 +57,7 @@ impl Client {
 
     /// Describes itself as a process that could take over.
     pub(super) fn begin(&mut self) -> Result<Value> {
-        self.ask("takeover", &json!({ "formats": [3], "version": "test" }))
+        self.ask("takeover", &json!({ "formats": [4], "version": "test" }))
     }
 
     pub(super) fn send(&mut self, method: &str, params: &Value) -> Result<()> {
@@ -225,7 +225,7 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
     let mut daemon = Running::serve(&mut begin(&scene)?)?;
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
-    let begin = json!({ "formats": [3], "version": "test" });
+    let begin = json!({ "formats": [4], "version": "test" });
 
     let unknown = json!({ "formats": [77], "version": "7.7" });
     let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
@@ -317,7 +317,7 @@ fn exports_that_change_meanwhile_are_not_taken_over() -> Result<()> {
     let scene = scene()?;
     let mut daemon = Running::serve(&mut begin(&scene)?)?;
     let mut client = Client::new(&scene)?;
-    client.ask("takeover", &json!({ "formats": [3], "version": "test" }))?;
+    client.ask("takeover", &json!({ "formats": [4], "version": "test" }))?;
     let disk = scene.disk("more.img", DISK_BYTES)?;
     let more = scene.socket("more.sock");
     let spec = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });

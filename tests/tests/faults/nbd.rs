@@ -388,14 +388,15 @@ fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
     }
     let scene = scene()?;
     let disk = scene.disk("disk.img", DISK_BYTES)?;
-    for (unflushed, code, is_taken_over) in
-        [("kept", 0, true), ("lost", 1, false), ("lost", 1, true)]
+    for (unflushed, fsync, code, is_taken_over) in
+        [("kept", 0, 0, true), ("lost", 0, 1, false), ("lost", 0, 1, true), ("lost", 1, 0, true)]
     {
         let peer = Peer::qemu(&scene, &disk)?;
         let name = format!("{},unflushed={unflushed}", peer.uri("disk"));
         let mut daemon = serve(&scene, &name, &[])?;
         let socket = scene.socket("vm.sock");
-        run(&mut bench(&socket, "--rw write --number_ios 10")?)?.expect_code(0)?;
+        let first = format!("--rw write --number_ios 10 --fsync {fsync}");
+        run(&mut bench(&socket, &first)?)?.expect_code(0)?;
         if is_taken_over {
             daemon = take_over(&scene, daemon)?;
             run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
@@ -411,6 +412,26 @@ fn flushes_fail_after_a_break_if_the_server_is_not_trusted() -> Result<()> {
         ensure!(load.status.code() == Some(code), "{unflushed}, taken over: {load:?}");
     }
     Ok(())
+}
+
+/// Another process would not know that what it writes has to wait for that write.
+#[test]
+fn a_disk_is_not_taken_over_while_an_overdue_write_may_land() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::nbdkit(&scene, &["--filter=delay", "memory", "64M", "delay-write=600"])?;
+    let mut daemon = serve(&scene, &format!("{},deadline=1", peer.uri("")), &[])?;
+    let socket = scene.socket("vm.sock");
+    run(&mut bench(&socket, "--rw write --number_ios 1 --iodepth 1")?)?.expect_code(1)?;
+    daemon.wait_for("the server may still make changes without an answer, 1 of them")?;
+    daemon.wait_for("is back after")?;
+    let refused = run(&mut taking_over(&scene)?)?.expect_code(2)?.stderr;
+    ensure!(refused.contains("may still make changes without an answer"), "{refused}");
+    run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
+    drop(daemon);
+    peer.kill()
 }
 
 /// Certificates of an authority, a server and a client, made for this test.

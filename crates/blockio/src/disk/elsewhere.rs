@@ -190,7 +190,7 @@ impl OtherSource for ElsewhereSource {
         Some(format!("{} jobs", self.0.state().jobs.len()))
     }
 
-    fn inherit(&self, _: Option<i32>) {}
+    fn inherit(&self, _: Option<i32>, _: bool) {}
 
     fn give_up(&self) {
         self.0.change(|state| state.was_given_up = true);

@@ -207,13 +207,34 @@ impl DiskSource {
         }
     }
 
-    /// Another process has handed the disk over. What it has written may not be flushed, and data
-    /// may be lost if it has learnt of such a `loss`, an errno.
-    pub fn inherit(&self, loss: Option<i32>) {
+    /// Whether all changes that were answered are known to be on stable storage, while no request
+    /// runs. A file does not need to know: what the kernel has yet to report comes with it.
+    #[must_use]
+    pub fn is_flushed(&self) -> bool {
+        match &self.kind {
+            SourceKind::Other(source) => source.is_flushed(),
+            SourceKind::File(_) | SourceKind::Null => false,
+        }
+    }
+
+    /// Whether changes that nobody waits for any more may still be made, by a server that was given
+    /// up on. Another process would not know that its own have to wait for these.
+    #[must_use]
+    pub fn may_still_change(&self) -> bool {
+        match &self.kind {
+            SourceKind::Other(source) => source.may_still_change(),
+            SourceKind::File(_) | SourceKind::Null => false,
+        }
+    }
+
+    /// Another process has handed the disk over. What it has written may not be flushed, unless it
+    /// [knew](Self::is_flushed) that it is, and data may be lost if it has learnt of such a `loss`,
+    /// an errno.
+    pub fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
         match (self.open_file(), &self.kind) {
             // What the kernel has yet to report comes with the file.
             (Some(file), _) => loss.into_iter().for_each(|errno| file.loss().inherit(errno)),
-            (None, SourceKind::Other(source)) => source.inherit(loss),
+            (None, SourceKind::Other(source)) => source.inherit(loss, is_flushed),
             (None, SourceKind::File(_) | SourceKind::Null) => {}
         }
     }

@@ -272,7 +272,7 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
 fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
     let file = temp_file(MIB);
     let source = open(&file, false);
-    source.inherit(Some(libc::EIO));
+    source.inherit(Some(libc::EIO), false);
     let mut tries = Tries::new(&source.shared.troubles);
     let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
     assert!(tries.failed(ErrorAction::Hold, &no_space, Instant::now()).is_some());

@@ -245,8 +245,16 @@ impl OtherSource for LuksSource {
         remarks.into_iter().flatten().reduce(|one, other| format!("{one}; {other}"))
     }
 
-    fn inherit(&self, loss: Option<i32>) {
-        self.below.inherit(loss);
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.below.inherit(loss, is_flushed);
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.below.is_flushed()
+    }
+
+    fn may_still_change(&self) -> bool {
+        self.below.may_still_change()
     }
 
     fn give_up(&self) {

@@ -233,8 +233,16 @@ impl OtherSource for NbdSource {
         Some(self.shared().remark())
     }
 
-    fn inherit(&self, loss: Option<i32>) {
-        self.shared().inherit(loss.is_some());
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.shared().inherit(loss.is_some(), is_flushed);
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.shared().is_flushed()
+    }
+
+    fn may_still_change(&self) -> bool {
+        self.shared().held.has_any()
     }
 
     fn give_up(&self) {

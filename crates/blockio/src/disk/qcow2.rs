@@ -189,8 +189,17 @@ impl OtherSource for Qcow2Source {
         self.below().remark()
     }
 
-    fn inherit(&self, loss: Option<i32>) {
-        self.below().inherit(loss);
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.below().inherit(loss, is_flushed);
+    }
+
+    fn is_flushed(&self) -> bool {
+        // Tables may be written back after this was asked.
+        false
+    }
+
+    fn may_still_change(&self) -> bool {
+        self.below().may_still_change()
     }
 
     fn give_up(&self) {

@@ -122,7 +122,7 @@ impl OtherSource for RbdSource {
         Some(format!("{ops} operations wait for the cluster"))
     }
 
-    fn inherit(&self, loss: Option<i32>) {
+    fn inherit(&self, loss: Option<i32>, _: bool) {
         self.shared.inherit(loss);
     }
 

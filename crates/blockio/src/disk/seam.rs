@@ -83,7 +83,17 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     fn remark(&self) -> Option<String>;
 
     /// See [`DiskSource::inherit`](super::DiskSource::inherit).
-    fn inherit(&self, loss: Option<i32>);
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool);
+
+    /// See [`DiskSource::is_flushed`](super::DiskSource::is_flushed).
+    fn is_flushed(&self) -> bool {
+        false
+    }
+
+    /// See [`DiskSource::may_still_change`](super::DiskSource::may_still_change).
+    fn may_still_change(&self) -> bool {
+        false
+    }
 
     /// See [`DiskSource::give_up`](super::DiskSource::give_up).
     fn give_up(&self);

@@ -98,7 +98,7 @@ fn an_open_disk_can_be_handed_over() {
     file.as_file().set_len(MIB).unwrap();
     let options = DiskOptions::default();
     let source = DiskSource::file(file.path(), &options).unwrap();
-    source.inherit(Some(libc::EIO));
+    source.inherit(Some(libc::EIO), false);
     let handed = || File::from(source.descriptor().unwrap().try_clone_to_owned().unwrap());
     for wrong in [
         DiskOptions { direct: true, ..options.clone() },

@@ -74,6 +74,7 @@ impl Export {
             });
         }
         self.check_disks()?;
+        self.check_changes()?;
         let describe = |fds: &mut HandedFds| -> io::Result<HandedExport> {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
@@ -112,6 +113,19 @@ impl Export {
         Err(CommandError::Failed(anyhow::anyhow!(text)))
     }
 
+    /// Refuses to hand over disks that may still change by what the next process cannot know.
+    pub(super) fn check_changes(&self) -> Answered<()> {
+        if !self.disks.iter().any(DiskSource::may_still_change) {
+            return Ok(());
+        }
+        let name = self.spec.name();
+        Err(CommandError::Failed(anyhow::anyhow!(
+            "the server of the disk of {name} may still make changes without an answer, and only \
+             this process knows that others have to wait for them; try again when the server has \
+             answered or closed the connection, or restart it"
+        )))
+    }
+
     /// Has its queues stop between two messages. It takes no front-end meanwhile.
     pub(super) fn begin_pause(&mut self) {
         self.is_held = true;
@@ -145,11 +159,12 @@ impl Export {
     pub(super) fn progress_so_far(&self, fds: &mut HandedFds) -> io::Result<ExportProgress> {
         let session = self.session.as_ref().map(|session| session.hand_over(fds)).transpose()?;
         let losses = self.disks.iter().map(DiskSource::loss).collect();
+        let flushed = self.disks.iter().map(DiskSource::is_flushed).collect();
         let (device, files) = self.setup.device.hand_over()?;
         let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
         let reservations = files.collect::<io::Result<_>>()?;
         let (connected, sessions) = (self.connected.elapsed(), self.sessions);
-        Ok(ExportProgress { session, connected, sessions, losses, device, reservations })
+        Ok(ExportProgress { session, connected, sessions, losses, flushed, device, reservations })
     }
 
     /// An export that is paused in another process, and here.
@@ -167,8 +182,9 @@ impl Export {
         let mut export = Self::new(setup, id, waker);
         export.is_held = true;
         export.sessions = progress.sessions;
-        for (disk, loss) in export.disks.iter().zip(progress.losses) {
-            disk.inherit(loss);
+        let known = progress.losses.into_iter().zip(progress.flushed);
+        for (disk, (loss, is_flushed)) in export.disks.iter().zip(known) {
+            disk.inherit(loss, is_flushed);
         }
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();

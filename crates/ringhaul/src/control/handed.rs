@@ -54,6 +54,8 @@ pub(crate) struct ExportProgress {
     pub(super) sessions: u64,
     /// For each disk the errno of the loss of data, if there was one.
     pub(super) losses: Vec<Option<i32>>,
+    /// For each disk whether all that was answered is known to be flushed.
+    pub(super) flushed: Vec<bool>,
     pub(super) device: DeviceState,
     /// The files with reservations that belong to it.
     pub(super) reservations: Vec<Option<Place>>,

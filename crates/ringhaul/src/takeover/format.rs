@@ -13,7 +13,7 @@ use crate::spec::ExportSpec;
 /// The format in which this version describes itself. Raise it whenever the stored sample is not
 /// understood any more, or written in another way, and store another: versions that do not fit are
 /// then refused before anything stops.
-pub(super) const FORMAT: u32 = 3;
+pub(super) const FORMAT: u32 = 4;
 /// The formats that it understands.
 pub(super) const FORMATS: [u32; 1] = [FORMAT];
 
@@ -103,6 +103,6 @@ mod tests {
         assert_eq!(serde_json::to_value(description).unwrap(), sample["description"]);
         let standstill: Standstill = serde_json::from_value(sample["standstill"].clone()).unwrap();
         assert_eq!(serde_json::to_value(standstill).unwrap(), sample["standstill"]);
-        assert_eq!(FORMAT, 3, "the sample is of this format");
+        assert_eq!(FORMAT, 4, "the sample is of this format");
     }
 }

@@ -43,9 +43,14 @@ impl Held {
         self.count.store(known.all.len(), Ordering::Release);
     }
 
+    /// Whether anything is held.
+    pub(super) fn has_any(&self) -> bool {
+        self.count.load(Ordering::Acquire) > 0
+    }
+
     /// Whether any byte of `range` is held.
     pub(super) fn has(&self, range: &Range<u64>) -> bool {
-        if self.count.load(Ordering::Acquire) == 0 {
+        if !self.has_any() {
             return false;
         }
         let overlaps = |held: &Range<u64>| held.start < range.end && range.start < held.end;
@@ -60,9 +65,10 @@ mod tests {
     #[test]
     fn a_range_is_held_until_its_last_holder_lets_go() {
         let held = Held::default();
-        assert!(!held.has(&(0..u64::MAX)));
+        assert!(!held.has(&(0..u64::MAX)) && !held.has_any());
         let first = held.add(vec![0..10, 20..30]);
         let second = held.add(vec![25..30, 30..40]);
+        assert!(held.has_any());
         assert!(held.has(&(9..10)) && held.has(&(0..100)) && held.has(&(39..41)));
         assert!(!held.has(&(10..20)) && !held.has(&(40..50)));
         held.replace(first, vec![0..5, 5..10]);

@@ -186,18 +186,22 @@ impl Shared {
 
     /// A connection broke: what becomes of the changes that were answered before.
     pub(super) fn has_broken(&self) -> Unflushed {
-        let is_dirty = self.changes() > self.flushed.load(Ordering::Relaxed);
-        match (is_dirty, self.options.distrust) {
-            (false, _) => Unflushed::Nothing,
-            (true, false) => Unflushed::Trusted,
-            (true, true) if self.is_lost.swap(true, Ordering::Relaxed) => Unflushed::Nothing,
-            (true, true) => Unflushed::Lost,
+        match (self.is_flushed(), self.options.distrust) {
+            (true, _) => Unflushed::Nothing,
+            (false, false) => Unflushed::Trusted,
+            (false, true) if self.is_lost.swap(true, Ordering::Relaxed) => Unflushed::Nothing,
+            (false, true) => Unflushed::Lost,
         }
     }
 
-    /// Another process has had the disk, and nobody knows what of its changes is flushed.
-    pub(super) fn inherit(&self, is_lost: bool) {
-        self.changes.fetch_add(1, Ordering::Relaxed);
+    /// Whether an answered flush has covered all changes that were answered.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.changes() <= self.flushed.load(Ordering::Relaxed)
+    }
+
+    /// Another process has had the disk, and has changed it since the last flush, or has not.
+    pub(super) fn inherit(&self, is_lost: bool, is_flushed: bool) {
+        self.changes.fetch_add(u64::from(!is_flushed), Ordering::Relaxed);
         self.is_lost.fetch_or(is_lost, Ordering::Relaxed);
     }
 

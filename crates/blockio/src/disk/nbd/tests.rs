@@ -122,6 +122,7 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
         let request = Running::start_one(&thread, &disk, command);
         assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT), "another connection has taken it");
     }
+    assert!(source.may_still_change(), "another process would not know");
     let newer = Running::write(&thread, &disk, 0, 2);
     let beside = Running::write(&thread, &disk, 4096, 3);
     assert_eq!(beside.end(&thread), None, "other places can be written to");
@@ -129,6 +130,7 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
     server.answer_held();
     assert_eq!(newer.end(&thread), None);
     assert_eq!(server.state().content[0], 2, "the old write came last");
+    assert!(!source.may_still_change());
     drop((disk, source));
 }
 
@@ -170,6 +172,36 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
         assert_eq!(flush.end(&thread), expected);
         assert_eq!(source.state() == DiskState::Lost, distrust);
         assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
+    }
+}
+
+/// What another process has left unflushed may be lost, and nothing else.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
+    for is_flushed in [true, false] {
+        let server = Server::start(MIB, FLAGS);
+        let options = || NbdOptions { distrust: true, ..server.options() };
+        let thread = new_thread();
+        let before = open(options());
+        let disk = Rc::new(before.attach(thread.io()));
+        assert!(before.is_flushed());
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        assert!(!before.is_flushed());
+        if is_flushed {
+            assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
+        }
+        assert_eq!(before.is_flushed(), is_flushed);
+
+        let source = open(options());
+        source.inherit(before.loss(), before.is_flushed());
+        drop((disk, before));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(read(&thread, &disk, 0), 1);
+        server.hang_up();
+        assert_eq!(read(&thread, &disk, 0), 1, "on another connection");
+        let expected = (!is_flushed).then_some(libc::EIO);
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), expected);
     }
 }
 

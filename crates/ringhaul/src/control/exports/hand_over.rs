@@ -110,6 +110,8 @@ impl Exports {
     }
 
     fn paused(&self, since: Instant) -> Result<Paused, CommandError> {
+        // A server may have been given up on while queues stopped.
+        self.list.iter().try_for_each(Export::check_changes)?;
         let mut fds = HandedFds::default();
         let exports = self.list.iter().map(|export| export.progress_so_far(&mut fds));
         let exports = exports.collect::<std::io::Result<_>>().map_err(|error| {
