@@ -243,9 +243,10 @@ the others; the rival is that setting of qemu-storage-daemon which has most IOPS
 workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight region, it is our
 virtio-blk with the same engine; of an image also its bytes without the format (raw). A wake is that
 of an IoThread by another thread, such as one of librbd. All bypass the page cache, the servers
-offer a write cache, and none gets a flush, so writes are equally durable. Latencies are the load generator's, from the
-driver's side, and fio's from submit to completion. The kernel's workers, to whom io_uring hands
-requests that may block, run on any CPU, for all alike, and their time is not in fio's.
+offer a write cache, and none gets a flush, so writes are equally durable. Latencies are the load
+generator's, from the driver's side, and fio's from submit to completion. The kernel's workers, to
+whom io_uring hands requests that may block, run on any CPU, for all alike, and their time is not in
+fio's.
 ";
 
 /// `push_str` with a line break.
