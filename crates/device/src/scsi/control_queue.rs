@@ -43,6 +43,23 @@ enum ControlError {
     Type(u32),
     #[error("a request of the control queue is incomplete")]
     Incomplete,
+    #[error("a request about asynchronous notification is incomplete")]
+    IncompleteNotification,
+}
+
+impl ControlError {
+    /// The bytes of the response.
+    fn answer(&self) -> Vec<u8> {
+        match self {
+            Self::IncompleteNotification => about_notification(VIRTIO_SCSI_S_FAILURE),
+            Self::Type(_) | Self::Incomplete => vec![byte(VIRTIO_SCSI_S_FAILURE)],
+        }
+    }
+}
+
+/// The response to a request about asynchronous notification: no event, and how it ended.
+fn about_notification(response: u32) -> Vec<u8> {
+    vec![0, 0, 0, 0, byte(response)]
 }
 
 impl Control {
@@ -61,9 +78,9 @@ impl Control {
             }
             VIRTIO_SCSI_T_AN_QUERY | VIRTIO_SCSI_T_AN_SUBSCRIBE => {
                 let rest: Option<[u8; NOTIFICATION_BYTES - 4]> = readable.take_front();
-                rest.ok_or(ControlError::Incomplete)?;
+                rest.ok_or(ControlError::IncompleteNotification)?;
                 // No event of that kind is ever sent.
-                Ok(vec![0, 0, 0, 0, byte(VIRTIO_SCSI_S_OK)])
+                Ok(about_notification(VIRTIO_SCSI_S_OK))
             }
             other => Err(ControlError::Type(other)),
         }
@@ -164,7 +181,7 @@ impl Handler for Control {
             }
             Err(error) => {
                 queue.fail(RequestKind::Other, &error);
-                vec![byte(VIRTIO_SCSI_S_FAILURE)]
+                error.answer()
             }
         };
         let written = writable.copy_from(0, &answer);

@@ -26,10 +26,13 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
     }
     let Ok(command) = cdb.command() else { return Err(Sense::NO_SUCH_UNIT.into()) };
     match command.op {
+        Op::Inquiry | Op::ReportLuns | Op::RequestSense => cdb.check(command)?,
+        _ => return Err(Sense::NO_SUCH_UNIT.into()),
+    }
+    match command.op {
         Op::Inquiry => inquiry::of_nothing(cdb, data),
         Op::ReportLuns => list_luns(units, Some(address.target), cdb, data),
-        Op::RequestSense => answer_sense(Sense::NO_SUCH_UNIT, cdb, data),
-        _ => Err(Sense::NO_SUCH_UNIT.into()),
+        _ => answer_sense(Sense::NO_SUCH_UNIT, cdb, data),
     }
 }
 
@@ -124,6 +127,7 @@ pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
 /// deallocated (SBC-4, section 5.8.2). Where nothing can be unmapped, all are mapped.
 pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Moved {
     const DEALLOCATED: u8 = 1;
+    block::check_ready(&local.unit)?;
     let info = local.unit.info();
     let block = u64::from(info.logical_block_bytes);
     let (lba, blocks) = (cdb.u64(2), info.size_bytes / block);

@@ -304,6 +304,11 @@ fn addresses_without_a_unit_are_told_apart() {
     assert_eq!((answer.status, answer.data[0]), (0, 0x7f));
     assert_eq!(initiator.run_at(at(0, 0), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
     let luns = [0xa0, 0, 0, 0, 0, 0, 0, 0, 0, 32, 0, 0];
+    let reserved = [[0x12, 0, 0, 0x80, 36, 4], [0x03, 0, 0x80, 0, 18, 0]];
+    for (cdb, specific) in reserved.into_iter().zip([[0xc8 | 2, 0, 5], [0xcf, 0, 2]]) {
+        let answer = initiator.run_at(at(0, 0), &cdb, &[], 36);
+        assert_eq!((answer.sense, answer.specific), ([5, 0x24, 0], specific), "{cdb:x?}");
+    }
     let expected = [0, 0, 0, 8, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for lun in [at(0, 0), UNIT.bytes(), [0xc1, 1, 0, 0, 0, 0, 0, 0]] {
         let answer = initiator.run_at(lun, &luns, &[], 32);

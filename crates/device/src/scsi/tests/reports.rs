@@ -1,5 +1,6 @@
 //! What a unit says of itself and of failures, and what is counted.
 
+use super::sharing::{START, STOP};
 use super::*;
 use crate::stats::RequestKind;
 
@@ -121,6 +122,9 @@ fn a_thick_unit_neither_has_nor_names_what_unmaps() {
         assert_eq!((status[15], status[20]), (16, 0));
         assert!(!discard || status[19] == 8 && status[16..19] == [0; 3], "{status:?}");
         assert_eq!(unit.sense(&cdb16(0x9e, 0x12, BLOCKS, 64), &[], 64), [5, 0x21, 0]);
+        unit.good(&STOP, &[], 0);
+        assert_eq!(unit.sense(&cdb16(0x9e, 0x12, 7, 64), &[], 64), [2, 4, 2]);
+        unit.good(&START, &[], 0);
         let unmap = unit.run(&cdb10(0x42, 0, 0, 0), &[], 0);
         let same = unit.run(&cdb10(0x41, 8, 0, 1), &[0; BLOCK], 0);
         let expected = if discard { [[0; 3]; 2] } else { [[5, 0x20, 0], [5, 0x24, 0]] };

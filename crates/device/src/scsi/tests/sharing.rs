@@ -33,8 +33,8 @@ const REGISTRATIONS_PREEMPTED: [u8; 3] = [6, 0x2a, 5];
 
 const TEST_UNIT_READY: [u8; 6] = [0; 6];
 const CACHING_PAGE: [u8; 6] = [0x1a, 8, 0x08, 0, 255, 0];
-const STOP: [u8; 6] = [0x1b, 0, 0, 0, 0, 0];
-const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
+pub(super) const STOP: [u8; 6] = [0x1b, 0, 0, 0, 0, 0];
+pub(super) const START: [u8; 6] = [0x1b, 0, 0, 0, 1, 0];
 
 impl Initiator {
     pub(super) fn unit(&self) -> Borrowed {
@@ -147,6 +147,19 @@ impl Control {
         Some(response[0])
     }
 
+    /// What this request is answered with, in so many bytes.
+    pub(super) fn answer<const N: usize>(&mut self, request: &[u8]) -> [u8; N] {
+        let mut response = [0xee; N];
+        self.scene.memory.write(DATA, request).unwrap();
+        self.scene.memory.write(RESPONSE, &response).unwrap();
+        let request = Desc::readable(DATA, iomem::fits(request.len(), "bytes of a request"));
+        let room = Desc::writable(RESPONSE, iomem::fits(N, "bytes of a response"));
+        self.scene.offer(&[request, room]);
+        self.end(&[]);
+        self.scene.memory.read(RESPONSE, &mut response).unwrap();
+        response
+    }
+
     /// Sends a task management function. Returns its response.
     pub(super) fn send(&mut self, others: &[&Scene], function: u32) -> u8 {
         self.begin(function);
@@ -203,6 +216,19 @@ fn a_reset_of_the_unit_ends_the_tasks_of_all_and_all_learn_of_it() {
     assert_eq!(responses(&mut all), [RESET; 3]);
     assert_eq!(heard(&mut all), [UNIT_WAS_RESET; 3]);
     hear_nothing(&mut all);
+}
+
+#[test]
+fn a_request_about_notifications_is_answered_behind_the_events() {
+    const FAILURE: u8 = 9;
+    for kind in [1, 2] {
+        let mut control = Control::start(&three()[0].device);
+        let mut request = vec![0; 16];
+        request[0] = kind;
+        assert_eq!(control.answer(&request), [0; 5]);
+        assert_eq!(control.answer(&request[..15]), [0, 0, 0, 0, FAILURE]);
+        assert_eq!(control.answer(&request[..3]), [FAILURE, 0xee, 0xee, 0xee, 0xee]);
+    }
 }
 
 #[test]
