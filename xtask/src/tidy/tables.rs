@@ -233,7 +233,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (8, &["scsi::units"]),
             (9, &["scsi::event_queue", "scsi::request_queue"]),
             (10, &["scsi::answer", "scsi::at_disk"]),
-            (10, &["scsi::block", "scsi::mode", "scsi::reserve", "scsi::unmap"]),
+            (10, &["scsi::block", "scsi::mode", "scsi::reserve", "scsi::unmap", "scsi::verify"]),
             (11, &["scsi::inquiry"]),
             (12, &["scsi::report"]),
             (13, &["scsi::device"]),

@@ -1,11 +1,12 @@
 //! INQUIRY and its vital product data pages (SPC-5, sections 6.6 and 7.7; SBC-4, section 6.6).
 
-use super::block::{COMPARE_BLOCKS_MAX, WRITE_SAME_BYTES_MAX};
+use super::block::WRITE_SAME_BYTES_MAX;
 use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
 use super::sense::Sense;
 use super::unit::Unit;
 use super::unmap;
+use super::verify::COMPARE_BLOCKS_MAX;
 
 /// Bytes of the standard data: up to the version descriptors.
 const STANDARD_BYTES: usize = 74;

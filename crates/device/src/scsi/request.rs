@@ -17,7 +17,7 @@ use super::sense::Sense;
 use super::task_set::Ended;
 use super::unit::Unit;
 use super::units::Units;
-use super::{block, inquiry, mode, report, reserve, unmap};
+use super::{block, inquiry, mode, report, reserve, unmap, verify};
 use crate::queue::Queue;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
@@ -223,14 +223,14 @@ impl Scsi {
                 (RequestKind::WriteZeroes, block::write_same(local, cdb, task, data).await)
             }
             Op::WriteAndVerify => {
-                let moved = block::write_and_verify(local, cdb, task, data).await;
+                let moved = verify::write_and_verify(local, cdb, task, data).await;
                 (RequestKind::Write, plain(moved))
             }
             Op::CompareAndWrite => {
-                let done = block::compare_and_write(local, cdb, task, data).await;
+                let done = verify::compare_and_write(local, cdb, task, data).await;
                 (RequestKind::Write, done)
             }
-            Op::Verify => (RequestKind::Read, block::verify(local, cdb, task, data).await),
+            Op::Verify => (RequestKind::Read, verify::verify(local, cdb, task, data).await),
             Op::StartStopUnit => (RequestKind::Other, plain(block::start_stop(local, cdb).await)),
             Op::GetLbaStatus => {
                 (RequestKind::Other, plain(report::lba_status(local, cdb, &data).await))

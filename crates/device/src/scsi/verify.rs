@@ -1,0 +1,266 @@
+//! Commands that read what is on the medium, and compare (SBC-4).
+
+use std::future::poll_fn;
+use std::task::Poll;
+
+use blockio::disk::{Direction, Requests};
+use iomem::Buffers;
+
+use super::at_disk::AtDisk;
+use super::block::{Range, check_ready, check_still, check_writable, disk_error, end_write};
+use super::block::{length, range, range_error};
+use super::cdb::{Cdb, Op};
+use super::outcome::{Data, Done, Failure, Moved, Task};
+use super::request_queue::LocalUnit;
+use super::reserve;
+use super::sense::{DiskUse, Sense};
+
+/// The most bytes of one VERIFY: it reads them one piece after the other, and no other command has
+/// the disk to itself meanwhile.
+const VERIFY_BYTES_MAX: u64 = 256 << 20;
+/// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
+const COMPARE_TURN_BYTES: u64 = 4 << 20;
+/// The most blocks of one COMPARE AND WRITE.
+pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
+
+/// Writes, and reads what is on the medium then.
+pub(super) async fn write_and_verify(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Moved {
+    check_writable(local)?;
+    let how = Check::of(cdb)?;
+    if how == Check::OneBlock {
+        return Err(Sense::in_cdb(1, Some(2)).into());
+    }
+    let range = range(&local.disk, cdb.blocks())?;
+    let bytes = length(range, &data.out)?;
+    let mut out = data.out;
+    out.truncate(bytes);
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let again = out.again();
+    let at_disk = AtDisk::new(local, task);
+    let disk = local.disk.asking(&at_disk);
+    end_write(local, range, disk.write(range.offset, out, true).await)?;
+    compare(disk, range, how, task, &again).await?;
+    Ok(bytes)
+}
+
+/// Writes if what is there is what the initiator expects (SBC-4, section 5.3). Nobody else uses the
+/// disk meanwhile, by whichever unit.
+pub(super) async fn compare_and_write(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
+    check_writable(local)?;
+    let count = cdb.byte(13);
+    if count > COMPARE_BLOCKS_MAX {
+        return Err(Sense::in_cdb(13, None).into());
+    }
+    let range = range(&local.disk, (cdb.u64(2), count.into()))?;
+    let bytes: usize = iomem::fits(range.bytes, "bytes of a command");
+    let mut out = data.out;
+    if 2 * bytes > out.bytes() {
+        return Err(Failure::Overrun);
+    }
+    if bytes == 0 {
+        return Ok(Done::from(0));
+    }
+    out.truncate(2 * bytes);
+    let mut wanted = out.again();
+    wanted.advance(bytes);
+    out.truncate(bytes);
+    let at_disk = AtDisk::new(local, task);
+    // With the medium to itself it would have all others wait for its limits.
+    for direction in [Direction::Read, Direction::Write] {
+        let passed = local.disk.asking(&at_disk).pass_limits(direction, range.bytes).await;
+        passed.map_err(|error| disk_error(DiskUse::writes("write", range.lba), error))?;
+    }
+    let exclusive = at_disk.take_medium().await?;
+    // As it is after the wait, like the cache.
+    check_ready(&local.unit)?;
+    reserve::check(&local.unit, Op::CompareAndWrite, cdb)?;
+    let fua = cdb.asks_fua() || !local.unit.has_write_cache();
+    let at_disk = at_disk.with_medium(&exclusive);
+    let disk = local.disk.asking(&at_disk);
+    compare(disk, range, Check::Blocks, task, &out).await?;
+    check_still(&local.disk, range)?;
+    end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
+    drop(exclusive);
+    Ok(Done { moved: 2 * bytes, medium_bytes: range.bytes })
+}
+
+/// What is on the medium is compared with (SBC-4, section 5.37).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Check {
+    /// Nothing: it can be read.
+    Medium,
+    /// As many blocks.
+    Blocks,
+    /// One block, each time.
+    OneBlock,
+}
+
+impl Check {
+    fn of(cdb: &Cdb) -> Result<Self, Failure> {
+        match (cdb.byte(1) >> 1) & 3 {
+            0 => Ok(Self::Medium),
+            1 => Ok(Self::Blocks),
+            3 => Ok(Self::OneBlock),
+            _ => Err(Sense::in_cdb(1, Some(2)).into()),
+        }
+    }
+}
+
+pub(super) async fn verify(
+    local: &LocalUnit,
+    cdb: &Cdb,
+    task: Task<'_>,
+    data: Data,
+) -> Result<Done, Failure> {
+    check_ready(&local.unit)?;
+    let how = Check::of(cdb)?;
+    let range = range(&local.disk, cdb.blocks())?;
+    if range.bytes > VERIFY_BYTES_MAX {
+        return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
+    }
+    let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
+    let moved = match how {
+        Check::Medium => 0,
+        Check::Blocks => length(range, &data.out)?,
+        Check::OneBlock if range.bytes == 0 => 0,
+        Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
+        Check::OneBlock => block,
+    };
+    let at_disk = AtDisk::new(local, task);
+    compare(local.disk.asking(&at_disk), range, how, task, &data.out).await?;
+    Ok(Done { moved, medium_bytes: range.bytes })
+}
+
+/// Reads a range, and compares it with what the initiator has sent.
+async fn compare(
+    requests: Requests<'_>,
+    range: Range,
+    how: Check,
+    task: Task<'_>,
+    with: &Buffers,
+) -> Result<(), Failure> {
+    let disk = requests.disk();
+    let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
+    let (mut found, mut expected) = (vec![0; block], vec![0; block]);
+    let mut rest = with.again();
+    let (mut done, mut turn_ends) = (0, COMPARE_TURN_BYTES);
+    while done < range.bytes {
+        if done >= turn_ends {
+            turn_ends = done + COMPARE_TURN_BYTES;
+            let_others_run().await;
+        }
+        task.check()?;
+        let lba = range.lba + done / block as u64;
+        check_still(disk, range)?;
+        let result = requests.read_part(range.offset + done, range.bytes - done).await;
+        let asked = DiskUse::reads("verify", lba);
+        let mut part = result.map_err(|error| range_error(disk, range, asked, error))?;
+        let length = part.bytes() as u64;
+        while how != Check::Medium && !part.is_empty() {
+            part.copy_to(0, &mut found);
+            rest.copy_to(0, &mut expected);
+            if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
+                let before = with.bytes() - rest.bytes();
+                return Err(Sense::MISCOMPARE.about((before + place) as u64).into());
+            }
+            part.advance(block);
+            if how == Check::Blocks {
+                rest.advance(block);
+            }
+        }
+        done += length;
+    }
+    Ok(())
+}
+
+/// Goes on in the next round.
+async fn let_others_run() {
+    let mut has_waited = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut has_waited, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
+
+    use super::*;
+    use crate::scsi::address::UnitAddress;
+    use crate::scsi::task_set::{Abort, How, Tasks, Waiting, Which};
+
+    #[test]
+    fn what_takes_long_ends_soon_when_its_task_is_aborted() {
+        // Where the sources are there is direct I/O, whose reads are not done at once.
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let bytes = 16 << 20;
+        file.as_file().set_len(bytes).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let options = DiskOptions { direct: true, ..DiskOptions::default() };
+        let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
+        let tasks = Tasks::new(0);
+        let unit = UnitAddress { target: 0, lun: 0 };
+        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        let task = Task { tasks: &tasks, number: 0 };
+        let range = Range { lba: 0, offset: 0, bytes };
+        let data = Buffers::empty();
+        let ended = thread.block_on(async {
+            let mut compare =
+                pin!(compare(disk.asking_nobody(), range, Check::Medium, task, &data));
+            let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
+            assert!(first.is_pending());
+            let (_waiting, left) = Waiting::new();
+            tasks.cover(Which::At(unit), How::Abort(Abort::Aborted), 0, left);
+            compare.await
+        });
+        assert!(matches!(ended.unwrap(), Err(Failure::Aborted(Abort::Aborted))));
+        assert_eq!(thread.io().stats().read.ops.get(), 1, "no further piece is read");
+    }
+
+    #[test]
+    fn others_run_between_pieces_of_what_waits_for_nothing() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let bytes = 3 * COMPARE_TURN_BYTES + 512;
+        let source = DiskSource::null(bytes, &DiskOptions::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let tasks = Tasks::new(0);
+        let unit = UnitAddress { target: 0, lun: 0 };
+        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        let task = Task { tasks: &tasks, number: 0 };
+        let range = Range { lba: 0, offset: 0, bytes };
+        for (how, data) in [
+            (Check::Medium, Buffers::empty()),
+            (Check::Blocks, Buffers::aligned(usize::try_from(bytes).unwrap(), 1)),
+            (Check::OneBlock, Buffers::aligned(512, 1)),
+        ] {
+            let mut polls = 0;
+            let compared = thread.block_on(async {
+                let mut compare = pin!(compare(disk.asking_nobody(), range, how, task, &data));
+                poll_fn(|cx| {
+                    polls += 1;
+                    compare.as_mut().poll(cx)
+                })
+                .await
+            });
+            assert!(matches!(compared, Ok(Ok(()))) && polls == 4, "{how:?}: {polls}");
+        }
+    }
+}
