@@ -13,6 +13,8 @@ pub(crate) struct Failed {
     /// First sectors and counts.
     pub(crate) ranges: Vec<(u64, u64)>,
     pub(crate) answered: bool,
+    /// It was told that its blocks are gone, which hides nothing but a disk that says the same.
+    pub(crate) is_gone: bool,
 }
 
 pub(crate) fn check(injected: &[Injected], failed: &[Failed]) -> Result<(), Failure> {
@@ -45,5 +47,9 @@ fn explains(error: &Injected, request: &Failed) -> bool {
     let overlaps = ranges.iter().any(|&(first, count)| {
         error.offset < (first + count) * sector && first * sector < error.offset + error.len
     });
-    fits && *begin < error.when && error.when < *end && (!is_data || overlaps)
+    (error.refuses || !request.is_gone)
+        && fits
+        && *begin < error.when
+        && error.when < *end
+        && (!is_data || overlaps)
 }

@@ -46,6 +46,8 @@ pub(crate) enum Ending {
     Aborted,
     /// It was not carried out.
     Refused,
+    /// It was not carried out, as its blocks went away while it was out.
+    Gone,
 }
 
 /// A request that is out.
@@ -197,7 +199,7 @@ impl Disk {
         let is_stable = touch.fua || state.write_through_since < begin;
         for write in writes {
             // One that is refused may have been carried out by a daemon that has died since.
-            if how == Ending::Refused && !state.history.has_died(write) {
+            if matches!(how, Ending::Refused | Ending::Gone) && !state.history.has_died(write) {
                 state.history.take_back(write);
                 continue;
             }
@@ -207,10 +209,10 @@ impl Disk {
         if done && touch.flushes {
             state.history.flushed(begin);
         }
-        if matches!(how, Ending::Failed | Ending::Aborted) {
+        if matches!(how, Ending::Failed | Ending::Aborted | Ending::Gone) {
             let Touch { classes, ranges, .. } = touch;
-            let answered = how == Ending::Failed;
-            state.failed.push(Failed { classes, begin, end, ranges, answered });
+            let (answered, is_gone) = (how == Ending::Failed, how == Ending::Gone);
+            state.failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
         }
         Ok(())
     }
@@ -276,7 +278,7 @@ impl Disk {
         let end = self.world.tick();
         failed.extend(std::mem::take(open).into_iter().map(|(begin, open)| {
             let Touch { classes, ranges, .. } = open.touch;
-            Failed { classes, begin, end, ranges, answered: false }
+            Failed { classes, begin, end, ranges, answered: false, is_gone: false }
         }));
         blame::check(&self.world.injected(self.index), failed)
     }
@@ -289,7 +291,8 @@ impl Disk {
             if unanswered.contains(begin) {
                 writes.iter().for_each(|write| history.died(*write, now));
                 let Touch { classes, ranges, .. } = touch.clone();
-                failed.push(Failed { classes, begin: *begin, end: now, ranges, answered: false });
+                let (begin, end, answered, is_gone) = (*begin, now, false, false);
+                failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
             }
         }
         let told = self.shared.borrow_mut().died(now);

@@ -29,6 +29,8 @@ pub(crate) struct Injected {
     pub(crate) when: u64,
     pub(crate) offset: u64,
     pub(crate) len: u64,
+    /// It is what a disk says that has no such blocks.
+    pub(crate) refuses: bool,
     /// From then on flushes may fail, and what is to be stable when it is answered.
     pub(crate) loses: bool,
 }

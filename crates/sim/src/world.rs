@@ -347,12 +347,14 @@ impl World {
         if let Some(class) = error.filter(|_| !*is_void) {
             // What may be tried again is, so often that others may come between.
             let must_fail = result != -i64::from(libc::EAGAIN);
+            let refuses = result == -i64::from(libc::EINVAL);
             let loses = matches!(kind, OpKind::Flush | OpKind::Write { fua: true });
             if is_lost {
                 lost_at.get_or_insert(now);
             }
             let len = len as u64;
-            injected.push(Injected { must_fail, class, when: now, offset, len, loses });
+            let when = now;
+            injected.push(Injected { must_fail, class, when, offset, len, refuses, loses });
         }
         self.trace(|| format!("kernel: op {id} is answered with {result}"));
         let signal = op.answer(result);

@@ -76,11 +76,16 @@ pub(super) fn disk_error(asked: DiskUse, source: io::Error) -> Failure {
     disk_error_after(0, asked, source)
 }
 
-/// As [`disk_error`], of a request for these blocks. A disk that has them no more, since it has
-/// become smaller, has not failed.
+/// As [`disk_error`], of a request for these blocks.
 #[cold]
 pub(super) fn range_error(disk: &Disk, range: Range, asked: DiskUse, source: io::Error) -> Failure {
-    check_still(disk, range).err().unwrap_or_else(|| disk_error(asked, source))
+    check_refusal(disk, range, &source).err().unwrap_or_else(|| disk_error(asked, source))
+}
+
+/// Whether a disk refuses a request because it has become smaller: then it has not failed. Any
+/// other error is its own, on blocks that it has lost since as well.
+fn check_refusal(disk: &Disk, range: Range, source: &io::Error) -> Result<(), Failure> {
+    if source.raw_os_error() == Some(libc::EINVAL) { check_still(disk, range) } else { Ok(()) }
 }
 
 /// As [`disk_error`], after so many bytes were transferred.
@@ -160,7 +165,7 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     match result {
         Ok(()) => Ok(bytes),
         Err(unfinished) => {
-            check_still(&local.disk, range)?;
+            check_refusal(&local.disk, range, unfinished.error())?;
             Err(cut_short(range, local.disk.info().logical_block_bytes, bytes, unfinished))
         }
     }
@@ -196,7 +201,9 @@ pub(super) fn begin_write(
 #[inline]
 pub(super) fn end_write(local: &LocalUnit, range: Range, result: Result<(), Unfinished>) -> Moved {
     if let Err(unfinished) = result {
-        check_still(&local.disk, range)?;
+        if !unfinished.rest().is_empty() {
+            check_refusal(&local.disk, range, unfinished.error())?;
+        }
         return Err(not_written(range, local.disk.info().logical_block_bytes, unfinished));
     }
     Ok(iomem::fits(range.bytes, "bytes of a command"))

@@ -86,8 +86,8 @@ impl sim::World for World {
             let when = self.tick();
             // Which op it is, the engine alone knows; it may be that of a bad request.
             let (must_fail, class) = (false, Class::Any);
-            let (offset, len, loses) = (0, u64::MAX, false);
-            disk.injected.push(Injected { must_fail, class, when, offset, len, loses });
+            let (offset, len, loses, refuses) = (0, u64::MAX, false, true);
+            disk.injected.push(Injected { must_fail, class, when, offset, len, refuses, loses });
             Some(libc::EINVAL)
         } else {
             None
