@@ -26,6 +26,7 @@ pub(crate) mod turns;
 pub mod unit;
 pub(crate) mod units;
 pub(crate) mod unmap;
+pub(crate) mod uses;
 pub(crate) mod verify;
 
 pub use device::{RemovedUnit, ScsiDevice, UnitError};

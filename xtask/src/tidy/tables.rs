@@ -221,7 +221,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (2, &["queue"]),
             (3, &["common", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
-            (1, &["scsi::address", "scsi::awaited", "scsi::medium"]),
+            (1, &["scsi::address", "scsi::awaited", "scsi::medium", "scsi::uses"]),
             (1, &["scsi::sense", "scsi::turns"]),
             (1, &["scsi::persist::own_file"]),
             (2, &["scsi::cdb", "scsi::config", "scsi::persist::registry", "scsi::task_set"]),

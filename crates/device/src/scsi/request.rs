@@ -93,14 +93,15 @@ impl Scsi {
     ) -> Begun {
         let (tasks, head) = (&self.queue.tasks, request.head);
         let next_avail = queue.next_avail();
+        let publish = || queue.publish_early();
         let Some(header @ Header { address: Address::Unit(address), tag, cdb }) = header else {
-            tasks.skip(next_avail);
+            tasks.skip(next_avail, publish);
             return slow(Slow::Alone(header, Ended::default()));
         };
         request.local = self.queue.unit(address);
         let local = request.local.as_deref();
         let unit = local.map(|local| local.unit.number);
-        let task = match tasks.begin(head, (address, unit), tag, next_avail) {
+        let task = match tasks.begin(head, (address, unit), tag, next_avail, publish) {
             Ok(task) => task,
             // The end of the task says how it ends.
             Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
@@ -276,7 +277,7 @@ impl Scsi {
     /// The chain cannot be answered: what the driver finds in its response must not be a success.
     #[cold]
     fn give_up(&self, queue: &Queue, head: u16) {
-        self.queue.tasks.skip(queue.next_avail());
+        self.queue.tasks.skip(queue.next_avail(), || queue.publish_early());
         queue.push_unanswered(head);
     }
 

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::address::{UnitAddress, UnitNumber};
 pub(crate) use super::awaited::{Left, Waiting};
+use super::uses::{NOT, Uses};
 
 /// How a task ends that somebody has aborted: a response of virtio-scsi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,27 +97,6 @@ struct Task {
     place: u64,
     uses: Uses,
     abort: Option<Abort>,
-}
-
-/// What a task uses, by how many covers its queue had had when it could.
-#[derive(Clone, Copy)]
-struct Uses {
-    /// The disk. Nothing: since before anybody could ask.
-    disk_since: u64,
-    medium_since: u64,
-    /// It uses nothing while it waits, but did use the medium.
-    had_medium: bool,
-}
-
-/// That of a task that may not use it.
-const NOT: u64 = u64::MAX;
-
-impl Uses {
-    /// Of a task that begins.
-    #[inline(always)]
-    const fn medium_since(medium_since: u64) -> Self {
-        Self { disk_since: 0, medium_since, had_medium: false }
-    }
 }
 
 impl Task {
@@ -241,7 +221,8 @@ impl Tasks {
 
     /// A command has come with this head, whose chain was the one before avail entry `next_avail`:
     /// its task begins, and uses the medium unless it says otherwise. Returns its number: the head,
-    /// unless the driver has given that to several chains at once.
+    /// unless the driver has given that to several chains at once. `publish` shows the driver what
+    /// is pushed: those who wait answer on another queue, and tasks that have ended come first.
     ///
     /// # Errors
     ///
@@ -253,6 +234,7 @@ impl Tasks {
         unit: (UnitAddress, Option<UnitNumber>),
         tag: u64,
         next_avail: u16,
+        publish: impl FnOnce(),
     ) -> Result<u16, (u16, Abort)> {
         let place = self.count(next_avail);
         let tasks = &mut *self.tasks.borrow_mut();
@@ -261,15 +243,19 @@ impl Tasks {
             _ => add(tasks, head),
         };
         task.begin(unit, tag, place, self.covers_made.get());
-        if self.has_covers.get() { self.meet_covers(tasks, number) } else { Ok(number) }
+        if !self.has_covers.get() {
+            return Ok(number);
+        }
+        self.meet_covers(tasks, number, publish)
     }
 
-    /// The chain before avail entry `next_avail` is no task of a unit.
+    /// The chain before avail entry `next_avail` is no task of a unit. `publish` is as for
+    /// [`begin`](Self::begin).
     #[inline]
-    pub(crate) fn skip(&self, next_avail: u16) {
+    pub(crate) fn skip(&self, next_avail: u16, publish: impl FnOnce()) {
         let place = self.count(next_avail);
         if self.has_covers.get() {
-            self.pass(place);
+            self.pass(place, publish);
         }
     }
 
@@ -295,22 +281,30 @@ impl Tasks {
     }
 
     #[cold]
-    fn meet_covers(&self, tasks: &mut [Task], number: u16) -> Result<u16, (u16, Abort)> {
+    fn meet_covers(
+        &self,
+        tasks: &mut [Task],
+        number: u16,
+        publish: impl FnOnce(),
+    ) -> Result<u16, (u16, Abort)> {
         let id = self.id(number);
         let task = &mut tasks[usize::from(number)];
         self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, id));
-        self.pass(task.place);
+        self.pass(task.place, publish);
         task.abort.map_or(Ok(number), |abort| Err((number, abort)))
     }
 
     #[cold]
-    fn pass(&self, place: u64) {
+    fn pass(&self, place: u64, publish: impl FnOnce()) {
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut().filter(|cover| cover.until <= place) {
             cover.is_passed = true;
         }
         let done = self.take_done(&mut covers);
         drop(covers);
+        if !done.is_empty() {
+            publish();
+        }
         drop(done);
     }
 
@@ -530,7 +524,7 @@ mod tests {
     ) -> u16 {
         let free = tasks.tasks.borrow().iter().take_while(|task| task.is_open).count();
         let head = free.try_into().unwrap();
-        match tasks.begin(head, unit, tag, next_avail) {
+        match tasks.begin(head, unit, tag, next_avail, || ()) {
             Ok(number) | Err((number, _)) => {
                 assert_eq!(number, head);
                 number
@@ -563,7 +557,7 @@ mod tests {
     fn a_head_may_come_again_before_it_is_answered() {
         let tasks = Tasks::new(0);
         let unit = (UNIT, Some(*NUMBER));
-        let numbers = [3, 3, 0, 3, 3].map(|head| tasks.begin(head, unit, 9, 1).unwrap());
+        let numbers = [3, 3, 0, 3, 3].map(|head| tasks.begin(head, unit, 9, 1, || ()).unwrap());
         assert_eq!(numbers, [3, 0, 1, 2, 4]);
         let (waiting, left) = Waiting::new();
         tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 0, left);
@@ -591,6 +585,30 @@ mod tests {
         drop(tasks.end(meant));
         assert_eq!(poll(&waiting), Poll::Ready(1));
         assert!(!waiting.has_lost());
+    }
+
+    /// Whoever waits may answer on another thread at once.
+    #[test]
+    fn what_has_ended_is_shown_before_those_are_told_who_wait_for_it() {
+        let next_is_a_task = |tasks: &Tasks, publish: &dyn Fn()| {
+            tasks.begin(1, (OTHER, None), 1, 2, publish).unwrap();
+        };
+        let next_is_none = |tasks: &Tasks, publish: &dyn Fn()| tasks.skip(2, publish);
+        type Pass<'a> = &'a dyn Fn(&Tasks, &dyn Fn());
+        for pass in [&next_is_a_task as Pass<'_>, &next_is_none] {
+            let tasks = Tasks::new(0);
+            let one = begin(&tasks, 1, 1);
+            let (waiting, left) = Waiting::new();
+            tasks.cover(Which::At(UNIT), How::Abort(Abort::Aborted), 1, left);
+            drop(tasks.end(one));
+            let is_shown = Cell::new(false);
+            pass(&tasks, &|| {
+                assert_eq!(poll(&waiting), Poll::Pending, "its answer is not in the ring");
+                is_shown.set(true);
+            });
+            assert!(is_shown.get());
+            assert_eq!(poll(&waiting), Poll::Ready(1));
+        }
     }
 
     #[test]

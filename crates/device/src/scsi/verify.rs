@@ -218,7 +218,7 @@ mod tests {
         let disk = DiskSource::file(file.path(), &options).unwrap().attach(thread.io());
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
-        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        tasks.begin(0, (unit, None), 7, 1, || ()).unwrap();
         let task = Task { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         let data = Buffers::empty();
@@ -243,7 +243,7 @@ mod tests {
         let disk = source.attach(thread.io());
         let tasks = Tasks::new(0);
         let unit = UnitAddress { target: 0, lun: 0 };
-        tasks.begin(0, (unit, None), 7, 1).unwrap();
+        tasks.begin(0, (unit, None), 7, 1, || ()).unwrap();
         let task = Task { tasks: &tasks, number: 0 };
         let range = Range { lba: 0, offset: 0, bytes };
         for (how, data) in [

@@ -1,6 +1,9 @@
 //! Task management functions that a driver sends without waiting for the answers.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::task::{Context, Wake, Waker};
+
+use virtqueue::GuestMemory;
 
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, BAD_TARGET, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET,
@@ -8,6 +11,8 @@ use super::sharing::{
 };
 use super::*;
 use crate::scsi::access::{Exclusive, FUNCTIONS_MAX};
+use crate::scsi::task_set::{Abort, How, Which};
+use crate::testing::RING;
 
 const INCORRECT_LUN: u8 = 12;
 /// As many as the control queue has room for.
@@ -142,4 +147,45 @@ fn functions_about_a_unit_that_hangs_hold_up_none_about_others() {
         assert_eq!(control.end(&scenes(&all)), OK);
     }
     assert_eq!(all[0].end().response, RESET);
+}
+
+/// Whoever waits for tasks, and sees how many answers the driver finds then.
+struct Witness {
+    memory: Arc<GuestMemory>,
+    used: AtomicU16,
+}
+
+impl Wake for Witness {
+    fn wake(self: Arc<Self>) {
+        let mut used = [0; 2];
+        self.memory.read(RING.used_ring + 2, &mut used).unwrap();
+        self.used.store(u16::from_le_bytes(used), Ordering::Relaxed);
+    }
+}
+
+/// Drivers look for the tasks that they have aborted when they hear of that, and use their memory
+/// for others if they find none.
+#[test]
+fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
+    let mut all = three();
+    let held = hold(&mut all);
+    // It waits for the disk, and needs nothing of it.
+    let beyond = cdb10(0x28, 0, u32::MAX, 1);
+    all[0].begin(UNIT.bytes(), &beyond, &[], 512);
+    all[0].scene.turn(10);
+    let used = all[0].scene.driver.ring().used_idx();
+    let elsewhere = UnitAddress { target: 0, lun: 9 };
+    let mut next = all[0].put(elsewhere.bytes(), &[0; 6], &[], 0);
+    next[1..].iter_mut().for_each(|part| part.addr += 0x1000);
+    all[0].scene.offer_silently(&next);
+    let queues = Initiator::scsi(&all[0].device).queues();
+    let waiting = queues.cover(Which::At(UNIT), How::Abort(Abort::Aborted));
+    let memory = Arc::clone(&all[0].scene.memory);
+    let witness = Arc::new(Witness { memory, used: AtomicU16::new(0) });
+    let waker = Waker::from(Arc::clone(&witness));
+    assert!(waiting.poll(&Context::from_waker(&waker)).is_pending());
+    // The queue learns all this at once.
+    drop(held);
+    turn_until(&mut all, |_| waiting.poll(&Context::from_waker(&waker)).is_ready());
+    assert!(witness.used.load(Ordering::Relaxed) > used, "its answer is not in the ring");
 }

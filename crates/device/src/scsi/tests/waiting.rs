@@ -166,7 +166,7 @@ fn one_that_has_the_medium_says_that_it_waits() {
     let (mut all, held) = held_up(Waits::Begins);
     let stopped = all[1].take_queue().begin_stop();
     let tasks = Tasks::new(0);
-    let number = tasks.begin(0, (UNIT, None), 7, 1).unwrap();
+    let number = tasks.begin(0, (UNIT, None), 7, 1, || ()).unwrap();
     let unit = all[0].local_unit();
     let at_disk = AtDisk::new(&unit, Task { tasks: &tasks, number }).with_medium(&held);
     let goes_on = |at_disk: &AtDisk<'_>| {
