@@ -134,6 +134,10 @@ impl RequestQueue {
         let next_avail = ring.next_avail();
         let ahead = |until: u16| i64::from(until.wrapping_sub(next_avail).cast_signed());
         let ahead = until.map_or(available, |until| ahead(until).min(available));
+        if ring.is_broken() && until != Some(next_avail) {
+            // Whoever serves the queue next may carry out what is left in its ring.
+            left.lose();
+        }
         if self.tasks.cover(which, how, ahead, left) {
             // The driver need not have kicked for them, and may never do.
             ring.wake();

@@ -6,13 +6,17 @@ use std::task::{Context, Wake, Waker};
 use virtqueue::GuestMemory;
 
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, BAD_TARGET, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET,
+    ABORT_TASK_SET, ABORTED, BAD_TARGET, CLEAR_TASK_SET, Control, FAILURE, NEXUS_RESET, OK, RESET,
     UNIT_RESET, hold, read, three, turn_until,
 };
 use super::*;
 use crate::scsi::access::{Exclusive, FUNCTIONS_MAX};
 use crate::scsi::task_set::{Abort, How, Which};
 use crate::testing::RING;
+
+const ABORT_TASK: u32 = 0;
+const QUERY_TASK: u32 = 6;
+const QUERY_TASK_SET: u32 = 7;
 
 const INCORRECT_LUN: u8 = 12;
 /// As many as the control queue has room for.
@@ -188,4 +192,30 @@ fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
     drop(held);
     turn_until(&mut all, |_| waiting.poll(&Context::from_waker(&waker)).is_ready());
     assert!(witness.used.load(Ordering::Relaxed) > used, "its answer is not in the ring");
+}
+
+/// What it has left in its ring may be carried out when it starts again.
+#[test]
+fn a_function_does_not_say_complete_while_a_ring_is_bad() {
+    let functions = [
+        ABORT_TASK,
+        ABORT_TASK_SET,
+        CLEAR_TASK_SET,
+        NEXUS_RESET,
+        UNIT_RESET,
+        QUERY_TASK,
+        QUERY_TASK_SET,
+    ];
+    let mut initiator = Initiator::new();
+    let mut control = Control::start(&initiator.device);
+    initiator.scene.offer(&[Desc::readable(DATA, 51), Desc::writable(RESPONSE, 107)]);
+    initiator.scene.answer();
+    for function in functions {
+        assert_eq!(control.send(&[&initiator.scene], function), OK, "{function}: nothing is left");
+    }
+    initiator.offer_read(0);
+    for function in functions {
+        assert_eq!(control.send(&[&initiator.scene], function), FAILURE, "{function}");
+    }
+    assert!(!initiator.has_answer());
 }

@@ -21,7 +21,7 @@ pub(super) const OK: u8 = 0;
 pub(super) const RESET: u8 = 4;
 pub(super) const ABORTED: u8 = 2;
 pub(super) const BAD_TARGET: u8 = 3;
-const FAILURE: u8 = 9;
+pub(super) const FAILURE: u8 = 9;
 
 /// Unit attentions.
 const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
@@ -220,7 +220,6 @@ fn a_reset_of_the_unit_ends_the_tasks_of_all_and_all_learn_of_it() {
 
 #[test]
 fn a_request_about_notifications_is_answered_behind_the_events() {
-    const FAILURE: u8 = 9;
     for kind in [1, 2] {
         let mut control = Control::start(&three()[0].device);
         let mut request = vec![0; 16];
