@@ -54,6 +54,7 @@ mod sync;
 mod task;
 mod task_key;
 mod task_set;
+mod trial;
 mod turn;
 
 pub use config::{

@@ -9,35 +9,23 @@
 //! completions come all together, both ways are tried in turn, and the faster one is kept for a
 //! while.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::config::PacingConfig;
+use crate::trial::{Step, Trial};
 use iomem::fits;
 
-/// Spans of a trial: with and without a limit in turn.
-const SPANS: u32 = 6;
 /// So many harvests after which a limit follows the demand.
 const HARVESTS: u32 = 16;
-/// When nothing is asked for, the disk is not slow: a longer time between harvests counts as so
-/// much.
-const PAUSE_MAX: Duration = Duration::from_millis(5);
-/// Keeping ops back must be faster by this much in percent.
-const ADVANTAGE_PERCENT: u32 = 3;
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    /// No limit; all ops have completed together `convoys` times in a row.
-    Watching { convoys: u32 },
-    /// Span number `span` of a trial; the odd ones have the limit.
-    Trying { span: u32 },
-    /// The outcome of a trial, for a while.
-    Decided { limited: bool },
-}
 
 /// Decides how many ops of one disk an IoThread gives to the kernel.
 pub(crate) struct Pacing {
     config: PacingConfig,
-    phase: Phase,
+    /// All ops have completed together so many times in a row. `None`: it is tried whether to keep
+    /// some back, or that was found out.
+    watched: Option<u32>,
+    /// Without a limit, and with one.
+    trial: Trial,
     /// The most ops at once that were queued or in the kernel, since the limit was set.
     demand: usize,
     limit: usize,
@@ -45,27 +33,18 @@ pub(crate) struct Pacing {
     arriving: usize,
     /// Since the limit was set.
     harvests: u32,
-    /// Ops completed in this span or period, and the time they took.
-    ops: usize,
-    time: Duration,
-    last: Option<Instant>,
-    /// The times of the spans of a trial, for each op in units of 2^-16 ns: without, with limit.
-    sums: [u128; 2],
 }
 
 impl Pacing {
     pub(crate) fn new(config: PacingConfig) -> Self {
         Self {
             config,
-            phase: Phase::Watching { convoys: 0 },
+            watched: Some(0),
+            trial: Trial::new(config.span_ops, config.period_ops),
             demand: 0,
             limit: usize::MAX,
             arriving: 0,
             harvests: 0,
-            ops: 0,
-            time: Duration::ZERO,
-            last: None,
-            sums: [0; 2],
         }
     }
 
@@ -73,7 +52,7 @@ impl Pacing {
     #[cfg(test)]
     pub(crate) fn limited() -> Self {
         let pacing = Self::new(PacingConfig::default());
-        Self { phase: Phase::Decided { limited: true }, ..pacing }
+        Self { watched: None, trial: pacing.trial.decided(), ..pacing }
     }
 
     /// How many ops may be in the kernel, when there are `demand` in all.
@@ -84,11 +63,7 @@ impl Pacing {
     }
 
     fn is_limited(&self) -> bool {
-        match self.phase {
-            Phase::Watching { .. } => false,
-            Phase::Trying { span } => span % 2 == 1,
-            Phase::Decided { limited } => limited,
-        }
+        self.watched.is_none() && self.trial.is_second()
     }
 
     /// Takes in a harvest: `found` of `in_kernel` ops had completed. `submitted`: a submit came
@@ -102,14 +77,15 @@ impl Pacing {
         now: Instant,
     ) {
         let found = fits(found, "a count of ops");
-        if let Phase::Watching { convoys } = self.phase {
+        if let Some(convoys) = self.watched {
             let convoys = self.watch(found, in_kernel, submitted, convoys);
             if convoys < self.config.convoys {
-                self.phase = Phase::Watching { convoys };
+                self.watched = Some(convoys);
                 return;
             }
-            self.begin(Phase::Trying { span: 0 });
-            self.sums = [0; 2];
+            self.watched = None;
+            self.set_limit();
+            self.trial.begin();
         }
         if found > 0 {
             self.advance(found, now);
@@ -131,13 +107,6 @@ impl Pacing {
         if arrived >= self.config.convoy_min { convoys + 1 } else { 0 }
     }
 
-    fn begin(&mut self, phase: Phase) {
-        self.set_limit();
-        self.phase = phase;
-        self.ops = 0;
-        self.time = Duration::ZERO;
-    }
-
     /// Follows the demand.
     fn set_limit(&mut self) {
         self.limit = (self.demand * 3 / 4).max(self.config.limit_min);
@@ -146,50 +115,34 @@ impl Pacing {
     }
 
     fn advance(&mut self, found: usize, now: Instant) {
-        let since = self.last.replace(now).map_or(Duration::ZERO, |last| now - last);
-        self.time += since.min(PAUSE_MAX);
-        self.ops += found;
-        match self.phase {
-            Phase::Trying { span } if self.ops >= self.config.span_ops => {
-                self.sums[usize::from(span % 2 == 1)] +=
-                    (self.time.as_nanos() << 16) / self.ops as u128;
-                let next = if span + 1 < SPANS {
-                    Phase::Trying { span: span + 1 }
-                } else {
-                    let [without, with] = self.sums;
-                    let limited = with * u128::from(100 + ADVANTAGE_PERCENT) < without * 100;
-                    let percent = with * 100 / without.max(1);
-                    tracing::debug!(
-                        "with {} of {} ops in the kernel an op takes {percent}% of the time",
-                        self.limit,
-                        self.demand
-                    );
-                    Phase::Decided { limited }
-                };
-                self.begin(next);
-            }
-            Phase::Decided { limited } if self.ops >= self.config.period_ops => {
-                // What has paid is tried again at once, what has not when it could pay.
-                self.begin(if limited {
-                    Phase::Trying { span: 0 }
-                } else {
-                    Phase::Watching { convoys: 0 }
-                });
-                self.sums = [0; 2];
-            }
-            Phase::Decided { limited: true } => {
+        let step = self.trial.advance(found, now);
+        match step {
+            None if self.trial.has_chosen_second() => {
                 self.harvests += 1;
                 if self.harvests >= HARVESTS {
                     self.set_limit();
                 }
+                return;
             }
-            _ => {}
+            None => return,
+            Some(Step::Span) => {}
+            Some(Step::Decided { percent }) => tracing::debug!(
+                "with {} of {} ops in the kernel an op takes {percent}% of the time",
+                self.limit,
+                self.demand
+            ),
+            // What has paid is tried again at once, what has not when it could pay.
+            Some(Step::Over) if self.trial.is_second() => self.trial.begin(),
+            Some(Step::Over) => self.watched = Some(0),
         }
+        self.set_limit();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     /// A client with `depth` requests and a disk that answers all that it has together, after
@@ -228,7 +181,7 @@ mod tests {
     #[test]
     fn ops_are_kept_back_from_a_disk_that_works_on_one_at_a_time() {
         let (_, pacing) = drive(64, 5, 8, 90, 600_000);
-        assert!(pacing.phase == Phase::Decided { limited: true } || pacing.limit < 64);
+        assert!(pacing.trial.has_chosen_second() || pacing.limit < 64);
         assert!((32..=48).contains(&pacing.limit), "the limit is {}", pacing.limit);
         // 1 / 8 us is the disk's own speed; taking turns costs 90 us for each 512.
         let (done, _) = drive(64, 5, 8, 90, 3_000_000);
@@ -241,13 +194,13 @@ mod tests {
         let (done, pacing) = drive(64, 1000, 0, 90, 10_000_000);
         let unlimited = 10_000_000 * 64 / 1091;
         assert!(done > unlimited * 96 / 100, "{done} of {unlimited}");
-        assert!(!matches!(pacing.phase, Phase::Decided { limited: true }));
+        assert!(pacing.watched.is_some() || !pacing.trial.has_chosen_second());
     }
 
     #[test]
     fn a_client_with_few_requests_has_them_all_on_the_disk() {
         let (_, pacing) = drive(64, 5, 8, 90, 600_000);
-        let mut pacing = Pacing { phase: Phase::Decided { limited: true }, ..pacing };
+        let mut pacing = Pacing { watched: None, trial: pacing.trial.decided(), ..pacing };
         let start = Instant::now();
         for at in 0..10_000 {
             let few = 1 + usize::try_from(at / 2500).unwrap();

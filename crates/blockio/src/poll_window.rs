@@ -1,9 +1,10 @@
 //! How long a loop busy-polls before it sleeps.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use crate::clock;
+use crate::trial::{Step, Trial};
 
 /// The first window, when polling for sources might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
@@ -19,6 +20,15 @@ const PRICE: [u32; 2] = [3, 2];
 
 /// What a sleep costs is measured in one sleep of so many: that takes two system calls.
 const SLEEPS_BETWEEN: u32 = 32;
+
+/// Ops that others complete, in each span of a trial of polling beside them.
+const SPAN_OPS: usize = 256;
+
+/// How many of them the outcome holds for.
+const PERIOD_OPS: usize = 64 * SPAN_OPS;
+
+/// After so many sleeps without such an op there is nobody any more who needs the CPU.
+const SLEEPS_ALONE: u32 = 256;
 
 /// How much unused budget is kept: that of this time.
 const BUDGET_SPAN: Duration = Duration::from_millis(10);
@@ -46,6 +56,7 @@ pub(crate) struct Sleep {
 /// side of a source that was called comes after its wake-up; a disk answers when it likes.
 pub(crate) struct PollWindow {
     sources: Sources,
+    beside: Beside,
     disk: Disk,
     budget: Budget,
 }
@@ -55,6 +66,17 @@ pub(crate) struct PollWindow {
 struct Sources {
     window: Cell<Duration>,
     max: Cell<Duration>,
+}
+
+/// Whether to poll for sources while threads of another library complete ops: they, the other side
+/// of the sources and a server on this machine may need the CPU that polling takes. Nothing here
+/// can see that, so both ways are tried.
+struct Beside {
+    /// Without polling, and with it. `None`: nobody else completes ops.
+    trial: RefCell<Option<Trial>>,
+    is_shut: Cell<bool>,
+    /// Sleeps since the last op.
+    sleeps: Cell<u32>,
 }
 
 /// An account of latency. It is paid what polling saves: the latency that a sleep adds to the wait,
@@ -91,7 +113,9 @@ impl PollWindow {
             since: Cell::new(now),
         };
         let sources = Sources { window: Cell::default(), max: Cell::new(max) };
-        Self { sources, disk: Disk::new(max), budget }
+        let beside =
+            Beside { trial: RefCell::default(), is_shut: Cell::new(false), sleeps: Cell::new(0) };
+        Self { sources, beside, disk: Disk::new(max), budget }
     }
 
     /// Windows of at most this from now on, and this budget.
@@ -107,7 +131,7 @@ impl PollWindow {
     /// Whether the loop sleeps without a look.
     pub(crate) fn is_closed(&self, awaited: Awaited) -> bool {
         match awaited {
-            Awaited::Source => self.sources.window.get().is_zero(),
+            Awaited::Source => self.sources.window.get().is_zero() || self.beside.is_shut.get(),
             Awaited::Op => self.disk.is_closed(),
         }
     }
@@ -115,6 +139,7 @@ impl PollWindow {
     /// How long to poll from `now` on.
     pub(crate) fn at(&self, awaited: Awaited, now: Instant) -> Duration {
         let window = match awaited {
+            Awaited::Source if self.beside.is_shut.get() => Duration::ZERO,
             Awaited::Source => self.sources.window.get(),
             Awaited::Op => self.disk.window(),
         };
@@ -132,6 +157,14 @@ impl PollWindow {
         }
     }
 
+    /// Something else than the kernel has completed so many ops.
+    #[inline]
+    pub(crate) fn others_completed(&self, ops: usize, now: Instant) {
+        if ops > 0 && !self.sources.max.get().is_zero() {
+            self.beside.others_completed(ops, now);
+        }
+    }
+
     /// Polling has found nothing since `since`, and the loop sleeps.
     pub(crate) fn falls_asleep(&self, awaited: Awaited, since: Instant) -> Sleep {
         let is_measured = awaited == Awaited::Op && self.disk.measures_sleep();
@@ -142,7 +175,10 @@ impl PollWindow {
     pub(crate) fn slept(&self, sleep: &Sleep, now: Instant) {
         let waited = now.saturating_duration_since(sleep.since);
         match sleep.awaited {
-            Awaited::Source => self.sources.slept(waited),
+            Awaited::Source => {
+                self.sources.slept(waited);
+                self.beside.slept();
+            }
             Awaited::Op => {
                 let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
                 self.disk.slept(waited, cost);
@@ -157,6 +193,33 @@ impl Sources {
         let max = self.max.get();
         let next = if waited > max { window / 2 } else { (window * 2).max(WINDOW_MIN).min(max) };
         self.window.set(if next < WINDOW_MIN { Duration::ZERO } else { next });
+    }
+}
+
+impl Beside {
+    #[cold]
+    fn others_completed(&self, ops: usize, now: Instant) {
+        self.sleeps.set(0);
+        let mut trial = self.trial.borrow_mut();
+        let trial = trial.get_or_insert_with(|| Trial::new(SPAN_OPS, PERIOD_OPS));
+        match trial.advance(ops, now) {
+            Some(Step::Over) => trial.begin(),
+            Some(Step::Decided { percent }) => {
+                tracing::debug!("beside polling for sources an op takes {percent}% of the time");
+            }
+            Some(Step::Span) | None => {}
+        }
+        self.is_shut.set(!trial.is_second());
+    }
+
+    fn slept(&self) {
+        let sleeps = self.sleeps.get() + 1;
+        if sleeps >= SLEEPS_ALONE {
+            self.trial.take();
+            self.is_shut.set(false);
+            return;
+        }
+        self.sleeps.set(sleeps);
     }
 }
 
@@ -342,6 +405,51 @@ mod tests {
         let window = PollWindow::new(MAX, 100, now);
         window.sources.slept(MAX);
         assert!(!window.is_closed(Awaited::Source) && window.is_closed(Awaited::Op));
+    }
+
+    /// Ops that others complete one after the other, each after so many microseconds: with the
+    /// window for sources shut, and with it open. Returns how many of them found it open.
+    fn complete(window: &PollWindow, micros: [u64; 2], ops: usize, now: &mut Instant) -> usize {
+        let mut open = 0;
+        for _ in 0..ops {
+            let is_open = !window.is_closed(Awaited::Source);
+            assert_eq!(is_open, !window.at(Awaited::Source, *now).is_zero());
+            open += usize::from(is_open);
+            *now += us(micros[usize::from(is_open)]);
+            window.others_completed(1, *now);
+        }
+        open
+    }
+
+    #[test]
+    fn it_polls_beside_others_only_while_their_ops_are_faster_for_it() {
+        const TRIAL: usize = 6 * SPAN_OPS;
+        for (micros, pays) in [([60, 40], true), ([60, 59], false), ([60, 90], false)] {
+            let (window, mut now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
+            window.sources.slept(us(20));
+            complete(&window, micros, TRIAL, &mut now);
+            let open = complete(&window, micros, PERIOD_OPS - 1, &mut now);
+            assert_eq!(open, if pays { PERIOD_OPS - 1 } else { 0 }, "{micros:?}");
+            // What was true then is tried again.
+            let micros = [micros[1], micros[0]];
+            complete(&window, micros, TRIAL + 1, &mut now);
+            let open = complete(&window, micros, PERIOD_OPS - 1, &mut now);
+            let pays = micros == [90, 60];
+            assert_eq!(open > PERIOD_OPS / 2, pays, "{micros:?}");
+        }
+    }
+
+    #[test]
+    fn when_others_have_no_more_ops_it_polls_again() {
+        let (window, mut now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
+        window.sources.slept(us(20));
+        complete(&window, [60, 90], 8 * SPAN_OPS, &mut now);
+        for _ in 1..SLEEPS_ALONE {
+            window.beside.slept();
+            assert!(window.is_closed(Awaited::Source));
+        }
+        window.beside.slept();
+        assert!(!window.is_closed(Awaited::Source));
     }
 
     #[test]

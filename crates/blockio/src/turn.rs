@@ -177,7 +177,8 @@ impl Io {
     fn submit_and_harvest(&self) {
         let mut ops = self.ops.borrow_mut();
         let Ops { slots, engine, woken, happened, .. } = &mut *ops;
-        if engine.is_quiet() && slots.foreign() == 0 {
+        let foreign = slots.foreign();
+        if engine.is_quiet() && foreign == 0 {
             return;
         }
         let mut done = Completer { slots, stats: &self.stats, woken, now: clock::now() };
@@ -198,6 +199,7 @@ impl Io {
             }
         }
         self.recently.set(done.now);
+        self.poll_window.others_completed(foreign - done.slots.foreign(), done.now);
         self.round_ends(done.now);
         self.take_in(&mut ops);
         if !ops.slots.unwanted.is_empty() {

@@ -111,7 +111,7 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["task_key"]),
+            (0, &["task_key", "trial"]),
             (1, &["clock", "pending"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.

@@ -1,0 +1,108 @@
+//! Which of two ways of doing the same is faster: both are tried in turn, and the faster one is
+//! kept for a while.
+
+use std::time::{Duration, Instant};
+
+/// Spans of a trial: the first and the second way in turn.
+const SPANS: u32 = 6;
+/// When nothing is asked for, nobody is slow: a longer time between completions counts as so much.
+const PAUSE_MAX: Duration = Duration::from_millis(5);
+/// The second way must be faster by this much in percent.
+const ADVANTAGE_PERCENT: u32 = 3;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Span number `span` of a trial; the odd ones have the second way.
+    Trying { span: u32 },
+    /// The outcome of a trial, for a while.
+    Decided { second: bool },
+}
+
+/// What comes next in a trial.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The other way's span.
+    Span,
+    /// The way that was faster: an op took the second way so many percent of the time.
+    Decided { percent: u128 },
+    /// The outcome has held for long enough. It goes on holding until the trial begins anew.
+    Over,
+}
+
+/// Compares two ways by the time that they take for each op.
+#[derive(Debug)]
+pub(crate) struct Trial {
+    span_ops: usize,
+    period_ops: usize,
+    phase: Phase,
+    /// Ops completed in this span or period, and the time they took.
+    ops: usize,
+    time: Duration,
+    last: Option<Instant>,
+    /// The times of the spans, for each op in units of 2^-16 ns: first, second way.
+    sums: [u128; 2],
+}
+
+impl Trial {
+    /// One that begins, with spans of so many ops, whose outcome holds for `period_ops`.
+    pub(crate) fn new(span_ops: usize, period_ops: usize) -> Self {
+        let phase = Phase::Trying { span: 0 };
+        let (time, last) = (Duration::ZERO, None);
+        Self { span_ops, period_ops, phase, ops: 0, time, last, sums: [0; 2] }
+    }
+
+    /// Begins anew.
+    pub(crate) fn begin(&mut self) {
+        self.sums = [0; 2];
+        self.enter(Phase::Trying { span: 0 });
+    }
+
+    /// One that has decided for the second way.
+    #[cfg(test)]
+    pub(crate) fn decided(self) -> Self {
+        Self { phase: Phase::Decided { second: true }, ..self }
+    }
+
+    /// Whether it is the second way's turn, or that way was faster.
+    #[inline]
+    pub(crate) fn is_second(&self) -> bool {
+        match self.phase {
+            Phase::Trying { span } => span % 2 == 1,
+            Phase::Decided { second } => second,
+        }
+    }
+
+    /// Whether a trial has ended for the second way.
+    pub(crate) fn has_chosen_second(&self) -> bool {
+        self.phase == Phase::Decided { second: true }
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+        self.ops = 0;
+        self.time = Duration::ZERO;
+    }
+
+    /// So many ops have completed.
+    pub(crate) fn advance(&mut self, completed: usize, now: Instant) -> Option<Step> {
+        let since = self.last.replace(now).map_or(Duration::ZERO, |last| now - last);
+        self.time += since.min(PAUSE_MAX);
+        self.ops += completed;
+        match self.phase {
+            Phase::Trying { span } if self.ops >= self.span_ops => {
+                self.sums[usize::from(span % 2 == 1)] +=
+                    (self.time.as_nanos() << 16) / self.ops as u128;
+                if span + 1 < SPANS {
+                    self.enter(Phase::Trying { span: span + 1 });
+                    return Some(Step::Span);
+                }
+                let [first, second] = self.sums;
+                let is_faster = second * u128::from(100 + ADVANTAGE_PERCENT) < first * 100;
+                self.enter(Phase::Decided { second: is_faster });
+                Some(Step::Decided { percent: second * 100 / first.max(1) })
+            }
+            Phase::Decided { .. } if self.ops >= self.period_ops => Some(Step::Over),
+            _ => None,
+        }
+    }
+}
