@@ -324,7 +324,7 @@ fn a_damaged_header_is_replaced_by_its_copy() -> Result<()> {
         |text: &str| text.lines().find(|line| line.contains("luks version")).map(str::to_owned);
     ensure!(format(&found.stdout) == format(&whole), "{}", found.stdout);
     file.write_all_at(&[0xaa; 4096], 16_384)?;
-    images.info(&disk)?.expect_refusal(&["no LUKS header", "cryptsetup luksFormat"])
+    images.info(&disk)?.expect_refusal(&["no LUKS header", "cryptsetup luksHeaderRestore"])
 }
 
 #[test]

@@ -110,10 +110,12 @@ fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, S
     let start = read(0, version1::HEADER_BYTES)?;
     let start: &[u8; version1::HEADER_BYTES] =
         start.first_chunk().ok_or("the disk is too small for a header")?;
-    match (start[..6] == MAGIC, u16::from_be_bytes([start[6], start[7]])) {
-        (true, 1) => version1::parse(start, is_detached),
-        (true, version) if version != 2 => {
-            Err(format!("it is LUKS of version {version}, and versions 1 and 2 are supported"))
+    match (&start[..6], &start[6..8]) {
+        (magic, [0, 1]) if magic == MAGIC => version1::parse(start, is_detached),
+        (magic, _) if magic == version1::REENCRYPTED_MAGIC => {
+            let reason = "its re-encryption has not ended; end it with `cryptsetup reencrypt \
+                          --resume-only`";
+            Err(reason.to_owned())
         }
         _ => version2::read(read, is_detached),
     }

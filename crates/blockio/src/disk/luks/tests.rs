@@ -229,8 +229,8 @@ fn the_newest_header_that_is_whole_counts() {
         places.iter().for_each(|&place| start[place] ^= 1);
         start
     };
-    // The magic, a size, the JSON and the checksum of the first one.
-    for place in [0, 10, 5000, 450] {
+    // The magic, the version, a size, the JSON and the checksum of the first one.
+    for place in [0, 7, 10, 5000, 450] {
         assert!(
             remark(&damaged(&[place])).contains("its header is damaged, and a copy"),
             "{place}"
@@ -251,13 +251,34 @@ fn the_newest_header_that_is_whole_counts() {
     second[23] = 9;
     seal(second);
     assert!(remark(&newer).contains("the copy of its header is newer"));
-    let mut other_version = whole.clone();
+    let mut other_version = damaged(&[HEADER_BYTES]);
     other_version[7] = 3;
-    check_refused(&other_version, "LUKS of version 3");
+    check_refused(&other_version, "of LUKS version 3");
     check_refused(&whole[..1000], "the checksum of the header at byte 0 is wrong");
     check_refused(&[], "there is no LUKS header at byte 0");
     let tiny = image(&whole[..4096], 4096);
     assert!(DiskSource::luks(below(&tiny), &options(false)).is_err());
+}
+
+/// To format the disk would destroy its keys.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn nobody_is_told_to_format_a_disk_whose_header_is_missing_or_damaged() {
+    let whole = header(|_| ());
+    let damaged = |place: usize| {
+        let mut start = whole.clone();
+        [place, HEADER_BYTES + place].iter().for_each(|&place| start[place] ^= 1);
+        start
+    };
+    for start in [vec![], damaged(0), damaged(7), damaged(10), damaged(5000), damaged(450)] {
+        let error = open(&start).unwrap_err();
+        let advice = ["is the right disk", "`header=`", "`cryptsetup luksHeaderRestore`"];
+        assert!(advice.iter().all(|part| error.contains(part)), "{error}");
+        assert!(!error.contains("luksFormat"), "{error}");
+    }
+    let mut reencrypted = whole;
+    reencrypted[..8].copy_from_slice(b"LUKS\xde\xad\0\x01");
+    check_refused(&reencrypted, "end it with `cryptsetup reencrypt --resume-only`");
 }
 
 #[test]

@@ -5,6 +5,8 @@ use super::header::{
     Header, Kdf, KeyCheck, Payload, STRIPES_MAX, Slot, check_cipher, check_key_bytes, overlap, text,
 };
 
+/// How the header begins while the disk is being re-encrypted.
+pub(super) const REENCRYPTED_MAGIC: [u8; 6] = *b"LUKS\xde\xad";
 /// Bytes of the header.
 pub(super) const HEADER_BYTES: usize = 592;
 /// What offsets count in.

@@ -24,6 +24,12 @@ const SIZES: std::ops::RangeInclusive<u32> = 14..=22;
 /// Positions of sectors that come near the end of their numbers are a mistake.
 const POSITION_MAX: u64 = 1 << 60;
 
+/// What to do about a header that is missing or damaged. A new one would destroy all keys, and with
+/// them the data.
+const CHECK_DISK: &str = "check that this is the right disk; a detached header is named with \
+                          `header=`, and a damaged one is restored from a backup with `cryptsetup \
+                          luksHeaderRestore`";
+
 /// The first header, or its copy if that is newer or the first one is damaged.
 pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, String> {
     let first = Binary::read(read, 0, MAGIC);
@@ -50,7 +56,7 @@ pub(super) fn read(read: &ReadAt<'_>, is_detached: bool) -> Result<Header, Strin
         (Err(why), Some(copy)) => {
             (copy, Some(format!("its header is damaged, and a copy is used: {why}")))
         }
-        (Err(why), None) => return Err(why),
+        (Err(why), None) => return Err(format!("{why}; {CHECK_DISK}")),
     };
     let remark = remark.map(|remark| format!("{remark}; mend it with `cryptsetup repair`"));
     parse(&header, is_detached).map(|parsed| Header { remark, ..parsed })
@@ -71,10 +77,14 @@ impl Binary {
         let number = |at: usize| {
             start[at..at + 8].iter().fold(0, |number: u64, byte| number << 8 | u64::from(*byte))
         };
-        if start[..6] != magic || start[6..8] != [0, 2] {
+        if start[..6] != magic {
+            return Err(format!("there is no LUKS header at byte {place}"));
+        }
+        let version = u16::from_be_bytes([start[6], start[7]]);
+        if version != 2 {
             return Err(format!(
-                "there is no LUKS header at byte {place}; make one with `cryptsetup luksFormat` or \
-                 `qemu-img create -f luks`"
+                "the header at byte {place} is of LUKS version {version}, and versions 1 and 2 are \
+                 supported"
             ));
         }
         let (bytes, sequence) = (number(8), number(16));
