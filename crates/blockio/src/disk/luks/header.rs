@@ -76,6 +76,8 @@ pub(super) struct Header {
     pub(super) payload: Payload,
     /// In the order in which they are tried.
     pub(super) slots: Vec<Slot>,
+    /// Which other key slots there are, and why these cannot be tried.
+    pub(super) left_out: String,
     /// What to know about the header itself.
     pub(super) remark: Option<String>,
 }
@@ -175,11 +177,13 @@ impl Header {
         read: &ReadAt<'_>,
     ) -> Result<Key, String> {
         if self.slots.is_empty() {
-            return Err("it has no key slot that could be used; add a key to it with \
-                        `cryptsetup luksAddKey`"
-                .to_owned());
+            return Err(format!(
+                "it has no key slot that could be used{}; add a key to it with `cryptsetup \
+                 luksAddKey`",
+                self.left_out
+            ));
         }
-        let (mut left, mut left_out) = (*most, String::new());
+        let (mut left, mut left_out) = (*most, self.left_out.clone());
         for slot in &self.slots {
             match slot.unlock(passphrase, &mut left, read) {
                 Ok(Some(key)) => return Ok(key),
@@ -192,7 +196,7 @@ impl Header {
             _ => "",
         };
         Err(format!(
-            "the key{newline} opens none of the {} key slots that are in use{left_out}; check \
+            "the key{newline} opens none of the {} key slots that can be tried{left_out}; check \
              whether it is the key of this disk",
             self.slots.len()
         ))

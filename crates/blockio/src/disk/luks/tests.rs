@@ -174,6 +174,50 @@ fn what_a_header_may_not_say_is_refused() {
     }
 }
 
+/// Whatever others use the second slot for, the first opens the disk.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_key_slot_that_is_not_supported_keeps_no_other_from_opening_the_disk() {
+    let with_second = |place: &str, value: Value| {
+        header(|metadata| {
+            let mut second = metadata["keyslots"]["0"].clone();
+            second["area"]["offset"] = json!((AREA_OFFSET + 4096).to_string());
+            *second.pointer_mut(place).unwrap() = value.clone();
+            metadata["keyslots"]["1"] = second;
+            metadata["digests"]["0"]["keyslots"] = json!(["0", "1"]);
+        })
+    };
+    for (place, value, why) in [
+        ("/kdf", json!({ "type": "scrypt" }), "unknown variant `scrypt`"),
+        ("/area/encryption", json!("serpent-xts-plain64"), "\"serpent-xts-plain64\""),
+        ("/af/hash", json!("blake2b"), "the hash \"blake2b\""),
+        ("/af", json!(7), "invalid type"),
+    ] {
+        let start = with_second(place, value);
+        open(&start).unwrap();
+        let passphrase = Passphrase::read(&b"another"[..]).unwrap();
+        let options = LuksOptions { passphrase, ..options(false) };
+        let refused = DiskSource::luks(below(&image(&start, MIB)), &options).unwrap_err();
+        let refused = refused.to_string();
+        assert!(refused.contains("opens none of the 1 key slots"), "{refused}");
+        assert!(
+            refused.contains("key slot 1 cannot be used: ") && refused.contains(why),
+            "{refused}"
+        );
+    }
+    // What writes to the disk would destroy it, all the same.
+    for kind in ["luks2", "reencrypt", "of others"] {
+        let start = header(|metadata| {
+            let mut second = metadata["keyslots"]["0"].clone();
+            second["type"] = json!(kind);
+            second["kdf"] = json!({ "type": "scrypt" });
+            second["area"]["offset"] = json!((DATA_OFFSET - 512).to_string());
+            metadata["keyslots"]["1"] = second;
+        });
+        check_refused(&start, "its data begins at byte 65536, and its header ends only at 69120");
+    }
+}
+
 /// A header that wastes time with each of its slots is not worse than one that does with one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -68,6 +68,7 @@ pub(super) fn parse(bytes: &[u8; HEADER_BYTES], is_detached: bool) -> Result<Hea
         uuid: text(&bytes[168..208])?.to_owned(),
         payload,
         slots,
+        left_out: String::new(),
         remark: None,
     })
 }

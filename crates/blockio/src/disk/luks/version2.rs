@@ -210,35 +210,58 @@ fn parse(header: &Binary, is_detached: bool) -> Result<Header, String> {
         let slots = metadata.keyslots.len();
         return Err(format!("it has {slots} key slots, and at most {SLOTS_MAX} are possible"));
     }
-    let mut slots = Vec::new();
-    for (&number, value) in &metadata.keyslots {
+    let headers_end = 2 * header.bytes;
+    let areas =
+        metadata.keyslots.iter().map(|(&number, keyslot)| check_area(header, number, keyslot));
+    let end = areas.collect::<Result<Vec<_>, _>>()?.into_iter().max().unwrap_or(headers_end);
+    if !is_detached && payload.offset_bytes < end {
+        return Err(overlap(payload.offset_bytes, end));
+    }
+    let (slots, left_out) = key_slots(&metadata.keyslots, digest, &check);
+    Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, left_out, remark: None })
+}
+
+/// Where the area of a key slot ends, if that is known, supported or not: data must not be written
+/// over it.
+fn check_area(header: &Binary, number: u32, keyslot: &Value) -> Result<u64, String> {
+    let headers_end = 2 * header.bytes;
+    let field = |key| keyslot.get("area")?.get(key)?.as_str()?.parse::<u64>().ok();
+    let (Some(offset), Some(bytes)) = (field("offset"), field("size")) else {
+        return Ok(headers_end);
+    };
+    if offset < headers_end {
+        return Err(format!("in its key slot {number}: its area begins at {offset}"));
+    }
+    Ok(offset.saturating_add(bytes))
+}
+
+/// The key slots that can be tried, in their order, and why others cannot.
+fn key_slots(
+    keyslots: &BTreeMap<u32, Value>,
+    digest: &Digest,
+    check: &KeyCheck,
+) -> (Vec<Slot>, String) {
+    let (mut slots, mut left_out) = (Vec::new(), String::new());
+    for (&number, value) in keyslots {
         let is_known = value.get("type").and_then(Value::as_str) == Some("luks2");
         if !is_known || !digest.keyslots.contains(&number.to_string()) {
             continue;
         }
-        let in_slot = |why: String| format!("in its key slot {number}: {why}");
-        let keyslot = Keyslot::deserialize(value).map_err(|error| in_slot(error.to_string()))?;
-        let priority = keyslot.priority.unwrap_or(1);
-        let slot = keyslot.slot(number, check.clone()).map_err(in_slot)?;
-        if slot.area_offset < 2 * header.bytes {
-            return Err(in_slot(format!("its area begins at {}", slot.area_offset)));
+        let parsed = Keyslot::deserialize(value).map_err(|error| error.to_string());
+        let slot = parsed.and_then(|keyslot| {
+            let slot = keyslot.slot(number, check.clone())?;
+            Ok((keyslot.priority.unwrap_or(1), slot))
+        });
+        match slot {
+            // It is used only when it is asked for, which nobody can.
+            Ok((0, _)) => {}
+            Ok(slot) => slots.push(slot),
+            Err(why) => left_out += &format!("; key slot {number} cannot be used: {why}"),
         }
-        let end = slot.area_offset.saturating_add(slot.area_bytes());
-        if !is_detached && payload.offset_bytes < end {
-            return Err(overlap(payload.offset_bytes, end));
-        }
-        // With priority 0 it is used only when it is asked for, which nobody can.
-        if priority > 0 {
-            slots.push((priority, slot));
-        }
-    }
-    if !is_detached && payload.offset_bytes < 2 * header.bytes {
-        return Err(overlap(payload.offset_bytes, 2 * header.bytes));
     }
     // The sort is stable: slots of one priority stay in the order of their numbers.
     slots.sort_by_key(|(priority, _)| std::cmp::Reverse(*priority));
-    let slots = slots.into_iter().map(|(_, slot)| slot).collect();
-    Ok(Header { version: 2, uuid: header.uuid.clone(), payload, slots, remark: None })
+    (slots.into_iter().map(|(_, slot)| slot).collect(), left_out)
 }
 
 impl Segment {
