@@ -82,6 +82,8 @@ impl DiskSource {
             tracing::warn!("{}: {remark}", name(on));
         }
         let Payload { offset_bytes, size_bytes, sector_bytes, .. } = header.payload;
+        check_there(header.payload, below.info().size_bytes)
+            .map_err(|reason| refused(&below, &reason))?;
         let below = DiskSource::raw(below, offset_bytes, size_bytes)?;
         let info = below.info();
         let logical_block_bytes = info.logical_block_bytes.max(sector_bytes);
@@ -104,6 +106,20 @@ fn refused(on: &DiskSource, reason: &str) -> Error {
     let is_shown = |character: &char| !character.is_control();
     let reason = reason.chars().filter(is_shown).collect();
     Error::Disk { disk: format!("LUKS on {}", name(on)), reason }
+}
+
+/// Whether a disk of so many bytes has all of the data.
+fn check_there(payload: Payload, disk_bytes: u64) -> Result<(), String> {
+    let Payload { offset_bytes, size_bytes, .. } = payload;
+    let end = offset_bytes.checked_add(size_bytes.unwrap_or(1));
+    if end.is_some_and(|end| end <= disk_bytes) {
+        return Ok(());
+    }
+    let size = size_bytes.map_or(String::new(), |size| format!(" and has {size} bytes"));
+    Err(format!(
+        "its data begins at byte {offset_bytes}{size}, and the disk ends at {disk_bytes}: it was \
+         cut off, or the header is that of another disk; restore it from a backup"
+    ))
 }
 
 fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, String> {
@@ -209,7 +225,10 @@ impl OtherSource for LuksSource {
         let Volume { cipher, header, .. } = &*self.volume;
         let place = format!(
             "version {}, {cipher:?} in XTS mode, sectors of {} bytes, {}",
-            header.version, header.payload.sector_bytes, header.uuid
+            header.version,
+            header.payload.sector_bytes,
+            // It may be any text.
+            header.uuid.escape_debug()
         );
         let mut chain = vec![Link { kind: "luks", place }];
         chain.extend(self.below.chain());

@@ -2,12 +2,12 @@
 //!
 //! A header may be anybody's: what it asks for is bounded before it is done.
 
-use argon2::{Algorithm, Argon2, Params, Version};
+use argon2::{Algorithm, Argon2, Block, Params, Version};
 use iomem::fits;
 use zeroize::Zeroizing;
 
 use super::hash::{Hash, Key};
-use super::memory::{ALL_KIB, MEMORY};
+use super::memory::{ALL_KIB, Blocks, MEMORY};
 use super::xts::{CHUNK_BYTES, Cipher, Direction};
 
 /// The most work that a header may ask of whoever tries a passphrase, in all key slots together.
@@ -245,10 +245,16 @@ impl Kdf {
                 left.take_argon2(kib, passes)?;
                 let refused = |error: argon2::Error| format!("cannot be used: {error}");
                 let params = Params::new(kib, passes, lanes, Some(bytes)).map_err(refused)?;
+                let block_count = params.block_count();
                 let argon2 = Argon2::new(algorithm, Version::V0x13, params);
                 let mut key = Zeroizing::new(vec![0; bytes]);
                 let _memory = MEMORY.take(kib);
-                argon2.hash_password_into(passphrase, salt, &mut key).map_err(refused)?;
+                let mut blocks = Blocks::<Block>::new(block_count).map_err(|error| {
+                    format!("asks for {kib} KiB of memory, which there are not: {error}")
+                })?;
+                argon2
+                    .hash_password_into_with_memory(passphrase, salt, &mut key, blocks.all())
+                    .map_err(refused)?;
                 Ok(key)
             }
         }

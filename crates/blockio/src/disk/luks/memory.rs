@@ -1,7 +1,12 @@
 //! Memory for Argon2, which a header may ask a lot of. Disks that are opened at the same time share
 //! a bound: those whose memory fits are opened side by side, and the others wait in turn.
 
+use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use zeroize::Zeroize;
+
+use super::undumped::Undumped;
 
 /// The most that all disks of the process have, in KiB: one that asks for all that a header may
 /// ask for, or several that ask for less.
@@ -77,8 +82,29 @@ impl Drop for Taken<'_> {
     }
 }
 
+/// The memory itself: no core dump has it, and it is wiped when it is dropped. Whoever has what the
+/// last pass leaves there can make the key of it without the passphrase.
+pub(super) struct Blocks<T: Zeroize>(Undumped<[T]>);
+
+impl<T: Zeroize + Copy + Default> Blocks<T> {
+    pub(super) fn new(count: usize) -> io::Result<Self> {
+        Undumped::filled(T::default(), count).map(Self)
+    }
+
+    pub(super) fn all(&mut self) -> &mut [T] {
+        &mut self.0
+    }
+}
+
+impl<T: Zeroize> Drop for Blocks<T> {
+    fn drop(&mut self) {
+        self.0.iter_mut().for_each(Zeroize::zeroize);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
@@ -93,6 +119,23 @@ mod tests {
         state.free_kib += 600;
         assert!(state.begin(second, 500));
         assert!(state.begin(third, 100), "it fits beside the second one");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn all_blocks_are_wiped() {
+        thread_local!(static WIPED: Cell<u64> = const { Cell::new(0) });
+        #[derive(Clone, Copy, Default)]
+        struct Block(u64);
+        impl Zeroize for Block {
+            fn zeroize(&mut self) {
+                WIPED.set(WIPED.get() + std::mem::take(&mut self.0));
+            }
+        }
+        let mut blocks = Blocks::<Block>::new(10_000).unwrap();
+        blocks.all().iter_mut().for_each(|block| block.0 = 1);
+        drop(blocks);
+        assert_eq!(WIPED.get(), 10_000);
     }
 
     #[test]

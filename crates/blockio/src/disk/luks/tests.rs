@@ -133,8 +133,12 @@ fn what_a_header_may_not_say_is_refused() {
         ("/segments/0/offset", json!("0"), "its data begins at byte 0"),
         ("/segments/0/offset", json!("-1"), "\"-1\" in its header is not a number"),
         ("/segments/0/offset", json!("66000"), "is not a multiple of the logical block"),
-        ("/segments/0/offset", json!(big), "is not a multiple of the logical block"),
-        ("/segments/0/size", json!("1073741824"), "choose a smaller offset or size"),
+        ("/segments/0/offset", json!(big), "the disk ends at 1048576: it was cut off"),
+        ("/segments/0/offset", json!("1048576"), "the disk ends at 1048576: it was cut off"),
+        ("/segments/0/size", json!("1073741824"), "and has 1073741824 bytes, and the disk ends"),
+        ("/segments/0/size", json!(big), "the disk ends at 1048576: it was cut off"),
+        ("/segments/0/size", json!("0"), "choose a smaller offset or size"),
+        ("/segments/0/integrity", json!({ "type": "hmac(sha256)" }), "\"crypt\" with integrity"),
         ("/segments/0/iv_tweak", json!(big), "begins with sector 18446744073709551615"),
         ("/segments/0", json!({ "type": "crypt" }), "missing field `offset`"),
         ("/segments", json!({}), "it has 0 segments"),
@@ -365,6 +369,46 @@ fn headers_of_version_1_are_checked() {
     assert_eq!(version1::parse(&good, true).unwrap().payload.offset_bytes, 0);
 }
 
+/// Key slots with a higher priority come first, and tokens are nobody's business.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn key_slots_are_tried_by_their_priority_and_tokens_ignored() {
+    let slots = |priorities: [u32; 3]| {
+        let start = header(|metadata| {
+            for (slot, priority) in priorities.iter().enumerate() {
+                let mut own = metadata["keyslots"]["0"].clone();
+                own["priority"] = json!(priority);
+                metadata["keyslots"][slot.to_string()] = own;
+            }
+            metadata["digests"]["0"]["keyslots"] = json!(["0", "1", "2"]);
+            metadata["tokens"] = json!({ "0": { "type": "systemd-tpm2", "keyslots": ["1"] } });
+        });
+        let file = image(&start, MIB);
+        let reader = Reader::new(&below(&file)).unwrap();
+        let header = read_header(&|offset, bytes| reader.read(offset, bytes), false).unwrap();
+        open(&start).unwrap();
+        header.slots.iter().map(|slot| slot.number).collect::<Vec<_>>()
+    };
+    assert_eq!(slots([1, 1, 2]), [2, 0, 1]);
+    assert_eq!(slots([1, 2, 0]), [1, 0]);
+    assert_eq!(slots([2, 1, 2]), [0, 2, 1]);
+}
+
+/// It is text of the header, which is anybody's.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_uuid_of_a_disk_is_shown_without_control_characters() {
+    let mut start = header(|_| ());
+    for place in [0, HEADER_BYTES] {
+        let binary = &mut start[place..place + HEADER_BYTES];
+        binary[168..176].copy_from_slice(b"\x1b[2J\nid\0");
+        seal(binary);
+    }
+    let chain = open(&start).unwrap().chain();
+    let text = chain[0].to_string();
+    assert!(text.ends_with("\\u{1b}[2J\\nid") && !text.contains(char::is_control), "{text:?}");
+}
+
 fn filled(bytes: usize) -> Buffers {
     let buffers = Buffers::aligned(bytes, 4096);
     let data: Vec<u8> = (0..=250).cycle().take(bytes).collect();
@@ -398,6 +442,40 @@ fn pieces_and_whole_requests_are_the_same_on_the_disk() {
     Cipher::new(&volume_key()).unwrap().run(Direction::Encrypt, &mut sector, 512, 3);
     let at = usize::try_from(DATA_OFFSET).unwrap() + 1536;
     assert_eq!(written[0][at..at + 512], sector);
+}
+
+/// Where the numbers of sectors begin, and where the data ends, is for the header to say.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn positions_begin_and_data_ends_where_the_header_says() {
+    let start = header(|metadata| {
+        metadata["segments"]["0"]["iv_tweak"] = json!("8");
+        metadata["segments"]["0"]["size"] = json!("8192");
+    });
+    let file = image(&start, MIB);
+    let source = DiskSource::luks(below(&file), &options(false)).unwrap();
+    assert_eq!(source.info().size_bytes, 8192);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    thread.block_on(disk.write(4096, filled(4096), true)).unwrap().unwrap();
+    let read = Buffers::aligned(4096, 512);
+    let view = read.again();
+    thread.block_on(disk.read(4096, read)).unwrap().unwrap();
+    assert_eq!(view.to_vec(), filled(4096).to_vec());
+    let mut expected = filled(4096).to_vec();
+    let cipher = Cipher::new(&volume_key()).unwrap();
+    for (chunk, position) in expected.chunks_mut(CHUNK_BYTES).zip((16..).step_by(CHUNK_BYTES / 512))
+    {
+        cipher.run(Direction::Encrypt, chunk, 512, position);
+    }
+    let written = std::fs::read(file.path()).unwrap();
+    let at = usize::try_from(DATA_OFFSET).unwrap() + 4096;
+    assert_eq!(written[at..at + 4096], expected);
+    for offset in [8192, 4608] {
+        let beyond = thread.block_on(disk.write(offset, filled(4096), false)).unwrap();
+        assert_eq!(beyond.unwrap_err().error().raw_os_error(), Some(libc::EINVAL));
+    }
+    assert!(std::fs::read(file.path()).unwrap() == written, "nothing was written beyond the end");
 }
 
 #[test]
