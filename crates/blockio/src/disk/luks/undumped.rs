@@ -26,7 +26,7 @@ impl<T> Undumped<T> {
 }
 
 impl<T: Copy> Undumped<[T]> {
-    /// So many, at least one, that are all the same.
+    /// So many copies of a value, at least one.
     pub(super) fn filled(value: T, count: usize) -> io::Result<Self> {
         let start = map(count)?;
         for place in 0..count {
