@@ -158,7 +158,7 @@ impl DiskSource {
     }
 
     /// The larger of the size that the disk has and that of its file or device, which may have
-    /// changed.
+    /// changed, or that its other end has told last.
     ///
     /// # Errors
     ///
@@ -167,7 +167,7 @@ impl DiskSource {
         let size_bytes = self.shared.size_bytes();
         match &self.kind {
             SourceKind::File(source) => Ok(source.any_size_bytes()?.max(size_bytes)),
-            SourceKind::Other(source) => Ok(source.find_size()?.max(size_bytes)),
+            SourceKind::Other(source) => Ok(source.known_size()?.max(size_bytes)),
             SourceKind::Null => Ok(size_bytes),
         }
     }

@@ -8,6 +8,7 @@ mod late;
 mod limits;
 mod log_reader;
 mod nbd;
+mod nbd_alone;
 mod neighbours;
 mod opening;
 mod storage;

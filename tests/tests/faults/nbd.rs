@@ -12,23 +12,23 @@ use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::{is_listening, retry};
 use rustix::process::{Pid, Signal, kill_process};
 
-const DISK_BYTES: u64 = 64 << 20;
+pub(super) const DISK_BYTES: u64 = 64 << 20;
 
 /// A load that reads what it has written, with flushes in between.
 const VERIFIED: &str = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
 
-fn scene() -> Result<Scene> {
+pub(super) fn scene() -> Result<Scene> {
     Scene::new(env!("CARGO_TARGET_TMPDIR"))
 }
 
 /// An NBD server on a socket in the file system. Dropping it kills it.
-struct Peer {
+pub(super) struct Peer {
     child: Child,
     socket: PathBuf,
 }
 
 impl Peer {
-    fn start(socket: &Path, command: &mut Command) -> Result<Self> {
+    pub(super) fn start(socket: &Path, command: &mut Command) -> Result<Self> {
         let _ = std::fs::remove_file(socket);
         let child = spawn(command)?;
         let peer = Self { child, socket: socket.to_owned() };
@@ -39,7 +39,7 @@ impl Peer {
         Ok(peer)
     }
 
-    fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
+    pub(super) fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
         let socket = scene.socket("nbd");
         let mut command = Command::new("qemu-nbd");
         command.args(["--persistent", "--shared", "8", "--format", "raw", "--discard", "unmap"]);
@@ -47,20 +47,20 @@ impl Peer {
         Self::start(&socket, &mut command)
     }
 
-    fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
+    pub(super) fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
         let socket = scene.socket("nbd");
         let mut command = Command::new("nbdkit");
         command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
         Self::start(&socket, &mut command)
     }
 
-    fn kill(mut self) -> Result<()> {
+    pub(super) fn kill(mut self) -> Result<()> {
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server")?;
         std::fs::remove_file(&self.socket).context("removing its socket")
     }
 
-    fn uri(&self, export: &str) -> String {
+    pub(super) fn uri(&self, export: &str) -> String {
         format!("nbd+unix:///{export}?socket={}", self.socket.display())
     }
 }
@@ -81,7 +81,7 @@ impl Drop for Peer {
     }
 }
 
-fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
+pub(super) fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
     let mut command = ringhaul()?;
     command.args(["serve", "--socket-path"]).arg(scene.socket("vm.sock"));
     command.args(["--disk", disk, "--control"]).arg(scene.socket("control")).args(options);
@@ -89,7 +89,7 @@ fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
 }
 
 /// Drives a disk with a verified load; no request fails.
-fn drive(scene: &Scene, disk: &str, options: &str) -> Result<()> {
+pub(super) fn drive(scene: &Scene, disk: &str, options: &str) -> Result<()> {
     let mut daemon = serve(scene, disk, &["--iothreads", "2"])?;
     let load = format!("{VERIFIED} {options}");
     let finished = run(&mut bench(&scene.socket("vm.sock"), &load)?)?.expect_code(0)?;

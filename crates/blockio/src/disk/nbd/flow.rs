@@ -9,7 +9,7 @@ use libc::iovec;
 use super::answer::Action;
 use super::connect::Connected;
 use super::handshake::Facts;
-use super::pipe::{Requests, State, is_large_read};
+use super::requests::{Requests, State, is_large_read};
 use super::shared::Shared;
 use super::transport::{Gathered, Moved, Ranges, Scattered, Transport};
 use super::wire::{
@@ -83,6 +83,15 @@ impl Flow {
             headers: Vec::new(),
             storage: Vec::new(),
         }
+    }
+
+    /// The connection, if nothing is on its way in either direction.
+    pub(super) fn into_idle(self, requests: &Requests) -> Option<Connected> {
+        let is_idle = !self.is_busy(requests)
+            && !self.transport.has_unsent()
+            && self.start == self.end
+            && self.data.is_none();
+        is_idle.then_some(Connected { transport: self.transport, facts: self.facts })
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {

@@ -54,8 +54,12 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         };
         retry.is_over(&pipe);
         pipe.link_is_up(index);
-        let mut flow = Flow::new(index, connected);
-        let broken = carry(&pipe, index, &mut flow).await.err();
+        let mut lease = Lease { pipe: &pipe, flow: Some(Flow::new(index, connected)) };
+        let broken = match &mut lease.flow {
+            Some(flow) => carry(&pipe, index, flow).await.err(),
+            None => None,
+        };
+        let Some(flow) = lease.flow.take() else { break };
         let ended = end_connection(&pipe, index, flow, broken);
         if pipe.is_ending() {
             break;
@@ -68,7 +72,23 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         pipe.pause(&mut retry).await;
     }
     pipe.fail(libc::EIO, None);
-    pipe.shared.remove_pipe(pipe.number);
+}
+
+/// A connection in use. If its loop ends before the disk has gone, whoever comes next has it: the
+/// server may allow no other.
+struct Lease<'a> {
+    pipe: &'a Pipe,
+    flow: Option<Flow>,
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let Ok(requests) = self.pipe.requests.try_borrow() else { return };
+        let idle = self.flow.take().and_then(|flow| flow.into_idle(&requests));
+        if let Some(connected) = idle.filter(|_| !self.pipe.is_ending()) {
+            self.pipe.shared.put_spare(connected);
+        }
+    }
 }
 
 /// How a connection has ended.

@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use super::pipe::{Pipe, Requests, key_of};
+use super::pipe::{Pipe, key_of};
+use super::requests::Requests;
 
 /// The requests of a connection that was given up.
 pub(super) struct Remains {

@@ -37,12 +37,12 @@ pub(super) struct Shared {
 }
 
 struct State {
-    /// Made when the disk was opened, for the first who needs one.
+    /// It serves nobody: one was made when the disk was opened, for the first who needs one.
     spare: Option<Connected>,
     /// What the connections of each IoThread are like.
     pipes: BTreeMap<u64, (Remote, Condition)>,
     /// Whose pipe is that of all IoThreads, where there may be one connection only.
-    home: Option<Remote>,
+    home: Option<u64>,
     next_pipe: u64,
     /// Lines about a server that cannot be used, and about connections that broke.
     log: Rare,
@@ -70,6 +70,13 @@ pub(super) enum Unflushed {
     Trusted,
     /// They count as lost from now on.
     Lost,
+}
+
+/// Where the pipe of all IoThreads is.
+pub(super) enum Home {
+    /// It is to be made here, with this number.
+    Here(u64),
+    There(u64, Remote),
 }
 
 /// What the connections of an IoThread are like.
@@ -112,6 +119,11 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Keeps a connection for the next who needs one.
+    pub(super) fn put_spare(&self, connected: Connected) {
+        self.state().spare = Some(connected);
+    }
+
     pub(super) fn take_spare(&self) -> Option<Connected> {
         self.state().spare.take()
     }
@@ -121,15 +133,17 @@ impl Shared {
         self.state().add_pipe(remote)
     }
 
-    /// The IoThread whose pipe is for all, and the number of that if this one is to make it.
-    pub(super) fn home(&self, here: &Remote) -> (Remote, Option<u64>) {
+    /// Where the pipe is that is for all IoThreads; if there is none, this one is to make it.
+    pub(super) fn home(&self, here: &Remote) -> Home {
         let mut state = self.state();
-        if let Some(home) = &state.home {
-            return (home.clone(), None);
+        if let Some(number) = state.home
+            && let Some((remote, _)) = state.pipes.get(&number)
+        {
+            return Home::There(number, remote.clone());
         }
         let number = state.add_pipe(here);
-        state.home = Some(here.clone());
-        (here.clone(), Some(number))
+        state.home = Some(number);
+        Home::Here(number)
     }
 
     pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {
@@ -139,7 +153,9 @@ impl Shared {
     }
 
     pub(super) fn remove_pipe(&self, pipe: u64) {
-        self.state().pipes.remove(&pipe);
+        let mut state = self.state();
+        state.pipes.remove(&pipe);
+        state.home = state.home.filter(|home| *home != pipe);
     }
 
     /// Calls `wake` on each IoThread that has connections.

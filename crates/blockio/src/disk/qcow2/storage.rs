@@ -212,7 +212,13 @@ impl Store {
         }
         let grow = || match self.look()? {
             size if end <= size => Ok(()),
-            size => self.source.set_size(end.next_multiple_of(GROWTH_BYTES).max(size), || ()),
+            size => {
+                let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
+                // Who cannot make it longer may find that somebody else has.
+                let has_room = |_| self.source.refresh().is_ok_and(|size| end <= size);
+                let made = self.source.set_size(larger, || ());
+                made.or_else(|error| if has_room(()) { Ok(()) } else { Err(error) })
+            }
         };
         grow().map_err(|error| {
             tracing::warn!("an image needs more space: {error}");

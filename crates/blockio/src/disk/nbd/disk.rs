@@ -1,0 +1,260 @@
+//! An export as one IoThread uses it: its requests, as the server takes them.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use iomem::Buffers;
+
+use super::handshake::{Facts, can};
+use super::lent::{Lent, decode};
+use super::pipe::{Pipe, Ticket, key_of};
+use super::reach::{Handle, Reach};
+use super::wire::{
+    Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
+};
+use crate::disk::info::{Extent, Unfinished};
+use crate::disk::seam::{OtherDisk, Request as Answer};
+use crate::foreign_op::ForeignOp;
+use crate::io::Io;
+
+/// The longest range of one request that moves no data, where lengths have 32 bits.
+const RANGE_BYTES_MAX: u64 = 1 << 31;
+
+/// Zeroes that are written at once where the server knows no other way.
+const ZEROES_BYTES: u64 = 1 << 20;
+
+/// An export on one IoThread.
+pub(super) struct NbdDisk {
+    handle: Arc<Handle>,
+    io: Rc<Io>,
+    reach: RefCell<Reach>,
+    facts: Facts,
+}
+
+/// A request that was started.
+enum Started {
+    Here(Ticket),
+    There(ForeignOp),
+    /// The IoThread whose pipe has this number has ended before it was asked.
+    Missed(ForeignOp, u64, Request),
+}
+
+impl Started {
+    async fn wait(mut self, disk: &NbdDisk) -> (Result<Extent, i32>, Buffers) {
+        loop {
+            self = match self {
+                Self::Here(ticket) => return ticket.wait().await,
+                Self::There(op) => {
+                    let completion = op.await;
+                    return (decode(completion.result), completion.buffers);
+                }
+                Self::Missed(op, number, request) => {
+                    let buffers = op.await.buffers;
+                    disk.look_elsewhere(number);
+                    disk.start(request, buffers)
+                }
+            };
+        }
+    }
+}
+
+impl NbdDisk {
+    pub(super) fn new(handle: &Arc<Handle>, io: &Rc<Io>) -> Self {
+        let shared = &handle.shared;
+        let reach = RefCell::new(Reach::find(io, shared));
+        let facts = shared.facts;
+        Self { handle: Arc::clone(handle), io: Rc::clone(io), reach, facts }
+    }
+
+    fn start(&self, request: Request, buffers: Buffers) -> Started {
+        let reach = self.reach.borrow();
+        let (number, remote) = match &*reach {
+            Reach::Here(pipe) => return Started::Here(pipe.ticket(request, buffers)),
+            Reach::There(number, remote) => (*number, remote),
+        };
+        let (lent, key) = (Lent::new(&buffers), key_of(&self.handle.shared));
+        let (op, completer) = self.io.foreign_op(buffers);
+        let is_posted = remote.post(move |io| {
+            if let Some(pipe) = io.kept::<Pipe>(key) {
+                pipe.start_for(request, lent, completer);
+            }
+        });
+        if is_posted { Started::There(op) } else { Started::Missed(op, number, request) }
+    }
+
+    /// The IoThread whose pipe has this number has ended.
+    fn look_elsewhere(&self, number: u64) {
+        let shared = &self.handle.shared;
+        let mut reach = self.reach.borrow_mut();
+        if matches!(&*reach, Reach::There(other, _) if *other == number) {
+            shared.remove_pipe(number);
+            *reach = Reach::find(&self.io, shared);
+        }
+    }
+
+    /// Moves data, in as many requests as it takes.
+    async fn transfer(
+        &self,
+        command: Command,
+        flags: u16,
+        offset: u64,
+        mut buffers: Buffers,
+    ) -> Result<(), Unfinished> {
+        let most = self.facts.payload_bytes_max as usize;
+        if buffers.bytes() <= most {
+            let request = Request { command, flags, offset, len: buffers.bytes() as u64 };
+            let (result, rest) = self.start(request, buffers).wait(self).await;
+            return unfinished(result, rest);
+        }
+        let (mut left, mut at) = (buffers.again(), offset);
+        let mut started = Vec::new();
+        while !left.is_empty() {
+            let mut part = left.again();
+            part.truncate(most);
+            left.advance(most);
+            let len = part.bytes() as u64;
+            started.push(self.start(Request { command, flags, offset: at, len }, part));
+            at += len;
+        }
+        // All of them have to end: the memory of those behind one that fails is in use, too.
+        let mut failed = Ok(());
+        for part in started {
+            let (result, memory) = part.wait(self).await;
+            if failed.is_ok() {
+                failed = result.map(|_| ());
+                if failed.is_ok() {
+                    buffers.advance(most);
+                }
+            }
+            drop(memory);
+        }
+        failed.map_err(|errno| Unfinished::new(io::Error::from_raw_os_error(errno), buffers))
+    }
+
+    /// Has ranges of the disk treated, in as many requests as it takes.
+    async fn treat(
+        &self,
+        command: Command,
+        flags: u16,
+        mut offset: u64,
+        mut len: u64,
+    ) -> io::Result<()> {
+        let most = match self.facts.framing {
+            Framing::Extended => u64::MAX,
+            _ => RANGE_BYTES_MAX,
+        };
+        while len > 0 {
+            let part = len.min(most);
+            let request = Request { command, flags, offset, len: part };
+            let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
+            result.map_err(io::Error::from_raw_os_error)?;
+            (offset, len) = (offset + part, len - part);
+        }
+        Ok(())
+    }
+
+    async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+        while len > 0 {
+            let part = len.min(ZEROES_BYTES);
+            let bytes = usize::try_from(part).unwrap_or(usize::MAX);
+            let zeroes = self.io.bounce_budget.zeroes(bytes, ())?;
+            self.transfer(Command::Write, 0, offset, zeroes).await?;
+            (offset, len) = (offset + part, len - part);
+        }
+        Ok(())
+    }
+}
+
+fn unfinished(result: Result<Extent, i32>, rest: Buffers) -> Result<(), Unfinished> {
+    match result {
+        Ok(_) => Ok(()),
+        Err(errno) => Err(Unfinished::new(io::Error::from_raw_os_error(errno), rest)),
+    }
+}
+
+impl OtherDisk for NbdDisk {
+    fn read(&self, offset: u64, buffers: Buffers) -> Answer<'_, Result<(), Unfinished>> {
+        if buffers.is_empty() {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        Box::pin(self.transfer(Command::Read, 0, offset, buffers))
+    }
+
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Answer<'_, Result<(), Unfinished>> {
+        if buffers.is_empty() && !fua {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        let has_fua = self.facts.can(can::FUA);
+        Box::pin(async move {
+            if !buffers.is_empty() {
+                let flags = if fua && has_fua { FLAG_FUA } else { 0 };
+                self.transfer(Command::Write, flags, offset, buffers).await?;
+            }
+            match fua && !has_fua {
+                true => {
+                    let flushed = self.flush().await;
+                    flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))
+                }
+                false => Ok(()),
+            }
+        })
+    }
+
+    fn flush(&self) -> Answer<'_, io::Result<()>> {
+        if !self.facts.can(can::FLUSH) {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        Box::pin(async {
+            let request = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
+            let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
+            result.map(|_| ()).map_err(io::Error::from_raw_os_error)
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> Answer<'_, io::Result<()>> {
+        if self.facts.can(can::TRIM) {
+            return Box::pin(self.treat(Command::Trim, 0, offset, len));
+        }
+        if !self.facts.can(can::FAST_ZERO) {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        // A server that says that zeroes would take as long as writing them does nothing.
+        Box::pin(async move {
+            match self.treat(Command::WriteZeroes, FLAG_FAST_ZERO, offset, len).await {
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+                result => result,
+            }
+        })
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Answer<'_, io::Result<()>> {
+        if !self.facts.can(can::WRITE_ZEROES) {
+            return Box::pin(self.write_zero_bytes(offset, len));
+        }
+        let flags = if may_unmap { 0 } else { FLAG_NO_HOLE };
+        Box::pin(self.treat(Command::WriteZeroes, flags, offset, len))
+    }
+
+    fn block_status(&self, offset: u64, len: u64) -> Answer<'_, io::Result<Extent>> {
+        if self.facts.context.is_none() {
+            return Box::pin(std::future::ready(Ok(Extent::data(len))));
+        }
+        let len = match self.facts.framing {
+            Framing::Extended => len,
+            _ => len.min(RANGE_BYTES_MAX),
+        };
+        let (command, flags) = (Command::BlockStatus, FLAG_ONE_EXTENT);
+        Box::pin(async move {
+            let request = Request { command, flags, offset, len };
+            let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
+            result.map_err(io::Error::from_raw_os_error)
+        })
+    }
+}

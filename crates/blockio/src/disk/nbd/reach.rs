@@ -1,0 +1,60 @@
+//! Where the connections are that an IoThread uses for an export.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::handshake::can;
+use super::link;
+use super::pipe::{Pipe, key_of};
+use super::shared::{Home, Shared};
+use crate::io::Io;
+use crate::remote::Remote;
+
+/// Ends the connections when nobody has the disk any more.
+pub(super) struct Handle {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Handle {
+    /// Has all connections look at what has become of the disk.
+    pub(super) fn wake(&self) {
+        let key = key_of(&self.shared);
+        self.shared.on_pipes(move |io| {
+            if let Some(pipe) = io.kept::<Pipe>(key) {
+                pipe.wake_links();
+            }
+        });
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.end();
+        self.wake();
+    }
+}
+
+/// Where the connections are that an IoThread uses.
+pub(super) enum Reach {
+    Here(Rc<Pipe>),
+    /// With an IoThread whose pipe has this number.
+    There(u64, Remote),
+}
+
+impl Reach {
+    /// Those that are there, or new ones, as far as the server allows that.
+    pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
+        if let Some(pipe) = io.kept::<Pipe>(key_of(shared)) {
+            return Self::Here(pipe);
+        }
+        let (number, links) = if shared.facts.can(can::MULTI_CONN) {
+            (shared.add_pipe(&io.remote()), shared.options.connections.max(1) as usize)
+        } else {
+            match shared.home(&io.remote()) {
+                Home::Here(number) => (number, 1),
+                Home::There(number, remote) => return Self::There(number, remote),
+            }
+        };
+        Self::Here(link::start(io, shared, number, links))
+    }
+}

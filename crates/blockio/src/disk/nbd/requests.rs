@@ -1,0 +1,179 @@
+//! The requests of an IoThread and what has become of them, and its connections as they see them.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Instant;
+
+use iomem::Buffers;
+
+use super::answer::Progress;
+use super::shared::Shared;
+use super::wire::{Command, FLAG_FUA, Request};
+use crate::disk::info::Extent;
+use crate::foreign_op::ForeignCompleter;
+use crate::io::TaskRef;
+use crate::task::Owner;
+
+#[derive(Default)]
+pub(super) struct Requests {
+    pub(super) slots: Vec<Slot>,
+    pub(super) free: Vec<u32>,
+    /// They have no connection.
+    pub(super) waiting: VecDeque<u32>,
+    pub(super) links: Vec<Link>,
+    /// Who is to be woken, and what is to be dropped, when nothing is borrowed.
+    pub(super) done: Vec<Done>,
+    serial: u32,
+}
+
+/// A connection as requests see it.
+#[derive(Default)]
+pub(super) struct Link {
+    pub(super) task: Option<TaskRef>,
+    pub(super) is_up: bool,
+    /// Not sent, or not all of them.
+    pub(super) sending: VecDeque<u32>,
+    /// Sent, and not answered.
+    pub(super) sent: usize,
+    /// Those of them that wait for much data.
+    pub(super) large_reads: usize,
+}
+
+/// A request, and what has become of it.
+pub(super) struct Slot {
+    /// Tells the answers to it from those to others before it.
+    pub(super) serial: u32,
+    pub(super) state: State,
+    pub(super) request: Request,
+    pub(super) buffers: Buffers,
+    pub(super) progress: Progress,
+    /// Changes that a flush covers.
+    pub(super) covers: u64,
+    pub(super) since: Instant,
+    pub(super) who: Who,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Free,
+    Waiting,
+    /// To be sent by this link.
+    Queued(usize),
+    /// Sent by this link.
+    Sent(usize),
+    Done(Result<Extent, i32>),
+}
+
+/// Who waits for a request.
+pub(super) enum Who {
+    Nobody,
+    Here(Owner),
+    /// A request of another IoThread.
+    There(ForeignCompleter),
+}
+
+pub(super) enum Done {
+    Wake(Owner),
+    Complete(ForeignCompleter, Result<Extent, i32>),
+    Drop(Buffers),
+}
+
+/// A read of so many bytes is received straight to where it belongs.
+pub(super) const LARGE_BYTES: u64 = 16 << 10;
+
+impl Requests {
+    /// Those that a link has sent, without their memory: what comes for that goes nowhere.
+    pub(super) fn left_by(&mut self, index: usize) -> Self {
+        let mut left = Self::default();
+        left.links.resize_with(self.links.len(), Link::default);
+        for slot in &mut self.slots {
+            let is_sent = slot.state == State::Sent(index);
+            left.slots.push(Slot {
+                serial: slot.serial,
+                state: if is_sent { slot.state } else { State::Free },
+                request: slot.request,
+                buffers: Buffers::empty(),
+                progress: if is_sent {
+                    std::mem::take(&mut slot.progress)
+                } else {
+                    Progress::default()
+                },
+                covers: 0,
+                since: slot.since,
+                who: Who::Nobody,
+            });
+        }
+        let link = &self.links[index];
+        (left.links[index].sent, left.links[index].large_reads) = (link.sent, link.large_reads);
+        left
+    }
+
+    /// What those that were sent change.
+    pub(super) fn changed_ranges(&self) -> Vec<Range<u64>> {
+        let sent = self.slots.iter().filter(|slot| matches!(slot.state, State::Sent(_)));
+        sent.filter_map(|slot| slot.request.changed_range()).collect()
+    }
+
+    /// Nobody is to be woken, and nothing to be dropped.
+    pub(super) fn forget_done(&mut self) {
+        self.done.clear();
+    }
+
+    pub(super) fn oldest(&self, which: impl Fn(State) -> bool) -> Option<Instant> {
+        let slots = self.slots.iter().filter(|slot| which(slot.state));
+        slots.map(|slot| slot.since).min()
+    }
+
+    pub(super) fn next_serial(&mut self) -> u32 {
+        self.serial = self.serial.wrapping_add(1);
+        self.serial
+    }
+
+    /// A request has ended.
+    pub(super) fn finish(&mut self, number: u32, result: Result<Extent, i32>, shared: &Shared) {
+        let slot = &mut self.slots[number as usize];
+        if let State::Sent(index) = slot.state {
+            let link = &mut self.links[index];
+            link.sent -= 1;
+            link.large_reads -= usize::from(is_large_read(&slot.request));
+        }
+        // Another connection has broken meanwhile, and what this one promises is perhaps lost.
+        let promises = slot.request.command == Command::Flush || slot.request.flags & FLAG_FUA != 0;
+        let result = if promises && shared.is_lost() { Err(libc::EIO) } else { result };
+        if result.is_ok() {
+            match slot.request.command {
+                Command::Flush => shared.has_flushed(slot.covers),
+                command if command.changes() && slot.request.flags & FLAG_FUA == 0 => {
+                    shared.has_changed();
+                }
+                _ => {}
+            }
+        }
+        match std::mem::replace(&mut slot.who, Who::Nobody) {
+            Who::Here(owner) => {
+                slot.state = State::Done(result);
+                self.done.push(Done::Wake(owner));
+            }
+            who => {
+                // The list is dropped before whoever owns its memory is told.
+                let buffers = self.release(number);
+                self.done.push(Done::Drop(buffers));
+                if let Who::There(completer) = who {
+                    self.done.push(Done::Complete(completer, result));
+                }
+            }
+        }
+    }
+
+    pub(super) fn release(&mut self, number: u32) -> Buffers {
+        let slot = &mut self.slots[number as usize];
+        slot.state = State::Free;
+        slot.progress = Progress::default();
+        self.free.push(number);
+        std::mem::replace(&mut slot.buffers, Buffers::empty())
+    }
+}
+
+pub(super) fn is_large_read(request: &Request) -> bool {
+    request.command == Command::Read && request.len >= LARGE_BYTES
+}

@@ -1,0 +1,90 @@
+//! NBD servers that allow a single connection, and what lies over a disk of theirs.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use ringhaul_kit::cli::{Scene, bench, ringhaul, run};
+use ringhaul_kit::system::{is_installed, run as run_program};
+
+use rustix::process::Signal;
+
+use super::nbd::{DISK_BYTES, Peer, drive, scene, serve};
+
+/// What an image needs beside its data.
+const IMAGE_BYTES: u64 = 2 * DISK_BYTES;
+
+/// A server of a file that has one client at a time.
+fn start(scene: &Scene, kind: &str, file: &Path) -> Result<Peer> {
+    let socket = scene.socket("nbd");
+    match kind {
+        "qemu-nbd" => {
+            let mut command = Command::new(kind);
+            command.args(["--persistent", "--format", "raw", "--socket"]).arg(&socket).arg(file);
+            Peer::start(&socket, &mut command)
+        }
+        _ => {
+            let path = format!("file={}", file.display());
+            let filters = ["--filter=multi-conn", "--filter=limit", "file", &path];
+            let settings = ["multi-conn-mode=disable", "limit=1"];
+            Peer::nbdkit(scene, &[&filters[..], &settings].concat())
+        }
+    }
+}
+
+/// The header of an image is read on a thread of its own, before there are IoThreads.
+#[test]
+fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
+    let programs = ["qemu-nbd", "nbdkit", "qemu-img", "cryptsetup"];
+    if !programs.iter().all(|program| is_installed(program)) {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (file, key) = (scene.disk("image", IMAGE_BYTES)?, scene.path("key"));
+    let path = file.to_str().context("a path with an odd name")?;
+    std::fs::write(&key, "secret")?;
+    for server in ["qemu-nbd", "nbdkit"] {
+        let size = DISK_BYTES.to_string();
+        run_program("qemu-img", &["create", "-q", "-f", "qcow2", path, &size])?;
+        std::fs::OpenOptions::new().write(true).open(&file)?.set_len(IMAGE_BYTES)?;
+        let peer = start(&scene, server, &file)?;
+        for layer in ["qcow2", "image,format=auto"] {
+            let disk = format!("{layer},over={}", peer.uri(""));
+            let driven = drive(&scene, &disk, "--number_ios 1000");
+            driven.with_context(|| format!("{layer} over {server}"))?;
+        }
+        peer.kill()?;
+        run_program("qemu-img", &["check", "-q", path])?;
+
+        let key = key.to_str().context("a path with an odd name")?;
+        let format = ["luksFormat", "--batch-mode", "--type", "luks1", "--key-file", key];
+        let quick = ["--pbkdf-force-iterations", "1000", path];
+        run_program("cryptsetup", &[&format[..], &quick].concat())?;
+        let peer = start(&scene, server, &file)?;
+        let disk = format!("luks,key-file={key},over={}", peer.uri(""));
+        let driven = drive(&scene, &disk, "--number_ios 1000");
+        driven.with_context(|| format!("luks over {server}"))?;
+        run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+/// Only a server that says that its connections agree has several, whoever writes.
+#[test]
+fn a_disk_that_is_only_read_has_the_connections_that_its_server_allows() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (file, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("nbd"));
+    let mut command = Command::new("qemu-nbd");
+    command.args(["--persistent", "--read-only", "--format", "raw", "--socket"]);
+    let peer = Peer::start(&socket, command.arg(&socket).arg(&file))?;
+    let options = ["--read-only", "--iothreads", "2", "--num-queues", "2"];
+    let mut daemon = serve(&scene, &peer.uri(""), &options)?;
+    let load = "--rw randread --number_ios 1000 --numjobs 2";
+    run(&mut bench(&scene.socket("vm.sock"), load)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
