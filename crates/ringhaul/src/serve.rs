@@ -37,6 +37,8 @@ const EXIT_THREAD_FAILED: u8 = 4;
 ///
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
+    // Before another process hands over more than the limit allows so far.
+    crate::descriptor_limit::raise();
     match &args.takeover {
         None => begin(args, config),
         Some(socket) => go_on(Predecessor::ask(socket)?),
@@ -115,7 +117,6 @@ fn set_up_process(args: &ServeArgs) -> Result<()> {
     // Before any front-end shares memory, which it may take away again.
     crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
-    crate::descriptor_limit::raise();
     args.check()
 }
 

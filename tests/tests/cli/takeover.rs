@@ -434,3 +434,23 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     ensure!(!scene.socket("control").exists(), "the control socket is left behind");
     Ok(())
 }
+
+/// The usual limit is too low for the descriptors of many exports, and is raised before they come.
+#[test]
+fn a_low_limit_on_open_files_is_raised_in_time() -> Result<()> {
+    let scene = scene()?;
+    let mut command = begin(&scene)?;
+    for number in 0..12 {
+        let disk = scene.disk(&format!("{number}.img"), DISK_BYTES)?;
+        let socket = scene.socket(&format!("{number}.sock"));
+        let export = format!("socket-path={},blk-file={}", socket.display(), disk.display());
+        command.args(["--export", &export]);
+    }
+    let daemon = Running::serve(&mut command)?;
+    let mut next = ringhaul_under(&["sh", "-c", "ulimit -Sn 16; exec \"$@\"", "sh"])?;
+    next.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    let mut next = Running::start(&mut next)?;
+    next.wait_for("took over 13 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
