@@ -8,6 +8,7 @@ mod queue;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::Context as _;
@@ -18,7 +19,7 @@ use tracing::{Event, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::fmt::FmtContext;
-use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Full, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -40,6 +41,9 @@ pub enum LogFormat {
 
 /// What is logged when nothing says otherwise.
 const DEFAULT_FILTER: &str = "info";
+
+/// Whether lines are JSON. One that another process goes on with may have to change that.
+static IS_JSON: AtomicBool = AtomicBool::new(false);
 
 /// How the filter of the log that was started is changed, and what it is.
 struct Filter {
@@ -70,6 +74,22 @@ pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Goes on as the log of another process has been, as far as options have said how.
+///
+/// # Errors
+///
+/// When the filter makes no sense.
+pub(crate) fn go_on(filter: Option<&str>, format: Option<LogFormat>) -> anyhow::Result<()> {
+    if let Some(format) = format {
+        set_format(format);
+    }
+    filter.map_or(Ok(()), set_filter)
+}
+
+fn set_format(format: LogFormat) {
+    IS_JSON.store(format == LogFormat::Json, Ordering::Relaxed);
+}
+
 /// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. What
 /// is logged is written when [`flush`] returns, unless nobody reads it.
 ///
@@ -78,36 +98,23 @@ pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
 /// When the kernel has no thread left.
 pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
     queue::start()?;
-    report_panics(format);
+    set_format(format);
+    report_panics();
     let (filter, ignored) = match filter {
         Some(filter) => (filter, None),
         None => filter_of_environment(),
     };
     let text = Mutex::new(filter.to_string());
-    let reload: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync> = match format {
-        LogFormat::Text => {
-            let log = tracing_subscriber::fmt()
-                .with_env_filter(filter)
-                .with_writer(|| Lines)
-                .with_ansi(io::stderr().is_terminal())
-                .with_target(false)
-                .fmt_fields(TextFields)
-                .with_filter_reloading();
-            let handle = log.reload_handle();
-            log.init();
-            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
-        }
-        LogFormat::Json => {
-            let log = tracing_subscriber::fmt()
-                .with_env_filter(filter)
-                .with_writer(|| Lines)
-                .event_format(JsonLines)
-                .with_filter_reloading();
-            let handle = log.reload_handle();
-            log.init();
-            Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()))
-        }
-    };
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(|| Lines)
+        .with_ansi(io::stderr().is_terminal())
+        .fmt_fields(TextFields)
+        .event_format(Format(text_lines()))
+        .with_filter_reloading();
+    let handle = log.reload_handle();
+    log.init();
+    let reload = Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()));
     // A second log cannot be started: `init` would have panicked.
     let _ = FILTER.set(Filter { reload, text });
     if let Some(error) = ignored {
@@ -117,7 +124,7 @@ pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
 }
 
 /// A panic ends the process, and must not wait for the reader of the log either.
-fn report_panics(format: LogFormat) {
+fn report_panics() {
     std::panic::set_hook(Box::new(move |info| {
         let backtrace = Backtrace::capture();
         let mut text = info.to_string();
@@ -126,7 +133,7 @@ fn report_panics(format: LogFormat) {
             let _ = write!(text, "\n{backtrace}");
         }
         let thread = std::thread::current();
-        report_failure(format, &format!("thread {}: {text}", thread.name().unwrap_or("unnamed")));
+        report_failure(&format!("thread {}: {text}", thread.name().unwrap_or("unnamed")));
         flush();
     }));
 }
@@ -153,18 +160,15 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, String> {
 }
 
 /// Writes the line that a process ends with when it fails, whatever the filter.
-pub fn report_failure(format: LogFormat, text: &str) {
+pub fn report_failure(text: &str) {
     let text = without_secrets(text);
-    match format {
-        LogFormat::Text => {
-            // It takes every line.
-            let _ = Lines.write_all(format!("ringhaul: {text}\n").as_bytes());
-        }
-        LogFormat::Json => {
-            let subscriber =
-                tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
-            tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
-        }
+    if IS_JSON.load(Ordering::Relaxed) {
+        let subscriber =
+            tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
+        tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
+    } else {
+        // It takes every line.
+        let _ = Lines.write_all(format!("ringhaul: {text}\n").as_bytes());
     }
 }
 
@@ -245,6 +249,34 @@ struct Line<'a> {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
+}
+
+/// Events in the format that the log has now. It is made with that of text.
+struct Format(TextLines);
+
+type TextLines = tracing_subscriber::fmt::format::Format<Full, SystemTime>;
+
+fn text_lines() -> TextLines {
+    tracing_subscriber::fmt::format().with_target(false)
+}
+
+impl<S, N> FormatEvent<S, N> for Format
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        if IS_JSON.load(Ordering::Relaxed) {
+            JsonLines.format_event(context, writer, event)
+        } else {
+            self.0.format_event(context, writer, event)
+        }
+    }
 }
 
 struct JsonLines;

@@ -123,7 +123,7 @@ fn main() -> ExitCode {
         Command::Completions { shell } => print_completions(shell),
     });
     let code = result.unwrap_or_else(|error| {
-        log::report_failure(cli.log_format, &with_advice(&error));
+        log::report_failure(&with_advice(&error));
         let bench = error.downcast_ref::<BenchError>();
         ExitCode::from(bench.map_or(EXIT_USAGE, BenchError::exit_code))
     });

@@ -15,11 +15,13 @@ use crate::daemon::Daemon;
 use crate::ending::Outcome;
 use crate::export::Endpoint;
 use crate::group;
+use crate::log;
 use crate::options::ServeArgs;
 use crate::reload::Reload;
 use crate::size_watch::SizeWatch;
 use crate::spec::ExportSpec;
 use crate::succession::PassedOn;
+use crate::takeover::arguments::LifeOptions;
 use crate::takeover::format::Life;
 use crate::takeover::take::{self, Predecessor};
 
@@ -79,7 +81,8 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
 fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
     let own = Life::own()?;
     let life = predecessor.life.clone().continued_by(&own);
-    let (args, config) = life.options()?;
+    let LifeOptions { args, log, log_format, config } = life.options()?;
+    log::go_on(log.as_deref(), log_format)?;
     std::env::set_current_dir(&life.directory)
         .with_context(|| format!("cannot work in {}", life.directory.display()))?;
     set_up_process(&args)?;

@@ -8,7 +8,7 @@
 //! the new one may serve, and does when it is told so. Until then the old one goes on if anything
 //! goes wrong, with what it had.
 
-mod arguments;
+pub(crate) mod arguments;
 pub(crate) mod format;
 pub(crate) mod give;
 pub(crate) mod start;

@@ -394,7 +394,8 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let manager = UnixDatagram::bind(scene.socket("manager"))?;
     manager.set_read_timeout(Some(LIMIT))?;
     let mut command = begin(&scene)?;
-    let daemon = Running::serve(command.env("NOTIFY_SOCKET", scene.socket("manager")))?;
+    command.args(["--log", "info"]).env("NOTIFY_SOCKET", scene.socket("manager"));
+    let daemon = Running::serve(&mut command)?;
     let _successor = Successor(&scene);
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
@@ -432,6 +433,36 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
         ensure!(log.contains(line), "no {line:?}:\n{log}");
     }
     ensure!(!scene.socket("control").exists(), "the control socket is left behind");
+    Ok(())
+}
+
+/// What is logged, and how, is what the options of the first process say, wherever they stand.
+#[test]
+fn the_log_goes_on_as_it_was() -> Result<()> {
+    let scene = scene()?;
+    let config = scene.path("config.toml");
+    std::fs::write(&config, "log-format = \"json\"\nlog = \"debug\"\n")?;
+    let mut command = begin(&scene)?;
+    let mut daemon = Running::serve(command.arg("--config").arg(&config))?;
+    let mut set = Vec::new();
+    set.push(Client::new(&scene)?.ask("set", &json!({}))?["result"].take());
+    for _ in 0..2 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let line: Value = serde_json::from_str(&next.wait_for(TAKEN)?)?;
+        ensure!(line["level"] == "INFO", "{line}");
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+        set.push(Client::new(&scene)?.ask("set", &json!({}))?["result"].take());
+    }
+    ensure!(set.iter().all(|set| set["log"] == "debug"), "{set:?}");
+    // Whoever takes over may say otherwise.
+    let mut next = taking_over(&scene)?;
+    let next = Running::start(next.args(["--log", "warn", "--log-format", "text"]))?;
+    daemon.finish()?.expect_code(0)?;
+    let set = Client::new(&scene)?.ask("set", &json!({}))?;
+    ensure!(set["result"]["log"] == "warn", "{set}");
+    Client::new(&scene)?.ask("shutdown", &json!({}))?;
+    next.finish()?.expect_code(0)?;
     Ok(())
 }
 

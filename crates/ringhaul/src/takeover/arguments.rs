@@ -3,10 +3,11 @@
 use std::ffi::OsString;
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 
 use super::format::Life;
 use crate::config::{Config, ConfigFile};
+use crate::log::LogFormat;
 use crate::options::ServeArgs;
 use crate::settings::SettingsChange;
 
@@ -16,12 +17,23 @@ use crate::settings::SettingsChange;
 struct Whole {
     #[command(flatten)]
     serve: ServeArgs,
-    /// Of the log, which is set up already.
+    /// Of the log, which all commands have.
     #[arg(long)]
     log: Option<String>,
     /// The same.
     #[arg(long)]
-    log_format: Option<String>,
+    log_format: Option<LogFormat>,
+}
+
+/// What the options say that a process goes on with.
+pub(crate) struct LifeOptions {
+    pub(crate) args: ServeArgs,
+    /// What is logged; none when no option says so.
+    pub(crate) log: Option<String>,
+    /// The same of the format.
+    pub(crate) log_format: Option<LogFormat>,
+    /// The configuration file if the options name one. What it says is among them.
+    pub(crate) config: Option<(ConfigFile, Config)>,
 }
 
 impl Life {
@@ -40,28 +52,55 @@ impl Life {
     /// own ones count where both have one.
     #[must_use]
     pub(crate) fn continued_by(mut self, own: &Self) -> Self {
-        if self.arguments != own.arguments {
+        if !self.arguments.ends_with(&own.arguments) {
             self.arguments.extend(own.arguments.iter().cloned());
         }
         self
     }
 
-    /// The options, and the configuration file if they name one, whose options are among them.
+    /// The options, with those of the configuration file.
     ///
     /// # Errors
     ///
     /// When this version does not understand one of them.
-    pub(crate) fn options(&self) -> Result<(ServeArgs, Option<(ConfigFile, Config)>)> {
+    pub(crate) fn options(&self) -> Result<LifeOptions> {
         let cannot = "cannot go on with the options of the old process";
-        let words = ["ringhaul", "serve"].map(str::to_owned).into_iter();
-        let words: Vec<OsString> = words.chain(self.arguments.clone()).map(Into::into).collect();
-        let whole = Whole::try_parse_from(&words[1..]);
-        let args = whole.map_err(|error| anyhow!("{cannot}: {error}"))?.serve;
-        let Some(path) = &args.config else { return Ok((args, None)) };
+        let Whole { serve, log, log_format } = self.whole().context(cannot)?;
+        let Some(path) = &serve.config else {
+            return Ok(LifeOptions { args: serve, log, log_format, config: None });
+        };
         let program = clap::Command::new("ringhaul").subcommand(Whole::command().name("serve"));
+        let words = self.words().collect();
         let file = ConfigFile::new(&self.directory.join(path), program, words, 2);
         let config = file.read().context(cannot)?;
-        Ok((config.args.clone(), Some((file, config))))
+        let all = config.matches.subcommand_matches("serve").context("the command is not `serve`");
+        let Whole { serve, log, log_format } = Whole::from_arg_matches(all.context(cannot)?)?;
+        Ok(LifeOptions { args: serve, log, log_format, config: Some((file, config)) })
+    }
+
+    /// The options on the log, each once, for a process that needs them before it has asked for any
+    /// others. What a configuration file says of the log stays out of the command line, where it
+    /// would count for ever.
+    ///
+    /// # Errors
+    ///
+    /// When the options are not understood.
+    pub(crate) fn log_options(&self) -> Result<Vec<String>> {
+        let Whole { log, log_format, .. } = self.whole()?;
+        let log = log.map(|filter| format!("--log={filter}"));
+        let format = log_format.and_then(|format| format.to_possible_value());
+        let format = format.map(|format| format!("--log-format={}", format.get_name()));
+        Ok(log.into_iter().chain(format).collect())
+    }
+
+    fn whole(&self) -> Result<Whole> {
+        Whole::try_parse_from(self.words().skip(1)).map_err(|error| anyhow!("{error}"))
+    }
+
+    /// A command line with these options.
+    fn words(&self) -> impl Iterator<Item = OsString> {
+        let words = ["ringhaul", "serve"].map(OsString::from).into_iter();
+        words.chain(self.arguments.iter().map(OsString::from))
     }
 }
 
@@ -105,11 +144,41 @@ mod tests {
         ] {
             let new = life(new);
             let both = old.clone().continued_by(&new);
-            assert_eq!(both.options().unwrap().0.iothreads, iothreads, "{both:?}");
+            assert_eq!(both.options().unwrap().args.iothreads, iothreads, "{both:?}");
             // Taken over again and again, it does not grow.
-            assert_eq!(both.clone().continued_by(&both).arguments, both.arguments);
+            for again in [&new, &both] {
+                assert_eq!(both.clone().continued_by(again).arguments, both.arguments);
+            }
         }
-        let error = life("old serve --nonsense").options().err().unwrap().to_string();
+        let error = format!("{:#}", life("old serve --nonsense").options().err().unwrap());
         assert!(error.contains("--nonsense"), "{error}");
+    }
+
+    #[test]
+    fn options_on_the_log_are_given_once_however_often_they_are_handed_on() {
+        let words = "ringhaul --log debug serve --blk-file=--log-file --log-format=json --log info";
+        let mut old = life(words);
+        for upgrade in 1..4 {
+            let options = old.log_options().unwrap();
+            assert_eq!(options, ["--log=info", "--log-format=json"], "upgrade {upgrade}");
+            let words = format!("ringhaul {} serve --takeover x", options.join(" "));
+            let next = old.clone().continued_by(&life(&words));
+            assert!(upgrade == 1 || next.arguments == old.arguments, "it grows: {next:?}");
+            old = next;
+        }
+        assert_eq!(life("ringhaul serve --blk-file x").log_options().unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn what_a_file_says_of_the_log_counts_unless_the_command_line_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config");
+        std::fs::write(&path, "log = 'debug'\nlog-format = 'json'").unwrap();
+        let words = format!("ringhaul serve --config {}", path.display());
+        let LifeOptions { log, log_format, .. } = life(&words).options().unwrap();
+        assert_eq!((log.as_deref(), log_format), (Some("debug"), Some(LogFormat::Json)));
+        let LifeOptions { log, .. } = life(&format!("{words} --log warn")).options().unwrap();
+        assert_eq!(log.as_deref(), Some("warn"));
+        assert_eq!(life(&words).log_options().unwrap(), [""; 0]);
     }
 }

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::format::Life;
 use crate::command::{CommandError, check_is_path};
 use crate::daemon::Daemon;
 
@@ -24,7 +23,7 @@ pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32> {
     check_is_path(binary)?;
     let (life, control) = daemon.started()?;
     let mut command = Command::new(binary);
-    command.args(log_options(&life)).args(["serve", "--takeover"]).arg(control);
+    command.args(life.log_options()?).args(["serve", "--takeover"]).arg(control);
     let child = command.stdin(Stdio::null()).spawn();
     let child = child.with_context(|| format!("cannot start {}", binary.display()))?;
     let mut child = Started(Some(child));
@@ -77,33 +76,5 @@ impl Drop for Started {
             let _ = child.kill();
             let _ = child.wait();
         }
-    }
-}
-
-/// The options on the log, which a process needs before it has asked for any others.
-fn log_options(life: &Life) -> Vec<&str> {
-    let (mut options, mut is_value) = (Vec::new(), false);
-    for argument in &life.arguments {
-        let is_option = ["--log", "--log-format"].contains(&argument.as_str());
-        let has_value = argument.starts_with("--log=") || argument.starts_with("--log-format=");
-        if std::mem::replace(&mut is_value, is_option) || is_option || has_value {
-            options.push(argument.as_str());
-        }
-    }
-    options
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::settings::SettingsChange;
-
-    #[test]
-    fn options_on_the_log_are_found() {
-        let words = "--log debug --blk-file --log-file --log-format=json --iothreads 2";
-        let arguments = words.split(' ').map(str::to_owned).collect();
-        let changes = SettingsChange::default();
-        let life = Life { directory: "/".into(), arguments, changes };
-        assert_eq!(log_options(&life), ["--log", "debug", "--log-format=json"]);
     }
 }
