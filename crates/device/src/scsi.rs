@@ -11,6 +11,7 @@ pub mod config;
 pub(crate) mod control_queue;
 pub(crate) mod device;
 pub(crate) mod event_queue;
+pub(crate) mod fields;
 pub(crate) mod inquiry;
 pub(crate) mod medium;
 pub(crate) mod mode;

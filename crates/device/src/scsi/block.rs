@@ -62,6 +62,16 @@ pub(super) fn range(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Fail
     Ok(Range { lba, offset: lba << shift, bytes: u64::from(count) << shift })
 }
 
+/// As [`range`], where a number of 0 are all blocks from one on, of which there is at least one.
+fn to_the_end(disk: &Disk, (lba, count): (u64, u32)) -> Result<Range, Failure> {
+    let range = range(disk, (lba, count))?;
+    if count > 0 {
+        return Ok(range);
+    }
+    let bytes = disk.info().size_bytes - range.offset;
+    if bytes == 0 { Err(Sense::LBA_OUT_OF_RANGE.into()) } else { Ok(Range { bytes, ..range }) }
+}
+
 /// Whether the medium still has blocks: it may have become smaller while the command waited.
 pub(super) fn check_still(disk: &Disk, range: Range) -> Result<(), Failure> {
     if range.offset + range.bytes > disk.info().size_bytes {
@@ -175,12 +185,21 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
 pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into: Buffers) -> Moved {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
     if cdb.asks_fua() {
-        flush(local).await?;
-        task.check()?;
-        check_still(&local.disk, range)?;
+        write_back(local, task, range).await?;
     }
     let at_disk = AtDisk::new(local, task);
     end_read(local, range, local.disk.asking(&at_disk).read(range.offset, into).await)
+}
+
+/// Writes what is newer in a cache to the medium, before blocks are read from there.
+pub(super) async fn write_back(
+    local: &LocalUnit,
+    task: Task<'_>,
+    range: Range,
+) -> Result<(), Failure> {
+    flush(local).await?;
+    task.check()?;
+    check_still(&local.disk, range)
 }
 
 /// What a command writes, unless that is nothing; `out` has that, and no more then.
@@ -230,7 +249,7 @@ pub(super) fn needs_flush(local: &LocalUnit, fua: bool) -> bool {
 /// Brings all writes to stable storage, whatever blocks the initiator asks for.
 pub(super) async fn synchronize(local: &LocalUnit, cdb: &Cdb) -> Moved {
     check_ready(&local.unit)?;
-    range(&local.disk, cdb.blocks())?;
+    to_the_end(&local.disk, cdb.blocks())?;
     flush(local).await.map(|()| 0)
 }
 
@@ -245,15 +264,7 @@ pub(super) async fn settle(local: &LocalUnit) -> Result<(), Failure> {
 
 /// What stops answers no more; what has not been flushed is (SBC-4, section 5.31).
 pub(super) async fn start_stop(local: &LocalUnit, cdb: &Cdb) -> Moved {
-    let (condition, starts) = (cdb.byte(4) >> 4, cdb.byte(4) & 1 != 0);
-    let (loads, no_flush) = (cdb.byte(4) & 2 != 0, cdb.byte(4) & 4 != 0);
-    if condition != 0 {
-        return Err(Sense::in_cdb(4, Some(7)).into());
-    }
-    if loads {
-        // The medium cannot be taken out.
-        return Err(Sense::in_cdb(4, Some(1)).into());
-    }
+    let (starts, no_flush) = (cdb.byte(4) & 1 != 0, cdb.byte(4) & 4 != 0);
     if !starts && !no_flush && !local.disk.info().read_only {
         flush(local).await?;
     }
@@ -273,20 +284,21 @@ pub(super) async fn write_same(
         return Err(Sense::in_cdb(1, Some(3)).into());
     }
     check_writable(local)?;
-    let info = local.disk.info();
     let (lba, count) = cdb.blocks();
-    let whole = range(&local.disk, (lba, count))?;
-    // None are all from there on.
-    let bytes = if count == 0 { info.size_bytes - whole.offset } else { whole.bytes };
+    let whole = to_the_end(&local.disk, (lba, count))?;
+    let bytes = whole.bytes;
     if bytes > WRITE_SAME_BYTES_MAX {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
-    let block: usize = iomem::fits(info.logical_block_bytes, "a logical block");
-    if !has_none && data.out.bytes() != block {
+    let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
+    if !has_none && data.out.bytes() < block {
+        return Err(Failure::Overrun);
+    }
+    if !has_none && data.out.bytes() > block {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
     let pattern = if has_none { vec![0; block] } else { data.list(block)? };
-    let mut left = Range { bytes, ..whole };
+    let mut left = whole;
     let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     if pattern.iter().all(|byte| *byte == 0) {

@@ -1,5 +1,6 @@
 //! Command descriptor blocks: which commands there are, and their fields (SPC-5, SBC-4).
 
+use super::fields;
 use super::sense::Sense;
 
 /// The bytes of a CDB that are looked at: the commands here have at most so many.
@@ -48,6 +49,11 @@ impl Op {
                 | Self::Unmap
         )
     }
+
+    /// Whether its CDBs of 10 bytes and more have a GROUP NUMBER.
+    fn has_group(self) -> bool {
+        self.uses_medium() || matches!(self, Self::CompareAndWrite | Self::SynchronizeCache)
+    }
 }
 
 /// A command that units have.
@@ -74,6 +80,46 @@ impl Command {
             _ => {}
         }
         Some(usage)
+    }
+
+    /// The bits of a byte at which a field begins, for [`fields::begin_of`], as far as bits are
+    /// concerned that must be zero. Those beside each other are one field, but for what is in the
+    /// standards and not supported; several reserved bytes are a field each.
+    fn begins(&self, at: usize) -> u8 {
+        let zero = self.zero.to_be_bytes()[at];
+        let bytes = self.usage.len();
+        let apart = match (self.op, at) {
+            // CONTROL: two bits of the vendor, three that are reserved, NACA, and two of old.
+            _ if at == bytes - 1 => 0b0010_0111,
+            // An address of old, from the second byte on.
+            (Op::ReadCapacity10, 3..=5) | (Op::ReadCapacity16, 3..=9) => return 0,
+            // PMI.
+            (Op::ReadCapacity10, 8) | (Op::ReadCapacity16, 14) => 0x01,
+            // RELADR, and ANCHOR.
+            (Op::ReadCapacity10 | Op::Unmap, 1) => 0x01,
+            // CMDDT.
+            (Op::Inquiry, 1) => 0x02,
+            // RTD and SP.
+            (Op::ModeSelect, 1) => 0x03,
+            // PPC and SP.
+            (Op::LogSense, 1) => 0x03,
+            // POWER CONDITION MODIFIER, and what follows POWER CONDITION.
+            (Op::StartStopUnit, 3 | 4) => 0x08,
+            // SYNC_NV.
+            (Op::SynchronizeCache, 1) => 0x04,
+            // ANCHOR, PBDATA and LBDATA.
+            (Op::WriteSame, 1) => 0x17,
+            (op, 1) if op.has_group() => 0x07,
+            // GROUP NUMBER.
+            (op, at) if op.has_group() && bytes == 10 && at == 6 => 0x20,
+            (op, at) if op.has_group() && bytes > 10 && at == bytes - 2 => {
+                // The two bits before are fields by themselves where blocks are moved.
+                let moves = matches!(op, Op::Read | Op::Write | Op::WriteAndVerify | Op::Verify);
+                if moves { 0x60 } else { 0x20 }
+            }
+            _ => 0,
+        };
+        (zero & !(zero >> 1)) | (zero & apart) | !zero
     }
 }
 
@@ -121,9 +167,9 @@ pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::Read, &[0x08, 0x1f, F, F, F, 0]),
     plain(Op::Write, &[0x0a, 0x1f, F, F, F, 0]),
     plain(Op::Inquiry, &[0x12, 1, F, F, F, 0]),
-    plain(Op::ModeSelect, &[0x15, 0x11, 0, 0, F, 0]),
+    plain(Op::ModeSelect, &[0x15, 0x10, 0, 0, F, 0]),
     plain(Op::ModeSense, &[0x1a, 0x08, F, F, F, 0]),
-    plain(Op::StartStopUnit, &[0x1b, 1, 0, 0, 0xf7, 0]),
+    plain(Op::StartStopUnit, &[0x1b, 1, 0, 0, 5, 0]),
     plain(Op::PreventAllow, &[0x1e, 0, 0, 0, 3, 0]),
     plain(Op::ReadCapacity10, &[0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
     plain(Op::Read, &[0x28, CACHE, F, F, F, F, 0, F, F, 0]),
@@ -134,7 +180,7 @@ pub(crate) static COMMANDS: &[Command] = &[
     plain(Op::WriteSame, &[0x41, 0x08, F, F, F, F, 0, F, F, 0]),
     plain(Op::Unmap, &[0x42, 0, 0, 0, 0, 0, 0, F, F, 0]),
     plain(Op::LogSense, &[0x4d, 0, F, F, 0, F, F, F, F, 0]),
-    plain(Op::ModeSelect, &[0x55, 0x11, 0, 0, 0, 0, 0, F, F, 0]),
+    plain(Op::ModeSelect, &[0x55, 0x10, 0, 0, 0, 0, 0, F, F, 0]),
     plain(Op::ModeSense, &[0x5a, 0x18, F, F, 0, 0, 0, F, F, 0]),
     with_action(Op::ReserveIn, &[0x5e, 0, 0, 0, 0, 0, 0, F, F, 0]),
     with_action(Op::ReserveIn, &[0x5e, 1, 0, 0, 0, 0, 0, F, F, 0]),
@@ -190,6 +236,18 @@ impl Cdb {
     pub(crate) fn of([first, second]: [u64; 2]) -> Self {
         let number = |half: u64| u128::from(u64::from_be_bytes(half.to_le_bytes()));
         Self(number(first) << 64 | number(second))
+    }
+
+    /// As the initiator can mean it of whose CDBs no more bytes arrive: one of a command that has
+    /// more is one of no command.
+    pub(crate) fn cut_to(self, bytes: usize) -> Self {
+        let whole = match self.opcode() >> 5 {
+            0 => 6,
+            1 | 2 => 10,
+            4 => 16,
+            _ => 12,
+        };
+        if bytes < whole { Self(u128::MAX) } else { self }
     }
 
     #[inline]
@@ -256,7 +314,7 @@ impl Cdb {
     #[inline]
     pub(crate) fn check(&self, command: &Command) -> Result<(), Sense> {
         let excess = self.0 & command.zero;
-        if excess == 0 { Ok(()) } else { Err(in_excess(excess)) }
+        if excess == 0 { Ok(()) } else { Err(in_excess(command, excess)) }
     }
 
     /// Where the blocks of a command on the medium are, and how many.
@@ -293,12 +351,14 @@ pub(crate) fn find(opcode: u8, service_action: Option<u8>) -> Option<&'static Co
     })
 }
 
-/// Points to the first of the bits that must be zero.
+/// Points to the field of the first of the bits that must be zero.
 #[cold]
-fn in_excess(excess: u128) -> Sense {
+fn in_excess(command: &Command, excess: u128) -> Sense {
     let place = excess.leading_zeros();
     let byte = iomem::fits(place / 8, "a byte of a CDB");
-    Sense::in_cdb(byte, Some(iomem::fits(7 - place % 8, "a bit")))
+    let bit = iomem::fits(7 - place % 8, "a bit");
+    let (byte, bit) = fields::begin_of(|at| command.begins(at), byte, bit);
+    Sense::in_cdb(byte, bit)
 }
 
 #[cfg(test)]
@@ -329,8 +389,19 @@ mod tests {
         }
     }
 
+    /// Where a CDB is refused with a bit of this byte set, which it is unless that is a field's.
+    fn refused(good: &[u8; KEPT_BYTES], at: usize, bit: u8) -> Option<(u16, Option<u8>)> {
+        let mut bytes = *good;
+        bytes[at] ^= 1 << bit;
+        let command = cdb(good).command().unwrap();
+        let sense = cdb(&bytes).check(command).err()?;
+        let places =
+            (0..16).flat_map(|byte| (0..8).map(Some).chain([None]).map(move |bit| (byte, bit)));
+        places.into_iter().find(|(byte, bit)| Sense::in_cdb(*byte, *bit) == sense)
+    }
+
     #[test]
-    fn each_bit_that_is_no_field_is_pointed_to() {
+    fn each_bit_that_is_no_field_is_refused_at_its_field_or_before() {
         for command in COMMANDS {
             let mut good = [0; KEPT_BYTES];
             good[0] = command.usage[0];
@@ -340,22 +411,20 @@ mod tests {
             assert_eq!(cdb(&good).command().unwrap(), command);
             for at in 1..command.usage.len() {
                 for bit in 0..8 {
-                    let mut bytes = good;
-                    bytes[at] ^= 1 << bit;
-                    let is_action = at == 1 && command.has_service_action && bit < 5;
-                    let is_field = command.usage[at] & (1 << bit) != 0;
-                    if !is_action {
-                        let field = u16::try_from(at).unwrap();
-                        let expected = if is_field && !(at == 1 && command.has_service_action) {
-                            Ok(())
-                        } else {
-                            Err(Sense::in_cdb(field, Some(bit)))
-                        };
-                        assert_eq!(
-                            cdb(&bytes).check(command),
-                            expected,
-                            "{command:?}, {at}, {bit}"
-                        );
+                    let used = match (command.has_service_action, at) {
+                        (true, 1) => SERVICE_ACTION,
+                        _ => command.usage[at],
+                    };
+                    let is_action = command.has_service_action && at == 1 && bit < 5;
+                    if is_action {
+                        continue;
+                    }
+                    let place = refused(&good, at, bit);
+                    assert_eq!(place.is_none(), used & (1 << bit) != 0, "{command:?} {at} {bit}");
+                    if let Some((byte, top)) = place {
+                        let is_there = usize::from(byte) == at && top.is_none_or(|top| top >= bit);
+                        let is_address = at <= 9 && byte == 2 && top.is_none();
+                        assert!(is_there || is_address, "{command:?} {at} {bit}");
                     }
                 }
             }
@@ -363,6 +432,83 @@ mod tests {
         assert_eq!(cdb(&[0x02]).command(), Err(Sense::UNKNOWN_OPCODE));
         assert_eq!(cdb(&[0xff]).command(), Err(Sense::UNKNOWN_OPCODE));
         assert_eq!(cdb(&[0x9e, 0x11]).command(), Err(Sense::in_cdb(1, Some(4))));
+    }
+
+    #[test]
+    fn pointers_are_to_the_begin_of_a_field() {
+        for (front, bit, expected) in [
+            // Protection information.
+            (&[0x28, 0][..], (1, 5), (1, Some(7))),
+            (&[0x28], (1, 6), (1, Some(7))),
+            (&[0x8a], (1, 5), (1, Some(7))),
+            (&[0x08], (1, 5), (1, Some(7))),
+            // Bits of the second byte.
+            (&[0x28], (1, 2), (1, Some(2))),
+            (&[0x28], (1, 0), (1, Some(0))),
+            (&[0x2f], (1, 3), (1, Some(3))),
+            (&[0x2f], (1, 0), (1, Some(0))),
+            (&[0x41], (1, 4), (1, Some(4))),
+            (&[0x93], (1, 1), (1, Some(1))),
+            (&[0x12], (1, 1), (1, Some(1))),
+            (&[0x12], (1, 3), (1, Some(7))),
+            (&[0x15], (1, 0), (1, Some(0))),
+            (&[0x15], (1, 2), (1, Some(3))),
+            (&[0x1a], (1, 0), (1, Some(2))),
+            (&[0x35], (1, 2), (1, Some(2))),
+            (&[0x35], (1, 3), (1, Some(7))),
+            (&[0x42], (1, 0), (1, Some(0))),
+            (&[0x42], (1, 4), (1, Some(7))),
+            (&[0x4d], (1, 0), (1, Some(0))),
+            (&[0x5e], (1, 5), (1, Some(7))),
+            (&[0x03], (1, 4), (1, Some(7))),
+            // Groups, and what is beside them.
+            (&[0x28], (6, 0), (6, Some(5))),
+            (&[0x28], (6, 6), (6, Some(7))),
+            (&[0xa8], (10, 4), (10, Some(5))),
+            (&[0x88], (14, 0), (14, Some(5))),
+            (&[0x88], (14, 6), (14, Some(6))),
+            (&[0x42], (6, 1), (6, Some(5))),
+            (&[0x91], (14, 0), (14, Some(5))),
+            (&[0x89], (14, 3), (14, Some(5))),
+            // Addresses of old.
+            (&[0x25], (5, 0), (2, None)),
+            (&[0x25], (2, 7), (2, None)),
+            (&[0x25], (8, 0), (8, Some(0))),
+            (&[0x9e, 0x10], (9, 0), (2, None)),
+            (&[0x9e, 0x10], (14, 0), (14, Some(0))),
+            (&[0x1b], (3, 0), (3, Some(3))),
+            (&[0x1b], (4, 5), (4, Some(7))),
+            (&[0x1b], (4, 3), (4, Some(3))),
+            (&[0x1b], (4, 1), (4, Some(1))),
+            (&[0xa3, 0x0c], (2, 3), (2, Some(6))),
+            // Bytes that are reserved.
+            (&[0x00], (1, 3), (1, None)),
+            (&[0x00], (4, 0), (4, None)),
+            (&[0x42], (5, 1), (5, None)),
+            (&[0x89], (12, 6), (12, None)),
+            (&[0xa0], (10, 6), (10, None)),
+            (&[0x9e, 0x12], (14, 6), (14, None)),
+            // CONTROL.
+            (&[0x00], (5, 2), (5, Some(2))),
+            (&[0x28], (9, 0), (9, Some(0))),
+            (&[0x88], (15, 6), (15, Some(7))),
+            (&[0x88], (15, 3), (15, Some(5))),
+        ] {
+            let mut good = [0; KEPT_BYTES];
+            good[..front.len()].copy_from_slice(front);
+            assert_eq!(refused(&good, bit.0, bit.1), Some(expected), "{front:x?}, {bit:?}");
+        }
+    }
+
+    #[test]
+    fn a_command_of_which_bytes_are_missing_is_none() {
+        for command in COMMANDS {
+            let mut whole = [0; KEPT_BYTES];
+            whole[..2].copy_from_slice(&command.usage[..2]);
+            let bytes = command.usage.len();
+            assert_eq!(cdb(&whole).cut_to(bytes).command(), Ok(command));
+            assert_eq!(cdb(&whole).cut_to(bytes - 1).command(), Err(Sense::UNKNOWN_OPCODE));
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use super::block::WRITE_SAME_BYTES_MAX;
 use super::cdb::Cdb;
 use super::outcome::{Data, Moved};
+use super::persist::TARGET_PORT;
 use super::sense::Sense;
 use super::unit::Unit;
 use super::unmap;
@@ -43,24 +44,22 @@ pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
 
 /// The answer of an address without a unit.
 pub(super) fn of_nothing(cdb: &Cdb, data: &Data) -> Moved {
-    other(NOTHING, cdb, data)
+    other(NOTHING, &[SUPPORTED_PAGES], cdb, data)
 }
 
 /// The answer of the well-known unit.
 pub(super) fn of_well_known(cdb: &Cdb, data: &Data) -> Moved {
-    other(WELL_KNOWN, cdb, data)
+    other(WELL_KNOWN, &[SUPPORTED_PAGES, IDENTIFICATION], cdb, data)
 }
 
-fn other(kind: u8, cdb: &Cdb, data: &Data) -> Moved {
-    let answer = match check(cdb)? {
+fn other(kind: u8, pages: &[u8], cdb: &Cdb, data: &Data) -> Moved {
+    let mut answer = match check(cdb)? {
         None => standard(kind, "Ringhaul", "", ""),
-        Some(SUPPORTED_PAGES) => {
-            let mut answer = page(SUPPORTED_PAGES, &[SUPPORTED_PAGES]);
-            answer[0] = kind;
-            answer
-        }
+        Some(SUPPORTED_PAGES) => page(SUPPORTED_PAGES, pages),
+        Some(code @ IDENTIFICATION) if pages.contains(&code) => page(code, &target_port()),
         Some(_) => return Err(Sense::in_cdb(2, None).into()),
     };
+    answer[0] = kind;
     data.answer(&answer, cdb.u16(3).into())
 }
 
@@ -119,6 +118,13 @@ fn identification(unit: &Unit) -> Vec<u8> {
     descriptors.extend([0x02, 0x01, 0, iomem::fits(text.len(), "an identifier")]);
     descriptors.extend(text);
     descriptors
+}
+
+/// Of a unit that is no disk, the target port alone has a name.
+fn target_port() -> [u8; 8] {
+    let [high, low] = TARGET_PORT.to_be_bytes();
+    // Binary, relative target port identifier, of the target port.
+    [0x01, 0x14, 0, 4, 0, 0, high, low]
 }
 
 /// Block limits (SBC-4, section 6.6.4).

@@ -3,6 +3,7 @@
 use super::at_disk::AtDisk;
 use super::block;
 use super::cdb::{Cdb, Op};
+use super::fields::{self, WHOLE};
 use super::outcome::{Data, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
 use super::reserve;
@@ -19,6 +20,19 @@ const ALL_SUBPAGES: u8 = 0xff;
 const WRITE_CACHE: u8 = 0x04;
 /// D_SENSE, in the third byte of the control page.
 const DESCRIPTOR_SENSE: u8 = 0x04;
+/// Where fields of pages begin (SBC-4, section 6.5.6; SPC-5, sections 7.5.10 and 7.5.14; SBC-4,
+/// section 6.5.8), for [`fields::begin_of`].
+const CACHING_FIELDS: [u8; 20] = [
+    0xe0, WHOLE, 0xff, 0x88, WHOLE, 0, WHOLE, 0, WHOLE, 0, WHOLE, 0, 0xf5, WHOLE, WHOLE, 0, WHOLE,
+    WHOLE, 0, 0,
+];
+const CONTROL_FIELDS: [u8; 12] =
+    [0xe0, WHOLE, 0x9f, 0x8d, 0xec, 0xfc, WHOLE, 0, WHOLE, 0, WHOLE, 0];
+const EXCEPTIONS_FIELDS: [u8; 12] = [0xe0, WHOLE, 0xff, 0x88, WHOLE, 0, 0, 0, WHOLE, 0, 0, 0];
+
+/// SPF, of the first byte of a page.
+const SUBPAGE_FORMAT: u8 = 0x40;
+
 /// WP and DPOFUA, of the device-specific parameter (SBC-4, section 6.5.1).
 const WRITE_PROTECTED: u8 = 0x80;
 const DPO_AND_FUA: u8 = 0x10;
@@ -61,7 +75,7 @@ pub(super) fn sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
         _ => return Err(Sense::SAVING.into()),
     };
     let (page, subpage) = (cdb.byte(2) & 0x3f, cdb.byte(3));
-    if subpage != 0 && (subpage != ALL_SUBPAGES || page == EXCEPTIONS + 1) {
+    if subpage != 0 && subpage != ALL_SUBPAGES {
         return Err(Sense::in_cdb(3, None).into());
     }
     let pages: Vec<u8> = match page {
@@ -155,10 +169,6 @@ pub(super) async fn select(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, data: D
         // Pages in the format of the standard are all there is.
         return Err(Sense::in_cdb(1, Some(4)).into());
     }
-    if cdb.byte(1) & 1 != 0 {
-        // Pages are not saved.
-        return Err(Sense::in_cdb(1, Some(0)).into());
-    }
     let length = form.length(cdb);
     if length == 0 {
         return Ok(0);
@@ -206,32 +216,34 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
     let Some((header, rest)) = list.split_at_checked(form.header) else {
         return Err(Sense::LIST_LENGTH.into());
     };
-    let (descriptor, is_long) = if form.header == 4 {
-        (usize::from(header[3]), false)
+    let (descriptor, descriptor_at, is_long) = if form.header == 4 {
+        (usize::from(header[3]), 3, false)
     } else {
-        (usize::from(u16::from_be_bytes([header[6], header[7]])), header[4] & 1 != 0)
+        (usize::from(u16::from_be_bytes([header[6], header[7]])), 6, header[4] & 1 != 0)
     };
     let Some((blocks, mut pages)) = rest.split_at_checked(descriptor) else {
         return Err(Sense::LIST_LENGTH.into());
     };
     let expected = block_descriptor(unit, is_long);
-    if !blocks.is_empty() && !is_same_size(blocks, &expected, is_long) {
-        return Err(Sense::in_list(place(form.header), None).into());
+    if !blocks.is_empty() {
+        if blocks.len() != expected.len() {
+            return Err(Sense::in_list(descriptor_at, None).into());
+        }
+        if let Some(at) = differs_at(blocks, &expected, is_long) {
+            return Err(Sense::in_list(place(form.header + at), None).into());
+        }
     }
     let mut selected = Selected::default();
     while !pages.is_empty() {
         let at = list.len() - pages.len();
         let [code, length, ..] = *pages else { return Err(Sense::LIST_LENGTH.into()) };
-        let (current, changeable): (Vec<u8>, Vec<u8>) = match code & 0x7f {
-            CACHING => {
-                (caching(unit, Values::Current).into(), caching(unit, Values::Changeable).into())
-            }
-            CONTROL => {
-                (control(unit, Values::Current).into(), control(unit, Values::Changeable).into())
-            }
-            EXCEPTIONS => (exceptions().into(), exceptions().into()),
-            _ => return Err(Sense::in_list(place(at), Some(5)).into()),
+        let Some(Page { current, changeable, begins }) = Page::of(unit, code & 0x3f) else {
+            return Err(Sense::in_list(place(at), Some(5)).into());
         };
+        if code & SUBPAGE_FORMAT != 0 {
+            // No page has that format.
+            return Err(Sense::in_list(place(at), Some(6)).into());
+        }
         if usize::from(length) != current.len() - 2 {
             return Err(Sense::in_list(place(at + 1), None).into());
         }
@@ -239,8 +251,11 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
             return Err(Sense::LIST_LENGTH.into());
         };
         for byte in 2..page.len() {
-            if (page[byte] ^ current[byte]) & !changeable[byte] != 0 {
-                return Err(Sense::in_list(place(at + byte), None).into());
+            let changed = (page[byte] ^ current[byte]) & !changeable[byte];
+            if let Some(bit) = changed.checked_ilog2() {
+                let bit = u8::try_from(bit).expect("a bit of a byte");
+                let (byte, bit) = fields::begin_of(|byte| begins[byte], byte, bit);
+                return Err(Sense::in_list(place(at) + byte, bit).into());
             }
         }
         match code & 0x3f {
@@ -256,15 +271,42 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
     Ok(selected)
 }
 
-/// Whether a block descriptor leaves the medium as it is. A number of blocks of 0, or the highest,
-/// does, too (SBC-4, section 6.5.2).
-fn is_same_size(blocks: &[u8], expected: &[u8], is_long: bool) -> bool {
-    let count = if is_long { 8 } else { 4 };
-    blocks.len() == expected.len()
-        && blocks[count..] == expected[count..]
-        && (blocks[..count] == expected[..count]
-            || blocks[..count].iter().all(|byte| *byte == 0)
-            || blocks[..count].iter().all(|byte| *byte == 0xff))
+/// A page as it is, and what of it can be changed.
+struct Page {
+    current: Vec<u8>,
+    changeable: Vec<u8>,
+    /// Where its fields begin.
+    begins: &'static [u8],
+}
+
+impl Page {
+    fn of(unit: &Unit, code: u8) -> Option<Self> {
+        let all = |values| match code {
+            CACHING => Some((caching(unit, values).to_vec(), &CACHING_FIELDS[..])),
+            CONTROL => Some((control(unit, values).to_vec(), &CONTROL_FIELDS[..])),
+            EXCEPTIONS => Some((exceptions().to_vec(), &EXCEPTIONS_FIELDS[..])),
+            _ => None,
+        };
+        let ((current, begins), (changeable, _)) =
+            (all(Values::Current)?, all(Values::Changeable)?);
+        Some(Self { current, changeable, begins })
+    }
+}
+
+/// Where a block descriptor changes the medium: its number of blocks, the byte behind that, or the
+/// length of a block. A number of 0, or the highest, leaves it as it is (SBC-4, section 6.5.2).
+fn differs_at(blocks: &[u8], expected: &[u8], is_long: bool) -> Option<usize> {
+    let (count, length_at) = if is_long { (8, 12) } else { (4, 5) };
+    let is_count = blocks[..count] == expected[..count]
+        || blocks[..count].iter().all(|byte| *byte == 0)
+        || blocks[..count].iter().all(|byte| *byte == 0xff);
+    if !is_count {
+        Some(0)
+    } else if let Some(at) = (count..length_at).find(|at| blocks[*at] != expected[*at]) {
+        Some(at)
+    } else {
+        (blocks[length_at..] != expected[length_at..]).then_some(length_at)
+    }
 }
 
 fn place(at: usize) -> u16 {

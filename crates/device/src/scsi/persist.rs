@@ -29,7 +29,7 @@ use self::registry::Registry;
 use self::rules::{Effects, Ports};
 use super::sense::Sense;
 
-pub(crate) use self::command::{CDB_BYTES, list_bytes};
+pub(crate) use self::command::{CDB_BYTES, TARGET_PORT, list_bytes};
 pub(crate) use self::file::FileError;
 pub(crate) use self::registry::{CommandClass, PortName};
 pub(crate) use self::rules::Refusal;

@@ -38,27 +38,27 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
 
 /// A command for the well-known unit.
 pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Moved {
-    let command = cdb.command()?;
-    cdb.check(command)?;
+    let command = cdb.command().map_err(|_| Sense::UNKNOWN_OPCODE)?;
+    match command.op {
+        Op::ReportLuns | Op::Inquiry | Op::RequestSense | Op::TestUnitReady => {
+            cdb.check(command)?
+        }
+        _ => return Err(Sense::UNKNOWN_OPCODE.into()),
+    }
     match command.op {
         Op::ReportLuns => list_luns(units, None, cdb, data),
         Op::Inquiry => inquiry::of_well_known(cdb, data),
         Op::RequestSense => answer_sense(Sense::NONE, cdb, data),
-        Op::TestUnitReady => Ok(0),
-        _ => Err(Sense::UNKNOWN_OPCODE.into()),
+        _ => Ok(0),
     }
 }
 
 pub(super) fn luns(units: &Units, unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let moved = list_luns(units, Some(unit.address.target), cdb, data)?;
-    units.look(|all| {
-        let of_target = all.filter(|other| other.address.target == unit.address.target);
-        of_target.for_each(|other| other.attentions.forget(Sense::UNITS_CHANGED));
-    });
-    Ok(moved)
+    list_luns(units, Some(unit.address.target), cdb, data)
 }
 
-/// The LUNs of a target; `None`: of the first one that has any.
+/// The LUNs of a target; `None`: of the first one that has any. Whoever has them need not hear that
+/// they have changed.
 fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved {
     let (has_units, has_well_known) = match cdb.byte(2) {
         0 => (true, false),
@@ -67,9 +67,6 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
         _ => return Err(Sense::in_cdb(2, None).into()),
     };
     let length: usize = iomem::fits(cdb.u32(6), "an allocation length");
-    if length < 16 {
-        return Err(Sense::in_cdb(6, None).into());
-    }
     let all: Vec<UnitAddress> = units.look(|all| all.map(|unit| unit.address).collect());
     let target = target.or_else(|| all.first().map(|unit| unit.target));
     let mut luns = Vec::new();
@@ -83,16 +80,27 @@ fn list_luns(units: &Units, target: Option<u8>, cdb: &Cdb, data: &Data) -> Moved
     let mut answer = u32::to_be_bytes(iomem::fits(luns.len(), "bytes of LUNs")).to_vec();
     answer.extend([0; 4]);
     answer.extend(luns);
-    data.answer(&answer, length)
+    let moved = data.answer(&answer, length)?;
+    if has_units {
+        units.look(|all| {
+            let of_target = all.filter(|unit| Some(unit.address.target) == target);
+            of_target.for_each(|unit| unit.attentions.forget(Sense::UNITS_CHANGED));
+        });
+    }
+    Ok(moved)
 }
 
 pub(super) fn request_sense(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    if usize::from(cdb.byte(4)) > data.into.bytes() {
-        // Nothing is forgotten that the initiator does not learn.
-        return Err(Failure::Overrun);
-    }
     let otherwise = if block::check_ready(unit).is_ok() { Sense::NONE } else { Sense::STOPPED };
-    answer_sense(unit.attentions.take().unwrap_or(otherwise), cdb, data)
+    let attention = unit.attentions.take();
+    let moved = answer_sense(attention.unwrap_or(otherwise), cdb, data);
+    if let Some(attention) = attention
+        && !matches!(moved, Ok(1..))
+    {
+        // Nothing is forgotten that the initiator does not learn.
+        unit.attentions.put_back(attention);
+    }
+    moved
 }
 
 fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
@@ -100,9 +108,16 @@ fn answer_sense(sense: Sense, cdb: &Cdb, data: &Data) -> Moved {
     data.answer(&sense.data(format), cdb.byte(4).into())
 }
 
-pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
+/// The address of the last block. A disk that was cut below a block while it is used has none,
+/// which cannot be said: it shows as one block, and whoever asks for that learns that it is not
+/// there.
+fn last_block(unit: &Unit) -> u64 {
     let info = unit.info();
-    let last = info.size_bytes / u64::from(info.logical_block_bytes) - 1;
+    (info.size_bytes / u64::from(info.logical_block_bytes)).saturating_sub(1)
+}
+
+pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
+    let (info, last) = (unit.info(), last_block(unit));
     // The highest value says that READ CAPACITY (16) knows.
     let last = u32::try_from(last).unwrap_or(u32::MAX);
     let answer = [last.to_be_bytes(), info.logical_block_bytes.to_be_bytes()].concat();
@@ -110,8 +125,7 @@ pub(super) fn read_capacity10(unit: &Unit, data: &Data) -> Moved {
 }
 
 pub(super) fn read_capacity16(unit: &Unit, cdb: &Cdb, data: &Data) -> Moved {
-    let info = unit.info();
-    let last = info.size_bytes / u64::from(info.logical_block_bytes) - 1;
+    let (info, last) = (unit.info(), last_block(unit));
     let mut answer = [0; 32];
     answer[..8].copy_from_slice(&last.to_be_bytes());
     answer[8..12].copy_from_slice(&info.logical_block_bytes.to_be_bytes());
@@ -171,7 +185,9 @@ pub(super) fn log_sense(cdb: &Cdb, data: &Data) -> Moved {
         _ => return Err(Sense::in_cdb(2, Some(5)).into()),
     };
     let length: u16 = iomem::fits(content.len(), "the length of a page");
-    let mut answer = vec![page, 0];
+    // DS: none of its parameters are saved.
+    let saves_none = if page == EXCEPTIONS { 0x80 } else { 0 };
+    let mut answer = vec![saves_none | page, 0];
     answer.extend(length.to_be_bytes());
     answer.extend(content);
     data.answer(&answer, cdb.u16(7).into())

@@ -79,7 +79,8 @@ impl Scsi {
         readable.copy_to(0, &mut bytes[..whole]);
         readable.advance(whole);
         let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("in there"));
-        Some(Header::of(WORDS.map(word)))
+        let header = Header::of(WORDS.map(word));
+        Some(Header { cdb: header.cdb.cut_to(cdb_size), ..header })
     }
 
     /// Lets a command begin, up to where it waits for something.

@@ -59,10 +59,6 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
     // What is beyond the list or no whole descriptor is left out.
     let said = usize::from(u16::from_be_bytes([d0, d1])).min(length - HEADER_BYTES);
     let descriptors = &descriptors[..said.min(descriptors.len())];
-    let too_many = |index| {
-        let at = HEADER_BYTES + DESCRIPTOR_BYTES * index;
-        Err(Sense::in_list(iomem::fits(at, "a place in a list"), None).into())
-    };
     let block = u64::from(disk.info().logical_block_bytes);
     let mut ranges = Vec::with_capacity(descriptors.len() / DESCRIPTOR_BYTES);
     let mut blocks: u64 = 0;
@@ -74,12 +70,14 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
         let range = range(disk, (lba, u32::from_be_bytes([c0, c1, c2, c3])))?;
         blocks += range.bytes / block;
         if blocks > BLOCKS_MAX.into() {
-            return too_many(index);
+            let count_at = HEADER_BYTES + DESCRIPTOR_BYTES * index + 8;
+            return Err(Sense::in_list(iomem::fits(count_at, "a place in a list"), None).into());
         }
         ranges.push(range);
     }
     if said / DESCRIPTOR_BYTES > most {
-        return too_many(most);
+        // The field that says how many there are.
+        return Err(Sense::in_list(2, None).into());
     }
     Ok(ranges)
 }

@@ -8,16 +8,13 @@ use iomem::Buffers;
 
 use super::at_disk::AtDisk;
 use super::block::{Range, check_ready, check_still, check_writable, disk_error, end_write};
-use super::block::{length, range, range_error};
+use super::block::{length, range, range_error, write_back};
 use super::cdb::{Cdb, Op};
 use super::outcome::{Data, Done, Failure, Moved, Task};
 use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{DiskUse, Sense};
 
-/// The most bytes of one VERIFY: it reads them one piece after the other, and no other command has
-/// the disk to itself meanwhile.
-const VERIFY_BYTES_MAX: u64 = 256 << 20;
 /// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
 const COMPARE_TURN_BYTES: u64 = 4 << 20;
 /// The most blocks of one COMPARE AND WRITE.
@@ -127,9 +124,6 @@ pub(super) async fn verify(
     check_ready(&local.unit)?;
     let how = Check::of(cdb)?;
     let range = range(&local.disk, cdb.blocks())?;
-    if range.bytes > VERIFY_BYTES_MAX {
-        return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
-    }
     let block: usize = iomem::fits(local.disk.info().logical_block_bytes, "a logical block");
     let moved = match how {
         Check::Medium => 0,
@@ -138,6 +132,9 @@ pub(super) async fn verify(
         Check::OneBlock if block > data.out.bytes() => return Err(Failure::Overrun),
         Check::OneBlock => block,
     };
+    if range.bytes > 0 && !local.disk.info().read_only {
+        write_back(local, task, range).await?;
+    }
     let at_disk = AtDisk::new(local, task);
     compare(local.disk.asking(&at_disk), range, how, task, &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
@@ -153,7 +150,6 @@ async fn compare(
 ) -> Result<(), Failure> {
     let disk = requests.disk();
     let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
-    let (mut found, mut expected) = (vec![0; block], vec![0; block]);
     let mut rest = with.again();
     let (mut done, mut turn_ends) = (0, COMPARE_TURN_BYTES);
     while done < range.bytes {
@@ -169,9 +165,7 @@ async fn compare(
         let mut part = result.map_err(|error| range_error(disk, range, asked, error))?;
         let length = part.bytes() as u64;
         while how != Check::Medium && !part.is_empty() {
-            part.copy_to(0, &mut found);
-            rest.copy_to(0, &mut expected);
-            if let Some(place) = found.iter().zip(&expected).position(|(f, e)| f != e) {
+            if let Some(place) = difference(&part, &rest, block) {
                 let before = with.bytes() - rest.bytes();
                 return Err(Sense::MISCOMPARE.about((before + place) as u64).into());
             }
@@ -183,6 +177,18 @@ async fn compare(
         done += length;
     }
     Ok(())
+}
+
+/// The first of so many bytes that is not the same in both lists.
+fn difference(found: &Buffers, expected: &Buffers, bytes: usize) -> Option<usize> {
+    const AT_ONCE: usize = 512;
+    (0..bytes).step_by(AT_ONCE).find_map(|at| {
+        let (mut one, mut other) = ([0; AT_ONCE], [0; AT_ONCE]);
+        found.copy_to(at, &mut one);
+        expected.copy_to(at, &mut other);
+        let place = one.iter().zip(&other).position(|(one, other)| one != other)?;
+        Some(at + place)
+    })
 }
 
 /// Goes on in the next round.

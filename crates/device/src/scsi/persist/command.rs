@@ -19,7 +19,7 @@ const TRANSPORT_ID_BYTES: usize = 24;
 const PROTOCOL_IDENTIFIER: u8 = 6;
 
 /// RELATIVE TARGET PORT IDENTIFIER: each initiator sees the disk behind a target port of its own.
-pub(super) const TARGET_PORT: u16 = 1;
+pub(crate) const TARGET_PORT: u16 = 1;
 
 /// Offset in the CDB.
 const PARAMETER_LIST_LENGTH: u16 = 5;

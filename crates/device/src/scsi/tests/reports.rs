@@ -43,7 +43,7 @@ fn sense_data_have_the_format_that_mode_select_chooses() {
     initiator.run(&read, &[], 512);
     let sense = initiator.raw_sense();
     assert_eq!(sense[..8], [0x72, 5, 0x24, 0, 0, 0, 0, 8]);
-    assert_eq!(sense[8..16], [2, 6, 0, 0, 0xc8 | 5, 0, 1, 0]);
+    assert_eq!(sense[8..16], [2, 6, 0, 0, 0xc8 | 7, 0, 1, 0]);
     // One that asks for sense data chooses itself.
     assert_eq!(initiator.good(&[3, 0, 0, 0, 18, 0], &[], 18)[0], 0x70);
     select(&mut initiator, 0);
@@ -76,7 +76,7 @@ fn commands_report_what_there_is() {
     assert_eq!((status[3], &status[8..20]), (20, &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0][..]));
     let log = |page: u8| vec![0x4d, 0, 0x40 | page, 0, 0, 0, 0, 0, 255, 0];
     assert_eq!(initiator.good(&log(0), &[], 255), [0, 0, 0, 2, 0, 0x2f]);
-    assert_eq!(initiator.good(&log(0x2f), &[], 255)[..8], [0x2f, 0, 0, 8, 0, 0, 3, 4]);
+    assert_eq!(initiator.good(&log(0x2f), &[], 255)[..8], [0xaf, 0, 0, 8, 0, 0, 3, 4]);
     assert_eq!(initiator.sense(&log(0x0d), &[], 255), [5, 0x24, 0]);
     for page in [0, 0x80, 0x83, 0xb0, 0xb1, 0xb2] {
         let answer = initiator.good(&[0x12, 1, page, 0, 255, 0], &[], 255);

@@ -1,0 +1,43 @@
+//! Where fields begin, in CDBs and in parameter lists: an initiator is pointed to the first byte of
+//! a field that is wrong, and to its highest bit unless it has whole bytes (SPC-5, section
+//! 4.5.2.4.2).
+
+/// All bits of a byte are one field, or the first byte of one.
+pub(super) const WHOLE: u8 = 0x80;
+
+/// Where the field begins that has a bit: its byte, and its highest bit. `begins` has, for each
+/// byte, the bits that are the highest of a field; zero where the field of the byte before goes on.
+pub(super) fn begin_of(begins: impl Fn(usize) -> u8, byte: usize, bit: u8) -> (u16, Option<u8>) {
+    let mut at = byte;
+    let mut above = begins(at) & (u8::MAX << bit);
+    while above == 0 && at > 0 {
+        at -= 1;
+        above = begins(at);
+    }
+    let bit = u8::try_from(above.trailing_zeros()).expect("a number of bits");
+    let bit = (begins(at) != WHOLE).then_some(bit);
+    (iomem::fits(at, "a place in a CDB or in a list"), bit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_begins_at_its_first_byte_and_its_highest_bit() {
+        let fields = [WHOLE, 0b1001_0010, WHOLE, 0, 0, WHOLE];
+        for ((byte, bit), expected) in [
+            ((0, 3), (0, None)),
+            ((1, 7), (1, Some(7))),
+            ((1, 5), (1, Some(7))),
+            ((1, 4), (1, Some(4))),
+            ((1, 2), (1, Some(4))),
+            ((1, 0), (1, Some(1))),
+            ((2, 7), (2, None)),
+            ((4, 0), (2, None)),
+            ((5, 0), (5, None)),
+        ] {
+            assert_eq!(begin_of(|at| fields[at], byte, bit), expected, "{byte}, {bit}");
+        }
+    }
+}
