@@ -245,7 +245,7 @@ impl Daemon {
         let ChangingUnit { name, device, settings, endpoint, .. } = changing;
         let wanted = unit.disk(&settings);
         let mut disk = OpenDisk::open(&wanted, user(&endpoint, Some(place)))?;
-        self.groups.apply(&disk.source, &wanted.1.rules)?;
+        self.groups.join(&disk.source, &wanted.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         if !turn.claim()? {

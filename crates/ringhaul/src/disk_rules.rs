@@ -133,11 +133,12 @@ impl LimitSpec {
         Ok(true)
     }
 
-    fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    fn has_numbers(&self) -> bool {
+    /// Whether it names more than a group.
+    pub(crate) fn has_numbers(&self) -> bool {
         Self { group: None, ..self.clone() } != Self::default()
     }
 
@@ -159,9 +160,22 @@ impl LimitSpec {
         changed
     }
 
+    /// The change that makes this of others.
+    pub(crate) fn change_from(&self, before: &Self) -> Self {
+        let (mut change, mut before) = (self.clone(), before.clone());
+        if self.group == before.group {
+            for ((_, number), (_, before)) in change.numbers().into_iter().zip(before.numbers()) {
+                *number = number.or(before.and(Some(0)));
+            }
+        } else {
+            change.group.get_or_insert_default();
+        }
+        change
+    }
+
     /// As a change that leaves nothing of what was before: what it does not name is none, but for
     /// the limits of a group that it names.
-    fn in_full(&self) -> Self {
+    pub(crate) fn in_full(&self) -> Self {
         let mut full = self.clone();
         if self.group.is_none() || self.has_numbers() {
             full.numbers().into_iter().for_each(|(_, number)| *number = number.or(Some(0)));
@@ -385,20 +399,36 @@ struct Group {
 }
 
 impl LimitGroups {
-    /// Has rules hold for a disk, and its limits for all of its group, unless it names none.
+    /// Has rules hold for a disk that may yet not be served. Others of its group notice nothing:
+    /// what holds for them holds for it, too.
     ///
     /// # Errors
     ///
     /// When they make no sense. Nothing has changed then.
-    pub(crate) fn apply(&self, disk: &DiskSource, rules: &DiskRules) -> Result<()> {
-        self.apply_limits(disk, rules, rules.limits.has_numbers())
+    pub(crate) fn join(&self, disk: &DiskSource, rules: &DiskRules) -> Result<()> {
+        self.apply_limits(disk, rules, false)
     }
 
-    /// The same of rules that have been changed, and with them what holds for all of the group.
+    /// Has limits hold for all of the group that they name, which a disk [has joined](Self::join),
+    /// if they name more than that.
+    pub(crate) fn name_limits(&self, limits: &LimitSpec) {
+        if !limits.has_numbers() {
+            return;
+        }
+        // They were checked when the disk joined.
+        if let (Some(name), Ok(numbers)) = (&limits.group, limits.limits())
+            && let Some(group) = self.groups().get_mut(name)
+            && group.limits.set_limits(numbers).is_ok()
+        {
+            group.numbers = limits.clone();
+        }
+    }
+
+    /// Has rules hold that have been changed, and what is changed of limits for all of the group.
     ///
     /// # Errors
     ///
-    /// As [`apply`](Self::apply).
+    /// As [`join`](Self::join).
     pub(crate) fn apply_change(
         &self,
         disk: &DiskSource,
@@ -415,7 +445,7 @@ impl LimitGroups {
         let mut groups = self.groups();
         if let Some(name) = &rules.limits.group {
             let group = groups.entry(name.clone()).or_default();
-            if names_limits {
+            if names_limits || !group.limits.has_members() {
                 group.limits.set_limits(limits)?;
                 group.numbers = rules.limits.clone();
             }
@@ -435,6 +465,7 @@ impl LimitGroups {
     pub(crate) fn fill(&self, limits: &mut LimitSpec) {
         if let Some(name) = &limits.group
             && let Some(group) = self.groups().get(name)
+            && group.limits.has_members()
         {
             let group_name = limits.group.take();
             *limits = LimitSpec { group: group_name, ..group.numbers.clone() };
@@ -515,17 +546,34 @@ mod tests {
     }
 
     #[test]
+    fn a_change_from_one_to_the_other_makes_the_other() {
+        let all =
+            ["", "iops-total=3", "bps-read=4K iops-total=7", "group=a iops-read=1", "group=b"];
+        for (before, after) in all.iter().flat_map(|one| all.iter().map(move |other| (one, other)))
+        {
+            let (before, after) = (spec(before).unwrap(), spec(after).unwrap());
+            let change = after.change_from(&before);
+            assert_eq!(before.changed(&change), after, "{change:?}");
+        }
+    }
+
+    #[test]
     fn disks_of_a_group_share_its_limits_while_it_has_members() {
         let groups = LimitGroups::default();
         let disk = || DiskSource::null(512, &DiskOptions::default()).unwrap();
         let rules = |words| DiskRules { limits: spec(words).unwrap(), ..DiskRules::default() };
         let (one, other) = (disk(), disk());
-        groups.apply(&one, &rules("group=a iops-total=7")).unwrap();
-        groups.apply(&other, &rules("group=a")).unwrap();
+        groups.join(&one, &rules("group=a iops-total=7")).unwrap();
+        groups.join(&other, &rules("group=a")).unwrap();
         let limits = |disk: &DiskSource| disk.group().unwrap().limits().requests.total;
         let rate = |per_second| Some(Rate { per_second, burst: None });
         assert_eq!((limits(&one), limits(&other)), (rate(7), rate(7)));
-        groups.apply(&other, &rules("group=a iops-total=9")).unwrap();
+        // It may yet not be served.
+        groups.join(&other, &rules("group=a iops-total=9")).unwrap();
+        assert_eq!((limits(&one), limits(&other)), (rate(7), rate(7)));
+        groups.name_limits(&spec("group=a").unwrap());
+        assert_eq!(limits(&one), rate(7));
+        groups.name_limits(&spec("group=a iops-total=9").unwrap());
         assert_eq!(limits(&one), rate(9));
         let mut shown = spec("group=a").unwrap();
         groups.fill(&mut shown);
@@ -535,13 +583,15 @@ mod tests {
         let unlimited = rules("group=a iops-total=9").changed(&none);
         groups.apply_change(&other, &unlimited, &none).unwrap();
         assert_eq!(limits(&one), None);
-        groups.apply(&one, &rules("iops-total=3")).unwrap();
+        groups.join(&one, &rules("iops-total=3")).unwrap();
         assert_eq!(one.limits().requests.total, rate(3));
         assert!(one.group().is_none());
         drop(other);
         // It is another one now.
-        groups.apply(&one, &rules("group=b")).unwrap();
-        groups.apply(&one, &rules("group=a")).unwrap();
-        assert_eq!(limits(&one), None);
+        let mut left = spec("group=a iops-total=5").unwrap();
+        groups.fill(&mut left);
+        assert_eq!(left, spec("group=a iops-total=5").unwrap());
+        groups.join(&one, &rules("group=a iops-total=5")).unwrap();
+        assert_eq!(limits(&one), rate(5));
     }
 }

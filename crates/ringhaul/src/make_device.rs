@@ -54,7 +54,7 @@ impl ExportSpec {
     ) -> Result<Device> {
         let settings = &self.settings;
         for ((_, settings), disk) in self.disks().iter().zip(disks) {
-            groups.apply(&disk.source, &settings.rules)?;
+            groups.join(&disk.source, &settings.rules)?;
         }
         match &self.device {
             DeviceSpec::Blk(spec) => {

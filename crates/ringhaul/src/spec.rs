@@ -16,7 +16,7 @@ use device::scsi::unit;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::disk_rules::{DiskRules, LimitSpec, OnError};
+use crate::disk_rules::{DiskRules, LimitSpec, OnError, RulesChange};
 pub use crate::disk_spec::DiskSpec;
 
 /// The longest name of an export.
@@ -169,11 +169,11 @@ impl WrittenExport {
             prefetch: self.prefetch.unwrap_or(usual.prefetch),
             run_max: self.run_max.or(usual.run_max),
             fixed_buffers: self.fixed_buffers.unwrap_or(usual.fixed_buffers),
-            rules: DiskRules {
-                limits: self.limits.unwrap_or_else(|| usual.rules.limits.clone()),
-                rerror: self.rerror.unwrap_or(usual.rules.rerror),
-                werror: self.werror.unwrap_or(usual.rules.werror),
-            },
+            rules: usual.rules.changed(&RulesChange {
+                limits: self.limits,
+                rerror: self.rerror,
+                werror: self.werror,
+            }),
         };
         let Self { name, endpoint, device, .. } = self;
         ExportSpec { name, endpoint, device, settings }

@@ -110,6 +110,72 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
     Ok(())
 }
 
+/// The limits of a group are changed by those of its members that are served, and by what they name
+/// themselves.
+#[test]
+fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
+    let scene = scene()?;
+    let vm = scene.socket("vm").display().to_string();
+    let usual = ["--limits", "group=gold,iops-total=100,bps-total=1M"];
+    let words = ["--socket-path", &vm, "--name", "vm", "--device", "scsi", "--lun", "0,null=1M"];
+    let (_daemon, mut client) = serve(&scene, &[&words[..], &usual].concat())?;
+    let mut gold = |expected: Value, when: &str| -> Result<()> {
+        let limits = shown(&mut client, "vm")?["disks"][0]["limits"].clone();
+        ensure!(limits == expected, "{when}: {limits}");
+        Ok(())
+    };
+    let all = |iops: u64| json!({ "group": "gold", "iops-total": iops, "bps-total": MIB });
+    gold(all(100), "at the start")?;
+    ctl(&scene, &["set-disk", "vm", "0", "iops-total=200"])?;
+    ctl(&scene, &["add-lun", "vm", "1,null=1M"])?;
+    gold(all(200), "a unit that names nothing has come")?;
+    ctl(&scene, &["add-lun", "vm", "2,iops-total=300,null=1M"])?;
+    gold(all(300), "a unit that names one limit has come")?;
+
+    // Those that fail.
+    let control = scene.socket("control");
+    let fails = |words: &[&str]| -> Result<()> {
+        let mut command = ringhaul()?;
+        command.arg("ctl").arg("--control").arg(&control).args(words);
+        let ended = run(&mut command)?;
+        ensure!(!ended.status.success(), "{words:?} succeeded");
+        Ok(())
+    };
+    let (path, bad) = (scene.socket("other"), scene.path("reservations"));
+    fs::write(&bad, "bad")?;
+    let (path, bad) = (path.display(), format!("reservations={},null=1M", bad.display()));
+    let export = format!("socket-path={path},device=scsi,group=gold,iops-total=5,lun=0,{bad}");
+    fails(&["add", "--export", &export])?;
+    fails(&["add-lun", "vm", &format!("3,iops-total=5,{bad}")])?;
+    gold(all(300), "others could not come")?;
+    let export = format!("socket-path={path},group=gold,iops-total=5,null=1M");
+    ctl(&scene, &["add", "--export", &export])?;
+    gold(json!({ "group": "gold", "iops-total": 5 }), "another export has come")
+}
+
+/// What a unit leaves out is as in its export, limits one by one.
+#[test]
+fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
+    let scene = scene()?;
+    let vm = scene.socket("vm").display().to_string();
+    let units = ["--lun", "0,iops-total=500,null=1M", "--lun", "1,bps-total=0,null=1M"];
+    let usual = ["--limits", "bps-total=100M", "--device", "scsi"];
+    let words = ["--socket-path", &vm, "--name", "vm"];
+    let (_daemon, mut client) = serve(&scene, &[&words[..], &usual, &units].concat())?;
+    let mut check = |expected: [Value; 2]| -> Result<()> {
+        let disks = shown(&mut client, "vm")?["disks"].clone();
+        let seen = [&disks[0]["limits"], &disks[1]["limits"]];
+        ensure!(seen == [&expected[0], &expected[1]], "{seen:?}");
+        Ok(())
+    };
+    let bytes = 100 * MIB;
+    check([json!({ "iops-total": 500, "bps-total": bytes }), json!({})])?;
+    // Without a limit, it is not that of the export again.
+    ctl(&scene, &["set-disk", "vm", "0", "bps-total=0"])?;
+    ctl(&scene, &["set-disk", "vm", "1", "iops-read=7"])?;
+    check([json!({ "iops-total": 500 }), json!({ "iops-read": 7 })])
+}
+
 #[test]
 fn what_makes_no_sense_is_refused() -> Result<()> {
     let scene = scene()?;
@@ -119,7 +185,7 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
     let more = ["--device", "scsi", "--lun", unit, "--limits", "iops-total=9", "--rerror", "retry"];
     let (_daemon, mut client) = serve(&scene, &[&words[..], &more].concat())?;
     let disk = shown(&mut client, "vm")?["disks"][0].clone();
-    ensure!(disk["limits"] == json!({ "iops-read": 7 }), "{disk}");
+    ensure!(disk["limits"] == json!({ "iops-total": 9, "iops-read": 7 }), "{disk}");
     ensure!(disk["rerror"] == "retry" && disk["werror"] == "hold-briefly", "{disk}");
     for (params, code, said) in [
         (json!({ "export": "vm" }), 5, "name one of its logical units"),

@@ -217,6 +217,7 @@ impl Exports {
         for setup in setups {
             let removed = self.opened(&setup.spec);
             setup.log.report(|| What::Added);
+            setup.spec.name_limits(&setup.groups);
             let mut export = Export::new(setup, self.next_id, &self.waker);
             self.next_id += 1;
             if !removed.is_empty() {

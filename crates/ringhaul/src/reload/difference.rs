@@ -100,7 +100,8 @@ pub(super) fn apply(spec: &mut ExportSpec, change: Command) {
         (DeviceSpec::Scsi(units), Command::SetDisk(_, Some(place), change)) => {
             let unit = units.iter_mut().find(|unit| unit.place() == place);
             let settings = &mut unit.expect("what is changed is there").settings;
-            settings.set_rules(&settings.rules(&spec.settings.rules).changed(&change));
+            let usual = &spec.settings.rules;
+            settings.set_rules(&settings.rules(usual).changed(&change), usual);
         }
         (_, other) => unreachable!("{other:?} is no change of this export"),
     }
@@ -213,9 +214,8 @@ fn unit_changes(
         match at(before_all, unit.place()) {
             None => {
                 let mut unit = unit.clone();
-                if before.settings.rules != wanted.settings.rules {
-                    unit.settings.set_rules(&unit.settings.rules(&wanted.settings.rules));
-                }
+                // What is usual in the export may be what the file said earlier.
+                unit.settings.set_rules_in_full(&unit.settings.rules(&wanted.settings.rules));
                 commands.push(Command::AddUnit(name.to_owned(), Box::new(unit)));
             }
             Some(other) if unit_without_rules(&other.settings) != settings => {

@@ -1,15 +1,34 @@
 //! What disks may do, and what becomes of requests that they fail, where it stands in an export.
 
 use super::{DeviceSpec, ExportSpec, UnitSettings};
-use crate::disk_rules::{DiskRules, LimitGroups};
+use crate::disk_rules::{DiskRules, LimitGroups, LimitSpec, RulesChange};
 
 impl ExportSpec {
+    /// Has its limits hold for all of the groups that its disks have joined. Those that units name
+    /// themselves count more than what is usual.
+    pub(crate) fn name_limits(&self, groups: &LimitGroups) {
+        let usual = &self.settings.rules;
+        match &self.device {
+            DeviceSpec::Blk(_) => groups.name_limits(&usual.limits),
+            DeviceSpec::Scsi(units) => {
+                let mut settings: Vec<_> = units.iter().map(|unit| &unit.settings).collect();
+                settings.sort_by_key(|settings| settings.names_limits());
+                settings.iter().for_each(|own| groups.name_limits(&own.rules(usual).limits));
+            }
+        }
+    }
+
     /// Puts in the limits that hold for groups.
     pub(crate) fn fill_limits(&mut self, groups: &LimitGroups) {
-        groups.fill(&mut self.settings.rules.limits);
+        let usual = &mut self.settings.rules.limits;
+        let before = usual.clone();
+        groups.fill(usual);
         if let DeviceSpec::Scsi(units) = &mut self.device {
-            let own = units.iter_mut().filter_map(|unit| unit.settings.limits.as_mut());
-            own.for_each(|limits| groups.fill(limits));
+            for own in units.iter_mut().filter_map(|unit| unit.settings.limits.as_mut()) {
+                let mut limits = before.changed(own);
+                groups.fill(&mut limits);
+                *own = limits.change_from(usual);
+            }
         }
     }
 }
@@ -17,16 +36,31 @@ impl ExportSpec {
 impl UnitSettings {
     /// What holds for its disk, in an export where this is usual.
     pub(crate) fn rules(&self, usual: &DiskRules) -> DiskRules {
-        DiskRules {
-            limits: self.limits.clone().unwrap_or_else(|| usual.limits.clone()),
-            rerror: self.rerror.unwrap_or(usual.rerror),
-            werror: self.werror.unwrap_or(usual.werror),
-        }
+        let Self { limits, rerror, werror, .. } = self;
+        usual.changed(&RulesChange { limits: limits.clone(), rerror: *rerror, werror: *werror })
     }
 
-    /// The same settings with other rules.
-    pub(crate) fn set_rules(&mut self, rules: &DiskRules) {
-        self.limits = Some(rules.limits.clone());
+    /// Whether it has limits that are not usual.
+    pub(crate) fn names_limits(&self) -> bool {
+        self.limits.as_ref().is_some_and(LimitSpec::has_numbers)
+    }
+
+    /// The same settings with other rules, in an export where those are usual.
+    pub(crate) fn set_rules(&mut self, rules: &DiskRules, usual: &DiskRules) {
+        self.limits = Some(rules.limits.change_from(&usual.limits));
+        (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));
+    }
+
+    /// The same settings with other rules, whatever is usual in the export. What holds for a group
+    /// is left to it, unless the unit itself names it.
+    pub(crate) fn set_rules_in_full(&mut self, rules: &DiskRules) {
+        let limits = match &rules.limits.group {
+            Some(group) if !self.names_limits() => {
+                LimitSpec { group: Some(group.clone()), ..LimitSpec::default() }
+            }
+            _ => rules.limits.in_full(),
+        };
+        self.limits = Some(limits);
         (self.rerror, self.werror) = (Some(rules.rerror), Some(rules.werror));
     }
 }

@@ -45,7 +45,9 @@ impl Export {
         };
         let keeps_here = change == UnitChange::Remove;
         self.changing.push(Changing { place: Some(place), keeps_here });
-        let settings = self.spec.settings.clone();
+        let mut settings = self.spec.settings.clone();
+        // Its limits are those of the start, and its group may have others by now.
+        self.groups.fill(&mut settings.rules.limits);
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         Ok(ChangingUnit { id: self.id, name, device, settings, endpoint, removed })
     }
@@ -121,7 +123,9 @@ impl Export {
             .with_context(|| format!("cannot change the disk of {name}"))?;
         match &mut self.spec.device {
             DeviceSpec::Blk(_) => self.spec.settings.rules = rules,
-            DeviceSpec::Scsi(units) => units[index].settings.set_rules(&rules),
+            DeviceSpec::Scsi(units) => {
+                units[index].settings.set_rules(&rules, &self.spec.settings.rules);
+            }
         }
         Ok(self.rules(index).into())
     }
@@ -148,6 +152,11 @@ impl Export {
         match (changed, &mut self.spec.device) {
             (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
                 self.log.report(|| What::LunAdded { unit: unit.place() });
+                if unit.settings.names_limits() {
+                    let mut usual = self.spec.settings.rules.clone();
+                    self.groups.fill(&mut usual.limits);
+                    self.groups.name_limits(&unit.settings.rules(&usual).limits);
+                }
                 units.push(*unit);
                 self.disks.push(disk);
                 None
