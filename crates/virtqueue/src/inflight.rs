@@ -77,6 +77,9 @@ pub struct InflightQueue {
 }
 
 impl InflightRegion {
+    /// The version of what is in it.
+    pub const VERSION: u16 = VERSION;
+
     /// Bytes of a region for `queues` queues of `queue_size` entries each.
     #[must_use]
     pub const fn bytes(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {

@@ -42,6 +42,11 @@ pub(super) fn taking_over(scene: &Scene) -> Result<Command> {
     Ok(command)
 }
 
+/// What a process that understands these says first.
+fn says_of_itself(format: u32, inflight_version: u16) -> Value {
+    json!({ "formats": [format], "inflight-versions": [inflight_version], "version": "test" })
+}
+
 /// A process that says what the new one does, as far as it likes.
 pub(super) struct Client(BufReader<UnixStream>);
 
@@ -57,7 +62,7 @@ impl Client {
 
     /// Describes itself as a process that could take over.
     pub(super) fn begin(&mut self) -> Result<Value> {
-        self.ask("takeover", &json!({ "formats": [4], "version": "test" }))
+        self.ask("takeover", &says_of_itself(4, 1))
     }
 
     pub(super) fn send(&mut self, method: &str, params: &Value) -> Result<()> {
@@ -225,13 +230,15 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
     let mut daemon = Running::serve(&mut begin(&scene)?)?;
     let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
     check(&mut frontend, 1)?;
-    let begin = json!({ "formats": [4], "version": "test" });
-
-    let unknown = json!({ "formats": [77], "version": "7.7" });
-    let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
-    let why = refused["error"]["message"].as_str().context("it was not refused")?;
-    ensure!(why.contains("understands [77] only") && why.contains("restart it"), "{why}");
-    check(&mut frontend, 2)?;
+    for (unknown, advice) in [
+        (says_of_itself(77, 1), "restart it instead"),
+        (says_of_itself(4, 77), "inflight regions of version 1"),
+    ] {
+        let refused = Client::new(&scene)?.ask("takeover", &unknown)?;
+        let why = refused["error"]["message"].as_str().context("it was not refused")?;
+        ensure!(why.contains("understands [77] only") && why.contains(advice), "{why}");
+        check(&mut frontend, 2)?;
+    }
 
     // It dies before it is ready, when the queues stand still, and it says that it cannot.
     for (step, methods) in [
@@ -243,7 +250,7 @@ fn what_fails_halfway_leaves_the_old_process_as_it_was() -> Result<()> {
         (8, &["takeover.pause", "nonsense"]),
     ] {
         let mut client = Client::new(&scene)?;
-        let described = client.ask("takeover", &begin)?;
+        let described = client.begin()?;
         ensure!(described["result"]["says"]["exports"][0].is_object(), "{described}");
         for method in methods {
             let said = client.ask(method, &json!({ "why": "it is a test" }))?;
@@ -317,7 +324,7 @@ fn exports_that_change_meanwhile_are_not_taken_over() -> Result<()> {
     let scene = scene()?;
     let mut daemon = Running::serve(&mut begin(&scene)?)?;
     let mut client = Client::new(&scene)?;
-    client.ask("takeover", &json!({ "formats": [4], "version": "test" }))?;
+    client.begin()?;
     let disk = scene.disk("more.img", DISK_BYTES)?;
     let more = scene.socket("more.sock");
     let spec = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });

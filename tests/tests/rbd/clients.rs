@@ -143,7 +143,7 @@ pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
     front_end.write(0, 0, &first)?;
 
     let mut control = BufReader::new(UnixStream::connect(&served.control)?);
-    let begin = json!({ "formats": (0..100).collect::<Vec<u32>>(), "version": "test" });
+    let begin = begin_takeover();
     let answer = ask(&mut control, "takeover", &begin)?;
     ensure!(answer["error"].is_null(), "{answer:#}");
     let stopped = Stopped::new(scene.cluster.osd()?)?;
@@ -164,6 +164,12 @@ pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
+/// What a process says first that understands whatever the other one has.
+fn begin_takeover() -> Value {
+    let formats = (0..100).collect::<Vec<u32>>();
+    json!({ "formats": formats, "inflight-versions": formats, "version": "test" })
+}
+
 /// The lock may take long to be released. What the old process is asked meanwhile is the other
 /// one's at once, however often it comes.
 pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
@@ -172,7 +178,7 @@ pub(super) fn end_is_passed_on(scene: &mut Scene) -> Result<()> {
     let mut front_end = served.connect()?;
     front_end.write(0, 0, &pattern(1, 4096))?;
     let mut control = BufReader::new(UnixStream::connect(&served.control)?);
-    let begin = json!({ "formats": (0..100).collect::<Vec<u32>>(), "version": "test" });
+    let begin = begin_takeover();
     for (method, params) in [("takeover", begin), ("takeover.pause", json!(null))] {
         let answer = ask(&mut control, method, &params)?;
         ensure!(answer["error"].is_null(), "{answer:#}");

@@ -29,6 +29,9 @@ pub(super) const GIVE_UP: &str = "takeover.give-up";
 pub(super) struct Begin {
     /// Formats that it understands.
     pub(super) formats: Vec<u32>,
+    /// Versions of inflight regions that it goes on with.
+    #[serde(default)]
+    pub(super) inflight_versions: Vec<u16>,
     /// Of the program, for the log.
     pub(super) version: String,
 }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::{Value, json};
+use virtqueue::InflightRegion;
 
 use super::format::{
     Answer, BEGIN, Begin, Description, FORMAT, GIVE_UP, PAUSE, Request, Standstill, TAKE,
@@ -64,14 +65,8 @@ pub(crate) fn give(
 
 /// Says what there is. Returns its generation.
 fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -> Result<u64> {
-    let Begin { formats, version } = serde_json::from_value(params)?;
-    if !formats.contains(&FORMAT) {
-        bail!(
-            "ringhaul {} describes itself in format {FORMAT}, and ringhaul {version} understands \
-             {formats:?} only; restart it instead, or go by way of a version between the two",
-            env!("CARGO_PKG_VERSION")
-        );
-    }
+    let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
+    check_fits(&formats, &inflight_versions, &version)?;
     tracing::info!("process {process}, ringhaul {version}, wants to take over");
     let described = daemon.describe().map_err(CommandError::into_error)?;
     let mut fds = described.fds;
@@ -87,6 +82,26 @@ fn describe(daemon: &Daemon, params: Value, process: u32, talk: &mut Talk<'_>) -
     };
     talk.answer(&description, &fds)?;
     Ok(described.generation)
+}
+
+/// Checks that a process of another version goes on with what this one has.
+fn check_fits(formats: &[u32], inflight_versions: &[u16], version: &str) -> Result<()> {
+    let own = env!("CARGO_PKG_VERSION");
+    if !formats.contains(&FORMAT) {
+        bail!(
+            "ringhaul {own} describes itself in format {FORMAT}, and ringhaul {version} \
+             understands {formats:?} only; restart it instead, or go by way of a version between \
+             the two"
+        );
+    }
+    let inflight = InflightRegion::VERSION;
+    if !inflight_versions.contains(&inflight) {
+        bail!(
+            "ringhaul {own} keeps inflight regions of version {inflight}, and ringhaul {version} \
+             understands {inflight_versions:?} only; go by way of a version that understands both"
+        );
+    }
+    Ok(())
 }
 
 /// Stops, and leaves when the other process takes over.

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use virtqueue::InflightRegion;
 
 use super::format::{
     Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, Life, PAUSE, Request, Standstill, TAKE,
@@ -66,7 +67,8 @@ impl Predecessor {
         let stream = UnixStream::connect(socket).with_context(asking)?;
         stream.set_read_timeout(Some(ANSWER_MAX))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        let begin = serde_json::to_value(Begin { formats: FORMATS.to_vec(), version })?;
+        let (formats, inflight_versions) = (FORMATS.to_vec(), vec![InflightRegion::VERSION]);
+        let begin = serde_json::to_value(Begin { formats, inflight_versions, version })?;
         let mut receiver = Receiver::new(stream);
         let asked = ask::<Description>(&mut receiver, BEGIN, &begin);
         let (description, mut fds) = asked.with_context(asking)?;

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError};
-use virtqueue::{GuestMemory, InflightError, InflightRegion, MAX_QUEUE_SIZE};
+use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
 
 use super::message::RingAddresses;
 use crate::status::QueueState;
@@ -134,7 +134,10 @@ impl RingState {
         Ok(Some(QueueSetup {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
-            inflight: inflight.map(|region| region.queue(index)).transpose().map_err(other)?,
+            inflight: inflight
+                .map(|region| region.queue(index))
+                .transpose()
+                .map_err(io::Error::other)?,
             kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref())?,
             err: clone(self.err.as_ref())?,
@@ -157,6 +160,8 @@ impl RingState {
                 Poll::Ready(Some(Err(error))) => {
                     (self.service, self.is_lost) = (Service::Stopped, true);
                     Progress::Failed(match error {
+                        // To go on without the queue would hang the guest, which has done nothing.
+                        StartError::Ring(QueueError::Inflight(_)) => io::Error::other(error),
                         StartError::Ring(_) => invalid(error.to_string()),
                         StartError::NoSuchQueue { .. } | StartError::ThreadEnded => {
                             io::Error::other(error)
@@ -287,10 +292,6 @@ impl RingState {
             next_avail: self.next_avail,
         })
     }
-}
-
-fn other(error: InflightError) -> io::Error {
-    invalid(error.to_string())
 }
 
 /// The size of a ring, if a ring can have it.

@@ -9,7 +9,7 @@ use rustix::event::PollFlags;
 
 use super::super::super::channel::Channel;
 use super::super::super::hand_over::SessionState;
-use super::super::super::session::{Progress, Session};
+use super::super::super::session::{End, Progress, Session};
 use super::*;
 use crate::handed_fds::HandedFds;
 
@@ -88,6 +88,28 @@ fn a_ring_outside_the_memory_stops_alone() {
     assert_eq!(session.next_avail(0), Some(0));
     assert_eq!(states(&session), ["Running", "Stopped"]);
     end(other, session);
+    scene.end();
+}
+
+/// Its guest would hang for ever, and a front-end that connects again hears why.
+#[test]
+fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let made = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]);
+    let Ended::Answer(body) = made else { panic!("it was refused: {made:?}") };
+    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.brought.take().unwrap());
+    let brought = file.try_clone().unwrap();
+    assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
+    scene.start();
+    let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
+    // The version of the second queue's account.
+    rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
+    let ended = go_on(&mut other, &mut session);
+    assert!(
+        matches!(&ended, Progress::Ended(End::Dropped(why)) if why.contains("version 77")),
+        "{ended:?}"
+    );
+    assert_eq!((other.io.io().ops(), other.io.io().tasks()), (0, 0));
     scene.end();
 }
 
