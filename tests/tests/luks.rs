@@ -288,6 +288,48 @@ fn encrypted_data_lies_on_disks_of_other_kinds() -> Result<()> {
     images.check_file(&out).context("over qcow2")
 }
 
+/// The new process opens it, which takes time, while the old one still finds space in the image.
+#[test]
+fn an_encrypted_disk_on_an_image_goes_to_another_process() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    const CLUSTER: usize = 64 << 10;
+    let images = Images::new()?;
+    let [plain, image] = ["plain.img", "image.qcow2"].map(|name| images.path(name));
+    let (plain, image, secret) = (plain?, image?, images.secret());
+    let create = ["create", "-q", "--object", &secret, "-f", "luks"];
+    let of_key = ["-o", "key-secret=key,iter-time=20", &plain, "64M"];
+    run_program("qemu-img", &[&create[..], &of_key].concat())?;
+    run_program("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &plain, &image])?;
+    let [socket, control] = ["disk.sock", "control"].map(|name| images.scene.socket(name));
+    let disk = format!("luks,key-file={},over=qcow2,path={image}", images.key.display());
+    let mut command = ringhaul()?;
+    command.args(["serve", "--disk", &disk, "--socket-path"]).arg(&socket);
+    let mut daemon = Running::serve(command.arg("--control").arg(&control))?;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    let mut next = Running::start(ringhaul()?.args(["serve", "--takeover"]).arg(&control))?;
+    let mut written = Vec::new();
+    for place in (0..64 << 20).step_by(CLUSTER) {
+        if next.stderr().contains("took over 1 exports") {
+            break;
+        }
+        frontend.write(0, sector(place)?, &pattern(place as u64, 4096))?;
+        written.push(place);
+    }
+    next.wait_for("took over 1 exports")?;
+    daemon = std::mem::replace(&mut next, daemon);
+    next.finish()?.expect_code(0)?;
+    for place in written {
+        let found = frontend.read(0, sector(place)?, 4096)?;
+        ensure!(found == pattern(place as u64, 4096), "old data at byte {place}");
+    }
+    drop(frontend);
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    run_program("qemu-img", &["check", "-q", &image]).map(drop)
+}
+
 #[test]
 fn a_detached_header_is_read_from_its_file() -> Result<()> {
     if !has_programs() {

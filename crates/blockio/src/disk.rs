@@ -130,6 +130,26 @@ impl DiskSource {
         Self { info, shared: Arc::new(Shared::new(info.size_bytes, is_local)), kind, engine: None }
     }
 
+    /// The disk for whoever looks at what it has before it has requests. Of what that reads,
+    /// nothing is known to the disk itself: see `OtherSource::apart`.
+    #[cfg(any(feature = "luks", feature = "qcow2"))]
+    fn for_a_look(&self) -> Result<Self, Error> {
+        Ok(self.apart()?.unwrap_or_else(|| self.clone()))
+    }
+
+    fn apart(&self) -> Result<Option<Self>, Error> {
+        match &self.kind {
+            SourceKind::Other(source) => source.apart(),
+            SourceKind::File(_) | SourceKind::Null => Ok(None),
+        }
+    }
+
+    /// The same disk for those who change nothing.
+    #[cfg(feature = "qcow2")]
+    fn for_reading(self) -> Self {
+        Self { info: DiskInfo { read_only: true, ..self.info }, ..self }
+    }
+
     /// A disk that answers at once, keeps nothing, and leaves the buffers of reads as they are:
     /// for measuring everything else.
     ///

@@ -90,7 +90,7 @@ impl DiskSource {
         let physical_block_bytes = info.physical_block_bytes.max(logical_block_bytes);
         let info = DiskInfo { logical_block_bytes, physical_block_bytes, ..info };
         let volume = Arc::new(Volume { cipher, header, block: logical_block_bytes });
-        let source = LuksSource { below, volume, discard: options.discard };
+        let source = LuksSource { info, below, volume, discard: options.discard };
         source.check(info.size_bytes)?;
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }
@@ -141,6 +141,8 @@ fn read_header(read: &header::ReadAt<'_>, is_detached: bool) -> Result<Header, S
 struct Reader {
     thread: IoThread,
     disk: Disk,
+    /// It goes last: whoever drops it waits until nothing of the disk is in use.
+    _source: DiskSource,
 }
 
 impl Reader {
@@ -148,8 +150,9 @@ impl Reader {
         let config =
             IoThreadConfig { engine: EngineConfig::Threads, depth: 8, ..IoThreadConfig::default() };
         let thread = IoThread::new(&config)?;
+        let source = source.for_a_look()?;
         let disk = source.attach(thread.io());
-        Ok(Self { thread, disk })
+        Ok(Self { thread, disk, _source: source })
     }
 
     fn read(&self, offset: u64, bytes: usize) -> Result<Vec<u8>, String> {
@@ -188,6 +191,8 @@ struct Volume {
 
 #[derive(Debug)]
 struct LuksSource {
+    /// As it was opened.
+    info: DiskInfo,
     /// The part with the data.
     below: DiskSource,
     volume: Arc<Volume>,
@@ -219,6 +224,14 @@ impl OtherSource for LuksSource {
             io: Rc::clone(io),
             discard: self.discard,
         })
+    }
+
+    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+        let Self { info, discard, .. } = *self;
+        Ok(self.below.apart()?.map(|below| {
+            let source = Self { info, below, volume: Arc::clone(&self.volume), discard };
+            DiskSource::new(info, SourceKind::Other(Arc::new(source)))
+        }))
     }
 
     fn chain(&self) -> Vec<Link> {

@@ -10,6 +10,8 @@ mod attached;
 mod core;
 #[cfg(test)]
 mod crash_tests;
+#[cfg(test)]
+mod deferred_tests;
 mod header;
 #[cfg(test)]
 mod hostile_tests;
@@ -108,12 +110,13 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         "" => String::new(),
         file => format!("{file}, qcow2"),
     };
-    Ok((info, Qcow2Source { image: Arc::new(image), identity }))
+    Ok((info, Qcow2Source { image: Arc::new(image), identity, is_deferred }))
 }
 
 struct Qcow2Source {
     image: Arc<Image>,
     identity: String,
+    is_deferred: bool,
 }
 
 impl std::fmt::Debug for Qcow2Source {
@@ -141,6 +144,17 @@ impl Qcow2Source {
 impl OtherSource for Qcow2Source {
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk> {
         Box::new(Qcow2Disk::new(&self.image, io, engine))
+    }
+
+    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+        if !self.is_deferred {
+            return Ok(None);
+        }
+        let layers = self.image.core.layers.iter().map(|Layer { source, header }| {
+            let source = source.for_a_look()?.for_reading();
+            Ok(Layer { source, header: header.clone() })
+        });
+        DiskSource::qcow2(layers.collect::<Result<_, Error>>()?, false).map(Some)
     }
 
     fn chain(&self) -> Vec<Link> {

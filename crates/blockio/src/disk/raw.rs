@@ -111,6 +111,12 @@ impl OtherSource for RawSource {
         Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
     }
 
+    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+        let Part { offset_bytes, size_bytes, .. } = self.part;
+        let below = self.below.apart()?;
+        below.map(|below| DiskSource::raw(below, offset_bytes, size_bytes)).transpose()
+    }
+
     fn chain(&self) -> Vec<Link> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
         let size = size_bytes.map_or("all".to_owned(), |size| size.to_string());

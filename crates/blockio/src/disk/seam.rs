@@ -31,6 +31,7 @@ use std::{fmt, io};
 
 use iomem::Buffers;
 
+use super::DiskSource;
 use super::info::{Abilities, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::source::FileSource;
@@ -48,6 +49,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// The disk for tasks on `io`. It does not wait: connections are made by a task, and requests
     /// wait for that. A layer passes `engine` on to what it lies on.
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn OtherDisk>;
+
+    /// The same disk once more, for a look, if the first request to this one is what has it read
+    /// the disk below: what that has then may have changed since the look.
+    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+        Ok(None)
+    }
 
     /// See [`DiskSource::chain`](super::DiskSource::chain).
     fn chain(&self) -> Vec<Link>;

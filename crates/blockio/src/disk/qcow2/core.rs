@@ -73,7 +73,8 @@ impl DiskSource {
     /// When it cannot be read, or is damaged.
     pub fn image_header(&self) -> Result<Option<ImageHeader>, Error> {
         let thread = IoThread::new(&IoThreadConfig::default())?;
-        let disk = self.attach(thread.io());
+        let source = self.for_a_look()?;
+        let disk = source.attach(thread.io());
         let block = u64::from(self.info().logical_block_bytes);
         let read = |end: u64| {
             let end = end.next_multiple_of(block).min(self.info().size_bytes);

@@ -1,0 +1,121 @@
+//! Images that another process still writes to when what lies over them is opened.
+
+use std::process::{Command, Stdio};
+
+use iomem::Buffers;
+
+use super::core::Layer;
+use crate::config::IoThreadConfig;
+use crate::disk::DiskSource;
+use crate::disk::elsewhere::Elsewhere;
+#[cfg(feature = "luks")]
+use crate::disk::luks::tests::{header, options};
+use crate::io_thread::IoThread;
+
+/// A cluster has 64 KiB.
+const CLUSTER: usize = 64 << 10;
+const DISK_BYTES: usize = 4 << 20;
+
+/// The bytes of a new image.
+fn new_image(options: &str, bytes: usize) -> Vec<u8> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-o", options]).arg(file.path());
+    create.arg(bytes.to_string());
+    assert!(create.status().unwrap().success());
+    let mut content = std::fs::read(file.path()).unwrap();
+    content.resize(content.len().next_multiple_of(CLUSTER), 0);
+    content
+}
+
+fn image(below: DiskSource, is_deferred: bool) -> DiskSource {
+    DiskSource::qcow2(vec![Layer::qcow2(below).unwrap()], is_deferred).unwrap()
+}
+
+/// A way to lie over an image, with what has to be there.
+struct Kind {
+    name: &'static str,
+    start: Vec<u8>,
+    open: fn(DiskSource, bool) -> DiskSource,
+}
+
+fn kinds() -> Vec<Kind> {
+    // It says where its data is, though there is none.
+    let inner = new_image("preallocation=metadata", DISK_BYTES / 2);
+    let part = |below, _| DiskSource::raw(below, 0, None).unwrap();
+    let mut kinds = vec![
+        Kind { name: "nothing", start: vec![1; 512], open: |below, _| below },
+        Kind { name: "an image", start: inner.clone(), open: image },
+        Kind {
+            name: "an image on a part of an image",
+            start: inner.clone(),
+            open: |below, is_deferred| image(DiskSource::raw(below, 0, None).unwrap(), is_deferred),
+        },
+        Kind { name: "a part", start: vec![1; 512], open: part },
+    ];
+    #[cfg(feature = "luks")]
+    kinds.push(Kind {
+        name: "an encrypted disk",
+        start: header(|_| ()),
+        open: |below, _| DiskSource::luks(below, &options(false)).unwrap(),
+    });
+    #[cfg(feature = "luks")]
+    kinds.push(Kind {
+        name: "what looks like no image on an encrypted disk",
+        start: header(|_| ()),
+        open: |below, _| {
+            let disk = DiskSource::luks(below, &options(false)).unwrap();
+            assert!(disk.image_header().unwrap().is_none());
+            disk
+        },
+    });
+    kinds
+}
+
+fn content(thread: &IoThread, source: &DiskSource) -> Vec<u8> {
+    let disk = source.attach(thread.io());
+    let buffers = Buffers::aligned(usize::try_from(source.info().size_bytes).unwrap(), 4096);
+    let all = buffers.again();
+    thread.block_on(disk.read(0, buffers)).unwrap().unwrap();
+    all.to_vec()
+}
+
+/// What is opened for requests that come later reads all that was written before they do, though it
+/// was looked at earlier.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_lies_over_an_image_sees_what_is_written_to_it_until_requests_come() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    for Kind { name, start, open } in kinds() {
+        let mut bytes = new_image("preallocation=off", DISK_BYTES);
+        bytes.resize(8 << 20, 0);
+        let file = Elsewhere::new(&bytes);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let old = image(file.clone().source(), false);
+        let writer = old.attach(thread.io());
+        let write = |offset: usize, data: Vec<u8>| {
+            let written = writer.write(offset as u64, Buffers::from_vec(data), false);
+            thread.block_on(written).unwrap().unwrap();
+        };
+        let mut clusters: Vec<Vec<u8>> = start.chunks(CLUSTER).map(<[u8]>::to_vec).collect();
+        clusters.resize(DISK_BYTES / CLUSTER, Vec::new());
+        let is_there = |cluster: &&Vec<u8>| cluster.iter().any(|byte| *byte != 0);
+        let with_place = || (0..).step_by(CLUSTER).zip(&clusters);
+        with_place()
+            .filter(|(_, cluster)| is_there(cluster))
+            .for_each(|(at, cluster)| write(at, cluster.clone()));
+        let new = open(image(file.clone().source(), true), true);
+        with_place()
+            .filter(|(_, cluster)| !is_there(cluster))
+            .for_each(|(at, _)| write(at, vec![7; 512]));
+        thread.block_on(writer.flush()).unwrap().unwrap();
+        drop((writer, old));
+        let found = content(&thread, &new);
+        drop(new);
+        let expected = content(&thread, &open(image(file.source(), false), false));
+        assert!(found == expected, "{name}");
+    }
+}
