@@ -3,8 +3,12 @@
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
 //! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, `pipe.rs` has the requests of an IoThread, `remains.rs`
-//!   those that a connection leaves behind, and `shared.rs` what all IoThreads know.
+//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `remains.rs` has the
+//!   requests that it leaves behind;
+//! - `pipe.rs` has the requests of an IoThread, `requests.rs` what has become of each, and
+//!   `shared.rs` what all IoThreads know;
+//! - `reach.rs` finds the connections of an IoThread, and `disk.rs` makes requests of what a disk
+//!   is asked for.
 //!
 //! Where the server says that its connections agree with each other, each IoThread has its own.
 //! Where it does not, one connection carries all requests, on the IoThread that came first.
@@ -21,6 +25,7 @@ mod pipe;
 mod reach;
 mod remains;
 mod requests;
+mod retry;
 #[cfg(test)]
 mod scripted;
 mod shared;
@@ -29,12 +34,14 @@ mod target;
 mod tests;
 mod tls;
 mod transport;
+mod watched;
 mod wire;
 
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use super::outside::Outside;
@@ -50,6 +57,9 @@ use reach::Handle;
 use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
 
+/// A server whose machine is silent for this long counts as gone.
+const SILENCE: Duration = Duration::from_secs(20);
+
 impl DiskSource {
     /// The export of an NBD server. This waits for the server, for ten seconds at most.
     ///
@@ -58,6 +68,10 @@ impl DiskSource {
     /// When the server cannot be reached or does not have it, when it is read-only and the options
     /// are not, or has a size or blocks that do not fit them.
     pub fn nbd(nbd: NbdOptions, options: &DiskOptions) -> Result<Self, Error> {
+        Self::nbd_with(nbd, options, SILENCE)
+    }
+
+    fn nbd_with(nbd: NbdOptions, options: &DiskOptions, silence: Duration) -> Result<Self, Error> {
         let name = nbd.to_string();
         let refused = |reason| Error::Disk { disk: name.clone(), reason };
         let connected = connect::connect(&nbd).map_err(refused)?;
@@ -67,7 +81,7 @@ impl DiskSource {
                 "{name}: the server cannot flush; what it has answered may be lost with its power"
             );
         }
-        let shared = Arc::new(Shared::new(nbd, connected));
+        let shared = Arc::new(Shared::new(nbd, silence, connected));
         let source = NbdSource { handle: Arc::new(Handle { shared }), name, info };
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }

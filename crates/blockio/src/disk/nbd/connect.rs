@@ -21,9 +21,16 @@ use super::transport::Transport;
 /// How long a server may take until it serves.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A peer that is silent for this long, after as many questions, is gone.
-const SILENCE: Duration = Duration::from_secs(10);
+/// A machine that says nothing for this long is asked whether it is there.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// So often, until the link takes it for gone.
 const QUESTIONS: u32 = 3;
+
+/// How long the kernel keeps a connection to a machine that is silent, in milliseconds: far longer
+/// than anybody waits. One that it ended would say nothing of what the server still does, while the
+/// machine that is back says that it knows nothing of the connection. So the link judges.
+const KEPT_MS: u32 = i32::MAX as u32;
 
 /// A connection that serves requests.
 pub(super) struct Connected {
@@ -140,16 +147,15 @@ fn find(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, String
     }
 }
 
-/// Small requests leave at once, and a machine that has gone is noticed.
+/// Small requests leave at once, and a machine that has gone can be noticed.
 fn watched(socket: TcpStream) -> Result<OwnedFd, String> {
     let set_up = || {
         sockopt::set_tcp_nodelay(&socket, true)?;
         sockopt::set_socket_keepalive(&socket, true)?;
-        sockopt::set_tcp_keepidle(&socket, SILENCE)?;
-        sockopt::set_tcp_keepintvl(&socket, SILENCE / QUESTIONS)?;
+        sockopt::set_tcp_keepidle(&socket, QUIET)?;
+        sockopt::set_tcp_keepintvl(&socket, QUIET / QUESTIONS)?;
         sockopt::set_tcp_keepcnt(&socket, QUESTIONS)?;
-        let milliseconds = u32::try_from(2 * SILENCE.as_millis()).unwrap_or(u32::MAX);
-        sockopt::set_tcp_user_timeout(&socket, milliseconds)
+        sockopt::set_tcp_user_timeout(&socket, KEPT_MS)
     };
     set_up().map_err(|error: rustix::io::Errno| format!("cannot set up its socket: {error}"))?;
     Ok(socket.into())

@@ -28,12 +28,37 @@ const RECEIVES_MAX: usize = 16;
 /// Why a connection cannot be used any more.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Broken {
-    /// It has gone.
+    /// The server has closed it, or is gone: it has ended its requests.
     Gone(String),
+    /// The kernel here has given it up. The server may not know, and has perhaps not ended its
+    /// requests.
+    Cut(String),
+    /// The machine of the server says nothing any more. It may do so later.
+    Silent(String),
     /// It works, and what comes cannot be understood.
     Unusable(String),
-    /// The server does not answer in time. It may do so later.
+    /// The server does not answer in time, though its machine does. It may do so later.
     Late(String),
+}
+
+impl Broken {
+    /// What an error of the socket means.
+    fn by(verb: &str, error: &io::Error) -> Self {
+        let why = format!("cannot {verb} the server: {error}");
+        match error.raw_os_error() {
+            Some(libc::ECONNRESET | libc::EPIPE | libc::ENOTCONN | libc::ECONNABORTED) => {
+                Self::Gone(why)
+            }
+            Some(
+                libc::ETIMEDOUT
+                | libc::EHOSTUNREACH
+                | libc::ENETUNREACH
+                | libc::EHOSTDOWN
+                | libc::ENETDOWN,
+            ) => Self::Cut(why),
+            _ => Self::Unusable(why),
+        }
+    }
 }
 
 /// One connection, and how far each direction is.
@@ -148,9 +173,7 @@ impl Flow {
                     return Ok(());
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => {
-                    return Err(Broken::Gone(format!("cannot send to the server: {error}")));
-                }
+                Err(error) => return Err(Broken::by("send to", &error)),
             };
             self.is_writable = has_room;
             self.were_sent(requests, sent);
@@ -232,11 +255,7 @@ impl Flow {
                     return Ok(false);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    let why = format!("cannot receive from the server: {error}");
-                    let is_garbage = error.kind() == io::ErrorKind::InvalidData;
-                    return Err(if is_garbage { Broken::Unusable(why) } else { Broken::Gone(why) });
-                }
+                Err(error) => return Err(Broken::by("receive from", &error)),
             }
             self.take_apart(requests, shared).map_err(|Violation(what)| {
                 Broken::Unusable(format!("the server breaks the protocol: {what}"))
@@ -264,7 +283,7 @@ impl Flow {
                 Ok((_, 0)) => return Err(Broken::Gone(CLOSED.to_owned())),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(false),
-                Err(errno) => return Err(Broken::Gone(errno.to_string())),
+                Err(errno) => return Err(Broken::by("receive from", &errno.into())),
             }
         }
         Ok(true)
@@ -404,4 +423,23 @@ const SHUTDOWN: u32 = 108;
 
 fn cookie(number: u32, serial: u32) -> u64 {
     u64::from(serial) << 32 | u64::from(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_end_that_comes_from_the_server_ends_its_requests() {
+        let by = |errno| Broken::by("send to", &io::Error::from_raw_os_error(errno));
+        for errno in [libc::ECONNRESET, libc::EPIPE] {
+            assert!(matches!(by(errno), Broken::Gone(_)), "{errno}");
+        }
+        for errno in [libc::ETIMEDOUT, libc::EHOSTUNREACH, libc::ENETUNREACH] {
+            assert!(matches!(by(errno), Broken::Cut(_)), "{errno}");
+        }
+        let garbage = io::Error::new(io::ErrorKind::InvalidData, "no TLS");
+        assert!(matches!(Broken::by("receive from", &garbage), Broken::Unusable(_)));
+        assert!(matches!(by(libc::ENOBUFS), Broken::Unusable(_)));
+    }
 }

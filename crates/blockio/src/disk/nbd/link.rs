@@ -1,8 +1,6 @@
 //! One connection to an NBD server: it is made, carries requests until it breaks, and is made
 //! again. All requests that are there share a send, and all answers that are there a receive.
 
-use std::cell::Cell;
-use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,16 +10,14 @@ use super::flow::{Broken, Flow};
 use super::handshake::can;
 use super::pipe::Pipe;
 use super::remains::Remains;
-use super::shared::{Condition, Shared, Unflushed};
+use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry};
+use super::shared::{Condition, Shared};
+use super::transport::Pulse;
+use super::watched::Watched;
 use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
 use crate::io::Io;
-use crate::reactor::{Armed, Source, SourceId};
-
-/// How long to wait before the server is tried again; it doubles from the first to the second.
-const RETRY_MIN: Duration = Duration::from_millis(50);
-const RETRY_MAX: Duration = Duration::from_secs(1);
 
 /// How often requests are looked at that have no answer.
 const TICK: Duration = Duration::from_secs(1);
@@ -41,7 +37,7 @@ pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize
 /// Serves requests over one connection after the other, until nobody has the disk any more.
 async fn serve_link(pipe: Rc<Pipe>, index: usize) {
     pipe.set_task(index);
-    let mut retry = Retry { since: None, told: String::new(), is_told: false, wait: RETRY_MIN };
+    let mut retry = Retry::new();
     while !pipe.is_ending() {
         let connected = match pipe.next_connection().await {
             Some(Ok(connected)) => connected,
@@ -91,49 +87,49 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// How a connection has ended.
-struct Ended {
-    why: String,
-    /// It has answered something.
-    was_useful: bool,
-    unflushed: Unflushed,
-    /// How many requests are to be sent again.
-    again: usize,
-    /// How many changes the server may still make because of it.
-    held: usize,
-}
-
 /// Takes the requests from a connection that cannot be used any more. What the server may still do
 /// with them is waited for by a task of its own.
 fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
     let was_useful = flow.has_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
     let unflushed = pipe.shared.has_broken();
-    let (why, is_over, is_readable) = match broken {
-        None => (String::new(), true, false),
-        Some(Broken::Gone(why)) => (why, true, false),
-        Some(Broken::Unusable(why)) => (why, false, false),
-        Some(Broken::Late(why)) => (why, false, true),
+    let deadline = pipe.shared.options.deadline.filter(|_| matches!(broken, Some(Broken::Late(_))));
+    let (why, hears) = match broken {
+        None => (String::new(), None),
+        Some(Broken::Gone(why)) => (why, None),
+        Some(Broken::Unusable(why)) => (why, Some(Hears::End)),
+        Some(Broken::Late(why) | Broken::Silent(why)) => (why, Some(Hears::Answers)),
+        Some(Broken::Cut(why)) => (why, Some(Hears::Nothing)),
     };
-    let remains = if is_over { None } else { pipe.leave_behind(index) };
-    let held = remains.as_ref().map_or(0, Remains::changes);
-    if let Some(remains) = remains {
-        pipe.io.spawn(see_off(Rc::clone(pipe), flow, remains, is_readable));
+    let left = hears.and_then(|hears| Some((hears, pipe.leave_behind(index)?)));
+    let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
+    if let Some((hears, remains)) = left {
+        pipe.io.spawn(see_off(Rc::clone(pipe), flow, remains, hears));
     }
-    let deadline = pipe.shared.options.deadline.filter(|_| is_readable);
     let overdue = deadline.and_then(|deadline| clock::now().checked_sub(deadline));
     let again = pipe.link_is_down(index, overdue);
     Ended { why, was_useful, unflushed, again, held }
 }
 
+/// What can still be heard on a connection that was given up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hears {
+    /// Answers, and the end.
+    Answers,
+    /// Only that the server has ended it.
+    End,
+    /// Nothing: nobody will ever know what the server has done.
+    Nothing,
+}
+
 /// Waits until the server has answered the changes that a connection has, which was given up, or
 /// has closed it. If its answers cannot be read, only that says that it has ended them.
-async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut is_readable: bool) {
+async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut hears: Hears) {
     let task = pipe.io.this_task();
     pipe.leaving.borrow_mut().push(task);
     // Without that it is looked at now and then.
     let incoming = Watched::new(&pipe.io, &flow, Interest::Readable).ok();
-    if !is_readable {
+    if hears == Hears::End {
         flow.half_close();
     }
     let mut tick: Option<Instant> = None;
@@ -149,19 +145,22 @@ async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut is_re
         if incoming.as_ref().is_some_and(Watched::take) {
             flow.may_receive();
         }
-        let went_on = match (is_readable, &mut remains.requests) {
-            (true, requests) => {
+        let requests = &mut remains.requests;
+        let went_on = match hears {
+            Hears::Answers => {
                 flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
             }
-            (false, _) => flow.discard(),
+            Hears::End => flow.discard(),
+            Hears::Nothing => Ok(false),
         };
         match went_on {
             Ok(_) if pipe.release_answered(&mut remains) => break,
             Ok(true) => pipe.io.wake_me(),
             Ok(false) => {}
             Err(Broken::Gone(_)) => break,
-            Err(Broken::Unusable(_) | Broken::Late(_)) => {
-                is_readable = false;
+            Err(Broken::Cut(_)) => hears = Hears::Nothing,
+            Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
+                hears = Hears::End;
                 flow.half_close();
                 pipe.io.wake_me();
             }
@@ -170,75 +169,6 @@ async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut is_re
     }
     pipe.release_all(&mut remains);
     pipe.leaving.borrow_mut().retain(|other| *other != task);
-}
-
-/// How a server is tried again.
-struct Retry {
-    /// Since when it is away.
-    since: Option<Instant>,
-    /// The reason that the log has.
-    told: String,
-    /// The log says that it is away.
-    is_told: bool,
-    wait: Duration,
-}
-
-impl Retry {
-    fn note(&mut self, pipe: &Pipe, why: &str) {
-        let since = *self.since.get_or_insert_with(clock::now);
-        pipe.tell_condition(Some((since, why)));
-        if self.told != why
-            && let Some(left_out) = pipe.shared.permit_line(clock::now())
-        {
-            why.clone_into(&mut self.told);
-            self.is_told = true;
-            let name = &pipe.shared.options;
-            tracing::warn!(left_out, "{name} is away: {why}; requests wait, and it is tried again");
-        }
-    }
-
-    /// One that breaks again and again is told now and then, but not that data is lost: that
-    /// happens once.
-    fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
-        let name = &pipe.shared.options;
-        let Ended { why, again, held, .. } = ended;
-        let since = *self.since.get_or_insert_with(clock::now);
-        pipe.tell_condition(Some((since, why)));
-        let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
-        self.is_told = permit.is_some();
-        if let Some(left_out) = permit {
-            tracing::warn!(
-                left_out,
-                "{name}: a connection broke: {why}; requests to be sent again: {again}"
-            );
-            if *held > 0 {
-                tracing::warn!(
-                    "{name}: the server may still make changes without an answer, {held} of them; \
-                     others to the same places wait until it has answered or closed the connection"
-                );
-            }
-        }
-        match ended.unflushed {
-            Unflushed::Lost => tracing::error!(
-                "{name}: what was written and not flushed may be lost, so all further flushes \
-                 fail; check the disk, then restart the export"
-            ),
-            Unflushed::Trusted if self.is_told => tracing::warn!(
-                "{name}: what was written and not flushed is lost if the server's machine has \
-                 restarted"
-            ),
-            Unflushed::Trusted | Unflushed::Nothing => {}
-        }
-    }
-
-    fn is_over(&mut self, pipe: &Pipe) {
-        self.told.clear();
-        let is_told = std::mem::take(&mut self.is_told);
-        if let Some(since) = self.since.take().filter(|_| is_told) {
-            let seconds = since.elapsed().as_secs();
-            tracing::info!("{} is back after {seconds} s", pipe.shared.options);
-        }
-    }
 }
 
 impl Pipe {
@@ -324,59 +254,6 @@ fn check(shared: &Shared, made: Connected) -> Result<Connected, String> {
     Ok(made)
 }
 
-/// What the loop says about a socket.
-#[derive(Default)]
-struct Readiness(Cell<bool>);
-
-impl Source for Readiness {
-    fn notify(&self) {}
-
-    fn arm(&self, _: Instant) -> Armed {
-        Armed::Yes
-    }
-
-    fn disarm(&self) {}
-
-    fn has_work(&self) -> bool {
-        false
-    }
-
-    fn happened(&self) {
-        self.0.set(true);
-    }
-}
-
-/// A socket that the loop watches, for as long as this exists.
-struct Watched<'a> {
-    io: &'a Io,
-    readiness: Rc<Readiness>,
-    source: SourceId,
-}
-
-impl<'a> Watched<'a> {
-    fn new(io: &'a Io, flow: &Flow, interest: Interest) -> Result<Self, Broken> {
-        let cannot = |error: &dyn std::fmt::Display| {
-            Broken::Unusable(format!("cannot watch its socket: {error}"))
-        };
-        let socket = flow.socket().as_fd().try_clone_to_owned().map_err(|e| cannot(&e))?;
-        let readiness = Rc::<Readiness>::default();
-        let source: Rc<dyn Source> = Rc::<Readiness>::clone(&readiness);
-        let added = io.add_socket(source, socket, interest);
-        let source = added.map_err(|error| cannot(&error))?;
-        Ok(Self { io, readiness, source })
-    }
-
-    fn take(&self) -> bool {
-        self.readiness.0.take()
-    }
-}
-
-impl Drop for Watched<'_> {
-    fn drop(&mut self) {
-        self.io.remove_source(self.source);
-    }
-}
-
 /// Carries requests until the connection breaks, or nobody needs it any more.
 async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Broken> {
     let io = &*pipe.io;
@@ -400,6 +277,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
             is_late = look_for_late(pipe, index, is_late)?;
+            look_for_silence(pipe, flow)?;
             pipe.expire();
         }
         let (went_on, is_busy) = {
@@ -445,4 +323,15 @@ fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, Brok
         None => {}
     }
     Ok(late.is_some())
+}
+
+/// Breaks a connection whose machine says nothing any more.
+fn look_for_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
+    match Pulse::of(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
+        Some(pulse) => {
+            let seconds = pulse.quiet_for.as_secs();
+            Err(Broken::Silent(format!("its machine has been silent for {seconds} s")))
+        }
+        None => Ok(()),
+    }
 }

@@ -2,7 +2,8 @@
 //! mind about what it offers.
 
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
@@ -34,12 +35,14 @@ pub(super) struct State {
     pub(super) is_extended: bool,
     /// So many requests of a command are put aside.
     pub(super) holds: (u16, usize),
+    /// Nothing more is read.
+    pub(super) stalls: bool,
     /// Connections that the client has half closed stay, with what was put aside.
     pub(super) lingers: bool,
     pub(super) events: Vec<Event>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
-    connections: usize,
+    pub(super) connections: usize,
     is_over: bool,
 }
 
@@ -61,16 +64,39 @@ struct Shared {
 /// Ends with all its connections when it is dropped.
 pub(super) struct Server {
     shared: Arc<Shared>,
-    folder: TempDir,
+    address: NbdAddress,
+    _folder: Option<TempDir>,
 }
 
 impl Server {
     pub(super) fn start(bytes: usize, flags: u16) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("nbd");
+        let listener = UnixListener::bind(&path).unwrap().into();
+        Self::listen(bytes, flags, listener, NbdAddress::Unix(path), Some(folder))
+    }
+
+    /// The same by TCP.
+    pub(super) fn start_tcp(bytes: usize, flags: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let address = NbdAddress::Tcp { host: address.ip().to_string(), port: address.port() };
+        Self::listen(bytes, flags, listener.into(), address, None)
+    }
+
+    fn listen(
+        bytes: usize,
+        flags: u16,
+        listener: OwnedFd,
+        address: NbdAddress,
+        folder: Option<TempDir>,
+    ) -> Self {
         let state = State {
             content: vec![0; bytes],
             flags,
             is_extended: false,
             holds: (0, 0),
+            stalls: false,
             lingers: false,
             events: Vec::new(),
             held: Vec::new(),
@@ -79,16 +105,14 @@ impl Server {
             is_over: false,
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let folder = tempfile::tempdir().unwrap();
-        let listener = UnixListener::bind(folder.path().join("nbd")).unwrap();
         let accepting = Arc::clone(&shared);
         std::thread::spawn(move || accept(&accepting, &listener));
-        Self { shared, folder }
+        Self { shared, address, _folder: folder }
     }
 
     pub(super) fn options(&self) -> NbdOptions {
         NbdOptions {
-            address: NbdAddress::Unix(self.folder.path().join("nbd")),
+            address: self.address.clone(),
             export: String::new(),
             connections: 1,
             deadline: None,
@@ -126,6 +150,13 @@ impl Server {
         });
     }
 
+    /// The server's end of a connection.
+    pub(super) fn socket(&self, connection: usize) -> OwnedFd {
+        let state = self.state();
+        let socket = state.sockets.iter().find(|(number, _)| *number == connection);
+        socket.unwrap().1.try_clone().unwrap().into()
+    }
+
     /// Sends something that is no reply, on all connections.
     pub(super) fn talk_nonsense(&self) {
         for (_, socket) in &mut self.state().sockets {
@@ -136,10 +167,15 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.change(|state| (state.is_over, state.lingers) = (true, false));
+        self.change(|state| {
+            (state.is_over, state.lingers, state.stalls) = (true, false, false);
+        });
         self.hang_up();
         // The thread that accepts looks up.
-        let _ = UnixStream::connect(self.folder.path().join("nbd"));
+        match &self.address {
+            NbdAddress::Unix(path) => drop(UnixStream::connect(path)),
+            NbdAddress::Tcp { host, port } => drop(TcpStream::connect((host.as_str(), *port))),
+        }
     }
 }
 
@@ -192,13 +228,15 @@ fn extended_reply(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
     [&head.concat()[..], &request.offset.to_be_bytes(), &len, &payload].concat()
 }
 
-fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
-    for stream in listener.incoming() {
+fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
+    loop {
+        // A stream by TCP is read and written in the same way.
+        let stream = UnixStream::from(rustix::net::accept(listener).unwrap());
         let mut state = shared.state.lock().unwrap();
         if state.is_over {
             return;
         }
-        let (number, stream) = (state.connections, stream.unwrap());
+        let number = state.connections;
         state.connections += 1;
         let shared = Arc::clone(shared);
         // An error is the end of the connection.
@@ -208,7 +246,10 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
 
 fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Result<()> {
     let is_extended = shake_hands(shared, number, &mut stream)?;
-    while let Some(request) = read_request(&mut stream, is_extended)? {
+    loop {
+        let state = shared.state.lock().unwrap();
+        drop(shared.changed.wait_while(state, |state| state.stalls).unwrap());
+        let Some(request) = read_request(&mut stream, is_extended)? else { break };
         let mut state = shared.state.lock().unwrap();
         state.events.push(Event::Request(number, request.command));
         if state.holds.0 == request.command && state.holds.1 > 0 {

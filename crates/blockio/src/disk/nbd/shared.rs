@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::connect::Connected;
 use super::handshake::Facts;
@@ -18,6 +18,8 @@ use crate::remote::Remote;
 /// What all IoThreads know.
 pub(super) struct Shared {
     pub(super) options: NbdOptions,
+    /// The server's machine counts as gone when it has been silent for this long.
+    pub(super) silence: Duration,
     /// As it was when the disk was opened. Later connections must not offer less.
     pub(super) facts: Facts,
     /// The size that the server has told last.
@@ -91,7 +93,7 @@ pub(super) enum Condition {
 }
 
 impl Shared {
-    pub(super) fn new(options: NbdOptions, connected: Connected) -> Self {
+    pub(super) fn new(options: NbdOptions, silence: Duration, connected: Connected) -> Self {
         let facts = connected.facts;
         let state = State {
             spare: Some(connected),
@@ -103,6 +105,7 @@ impl Shared {
         };
         Self {
             options,
+            silence,
             facts,
             size_bytes: AtomicU64::new(facts.size_bytes),
             given_up: AtomicBool::new(false),

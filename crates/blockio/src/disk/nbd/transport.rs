@@ -3,8 +3,9 @@
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
-use iomem::{Buffers, copy_in, copy_out};
+use iomem::{Buffers, copy_in, copy_out, fits};
 use libc::iovec;
 use rustls::ClientConnection;
 
@@ -187,6 +188,46 @@ impl Transport {
     }
 }
 
+/// How the machine at the other end of a connection by TCP is doing, as far as the kernel knows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pulse {
+    /// How long ago it said anything.
+    pub(super) quiet_for: Duration,
+    /// How long the kernel waits now until it sends again what was not acknowledged.
+    patience: Duration,
+    /// How often it has done so, or has asked whether anybody is there, in vain.
+    tries: u8,
+}
+
+/// So many tries without a word are no accident.
+const TRIES: u8 = 3;
+
+impl Pulse {
+    /// `None`: it is no connection by TCP.
+    pub(super) fn of(socket: BorrowedFd<'_>) -> Option<Self> {
+        // SAFETY: numbers, all of which may be zero.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut len = fits(size_of::<libc::tcp_info>(), "the size of a structure");
+        let (level, name) = (libc::IPPROTO_TCP, libc::TCP_INFO);
+        let out = (&raw mut info).cast();
+        // SAFETY: the kernel writes at most `len` bytes to `info`, which has as many.
+        let result =
+            unsafe { libc::getsockopt(socket.as_raw_fd(), level, name, out, &raw mut len) };
+        let resent = if info.tcpi_unacked > 0 { info.tcpi_retransmits } else { 0 };
+        (result == 0).then(|| Self {
+            quiet_for: Duration::from_millis(info.tcpi_last_ack_recv.into()),
+            patience: Duration::from_micros(info.tcpi_rto.into()),
+            tries: info.tcpi_probes.max(resent),
+        })
+    }
+
+    /// Whether it has been silent for so long, and was asked often enough. A machine that has no
+    /// room for what it is sent says so, each time.
+    pub(super) fn is_silent(&self, limit: Duration) -> bool {
+        self.tries >= TRIES && self.quiet_for > limit.max(self.patience)
+    }
+}
+
 /// Ranges that are filled from the front.
 struct Filled<'a> {
     iovecs: &'a [iovec],
@@ -217,4 +258,23 @@ impl Filled<'_> {
 
 fn bytes_of(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_is_silent_if_it_was_asked_in_vain() {
+        let limit = Duration::from_secs(20);
+        let is_silent = |quiet, patience, tries| {
+            let seconds = Duration::from_secs;
+            let (quiet_for, patience) = (seconds(quiet), seconds(patience));
+            Pulse { quiet_for, patience, tries }.is_silent(limit)
+        };
+        assert!(is_silent(21, 13, 6));
+        assert!(!is_silent(21, 13, 2), "nobody has asked it");
+        assert!(!is_silent(19, 13, 6), "it was a short while ago");
+        assert!(!is_silent(60, 64, 9), "it may answer each time");
+    }
 }

@@ -1,0 +1,96 @@
+//! How a server that is away is tried again, and what the log says about that.
+
+use std::time::{Duration, Instant};
+
+use super::pipe::Pipe;
+use super::shared::Unflushed;
+use crate::clock;
+
+/// How long to wait before the server is tried again; it doubles from the first to the second.
+pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);
+pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
+
+/// How a connection has ended.
+pub(super) struct Ended {
+    pub(super) why: String,
+    /// It has answered something.
+    pub(super) was_useful: bool,
+    pub(super) unflushed: Unflushed,
+    /// How many requests are to be sent again.
+    pub(super) again: usize,
+    /// How many changes the server may still make because of it.
+    pub(super) held: usize,
+}
+
+/// How a server is tried again.
+pub(super) struct Retry {
+    /// Since when it is away.
+    since: Option<Instant>,
+    /// The reason that the log has.
+    told: String,
+    /// The log says that it is away.
+    is_told: bool,
+    pub(super) wait: Duration,
+}
+
+impl Retry {
+    pub(super) fn new() -> Self {
+        Self { since: None, told: String::new(), is_told: false, wait: RETRY_MIN }
+    }
+
+    pub(super) fn note(&mut self, pipe: &Pipe, why: &str) {
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.tell_condition(Some((since, why)));
+        if self.told != why
+            && let Some(left_out) = pipe.shared.permit_line(clock::now())
+        {
+            why.clone_into(&mut self.told);
+            self.is_told = true;
+            let name = &pipe.shared.options;
+            tracing::warn!(left_out, "{name} is away: {why}; requests wait, and it is tried again");
+        }
+    }
+
+    /// One that breaks again and again is told now and then, but not that data is lost: that
+    /// happens once.
+    pub(super) fn broke(&mut self, pipe: &Pipe, ended: &Ended) {
+        let name = &pipe.shared.options;
+        let Ended { why, again, held, .. } = ended;
+        let since = *self.since.get_or_insert_with(clock::now);
+        pipe.tell_condition(Some((since, why)));
+        let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
+        self.is_told = permit.is_some();
+        if let Some(left_out) = permit {
+            tracing::warn!(
+                left_out,
+                "{name}: a connection broke: {why}; requests to be sent again: {again}"
+            );
+            if *held > 0 {
+                tracing::warn!(
+                    "{name}: the server may still make changes without an answer, {held} of them; \
+                     others to the same places wait until it has answered or closed the connection"
+                );
+            }
+        }
+        match ended.unflushed {
+            Unflushed::Lost => tracing::error!(
+                "{name}: what was written and not flushed may be lost, so all further flushes \
+                 fail; check the disk, then restart the export"
+            ),
+            Unflushed::Trusted if self.is_told => tracing::warn!(
+                "{name}: what was written and not flushed is lost if the server's machine has \
+                 restarted"
+            ),
+            Unflushed::Trusted | Unflushed::Nothing => {}
+        }
+    }
+
+    pub(super) fn is_over(&mut self, pipe: &Pipe) {
+        self.told.clear();
+        let is_told = std::mem::take(&mut self.is_told);
+        if let Some(since) = self.since.take().filter(|_| is_told) {
+            let seconds = since.elapsed().as_secs();
+            tracing::info!("{} is back after {seconds} s", pipe.shared.options);
+        }
+    }
+}

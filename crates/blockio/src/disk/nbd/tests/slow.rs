@@ -1,0 +1,121 @@
+//! Servers that are slow, and machines that say nothing for a while.
+
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::super::handshake::can;
+use super::super::scripted::{Event, Server, WRITE};
+use super::{FLAGS, MIB, Running, filled, new_thread, read, wait_a_turn, wait_for};
+use crate::disk::{DiskOptions, DiskSource, DiskState};
+use crate::io_thread::IoThread;
+
+const SILENCE: Duration = Duration::from_millis(300);
+
+fn open_impatiently(server: &Server) -> DiskSource {
+    DiskSource::nbd_with(server.options(), &DiskOptions::default(), SILENCE).unwrap()
+}
+
+/// Its machine says that there is no room, for as long as that is so.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_does_not_read_is_waited_for() {
+    let server = Server::start_tcp(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open_impatiently(&server));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.stalls = true);
+    // Far more than the sockets take.
+    let writes: Vec<_> = (0..32)
+        .map(|byte| {
+            let disk = Rc::clone(&disk);
+            Running::start(thread.io(), async move {
+                let written = disk.write(0, filled(byte, MIB), false).await;
+                written.map_err(|unfinished| unfinished.error().raw_os_error())
+            })
+        })
+        .collect();
+    while !matches!(source.state(), DiskState::Late(_)) {
+        assert_eq!(server.state().connections, 1, "another connection was made");
+        wait_a_turn(&thread);
+    }
+    server.change(|state| state.stalls = false);
+    for write in writes {
+        assert_eq!(write.end(&thread), None);
+    }
+    assert_eq!(read(&thread, &disk, 0), 31, "they came in another order");
+    assert_eq!(server.state().connections, 1, "another connection was made");
+}
+
+/// Waits until all has arrived that the server has sent: it would send it again and again.
+fn wait_until_heard(thread: &IoThread, socket: &impl AsRawFd) {
+    loop {
+        let mut left: libc::c_int = -1;
+        // SAFETY: the kernel writes one number.
+        let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut left) };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+        if left == 0 {
+            return;
+        }
+        wait_a_turn(thread);
+    }
+}
+
+/// A socket drops all that comes, or takes it again: its machine seems to have gone.
+fn ignore_all(socket: &impl AsRawFd, is_on: bool) {
+    let code = libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 };
+    let filter = libc::sock_fprog { len: 1, filter: (&raw const code).cast_mut() };
+    let len = u32::try_from(size_of::<libc::sock_fprog>()).unwrap();
+    let name = if is_on { libc::SO_ATTACH_FILTER } else { libc::SO_DETACH_FILTER };
+    let (socket, value) = (socket.as_raw_fd(), (&raw const filter).cast());
+    // SAFETY: the kernel copies the program, which is one instruction, and keeps no pointer to it.
+    let result = unsafe { libc::setsockopt(socket, libc::SOL_SOCKET, name, value, len) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// What the kernel has of it is sent when the machine is back, or in vain: nobody knows before.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_to_a_machine_that_was_silent_never_lands_after_a_newer_one() {
+    for flags in [FLAGS, FLAGS & !can::MULTI_CONN] {
+        let server = Server::start_tcp(MIB, flags);
+        let (thread, source) = (new_thread(), open_impatiently(&server));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(read(&thread, &disk, 0), 0);
+        let socket = server.socket(0);
+        wait_until_heard(&thread, &socket);
+        ignore_all(&socket, true);
+        let older = Running::write(&thread, &disk, 0, 1);
+        // On a connection of its own, when the first has been silent for too long.
+        assert_eq!(read(&thread, &disk, 8192), 0);
+        let newer = Running::write(&thread, &disk, 0, 2);
+        let beside = Running::write(&thread, &disk, 4096, 3);
+        assert_eq!(beside.end(&thread), None, "other places can be written to");
+        assert!(source.may_still_change() && newer.0.get().is_none(), "it does not wait");
+        ignore_all(&socket, false);
+        wait_for(&thread, &server, Event::Request(0, WRITE));
+        assert_eq!((older.end(&thread), newer.end(&thread)), (None, None));
+        assert_eq!(server.state().content[0], 2, "the old write came last");
+        assert!(!source.may_still_change());
+    }
+}
+
+/// The machine is back without the server: it knows nothing of the connection.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_goes_on_when_the_server_has_closed_its_connection() {
+    let server = Server::start_tcp(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open_impatiently(&server));
+    let disk = Rc::new(source.attach(thread.io()));
+    let write = {
+        assert_eq!(read(&thread, &disk, 0), 0);
+        let socket = server.socket(0);
+        wait_until_heard(&thread, &socket);
+        ignore_all(&socket, true);
+        Running::write(&thread, &disk, 0, 1)
+    };
+    assert_eq!(read(&thread, &disk, 8192), 0);
+    assert!(write.0.get().is_none());
+    server.hang_up();
+    assert_eq!(write.end(&thread), None);
+    assert_eq!(server.state().content[0], 1);
+}
