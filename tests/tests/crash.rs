@@ -22,6 +22,7 @@ use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
 use ringhaul_kit::system::is_installed;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use serde_json::json;
 use tempfile::TempDir;
 
 for_each_engine! {
@@ -32,6 +33,8 @@ for_each_engine! {
 /// How often the daemon is killed; `cargo xtask crash --rounds N` sets it.
 const ROUNDS: &str = "RINGHAUL_CRASH_ROUNDS";
 const ROUNDS_DEFAULT: u32 = 30;
+/// Every so many rounds it is killed while another process takes over from it, or that one is.
+const TAKEOVER_EVERY: u32 = 5;
 /// How many images are killed under their daemon.
 const IMAGES: u64 = 15;
 
@@ -265,6 +268,18 @@ impl World {
         }
     }
 
+    /// Goes on for less than so many microseconds, or looks at nothing.
+    fn run_below(&mut self, max_us: u64, is_busy: bool) -> Result<()> {
+        let moment = Instant::now() + Duration::from_micros(self.below(max_us));
+        while Instant::now() < moment {
+            if is_busy {
+                self.take()?;
+                (0..usize::from(QUEUES)).try_for_each(|queue| self.submit(queue))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Sleeps until a queue calls: one that forgets to is found out.
     fn wait(&self) -> Result<()> {
         let rings = &self.frontend.rings;
@@ -304,27 +319,32 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
         [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
     let disk = folders[0].path().join("disk.img");
     File::create(&disk)?.set_len(BLOCKS * BLOCK_BYTES as u64)?;
-    let export = export(&disk, folders[1].path(), engine, keeps_region);
-    let start = || Server::start(Program::Ringhaul, &export);
-    let mut server = start()?;
+    let mut export = export(&disk, folders[1].path(), engine, keeps_region);
+    let mut server = Server::start(Program::Ringhaul, &export)?;
     let mut world = World::new(&export.socket, keeps_region)?;
     world.attach()?;
-    let (mut left, mut again) = (0, 0);
+    let (mut left, mut again, mut survived) = (0, 0, 0);
     for round in 0..rounds {
         world.sleeps = round % 2 == 0;
         let count = world.below(400);
         world.run(count, false)?;
-        // Anywhere in what it does.
-        let moment = Instant::now() + Duration::from_micros(world.below(300));
-        while Instant::now() < moment {}
-        server.kill()?;
-        again += u32::from(server.messages().contains("done again"));
-        drop(server);
-        world.take()?;
-        left += world.slots.iter().flatten().flatten().count();
-        server = start()?;
-        world.frontend.channel = Channel::connect(&export.socket)?;
-        world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+        let survives = round % TAKEOVER_EVERY == 0 && survives_takeover(&mut server, &mut world)?;
+        survived += u32::from(survives);
+        if !survives {
+            if round % TAKEOVER_EVERY != 0 {
+                // Anywhere in what it does.
+                world.run_below(300, false)?;
+                server.kill()?;
+            }
+            again += u32::from(server.messages().contains("done again"));
+            drop(server);
+            world.take()?;
+            left += world.slots.iter().flatten().flatten().count();
+            export.io_threads = 1 + u16::from(round % 4 < 2);
+            server = Server::start(Program::Ringhaul, &export)?;
+            world.frontend.channel = Channel::connect(&export.socket)?;
+            world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+        }
         world.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
     }
     world.run(0, true)?;
@@ -332,11 +352,36 @@ fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
     let status = server.terminate(LIMIT)?;
     ensure!(status.success(), "{}", server.messages());
     eprintln!(
-        "{engine}: {rounds} kills, {} requests answered, {left} left by daemons, {again} daemons \
-         did some again",
+        "{engine}: {rounds} kills, {} in takeovers of which {survived} were survived, {} requests \
+         answered, {left} left by daemons, {again} daemons did some again",
+        rounds.div_ceil(TAKEOVER_EVERY),
         world.answered
     );
     check_file(&disk, world.versions)
+}
+
+/// Has a new process take over, and kills it or the old one anywhere in that. Returns whether the
+/// other one serves: the old one if the new one has not said that it takes over, the new one if the
+/// old one has heard that and said so.
+fn survives_takeover(server: &mut Server, world: &mut World) -> Result<bool> {
+    let heir = server.begin_upgrade()?;
+    // Most of the time goes by before queues stop.
+    if world.below(4) > 0 {
+        let deadline = Instant::now() + LIMIT;
+        while !heir.messages().contains("ready to take over") {
+            ensure!(Instant::now() < deadline, "nothing takes over:\n{}", heir.messages());
+            world.run_below(100, true)?;
+        }
+        world.run_below(3000, true)?;
+    } else {
+        world.run_below(10_000, true)?;
+    }
+    if world.below(2) == 0 {
+        return server.kill_before(heir);
+    }
+    heir.kill()?;
+    // This waits until it is decided.
+    Ok(server.call("set", &json!({ "poll-max-us": 32 })).is_ok())
 }
 
 fn export(disk: &Path, sockets: &Path, engine: Engine, keeps_region: bool) -> Export {

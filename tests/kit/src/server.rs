@@ -3,6 +3,8 @@
 //! The server is Ringhaul, or qemu-storage-daemon when `RINGHAUL_TEST_SERVER` says so: what then
 //! fails is a fault of the tests or of the guest, not of Ringhaul.
 
+mod heir;
+
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::File;
@@ -17,6 +19,8 @@ use ringhaul_tools::process::{is_listening, wait_child};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
+
+pub use heir::Heir;
 
 /// Says which server is to be tested: the name of its program.
 const SERVER_VARIABLE: &str = "RINGHAUL_TEST_SERVER";
@@ -276,38 +280,6 @@ impl Server {
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server that was killed")?;
         Ok(())
-    }
-
-    /// Has a new process take over from it. Returns how many milliseconds the queues stood still.
-    ///
-    /// # Errors
-    /// When it does not, or the old process does not end well.
-    pub fn upgrade(&mut self) -> Result<f64> {
-        let mut log = self.log.clone().into_os_string();
-        log.push("+");
-        let log = PathBuf::from(log);
-        let messages = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-        let mut command = bound_to_test();
-        command.arg(ringhaul_binary()?).args(["serve", "--takeover"]).arg(self.export.control());
-        let next = command.stdin(Stdio::null()).stderr(messages).spawn();
-        let mut before = std::mem::replace(&mut self.child, next.context("starting a process")?);
-        let old = wait_child(&mut before, Instant::now() + START_LIMIT);
-        let old = old.with_context(|| format!("nothing takes over:\n{}", self.messages()))?;
-        let said = self.messages();
-        self.log = log;
-        ensure!(old.success(), "the old process has ended with {old}:\n{said}");
-        let deadline = Instant::now() + START_LIMIT;
-        let still = loop {
-            let said = self.messages();
-            let told = said.lines().find_map(|line| line.split_once("queues stood still for "));
-            if let Some((_, told)) = told {
-                break told.trim_end_matches(" ms").parse();
-            }
-            self.check_running()?;
-            ensure!(Instant::now() < deadline, "the new process does not serve:\n{said}");
-            std::thread::sleep(Duration::from_millis(1));
-        };
-        still.with_context(|| format!("no time is told:\n{}", self.messages()))
     }
 
     fn wait_until_listening(&mut self) -> Result<()> {

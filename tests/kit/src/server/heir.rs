@@ -1,0 +1,100 @@
+//! A process that takes over from a server.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tools::process::wait_child;
+
+use super::{START_LIMIT, Server, bound_to_test, ringhaul_binary};
+
+/// What a process says that has taken over.
+const STOOD_STILL: &str = "queues stood still for ";
+
+/// A process that is to take over from a [`Server`]. It is to be waited for or killed.
+pub struct Heir {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Heir {
+    /// What it has written so far.
+    #[must_use]
+    pub fn messages(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Kills it, whatever it is at.
+    ///
+    /// # Errors
+    /// When it cannot be waited for.
+    pub fn kill(mut self) -> Result<()> {
+        self.child.kill().context("killing the new process")?;
+        self.child.wait().context("waiting for the new process")?;
+        Ok(())
+    }
+}
+
+impl Server {
+    /// Has a new process take over from it. Returns how many milliseconds the queues stood still.
+    ///
+    /// # Errors
+    /// When it does not, or the old process does not end well.
+    pub fn upgrade(&mut self) -> Result<f64> {
+        let heir = self.begin_upgrade()?;
+        let old = wait_child(&mut self.child, Instant::now() + START_LIMIT);
+        let old = old.with_context(|| format!("nothing takes over:\n{}", heir.messages()))?;
+        let said = self.messages();
+        ensure!(old.success(), "the old process has ended with {old}:\n{said}");
+        ensure!(self.is_left_to(heir)?, "the new process has ended:\n{}", self.messages());
+        let said = self.messages();
+        let told = said.lines().find_map(|line| line.split_once(STOOD_STILL));
+        let still = told.and_then(|(_, told)| told.trim_end_matches(" ms").parse().ok());
+        still.with_context(|| format!("no time is told:\n{said}"))
+    }
+
+    /// Starts a process that takes over from it.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn begin_upgrade(&self) -> Result<Heir> {
+        let mut log = self.log.clone().into_os_string();
+        log.push("+");
+        let log = PathBuf::from(log);
+        let messages = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+        let mut command = bound_to_test();
+        command.arg(ringhaul_binary()?).args(["serve", "--takeover"]).arg(self.export.control());
+        let child = command.stdin(Stdio::null()).stderr(messages).spawn();
+        Ok(Heir { child: child.context("starting a process")?, log })
+    }
+
+    /// Kills it while another process takes over. Returns whether that one serves now; if not, it
+    /// has ended.
+    ///
+    /// # Errors
+    /// When it does neither.
+    pub fn kill_before(&mut self, heir: Heir) -> Result<bool> {
+        // It may have ended, because it has left everything to the other one.
+        self.child.kill().context("killing the server")?;
+        self.child.wait().context("waiting for the server that was killed")?;
+        self.is_left_to(heir)
+    }
+
+    /// Waits until a process serves that takes over, or has ended. It is the server from now on.
+    fn is_left_to(&mut self, heir: Heir) -> Result<bool> {
+        let Heir { child, log } = heir;
+        (self.child, self.log) = (child, log);
+        let deadline = Instant::now() + START_LIMIT;
+        while !self.messages().contains(STOOD_STILL) {
+            if self.child.try_wait().context("looking at the new process")?.is_some() {
+                return Ok(false);
+            }
+            let said = self.messages();
+            ensure!(Instant::now() < deadline, "the new process does not serve:\n{said}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(true)
+    }
+}
