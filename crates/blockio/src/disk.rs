@@ -139,7 +139,10 @@ impl DiskSource {
 
     fn apart(&self) -> Result<Option<Self>, Error> {
         match &self.kind {
-            SourceKind::Other(source) => source.apart(),
+            SourceKind::Other(source) => {
+                let opened = source.apart()?;
+                Ok(opened.map(|(info, source)| Self::new(info, SourceKind::Other(source))))
+            }
             SourceKind::File(_) | SourceKind::Null => Ok(None),
         }
     }

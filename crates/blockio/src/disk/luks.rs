@@ -29,7 +29,7 @@ use self::header::{Header, MAGIC, Payload};
 use self::xts::{CHUNK_BYTES, Cipher, Direction};
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource, Request};
+use super::seam::{Opened, OtherDisk, OtherSource, Request};
 use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::bounce::BounceShare;
@@ -226,11 +226,11 @@ impl OtherSource for LuksSource {
         })
     }
 
-    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+    fn apart(&self) -> Result<Option<Opened>, Error> {
         let Self { info, discard, .. } = *self;
         Ok(self.below.apart()?.map(|below| {
             let source = Self { info, below, volume: Arc::clone(&self.volume), discard };
-            DiskSource::new(info, SourceKind::Other(Arc::new(source)))
+            (info, Arc::new(source) as Arc<dyn OtherSource>)
         }))
     }
 

@@ -38,7 +38,7 @@ use table::{LAYERS_MAX, Table};
 
 use super::info::{Abilities, DiskInfo, DiskState, Link, Place};
 use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource};
+use super::seam::{Opened, OtherDisk, OtherSource};
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
@@ -146,7 +146,7 @@ impl OtherSource for Qcow2Source {
         Box::new(Qcow2Disk::new(&self.image, io, engine))
     }
 
-    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+    fn apart(&self) -> Result<Option<Opened>, Error> {
         if !self.is_deferred {
             return Ok(None);
         }
@@ -154,7 +154,8 @@ impl OtherSource for Qcow2Source {
             let source = source.for_a_look()?.for_reading();
             Ok(Layer { source, header: header.clone() })
         });
-        DiskSource::qcow2(layers.collect::<Result<_, Error>>()?, false).map(Some)
+        let (info, source) = open_image(layers.collect::<Result<_, Error>>()?, false)?;
+        Ok(Some((info, Arc::new(source))))
     }
 
     fn chain(&self) -> Vec<Link> {

@@ -8,7 +8,7 @@ use iomem::Buffers;
 
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
-use super::seam::{OtherDisk, OtherSource, Request};
+use super::seam::{Opened, OtherDisk, OtherSource, Request};
 use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::config::EngineKind;
@@ -27,23 +27,26 @@ impl DiskSource {
         offset_bytes: u64,
         size_bytes: Option<u64>,
     ) -> Result<Self, Error> {
-        let info = below.info();
-        let part = Part { offset_bytes, size_bytes, block: info.logical_block_bytes };
-        let of_part =
-            part.size_within(info.size_bytes).map_err(|reason| refused(&below, reason))?;
-        let identity = part.identity(below.identity());
-        let physical_fits = offset_bytes.is_multiple_of(info.physical_block_bytes.into());
-        let info = DiskInfo {
-            size_bytes: of_part,
-            physical_block_bytes: match physical_fits {
-                true => info.physical_block_bytes,
-                false => info.logical_block_bytes,
-            },
-            ..info
-        };
-        let source = RawSource { below, part, identity };
-        Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
+        let (info, source) = open(below, offset_bytes, size_bytes)?;
+        Ok(Self::new(info, SourceKind::Other(source)))
     }
+}
+
+fn open(below: DiskSource, offset_bytes: u64, size_bytes: Option<u64>) -> Result<Opened, Error> {
+    let info = below.info();
+    let part = Part { offset_bytes, size_bytes, block: info.logical_block_bytes };
+    let of_part = part.size_within(info.size_bytes).map_err(|reason| refused(&below, reason))?;
+    let identity = part.identity(below.identity());
+    let physical_fits = offset_bytes.is_multiple_of(info.physical_block_bytes.into());
+    let info = DiskInfo {
+        size_bytes: of_part,
+        physical_block_bytes: match physical_fits {
+            true => info.physical_block_bytes,
+            false => info.logical_block_bytes,
+        },
+        ..info
+    };
+    Ok((info, Arc::new(RawSource { below, part, identity })))
 }
 
 fn refused(below: &DiskSource, reason: String) -> Error {
@@ -111,10 +114,10 @@ impl OtherSource for RawSource {
         Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
     }
 
-    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+    fn apart(&self) -> Result<Option<Opened>, Error> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
         let below = self.below.apart()?;
-        below.map(|below| DiskSource::raw(below, offset_bytes, size_bytes)).transpose()
+        below.map(|below| open(below, offset_bytes, size_bytes)).transpose()
     }
 
     fn chain(&self) -> Vec<Link> {

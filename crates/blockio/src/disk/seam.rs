@@ -31,8 +31,7 @@ use std::{fmt, io};
 
 use iomem::Buffers;
 
-use super::DiskSource;
-use super::info::{Abilities, DiskState, Extent, Link, Place, Unfinished};
+use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::source::FileSource;
 use crate::bounce::BounceShare;
@@ -43,6 +42,9 @@ use crate::io::Io;
 /// A request to a disk of another kind.
 pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
+/// What a disk of another kind is made of: what it is like as it is opened, and the rest.
+pub(super) type Opened = (DiskInfo, Arc<dyn OtherSource>);
+
 /// A disk of another kind that is open, for all threads. Its methods are called by threads that may
 /// wait, but for those that only say what is known.
 pub(super) trait OtherSource: fmt::Debug + Send + Sync {
@@ -52,7 +54,7 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
 
     /// The same disk once more, for a look, if the first request to this one is what has it read
     /// the disk below: what that has then may have changed since the look.
-    fn apart(&self) -> Result<Option<DiskSource>, Error> {
+    fn apart(&self) -> Result<Option<Opened>, Error> {
         Ok(None)
     }
 
