@@ -88,3 +88,27 @@ fn a_disk_that_is_only_read_has_the_connections_that_its_server_allows() -> Resu
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
+
+/// The server refuses what lies beyond the end that it has told a connection first.
+#[test]
+fn a_disk_that_was_enlarged_on_its_server_is_used_to_its_new_end() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    for multi_conn in ["multi-conn-mode=emulate", "multi-conn-mode=disable"] {
+        let scene = scene()?;
+        let file = scene.disk("disk.img", 1 << 20)?;
+        let path = format!("file={}", file.display());
+        let options = ["--filter=multi-conn", "file", &path, multi_conn];
+        let peer = Peer::nbdkit(&scene, &options)?;
+        let _daemon = serve(&scene, &peer.uri(""), &["--iothreads", "2"])?;
+        let (vm, load) = (scene.socket("vm.sock"), "--rw randrw --verify --number_ios 500");
+        run(&mut bench(&vm, load)?)?.expect_code(0)?;
+        std::fs::OpenOptions::new().write(true).open(&file)?.set_len(DISK_BYTES)?;
+        let mut ctl = ringhaul()?;
+        ctl.args(["ctl", "--control"]).arg(scene.socket("control"));
+        run(ctl.arg("resize").arg(&vm))?.expect_code(0)?;
+        run(&mut bench(&vm, load)?)?.expect_code(0).context(multi_conn)?;
+    }
+    Ok(())
+}

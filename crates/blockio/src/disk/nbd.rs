@@ -40,7 +40,6 @@ mod wire;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
@@ -53,6 +52,7 @@ use crate::error::Error;
 use crate::io::Io;
 use disk::NbdDisk;
 use handshake::{Facts, can};
+use pipe::learn_size;
 use reach::Handle;
 use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
@@ -214,7 +214,7 @@ impl OtherSource for NbdSource {
         let shared = Arc::clone(self.shared());
         // What each new connection is told. A server that is asked every second would have to have
         // room for one more connection.
-        let look = move || Ok(Some(shared.size_bytes.load(Ordering::Relaxed)));
+        let look = move || Ok(Some(shared.size_bytes()));
         Some(Arc::new(Outside::other(look)))
     }
 
@@ -223,12 +223,12 @@ impl OtherSource for NbdSource {
         let facts = connect::ask(&shared.options).map_err(|reason| self.refused(reason))?;
         let checked = check_size(facts.size_bytes, self.info.logical_block_bytes);
         checked.map_err(|reason| self.refused(reason))?;
-        shared.size_bytes.store(facts.size_bytes, Ordering::Relaxed);
+        learn_size(shared, facts.size_bytes);
         Ok(facts.size_bytes)
     }
 
     fn known_size(&self) -> Result<u64, Error> {
-        Ok(self.shared().size_bytes.load(Ordering::Relaxed))
+        Ok(self.shared().size_bytes())
     }
 
     fn check_new_size(&self, _: u64) -> Result<(), Error> {

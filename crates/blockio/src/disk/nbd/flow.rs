@@ -123,6 +123,11 @@ impl Flow {
         self.transport.socket()
     }
 
+    /// The size of the export, as this connection knows it.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.facts.size_bytes
+    }
+
     pub(super) fn may_receive(&mut self) {
         self.is_readable = true;
     }

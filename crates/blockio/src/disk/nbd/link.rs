@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::connect::{Connected, connect};
 use super::flow::{Broken, Flow};
 use super::handshake::can;
-use super::pipe::Pipe;
+use super::pipe::{Pipe, learn_size};
 use super::remains::Remains;
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry};
 use super::shared::{Condition, Shared};
@@ -49,14 +49,20 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
             None => break,
         };
         retry.is_over(&pipe);
-        pipe.link_is_up(index);
-        let mut lease = Lease { pipe: &pipe, flow: Some(Flow::new(index, connected)) };
-        let broken = match &mut lease.flow {
-            Some(flow) => carry(&pipe, index, flow).await.err(),
-            None => None,
+        let flow = Flow::new(index, connected);
+        pipe.link_is_up(index, flow.size_bytes());
+        let mut lease = Lease { pipe: &pipe, flow: Some(flow) };
+        let carried = match &mut lease.flow {
+            Some(flow) => carry(&pipe, index, flow).await,
+            None => Ok(()),
         };
         let Some(flow) = lease.flow.take() else { break };
-        let ended = end_connection(&pipe, index, flow, broken);
+        if carried.is_ok() && !pipe.is_ending() {
+            // Another one knows the size that the export has now.
+            pipe.link_is_down(index, None);
+            continue;
+        }
+        let ended = end_connection(&pipe, index, flow, carried.err());
         if pipe.is_ending() {
             break;
         }
@@ -228,9 +234,9 @@ impl Pipe {
 }
 
 /// Refuses a connection that offers less than the disk was opened with.
-fn check(shared: &Shared, made: Connected) -> Result<Connected, String> {
+fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
     let (then, now) = (&shared.facts, &made.facts);
-    let known = shared.size_bytes.swap(now.size_bytes, std::sync::atomic::Ordering::Relaxed);
+    let known = learn_size(shared, now.size_bytes);
     if now.size_bytes < then.size_bytes && now.size_bytes != known {
         tracing::warn!(
             "{}: the export has shrunk to {} bytes; what lies beyond cannot be reached",
@@ -260,7 +266,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     let incoming = Watched::new(io, flow, Interest::Readable)?;
     // Only while the socket has no room: else each byte that leaves it would be announced.
     let mut room: Option<Watched<'_>> = None;
-    let (mut tick, mut is_late) = (None, false);
+    let (mut tick, mut is_late, mut has_flushed) = (None, false, false);
     loop {
         if pipe.shared.is_given_up() {
             return Ok(());
@@ -293,6 +299,12 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             flow.say_goodbye();
             return Ok(());
         }
+        if pipe.is_retiring(index) && !is_busy {
+            if retire(pipe, index, flow, &mut has_flushed)? {
+                return Ok(());
+            }
+            continue;
+        }
         if flow.is_full() && room.is_none() {
             room = Some(Watched::new(io, flow, Interest::Writable)?);
         }
@@ -303,6 +315,26 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         }
         io.suspend().await;
     }
+}
+
+/// Ends a connection that does not know how large the export is by now, as if it had never been.
+/// False: it has to flush before.
+fn retire(
+    pipe: &Pipe,
+    index: usize,
+    flow: &mut Flow,
+    has_flushed: &mut bool,
+) -> Result<bool, Broken> {
+    if pipe.shared.needs_flush_of_its_own() {
+        if std::mem::replace(has_flushed, true) {
+            let why = "it was to be replaced, and the server has failed a flush";
+            return Err(Broken::Gone(why.to_owned()));
+        }
+        pipe.flush_link(index);
+        return Ok(false);
+    }
+    flow.say_goodbye();
+    Ok(true)
 }
 
 /// Notes that the server is late, or is not any more; breaks the connection at the deadline.

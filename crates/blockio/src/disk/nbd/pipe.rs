@@ -129,7 +129,9 @@ impl Pipe {
                 tasks.for_each(|task| self.io.wake(task));
                 return;
             }
-            let up = requests.links.iter().enumerate().filter(|(_, link)| link.is_up);
+            let (end, size) =
+                (requests.slots[slot as usize].request.end(), self.shared.size_bytes());
+            let up = requests.links.iter().enumerate().filter(|(_, link)| link.takes(end, size));
             let least = up.min_by_key(|(_, link)| link.sending.len() + link.sent);
             let Some(index) = least.map(|(index, _)| index) else {
                 requests.slots[slot as usize].state = State::Waiting;
@@ -165,10 +167,30 @@ impl Pipe {
     }
 
     /// The link has a connection: it takes what waits.
-    pub(super) fn link_is_up(&self, index: usize) {
-        self.requests.borrow_mut().links[index].is_up = true;
+    pub(super) fn link_is_up(&self, index: usize, size_bytes: u64) {
+        {
+            let link = &mut self.requests.borrow_mut().links[index];
+            (link.is_up, link.is_retiring, link.size_bytes) = (true, false, size_bytes);
+        }
         self.try_waiting();
         self.tell_condition(None);
+    }
+
+    /// Whether a link takes no more requests, because its connection does not know how large the
+    /// export is by now.
+    pub(super) fn is_retiring(&self, index: usize) -> bool {
+        let link = &mut self.requests.borrow_mut().links[index];
+        link.is_retiring |= link.size_bytes < self.shared.size_bytes();
+        link.is_retiring
+    }
+
+    /// Has a link flush what it was told to write.
+    pub(super) fn flush_link(&self, index: usize) {
+        let request = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
+        let slot = self.begin(request, Buffers::empty(), Who::Nobody);
+        let requests = &mut *self.requests.borrow_mut();
+        requests.slots[slot as usize].state = State::Queued(index);
+        requests.links[index].sending.push_back(slot);
     }
 
     /// Has those requests sent that wait, as far as they can be.
@@ -185,7 +207,8 @@ impl Pipe {
         {
             let requests = &mut *self.requests.borrow_mut();
             let link = &mut requests.links[index];
-            (link.is_up, link.sent, link.large_reads) = (false, 0, 0);
+            (link.is_up, link.is_retiring) = (false, false);
+            (link.sent, link.large_reads) = (0, 0);
             link.sending.clear();
             for number in 0..requests.slots.len() {
                 let is_of_link = matches!(requests.slots[number].state,
@@ -276,6 +299,21 @@ impl Pipe {
             requests.done = done;
         }
     }
+}
+
+/// The server has told the size of the export. Connections that know a smaller one are replaced:
+/// the size is that of each connection. Returns what it was before.
+pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64) -> u64 {
+    let before = shared.swap_size(size_bytes);
+    if before < size_bytes {
+        let key = key_of(shared);
+        shared.on_pipes(move |io| {
+            if let Some(pipe) = io.kept::<Pipe>(key) {
+                pipe.wake_links();
+            }
+        });
+    }
+    before
 }
 
 impl Drop for Pipe {

@@ -31,6 +31,10 @@ pub(super) struct Requests {
 pub(super) struct Link {
     pub(super) task: Option<TaskRef>,
     pub(super) is_up: bool,
+    /// It takes no more requests: its connection ends when it has no answer to wait for.
+    pub(super) is_retiring: bool,
+    /// The size of the export, as its connection knows it.
+    pub(super) size_bytes: u64,
     /// Not sent, or not all of them.
     pub(super) sending: VecDeque<u32>,
     /// Sent, and not answered.
@@ -171,6 +175,14 @@ impl Requests {
         slot.progress = Progress::default();
         self.free.push(number);
         std::mem::replace(&mut slot.buffers, Buffers::empty())
+    }
+}
+
+impl Link {
+    /// Whether it can take a request that ends here, where the export has this size.
+    pub(super) fn takes(&self, end: u64, size_bytes: u64) -> bool {
+        // The server says what it thinks of one beyond the end.
+        self.is_up && !self.is_retiring && (self.size_bytes >= end || end > size_bytes)
     }
 }
 

@@ -1,6 +1,7 @@
 //! A server for tests: it keeps its disk in memory, answers when it is told to, and changes its
 //! mind about what it offers.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -42,6 +43,8 @@ pub(super) struct State {
     pub(super) events: Vec<Event>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
+    /// What each connection was told of the size: it has that for good.
+    sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
     is_over: bool,
 }
@@ -101,6 +104,7 @@ impl Server {
             events: Vec::new(),
             held: Vec::new(),
             sockets: Vec::new(),
+            sizes: BTreeMap::new(),
             connections: 0,
             is_over: false,
         };
@@ -186,7 +190,9 @@ impl State {
         let mut data = Vec::new();
         let mut error = 0u32;
         let middle = self.content.len() as u64 / 2;
-        match (request.command, self.content.get_mut(range)) {
+        let is_inside = self.sizes.get(&connection).is_some_and(|size| range.end as u64 <= *size);
+        let place = self.content.get_mut(range).filter(|_| is_inside);
+        match (request.command, place) {
             (FLUSH, _) => {}
             (READ, Some(place)) => data.extend_from_slice(place),
             // The second half is a hole.
@@ -301,10 +307,15 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 reply(4, b"\0\0\0\x09base:allocation")?;
                 reply(1, &[])?;
             }
-            7 => {
-                let size = (state.content.len() as u64).to_be_bytes();
-                reply(3, &[&[0, 0][..], &size, &state.flags.to_be_bytes()].concat())?;
+            6 | 7 => {
+                let size = state.content.len() as u64;
+                let flags = state.flags.to_be_bytes();
+                reply(3, &[&[0, 0][..], &size.to_be_bytes(), &flags].concat())?;
                 reply(1, &[])?;
+                if option == 6 {
+                    continue;
+                }
+                state.sizes.insert(number, size);
                 state.sockets.push((number, stream.try_clone()?));
                 return Ok(is_extended);
             }

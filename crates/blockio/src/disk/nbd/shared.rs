@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::connect::Connected;
-use super::handshake::Facts;
+use super::handshake::{Facts, can};
 use super::held::Held;
 use super::target::NbdOptions;
 use crate::disk::info::DiskState;
@@ -23,7 +23,7 @@ pub(super) struct Shared {
     /// As it was when the disk was opened. Later connections must not offer less.
     pub(super) facts: Facts,
     /// The size that the server has told last.
-    pub(super) size_bytes: AtomicU64,
+    size_bytes: AtomicU64,
     /// All requests fail.
     given_up: AtomicBool,
     /// Nobody has the disk any more.
@@ -147,6 +147,22 @@ impl Shared {
         let number = state.add_pipe(here);
         state.home = Some(number);
         Home::Here(number)
+    }
+
+    /// The size that the server has told last.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The server has told a size. Returns the one that it had told before.
+    pub(super) fn swap_size(&self, size_bytes: u64) -> u64 {
+        self.size_bytes.swap(size_bytes, Ordering::Relaxed)
+    }
+
+    /// Whether a flush on one connection is needed before it ends: no other would cover what was
+    /// written on it.
+    pub(super) fn needs_flush_of_its_own(&self) -> bool {
+        !self.facts.can(can::MULTI_CONN) && self.facts.can(can::FLUSH) && !self.is_flushed()
     }
 
     pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {

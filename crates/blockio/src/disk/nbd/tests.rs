@@ -1,6 +1,7 @@
 //! Servers that answer late, break off, and come back as others than they were.
 
 mod homes;
+mod sizes;
 mod slow;
 
 use std::cell::{Cell, RefCell};

@@ -89,6 +89,11 @@ impl Request {
         self.command.changes().then(|| self.offset..self.offset.saturating_add(self.len))
     }
 
+    /// The byte of the disk behind the last one that it is about.
+    pub(super) fn end(&self) -> u64 {
+        self.offset.saturating_add(self.len)
+    }
+
     /// The bytes of the request, without its data. `cookie` comes back with the reply.
     pub(super) fn encode(self, cookie: u64, framing: Framing) -> Header {
         let mut header = Header { bytes: [0; REQUEST_BYTES_MAX], used: 0 };

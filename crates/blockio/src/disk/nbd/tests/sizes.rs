@@ -1,0 +1,40 @@
+//! Exports that change their size. Each connection keeps the size that it was told.
+
+use std::rc::Rc;
+
+use super::super::handshake::can;
+use super::super::scripted::{Event, FLUSH, Server, WRITE};
+use super::super::target::NbdOptions;
+use super::{FLAGS, MIB, Running, new_thread, open, read, wait_a_turn, wait_for};
+use crate::disk::DiskState;
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_an_export_has_grown_by_is_reached_by_other_connections() {
+    for flags in [FLAGS, FLAGS & !can::MULTI_CONN] {
+        let server = Server::start(MIB, flags);
+        // A connection that is replaced does not lose what was written on it.
+        let options = NbdOptions { distrust: true, ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        server.change(|state| state.holds = (WRITE, 1));
+        let held = Running::write(&thread, &disk, 0, 1);
+        wait_for(&thread, &server, Event::Request(0, WRITE));
+        server.change(|state| state.content.resize(2 * MIB, 0));
+        assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
+        let beyond = Running::write(&thread, &disk, MIB as u64, 2);
+        wait_a_turn(&thread);
+        assert!(beyond.0.get().is_none(), "the old connection has taken it");
+        server.answer_held();
+        assert_eq!((held.end(&thread), beyond.end(&thread)), (None, None));
+        assert_eq!(read(&thread, &disk, MIB as u64), 2);
+        let events = server.state().events.clone();
+        // One was made to ask.
+        let at = |event| events.iter().position(|seen| *seen == event);
+        assert!(at(Event::HalfClosed(0)) < at(Event::Request(2, WRITE)), "{events:?}");
+        let is_flushed = events.contains(&Event::Request(0, FLUSH));
+        assert_eq!(is_flushed, flags & can::MULTI_CONN == 0, "{events:?}");
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
+        assert_eq!(source.state(), DiskState::Ready);
+    }
+}
