@@ -197,11 +197,19 @@ impl Gate {
         let mut taken: Option<(Arc<Buckets>, Instant)> = None;
         while !self.is_open.get() {
             let (generation, rules) = self.rules();
-            let Some(buckets) = which(&rules) else { break };
+            let meant = which(&rules);
+            let is_meant = |taken: &Arc<Buckets>| {
+                meant.as_ref().is_some_and(|meant| Arc::ptr_eq(meant, taken))
+            };
+            if let Some((left, _)) = taken.take_if(|(taken, _)| !is_meant(taken)) {
+                // The other disks of a group do not wait for one that has left it.
+                left.give_back(direction, bytes);
+            }
+            let Some(buckets) = meant else { break };
             let begins = match &taken {
                 // Something else has changed.
-                Some((same, begins)) if Arc::ptr_eq(same, &buckets) => *begins,
-                _ => buckets.take(direction, bytes, clock::now()),
+                Some((_, begins)) => *begins,
+                None => buckets.take(direction, bytes, clock::now()),
             };
             let (buckets, _) = taken.insert((buckets, begins));
             let changed = || self.shared.generation() != generation;
