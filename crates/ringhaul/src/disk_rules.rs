@@ -69,7 +69,7 @@ pub struct LimitSpec {
     /// For how many seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_read_max_length: Option<u64>,
-    /// Bytes that are written, discarded or zeroed in a second.
+    /// Bytes that are written or zeroed in a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_write: Option<u64>,
     /// The same in a burst.

@@ -102,7 +102,8 @@ impl DiskSource {
     }
 
     /// Has requests wait so that they keep to these limits, on all IoThreads, those included that
-    /// wait already. Flushes are not limited; discards and zeroes are writes of all their bytes.
+    /// wait already. Flushes are not limited; zeroes are writes of all their bytes, and discards of
+    /// none.
     ///
     /// # Errors
     ///

@@ -16,7 +16,7 @@ use crate::error::Error;
 pub enum Direction {
     /// It reads.
     Read,
-    /// Discards and zeroes are writes of all their bytes.
+    /// Zeroes are writes of all their bytes, and discards of none.
     Write,
 }
 

@@ -1,18 +1,13 @@
 //! Limits, by a clock that is exact.
 
-use std::future::ready;
-use std::io;
-use std::pin::Pin;
 use std::time::Instant;
 
 use super::*;
-use crate::disk::{
-    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates, Requester,
-};
+use crate::disk::{LimitGroup, Limits, Rate, Rates};
 
 const SECONDS: u64 = 10;
 
-fn per_second(rate: u64) -> Rates {
+pub(super) fn per_second(rate: u64) -> Rates {
     Rates { total: Some(Rate { per_second: rate, burst: None }), ..Rates::default() }
 }
 
@@ -20,7 +15,7 @@ fn requests(rate: u64) -> Limits {
     Limits { requests: per_second(rate), ..Limits::default() }
 }
 
-fn null() -> DiskSource {
+pub(super) fn null() -> DiskSource {
     DiskSource::null(1 << 20, &DiskOptions::default()).unwrap()
 }
 
@@ -40,20 +35,32 @@ async fn load(disk: Disk, depth: usize, bytes: usize, end: Instant) -> u64 {
 
 /// How many requests each of these queues has served: its disk, its depth, and its bytes.
 fn serve(scene: &Scene, queues: &[(&DiskSource, usize, usize)]) -> Vec<u64> {
+    serve_on(&[&scene.thread], queues)
+}
+
+/// The same of queues that go to these IoThreads in turn.
+fn serve_on(threads: &[&IoThread], queues: &[(&DiskSource, usize, usize)]) -> Vec<u64> {
     let end = clock::now() + Duration::from_secs(SECONDS);
     let counts = Rc::new(RefCell::new(vec![0; queues.len()]));
     let ended = Rc::new(Cell::new(0));
     for (place, &(source, depth, bytes)) in queues.iter().enumerate() {
-        let (disk, counts, ended) =
-            (source.attach(scene.io()), Rc::clone(&counts), Rc::clone(&ended));
-        scene.io().spawn(async move {
+        let io = threads[place % threads.len()].io();
+        let (disk, counts, ended) = (source.attach(io), Rc::clone(&counts), Rc::clone(&ended));
+        io.spawn(async move {
             counts.borrow_mut()[place] = load(disk, depth, bytes, end).await;
             ended.set(ended.get() + 1);
         });
     }
     while ended.get() < queues.len() {
-        if scene.thread.turn(Wait::Never).unwrap() == Activity::Idle {
-            scene.thread.turn(Wait::ForEvent).unwrap();
+        let turns = threads.iter().map(|thread| thread.turn(Wait::Never).unwrap());
+        // All of them: one may have woken another.
+        if turns.fold(true, |are_idle, turn| are_idle & (turn == Activity::Idle)) {
+            let next = |thread: &&&IoThread| {
+                let next = thread.io().reactor.borrow().next_timer();
+                (next.is_none(), next)
+            };
+            // The clock goes on to what comes first.
+            threads.iter().min_by_key(next).unwrap().turn(Wait::ForEvent).unwrap();
         }
     }
     counts.take()
@@ -87,6 +94,27 @@ fn a_limit_is_kept_to_two_in_a_hundred_and_shared_equally_by_queues() {
     // The first has had the burst, a tenth of a second.
     let burst = 5_000_000 / 4096;
     assert!(seen[0].abs_diff(seen[1] + burst) < 10, "they take turns: {seen:?}");
+}
+
+#[test]
+fn queues_of_one_disk_on_two_threads_have_equal_shares() {
+    let scene = scene(EngineKind::Threads, 6);
+    let other = thread(EngineKind::Threads);
+    let (disk, threads) = (null(), [&scene.thread, &other]);
+    for rate in [200, 5_000] {
+        disk.set_limits(&requests(rate)).unwrap();
+        let seen = serve_on(&threads, &[(&disk, 1, 512), (&disk, 64, 512)]);
+        assert_near(seen.iter().sum(), rate * SECONDS);
+        assert_shares(&seen, &[rate * SECONDS / 2; 2]);
+    }
+    // Of a disk in a group all queues take turns, on whichever thread.
+    let group = LimitGroup::default();
+    group.set_limits(requests(3000)).unwrap();
+    disk.set_limits(&Limits::default()).unwrap();
+    disk.join(Some(&group));
+    let seen = serve_on(&threads, &[(&disk, 1, 512), (&disk, 64, 512)]);
+    assert_near(seen.iter().sum(), 3000 * SECONDS);
+    assert_shares(&seen, &[1500 * SECONDS; 2]);
 }
 
 #[test]
@@ -166,238 +194,59 @@ fn requests_that_wait_for_limits_go_on_when_these_change_or_their_queue_stops() 
     assert!((second..soon).contains(&took), "{took:?}");
 }
 
-/// A kernel without space until then.
-struct Full {
-    until: Instant,
-    now: Cell<Instant>,
-    writes: Cell<u32>,
-}
-
-impl World for Full {
-    fn now(&self) -> Instant {
-        self.now.get()
-    }
-
-    fn preempt(&self) {}
-
-    fn ring(&self, _: u32) -> RingSetup {
-        unreachable!("its engine has threads")
-    }
-
-    fn admit(&self, _: RawFd, count: usize, _: usize) -> Result<usize, libc::c_int> {
-        Ok(count)
-    }
-
-    fn ends_poll(&self) -> bool {
-        false
-    }
-
-    fn start(&self, op: KernelOp) -> bool {
-        self.writes.set(self.writes.get() + 1);
-        let bytes = i64::try_from(op.buffers().bytes()).unwrap();
-        let is_full = self.now.get() < self.until;
-        // A part of the first finds space.
-        let part = if bytes > 4096 { 4096 } else { -i64::from(libc::ENOSPC) };
-        op.answer(if is_full { part } else { bytes }).send();
-        true
-    }
-
-    fn spin(&self) {
-        self.now.set(self.now.get() + Duration::from_micros(1));
-    }
-
-    fn run_sq_thread(&self, _: SqThread) {
-        unreachable!("no ring has a submission thread");
-    }
-
-    fn run_thread(&self, work: Box<dyn FnOnce()>) {
-        work();
-    }
-
-    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
-        if !is_over() {
-            let when = deadline.expect("the loop sleeps and nothing will wake it");
-            self.now.set(self.now.get().max(when));
-        }
-    }
-}
-
-fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
-    let info = DiskInfo {
-        size_bytes: BYTES as u64,
-        logical_block_bytes: 512,
-        physical_block_bytes: 512,
-        read_only: false,
-        direct: true,
+/// One discard would keep a group waiting for hours, as the bytes of a disk go.
+#[test]
+fn discards_count_as_requests_and_not_by_their_bytes() {
+    let scene = scene(EngineKind::Threads, 4);
+    let (one, other) = (null(), null());
+    let group = LimitGroup::default();
+    let slow = Limits { requests: per_second(10), bytes: per_second(512), ..Limits::default() };
+    group.set_limits(slow).unwrap();
+    one.join(Some(&group));
+    other.join(Some(&group));
+    let (one, other) = (one.attach(scene.io()), other.attach(scene.io()));
+    let start = clock::now();
+    let took = Rc::new(Cell::new([Duration::ZERO; 3]));
+    let ended = Rc::clone(&took);
+    scene.run(async move {
+        one.discard(0, 1 << 20).await.unwrap();
+        let discarded = clock::now() - start;
+        other.discard(0, 1 << 20).await.unwrap();
+        let again = clock::now() - start;
+        other.write(0, Buffers::aligned(512, 512), false).await.unwrap();
+        ended.set([discarded, again, clock::now() - start]);
+    });
+    let near = |took: Duration, tenths: u32| {
+        took.abs_diff(tenths * Duration::from_millis(100)) < Duration::from_millis(20)
     };
-    let descriptor = OwnedFd::from(file.reopen().unwrap());
-    DiskSource::simulated(descriptor, info, false, 512, 512)
+    let [discarded, again, written] = took.get();
+    assert!(near(discarded, 0) && near(again, 0), "{discarded:?}, {again:?}");
+    assert!(near(written, 1), "the third request has its turn: {written:?}");
 }
 
-/// How long a write takes on a disk that has space again after so many seconds, and how it ends.
-fn write_when_full(
-    action: ErrorAction,
-    seconds: u64,
-    happens: impl Fn(&DiskSource, &Disk) + 'static,
-) -> (u64, Result<(), Option<i32>>) {
-    let start = Instant::now();
-    let until = start + Duration::from_secs(seconds);
-    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let thread = thread(EngineKind::Threads);
-    let source = simulated_file(&file);
-    source.set_error_policy(ErrorPolicy { write: action, ..ErrorPolicy::default() });
-    let disk = source.attach(thread.io());
-    let result = thread.block_on(async {
-        let write = async { disk.write(0, Buffers::aligned(8192, 512), true).await };
-        let happens = async {
-            thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            happens(&source, &disk);
-        };
-        join(write, happens).await.0
+/// Of two disks of a group one has a request that waits for a minute, and leaves after a second.
+#[test]
+fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
+    let scene = scene(EngineKind::Threads, 5);
+    let (leaves, stays) = (null(), null());
+    let group = LimitGroup::default();
+    group.set_limits(Limits { bytes: per_second(65_536 / 32), ..Limits::default() }).unwrap();
+    leaves.join(Some(&group));
+    stays.join(Some(&group));
+    let other = stays.attach(scene.io());
+    let start = clock::now();
+    let took = waits(&scene, &leaves, {
+        let leaves = leaves.clone();
+        move |_| leaves.join(None)
     });
-    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
-    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
-    drop(disk);
-    ((clock::now() - start).as_secs(), result)
-}
-
-#[test]
-fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
-    let nothing = |_: &DiskSource, _: &Disk| ();
-    let no_space = Err(Some(libc::ENOSPC));
-    assert_eq!(write_when_full(ErrorAction::Report, 100, nothing), (5, no_space));
-    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 100, nothing), (20, no_space));
-    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
-    let stops = |source: &DiskSource, disk: &Disk| {
-        assert!(matches!(source.state(), DiskState::Held(_)));
-        disk.set_ending(true);
-    };
-    assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
-    for action in [ErrorAction::Hold, ErrorAction::Retry] {
-        let (took, result) = write_when_full(action, 100, |source, _| source.resume());
-        assert_eq!(result, Ok(()));
-        assert!((100..102).contains(&took), "{took}");
-    }
-}
-
-/// A request that somebody may not want any more, and what it was asked.
-#[derive(Default)]
-struct Wanted {
-    is_over: Cell<bool>,
-    /// It may go on.
-    is_refused: Cell<bool>,
-    asked: RefCell<Vec<&'static str>>,
-}
-
-impl Requester for Wanted {
-    fn waits(&self) {
-        self.asked.borrow_mut().push("waits");
-    }
-
-    fn check(&self) -> io::Result<()> {
-        let error = || io::Error::from_raw_os_error(libc::ECANCELED);
-        if self.is_over.get() { Err(error()) } else { Ok(()) }
-    }
-
-    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-        self.asked.borrow_mut().push("goes on");
-        let error = io::Error::from_raw_os_error(libc::EBADE);
-        Box::pin(ready(if self.is_refused.get() { Err(error) } else { Ok(()) }))
-    }
-
-    fn ends(&self) {
-        self.asked.borrow_mut().push("ends");
-    }
-}
-
-/// Has a write wait for a minute because of limits, or because its disk has failed it. Returns how
-/// it ends if this happens after five seconds, how long that takes, and what it was asked.
-fn wait_for(
-    what: &str,
-    happens: impl Fn(&DiskSource, &Disk, &Wanted) + 'static,
-) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
-    let start = Instant::now();
-    let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
-    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
-    let thread = thread(EngineKind::Threads);
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let source = simulated_file(&file);
-    if what == "limits" {
-        let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
-        source.set_limits(&slow).unwrap();
-    } else {
-        let write = ErrorAction::Hold;
-        source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
-    }
-    let (disk, wanted) = (source.attach(thread.io()), Wanted::default());
-    let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
-    let result = thread.block_on(async {
-        if what == "limits" {
-            // It empties the bucket.
-            disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
-        }
-        let happens = async {
-            thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            happens(&source, &disk, &wanted);
-        };
-        join(write, happens).await.0
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    let (ended, after) = (Rc::new(Cell::new(Duration::ZERO)), start);
+    let end = Rc::clone(&ended);
+    scene.run(async move {
+        other.write(0, Buffers::aligned(512, 512), false).await.unwrap();
+        end.set(clock::now() - after);
     });
-    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
-    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
-    (result, (clock::now() - start).as_secs(), wanted.asked.take())
-}
-
-#[test]
-fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
-    for what in ["limits", "space"] {
-        let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
-            wanted.is_over.set(true);
-            disk.look_at_waiting();
-        });
-        assert_eq!((result, seconds), (Err(Some(libc::ECANCELED)), 5), "{what}");
-        assert_eq!(asked[asked.len() - 2..], ["waits", "ends"], "{what}");
-    }
-}
-
-#[test]
-fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
-    for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
-        let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
-        assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));
-        let (result, ..) = wait_for(what, |source, _, _| source.cut_off(4096));
-        assert_eq!(result, Err(smaller), "{what}: it is beyond the end");
-        let (result, seconds, asked) = wait_for(what, |_, _, _| ());
-        assert_eq!((result, asked.last()), (Ok(()), Some(&"goes on")), "{what}");
-        assert!((59..62).contains(&seconds), "{what}: {seconds}");
-    }
-}
-
-/// Of a disk that is no file, whose writes fail for good when data is lost.
-#[test]
-fn a_write_that_nothing_can_make_good_is_not_tried_again() {
-    let start = Instant::now();
-    let world = Rc::new(Full { until: start, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<Full>::clone(&world));
-    let thread = thread(EngineKind::Threads);
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
-    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
-    source.inherit(Some(libc::EIO), false);
-    let disk = source.attach(thread.io());
-    let result = thread.block_on(async {
-        let write = async {
-            let result = disk.write(0, Buffers::aligned(512, 512), true).await;
-            (result.unwrap_err().error().raw_os_error(), clock::now() - start)
-        };
-        let ends = async {
-            thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            disk.set_ending(true);
-        };
-        join(write, ends).await.0
-    });
-    let (errno, took) = result.unwrap();
-    assert_eq!((errno, took.as_secs()), (Some(libc::EIO), 0));
+    // The one that had begun is paid for after 32 seconds.
+    let ended = ended.get();
+    assert!((30..=32).contains(&ended.as_secs()), "{ended:?}");
 }

@@ -1,0 +1,283 @@
+//! Requests that wait, for limits or because their disk has failed them.
+
+use std::future::ready;
+use std::io;
+use std::pin::Pin;
+use std::time::Instant;
+
+use super::limits::{null, per_second};
+use super::*;
+use crate::disk::{Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester};
+
+/// A kernel without space until then.
+struct Full {
+    until: Instant,
+    now: Cell<Instant>,
+    writes: Cell<u32>,
+}
+
+impl World for Full {
+    fn now(&self) -> Instant {
+        self.now.get()
+    }
+
+    fn preempt(&self) {}
+
+    fn ring(&self, _: u32) -> RingSetup {
+        unreachable!("its engine has threads")
+    }
+
+    fn admit(&self, _: RawFd, count: usize, _: usize) -> Result<usize, libc::c_int> {
+        Ok(count)
+    }
+
+    fn ends_poll(&self) -> bool {
+        false
+    }
+
+    fn start(&self, op: KernelOp) -> bool {
+        self.writes.set(self.writes.get() + 1);
+        let bytes = i64::try_from(op.buffers().bytes()).unwrap();
+        let is_full = self.now.get() < self.until;
+        // A part of the first finds space.
+        let part = if bytes > 4096 { 4096 } else { -i64::from(libc::ENOSPC) };
+        op.answer(if is_full { part } else { bytes }).send();
+        true
+    }
+
+    fn spin(&self) {
+        self.now.set(self.now.get() + Duration::from_micros(1));
+    }
+
+    fn run_sq_thread(&self, _: SqThread) {
+        unreachable!("no ring has a submission thread");
+    }
+
+    fn run_thread(&self, work: Box<dyn FnOnce()>) {
+        work();
+    }
+
+    fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
+        if !is_over() {
+            let when = deadline.expect("the loop sleeps and nothing will wake it");
+            self.now.set(self.now.get().max(when));
+        }
+    }
+}
+
+fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+    let info = DiskInfo {
+        size_bytes: BYTES as u64,
+        logical_block_bytes: 512,
+        physical_block_bytes: 512,
+        read_only: false,
+        direct: true,
+    };
+    let descriptor = OwnedFd::from(file.reopen().unwrap());
+    DiskSource::simulated(descriptor, info, false, 512, 512)
+}
+
+/// How long a write takes on a disk that has space again after so many seconds, and how it ends.
+fn write_when_full(
+    action: ErrorAction,
+    seconds: u64,
+    happens: impl Fn(&DiskSource, &Disk) + 'static,
+) -> (u64, Result<(), Option<i32>>) {
+    let start = Instant::now();
+    let until = start + Duration::from_secs(seconds);
+    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<Full>::clone(&world));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let thread = thread(EngineKind::Threads);
+    let source = simulated_file(&file);
+    source.set_error_policy(ErrorPolicy { write: action, ..ErrorPolicy::default() });
+    let disk = source.attach(thread.io());
+    let result = thread.block_on(async {
+        let write = async { disk.write(0, Buffers::aligned(8192, 512), true).await };
+        let happens = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            happens(&source, &disk);
+        };
+        join(write, happens).await.0
+    });
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
+    drop(disk);
+    ((clock::now() - start).as_secs(), result)
+}
+
+#[test]
+fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
+    let nothing = |_: &DiskSource, _: &Disk| ();
+    let no_space = Err(Some(libc::ENOSPC));
+    assert_eq!(write_when_full(ErrorAction::Report, 100, nothing), (5, no_space));
+    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 100, nothing), (20, no_space));
+    assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
+    let stops = |source: &DiskSource, disk: &Disk| {
+        assert!(matches!(source.state(), DiskState::Held(_)));
+        disk.set_ending(true);
+    };
+    assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
+    for action in [ErrorAction::Hold, ErrorAction::Retry] {
+        let (took, result) = write_when_full(action, 100, |source, _| source.resume());
+        assert_eq!(result, Ok(()));
+        assert!((100..102).contains(&took), "{took}");
+    }
+}
+
+/// A request that somebody may not want any more, and what it was asked.
+#[derive(Default)]
+struct Wanted {
+    is_over: Cell<bool>,
+    /// It may go on.
+    is_refused: Cell<bool>,
+    asked: RefCell<Vec<&'static str>>,
+}
+
+impl Requester for Wanted {
+    fn waits(&self) {
+        self.asked.borrow_mut().push("waits");
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let error = || io::Error::from_raw_os_error(libc::ECANCELED);
+        if self.is_over.get() { Err(error()) } else { Ok(()) }
+    }
+
+    fn goes_on(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        self.asked.borrow_mut().push("goes on");
+        let error = io::Error::from_raw_os_error(libc::EBADE);
+        Box::pin(ready(if self.is_refused.get() { Err(error) } else { Ok(()) }))
+    }
+
+    fn ends(&self) {
+        self.asked.borrow_mut().push("ends");
+    }
+}
+
+/// Has a write wait for a minute because of limits, or because its disk has failed it. Returns how
+/// it ends if this happens after five seconds, how long that takes, and what it was asked.
+fn wait_for(
+    what: &str,
+    happens: impl Fn(&DiskSource, &Disk, &Wanted) + 'static,
+) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
+    let start = Instant::now();
+    let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
+    let world = Rc::new(Full { until, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<Full>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = simulated_file(&file);
+    if what == "limits" {
+        let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
+        source.set_limits(&slow).unwrap();
+    } else {
+        let write = ErrorAction::Hold;
+        source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
+    }
+    let (disk, wanted) = (source.attach(thread.io()), Wanted::default());
+    let write = disk.asking(&wanted).write(0, Buffers::aligned(8192, 512), true);
+    let result = thread.block_on(async {
+        if what == "limits" {
+            // It empties the bucket.
+            disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
+        }
+        let happens = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            happens(&source, &disk, &wanted);
+        };
+        join(write, happens).await.0
+    });
+    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
+    (result, (clock::now() - start).as_secs(), wanted.asked.take())
+}
+
+#[test]
+fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
+    for what in ["limits", "space"] {
+        let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
+            wanted.is_over.set(true);
+            disk.look_at_waiting();
+        });
+        assert_eq!((result, seconds), (Err(Some(libc::ECANCELED)), 5), "{what}");
+        assert_eq!(asked[asked.len() - 2..], ["waits", "ends"], "{what}");
+    }
+}
+
+/// What it would have cost is for those who come after it.
+#[test]
+fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
+    let scene = scene(EngineKind::Threads, 7);
+    // Bytes in a second of the disk and of its group. With both it waits for its group.
+    for (own, of_group) in [(Some(512), None), (None, Some(512)), (Some(8192), Some(512))] {
+        let (source, group) = (null(), LimitGroup::default());
+        let limits = |bytes: Option<u64>| Limits {
+            bytes: bytes.map(per_second).unwrap_or_default(),
+            ..Limits::default()
+        };
+        source.set_limits(&limits(own)).unwrap();
+        group.set_limits(limits(of_group)).unwrap();
+        source.join(Some(&group));
+        let (disk, start) = (source.attach(scene.io()), clock::now());
+        let io = Rc::clone(scene.io());
+        let took = Rc::new(Cell::new(Duration::ZERO));
+        let ended = Rc::clone(&took);
+        scene.run(async move {
+            let write = |bytes| disk.write(0, Buffers::aligned(bytes, 512), false);
+            write(5120).await.unwrap();
+            let wanted = Wanted::default();
+            let unwanted = disk.asking(&wanted).write(0, Buffers::aligned(1 << 18, 512), false);
+            let ends = async {
+                io.sleep_until(start + Duration::from_secs(1)).await;
+                wanted.is_over.set(true);
+                disk.look_at_waiting();
+            };
+            assert!(join(unwanted, ends).await.0.is_err());
+            write(512).await.unwrap();
+            ended.set(clock::now() - start);
+        });
+        // The first one is paid for after 10 seconds.
+        assert!((9..=10).contains(&took.get().as_secs()), "{own:?}: {:?}", took.get());
+    }
+}
+
+#[test]
+fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
+    for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
+        let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
+        assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));
+        let (result, ..) = wait_for(what, |source, _, _| source.cut_off(4096));
+        assert_eq!(result, Err(smaller), "{what}: it is beyond the end");
+        let (result, seconds, asked) = wait_for(what, |_, _, _| ());
+        assert_eq!((result, asked.last()), (Ok(()), Some(&"goes on")), "{what}");
+        assert!((59..62).contains(&seconds), "{what}: {seconds}");
+    }
+}
+
+/// Of a disk that is no file, whose writes fail for good when data is lost.
+#[test]
+fn a_write_that_nothing_can_make_good_is_not_tried_again() {
+    let start = Instant::now();
+    let world = Rc::new(Full { until: start, now: Cell::new(start), writes: Cell::new(0) });
+    let _installed = install(Rc::<Full>::clone(&world));
+    let thread = thread(EngineKind::Threads);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
+    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
+    source.inherit(Some(libc::EIO), false);
+    let disk = source.attach(thread.io());
+    let result = thread.block_on(async {
+        let write = async {
+            let result = disk.write(0, Buffers::aligned(512, 512), true).await;
+            (result.unwrap_err().error().raw_os_error(), clock::now() - start)
+        };
+        let ends = async {
+            thread.io().sleep_until(start + Duration::from_secs(5)).await;
+            disk.set_ending(true);
+        };
+        join(write, ends).await.0
+    });
+    let (errno, took) = result.unwrap();
+    assert_eq!((errno, took.as_secs()), (Some(libc::EIO), 0));
+}
