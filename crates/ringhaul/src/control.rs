@@ -3,6 +3,7 @@
 //! It sleeps in `poll` and never waits for anything else, so that a slow disk behind one export
 //! delays the front-ends of no other. Exports come and go by orders, each of which it answers.
 
+mod changing;
 mod closing;
 mod export;
 mod exports;
@@ -167,7 +168,7 @@ impl Control {
         change: UnitChange,
     ) -> Answered<(ChangingUnit, Turn<'_>)> {
         let unit = self.ask(|answer| Order::BeginUnit(name, place, change, answer))??;
-        let turn = Turn { control: self, id: unit.id, place: Some(place), has_ended: false };
+        let turn = Turn { control: self, id: unit.id, place: Some(place) };
         Ok((unit, turn))
     }
 
@@ -183,12 +184,12 @@ impl Control {
         place: Option<UnitPlace>,
     ) -> Answered<(ResizingDisk, Turn<'_>)> {
         let disk = self.ask(|answer| Order::BeginResize(name, place, answer))??;
-        let turn = Turn { control: self, id: disk.id, place, has_ended: false };
+        let turn = Turn { control: self, id: disk.id, place };
         Ok((disk, turn))
     }
 
     /// Changes what a disk of an export may do, and what becomes of requests that it fails. Returns
-    /// what holds now.
+    /// what holds now, and what the log calls the export.
     ///
     /// # Errors
     ///
@@ -198,7 +199,7 @@ impl Control {
         name: String,
         place: Option<UnitPlace>,
         change: Box<RulesChange>,
-    ) -> Answered<ShownRules> {
+    ) -> Answered<(ShownRules, String)> {
         self.ask(|answer| Order::SetDisk(name, place, change, answer))?
     }
 
@@ -380,12 +381,12 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// A disk of an export, or the place for one, that somebody is changing.
+/// A disk of an export, or the place for one, that somebody is changing. When this is dropped, the
+/// change has ended: its disk must be closed by then, unless the export has it.
 pub(crate) struct Turn<'a> {
     control: &'a Control,
     id: u64,
     place: Option<UnitPlace>,
-    has_ended: bool,
 }
 
 impl Turn<'_> {
@@ -405,35 +406,32 @@ impl Turn<'_> {
         let _ = self.control.ask(|answer| Order::KeepHere(self.id, self.place, false, answer));
     }
 
-    /// Ends with a unit on this disk. Returns false when its export has ended meanwhile.
-    pub(crate) fn end_with(mut self, unit: UnitSpec, disk: DiskSource) -> bool {
-        matches!(self.end(Changed::Unit(Box::new(unit), disk)), Ok(None))
+    /// Puts in a unit on this disk. Returns false when its export has ended meanwhile.
+    pub(crate) fn put_in(&self, unit: UnitSpec, disk: DiskSource) -> bool {
+        matches!(self.tell(Changed::Unit(Box::new(unit), disk)), Ok(None))
     }
 
-    /// Ends with another size of the disk, which a driver of virtio-blk is told.
-    pub(crate) fn end_resized(mut self) {
+    /// Tells that the disk has another size, which a driver of virtio-blk hears.
+    pub(crate) fn tell_resized(&self) {
         // Without the export there is nobody to tell.
-        let _ = self.end(Changed::Size);
+        let _ = self.tell(Changed::Size);
     }
 
-    /// Ends with one unit less.
-    pub(crate) fn end_removed(mut self) {
+    /// Tells that there is one unit less.
+    pub(crate) fn tell_removed(&self) {
         // Without the export there is nobody to tell.
-        let _ = self.end(Changed::Removed);
+        let _ = self.tell(Changed::Removed);
     }
 
-    fn end(&mut self, changed: Changed) -> Answered<Option<DiskSource>> {
-        self.has_ended = true;
-        self.control.ask(|answer| Order::EndChange(self.id, self.place, changed, answer))
+    fn tell(&self, changed: Changed) -> Answered<Option<DiskSource>> {
+        self.control.ask(|answer| Order::Changed(self.id, self.place, changed, answer))
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if !self.has_ended {
-            // Whoever asks next finds the place free.
-            let _ = self.end(Changed::Nothing);
-        }
+        // Whoever asks next finds the place free.
+        let _ = self.control.ask(|answer| Order::EndChange(self.id, self.place, answer));
     }
 }
 

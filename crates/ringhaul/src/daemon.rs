@@ -242,7 +242,7 @@ impl Daemon {
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
-        let ChangingUnit { name, device, settings, endpoint, .. } = changing;
+        let ChangingUnit { name, log_name, device, settings, endpoint, .. } = changing;
         let wanted = unit.disk(&settings);
         let mut disk = OpenDisk::open(&wanted, user(&endpoint, Some(place)))?;
         self.groups.join(&disk.source, &wanted.1.rules)?;
@@ -255,20 +255,21 @@ impl Daemon {
         set_up(&self.args, &threads, &mut disk, choice)?;
         unit.add_to(&device, &name, &disk, &self.accesses)?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
-        if !turn.end_with(unit, disk.source) {
+        if !turn.put_in(unit, disk.source) {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }
             return Err(CommandError::Unknown(export));
         }
-        tracing::info!(export, "{line}");
+        drop(device);
+        tracing::info!(export = log_name, "{line}");
         Ok(Reply::UnitAdded)
     }
 
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
         let (changing, turn) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
-        let ChangingUnit { device, removed, .. } = changing;
+        let ChangingUnit { log_name, device, removed, .. } = changing;
         let unit = device.remove_unit(place.address());
         // Whoever asks waits for the end of its requests, and for the file system, however long
         // they take. Then the disk can be opened again.
@@ -276,8 +277,8 @@ impl Daemon {
         if let Some(unit) = unit {
             close_unit(|| unit.close(), &turn);
         }
-        turn.end_removed();
-        tracing::info!(export, "logical unit {place} is removed");
+        turn.tell_removed();
+        tracing::info!(export = log_name, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
     }
 
@@ -288,7 +289,7 @@ impl Daemon {
         wanted: NewSize,
     ) -> Result<Reply, CommandError> {
         let (resizing, turn) = self.control.begin_resize(export.clone(), place)?;
-        let ResizingDisk { device, disk, .. } = resizing;
+        let ResizingDisk { log_name, device, disk, .. } = resizing;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let before = disk.info().size_bytes;
         let _resizing = self.accesses.begin_resize(&disk);
@@ -311,8 +312,11 @@ impl Daemon {
         if !has_changed {
             return Ok(Reply::Resized(size));
         }
-        tracing::info!(export, "{what} has {size} bytes, not {before}");
-        turn.end_resized();
+        tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
+        turn.tell_resized();
+        // Whoever waits for the end of the export may use the disk then.
+        drop((device, access));
+        drop(turn);
         Ok(Reply::Resized(size))
     }
 
@@ -322,10 +326,13 @@ impl Daemon {
         place: Option<UnitPlace>,
         change: Box<RulesChange>,
     ) -> Result<Reply, CommandError> {
-        let rules = self.control.set_disk(export.clone(), place, change)?;
+        let is_asked = change.is_empty();
+        let (rules, log_name) = self.control.set_disk(export, place, change)?;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let text = serde_json::to_string(&rules).context("cannot write down what holds")?;
-        tracing::info!(export, "{what} is served with {text}");
+        if !is_asked {
+            tracing::info!(export = log_name, "{what} is served with {text}");
+        }
         Ok(Reply::Rules(Box::new(rules)))
     }
 

@@ -330,6 +330,12 @@ pub struct RulesChange {
 }
 
 impl RulesChange {
+    /// Whether it leaves everything as it is.
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { limits, rerror, werror } = self;
+        limits.as_ref().is_none_or(LimitSpec::is_empty) && rerror.is_none() && werror.is_none()
+    }
+
     /// What makes these rules of others.
     pub(crate) fn to(rules: &DiskRules) -> Self {
         Self {

@@ -26,6 +26,8 @@ pub mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
     pub const GETATTR: u32 = 3;
+    /// Refused, as the file has one size.
+    pub const SETATTR: u32 = 4;
     pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
     pub(crate) const RELEASE: u32 = 18;

@@ -158,7 +158,7 @@ fn the_members_of_a_group_may_ask() -> Result<()> {
 }
 
 /// The next event of a subscriber.
-fn event(client: &mut Client) -> Result<Value> {
+pub(crate) fn event(client: &mut Client) -> Result<Value> {
     let mut line = client.answer()?.context("the subscriber was dropped")?;
     ensure!(line["method"] == "event" && line.get("id").is_none(), "{line}");
     Ok(line["params"].take())

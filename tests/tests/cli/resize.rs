@@ -77,6 +77,49 @@ fn a_disk_is_resized_by_request() -> Result<()> {
     Ok(())
 }
 
+/// Whoever hears that it has ended may use the disk, which must not change any more.
+#[test]
+fn an_export_has_not_ended_while_its_file_is_resized() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let vm = scene.socket("vm");
+    let options = ",lock=off,cache=writeback,name=vm";
+    let (mut daemon, mut client) = serve(&scene, &[export(&vm, &fuse.file(), options)])?;
+    let mut events = Client::new(&scene.socket("control"))?;
+    events.call("subscribe", &json!({ "events": ["removed"] }))?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    fuse.withhold(daemon.pid(), &[opcode::SETATTR]);
+    let resize = std::thread::spawn({
+        let control = scene.socket("control");
+        move || {
+            let size = json!({ "export": "vm", "size-bytes": 2 * MIB });
+            Client::new(&control)?.call("disk.resize", &size)
+        }
+    });
+    fuse.wait_for(opcode::SETATTR)?;
+    for force in [false, true] {
+        let remove = json!({ "export": "vm", "force": force, "deadline-ms": 50 });
+        let removed = client.call("export.remove", &remove)?;
+        let message = removed["error"]["message"].as_str().unwrap_or_default();
+        ensure!(removed["error"]["code"] == 8, "{removed}");
+        ensure!(message.contains("its disk is being resized"), "{removed}");
+    }
+    let shown = client.call("export.show", &json!({ "export": "vm" }))?;
+    ensure!(shown["result"]["waits-for"] == "its disk is being resized", "{shown}");
+    let early = events.call("ping", &json!({}))?;
+    ensure!(early["result"].is_object(), "it has ended: {early}");
+    fuse.release();
+    let resized = resize.join().expect("it has not panicked")?;
+    ensure!(resized["error"]["code"] == 1, "{resized}");
+    // It may have ended by now.
+    client.call("export.remove", &json!({ "export": "vm" }))?;
+    ensure!(super::control::event(&mut events)?["event"] == "removed", "it has not ended");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 /// Each has opened the file by itself.
 #[test]
 fn all_exports_of_a_disk_take_its_new_size() -> Result<()> {

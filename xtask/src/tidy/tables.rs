@@ -294,7 +294,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (15, &["vhost_user::session"]),
             (16, &["vhost_user"]),
             // Exports and the thread that controls them.
-            (17, &["control::handed", "control::opening"]),
+            (17, &["control::changing", "control::handed", "control::opening"]),
             (18, &["control::order"]),
             (19, &["control::closing"]),
             (20, &["control::export"]),

@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 use blockio::DiskSource;
 use device::{Answer, Device, Pending};
 
+use super::changing::{Changing, Kind};
 use super::order::{Answered, ExportSetup};
 use crate::command::ExportStatus;
 use crate::export_log::ExportLog;
+use crate::spec::ExportSpec;
 
 /// What an export waits for that has ended.
 pub(super) const NOT_CLOSED: &str = "its disk is not closed";
@@ -21,9 +23,13 @@ const FORCED_CLOSE_MAX: Duration = Duration::from_secs(1);
 /// An export that has ended. `close` waits for as long as a file system does (FUSE, NFS) or a
 /// block device, so it has a thread.
 pub(super) struct Closing {
+    /// That of the export.
+    pub(super) id: u64,
     /// As the export was at its end.
-    pub(super) status: ExportStatus,
+    status: ExportStatus,
     pub(super) log: Arc<ExportLog>,
+    /// Who has a disk of it open, and is not done.
+    pub(super) changing: Vec<Changing>,
     /// Who waits for its end.
     pub(super) removed: Vec<Answer<Answered<ExportStatus>>>,
     /// Since when its disk is being closed.
@@ -36,46 +42,77 @@ pub(super) struct Closing {
 
 impl Closing {
     pub(super) fn new(
+        id: u64,
         status: ExportStatus,
         log: Arc<ExportLog>,
-        removed: Vec<Answer<Answered<ExportStatus>>>,
         disks: (Vec<DiskSource>, Device),
         waker: &Waker,
     ) -> Self {
         let (answer, closed) = Pending::new();
         closed.wake(waker);
         close(disks, answer);
-        let status = ExportStatus { waits_for: Some(NOT_CLOSED.to_owned()), ..status };
-        let (since, give_up_at) = (Instant::now(), None);
-        Self { status, log, removed, since, closed, give_up_at, was_given_up: false }
+        let since = Instant::now();
+        let (changing, removed) = (Vec::new(), Vec::new());
+        let (give_up_at, was_given_up) = (None, false);
+        Self { id, status, log, changing, removed, since, closed, give_up_at, was_given_up }
     }
 
-    /// Whether nobody waits any more.
-    pub(super) fn is_closed(&self) -> bool {
-        self.was_given_up || self.closed.check().is_ready()
+    /// What it was asked to be.
+    pub(super) fn spec(&self) -> &ExportSpec {
+        &self.status.spec
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.status.name()
+    }
+
+    pub(super) fn is_called(&self, name: &str) -> bool {
+        self.spec().is_called(name)
+    }
+
+    /// As the export was at its end, and what it waits for.
+    pub(super) fn status(&self) -> ExportStatus {
+        ExportStatus { waits_for: Some(self.what_is_left()), ..self.status.clone() }
+    }
+
+    /// Whether somebody is giving a disk of this identity another size.
+    pub(super) fn resizes(&self, identity: &str) -> bool {
+        self.changing.iter().any(|changing| changing.resizes(identity))
+    }
+
+    /// Whether nobody waits any more. A disk that is being opened keeps no daemon from ending.
+    pub(super) fn has_ended(&self, daemon_ends: bool) -> bool {
+        let is_over = |changing: &Changing| daemon_ends && changing.kind == Kind::Adding;
+        let is_closed = self.closed.check().is_ready() && self.changing.iter().all(is_over);
+        self.was_given_up || is_closed
+    }
+
+    /// What is waited for.
+    pub(super) fn what_is_left(&self) -> String {
+        self.changing.first().map_or(NOT_CLOSED.to_owned(), Changing::to_string)
     }
 
     /// Nobody is to wait for a close that hangs. All requests are answered, and the disk is closed
-    /// when it can be.
+    /// when it can be. A change of its file is waited for even so.
     pub(super) fn force(&mut self) {
         self.give_up_at = Some(self.since + FORCED_CLOSE_MAX);
     }
 
     /// When it is given up, unless it is closed by then.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.give_up_at
+        self.give_up_at.filter(|_| !self.changing.iter().any(Changing::changes_file))
     }
 
     /// Gives it up if that is due.
     pub(super) fn look(&mut self, now: Instant) {
-        let is_due = self.give_up_at.is_some_and(|when| now >= when);
-        if is_due && !self.was_given_up && self.closed.check().is_pending() {
+        let is_due = self.deadline().is_some_and(|when| now >= when);
+        if is_due && !self.has_ended(false) {
             self.was_given_up = true;
-            let seconds = self.since.elapsed().as_secs();
+            let (left, seconds) = (self.what_is_left(), self.since.elapsed().as_secs());
             let export = self.log.name();
             tracing::warn!(
                 export,
-                "removed by force, although {NOT_CLOSED} after {seconds} s; it is closed when that \
+                "removed by force, although {left} after {seconds} s; the disk is closed when that \
                  is possible, and may be locked until then"
             );
         }
@@ -83,12 +120,11 @@ impl Closing {
 
     /// Answers all who wait for the end. False when nobody does.
     pub(super) fn answer(&mut self) -> bool {
-        if !self.was_given_up {
-            self.status.waits_for = None;
-        }
+        let waits_for = self.was_given_up.then(|| self.what_is_left());
+        let status = ExportStatus { waits_for, ..self.status.clone() };
         let removed = std::mem::take(&mut self.removed);
         let is_awaited = !removed.is_empty();
-        removed.into_iter().for_each(|answer| answer.send(Ok(self.status.clone())));
+        removed.into_iter().for_each(|answer| answer.send(Ok(status.clone())));
         is_awaited
     }
 }

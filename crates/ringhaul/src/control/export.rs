@@ -4,16 +4,17 @@
 mod changes;
 mod describe;
 
-use std::io;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
+use std::{io, iter};
 
 use blockio::DiskSource;
 use device::Answer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 
+use super::changing::Changing;
 use super::closing::{Closing, NOT_CLOSED};
 use super::order::{Answered, ExportSetup};
 use crate::command::{DiskState, ExportState, ExportStatus, Served};
@@ -23,7 +24,7 @@ use crate::export_log::ExportLog;
 use crate::log_limit::LogLimit;
 use crate::memory_limits::MemoryLimits;
 use crate::peer::Peer;
-use crate::spec::{ExportSpec, UnitPlace};
+use crate::spec::ExportSpec;
 use crate::subscribers::What;
 use crate::vhost_user::{End, Examiner, Progress, Session, SessionSetup};
 
@@ -39,15 +40,6 @@ pub(super) enum Polled {
     Alarm,
     Listener(usize),
     Session(usize),
-}
-
-/// The place of a disk that somebody is changing.
-pub(super) struct Changing {
-    /// That of virtio-blk has no address.
-    pub(super) place: Option<UnitPlace>,
-    /// No other process takes over before it ends: it has begun, and what is left does not hang. To
-    /// open or close a disk may take long, and another process needs nothing of it.
-    pub(super) keeps_here: bool,
 }
 
 /// One device and its front-ends, one after the other.
@@ -220,8 +212,9 @@ impl Export {
     /// Begins to close the disk of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
-        let Self { disks, log, setup, removed, is_forced, .. } = self;
-        let mut closing = Closing::new(status, log, removed, (disks, setup.device), waker);
+        let Self { id, changing, disks, log, setup, removed, is_forced, .. } = self;
+        let mut closing = Closing::new(id, status, log, (disks, setup.device), waker);
+        (closing.changing, closing.removed) = (changing, removed);
         if is_forced {
             closing.force();
         }
@@ -428,14 +421,13 @@ impl Export {
         if !load.has_heard {
             return format!("its IoThread does not answer ({} requests)", load.requests);
         }
-        let left = requests(load.requests);
-        match self.setup.device.late_since() {
-            Some(since) => {
-                let seconds = since.elapsed().as_secs();
-                format!("{left}; its disk has not answered for {seconds} s")
-            }
-            None => left,
-        }
+        let late = self.setup.device.late_since().map(|since| {
+            let seconds = since.elapsed().as_secs();
+            format!("its disk has not answered for {seconds} s")
+        });
+        let changing = self.changing.iter().map(Changing::to_string);
+        let left = iter::once(requests(load.requests)).chain(late).chain(changing);
+        left.collect::<Vec<_>>().join("; ")
     }
 }
 

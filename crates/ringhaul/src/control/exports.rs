@@ -14,7 +14,8 @@ use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::closing::{Closing, NOT_CLOSED, refuse};
+use super::changing::{Changing, Kind};
+use super::closing::{Closing, refuse};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
 use super::opening::Opening;
@@ -157,18 +158,13 @@ impl Exports {
                 let disks = self.find(&name).and_then(|export| export.disks_at(place));
                 answer.send(disks.map(|disks| disks.iter().for_each(DiskSource::resume)));
             }
-            Order::EndChange(id, place, changed, answer) => {
-                let is_size = matches!(changed, Changed::Size);
-                let export = self.list.iter_mut().find(|export| export.id == id);
-                let left = match (export, changed) {
-                    (Some(export), changed) => export.end_change(place, changed),
-                    (None, Changed::Unit(_, disk)) => Some(disk),
-                    (None, Changed::Nothing | Changed::Removed | Changed::Size) => None,
-                };
-                if is_size {
-                    self.report_size_to_others(id, place);
-                }
-                answer.send(left);
+            Order::Changed(id, place, changed, answer) => {
+                answer.send(self.changed(id, place, changed));
+            }
+            Order::EndChange(id, place, answer) => {
+                let changing = self.changing(id);
+                changing.into_iter().for_each(|all| all.retain(|other| other.place != place));
+                answer.send(());
             }
             Order::Watch(answer) => {
                 answer.send(self.list.iter().flat_map(Export::watched_disks).collect());
@@ -193,19 +189,51 @@ impl Exports {
     ) -> Result<ResizingDisk, CommandError> {
         let disk = self.find(name)?.disk_at(place);
         let identity = disk.map_or(String::new(), |disk| disk.identity().to_owned());
-        let mut others = self.list.iter();
-        match others.find(|other| !identity.is_empty() && other.resizes(&identity)) {
-            Some(other) => Err(CommandError::DiskBusy(other.spec.name())),
+        let served = self.list.iter().filter(|other| other.resizes(&identity));
+        let closing = self.closing.iter().filter(|other| other.resizes(&identity));
+        let names = served.map(|other| other.spec.name());
+        let other = names.chain(closing.map(|other| other.name())).next();
+        match other.filter(|_| !identity.is_empty()) {
+            Some(other) => Err(CommandError::DiskBusy(other)),
             None => self.find(name)?.begin_resize(place),
         }
     }
 
+    /// What is being changed of an export, which may have ended otherwise.
+    fn changing(&mut self, id: u64) -> Option<&mut Vec<Changing>> {
+        let served = self.list.iter_mut().find(|export| export.id == id);
+        let mut closing = self.closing.iter_mut();
+        let served = served.map(|export| &mut export.changing);
+        served.or_else(|| Some(&mut closing.find(|closing| closing.id == id)?.changing))
+    }
+
+    /// Notes what was done at a place of an export. Returns the disk of a unit for which there is
+    /// no export any more.
+    fn changed(
+        &mut self,
+        id: u64,
+        place: Option<UnitPlace>,
+        changed: Changed,
+    ) -> Option<DiskSource> {
+        if let Changed::Size = changed {
+            self.report_size_to_others(id, place);
+        }
+        match (self.list.iter_mut().find(|export| export.id == id), changed) {
+            (Some(export), changed) => export.changed(place, changed),
+            (None, Changed::Unit(_, disk)) => Some(disk),
+            (None, Changed::Removed | Changed::Size) => None,
+        }
+    }
+
     /// Tells others that have the disk at a place of an export that it has another size.
-    fn report_size_to_others(&self, id: u64, place: Option<UnitPlace>) {
-        let export = self.list.iter().find(|export| export.id == id);
-        let identity = export.and_then(|export| export.disk_at(place)).map(DiskSource::identity);
+    fn report_size_to_others(&mut self, id: u64, place: Option<UnitPlace>) {
+        let changing = self.changing(id).into_iter().flatten();
+        let identity = changing.filter(|it| it.place == place).find_map(|it| match &it.kind {
+            Kind::Resizing(identity) => Some(identity.clone()),
+            Kind::Adding | Kind::Removing => None,
+        });
         if let Some(identity) = identity.filter(|identity| !identity.is_empty()) {
-            self.list.iter().for_each(|other| other.report_size_of(identity, (id, place)));
+            self.list.iter().for_each(|other| other.report_size_of(&identity, (id, place)));
         }
     }
 
@@ -235,7 +263,7 @@ impl Exports {
             return opening.remove(answer);
         }
         let mut closing = self.closing.iter_mut();
-        if let Some(closing) = closing.find(|closing| closing.status.spec.is_called(name)) {
+        if let Some(closing) = closing.find(|closing| closing.is_called(name)) {
             closing.removed.push(answer);
             if force {
                 closing.force();
@@ -265,7 +293,7 @@ impl Exports {
         if let Some(opening) = self.opening.iter().find(|it| it.spec.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), opening.status().state));
         }
-        if self.closing.iter().any(|closing| closing.status.spec.is_called(name)) {
+        if self.closing.iter().any(|closing| closing.is_called(name)) {
             return Err(CommandError::Busy(name.to_owned(), ExportState::Stopping));
         }
         let found = self.list.iter_mut().find(|export| export.spec.is_called(name));
@@ -274,7 +302,7 @@ impl Exports {
 
     fn show(&self) -> Vec<ExportStatus> {
         let opening = self.opening.iter().map(Opening::status);
-        let closing = self.closing.iter().map(|closing| closing.status.clone());
+        let closing = self.closing.iter().map(Closing::status);
         self.list.iter().map(Export::status).chain(closing).chain(opening).collect()
     }
 
@@ -302,10 +330,10 @@ impl Exports {
             self.closing.extend(ended.into_iter().map(|export| export.close(&self.waker)));
             self.share_descriptors();
         }
-        let (mut ended, mut removed) = (0, 0);
+        let (mut ended, mut removed, is_stopping) = (0, 0, self.stopping.is_some());
         self.closing.retain_mut(|closing| {
             closing.look(now);
-            if !closing.is_closed() {
+            if !closing.has_ended(is_stopping) {
                 return true;
             }
             ended += 1;
@@ -314,7 +342,7 @@ impl Exports {
             false
         });
         let is_empty = self.list.is_empty() && self.closing.is_empty();
-        if is_empty && (self.stopping.is_some() || ended > removed) {
+        if is_empty && (is_stopping || ended > removed) {
             return Then::Leave;
         }
         Then::GoOn
@@ -385,11 +413,12 @@ impl Exports {
     /// The exports that have not ended, as the log calls them, and why.
     fn unfinished(&self, now: Instant) -> impl Iterator<Item = (&str, String)> {
         let serving = self.list.iter().filter(|export| !export.has_ended());
-        let closing = self.closing.iter().filter(|closing| !closing.is_closed());
+        let is_stopping = self.stopping.is_some();
+        let closing = self.closing.iter().filter(move |closing| !closing.has_ended(is_stopping));
         let serving = serving.map(|export| (export.name(), export.what_is_left()));
         let closing = closing.map(move |closing| {
             let seconds = now.saturating_duration_since(closing.since).as_secs();
-            (closing.log.name(), format!("{NOT_CLOSED} after {seconds} s"))
+            (closing.log.name(), format!("{} after {seconds} s", closing.what_is_left()))
         });
         serving.chain(closing)
     }
@@ -413,7 +442,8 @@ impl Exports {
     fn leave(&mut self) {
         // The signal may have come between the last request and the close.
         let until = Instant::now() + CLOSE_MAX;
-        while !self.closing.iter().all(Closing::is_closed) && Instant::now() < until {
+        let have_ended = || self.closing.iter().all(|closing| closing.has_ended(true));
+        while !have_ended() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
         let now = Instant::now();

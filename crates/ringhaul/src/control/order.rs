@@ -55,6 +55,8 @@ pub(crate) struct ChangingUnit {
     pub(crate) id: u64,
     /// However it was called.
     pub(crate) name: String,
+    /// What the log calls it.
+    pub(crate) log_name: String,
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
     pub(crate) endpoint: EndpointSpec,
@@ -66,6 +68,8 @@ pub(crate) struct ChangingUnit {
 pub(crate) struct ResizingDisk {
     /// Of the export: its name may be another's by the end.
     pub(crate) id: u64,
+    /// What the log calls the export.
+    pub(crate) log_name: String,
     pub(crate) device: Device,
     pub(crate) disk: DiskSource,
 }
@@ -90,7 +94,6 @@ pub(crate) struct WatchedDisk {
 
 /// What a change has come to.
 pub(super) enum Changed {
-    Nothing,
     /// There is one more unit.
     Unit(Box<UnitSpec>, DiskSource),
     /// There is one unit less.
@@ -127,11 +130,14 @@ pub(super) enum Order {
     KeepHere(u64, Option<UnitPlace>, bool, Answer<bool>),
     /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.
     BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),
-    /// What was begun at a place has ended. The answer is the disk of a unit that was added, for
-    /// whoever closes it, if the export has ended meanwhile.
-    EndChange(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    /// What was begun at a place of this export is done. The answer is the disk of a unit that was
+    /// to be added, for whoever closes it, if the export has ended meanwhile.
+    Changed(u64, Option<UnitPlace>, Changed, Answer<Option<DiskSource>>),
+    /// What was begun at a place of this export has ended, and whoever did it has no disk open.
+    EndChange(u64, Option<UnitPlace>, Answer<()>),
     /// To change what a disk may do, and what becomes of requests that it fails.
-    SetDisk(String, Option<UnitPlace>, Box<RulesChange>, Answer<Answered<ShownRules>>),
+    /// The answer has what the log calls the export, too.
+    SetDisk(String, Option<UnitPlace>, Box<RulesChange>, Answer<Answered<(ShownRules, String)>>),
     /// To have requests tried again that a disk, or any of the export, has failed.
     ResumeDisks(String, Option<UnitPlace>, Answer<Answered<()>>),
     /// To list the disks of all exports, to be watched.
@@ -144,14 +150,15 @@ pub(super) enum Order {
 impl Order {
     /// Whether it only asks.
     pub(super) fn changes_nothing(&self) -> bool {
-        matches!(
-            self,
+        match self {
+            Self::SetDisk(_, _, change, _) => change.is_empty(),
             Self::Show(_)
-                | Self::Watch(_)
-                | Self::Details(..)
-                | Self::Stats(_)
-                | Self::ResumeDisks(..)
-        )
+            | Self::Watch(_)
+            | Self::Details(..)
+            | Self::Stats(_)
+            | Self::ResumeDisks(..) => true,
+            _ => false,
+        }
     }
 }
 

@@ -4,8 +4,9 @@ use anyhow::Context;
 use blockio::DiskSource;
 use device::Device;
 
-use super::{Changing, Export};
+use super::Export;
 use crate::command::{CommandError, ExportState};
+use crate::control::changing::{Changing, Kind};
 use crate::control::order::{
     Answered, Changed, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk,
 };
@@ -43,13 +44,17 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
-        let keeps_here = change == UnitChange::Remove;
-        self.changing.push(Changing { place: Some(place), keeps_here });
+        let (kind, keeps_here) = match change {
+            UnitChange::Add => (Kind::Adding, false),
+            UnitChange::Remove => (Kind::Removing, true),
+        };
+        self.changing.push(Changing { place: Some(place), kind, keeps_here });
         let mut settings = self.spec.settings.clone();
         // Its limits are those of the start, and its group may have others by now.
         self.groups.fill(&mut settings.rules.limits);
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
-        Ok(ChangingUnit { id: self.id, name, device, settings, endpoint, removed })
+        let log_name = self.log.name().to_owned();
+        Ok(ChangingUnit { id: self.id, name, log_name, device, settings, endpoint, removed })
     }
 
     /// Whether what was begun at this place keeps other processes from taking over.
@@ -78,9 +83,11 @@ impl Export {
             Some(place) => return Err(CommandError::UnitBusy(name, place)),
             None => return Err(CommandError::DiskBusy(name)),
         }
-        self.changing.push(Changing { place, keeps_here: true });
         let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
-        Ok(ResizingDisk { id: self.id, device, disk })
+        let kind = Kind::Resizing(disk.identity().to_owned());
+        self.changing.push(Changing { place, kind, keeps_here: true });
+        let log_name = self.log.name().to_owned();
+        Ok(ResizingDisk { id: self.id, log_name, device, disk })
     }
 
     /// Which of its disks is at this place.
@@ -109,13 +116,17 @@ impl Export {
     }
 
     /// Changes what a disk may do, and what becomes of requests that it fails. Returns what holds
-    /// now.
+    /// now, and what the log calls the export.
     pub(in crate::control) fn set_rules(
         &mut self,
         place: Option<UnitPlace>,
         change: &RulesChange,
-    ) -> Answered<ShownRules> {
+    ) -> Answered<(ShownRules, String)> {
         let index = self.index_of(place)?;
+        let log_name = self.log.name().to_owned();
+        if change.is_empty() {
+            return Ok((self.rules(index).into(), log_name));
+        }
         let rules = self.rules(index).changed(change);
         let name = self.spec.name();
         self.groups
@@ -127,7 +138,7 @@ impl Export {
                 units[index].settings.set_rules(&rules, &self.spec.settings.rules);
             }
         }
-        Ok(self.rules(index).into())
+        Ok((self.rules(index).into(), log_name))
     }
 
     /// What holds for one of its disks.
@@ -141,13 +152,12 @@ impl Export {
         rules
     }
 
-    /// What was begun at a place has ended. Returns the disk of a unit that cannot be added.
-    pub(in crate::control) fn end_change(
+    /// What was begun at a place is done. Returns the disk of a unit that cannot be added.
+    pub(in crate::control) fn changed(
         &mut self,
         place: Option<UnitPlace>,
         changed: Changed,
     ) -> Option<DiskSource> {
-        self.changing.retain(|other| other.place != place);
         let has_ended = self.has_ended();
         match (changed, &mut self.spec.device) {
             (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
@@ -172,7 +182,6 @@ impl Export {
                 }
                 None
             }
-            (Changed::Nothing, _) => None,
         }
     }
 
@@ -203,8 +212,7 @@ impl Export {
 
     /// Whether somebody is giving a disk of this identity another size.
     pub(in crate::control) fn resizes(&self, identity: &str) -> bool {
-        let mut changing = self.changing.iter().filter_map(|other| self.disk_at(other.place));
-        changing.any(|disk| disk.identity() == identity)
+        self.changing.iter().any(|changing| changing.resizes(identity))
     }
 
     pub(in crate::control) fn disk_at(&self, place: Option<UnitPlace>) -> Option<&DiskSource> {

@@ -56,7 +56,7 @@ impl Exports {
             return Err(CommandError::Busy(opening.spec.name(), ExportState::Opening));
         }
         if let Some(closing) = self.closing.first() {
-            return Err(CommandError::Busy(closing.status.name(), ExportState::Stopping));
+            return Err(CommandError::Busy(closing.name(), ExportState::Stopping));
         }
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;

@@ -6,6 +6,7 @@ use device::Answer;
 
 use super::Exports;
 use crate::command::{CommandError, ExportStatus};
+use crate::control::closing::Closing;
 use crate::control::opening::{Opening, Wanted};
 use crate::control::order::Answered;
 use crate::spec::ExportSpec;
@@ -23,7 +24,7 @@ impl Exports {
         let before = self.opening.len();
         for spec in specs {
             let open = self.list.iter().map(|export| &export.spec);
-            let closing = self.closing.iter().map(|closing| &closing.status.spec);
+            let closing = self.closing.iter().map(Closing::spec);
             let opening = self.opening.iter().map(|opening| &opening.spec);
             let mut others = open.chain(closing).chain(opening);
             if let Some(name) = others.find_map(|other| spec.clashes_with(other)) {
