@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtqueue::AnswerPlace;
 
 use crate::call_watch::CallTrust;
 use crate::events::Events;
@@ -27,6 +28,8 @@ pub(crate) struct Working {
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) fixed_buffers: bool,
     pub(crate) long_lists_bytes: u64,
+    /// Where requests are answered whose chains have a fault.
+    pub(crate) answer_place: AnswerPlace,
 }
 
 /// What a device of any kind keeps for its queues and its controller.
@@ -84,6 +87,7 @@ impl Common {
             in_order: self.working.in_order,
             run_max: self.working.run_max,
             long_lists_bytes: self.working.long_lists_bytes,
+            answer_place: self.working.answer_place,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),
             stats,

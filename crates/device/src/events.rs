@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io;
 
-use virtqueue::{QueueError, Recovery};
+use virtqueue::{ChainFault, QueueError, Recovery};
 
 /// Receives what goes wrong with a device. Guests can cause most of it at will, so what logs it
 /// should set a limit.
@@ -54,10 +54,18 @@ pub enum QueueFault {
     #[error("a queue stops, its ring is bad: {0}")]
     Ring(#[source] QueueError),
     /// A chain has no room for the status of its request.
-    #[error("chain {head} has no status byte; its queue stops")]
+    #[error("chain {head} has no room for a status; its queue stops")]
     NoStatus {
         /// The head of the chain.
         head: u16,
+    },
+    /// A chain has a fault, and where the status of its request belongs is no memory.
+    #[error("chain {head} has no room for a status, and {fault}; its queue stops")]
+    Chain {
+        /// The head of the chain.
+        head: u16,
+        /// What is wrong with it.
+        fault: ChainFault,
     },
 }
 

@@ -164,6 +164,7 @@ impl Queue {
         let memory = LocalMemory::new(Arc::clone(&setup.memory));
         let mut ring = setup.open_ring(memory.clone(), &options)?;
         ring.set_prefetch(options.prefetch);
+        ring.set_answer_place(options.answer_place);
         let shown = Arc::new(Shown::default());
         shown.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Rc::new(Self {
@@ -417,14 +418,6 @@ impl Queue {
     pub(crate) fn fail(&self, kind: RequestKind, error: &dyn Error) {
         self.requests.count_error(kind);
         self.events.request_failed(error);
-    }
-
-    /// Gives a chain back that has no room for a status. It cannot be answered, so the queue stops.
-    #[cold]
-    pub(crate) fn push_unanswered(&self, head: u16) {
-        self.requests.count_error(RequestKind::Other);
-        self.push(head, 0);
-        self.set_broken(&QueueFault::NoStatus { head });
     }
 
     /// Leaves the ring alone from now on, and reports that. The other queues continue.

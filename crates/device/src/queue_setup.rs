@@ -4,7 +4,9 @@ use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use rustix::fd::OwnedFd;
-use virtqueue::{GuestMemory, InflightQueue, LocalMemory, QueueConfig, QueueError, SplitQueue};
+use virtqueue::{
+    AnswerPlace, GuestMemory, InflightQueue, LocalMemory, QueueConfig, QueueError, SplitQueue,
+};
 
 use crate::call_watch::CallTrust;
 use crate::events::Events;
@@ -36,6 +38,7 @@ pub(crate) struct QueueOptions {
     pub(crate) in_order: bool,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) long_lists_bytes: u64,
+    pub(crate) answer_place: AnswerPlace,
     pub(crate) events: Arc<dyn Events>,
     pub(crate) trust: Arc<CallTrust>,
     pub(crate) stats: Arc<QueueStats>,

@@ -13,7 +13,9 @@ use blockio::{EngineKind, IoThread, IoThreadConfig, Pending, Wait};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
-use virtqueue::{GuestMemory, InflightQueue, MappingRules, QueueConfig, Recovery, RegionConfig};
+use virtqueue::{
+    AnswerPlace, GuestMemory, InflightQueue, MappingRules, QueueConfig, Recovery, RegionConfig,
+};
 
 use crate::call_watch::CallTrust;
 use crate::device::Device;
@@ -161,6 +163,7 @@ impl Scene {
             in_order: self.in_order,
             run_max: self.run_max,
             long_lists_bytes: LONG_LISTS_BYTES,
+            answer_place: AnswerPlace::LastByte,
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),
             stats: Arc::clone(&self.stats),

@@ -19,8 +19,19 @@ pub(crate) struct Message {
     pub(crate) writable: usize,
     /// The data in these: where it begins, and its bytes.
     pub(crate) data_in: (usize, usize),
-    /// One of its buffers is not in guest memory.
-    pub(crate) unmapped: bool,
+    /// What is wrong with its chain, if anything.
+    pub(crate) flaw: Option<Flaw>,
+}
+
+/// What may be wrong with a chain that ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    /// A buffer for the device to read is not in guest memory.
+    NoOut,
+    /// The buffer is not in guest memory into which the data go.
+    NoIn,
+    /// The device is to read a buffer after one that it may write.
+    Order,
 }
 
 impl Message {
@@ -34,8 +45,10 @@ impl Message {
         image: &mut [u8],
         room: usize,
     ) -> Option<Vec<Desc>> {
+        // A flaw takes a buffer of its own.
+        let room = room.checked_sub(usize::from(self.flaw.is_some()))?;
         let most = fits::<_, usize>(plan.pieces, "a number that was drawn").min(room / 2);
-        if most == 0 || (self.unmapped && room < 3) {
+        if most == 0 {
             return None;
         }
         let aligned = rng.chance(plan.aligned);
@@ -64,14 +77,27 @@ impl Message {
             lay.fill(&self.readable[from..from + len]);
             from += len;
         }
-        if self.unmapped {
-            lay.pieces.push(Desc::writable(UNMAPPED, 512));
-            lay.place(rng, 1, true, false);
+        let Some(flaw) = self.flaw else {
+            for (len, aligned) in parts(rng, self.writable, self.data_in) {
+                lay.place(rng, len, true, aligned);
+            }
             return Some(lay.pieces);
+        };
+        let (before, data) = self.data_in;
+        let mut place = |lay: &mut Lay<'_>, total| {
+            let lengths = cut(rng, total, most, false, 0);
+            lengths.into_iter().for_each(|len| lay.place(rng, len, true, false));
+        };
+        if flaw == Flaw::NoOut {
+            lay.pieces.push(Desc::readable(UNMAPPED, 512));
         }
-        for (len, aligned) in parts(rng, self.writable, self.data_in) {
-            lay.place(rng, len, true, aligned);
+        place(&mut lay, before);
+        match flaw {
+            Flaw::NoOut => {}
+            Flaw::NoIn => lay.pieces.push(Desc::writable(UNMAPPED, 512)),
+            Flaw::Order => lay.pieces.push(Desc::readable(area, 1)),
         }
+        place(&mut lay, self.writable - before - data);
         Some(lay.pieces)
     }
 }

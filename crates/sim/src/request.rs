@@ -11,7 +11,7 @@ use virtio_bindings::virtio_blk::{
 use crate::content::{SECTOR, Value, bytes_of};
 use crate::disk::Touch;
 use crate::faults::Class;
-use crate::message::Message;
+use crate::message::{Flaw, Message};
 use crate::plan::Plan;
 use crate::rng::Rng;
 
@@ -60,7 +60,7 @@ impl Request {
             header: HEADER,
             writable: data_in + 1,
             data_in: (0, data_in),
-            unmapped: false,
+            flaw: None,
         };
         Self { kind, id, ranges: Vec::new(), message }
     }
@@ -175,7 +175,7 @@ impl Request {
             }
             _ => {
                 let mut request = Self::new(io_error, id, header(VIRTIO_BLK_T_IN, sector), 512);
-                request.message.unmapped = true;
+                request.message.flaw = Some(Flaw::NoIn);
                 request
             }
         }

@@ -4,7 +4,7 @@ use iomem::Buffers;
 
 use crate::error::{ChainFault, QueueError};
 use crate::limits::MAX_INDIRECT_ENTRIES;
-use crate::memory::{DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, Translator};
+use crate::memory::{AnswerPlace, DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, Translator};
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).
 const DESC_F_NEXT: u16 = 1;
@@ -27,9 +27,10 @@ pub struct Chain {
     ///
     /// A buffer that goes over the border of two memory regions is two ranges; no range is empty.
     pub readable: Buffers,
-    /// Where the device answers. When there is a fault, this is the last byte of the last
-    /// device-writable buffer, where virtio-blk has its status, or empty when that byte is not in
-    /// guest memory or no such buffer exists.
+    /// Where the device answers. When there is a fault, this is what an [`AnswerPlace`] says: the
+    /// last byte of the last device-writable buffer, or empty when that byte is not in guest memory
+    /// or no such buffer exists; or all device-writable buffers up to the first byte that is not in
+    /// guest memory.
     pub writable: Buffers,
     /// Why the request cannot be carried out.
     pub fault: Option<ChainFault>,
@@ -70,7 +71,7 @@ pub(crate) fn walk(
     }
     if translator.bytes() > MAX_BYTES {
         let bytes = translator.bytes();
-        translator.keep_last_byte();
+        translator.keep_answer_place();
         return Ok(Some(ChainFault::TooLong { bytes }));
     }
     Ok(None)
@@ -171,7 +172,7 @@ impl Links {
         }
     }
 
-    /// Walks on after a fault in `descriptor`, for the end of the chain and its last writable byte.
+    /// Walks on after a fault in `descriptor`, for the chain's end and the place of its answer.
     #[cold]
     #[inline(never)]
     fn walk_on(
@@ -180,10 +181,18 @@ impl Links {
         mut descriptor: Descriptor,
         fault: ChainFault,
     ) -> Result<Option<ChainFault>, QueueError> {
-        translator.keep_last_byte();
+        let place = translator.keep_answer_place();
+        let mut goes_on = direction(descriptor) == Direction::Readable;
         loop {
-            if direction(descriptor) == Direction::Writable && descriptor.len > 0 {
-                translator.keep_last_byte_of(descriptor.addr, descriptor.len);
+            let Descriptor { addr, len, .. } = descriptor;
+            if direction(descriptor) == Direction::Writable && len > 0 {
+                match place {
+                    AnswerPlace::LastByte => translator.keep_last_byte_of(addr, len),
+                    AnswerPlace::Front => {
+                        let adds = |t: &mut Translator| t.append(Direction::Writable, addr, len);
+                        goes_on = goes_on && adds(translator).is_ok();
+                    }
+                }
             }
             match self.after(translator, descriptor)? {
                 Some(next) => descriptor = next,

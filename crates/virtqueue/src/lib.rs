@@ -71,7 +71,7 @@ pub use chain::Chain;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
 pub use inflight::{InflightQueue, InflightRegion, Recovery, RingLayout};
 pub use limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
-pub use memory::{GuestMemory, LocalMemory};
+pub use memory::{AnswerPlace, GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use rings::AvailIdx;
 pub use sigbus::{install_sigbus_handler, lost_regions};

@@ -14,4 +14,5 @@ mod translator;
 pub use local::LocalMemory;
 pub use map::GuestMemory;
 pub(crate) use table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor};
+pub use translator::AnswerPlace;
 pub(crate) use translator::{Direction, Translator};

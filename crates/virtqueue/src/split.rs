@@ -11,7 +11,7 @@ use crate::chain::{self, Chain};
 use crate::error::{ChainFault, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightQueue, Recovery, RingNow};
 use crate::limits::MAX_QUEUE_SIZE;
-use crate::memory::{DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
+use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
@@ -145,6 +145,11 @@ impl SplitQueue {
     /// so, as the driver has just written that on another processor. On at first.
     pub fn set_prefetch(&mut self, on: bool) {
         self.prefetch = on;
+    }
+
+    /// Where chains are answered that have a fault. In the last byte at first.
+    pub fn set_answer_place(&mut self, place: AnswerPlace) {
+        self.translator.set_answer_place(place);
     }
 
     /// Whether chains are left to be popped that an earlier process had taken. The avail ring does
@@ -408,7 +413,9 @@ impl SplitQueue {
     ///
     /// As [`SplitQueue::new`]; then the queue still uses the old map.
     pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
+        let answer_place = self.translator.answer_place();
         (self.translator, self.rings) = map_parts(memory, &self.config)?;
+        self.translator.set_answer_place(answer_place);
         Ok(())
     }
 

@@ -81,8 +81,10 @@ pub struct DaemonOptions {
     pub cache: Cache,
     /// Size of the disk in bytes.
     pub disk_bytes: u64,
-    /// Queues at most.
+    /// Queues at most; of virtio-scsi, those for requests.
     pub num_queues: u16,
+    /// The device is virtio-scsi, not virtio-blk, and the disk its LUN 0.
+    pub is_scsi: bool,
     /// Options of the command line besides these.
     pub more: Vec<String>,
     /// System calls to be traced, as strace wants them. It names threads too.
@@ -105,6 +107,7 @@ impl DaemonOptions {
             cache,
             disk_bytes: 16 << 20,
             num_queues: 2,
+            is_scsi: false,
             more: Vec::new(),
             trace: None,
             under: &[],
@@ -473,7 +476,10 @@ fn command(
     };
     let mut command = ringhaul_under(words)?;
     command.arg("serve").arg("--socket-path").arg(socket);
-    if !options.more.iter().any(|option| option == "--disk") {
+    if options.is_scsi {
+        let unit = format!("0,blk-file={}", disk.display());
+        command.args(["--device", "scsi", "--lun", &unit]);
+    } else if !options.more.iter().any(|option| option == "--disk") {
         command.arg("--blk-file").arg(disk);
     }
     command

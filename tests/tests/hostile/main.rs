@@ -6,6 +6,7 @@ mod chains;
 mod descriptors;
 mod memory;
 mod messages;
+mod units;
 mod vanishing;
 
 use std::path::Path;

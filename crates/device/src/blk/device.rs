@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use blockio::{DiskSource, Io};
+use virtqueue::AnswerPlace;
 
 use super::config::{self, BlkOptions};
 use crate::common::{Common, Working};
@@ -52,6 +53,7 @@ impl BlkDevice {
             run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,
             long_lists_bytes: options.long_lists_bytes,
+            answer_place: AnswerPlace::LastByte,
         };
         let common = Common::new(working, events);
         let writeback = AtomicBool::new(options.write_cache);

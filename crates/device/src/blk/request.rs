@@ -109,7 +109,7 @@ impl Handler for Blk {
             let head = chain.head;
             let Some(status) = chain.writable.take_last_byte() else {
                 // The chain has no room for a status.
-                queue.push_unanswered(head);
+                queue.push_unanswered(head, chain.fault);
                 return;
             };
             let room = chain.writable.bytes();
@@ -543,7 +543,7 @@ mod tests {
         // There is nowhere to put a status.
         scene.offer(&[Desc::readable(DATA, 16)]);
         assert_eq!(scene.answer().bytes, 0);
-        assert!(scene.events.take()[0].contains("has no status byte"));
+        assert!(scene.events.take()[0].contains("has no room for a status"));
         let count = u16::try_from(rows().len()).unwrap() + 1;
         assert_eq!(scene.wait(&handle.begin_stop()), count);
     }

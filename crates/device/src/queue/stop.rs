@@ -1,10 +1,24 @@
 //! How a queue stops, or goes on after all.
 
 use blockio::Answer;
+use virtqueue::ChainFault;
 
 use super::Queue;
+use crate::events::QueueFault;
+use crate::stats::RequestKind;
 
 impl Queue {
+    /// Gives a chain back that has no room for a status. It cannot be answered, so the queue stops.
+    #[cold]
+    pub(crate) fn push_unanswered(&self, head: u16, fault: Option<ChainFault>) {
+        self.requests.count_error(RequestKind::Other);
+        self.push(head, 0);
+        self.set_broken(&match fault {
+            None => QueueFault::NoStatus { head },
+            Some(fault) => QueueFault::Chain { head, fault },
+        });
+    }
+
     /// No more chains are to be taken, those taken finished, then `answer` told the next avail
     /// entry.
     pub(super) fn stop_with(&self, answer: Answer<u16>) {

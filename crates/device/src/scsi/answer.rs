@@ -156,7 +156,7 @@ fn put(
         Failure::Busy => (S_OK, BUSY, None),
         Failure::Overrun => (S_OVERRUN, 0, None),
         Failure::BadTarget => (S_BAD_TARGET, 0, None),
-        Failure::Malformed(_) => (S_FAILURE, 0, None),
+        Failure::Malformed(_) | Failure::Chain(_) => (S_FAILURE, 0, None),
         Failure::Aborted(Abort::Aborted) => (S_ABORTED, 0, None),
         Failure::Aborted(Abort::Reset) => (S_RESET, 0, None),
     };

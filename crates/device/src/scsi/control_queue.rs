@@ -13,7 +13,7 @@ use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_T_TMF_LOGICAL_UNIT_RESET, VIRTIO_SCSI_T_TMF_QUERY_TASK,
     VIRTIO_SCSI_T_TMF_QUERY_TASK_SET,
 };
-use virtqueue::Chain;
+use virtqueue::{Chain, ChainFault};
 
 use super::access::{self, Covered};
 use super::address::{Address, UnitAddress};
@@ -45,6 +45,8 @@ enum ControlError {
     Incomplete,
     #[error("a request about asynchronous notification is incomplete")]
     IncompleteNotification,
+    #[error("{0}")]
+    Chain(#[from] ChainFault),
 }
 
 impl ControlError {
@@ -53,6 +55,11 @@ impl ControlError {
         match self {
             Self::IncompleteNotification => about_notification(VIRTIO_SCSI_S_FAILURE),
             Self::Type(_) | Self::Incomplete => vec![byte(VIRTIO_SCSI_S_FAILURE)],
+            Self::Chain(_) => {
+                // Nobody has read of which kind it is.
+                let failure = byte(VIRTIO_SCSI_S_FAILURE);
+                vec![failure, 0, 0, 0, failure]
+            }
         }
     }
 }
@@ -170,11 +177,15 @@ impl UnitNexus {
 impl Handler for Control {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
         let (head, writable) = (chain.head, chain.writable);
-        if chain.fault.is_some() || writable.is_empty() {
-            queue.push_unanswered(head);
+        if writable.is_empty() {
+            queue.push_unanswered(head, chain.fault);
             return;
         }
-        let answer = match self.execute(chain.readable).await {
+        let answer = match chain.fault {
+            None => self.execute(chain.readable).await,
+            Some(fault) => Err(fault.into()),
+        };
+        let answer = match answer {
             Ok(answer) => {
                 queue.count(RequestKind::Other, 0);
                 answer

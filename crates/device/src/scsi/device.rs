@@ -9,6 +9,7 @@ use std::task::{Context, Waker};
 use std::time::Instant;
 
 use blockio::{DiskSource, Io};
+use virtqueue::AnswerPlace;
 
 use super::access::{DiskAccess, Peer};
 use super::address::{LUN_MAX, UnitAddress, UnitNumber};
@@ -74,6 +75,7 @@ impl ScsiDevice {
             run_max: options.run_max,
             fixed_buffers: options.fixed_buffers,
             long_lists_bytes: options.long_lists_bytes,
+            answer_place: AnswerPlace::Front,
         };
         let shared = Shared {
             common: Common::new(working, events),

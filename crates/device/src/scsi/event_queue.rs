@@ -156,7 +156,7 @@ impl EventQueue {
 
 impl Handler for EventQueue {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
-        if chain.writable.bytes() < EVENT_BYTES {
+        if chain.fault.is_some() || chain.writable.bytes() < EVENT_BYTES {
             // It takes no event, so none is lost in it.
             queue.push(chain.head, 0);
             return;

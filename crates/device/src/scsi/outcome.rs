@@ -1,6 +1,7 @@
 //! What comes of a command, whichever it is.
 
 use iomem::Buffers;
+use virtqueue::ChainFault;
 
 use super::persist::FileError;
 use super::sense::{DiskUse, Sense};
@@ -31,6 +32,8 @@ pub(crate) enum Failure {
     BadTarget,
     #[error("{0}")]
     Malformed(&'static str),
+    #[error("{0}")]
+    Chain(#[from] ChainFault),
     #[error("guest memory is gone: its file was truncated")]
     MemoryGone,
     #[error("the task was aborted")]

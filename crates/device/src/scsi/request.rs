@@ -56,12 +56,9 @@ impl Scsi {
         Self { device: device.clone(), queue: device.start_queue(index, io, queue) }
     }
 
-    /// Takes off where the answer goes. `None`: the chain has no room for one, or is bad.
+    /// Takes off where the answer goes. `None`: the chain has no room for one.
     #[inline]
     fn response(&self, chain: &mut Chain) -> Option<SharedBytes> {
-        if chain.fault.is_some() {
-            return None;
-        }
         chain.writable.take_shared_bytes(response_bytes(self.device.sense_size()))
     }
 
@@ -94,22 +91,22 @@ impl Scsi {
     ) -> Begun {
         let (tasks, head) = (&self.queue.tasks, request.head);
         let next_avail = queue.next_avail();
-        let publish = || queue.publish_early();
         let Some(header @ Header { address: Address::Unit(address), tag, cdb }) = header else {
-            tasks.skip(next_avail, publish);
-            return slow(Slow::Alone(header, Ended::default()));
+            let header = header.ok_or_else(|| no_header(chain));
+            return slow(Slow::Alone(header, tasks.skip(next_avail)));
         };
         request.local = self.queue.unit(address);
         let local = request.local.as_deref();
         let unit = local.map(|local| local.unit.number);
-        let task = match tasks.begin(head, (address, unit), tag, next_avail, publish) {
-            Ok(task) => task,
-            // The end of the task says how it ends.
-            Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
-        };
+        let task =
+            match tasks.begin(head, (address, unit), tag, next_avail, || queue.publish_early()) {
+                Ok(task) => task,
+                // The end of the task says how it ends.
+                Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
+            };
         let is_both_ways = !request.room.contains(&0);
         let Some(local) = local.filter(|_| !is_both_ways) else {
-            return slow(Slow::Alone(Some(header), tasks.end(task)));
+            return slow(Slow::Alone(Ok(header), tasks.end(task)));
         };
         let (kind, refused) = match self.admit(local, &cdb, (task, head)) {
             Ok(Way::Read) => match block::begin_read(local, &cdb, &mut chain.writable) {
@@ -270,24 +267,23 @@ impl Scsi {
             }
             Slow::Ended(ended, served) => (ended, served),
             Slow::Alone(header, ended) => {
-                (ended, (RequestKind::Other, self.answer_alone(header.as_ref(), &data)))
+                (ended, (RequestKind::Other, self.answer_alone(header, &data)))
             }
         }
     }
 
     /// The chain cannot be answered: what the driver finds in its response must not be a success.
     #[cold]
-    fn give_up(&self, queue: &Queue, head: u16) {
-        self.queue.tasks.skip(queue.next_avail(), || queue.publish_early());
-        queue.push_unanswered(head);
+    fn give_up(&self, queue: &Queue, chain: &Chain) {
+        let ended = self.queue.tasks.skip(queue.next_avail());
+        queue.push_unanswered(chain.head, chain.fault);
+        ended.tell(|| queue.publish_early());
     }
 
     /// Answers what no unit carries out.
     #[cold]
-    fn answer_alone(&self, header: Option<&Header>, data: &Data) -> Result<Done, Refused> {
-        let Some(header) = header else {
-            return Err(refused(Failure::Malformed("the header is incomplete")));
-        };
+    fn answer_alone(&self, header: Result<Header, Refused>, data: &Data) -> Result<Done, Refused> {
+        let header = header?;
         if data.is_both_ways() {
             return Err(refused(Failure::BOTH_WAYS));
         }
@@ -374,7 +370,7 @@ impl Handler for Scsi {
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
             let Some(response) = self.response(&mut chain) else {
-                return self.give_up(&queue, chain.head);
+                return self.give_up(&queue, &chain);
             };
             let header = self.header(&mut chain.readable);
             let room = [chain.readable.bytes(), chain.writable.bytes()];
@@ -441,7 +437,14 @@ enum Slow {
     },
     Ended(Ended, Served),
     /// It is no unit that has the answer.
-    Alone(Option<Header>, Ended),
+    Alone(Result<Header, Refused>, Ended),
+}
+
+/// Why a request has no header.
+#[cold]
+fn no_header(chain: &Chain) -> Refused {
+    let incomplete = Failure::Malformed("the header is incomplete");
+    refused(chain.fault.map_or(incomplete, Failure::from))
 }
 
 #[cold]

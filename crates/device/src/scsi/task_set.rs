@@ -249,14 +249,13 @@ impl Tasks {
         self.meet_covers(tasks, number, publish)
     }
 
-    /// The chain before avail entry `next_avail` is no task of a unit. `publish` is as for
-    /// [`begin`](Self::begin).
+    /// The chain before avail entry `next_avail` is no task of a unit. Drop the result when its
+    /// answer is in the ring: its driver need not see it as we do.
     #[inline]
-    pub(crate) fn skip(&self, next_avail: u16, publish: impl FnOnce()) {
+    pub(crate) fn skip(&self, next_avail: u16) -> Ended {
         let place = self.count(next_avail);
-        if self.has_covers.get() {
-            self.pass(place, publish);
-        }
+        let done = if self.has_covers.get() { self.pass(place) } else { Vec::new() };
+        Ended { abort: None, waiting: boxed(done) }
     }
 
     /// A chain was popped. Returns its place.
@@ -290,22 +289,21 @@ impl Tasks {
         let id = self.id(number);
         let task = &mut tasks[usize::from(number)];
         self.covers.borrow_mut().iter_mut().for_each(|cover| cover.meet(task, id));
-        self.pass(task.place, publish);
-        task.abort.map_or(Ok(number), |abort| Err((number, abort)))
-    }
-
-    #[cold]
-    fn pass(&self, place: u64, publish: impl FnOnce()) {
-        let mut covers = self.covers.borrow_mut();
-        for cover in covers.iter_mut().filter(|cover| cover.until <= place) {
-            cover.is_passed = true;
-        }
-        let done = self.take_done(&mut covers);
-        drop(covers);
+        let done = self.pass(task.place);
         if !done.is_empty() {
             publish();
         }
         drop(done);
+        task.abort.map_or(Ok(number), |abort| Err((number, abort)))
+    }
+
+    #[cold]
+    fn pass(&self, place: u64) -> Vec<Cover> {
+        let mut covers = self.covers.borrow_mut();
+        for cover in covers.iter_mut().filter(|cover| cover.until <= place) {
+            cover.is_passed = true;
+        }
+        self.take_done(&mut covers)
     }
 
     /// Those that nobody has to wait for any more.
@@ -422,8 +420,7 @@ impl Tasks {
                 cover.leave();
             }
         }
-        let done = self.take_done(&mut covers);
-        (!done.is_empty()).then(|| Box::new(done))
+        boxed(self.take_done(&mut covers))
     }
 
     /// Does what `how` says with tasks, and has `left` wait for their end: those that have begun,
@@ -447,6 +444,13 @@ impl Tasks {
         }
         !is_passed
     }
+}
+
+/// As an [`Ended`] has them.
+#[inline]
+#[expect(clippy::box_collection, reason = "see `Ended`")]
+fn boxed(covers: Vec<Cover>) -> Option<Box<Vec<Cover>>> {
+    (!covers.is_empty()).then(|| Box::new(covers))
 }
 
 /// No task has had so high a number before, or another one has it. Returns one that is free.
@@ -593,7 +597,7 @@ mod tests {
         let next_is_a_task = |tasks: &Tasks, publish: &dyn Fn()| {
             tasks.begin(1, (OTHER, None), 1, 2, publish).unwrap();
         };
-        let next_is_none = |tasks: &Tasks, publish: &dyn Fn()| tasks.skip(2, publish);
+        let next_is_none = |tasks: &Tasks, publish: &dyn Fn()| tasks.skip(2).tell(publish);
         type Pass<'a> = &'a dyn Fn(&Tasks, &dyn Fn());
         for pass in [&next_is_a_task as Pass<'_>, &next_is_none] {
             let tasks = Tasks::new(0);

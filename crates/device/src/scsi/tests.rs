@@ -17,6 +17,7 @@ use crate::testing::{DATA, Scene};
 
 mod again;
 mod blocks;
+mod faults;
 mod fields;
 mod functions;
 mod handed;

@@ -28,7 +28,7 @@ impl Guest {
             self.check_command(state, command, (*begin, end), len, &answer)?;
             return Ok(found);
         }
-        let expected = if message.unmapped { 0 } else { message.writable };
+        let expected = if message.flaw.is_some() { 0 } else { message.writable };
         if len != expected {
             return Err(format!("the used length is {len}, not {expected}"));
         }

@@ -54,7 +54,9 @@ impl Guest {
         let moved = if outcome == Outcome::Good { command.moved } else { 0 };
         let residual = u32::from_le_bytes([response[4], response[5], response[6], response[7]]);
         let out = command.message.readable.len() - command.message.header;
-        let expected = out + data.len() - moved;
+        // Of a chain with a flaw the device knows no data.
+        let has_flaw = command.message.flaw.is_some();
+        let expected = if has_flaw { 0 } else { out + data.len() - moved };
         if ending != Ending::Failed && usize::try_from(residual) != Ok(expected) {
             return Err(format!("the residual is {residual}, not {expected}"));
         }

@@ -8,7 +8,7 @@ use super::{BAD_TARGET, FAILURE, OVERRUN, Outcome, RESPONSE, SENSE, lun_bytes};
 use crate::content::{SECTOR, Value, bytes_of};
 use crate::disk::{Disk, Touch};
 use crate::faults::Class;
-use crate::message::Message;
+use crate::message::{Flaw, Message};
 use crate::plan::Plan;
 use crate::request::range;
 use crate::rng::Rng;
@@ -67,7 +67,8 @@ impl Command {
         let disk = target.disk;
         let read_only = disk.plan.read_only > 0;
         let range = range(&Plan { request_blocks: plan.request_blocks, ..disk.plan.clone() }, rng);
-        let mut drawn = Draft { rng, id, target, range, cdb: Vec::new(), out: Vec::new(), into: 0 };
+        let mut drawn =
+            Draft { rng, id, target, range, cdb: Vec::new(), out: Vec::new(), into: 0, flaw: None };
         let kind = drawn.kind(plan, read_only);
         let no_overlap = plan.no_overlap > 0 && !disk.is_free(range.0, range.1);
         let has_range = !matches!(
@@ -138,6 +139,7 @@ struct Draft<'a> {
     out: Vec<u8>,
     /// Bytes of data to the guest.
     into: usize,
+    flaw: Option<Flaw>,
 }
 
 impl Draft<'_> {
@@ -302,7 +304,7 @@ impl Draft<'_> {
             header: HEADER,
             writable: RESPONSE + SENSE + self.into,
             data_in: (RESPONSE + SENSE, self.into),
-            unmapped: false,
+            flaw: self.flaw,
         };
         let (id, range) = (self.id, self.range);
         Command { kind, id, tag, unit, range, expects, fua: has_fua, moved, message }
@@ -379,7 +381,7 @@ impl Draft<'_> {
     /// A command that must be refused, and how.
     fn bad(&mut self) -> Outcome {
         let refused = |code| Outcome::Check(5, code);
-        match self.rng.below(7) {
+        match self.rng.below(8) {
             0 => {
                 self.cdb = vec![0xff];
                 refused([0x20, 0])
@@ -409,6 +411,13 @@ impl Draft<'_> {
             5 => {
                 self.cdb = vec![0; 6];
                 refused([0x25, 0])
+            }
+            6 => {
+                // Nobody can read what it asks for.
+                self.cdb = vec![0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+                self.into = self.block_bytes();
+                self.flaw = Some(self.rng.pick(&[Flaw::NoOut, Flaw::NoIn, Flaw::Order]));
+                Outcome::Response(FAILURE)
             }
             _ => {
                 self.cdb = vec![0; 6];

@@ -20,6 +20,16 @@ pub(crate) enum Direction {
     Writable,
 }
 
+/// Where a device answers a request, which matters for those whose chains have a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AnswerPlace {
+    /// In the last byte that it may write, as virtio-blk does.
+    #[default]
+    LastByte,
+    /// At the front of what it may write, as virtio-scsi does.
+    Front,
+}
+
 #[inline]
 fn range(host: *mut u8, len: usize) -> iovec {
     iovec { iov_base: host.cast(), iov_len: len }
@@ -42,6 +52,7 @@ pub(crate) struct Translator {
     /// The buffers of a chain, while they are gathered.
     readable: Ranges,
     writable: Ranges,
+    answer_place: AnswerPlace,
 }
 
 impl Translator {
@@ -51,7 +62,24 @@ impl Translator {
         let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
         let main = Table::new(desc_table, entries, Some(host));
         let (readable, writable) = (memory.memory().storage(), memory.memory().storage());
-        Some(Self { memory, last: HostRegion::NONE, main, current: main, readable, writable })
+        Some(Self {
+            memory,
+            last: HostRegion::NONE,
+            main,
+            current: main,
+            readable,
+            writable,
+            answer_place: AnswerPlace::default(),
+        })
+    }
+
+    pub(crate) fn answer_place(&self) -> AnswerPlace {
+        self.answer_place
+    }
+
+    /// Chains that have a fault keep this place.
+    pub(crate) fn set_answer_place(&mut self, place: AnswerPlace) {
+        self.answer_place = place;
     }
 
     /// The map.
@@ -166,8 +194,16 @@ impl Translator {
         self.readable.bytes() + self.writable.bytes()
     }
 
-    /// Drops what was added, except for the last byte that is writable.
-    pub(crate) fn keep_last_byte(&mut self) {
+    /// Drops what was added, except for the place of the answer, as far as it was added.
+    pub(crate) fn keep_answer_place(&mut self) -> AnswerPlace {
+        match self.answer_place {
+            AnswerPlace::LastByte => self.keep_last_byte(),
+            AnswerPlace::Front => self.readable.clear(),
+        }
+        self.answer_place
+    }
+
+    fn keep_last_byte(&mut self) {
         let last = self.writable.iovecs().last().copied();
         self.clear();
         if let Some(last) = last {

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use virtqueue::{Chain, ChainFault, GuestMemory, MAX_INDIRECT_ENTRIES, QueueError, SplitQueue};
+use virtqueue::{
+    AnswerPlace, Chain, ChainFault, GuestMemory, MAX_INDIRECT_ENTRIES, QueueError, SplitQueue,
+};
 
 use crate::ring::{
     BORDER, DESC_TABLE, F_INDIRECT, F_NEXT, F_WRITE, HOLE, Hand, ISLAND, ISLAND_BYTES, Ring,
@@ -426,6 +428,13 @@ fn a_chain_of_four_gibibytes_is_too_long() {
     let mut status = [0; 2];
     ring.memory.read(big + bytes - 2, &mut status).unwrap();
     assert_eq!(status, [0, 0x42]);
+
+    let mut queue = ring.queue();
+    queue.set_answer_place(AnswerPlace::Front);
+    pop(&mut queue);
+    let chain = pop(&mut queue);
+    assert_eq!(chain.fault, Some(ChainFault::TooLong { bytes: sum + 1 }));
+    assert_eq!((chain.readable.bytes(), chain.writable.bytes()), (0, 0x8000_0000));
 }
 
 #[test]

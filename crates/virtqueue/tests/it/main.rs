@@ -5,6 +5,7 @@ mod chains;
 mod driver;
 mod events;
 mod front_end;
+mod fronts;
 mod litmus;
 mod memory;
 mod oracle;

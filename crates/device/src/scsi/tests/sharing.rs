@@ -149,12 +149,17 @@ impl Control {
 
     /// What this request is answered with, in so many bytes.
     pub(super) fn answer<const N: usize>(&mut self, request: &[u8]) -> [u8; N] {
-        let mut response = [0xee; N];
         self.scene.memory.write(DATA, request).unwrap();
-        self.scene.memory.write(RESPONSE, &response).unwrap();
         let request = Desc::readable(DATA, iomem::fits(request.len(), "bytes of a request"));
         let room = Desc::writable(RESPONSE, iomem::fits(N, "bytes of a response"));
-        self.scene.offer(&[request, room]);
+        self.answer_to(&[request, room])
+    }
+
+    /// What is there in so many bytes of the response when this chain is answered.
+    pub(super) fn answer_to<const N: usize>(&mut self, chain: &[Desc]) -> [u8; N] {
+        let mut response = [0xee; N];
+        self.scene.memory.write(RESPONSE, &response).unwrap();
+        self.scene.offer(chain);
         self.end(&[]);
         self.scene.memory.read(RESPONSE, &mut response).unwrap();
         response
