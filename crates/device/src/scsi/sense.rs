@@ -140,9 +140,14 @@ impl Sense {
         Self { field, ..Self::new(Key::IllegalRequest, [0x26, 0x00]) }
     }
 
-    /// Whether it says that a unit, or the way to it, began anew.
+    /// Whether it says that a unit began anew.
     pub(crate) fn is_reset(&self) -> bool {
-        self.key == Key::UnitAttention && self.code[0] == 0x29
+        self.key == Key::UnitAttention && self.code[0] == 0x29 && !self.is_nexus_loss()
+    }
+
+    /// Whether it says that the way to a unit began anew, which itself is as it was.
+    pub(crate) fn is_nexus_loss(&self) -> bool {
+        self.key == Key::UnitAttention && self.code == Self::NEXUS_LOST.code
     }
 
     /// What it is about: an LBA, or for a miscompare the offset of the first byte that differs.

@@ -168,7 +168,13 @@ impl Attentions {
         if waiting.len() == ATTENTIONS_MAX {
             waiting.pop_front();
         }
-        waiting.push_back(sense);
+        if sense.is_nexus_loss() {
+            // It comes first but for resets, and covers nothing.
+            let resets = waiting.iter().take_while(|other| other.is_reset()).count();
+            waiting.insert(resets, sense);
+        } else {
+            waiting.push_back(sense);
+        }
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 

@@ -5,7 +5,7 @@
 //! one, and one that a command was answered without must have been heard by another command
 //! that began before that answer.
 
-use super::{Code, POWER_ON};
+use super::{Code, NEXUS_LOST, POWER_ON};
 
 const NEVER: u64 = u64::MAX;
 
@@ -45,9 +45,18 @@ pub(crate) struct Attentions {
     last_reset: u64,
 }
 
-/// Resets come before all others (SAM-5, section 5.14.1).
+/// Resets clear all others (SAM-5, section 5.14.1). What only the nexus suffers clears none.
 fn is_reset(code: Code) -> bool {
-    code[0] == POWER_ON[0]
+    code[0] == POWER_ON[0] && code != NEXUS_LOST
+}
+
+/// Those of a lower rank come first.
+fn rank(code: Code) -> u8 {
+    match code {
+        _ if is_reset(code) => 0,
+        NEXUS_LOST => 1,
+        _ => 2,
+    }
 }
 
 impl Attentions {
@@ -136,9 +145,7 @@ impl Attentions {
             (other.sure_since, other.missed, other.is_doubtful) = (NEVER, NEVER, true);
         }
         self.all[found].heard = Some((begin, end));
-        if !is_reset(code) {
-            self.pass(begin, end, is_reset);
-        }
+        self.pass(begin, end, |other| rank(other) < rank(code));
         self.all.retain(|one| one.settled_at == NEVER || one.heard.is_none());
         Ok(())
     }
@@ -198,5 +205,21 @@ mod tests {
         let id = attentions.expect(CAPACITY_CHANGED, 80);
         assert!(attentions.heard(CAPACITY_CHANGED, 81, 82).is_ok());
         assert!(attentions.settle(id, 83, Came::Not).is_err());
+    }
+
+    #[test]
+    fn a_lost_nexus_comes_after_resets_and_clears_nothing() {
+        let mut attentions = Attentions::default();
+        attentions.raise(UNIT_RESET, 10);
+        attentions.raise(CAPACITY_CHANGED, 20);
+        attentions.raise(NEXUS_LOST, 30);
+        for (code, begin) in [(UNIT_RESET, 40), (NEXUS_LOST, 50), (CAPACITY_CHANGED, 60)] {
+            assert!(attentions.heard(code, begin, begin + 5).is_ok());
+            assert!(attentions.check_end().is_ok());
+        }
+        attentions.raise(CAPACITY_CHANGED, 70);
+        attentions.raise(NEXUS_LOST, 80);
+        assert!(attentions.heard(CAPACITY_CHANGED, 90, 95).is_ok());
+        assert!(attentions.check_end().is_err(), "the nexus was to be heard of first");
     }
 }

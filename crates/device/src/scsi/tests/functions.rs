@@ -219,3 +219,31 @@ fn a_function_does_not_say_complete_while_a_ring_is_bad() {
     }
     assert!(!initiator.has_answer());
 }
+
+/// The way to a unit says nothing of what has become of the unit.
+#[test]
+fn a_nexus_that_begins_anew_leaves_what_there_is_to_say_of_its_units() {
+    const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
+    const NEXUS_LOST: [u8; 3] = [6, 0x29, 7];
+    const CAPACITY_CHANGED: [u8; 3] = [6, 0x2a, 9];
+    let mut all = three();
+    let mut own = Control::start(&all[0].device);
+    let mut of_other = Control::start(&all[1].device);
+    let refresh = |all: &[Initiator]| all[0].access().refresh();
+    let said = |all: &mut [Initiator]| {
+        let senses = (0..4).map(|_| all[0].run(&[0; 6], &[], 0).sense);
+        senses.filter(|sense| *sense != [0; 3]).collect::<Vec<_>>()
+    };
+    assert_eq!(of_other.send(&scenes(&all), UNIT_RESET), OK);
+    refresh(&all);
+    assert_eq!(own.send(&scenes(&all), NEXUS_RESET), OK);
+    assert_eq!(said(&mut all), [UNIT_WAS_RESET, NEXUS_LOST, CAPACITY_CHANGED]);
+    refresh(&all);
+    assert_eq!(own.send(&scenes(&all), NEXUS_RESET), OK);
+    assert_eq!(said(&mut all), [NEXUS_LOST, CAPACITY_CHANGED]);
+    // A reset covers all that was before.
+    refresh(&all);
+    assert_eq!(own.send(&scenes(&all), NEXUS_RESET), OK);
+    assert_eq!(of_other.send(&scenes(&all), UNIT_RESET), OK);
+    assert_eq!(said(&mut all), [UNIT_WAS_RESET]);
+}
