@@ -34,6 +34,7 @@ pub mod feature {
     pub const MQ: u64 = 1 << 12;
     pub const DISCARD: u64 = 1 << 13;
     pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const ANY_LAYOUT: u64 = 1 << 27;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
     /// Of vhost-user: there are protocol features.

@@ -10,6 +10,7 @@ use crate::start;
 
 /// What every device offers.
 const ALWAYS: u64 = feature::VERSION_1
+    | feature::ANY_LAYOUT
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX
     | feature::SEG_MAX
@@ -38,6 +39,42 @@ fn features_are_offered_as_the_disk_is() -> Result<()> {
         let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
         let offered = frontend.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
         assert_eq!(offered, expected, "{offered:#x} of {options:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn features_of_virtio_scsi_are_offered() -> Result<()> {
+    const HOTPLUG: u64 = 1 << 1;
+    const CHANGE: u64 = 1 << 2;
+    let mut options = DaemonOptions::new(Engine::Aio);
+    options.is_scsi = true;
+    let daemon = start(&options)?;
+    let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
+    let offered = frontend.number(&Message::new(code::GET_FEATURES, Vec::new()))?;
+    let expected = feature::VERSION_1
+        | feature::ANY_LAYOUT
+        | feature::INDIRECT_DESC
+        | feature::EVENT_IDX
+        | feature::PROTOCOL_FEATURES
+        | HOTPLUG
+        | CHANGE;
+    assert_eq!(offered, expected, "{offered:#x}");
+    Ok(())
+}
+
+/// An older driver accepts a feature that its front-end offers in the name of every back-end.
+#[test]
+fn an_older_driver_accepts_any_layout() -> Result<()> {
+    for is_scsi in [false, true] {
+        let mut options = DaemonOptions::new(Engine::Aio);
+        options.is_scsi = is_scsi;
+        let daemon = start(&options)?;
+        let features = feature::ANY_LAYOUT | feature::INDIRECT_DESC;
+        let setup = Setup { features, ..Setup::default() };
+        let mut frontend = Frontend::connect(daemon.socket(), &setup)?;
+        frontend.negotiate()?;
+        assert_eq!(frontend.features, features | feature::PROTOCOL_FEATURES);
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ pub use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_RO as F_RO, VIRTIO_BLK_F_SEG_MAX as F_SEG_MAX,
     VIRTIO_BLK_F_TOPOLOGY as F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES as F_WRITE_ZEROES,
 };
+use virtio_bindings::virtio_config::VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT;
 pub use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1 as F_VERSION_1;
 pub use virtio_bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
@@ -91,6 +92,8 @@ type ConfigSpace = [u8; CONFIG_BYTES];
 pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     let mut bits = vec![
         F_VERSION_1,
+        // Front-ends offer this to older drivers anyway, and pass on that it was taken.
+        F_ANY_LAYOUT,
         F_INDIRECT_DESC,
         F_EVENT_IDX,
         F_SEG_MAX,
