@@ -17,6 +17,8 @@ use crate::testing::{DATA, Scene};
 
 mod again;
 mod blocks;
+mod config;
+mod events;
 mod faults;
 mod fields;
 mod functions;

@@ -247,3 +247,30 @@ fn a_nexus_that_begins_anew_leaves_what_there_is_to_say_of_its_units() {
     assert_eq!(of_other.send(&scenes(&all), UNIT_RESET), OK);
     assert_eq!(said(&mut all), [UNIT_WAS_RESET]);
 }
+
+#[test]
+fn functions_that_cannot_be_carried_out_are_told_apart() {
+    const REJECTED: u8 = 11;
+    const CLEAR_ACA: u32 = 2;
+    let initiator = Initiator::new();
+    let mut control = Control::start(&initiator.device);
+    let others = [&initiator.scene];
+    for function in [CLEAR_ACA, 8, 99, u32::MAX] {
+        assert_eq!(control.send(&others, function), REJECTED, "{function}");
+    }
+    for function in [NEXUS_RESET, UNIT_RESET, CLEAR_ACA, 99] {
+        control.begin_at(UnitAddress { target: 1, lun: 0 }, function);
+        assert_eq!(control.end(&others), BAD_TARGET, "{function}");
+    }
+    let request = |kind: u32, function: u32| {
+        [&kind.to_le_bytes()[..], &function.to_le_bytes(), &UNIT.bytes(), &[0; 8]].concat()
+    };
+    for bytes in [0, 3, 4, 8, 23] {
+        let incomplete = &request(0, QUERY_TASK_SET)[..bytes];
+        assert_eq!(control.answer(incomplete), [FAILURE], "{bytes} bytes");
+    }
+    for kind in [3, 99, u32::MAX] {
+        assert_eq!(control.answer(&request(kind, QUERY_TASK_SET)), [FAILURE], "type {kind}");
+    }
+    assert_eq!(control.send(&others, QUERY_TASK_SET), OK);
+}

@@ -1,0 +1,82 @@
+//! Events, and buffers for them.
+
+use super::*;
+
+const EVENT_BYTES: u32 = 16;
+/// Events that wait for a buffer at most.
+const KEPT: usize = 64;
+
+/// The event queue of the initiator's device.
+struct EventQueue {
+    scene: Scene,
+    handle: QueueHandle,
+}
+
+impl EventQueue {
+    fn start(device: &Device) -> Self {
+        let scene = Scene::new();
+        let handle = scene.start_queue_of(device, 1);
+        Self { scene, handle }
+    }
+
+    /// What comes into a buffer.
+    fn take(&mut self) -> [u8; EVENT_BYTES as usize] {
+        self.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
+        assert_eq!(self.scene.answer().bytes, EVENT_BYTES);
+        let mut event = [0; EVENT_BYTES as usize];
+        self.scene.memory.read(DATA, &mut event).unwrap();
+        event
+    }
+}
+
+/// CAPACITY DATA HAS CHANGED on the unit, as an event.
+fn capacity_changed(flags: u8) -> [u8; EVENT_BYTES as usize] {
+    [3, 0, 0, flags, 1, 0, 0, 1, 0, 0, 0, 0, 0x2a, 9, 0, 0]
+}
+
+#[test]
+fn the_first_event_after_some_that_were_missed_says_so() {
+    const MISSED: u8 = 0x80;
+    let initiator = Initiator::new();
+    let mut queue = EventQueue::start(&initiator.device);
+    (0..=KEPT).for_each(|_| initiator.access().refresh());
+    queue.scene.turn(5);
+    assert_eq!(queue.take(), capacity_changed(MISSED));
+    for _ in 1..KEPT {
+        assert_eq!(queue.take(), capacity_changed(0));
+    }
+    // Nothing is left: the next buffer waits for what happens next.
+    queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
+    queue.scene.turn(20);
+    assert_eq!(queue.scene.driver.take_used(), None);
+    initiator.access().refresh();
+    assert_eq!(queue.scene.answer().bytes, EVENT_BYTES);
+    let mut event = [0; EVENT_BYTES as usize];
+    queue.scene.memory.read(DATA, &mut event).unwrap();
+    assert_eq!(event, capacity_changed(0));
+}
+
+#[test]
+fn no_event_is_lost_in_a_buffer_that_does_not_take_it() {
+    let initiator = Initiator::new();
+    let mut queue = EventQueue::start(&initiator.device);
+    initiator.access().refresh();
+    let bad: [&[Desc]; 3] = [
+        &[Desc::writable(DATA, EVENT_BYTES - 1)],
+        &[Desc::writable(DATA, EVENT_BYTES), Desc::writable(1 << 40, 1)],
+        &[Desc::writable(DATA, EVENT_BYTES), Desc::readable(DATA, 1)],
+    ];
+    for chain in bad {
+        queue.scene.offer(chain);
+        assert_eq!(queue.scene.answer().bytes, 0, "{chain:?}");
+    }
+    assert_eq!(queue.take(), capacity_changed(0));
+    // One that is held goes back at a stop.
+    queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
+    queue.scene.turn(5);
+    queue.scene.wait(&queue.handle.begin_stop());
+    assert_eq!(queue.scene.answer().bytes, EVENT_BYTES);
+    let mut event = [0xee; EVENT_BYTES as usize];
+    queue.scene.memory.read(DATA, &mut event).unwrap();
+    assert_eq!(event, [0; EVENT_BYTES as usize]);
+}
