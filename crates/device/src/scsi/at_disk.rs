@@ -56,6 +56,27 @@ impl<'a> AtDisk<'a> {
         self.come_back(&is_outside, taken)
     }
 
+    /// Between two uses of the medium, by a task that takes long: another that wants it to itself
+    /// does not wait for the end of this one.
+    ///
+    /// # Errors
+    ///
+    /// When it does not go on: it was aborted, its queue stops, or a reservation is in its way.
+    pub(super) async fn give_way(self) -> Result<(), Failure> {
+        self.check_waiting()?;
+        let unit = &self.local.unit;
+        if !unit.access.is_exclusive() {
+            return Ok(());
+        }
+        self.task.tasks.steps_out(self.task.number);
+        let passed = unit.access.pass(|| self.check_waiting()).await;
+        self.come_back(&Cell::new(true), passed)?;
+        if unit.attached.conflicts(CommandClass::Reads) {
+            return Err(Failure::Conflict);
+        }
+        Ok(())
+    }
+
     /// The task that has the medium waits too, so this one uses nothing meanwhile.
     fn wait_outside(self, is_outside: &Cell<bool>) -> Result<(), Failure> {
         if !is_outside.replace(true) {

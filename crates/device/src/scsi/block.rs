@@ -2,6 +2,7 @@
 
 use std::io;
 
+use blockio::disk::Requests;
 use blockio::{Disk, Unfinished};
 use iomem::{Buffers, Repeated};
 
@@ -21,6 +22,10 @@ const ZEROES_STEP_BYTES: u64 = 4 << 20;
 /// What is written over and over fills a page, as disks like it, unless a block is larger.
 const PAGE_BYTES: usize = 4096;
 
+/// A read that has failed is tried again in so many steps at most, before the one that fails is
+/// read block by block.
+const SINGLY_MAX: usize = 1024;
+
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
@@ -33,7 +38,7 @@ impl Range {
     pub(super) const NONE: Self = Self { lba: 0, offset: 0, bytes: 0 };
 
     /// Takes at most `bytes`, whole blocks, from the front. `None`: nothing is left.
-    fn take(&mut self, bytes: u64, block: usize) -> Option<Self> {
+    pub(super) fn take(&mut self, bytes: u64, block: usize) -> Option<Self> {
         let taken = Self { bytes: self.bytes.min(bytes), ..*self };
         self.lba += taken.bytes / block as u64;
         self.offset += taken.bytes;
@@ -181,6 +186,43 @@ pub(super) fn end_read(local: &LocalUnit, range: Range, result: Result<(), Unfin
     }
 }
 
+/// Goes on with a read that has failed, block by block from where it did: the initiator gets all
+/// blocks before the one that cannot be read, and learns which that is. A kernel that has failed
+/// direct I/O says neither. Where all can be read now, the disk has failed even so.
+#[cold]
+pub(super) async fn read_singly(
+    requests: Requests<'_>,
+    task: Task<'_>,
+    range: Range,
+    unfinished: Unfinished,
+) -> Unfinished {
+    let block: usize = iomem::fits(requests.disk().info().logical_block_bytes, "a logical block");
+    let is_told = !unfinished.rest().bytes().is_multiple_of(block);
+    if is_told || !Sense::is_of_some_blocks(unfinished.error()) {
+        return unfinished;
+    }
+    let (mut error, mut rest) = unfinished.into_parts();
+    let failed = rest.again();
+    let end = range.offset + range.bytes;
+    let mut step = block * (rest.bytes() / block / SINGLY_MAX).max(1);
+    while !rest.is_empty() && task.check().is_ok() {
+        let mut next = rest.again();
+        next.truncate(step);
+        let bytes = next.bytes();
+        match requests.read(end - rest.bytes() as u64, next).await {
+            Ok(()) => rest.advance(bytes),
+            Err(unfinished) => {
+                error = unfinished.into_parts().0;
+                if step == block || !Sense::is_of_some_blocks(&error) {
+                    break;
+                }
+                step = block;
+            }
+        }
+    }
+    Unfinished::new(error, if rest.is_empty() { failed } else { rest })
+}
+
 /// A read that waits. With FUA, what is newer in a cache is written to the medium first (SBC-4).
 pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into: Buffers) -> Moved {
     let Some(range) = begin_read(local, cdb, &mut into)? else { return Ok(0) };
@@ -188,7 +230,12 @@ pub(super) async fn read(local: &LocalUnit, cdb: &Cdb, task: Task<'_>, mut into:
         write_back(local, task, range).await?;
     }
     let at_disk = AtDisk::new(local, task);
-    end_read(local, range, local.disk.asking(&at_disk).read(range.offset, into).await)
+    let disk = local.disk.asking(&at_disk);
+    let mut result = disk.read(range.offset, into).await;
+    if let Err(unfinished) = result {
+        result = Err(read_singly(disk, task, range, unfinished).await);
+    }
+    end_read(local, range, result)
 }
 
 /// Writes what is newer in a cache to the medium, before blocks are read from there.

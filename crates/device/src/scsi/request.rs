@@ -141,7 +141,8 @@ impl Scsi {
         (task, head): (u16, u16),
     ) -> Result<Way, Refused> {
         let unit = &local.unit;
-        let command = cdb.command().map_err(refused)?;
+        let heard = |sense| refused(unit.attentions.take().unwrap_or(sense));
+        let command = cdb.command().map_err(heard)?;
         let op = command.op;
         if unit.attentions.has_any()
             && !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense)
@@ -380,11 +381,16 @@ impl Handler for Scsi {
             let (ended, served) = match begun {
                 Begun::Read { task } => {
                     let local = request.local();
-                    let at_disk = AtDisk::new(local, Task { tasks, number: task });
+                    let task = Task { tasks, number: task };
+                    let at_disk = AtDisk::new(local, task);
                     let disk = local.disk.asking(&at_disk);
-                    let result = disk.read(request.range.offset, chain.writable).await;
+                    let mut result = disk.read(request.range.offset, chain.writable).await;
+                    if let Err(failed) = result {
+                        let singly = block::read_singly(disk, task, request.range, failed);
+                        result = Err(Box::pin(singly).await);
+                    }
                     let moved = block::end_read(local, request.range, result).map_err(refused);
-                    (tasks.end(task), (RequestKind::Read, moved.map(Done::from)))
+                    (tasks.end(task.number), (RequestKind::Read, moved.map(Done::from)))
                 }
                 Begun::Write { task, fua } => {
                     let local = request.local();

@@ -183,6 +183,11 @@ impl Sense {
         }
     }
 
+    /// Whether an error of a read may be about some of its blocks alone.
+    pub(crate) fn is_of_some_blocks(error: &io::Error) -> bool {
+        matches!(error.raw_os_error(), Some(libc::EIO | libc::ENODATA | libc::EILSEQ))
+    }
+
     /// The guest has truncated the file behind its memory.
     pub(crate) const MEMORY_GONE: Self = Self::TARGET_FAILURE;
 

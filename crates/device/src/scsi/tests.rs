@@ -16,6 +16,7 @@ use crate::queue::QueueHandle;
 use crate::testing::{DATA, Scene};
 
 mod again;
+mod bad_blocks;
 mod blocks;
 mod config;
 mod events;

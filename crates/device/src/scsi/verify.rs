@@ -1,6 +1,7 @@
 //! Commands that read what is on the medium, and compare (SBC-4).
 
 use std::future::poll_fn;
+use std::io;
 use std::task::Poll;
 
 use blockio::disk::{Direction, Requests};
@@ -15,6 +16,8 @@ use super::request_queue::LocalUnit;
 use super::reserve;
 use super::sense::{DiskUse, Sense};
 
+/// What is read at once, at most, and once more where a block of it cannot be read.
+const PIECE_BYTES: u64 = 256 << 10;
 /// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
 const COMPARE_TURN_BYTES: u64 = 4 << 20;
 /// The most blocks of one COMPARE AND WRITE.
@@ -43,7 +46,7 @@ pub(super) async fn write_and_verify(
     let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
     end_write(local, range, disk.write(range.offset, out, true).await)?;
-    compare(disk, range, how, task, &again).await?;
+    compare(disk, range, how, (task, None), &again).await?;
     Ok(bytes)
 }
 
@@ -86,7 +89,7 @@ pub(super) async fn compare_and_write(
     let fua = cdb.asks_fua() || !local.unit.has_write_cache();
     let at_disk = at_disk.with_medium(&exclusive);
     let disk = local.disk.asking(&at_disk);
-    compare(disk, range, Check::Blocks, task, &out).await?;
+    compare(disk, range, Check::Blocks, (task, None), &out).await?;
     check_still(&local.disk, range)?;
     end_write(local, range, disk.write(range.offset, wanted, fua).await)?;
     drop(exclusive);
@@ -136,16 +139,18 @@ pub(super) async fn verify(
         write_back(local, task, range).await?;
     }
     let at_disk = AtDisk::new(local, task);
-    compare(local.disk.asking(&at_disk), range, how, task, &data.out).await?;
+    let disk = local.disk.asking(&at_disk);
+    compare(disk, range, how, (task, Some(at_disk)), &data.out).await?;
     Ok(Done { moved, medium_bytes: range.bytes })
 }
 
-/// Reads a range, and compares it with what the initiator has sent.
+/// Reads a range, and compares it with what the initiator has sent. With `at_disk` it may be long,
+/// and gives way to others.
 async fn compare(
     requests: Requests<'_>,
     range: Range,
     how: Check,
-    task: Task<'_>,
+    (task, at_disk): (Task<'_>, Option<AtDisk<'_>>),
     with: &Buffers,
 ) -> Result<(), Failure> {
     let disk = requests.disk();
@@ -156,13 +161,21 @@ async fn compare(
         if done >= turn_ends {
             turn_ends = done + COMPARE_TURN_BYTES;
             let_others_run().await;
+            if let Some(at_disk) = at_disk {
+                at_disk.give_way().await?;
+            }
         }
         task.check()?;
-        let lba = range.lba + done / block as u64;
         check_still(disk, range)?;
-        let result = requests.read_part(range.offset + done, range.bytes - done).await;
-        let asked = DiskUse::reads("verify", lba);
-        let mut part = result.map_err(|error| range_error(disk, range, asked, error))?;
+        let piece = Range {
+            lba: range.lba + done / block as u64,
+            offset: range.offset + done,
+            bytes: (range.bytes - done).min(PIECE_BYTES),
+        };
+        let mut part = match requests.read_part(piece.offset, piece.bytes).await {
+            Ok(part) => part,
+            Err(error) => return Err(Box::pin(unreadable(requests, task, piece, error)).await),
+        };
         let length = part.bytes() as u64;
         while how != Check::Medium && !part.is_empty() {
             if let Some(place) = difference(&part, &rest, block) {
@@ -177,6 +190,34 @@ async fn compare(
         done += length;
     }
     Ok(())
+}
+
+/// Why a piece cannot be read, of which the disk says `error`: it is read once more, block by
+/// block, since the initiator is to learn which block it is. Where all can be read now, it is the
+/// first.
+#[cold]
+async fn unreadable(
+    requests: Requests<'_>,
+    task: Task<'_>,
+    piece: Range,
+    error: io::Error,
+) -> Failure {
+    let disk = requests.disk();
+    let block: usize = iomem::fits(disk.info().logical_block_bytes, "a logical block");
+    let failure =
+        |range: Range, error| range_error(disk, range, DiskUse::reads("verify", range.lba), error);
+    let mut left = piece;
+    while Sense::is_of_some_blocks(&error)
+        && let Some(one) = left.take(block as u64, block)
+    {
+        if let Err(aborted) = task.check() {
+            return aborted;
+        }
+        if let Err(error) = requests.read_part(one.offset, one.bytes).await {
+            return failure(one, error);
+        }
+    }
+    failure(piece, error)
 }
 
 /// The first of so many bytes that is not the same in both lists.
@@ -203,6 +244,7 @@ async fn let_others_run() {
     })
     .await;
 }
+
 #[cfg(test)]
 mod tests {
     use std::pin::pin;
@@ -230,7 +272,7 @@ mod tests {
         let data = Buffers::empty();
         let ended = thread.block_on(async {
             let mut compare =
-                pin!(compare(disk.asking_nobody(), range, Check::Medium, task, &data));
+                pin!(compare(disk.asking_nobody(), range, Check::Medium, (task, None), &data));
             let first = poll_fn(|cx| Poll::Ready(compare.as_mut().poll(cx))).await;
             assert!(first.is_pending());
             let (_waiting, left) = Waiting::new();
@@ -259,7 +301,8 @@ mod tests {
         ] {
             let mut polls = 0;
             let compared = thread.block_on(async {
-                let mut compare = pin!(compare(disk.asking_nobody(), range, how, task, &data));
+                let mut compare =
+                    pin!(compare(disk.asking_nobody(), range, how, (task, None), &data));
                 poll_fn(|cx| {
                     polls += 1;
                     compare.as_mut().poll(cx)

@@ -28,7 +28,6 @@ const NO_UNIT: Outcome = Outcome::Check(5, [0x25, 0]);
 const NO_TARGET: Outcome = Outcome::Response(BAD_TARGET);
 /// A daemon that has died may have carried it out.
 const PERHAPS_DONE: Outcome = Outcome::Check(11, [0, 6]);
-const UNKNOWN: Outcome = Outcome::Check(5, [0x20, 0]);
 
 /// When something was: its begin and its end.
 type Span = (u64, u64);
@@ -128,9 +127,7 @@ impl Guest {
             shared.refuse(command, (begin, end))?;
             return Ok(Ending::Refused);
         }
-        if command.kind != Kind::Bad(UNKNOWN) {
-            shared.nexus(self.device).passed(begin, end);
-        }
+        shared.nexus(self.device).passed(begin, end);
         let is_conflict = outcome == Outcome::Conflict;
         if let Kind::Reserve(_) = command.kind {
             shared.end(command, Some(outcome), (begin, end))?;

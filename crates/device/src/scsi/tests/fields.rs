@@ -145,6 +145,11 @@ fn an_attention_that_nobody_has_read_is_not_forgotten() {
     assert_eq!((answer.response, answer.status, answer.residual), (0, 0, 96 - 18));
     assert_eq!((answer.data[2], &answer.data[12..14]), (6, &[0x2a, 9][..]));
     assert_eq!(initiator.good(&request(18), &[], 18)[2], 0);
+    for cdb in [[0xff; 6], [0x9e, 0x11, 0, 0, 0, 0]] {
+        initiator.unit().attentions.add(Sense::CAPACITY_CHANGED);
+        assert_eq!(initiator.sense(&cdb, &[], 0), [6, 0x2a, 9], "it comes before all else");
+        assert_eq!(initiator.sense(&cdb, &[], 0)[0], 5);
+    }
 }
 
 #[test]

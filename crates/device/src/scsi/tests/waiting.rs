@@ -245,3 +245,44 @@ fn commands_on_two_threads_do_not_wait_for_each_other() {
         }
     });
 }
+
+#[test]
+fn a_long_verify_holds_up_neither_others_nor_its_queue() {
+    const BYTES: u64 = 64 << 20;
+    let begin = || {
+        let disk = NamedTempFile::new().unwrap();
+        disk.as_file().set_len(BYTES).unwrap();
+        let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let options = options();
+        let one = Initiator::on(Arc::new(disk), &disk_options, options.clone());
+        let other = one.beside(&options);
+        let mut all = [one, other];
+        let blocks = u32::try_from(BYTES / BLOCK as u64).unwrap();
+        all[1].begin(UNIT.bytes(), &cdb16(0x8f, 0, 0, blocks), &[], 0);
+        let reads = |all: &[Initiator]| all[1].scene.thread.io().stats().read.ops.get();
+        turn_until(&mut all, |all| reads(all) > 0);
+        all
+    };
+    let mut all = begin();
+    let held = hold(&mut all);
+    all[1].scene.turn(10);
+    assert!(!all[1].has_answer(), "it waits in the middle of its blocks");
+    drop(held);
+    assert_eq!(all[1].end().status, 0);
+    let mut all = begin();
+    let held = hold(&mut all);
+    let (cdb, list) = reserve_out(0, 0, [0, 1]);
+    all[0].begin(UNIT.bytes(), &cdb, &list, 0);
+    turn_until(&mut all, |all| all[0].has_answer());
+    assert_eq!(all[0].end().status, 0);
+    let (cdb, list) = reserve_out(1, 3, [1, 0]);
+    all[0].begin(UNIT.bytes(), &cdb, &list, 0);
+    turn_until(&mut all, |all| all[0].has_answer());
+    assert_eq!(all[0].end().status, 0);
+    drop(held);
+    assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
+    let mut all = begin();
+    let stopped = all[1].take_queue().begin_stop();
+    all[1].scene.wait(&stopped);
+    assert_eq!(all[1].end().status, BUSY);
+}
