@@ -74,12 +74,13 @@ impl Common {
     }
 
     /// What a queue starts with.
-    pub(crate) fn queue_options(&self, index: u16) -> QueueOptions {
+    pub(crate) fn queue_options(&self, index: u16, takes_requests: bool) -> QueueOptions {
         let mut all = self.stats();
         let is_new = !all.contains_key(&index) && !self.was_handed_over.load(Ordering::Relaxed);
         let stats = Arc::clone(all.entry(index).or_default());
         QueueOptions {
             index,
+            takes_requests,
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
             notify_batch: self.working.notify_batch,

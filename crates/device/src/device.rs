@@ -293,7 +293,8 @@ impl Device {
         let Some(role) = self.queue_role(index) else {
             return Err(StartError::NoSuchQueue { index, count: self.num_queues() });
         };
-        let (queue, handle) = Queue::new(setup, io, self.common().queue_options(index))?;
+        let options = self.common().queue_options(index, role != QueueRole::Event);
+        let (queue, handle) = Queue::new(setup, io, options)?;
         match (self, role) {
             (Self::Blk(blk), QueueRole::Request) => {
                 blk.start_queue(index, io, &queue);

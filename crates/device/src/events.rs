@@ -21,7 +21,7 @@ pub trait Events: Send + Sync {
     /// eventfd. The queue is looked at every few milliseconds instead, until it starts again.
     fn kick_not_watched(&self, queue: u16, error: &dyn Error);
 
-    /// A queue starts with an inflight region, which tells this of the process before.
+    /// A queue of requests starts with an inflight region, which tells this of the process before.
     fn queue_recovered(&self, queue: u16, recovery: Recovery);
 
     /// A queue starts at this entry of its ring, for the first time here, and neither marks

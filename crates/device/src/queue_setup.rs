@@ -31,6 +31,8 @@ pub struct QueueSetup {
 /// What was negotiated for a queue, and how it works.
 pub(crate) struct QueueOptions {
     pub(crate) index: u16,
+    /// What it takes are requests, and not buffers for events.
+    pub(crate) takes_requests: bool,
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
     pub(crate) notify_batch: bool,
@@ -62,7 +64,10 @@ impl QueueSetup {
             return Ok(ring);
         };
         let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
-        options.events.queue_recovered(options.index, recovery);
+        // Nothing is done with buffers for events: they only lie there again.
+        if options.takes_requests {
+            options.events.queue_recovered(options.index, recovery);
+        }
         Ok(ring)
     }
 }

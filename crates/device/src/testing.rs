@@ -156,6 +156,7 @@ impl Scene {
     pub(crate) fn start(&self, handler: impl Handler) -> QueueHandle {
         let options = QueueOptions {
             index: 3,
+            takes_requests: true,
             event_idx: false,
             indirect: false,
             notify_batch: true,

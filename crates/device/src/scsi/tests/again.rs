@@ -13,19 +13,38 @@ impl Initiator {
     fn run_again(&mut self, cdb: &[u8], out: &[u8]) -> Answer {
         let stopped = self.take_queue().begin_stop();
         let next_avail = self.scene.wait(&stopped);
+        let chain = self.put(UNIT.bytes(), cdb, out, 0);
+        self.leave(&chain, next_avail);
+        self.queue = Some(self.scene.start_queue_of(&self.device, 2));
+        self.end()
+    }
+
+    /// Makes a chain available that an earlier process has taken.
+    fn leave(&mut self, chain: &[Desc], next_avail: u16) {
         let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
         let region = InflightRegion::new(region, 1, RING.size).unwrap();
         let account = region.queue(0).unwrap();
-        let chain = self.put(UNIT.bytes(), cdb, out, 0);
-        self.scene.offer_silently(&chain);
+        self.scene.offer_silently(chain);
         let memory = LocalMemory::new(Arc::clone(&self.scene.memory));
         let config = Ring { next_avail, ..RING }.config(false, false);
         let mut dying = SplitQueue::with_inflight(memory, config, &account).unwrap().0;
         assert!(dying.pop().unwrap().is_some());
         drop(dying);
         self.scene.inflight = Some(account);
-        self.queue = Some(self.scene.start_queue_of(&self.device, 2));
-        self.end()
+    }
+}
+
+#[test]
+fn buffers_for_events_are_not_told_of_as_requests() {
+    for (queue, heard) in [(1, None), (2, Some("queue 2: Known { requests: 1 }"))] {
+        let mut initiator = Initiator::new();
+        let stopped = initiator.take_queue().begin_stop();
+        let next_avail = initiator.scene.wait(&stopped);
+        initiator.leave(&[Desc::writable(DATA, 16)], next_avail);
+        let handle = initiator.scene.start_queue_of(&initiator.device, queue);
+        let said = initiator.scene.events.take();
+        assert_eq!(said.iter().map(String::as_str).collect::<Vec<_>>(), Vec::from_iter(heard));
+        let _ = initiator.scene.wait(&handle.begin_stop());
     }
 }
 
