@@ -1,14 +1,20 @@
 //! Exports whose disks hang while they are opened.
 
-use std::path::Path;
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, Scene, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
 use crate::ending::serve_beside;
+use crate::nbd::Peer;
 
 fn ctl(scene: &Scene, words: &[&str]) -> Result<Finished> {
     run(ringhaul()?.args(["ctl", "--control"]).arg(scene.socket("control")).args(words))
@@ -73,5 +79,64 @@ fn they_go_along_with_a_takeover() -> Result<()> {
     next.signal(Signal::TERM)?;
     next.finish()?.expect_code(0)?;
     ensure!(!hung.exists() && !healthy.exists(), "a socket is left behind");
+    Ok(())
+}
+
+/// Passes connections on to a server. The first one after `is_gated` waits until there is one at
+/// each gate.
+fn gate(
+    socket: &Path,
+    server: PathBuf,
+    gates: Arc<Barrier>,
+    is_gated: Arc<AtomicBool>,
+) -> Result<()> {
+    let listener = UnixListener::bind(socket)?;
+    let copy = |mut from: UnixStream, mut to: UnixStream| {
+        std::thread::spawn(move || {
+            // Whoever ends a connection ends it for both.
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(Shutdown::Both);
+        });
+    };
+    std::thread::spawn(move || -> Result<()> {
+        let mut was_closed = false;
+        for front in listener.incoming() {
+            let (front, back) = (front?, UnixStream::connect(&server)?);
+            if is_gated.load(Ordering::Relaxed) && !std::mem::replace(&mut was_closed, true) {
+                gates.wait();
+            }
+            copy(front.try_clone()?, back.try_clone()?);
+            copy(back, front);
+        }
+        Ok(())
+    });
+    Ok(())
+}
+
+/// Each may take its time, as a key does.
+#[test]
+fn a_process_that_takes_over_opens_disks_side_by_side() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let _peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
+    let (gates, is_gated) = (Arc::new(Barrier::new(2)), Arc::new(AtomicBool::new(false)));
+    let mut command = ringhaul()?;
+    command.args(["serve", "--control"]).arg(scene.socket("control"));
+    for name in ["one", "two"] {
+        let (socket, nbd) = (scene.socket(name), scene.socket(&format!("nbd-{name}")));
+        gate(&nbd, scene.socket("nbd"), Arc::clone(&gates), Arc::clone(&is_gated))?;
+        let (socket, nbd) = (socket.display(), nbd.display());
+        command.arg("--export").arg(format!("socket-path={socket},disk=nbd+unix:///?socket={nbd}"));
+    }
+    let mut daemon = Running::serve(&mut command)?;
+    daemon.wait_for("serving on")?;
+    is_gated.store(true, Ordering::Relaxed);
+    let mut command = ringhaul()?;
+    let mut next =
+        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+    next.wait_for("took over 2 exports")?;
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Exports that go from the daemon of one process to that of another.
 
+use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{PoisonError, Weak, mpsc};
@@ -146,17 +147,20 @@ impl Daemon {
         fds: &mut HandedFds,
     ) -> Result<Expected, CommandError> {
         let (mut specs, mut endpoints) = (Vec::new(), Vec::new());
-        let (mut disks, mut engines) = (Vec::new(), Vec::new());
+        let (mut wanted, mut engines) = (Vec::new(), Vec::new());
         for HandedExport { spec, disks: handed, endpoint } in exports {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds));
             endpoints.push(endpoint.transpose().context("cannot take a socket over")?);
-            for (wanted, disk) in spec.disks().iter().zip(&handed) {
-                disks.push(take_disk(wanted, disk, fds)?);
+            for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
+            {
+                let file = fds.take_some(*file).context("cannot take a disk over")?;
+                wanted.push((disk, file.map(File::from), *size_bytes));
             }
             engines.extend(handed.into_iter().map(|disk| disk.engine));
             specs.push(spec);
         }
+        let disks = take_disks(wanted)?;
         let choices = choose(&self.args, &disks, &engines);
         let mut disks = disks.into_iter().zip(choices);
         self.accesses.await_new(true);
@@ -298,11 +302,17 @@ fn leave_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-fn take_disk(
-    wanted: &(DiskSpec, ExportSettings),
-    disk: &HandedDisk,
-    fds: &mut HandedFds,
-) -> Result<OpenDisk> {
-    let file = fds.take_some(disk.file).context("cannot take a disk over")?;
-    OpenDisk::take_over(wanted, file.map(Into::into), disk.size_bytes)
+/// A disk that another process has, its file and its size.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64);
+
+/// Opens disks side by side: a key or a server may take its time.
+fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
+    let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
+    let mut opening = SideBySide::begin(wanted, |(disk, file, size_bytes): WantedDisk, _| {
+        OpenDisk::take_over(&disk, file, size_bytes)
+    });
+    while let Some((number, disk)) = opening.next(None) {
+        disks[number] = Some(disk??);
+    }
+    Ok(disks.into_iter().flatten().collect())
 }
