@@ -17,6 +17,7 @@ mod secrets;
 mod sockets;
 mod takeover;
 mod takeover_commands;
+mod takeover_options;
 mod takeover_waits;
 mod throttling;
 mod units;

@@ -1,0 +1,58 @@
+//! What a process that takes over makes of options and limits.
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Running, ringhaul_under};
+use serde_json::{Value, json};
+
+use crate::takeover::{Client, TAKEN, begin, taking_over};
+use crate::{DISK_BYTES, scene};
+
+/// What is logged, and how, is what the options of the first process say, wherever they stand.
+#[test]
+fn the_log_goes_on_as_it_was() -> Result<()> {
+    let scene = scene()?;
+    let config = scene.path("config.toml");
+    std::fs::write(&config, "log-format = \"json\"\nlog = \"debug\"\n")?;
+    let mut command = begin(&scene)?;
+    let mut daemon = Running::serve(command.arg("--config").arg(&config))?;
+    let mut set = Vec::new();
+    set.push(Client::new(&scene)?.ask("set", &json!({}))?["result"].take());
+    for _ in 0..2 {
+        let mut next = Running::start(&mut taking_over(&scene)?)?;
+        let line: Value = serde_json::from_str(&next.wait_for(TAKEN)?)?;
+        ensure!(line["level"] == "INFO", "{line}");
+        daemon.finish()?.expect_code(0)?;
+        daemon = next;
+        set.push(Client::new(&scene)?.ask("set", &json!({}))?["result"].take());
+    }
+    ensure!(set.iter().all(|set| set["log"] == "debug"), "{set:?}");
+    // Whoever takes over may say otherwise.
+    let mut next = taking_over(&scene)?;
+    let next = Running::start(next.args(["--log", "warn", "--log-format", "text"]))?;
+    daemon.finish()?.expect_code(0)?;
+    let set = Client::new(&scene)?.ask("set", &json!({}))?;
+    ensure!(set["result"]["log"] == "warn", "{set}");
+    Client::new(&scene)?.ask("shutdown", &json!({}))?;
+    next.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// The usual limit is too low for the descriptors of many exports, and is raised before they come.
+#[test]
+fn a_low_limit_on_open_files_is_raised_in_time() -> Result<()> {
+    let scene = scene()?;
+    let mut command = begin(&scene)?;
+    for number in 0..12 {
+        let disk = scene.disk(&format!("{number}.img"), DISK_BYTES)?;
+        let socket = scene.socket(&format!("{number}.sock"));
+        let export = format!("socket-path={},blk-file={}", socket.display(), disk.display());
+        command.args(["--export", &export]);
+    }
+    let daemon = Running::serve(&mut command)?;
+    let mut next = ringhaul_under(&["sh", "-c", "ulimit -Sn 16; exec \"$@\"", "sh"])?;
+    next.args(["serve", "--takeover"]).arg(scene.socket("control"));
+    let mut next = Running::start(&mut next)?;
+    next.wait_for("took over 13 exports")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
