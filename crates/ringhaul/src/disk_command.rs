@@ -11,7 +11,7 @@ use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
 use serde::Serialize;
 
-use crate::disk_spec::DiskSpec;
+use crate::disk_spec::{DiskSpec, outline};
 use crate::open_disk::OpenDisk;
 use crate::spec::{CacheMode, ExportSettings};
 
@@ -88,7 +88,7 @@ impl DiskArgs {
 
     fn open_with(&self, read_only: bool, no_lock: bool) -> Result<(DiskSpec, OpenDisk)> {
         let disk = DiskSpec::parse(&self.disk)
-            .with_context(|| format!("cannot understand the disk {}", self.disk))?;
+            .with_context(|| format!("cannot understand the disk {}", outline(&self.disk)))?;
         let settings =
             ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
         let wanted = (disk, settings);

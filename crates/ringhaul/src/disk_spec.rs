@@ -12,6 +12,7 @@
 mod data;
 mod nbd;
 mod rbd;
+mod text;
 mod words;
 
 use std::fmt;
@@ -23,7 +24,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub use data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
-pub(crate) use words::{Keys, split_at_commas};
+pub(crate) use text::{outline, split_at_commas};
+pub(crate) use words::Keys;
 
 impl Serialize for DiskSpec {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -51,7 +53,9 @@ impl<'de> Visitor<'de> for TextOrTable {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
-        let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map))?;
+        let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map));
+        let disk =
+            disk.map_err(|error| A::Error::custom(text::without_texts(&error.to_string())))?;
         words::check_layers(disk.layers()).map_err(A::Error::custom)?;
         disk.check().map_err(A::Error::custom)?;
         Ok(disk)
@@ -133,10 +137,17 @@ mod tests {
             (r#"{"null":{"size-bytes":512,"size":1}}"#, "unknown field `size`"),
             (r#"{"qcow3":"/a"}"#, "unknown variant `qcow3`"),
             (r#""qcow3,path=/a""#, "unknown disk kind 'qcow3'"),
+            (r#"{"luks":{"key":"hidden","over":"/a"}}"#, "the key of a LUKS disk is in a file"),
+            (r#"{"luks":{"key":7,"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
+            (r#"{"luks":{"key":{"hidden":7},"over":"/a"}}"#, "the key of a LUKS disk is in a file"),
+            (r#"{"luks":{"key":{"fd":"hidden"},"over":"/a"}}"#, "the key of a LUKS disk is in a"),
+            (r#"{"nbd":"user:hidden@host"}"#, "invalid type: string \"***\""),
+            (r#"{"nbd":{"host":"h","port":"hidden"}}"#, "invalid type: string \"***\""),
+            (r#""nbd:user:hidden@host""#, "no URI such as"),
             ("7", "a disk: a text such as"),
         ] {
             let error = of_json(json).unwrap_err();
-            assert!(error.contains(expected), "{error}");
+            assert!(error.contains(expected) && !error.contains("hidden"), "{error}");
         }
     }
 

@@ -9,7 +9,19 @@ use std::borrow::Cow;
 const COVER: &str = "***";
 
 /// Words whose value is a secret, whatever program knows them.
-const KEYS: &[&str] = &["key", "passphrase", "passwd", "password", "secret", "token"];
+const KEYS: &[&str] = &[
+    "key",
+    "pass",
+    "passphrase",
+    "passwd",
+    "password",
+    "psk",
+    "pwd",
+    "secret",
+    "secret-key",
+    "tls-psk",
+    "token",
+];
 
 /// The text without users and passwords of URIs, and without values of words such as `key=`.
 #[must_use]

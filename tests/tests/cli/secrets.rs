@@ -30,6 +30,16 @@ fn secrets_in_names_of_disks_are_not_repeated() -> Result<()> {
         "rbd:vms/vm1,key=hidden",
         "rbd:vms/vm1:id=a:key=hidden",
         "http://user:hidden@host/x",
+        "nbd,host=user:hidden@h",
+        "nbd:user:hidden@host",
+        "nbd://user%3Ahidden%40host",
+        "nbd://h/x?pass=hidden",
+        "nbd,host=h,pwd=hidden",
+        "nbd,host=h,secret-key=hidden",
+        "nbd,host=h,tls-psk=hidden",
+        "luks,key='hidden',over=/a",
+        "luks,key=hid,hidden,over=/a",
+        "luks,key=hid hidden,over=/a",
     ] {
         check_refused(run(ringhaul()?.args(["disk", "info", disk]))?)?;
         check_refused(run(ringhaul()?.args(["serve", "--socket-path", "/a", "--disk", disk]))?)?;

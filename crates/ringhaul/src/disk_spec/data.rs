@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use schemars::{JsonSchema, Schema};
-use serde::{Deserialize, Serialize};
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::nbd::NbdSpec;
 use super::rbd::RbdSpec;
@@ -73,13 +74,48 @@ pub enum DiskSpec {
 }
 
 /// Where a secret is. All bytes there belong to it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KeySpec {
     /// A file.
     File(PathBuf),
     /// A descriptor that was inherited. It is read once.
     Fd(i32),
+}
+
+/// Says where a key may be. Whatever stands there instead may be a key itself, and is not repeated.
+struct Place;
+
+impl Place {
+    fn refused<E: serde::de::Error>() -> E {
+        E::custom("the key of a LUKS disk is in a file, { file = \"PATH\" }, or { fd = NUMBER }")
+    }
+}
+
+impl<'de> Deserialize<'de> for KeySpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Place).map_err(|_| Place::refused())
+    }
+}
+
+impl<'de> Visitor<'de> for Place {
+    type Value = KeySpec;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("where a key is")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<KeySpec, A::Error> {
+        let key = match map.next_key::<String>()?.as_deref() {
+            Some("file") => KeySpec::File(map.next_value()?),
+            Some("fd") => KeySpec::Fd(map.next_value()?),
+            _ => return Err(Self::refused()),
+        };
+        match map.next_key::<String>()? {
+            None => Ok(key),
+            Some(_) => Err(Self::refused()),
+        }
+    }
 }
 
 /// Where the backing files of an image may be, which the image itself names.

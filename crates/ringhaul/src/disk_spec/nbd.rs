@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use blockio::disk::nbd::{NbdAddress, NbdOptions, NbdTls};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -207,11 +207,11 @@ fn decoded(text: &str) -> Result<String> {
         let digits = [rest.next(), rest.next()].map(|digit| digit.map_or('x', char::from));
         let value = digits.map(|digit| digit.to_digit(16));
         let [Some(high), Some(low)] = value else {
-            bail!("'{text}' has a percent sign that is not followed by two digits")
+            bail!("it has a percent sign that is not followed by two digits")
         };
         bytes.push(u8::try_from(high * 16 + low)?);
     }
-    String::from_utf8(bytes).with_context(|| format!("'{text}' is not UTF-8"))
+    String::from_utf8(bytes).map_err(|_| anyhow!("what its percent signs stand for is not UTF-8"))
 }
 
 #[cfg(test)]

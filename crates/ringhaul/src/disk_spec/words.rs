@@ -13,6 +13,7 @@ use ringhaul_options::parse_size;
 use super::data::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 use super::nbd::{NbdSpec, keys_of_uri};
 use super::rbd::RbdSpec;
+use super::text::{OVER, outline_of, split_at_commas};
 
 /// A kind of disk, and what its name is made of.
 struct Kind {
@@ -184,9 +185,6 @@ const NBD_KEYS: &[&str] = &[
     "tls-hostname",
 ];
 
-/// The key of the disk below.
-const OVER: &str = "over";
-
 /// The most layers of a disk, far from what a stack or a JSON parser has room for.
 const LAYERS_MAX: usize = 16;
 
@@ -236,9 +234,11 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
     };
     let mut rest = rest.iter();
     while let Some(part) = rest.next() {
-        let (key, value) = part
-            .split_once('=')
-            .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
+        let (key, value) = part.split_once('=').with_context(|| {
+            // It may be a part of a value with a comma.
+            let part = if kind.keys.contains(&&**part) { part } else { "***" };
+            format!("'{part}' is not of the form KEY=VALUE")
+        })?;
         if !kind.keys.contains(&key) {
             let (name, keys) = (kind.name, kind.keys.join(", "));
             bail!("unknown key '{key}' of disk kind {name} (expected: {keys})");
@@ -246,7 +246,7 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
         if key == OVER {
             let mut below = vec![value.to_owned()];
             below.extend(rest.by_ref().cloned());
-            let disk = disk(&below).with_context(|| format!("in {OVER}={}", below.join(",")))?;
+            let disk = disk(&below).with_context(|| format!("in {OVER}={}", outline_of(&below)))?;
             words.over = Some(Box::new(disk));
         } else {
             words.add(key, value)?;
@@ -256,7 +256,10 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
 }
 
 fn find(name: &str) -> Result<&'static Kind> {
-    KINDS.iter().find(|kind| kind.name == name).with_context(|| unknown_kind(name))
+    KINDS
+        .iter()
+        .find(|kind| kind.name == name)
+        .with_context(|| unknown_kind(&outline_of(&[name.to_owned()])))
 }
 
 fn unknown_kind(name: &str) -> String {
@@ -353,21 +356,6 @@ impl Keys {
         self.0.push(key.to_owned());
         Ok(())
     }
-}
-
-/// The parts of a list; two commas stand for one in a part.
-pub(crate) fn split_at_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut characters = text.chars().peekable();
-    while let Some(character) = characters.next() {
-        match (character, parts.last_mut()) {
-            (',', _) if characters.peek() != Some(&',') => parts.push(String::new()),
-            (',', Some(part)) => part.extend(characters.next()),
-            (_, Some(part)) => part.push(character),
-            (_, None) => {}
-        }
-    }
-    parts
 }
 
 #[cfg(test)]
@@ -473,7 +461,7 @@ mod tests {
             ("raw,offset=1M", "it lies over a disk; name it"),
             ("raw:1M", "has no short form"),
             ("raw,path=x", "unknown key 'path' of disk kind raw (expected: offset, size, over)"),
-            ("raw,over=null,path=x", "in over=null,path=x: unknown key 'path' of disk kind null"),
+            ("raw,over=null,path=x", "in over=null,path=***: unknown key 'path' of disk kind null"),
             ("raw,over=null:1M,offset=1M", "unknown key 'offset' of disk kind null"),
             ("null,size=1M,size=1M", "size is given twice"),
             ("file,path=a,path=b", "path is given twice"),

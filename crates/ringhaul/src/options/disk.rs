@@ -5,7 +5,7 @@ use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
 use crate::disk_rules::LimitSpec;
-use crate::disk_spec::{DiskSpec, Keys, split_at_commas};
+use crate::disk_spec::{DiskSpec, Keys, outline, split_at_commas};
 use crate::spec::CacheMode;
 
 /// Takes the disk of an export or a unit out of its keys: `disk=DISK`, to which all that follows
@@ -18,7 +18,7 @@ pub(super) fn take_disk(parts: &mut Vec<String>) -> Result<DiskSpec> {
         words[0].drain(.."disk=".len());
         let disk = DiskSpec::of_parts(&words);
         disks.push(disk.with_context(|| {
-            format!("in {text}, to whose disk all keys belong that stand behind it")
+            format!("in {}, to whose disk all keys belong that stand behind it", outline(&text))
         })?);
     }
     let mut others = Vec::new();

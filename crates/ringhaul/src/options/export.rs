@@ -10,7 +10,7 @@ use super::{
     DeviceKind, ExportArgs, ServeArgs, parse_name, parse_on_off, parse_queue_size, parse_serial,
 };
 use crate::disk_rules::{DiskRules, RulesChange};
-use crate::disk_spec::{Keys, split_at_commas};
+use crate::disk_spec::{Keys, outline, split_at_commas};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
 impl ServeArgs {
@@ -79,7 +79,7 @@ impl ExportArgs {
         for text in &self.export {
             let export = self
                 .parse_export(text)
-                .with_context(|| format!("cannot understand --export {text}"))?;
+                .with_context(|| format!("cannot understand --export {}", outline(text)))?;
             exports.push(export);
         }
         Ok(exports)
@@ -100,9 +100,8 @@ impl ExportArgs {
         }
         let disk = match (&self.blk_file, &self.disk) {
             (Some(path), _) => DiskSpec::File(path.clone()),
-            (None, Some(text)) => {
-                DiskSpec::parse(text).with_context(|| format!("cannot understand --disk {text}"))?
-            }
+            (None, Some(text)) => DiskSpec::parse(text)
+                .with_context(|| format!("cannot understand --disk {}", outline(text)))?,
             (None, None) => bail!("no disk is given; use --blk-file PATH or --disk null,size=SIZE"),
         };
         Ok(DeviceSpec::Blk(disk))

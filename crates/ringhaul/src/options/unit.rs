@@ -7,13 +7,14 @@ use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYT
 use super::disk::{parse_cache, take_disk};
 use super::parse_on_off;
 use crate::disk_rules::RulesChange;
-use crate::disk_spec::{Keys, split_at_commas};
+use crate::disk_spec::{Keys, outline, split_at_commas};
 use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart, check_text};
 
 /// The values of `--lun`.
 pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
-    let parse =
-        |text: &String| parse_unit(text).with_context(|| format!("cannot understand --lun {text}"));
+    let parse = |text: &String| {
+        parse_unit(text).with_context(|| format!("cannot understand --lun {}", outline(text)))
+    };
     apart(texts.iter().map(parse).collect::<Result<_>>()?)
 }
 
@@ -23,7 +24,7 @@ pub(super) fn parse_all(texts: &[String]) -> Result<Vec<UnitSpec>> {
 ///
 /// When it makes no sense.
 pub(crate) fn parse_lun(text: &str) -> Result<UnitSpec> {
-    parse_unit(text).with_context(|| format!("cannot understand the unit {text}"))
+    parse_unit(text).with_context(|| format!("cannot understand the unit {}", outline(text)))
 }
 
 /// The address of a unit, with its target or without.

@@ -43,7 +43,7 @@ pub(super) struct State {
     pub(super) events: Vec<Event>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
-    /// What each connection was told of the size: it has that for good.
+    /// The size that each connection has heard: it has that for good.
     sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
     is_over: bool,

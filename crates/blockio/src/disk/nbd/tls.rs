@@ -50,8 +50,7 @@ pub(super) fn client(options: &NbdOptions, tls: &NbdTls) -> Result<ClientConnect
         None => config.with_no_client_auth(),
         Some(path) => {
             let key = path.with_file_name("client-key.pem");
-            let secret = PrivateKeyDer::from_pem_reader(open(&key)?);
-            let secret = secret.map_err(|error| unusable(&key, &error))?;
+            let secret = private_key(&key)?;
             let chain = certificates(&path)?;
             config.with_client_auth_cert(chain, secret).map_err(|error| unusable(&path, &error))?
         }
@@ -81,11 +80,20 @@ fn authorities(tls: &NbdTls) -> Result<RootCertStore, String> {
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let read: Result<Vec<_>, _> = CertificateDer::pem_reader_iter(open(path)?).collect();
-    read.map_err(|error| unusable(path, &error))
+    read.map_err(|_| no_pem(path, "certificates"))
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_reader(open(path)?).map_err(|_| no_pem(path, "private key"))
 }
 
 fn open(path: &Path) -> Result<File, String> {
     File::open(path).map_err(|error| format!("cannot open {}: {error}", path.display()))
+}
+
+/// A parser's own words may have a line of the file in them, which may be a key.
+fn no_pem(path: &Path, what: &str) -> String {
+    unusable(path, &format_args!("it has no {what} in the form PEM, or is damaged"))
 }
 
 fn unusable(path: &Path, error: &dyn std::fmt::Display) -> String {
@@ -223,5 +231,27 @@ impl Write for Outgoing<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_damaged_key_is_not_repeated() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("client-key.pem");
+        for text in ["-----BEGIN PRIVATE KEY hidden\nhidden\n", "hidden", "-----BEGIN hidden"] {
+            std::fs::write(&path, text).unwrap();
+            let errors = [private_key(&path).map(drop), certificates(&path).map(drop)];
+            assert!(errors[0].is_err());
+            for error in errors.into_iter().filter_map(Result::err) {
+                let numbers = format!("{:?}", b"hidden").replace(['[', ']'], "");
+                assert!(!error.contains("hidden") && !error.contains(&numbers), "{error}");
+                assert!(error.contains("client-key.pem"), "{error}");
+            }
+        }
     }
 }
