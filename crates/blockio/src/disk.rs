@@ -48,7 +48,7 @@ use crate::error::Error;
 use crate::io::Io;
 use file::FileDisk;
 use gate::Gate;
-pub use gate::Requester;
+pub use gate::{Requester, Waits};
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Place, Unfinished,
     check_logical_block,

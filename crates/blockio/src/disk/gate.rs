@@ -16,7 +16,7 @@ use std::time::Instant;
 use super::limits::{Buckets, Direction};
 use super::shared::{Rules, Shared};
 use super::trouble::{ErrorAction, Tries};
-use super::waiting::Turns;
+use super::waiting::{Turn, Turns};
 use crate::clock;
 use crate::io::Io;
 
@@ -98,6 +98,21 @@ impl Drop for Place<'_> {
     }
 }
 
+/// How requests of a queue wait at their disk, for limits and for another try.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Waits {
+    /// As its limits and its error policy say.
+    #[default]
+    Usual,
+    /// Not for limits. For a queue that stops and will go on.
+    ForTries,
+    /// Not at all: errors are reported, whatever the policy. For a queue that stops for good.
+    Never,
+    /// Those that wait, or come to that, go on when this has changed. For a queue that stops and
+    /// leaves them to whoever serves it next.
+    UntilLater,
+}
+
 /// The gate of one queue.
 pub(super) struct Gate {
     io: Rc<Io>,
@@ -105,8 +120,35 @@ pub(super) struct Gate {
     /// The rules as they were lately.
     rules: RefCell<(u64, Rc<Rules>)>,
     turns: [Turns; 2],
-    /// Nobody waits here.
-    is_open: Cell<bool>,
+    waits: Cell<Waits>,
+}
+
+/// What a request has taken of limits, and gives back unless it begins.
+struct Taken {
+    buckets: Arc<Buckets>,
+    direction: Direction,
+    bytes: u64,
+    begins: Instant,
+    has_begun: bool,
+}
+
+impl Taken {
+    fn of(buckets: Arc<Buckets>, direction: Direction, bytes: u64) -> Self {
+        let begins = buckets.take(direction, bytes, clock::now());
+        Self { buckets, direction, bytes, begins, has_begun: false }
+    }
+
+    fn begin(mut self) {
+        self.has_begun = true;
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        if !self.has_begun {
+            self.buckets.give_back(self.direction, self.bytes);
+        }
+    }
 }
 
 impl Gate {
@@ -116,21 +158,22 @@ impl Gate {
             shared: Arc::clone(shared),
             rules: RefCell::new(rules_of(shared)),
             turns: Default::default(),
-            is_open: Cell::new(false),
+            waits: Cell::default(),
         }
     }
 
-    /// With `is_open`, whoever waits here goes on: requests begin in spite of limits, and errors
-    /// are reported.
-    pub(super) fn set_open(&self, is_open: bool) {
-        self.is_open.set(is_open);
-        if is_open {
+    pub(super) fn set_waits(&self, waits: Waits) {
+        if self.waits.replace(waits) != waits {
             self.shared.bell.ring();
         }
     }
 
-    pub(super) fn is_open(&self) -> bool {
-        self.is_open.get()
+    pub(super) fn waits(&self) -> Waits {
+        self.waits.get()
+    }
+
+    fn is_shut(&self) -> bool {
+        self.waits.get() == Waits::UntilLater
     }
 
     fn rules(&self) -> (u64, Rc<Rules>) {
@@ -147,13 +190,14 @@ impl Gate {
 
     fn action(&self, rules: &Rules, direction: Direction) -> ErrorAction {
         match direction {
-            _ if self.is_open.get() => ErrorAction::Report,
+            _ if self.waits.get() == Waits::Never => ErrorAction::Report,
             Direction::Read => rules.errors.read,
             Direction::Write => rules.errors.write,
         }
     }
 
-    /// Waits until limits let a request begin. An error: it is not to be done any more.
+    /// Waits until limits let a request begin, or charges them for one that does not wait. An
+    /// error: it is not to be done any more.
     pub(super) async fn pass(
         &self,
         requester: &dyn Requester,
@@ -161,68 +205,66 @@ impl Gate {
         bytes: u64,
     ) -> io::Result<()> {
         let (_, rules) = self.rules();
-        if (rules.own.is_none() && rules.shared.is_none()) || self.is_open.get() {
+        if rules.own.is_none() && rules.shared.is_none() {
             return Ok(());
         }
         let place = Place::of(requester);
-        let turn = self.turns[direction as usize].enter();
-        self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
-        let own = self.take(&place, direction, bytes, |rules| rules.own.clone()).await?;
-        if self.rules().1.shared.is_some() {
-            let turn = self.shared.turns[direction as usize].enter();
-            let passed = async {
-                self.wait(&place, |cx| turn.poll(cx).is_ready()).await?;
-                self.take(&place, direction, bytes, |rules| rules.shared.clone()).await
-            };
-            if let Err(error) = passed.await {
-                if let Some(own) = own {
-                    own.give_back(direction, bytes);
-                }
-                return Err(error);
-            }
+        while !self.take_turn(&place, direction, bytes).await? {
+            self.stay(&place).await?;
         }
-        drop(turn);
         place.go_on(direction).await
     }
 
-    /// Waits for these limits. Returns those of which it has taken its part; a request that does
-    /// not begin has given that back.
+    /// Waits for its turn and its part of the limits. False: the gate was shut before, and it holds
+    /// up nobody.
+    async fn take_turn(
+        &self,
+        place: &Place<'_>,
+        direction: Direction,
+        bytes: u64,
+    ) -> io::Result<bool> {
+        let turn = self.turns[direction as usize].enter();
+        self.wait_for(place, &turn).await?;
+        let own = self.take(place, direction, bytes, |rules| rules.own.clone()).await?;
+        let mut shared = None;
+        if self.rules().1.shared.is_some() {
+            let turn = self.shared.turns[direction as usize].enter();
+            self.wait_for(place, &turn).await?;
+            shared = self.take(place, direction, bytes, |rules| rules.shared.clone()).await?;
+        }
+        if self.is_shut() {
+            return Ok(false);
+        }
+        [own, shared].into_iter().flatten().for_each(Taken::begin);
+        Ok(true)
+    }
+
+    /// Takes its part of these limits, and waits for it. One that does not wait takes it, too: what
+    /// comes after it waits the longer, so that no guest has more for stopping its queues.
     async fn take(
         &self,
         place: &Place<'_>,
         direction: Direction,
         bytes: u64,
         which: impl Fn(&Rules) -> Option<Arc<Buckets>>,
-    ) -> io::Result<Option<Arc<Buckets>>> {
-        let mut taken: Option<(Arc<Buckets>, Instant)> = None;
-        while !self.is_open.get() {
+    ) -> io::Result<Option<Taken>> {
+        let mut taken: Option<Taken> = None;
+        loop {
             let (generation, rules) = self.rules();
             let meant = which(&rules);
-            let is_meant = |taken: &Arc<Buckets>| {
-                meant.as_ref().is_some_and(|meant| Arc::ptr_eq(meant, taken))
-            };
-            if let Some((left, _)) = taken.take_if(|(taken, _)| !is_meant(taken)) {
-                // The other disks of a group do not wait for one that has left it.
-                left.give_back(direction, bytes);
-            }
+            // The other disks of a group do not wait for one that has left it.
+            taken
+                .take_if(|taken| !meant.as_ref().is_some_and(|it| Arc::ptr_eq(it, &taken.buckets)));
             let Some(buckets) = meant else { break };
-            let begins = match &taken {
-                // Something else has changed.
-                Some((_, begins)) => *begins,
-                None => buckets.take(direction, bytes, clock::now()),
-            };
-            let (buckets, _) = taken.insert((buckets, begins));
-            let changed = || self.shared.generation() != generation;
-            match self.wait_until(place, begins, changed).await {
-                Ok(true) => break,
-                Ok(false) => {}
-                Err(error) => {
-                    buckets.give_back(direction, bytes);
-                    return Err(error);
-                }
+            // Or something else has changed.
+            let begins = taken.get_or_insert_with(|| Taken::of(buckets, direction, bytes)).begins;
+            let is_waited_for = || self.waits.get() == Waits::Usual;
+            let changed = || self.shared.generation() != generation || !is_waited_for();
+            if self.wait_until(place, begins, changed).await? || !is_waited_for() {
+                break;
             }
         }
-        Ok(taken.map(|(buckets, _)| buckets))
+        Ok(taken)
     }
 
     /// A request has failed. Waits until it is to be tried again; false: it is to be reported. An
@@ -238,10 +280,15 @@ impl Gate {
         let (action, resumed) = (self.action(&rules, direction), self.shared.resumed());
         let now = clock::now();
         let Some(pause) = tries.failed(action, error, now) else { return Ok(false) };
-        let changed = || self.shared.resumed() != resumed || self.shared.generation() != generation;
+        let changed = || {
+            self.shared.resumed() != resumed
+                || self.shared.generation() != generation
+                || matches!(self.waits.get(), Waits::Never | Waits::UntilLater)
+        };
         let place = Place::of(requester);
         self.wait_until(&place, now + pause, changed).await?;
-        if self.is_open.get() {
+        self.stay(&place).await?;
+        if self.waits.get() == Waits::Never {
             return Ok(false);
         }
         place.go_on(direction).await?;
@@ -268,7 +315,17 @@ impl Gate {
         Ok(is_late)
     }
 
-    /// Waits until `is_over`, which is looked at after each ring of the bell, or the gate is open.
+    /// Waits while the gate is shut.
+    async fn stay(&self, place: &Place<'_>) -> io::Result<()> {
+        self.wait(place, |_| !self.is_shut()).await
+    }
+
+    /// Waits for a turn, unless nobody waits for limits.
+    async fn wait_for(&self, place: &Place<'_>, turn: &Turn<'_>) -> io::Result<()> {
+        self.wait(place, |cx| self.waits.get() != Waits::Usual || turn.poll(cx).is_ready()).await
+    }
+
+    /// Waits until `is_over`, which is looked at after each ring of the bell.
     async fn wait(
         &self,
         place: &Place<'_>,
@@ -278,7 +335,7 @@ impl Gate {
         poll_fn(|cx| {
             listener.listen(cx);
             place.requester.check()?;
-            if self.is_open.get() || is_over(cx) {
+            if is_over(cx) {
                 return Poll::Ready(Ok(()));
             }
             place.wait();

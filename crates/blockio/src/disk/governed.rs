@@ -6,6 +6,7 @@ use std::io;
 
 use iomem::Buffers;
 
+use super::gate::Waits;
 use super::info::Unfinished;
 use super::limits::Direction;
 use super::seam::Request;
@@ -13,16 +14,15 @@ use super::trouble::Tries;
 use super::{Disk, Kind, Requests};
 
 impl Disk {
-    /// With `ends`, nobody waits for limits, and errors are reported whatever the policy: for a
-    /// queue that stops. It may be taken back.
-    pub fn set_ending(&self, ends: bool) {
-        self.gate.set_open(ends);
+    /// How requests wait from now on. It may be taken back.
+    pub fn set_waits(&self, waits: Waits) {
+        self.gate.set_waits(waits);
     }
 
-    /// Whether that holds.
+    /// Whether they do not, since their queue stops.
     #[must_use]
     pub fn is_ending(&self) -> bool {
-        self.gate.is_open()
+        self.gate.waits() == Waits::Never
     }
 
     /// Has all those [asked](super::Requester::check) who wait for limits or another try.

@@ -5,7 +5,7 @@ use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 
-use blockio::disk::{Direction, Requester, Requests};
+use blockio::disk::{Direction, Requester, Requests, Waits};
 use blockio::{Disk, Io, Unfinished};
 use iomem::Buffers;
 use virtio_bindings::virtio_blk::{
@@ -94,12 +94,12 @@ impl Blk {
 
 impl Handler for Blk {
     fn stop(&self, _: &Queue) {
-        self.disk.set_ending(true);
+        self.disk.set_waits(Waits::Never);
         self.device.access().look_at_waiting();
     }
 
     fn go_on(&self) {
-        self.disk.set_ending(false);
+        self.disk.set_waits(Waits::Usual);
     }
 
     /// Serves one chain: reads the header, does what it says, writes the status, pushes the chain.

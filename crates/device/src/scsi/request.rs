@@ -3,6 +3,7 @@
 use std::rc::Rc;
 
 use blockio::Io;
+use blockio::disk::Waits;
 use iomem::{Buffers, SharedBytes};
 use virtqueue::Chain;
 
@@ -358,11 +359,11 @@ impl Handler for Scsi {
     }
 
     fn stop(&self, _: &Queue) {
-        self.queue.set_ending(true);
+        self.queue.set_waits(Waits::Never);
     }
 
     fn go_on(&self) {
-        self.queue.set_ending(false);
+        self.queue.set_waits(Waits::Usual);
     }
 
     /// Serves one chain: reads the header, does what the CDB says, writes the response, pushes the

@@ -8,6 +8,7 @@ use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::disk::Waits;
 use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
@@ -37,8 +38,8 @@ pub(crate) struct RequestQueue {
     found: Cell<usize>,
     /// That of `units` when `local` was made.
     generation: Cell<u64>,
-    /// Whether the queue stops.
-    is_ending: Cell<bool>,
+    /// How commands wait.
+    waits: Cell<Waits>,
     ring: OnceCell<Weak<Queue>>,
 }
 
@@ -47,9 +48,9 @@ impl LocalUnit {
         Self { address: unit.address, unit: Arc::clone(unit), disk: unit.source.attach(io) }
     }
 
-    fn set_ending(&self, ends: bool) {
-        self.disk.set_ending(ends);
-        if ends {
+    fn set_waits(&self, waits: Waits) {
+        self.disk.set_waits(waits);
+        if waits == Waits::Never {
             self.unit.access.look_at_waiting();
         }
     }
@@ -65,7 +66,7 @@ impl RequestQueue {
             found: Cell::default(),
             // Units are looked up at the first request.
             generation: Cell::new(u64::MAX),
-            is_ending: Cell::new(false),
+            waits: Cell::default(),
             ring: OnceCell::from(Rc::downgrade(queue)),
         }
     }
@@ -98,7 +99,7 @@ impl RequestQueue {
                 return Rc::clone(local);
             }
             let local = LocalUnit::new(unit, &self.io);
-            local.disk.set_ending(self.is_ending.get());
+            local.disk.set_waits(self.waits.get());
             Rc::new(local)
         };
         // Whoever removes a unit has it released here before the disk is closed.
@@ -106,13 +107,13 @@ impl RequestQueue {
         let before = self.local.replace(local);
         let is_gone =
             |old: &&Rc<LocalUnit>| !self.local.borrow().iter().any(|l| Rc::ptr_eq(l, old));
-        before.iter().filter(is_gone).for_each(|gone| gone.set_ending(true));
+        before.iter().filter(is_gone).for_each(|gone| gone.set_waits(Waits::Never));
     }
 
-    /// With `ends`, commands do not wait for limits, nor for a disk that has failed them.
-    pub(crate) fn set_ending(&self, ends: bool) {
-        self.is_ending.set(ends);
-        self.local.borrow().iter().for_each(|local| local.set_ending(ends));
+    /// How commands wait from now on, for limits and for a disk that has failed them.
+    pub(crate) fn set_waits(&self, waits: Waits) {
+        self.waits.set(waits);
+        self.local.borrow().iter().for_each(|local| local.set_waits(waits));
     }
 
     /// Whether an earlier process had taken the command with this head.

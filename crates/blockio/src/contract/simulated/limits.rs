@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::*;
-use crate::disk::{LimitGroup, Limits, Rate, Rates};
+use crate::disk::{LimitGroup, Limits, Rate, Rates, Waits};
 
 const SECONDS: u64 = 10;
 
@@ -179,7 +179,7 @@ fn requests_that_wait_for_limits_go_on_when_these_change_or_their_queue_stops() 
     let took = waits(&scene, &disk, move |_| source.set_limits(&none).unwrap());
     assert!((second..soon).contains(&took), "{took:?}");
     disk.set_limits(&slow).unwrap();
-    let took = waits(&scene, &disk, |disk| disk.set_ending(true));
+    let took = waits(&scene, &disk, |disk| disk.set_waits(Waits::Never));
     assert!((second..soon).contains(&took), "{took:?}");
     let group = LimitGroup::default();
     group.set_limits(slow).unwrap();
@@ -249,4 +249,77 @@ fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
     // The one that had begun is paid for after 32 seconds.
     let ended = ended.get();
     assert!((30..=32).contains(&ended.as_secs()), "{ended:?}");
+}
+
+/// A queue that is filled and stopped, again and again.
+#[test]
+fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
+    let scene = scene(EngineKind::Threads, 4);
+    let group = LimitGroup::default();
+    for (own, shared) in [(requests(100), Limits::default()), (requests(5000), requests(100))] {
+        let disk = null();
+        disk.set_limits(&own).unwrap();
+        group.set_limits(shared).unwrap();
+        disk.join(Some(&group));
+        let [stopped, other] = [(); 2].map(|()| disk.attach(scene.io()));
+        let io = Rc::clone(scene.io());
+        scene.run(async move {
+            let (start, count) = (clock::now(), Cell::new(0));
+            let one = || async {
+                stopped.read(0, Buffers::aligned(512, 512)).await.unwrap();
+                count.set(count.get() + 1);
+            };
+            for _ in 0..10 {
+                stopped.set_waits(Waits::Usual);
+                let stops = async {
+                    io.sleep_until(clock::now() + Duration::from_micros(100)).await;
+                    stopped.set_waits(Waits::Never);
+                    stopped.read(0, Buffers::aligned(512, 512)).await.unwrap();
+                };
+                let mut all: FuturesUnordered<_> = (0..30).map(|_| one()).collect();
+                join(async { while all.next().await.is_some() {} }, stops).await;
+            }
+            assert_eq!(count.get(), 300);
+            assert!(clock::now() - start < Duration::from_secs(1));
+            other.read(0, Buffers::aligned(512, 512)).await.unwrap();
+            // 10 may come at once.
+            let took = clock::now() - start;
+            assert!((2990..3010).contains(&took.as_millis()), "{took:?}");
+        });
+    }
+}
+
+/// As those of a queue that leaves them to another process.
+#[test]
+fn what_stays_at_a_gate_that_is_shut_holds_up_nobody_and_has_taken_nothing() {
+    let scene = scene(EngineKind::Threads, 5);
+    let (disk, group) = (null(), LimitGroup::default());
+    disk.set_limits(&requests(1000)).unwrap();
+    group.set_limits(requests(10)).unwrap();
+    disk.join(Some(&group));
+    let [left, other] = [(); 2].map(|()| disk.attach(scene.io()));
+    let io = Rc::clone(scene.io());
+    scene.run(async move {
+        let start = clock::now();
+        let until = |millis| io.sleep_until(start + Duration::from_millis(millis));
+        let read = |disk| Disk::read(disk, 0, Buffers::aligned(512, 512));
+        let mut waiting: FuturesUnordered<_> = (0..50).map(|_| read(&left)).collect();
+        for _ in 0..2 {
+            waiting.next().await.unwrap().unwrap();
+        }
+        let shut = async {
+            until(50).await;
+            left.set_waits(Waits::UntilLater);
+            read(&other).await.unwrap();
+            assert_eq!((clock::now() - start).as_millis(), 100);
+            until(1000).await;
+        };
+        assert!(matches!(select(waiting.next(), pin!(shut)).await, Either::Right(_)));
+        left.set_waits(Waits::Usual);
+        waiting.next().await.unwrap().unwrap();
+        assert_eq!((clock::now() - start).as_millis(), 1000);
+        drop(waiting);
+        read(&other).await.unwrap();
+        assert_eq!((clock::now() - start).as_millis(), 1000);
+    });
 }

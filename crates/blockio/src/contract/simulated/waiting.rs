@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use super::limits::{null, per_second};
 use super::*;
-use crate::disk::{Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester};
+use crate::disk::{
+    Direction, DiskState, ErrorAction, ErrorPolicy, LimitGroup, Limits, Requester, Waits,
+};
 
 /// A kernel without space until then.
 struct Full {
@@ -115,9 +117,12 @@ fn a_write_without_space_is_held_until_there_is_some_or_its_queue_stops() {
     assert_eq!(write_when_full(ErrorAction::HoldBriefly, 10, nothing).1, Ok(()));
     let stops = |source: &DiskSource, disk: &Disk| {
         assert!(matches!(source.state(), DiskState::Held(_)));
-        disk.set_ending(true);
+        disk.set_waits(Waits::Never);
     };
     assert_eq!(write_when_full(ErrorAction::Hold, 100, stops), (5, no_space));
+    // It stops only to go on.
+    let pauses = |_: &DiskSource, disk: &Disk| disk.set_waits(Waits::ForTries);
+    assert_eq!(write_when_full(ErrorAction::Hold, 10, pauses), (10, Ok(())));
     for action in [ErrorAction::Hold, ErrorAction::Retry] {
         let (took, result) = write_when_full(action, 100, |source, _| source.resume());
         assert_eq!(result, Ok(()));
@@ -274,7 +279,7 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
         };
         let ends = async {
             thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            disk.set_ending(true);
+            disk.set_waits(Waits::Never);
         };
         join(write, ends).await.0
     });
