@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::{LIMIT, SECTOR_BYTES, pattern};
 use ringhaul_kit::for_each_engine;
-use ringhaul_kit::frontend::message::{Channel, Message, code};
+use ringhaul_kit::frontend::message::{Channel, Message};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, DATA_BYTES, Frontend, Setup, blk, memory, protocol_feature};
 use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
@@ -120,9 +120,8 @@ impl World {
         self.frontend.negotiate()?;
         self.frontend.share_memory()?;
         if let Some(region) = &self.region {
-            let mut area = [ACCOUNT_BYTES * u64::from(QUEUES), 0].map(u64::to_ne_bytes).concat();
-            area.extend([QUEUES, QUEUE_SIZE, 0, 0].map(u16::to_ne_bytes).concat());
-            self.frontend.tell(Message::new(code::SET_INFLIGHT_FD, area).with_fd(region))?;
+            let bytes = ACCOUNT_BYTES * u64::from(QUEUES);
+            self.frontend.tell(Message::inflight_region(region, bytes, QUEUES, QUEUE_SIZE))?;
         }
         for queue in 0..usize::from(QUEUES) {
             let base = self.frontend.rings[queue].used_idx();

@@ -37,6 +37,11 @@ impl Fence {
         self.look(in_device);
     }
 
+    /// How many wait for it.
+    pub(crate) fn held(&self) -> u16 {
+        self.held.get()
+    }
+
     /// The chain with this head, which has begun, waits as if it had not.
     pub(crate) fn step_out(&self, head: u16, in_device: u16) {
         self.forget_later(head);

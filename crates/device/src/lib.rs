@@ -38,6 +38,6 @@ pub use device::{Device, Negotiated, QueueRole};
 pub use events::{Events, LOST_IF_KILLED, LogEvents, NOT_WATCHED, QueueFault};
 pub use hand_over::DeviceState;
 pub use queue::QueueHandle;
-pub use queue_setup::{QueueSetup, Ring, StartError};
+pub use queue_setup::{QueueSetup, Ring, StartError, StopKind};
 pub use queue_watch::QueueWatch;
 pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};

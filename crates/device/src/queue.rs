@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Instant;
 
-use blockio::{Answer, Armed, Io, Pending, RegisteredMemory, Remote, Source, clock};
+use blockio::{Armed, Io, RegisteredMemory, Remote, Source, clock};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
@@ -21,7 +21,7 @@ use crate::events::{Events, QueueFault};
 use crate::fence::Fence;
 use crate::in_order::InOrder;
 use crate::lists::Lists;
-use crate::queue_setup::{QueueOptions, QueueSetup, StartError};
+use crate::queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
 use crate::queue_watch::{QueueWatch, Shown, Unheard};
 use crate::runs::{Run, Runs, View};
 use crate::stats::{QueueStats, RequestKind};
@@ -82,33 +82,6 @@ impl QueueHandle {
         self.shown.is_full.load(Ordering::Relaxed)
     }
 
-    /// Stops the queue: no more chains are taken, and this returns when all that were taken have
-    /// been answered, however long the disk needs. Returns the next avail entry, or `None` when
-    /// the IoThread has ended.
-    #[must_use]
-    pub fn stop(self) -> Option<u16> {
-        self.begin_stop().wait()
-    }
-
-    /// As [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
-    /// queue.
-    #[must_use]
-    pub fn begin_stop(&self) -> Pending<u16> {
-        let (answer, next_avail) = Pending::new();
-        self.tell(|queue| queue.stop_with(answer));
-        next_avail
-    }
-
-    /// Has a queue go on that was told to stop and has not answered, as if nobody had told it. That
-    /// stop is not answered then. If it has stopped, or the IoThread has ended, this is not: it is
-    /// ready with nothing.
-    #[must_use]
-    pub fn begin_go_on(&self) -> Pending<()> {
-        let (answer, goes_on) = Pending::new();
-        self.tell(|queue| queue.go_on(answer));
-        goes_on
-    }
-
     /// What can be seen of the queue from outside its IoThread, also while it stops.
     #[must_use]
     pub fn watch(&self) -> QueueWatch {
@@ -129,7 +102,9 @@ pub(crate) struct Queue {
     /// Whom to wake when there is a command.
     waker: RefCell<Option<Waker>>,
     /// A thread waits for the queue to stop.
-    stop: RefCell<Option<Answer<u16>>>,
+    stop: RefCell<Option<Stop>>,
+    /// Requests are marked in an inflight region.
+    is_marked: bool,
     /// Elements were pushed since the last notify, which looks whether the driver wants a call for
     /// those that were published before it.
     to_notify: Cell<bool>,
@@ -178,6 +153,7 @@ impl Queue {
             shown: Arc::clone(&shown),
             waker: RefCell::default(),
             stop: RefCell::default(),
+            is_marked: setup.inflight.is_some(),
             // A call is forced at the first notify.
             to_notify: Cell::new(true),
             broken: Cell::new(false),

@@ -1,8 +1,10 @@
-//! What a queue starts with, and why one does not.
+//! What a queue starts with, why one does not, and how it stops.
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
+use blockio::Answer;
+use blockio::disk::Waits;
 use rustix::fd::OwnedFd;
 use virtqueue::{
     AnswerPlace, GuestMemory, InflightQueue, LocalMemory, QueueConfig, QueueError, SplitQueue,
@@ -93,6 +95,38 @@ impl Ring {
         let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
         QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
     }
+}
+
+/// What becomes of requests that wait when their queue stops: for limits, for a disk that has
+/// failed them, or for others that wait so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopKind {
+    /// It stops for good. They begin in spite of limits, and fail if their disk does.
+    Final,
+    /// It stops to go on soon. They begin in spite of limits, and none fails because of this: the
+    /// queue does not stop before their disk has carried them out.
+    Pause,
+    /// They are left in the inflight region, to whoever serves the queue next. Without a region, or
+    /// if the ring is bad, this is [`Final`](Self::Final).
+    Leave,
+}
+
+impl StopKind {
+    /// How they wait meanwhile.
+    pub(crate) fn waits(self) -> Waits {
+        match self {
+            Self::Final => Waits::Never,
+            Self::Pause => Waits::ForTries,
+            Self::Leave => Waits::UntilLater,
+        }
+    }
+}
+
+/// Somebody waits for a queue to stop.
+pub(crate) struct Stop {
+    pub(crate) kind: StopKind,
+    /// Told the avail entry that is popped next.
+    pub(crate) answer: Answer<u16>,
 }
 
 /// Why a queue does not start.

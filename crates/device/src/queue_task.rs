@@ -11,6 +11,7 @@ use virtqueue::Chain;
 
 use crate::events::QueueFault;
 use crate::queue::Queue;
+use crate::queue_setup::StopKind;
 
 /// How soon a queue without a kick is looked at again, after it had work and when it had none for
 /// long.
@@ -24,9 +25,14 @@ pub(crate) trait Handler: 'static {
     /// The ring is bad: no more chains come until the queue is started again.
     fn broken(&self) {}
 
-    /// No more chains come, those that were kept must be pushed, and requests must not wait for
-    /// anything but their disk.
-    fn stop(&self, _: &Queue) {}
+    /// No more chains come, and those that were kept must be pushed. Requests wait no longer than
+    /// this kind of stop allows.
+    fn stop(&self, _: &Queue, _: StopKind) {}
+
+    /// How many requests wait, and use nothing meanwhile: their futures may be dropped.
+    fn resting(&self, _: &Queue) -> usize {
+        0
+    }
 
     /// Chains come again after all.
     fn go_on(&self) {}
@@ -51,9 +57,11 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             handler.broken();
         }
         if queue.is_to_stop() {
+            let kind = queue.stop_kind();
             queue.set_stopping(true);
-            handler.stop(&queue);
-            if finish(&io, &queue, &source, &mut requests).await {
+            handler.stop(&queue, kind);
+            let left = || if kind == StopKind::Leave { handler.resting(&queue) } else { 0 };
+            if finish(&io, &queue, &source, &mut requests, left).await {
                 break;
             }
             queue.set_stopping(false);
@@ -77,8 +85,7 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
         }
         io.suspend().await;
     }
-    assert!(requests.is_empty(), "invariant 3: a queue stops without an answer to what it popped");
-    drop(source);
+    drop((source, requests));
     Stopped::of(&queue)
 }
 
@@ -166,13 +173,14 @@ impl Looks {
     }
 }
 
-/// Waits until the requests that were popped are answered, and their answers are visible. False:
-/// the queue is not to stop any more.
+/// Waits until the requests that were popped are answered, but for as many as are `left`, and their
+/// answers are visible. False: the queue is not to stop any more.
 async fn finish<F: Future<Output = ()>>(
     io: &Io,
     queue: &Queue,
     source: &Registration,
     requests: &mut TaskSet<F>,
+    left: impl Fn() -> usize,
 ) -> bool {
     loop {
         poll_fn(|cx| {
@@ -184,7 +192,7 @@ async fn finish<F: Future<Output = ()>>(
         if !queue.is_to_stop() {
             return false;
         }
-        if requests.is_empty() {
+        if requests.len() == left() {
             break;
         }
         if queue.has_to_notify() {
@@ -192,6 +200,8 @@ async fn finish<F: Future<Output = ()>>(
         }
         io.suspend().await;
     }
+    let not_done = usize::from(queue.not_done());
+    assert!(not_done == left(), "invariant 3: a queue stops without an answer to what it popped");
     queue.end();
     true
 }
@@ -281,7 +291,7 @@ mod tests {
             self.0.borrow_mut().push(chain);
         }
 
-        fn stop(&self, queue: &Queue) {
+        fn stop(&self, queue: &Queue, _: StopKind) {
             for chain in self.0.take() {
                 queue.push(chain.head, 0);
             }

@@ -197,7 +197,7 @@ impl Recovery {
         match self {
             Self::New | Self::Known { requests: 0 } | Self::Stale { requests: 0 } => None,
             Self::Known { requests } => {
-                Some(format!("{} of an earlier process are done again", count(requests)))
+                Some(format!("{} that had been taken before are done again", count(requests)))
             }
             Self::Stale { requests } => {
                 let requests = count(requests);

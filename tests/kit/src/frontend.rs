@@ -53,6 +53,7 @@ pub mod protocol_feature {
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
+    pub const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
 }
 
 #[expect(missing_docs, reason = "the names are the specification's")]

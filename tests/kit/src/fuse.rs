@@ -62,6 +62,8 @@ struct State {
     /// Of which process, and which kinds.
     withheld: Option<(Pid, Vec<u32>)>,
     waiting: Vec<Request>,
+    /// They are answered with this error instead.
+    fails: Option<i32>,
     /// How long reads take, and who answers them.
     slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
 }
@@ -150,6 +152,18 @@ impl Fuse {
         self.shared.state().withheld = Some((of, opcodes.to_vec()));
     }
 
+    /// Fails the requests that wait, and those that would wait, from now on.
+    pub fn fail(&self) {
+        let waiting = {
+            let mut state = self.shared.state();
+            state.fails = Some(libc_errno::EIO);
+            std::mem::take(&mut state.waiting)
+        };
+        for request in waiting {
+            self.shared.answer_with(&request, Reply::Error(libc_errno::EIO));
+        }
+    }
+
     /// Waits until a request of this kind waits.
     ///
     /// # Errors
@@ -207,6 +221,7 @@ impl Fuse {
         let waiting = {
             let mut state = self.shared.state();
             state.withheld = None;
+            state.fails = None;
             state.slow = None;
             std::mem::take(&mut state.waiting)
         };
@@ -250,6 +265,11 @@ impl Shared {
             if withholds.is_some_and(|(of, opcodes)| {
                 opcodes.contains(&request.opcode) && request.is_of(*of)
             }) {
+                if let Some(errno) = state.fails {
+                    drop(state);
+                    self.answer_with(&request, Reply::Error(errno));
+                    continue;
+                }
                 state.waiting.push(request);
                 self.changed.notify_all();
                 continue;
@@ -266,7 +286,11 @@ impl Shared {
     }
 
     fn answer(&self, request: &Request) {
-        let (error, body) = match request.reply() {
+        self.answer_with(request, request.reply());
+    }
+
+    fn answer_with(&self, request: &Request, reply: Reply) {
+        let (error, body) = match reply {
             Reply::None => return,
             Reply::Body(body) => (0, body),
             Reply::Error(errno) => (-errno, Vec::new()),
@@ -290,6 +314,7 @@ enum Reply {
 /// Numbers of errors, as the kernel has them on the architectures that are tested.
 mod libc_errno {
     pub(super) const ENOENT: i32 = 2;
+    pub(super) const EIO: i32 = 5;
     pub(super) const ENOSYS: i32 = 38;
 }
 

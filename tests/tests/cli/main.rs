@@ -9,6 +9,7 @@ mod control;
 mod ctl;
 mod disks;
 mod ends;
+mod left;
 mod locks;
 mod log;
 mod options;

@@ -18,7 +18,7 @@ use super::scene;
 const MIB: u64 = 1 << 20;
 const PIECE: u32 = 64 << 10;
 
-fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> {
+pub(super) fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> {
     let control = scene.socket("control");
     let mut command = ringhaul()?;
     command.arg("serve").arg("--control").arg(&control).args(words);
@@ -27,18 +27,18 @@ fn serve(scene: &Scene, words: &[&str]) -> Result<(Running, Client)> {
 }
 
 /// What `ctl` prints.
-fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
+pub(super) fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
     let mut command = ringhaul()?;
     command.arg("ctl").arg("--control").arg(scene.socket("control")).args(words);
     Ok(run(&mut command)?.expect_code(0)?.stdout)
 }
 
-fn shown(client: &mut Client, export: &str) -> Result<Value> {
+pub(super) fn shown(client: &mut Client, export: &str) -> Result<Value> {
     Ok(client.call("export.show", &json!({ "export": export }))?["result"].clone())
 }
 
 /// Makes writes of 64 KiB available, one behind the other, and does not wait for them.
-fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
+pub(super) fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
     for slot in 0..count {
         let sector = u64::from(slot) * u64::from(PIECE / 512);
         let (header, status) = frontend.put_header(0, slot, blk::OUT, sector)?;
@@ -51,7 +51,7 @@ fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
 }
 
 /// Waits for the answers of so many writes, all of which have succeeded.
-fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -> Result<()> {
+pub(super) fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -> Result<()> {
     for slot in slots {
         let used = frontend.rings[0].wait_used()?;
         ensure!(used.head == u32::from(4 * slot), "slot {slot} was next, and {used:?} came");
@@ -205,7 +205,8 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Writes to a file system that is full. A takeover is refused meanwhile.
+/// Writes to a file system that is full. A takeover is refused meanwhile: the front-end keeps no
+/// region in which they could be left.
 #[test]
 fn writes_without_space_are_held_until_somebody_makes_some() -> Result<()> {
     if !may_change("mounts") {

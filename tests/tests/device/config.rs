@@ -98,6 +98,7 @@ fn limits_are_told() -> Result<()> {
             | protocol_feature::RESET_DEVICE
             | protocol_feature::CONFIGURE_MEM_SLOTS
             | protocol_feature::STATUS
+            | protocol_feature::GET_VRING_BASE_INFLIGHT
     );
     assert_eq!(frontend.number(&ask(code::GET_QUEUE_NUM))?, 7);
     assert_eq!(frontend.number(&ask(code::GET_MAX_MEM_SLOTS))?, 509);

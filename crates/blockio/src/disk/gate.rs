@@ -240,7 +240,7 @@ impl Gate {
     }
 
     /// Takes its part of these limits, and waits for it. One that does not wait takes it, too: what
-    /// comes after it waits the longer, so that no guest has more for stopping its queues.
+    /// comes after it waits the longer, so that nobody has more for stopping queues.
     async fn take(
         &self,
         place: &Place<'_>,

@@ -21,6 +21,7 @@ use super::config::{
 use super::device::BlkDevice;
 use crate::common::byte;
 use crate::queue::Queue;
+use crate::queue_setup::StopKind;
 use crate::queue_task::Handler;
 use crate::scsi::persist::CommandClass;
 use crate::stats::RequestKind;
@@ -93,9 +94,15 @@ impl Blk {
 }
 
 impl Handler for Blk {
-    fn stop(&self, _: &Queue) {
-        self.disk.set_waits(Waits::Never);
-        self.device.access().look_at_waiting();
+    fn stop(&self, _: &Queue, kind: StopKind) {
+        self.disk.set_waits(kind.waits());
+        if kind == StopKind::Final {
+            self.device.access().look_at_waiting();
+        }
+    }
+
+    fn resting(&self, queue: &Queue) -> usize {
+        queue.fence.held().into()
     }
 
     fn go_on(&self) {
@@ -451,18 +458,22 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 mod tests {
     use std::cell::{Cell, RefCell};
     use std::future::poll_fn;
+    use std::sync::Arc;
     use std::task::{Poll, Waker};
 
+    use blockio::disk::{Limits, Rate, Rates};
     use blockio::{DiskOptions, DiskSource};
     use iomem::BufferMemory;
     use proptest::prelude::*;
     use virtqueue::driver::Desc;
+    use virtqueue::{GuestMemory, InflightRegion};
 
     use super::super::config::{BlkOptions, F_FLUSH, F_VERSION_1};
     use super::*;
     use crate::device::Device;
+    use crate::queue::QueueHandle;
     use crate::stats::RequestCounts;
-    use crate::testing::{DATA, Scene};
+    use crate::testing::{DATA, RING, Scene};
 
     const SECTORS: u64 = 2048;
 
@@ -578,6 +589,96 @@ mod tests {
             assert_eq!(status_of(VIRTIO_BLK_T_OUT, sectors - 1, &[7; 512]), S_OK, "{sectors}");
             assert_eq!(status_of(VIRTIO_BLK_T_WRITE_ZEROES, 0, &zeroes), status, "{sectors}");
             assert_eq!(file.as_file().metadata().unwrap().len(), sectors * SECTOR_BYTES);
+        }
+    }
+
+    /// One byte in a second, so that each write but the first two waits for long.
+    fn slow_null() -> DiskSource {
+        let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
+        let total = Some(Rate { per_second: 1, burst: None });
+        let bytes = Rates { total, ..Rates::default() };
+        source.set_limits(&Limits { bytes, ..Limits::default() }).unwrap();
+        source
+    }
+
+    /// Has a queue take ten writes, most of which wait.
+    fn begin_ten(scene: &mut Scene, device: &Device) -> QueueHandle {
+        let handle = scene.start_queue_of(device, 0);
+        scene.memory.write(DATA, &header(VIRTIO_BLK_T_OUT, 0)).unwrap();
+        for _ in 0..10 {
+            scene.offer(&[Desc::readable(DATA, 528), Desc::writable(DATA + 0x1000, 1)]);
+        }
+        scene.turn(20);
+        assert_eq!(handle.next_avail(), 10);
+        handle
+    }
+
+    fn answered(scene: &mut Scene) -> usize {
+        std::iter::from_fn(|| scene.driver.take_used()).count()
+    }
+
+    #[test]
+    fn what_waits_is_left_in_the_inflight_region_and_done_by_whoever_comes_next() {
+        let mut scene = Scene::new();
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        let region = InflightRegion::new(region, 1, RING.size).unwrap();
+        scene.inflight = Some(region.queue(0).unwrap());
+        let source = slow_null();
+        let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
+        let mut handle = begin_ten(&mut scene, &device);
+        assert_eq!(scene.events.take(), ["queue 0: New"]);
+        let mut done = answered(&mut scene);
+        assert!((1..4).contains(&done), "{done}");
+        for _ in 0..3 {
+            assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+            assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
+            handle = scene.start_queue_of(&device, 0);
+            scene.turn(20);
+            let known = format!("queue 0: Known {{ requests: {} }}", 10 - done);
+            assert_eq!(scene.events.take(), [known]);
+            done += answered(&mut scene);
+            assert!(done < 8, "what was left has taken nothing of the limits, nor was it done");
+        }
+        source.set_limits(&Limits::default()).unwrap();
+        while done < 10 {
+            scene.answer();
+            done += 1;
+        }
+        assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+        assert_eq!(answered(&mut scene), 0);
+        let _handle = scene.start_queue_of(&device, 0);
+        assert_eq!(scene.events.take(), ["queue 0: Known { requests: 0 }"], "marks are left");
+    }
+
+    #[test]
+    fn what_waits_for_limits_begins_where_it_cannot_be_left() {
+        for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
+            let mut scene = Scene::new();
+            let device = Device::blk(slow_null(), BlkOptions::default(), scene.events.clone());
+            let handle = begin_ten(&mut scene, &device);
+            assert_eq!(scene.wait(&handle.begin_stop_as(kind)), 10);
+            assert_eq!(answered(&mut scene), 10, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_queue_that_was_to_leave_what_waits_can_be_told_to_go_on() {
+        for is_marked in [false, true] {
+            let mut scene = Scene::new();
+            let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+            let region = InflightRegion::new(region, 1, RING.size).unwrap();
+            scene.inflight = is_marked.then(|| region.queue(0).unwrap());
+            let source = slow_null();
+            let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
+            let handle = begin_ten(&mut scene, &device);
+            let kind = if is_marked { StopKind::Leave } else { StopKind::Pause };
+            let _stopped = handle.begin_stop_as(kind);
+            let _goes_on = handle.begin_go_on();
+            source.set_limits(&Limits::default()).unwrap();
+            for _ in 0..10 {
+                scene.answer();
+            }
+            assert_eq!(scene.wait(&handle.begin_stop()), 10);
         }
     }
 

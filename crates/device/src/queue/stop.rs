@@ -1,11 +1,51 @@
 //! How a queue stops, or goes on after all.
 
-use blockio::Answer;
+use blockio::{Answer, Pending};
 use virtqueue::ChainFault;
 
-use super::Queue;
+use super::{Queue, QueueHandle};
 use crate::events::QueueFault;
+use crate::queue_setup::{Stop, StopKind};
 use crate::stats::RequestKind;
+
+impl QueueHandle {
+    /// Stops the queue: no more chains are taken, and this returns when all that were taken have
+    /// been answered, however long the disk needs. Returns the next avail entry, or `None` when
+    /// the IoThread has ended.
+    #[must_use]
+    pub fn stop(self) -> Option<u16> {
+        self.begin_stop().wait()
+    }
+
+    /// As [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
+    /// queue.
+    #[must_use]
+    pub fn begin_stop(&self) -> Pending<u16> {
+        self.begin_stop_as(StopKind::Final)
+    }
+
+    /// The same, with another lot for requests that wait.
+    #[must_use]
+    pub fn begin_stop_as(&self, kind: StopKind) -> Pending<u16> {
+        let (answer, next_avail) = Pending::new();
+        self.tell(move |queue| *queue.stop.borrow_mut() = Some(Stop { kind, answer }));
+        next_avail
+    }
+
+    /// Has a queue go on that was told to stop and has not answered, as if nobody had told it. That
+    /// stop is not answered then. If it has stopped, or the IoThread has ended, this is not: it is
+    /// ready with nothing.
+    #[must_use]
+    pub fn begin_go_on(&self) -> Pending<()> {
+        let (answer, goes_on) = Pending::new();
+        self.tell(|queue| {
+            if queue.stop.take().is_some() {
+                answer.send(());
+            }
+        });
+        goes_on
+    }
+}
 
 impl Queue {
     /// Gives a chain back that has no room for a status. It cannot be answered, so the queue stops.
@@ -19,19 +59,6 @@ impl Queue {
         });
     }
 
-    /// No more chains are to be taken, those taken finished, then `answer` told the next avail
-    /// entry.
-    pub(super) fn stop_with(&self, answer: Answer<u16>) {
-        *self.stop.borrow_mut() = Some(answer);
-    }
-
-    /// It is not to stop, unless it has.
-    pub(super) fn go_on(&self, answer: Answer<()>) {
-        if self.stop.take().is_some() {
-            answer.send(());
-        }
-    }
-
     /// Whether the queue is to stop. It does not before it has taken what an earlier process had:
     /// whoever serves it next finds nothing of that in the avail ring.
     #[inline]
@@ -39,9 +66,16 @@ impl Queue {
         self.stop.borrow().is_some() && (self.broken.get() || !self.ring.borrow().has_again())
     }
 
+    /// How it is to stop.
+    pub(crate) fn stop_kind(&self) -> StopKind {
+        let kind = self.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
+        let can_leave = self.is_marked && !self.broken.get();
+        if kind == StopKind::Leave && !can_leave { StopKind::Final } else { kind }
+    }
+
     /// Whom to answer, now that the queue has stopped.
     pub(crate) fn take_stop(&self) -> Option<Answer<u16>> {
-        self.stop.take()
+        Some(self.stop.take()?.answer)
     }
 
     /// Takes no more chains from now on, or takes them again.

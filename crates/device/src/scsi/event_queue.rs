@@ -15,6 +15,7 @@ use virtqueue::Chain;
 
 use super::address::UnitAddress;
 use crate::queue::Queue;
+use crate::queue_setup::StopKind;
 use crate::queue_task::Handler;
 
 /// Bytes of an event: kind, LUN, reason.
@@ -165,7 +166,7 @@ impl Handler for EventQueue {
         self.give();
     }
 
-    fn stop(&self, queue: &Queue) {
+    fn stop(&self, queue: &Queue, _: StopKind) {
         for chain in self.held.take() {
             // Drivers look at the buffer, whatever the length, and it may hold an old event.
             let written = chain.writable.copy_from(0, &none());

@@ -20,6 +20,7 @@ use super::unit::Unit;
 use super::units::Units;
 use super::{block, inquiry, mode, report, reserve, unmap, verify};
 use crate::queue::Queue;
+use crate::queue_setup::StopKind;
 use crate::queue_task::Handler;
 use crate::stats::RequestKind;
 
@@ -358,8 +359,12 @@ impl Handler for Scsi {
         self.queue.tasks.forget_covers();
     }
 
-    fn stop(&self, _: &Queue) {
-        self.queue.set_waits(Waits::Never);
+    fn stop(&self, _: &Queue, kind: StopKind) {
+        self.queue.set_waits(kind.waits());
+    }
+
+    fn resting(&self, _: &Queue) -> usize {
+        self.queue.tasks.outside()
     }
 
     fn go_on(&self) {

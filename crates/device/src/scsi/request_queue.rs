@@ -150,7 +150,7 @@ impl RequestQueue {
     /// been aborted.
     fn look_at_waiting(&self, how: How) {
         let aborts = matches!(how, How::Abort(_) | How::AbortBegun(_));
-        if aborts && self.tasks.has_outside() {
+        if aborts && self.tasks.outside() > 0 {
             for local in self.local.borrow().iter() {
                 local.disk.look_at_waiting();
                 local.unit.access.look_at_waiting();

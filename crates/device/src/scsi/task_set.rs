@@ -391,9 +391,9 @@ impl Tasks {
         self.outside.set(self.outside.get() - 1);
     }
 
-    /// Whether any task waits that has stepped out.
-    pub(crate) fn has_outside(&self) -> bool {
-        self.outside.get() > 0
+    /// How many tasks wait that have stepped out.
+    pub(crate) fn outside(&self) -> usize {
+        self.outside.get()
     }
 
     /// A task is done, and nothing of it will be written any more but its answer. Drop the result

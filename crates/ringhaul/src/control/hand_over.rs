@@ -102,15 +102,21 @@ impl Export {
                 "the disk of {name} does not answer: its queues would not stop; try again when it \
                  does"
             )
-        } else if self.disks.iter().any(DiskSource::has_failed_waiting) {
+        } else if !self.leaves_waiting() && self.disks.iter().any(DiskSource::has_failed_waiting) {
             format!(
-                "requests of {name} wait because its disk has failed them, and would fail if its \
-                 queues stopped; try again when the disk takes them"
+                "requests of {name} wait because its disk has failed them, and its front-end keeps \
+                 no inflight region in which they could be left; try again when the disk takes \
+                 them"
             )
         } else {
             return Ok(());
         };
         Err(CommandError::Failed(anyhow::anyhow!(text)))
+    }
+
+    /// Whether requests that wait hold up no queue that stops.
+    fn leaves_waiting(&self) -> bool {
+        self.session.as_ref().is_none_or(Session::leaves_waiting)
     }
 
     /// Refuses to hand over disks that may still change by what the next process cannot know.

@@ -18,7 +18,8 @@ pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
     | protocol_feature::INFLIGHT_SHMFD
     | protocol_feature::RESET_DEVICE
     | protocol_feature::CONFIGURE_MEM_SLOTS
-    | protocol_feature::STATUS;
+    | protocol_feature::STATUS
+    | protocol_feature::GET_VRING_BASE_INFLIGHT;
 
 /// Those for this device: front-ends of virtio-scsi keep its configuration space themselves.
 pub(super) fn protocol_features(device: &Device) -> u64 {

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::Poll;
 
-use device::{Pending, QueueRole};
+use device::{Pending, QueueRole, StopKind};
 use iomem::fits;
 use virtqueue::{MAX_REGIONS, MemoryFiles};
 
@@ -46,8 +46,8 @@ pub(super) struct Connection {
     control_ring: Option<usize>,
     /// It may have to start when others have.
     control_is_due: bool,
-    /// Rings that stop when the control ring has.
-    to_stop: Range<usize>,
+    /// Rings that stop when the control ring has, and how.
+    to_stop: (Range<usize>, StopKind),
     /// The first ring that did not start or stop. What is not the ring's own fault comes first.
     failure: Option<io::Error>,
 }
@@ -68,7 +68,7 @@ impl Connection {
             backend_channel: None,
             control_ring,
             control_is_due: false,
-            to_stop: 0..0,
+            to_stop: (0..0, StopKind::Final),
             failure: None,
         }
     }
@@ -258,6 +258,11 @@ impl Connection {
             let text = format!("protocol features {unknown:#x}, which were not offered");
             return Err(Refusal::to_be_heard(text));
         }
+        let region = protocol_feature::INFLIGHT_SHMFD;
+        if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
+            let text = "requests may be left in an inflight region, and there can be none";
+            return Err(Refusal::to_be_heard(text));
+        }
         self.protocol_features = features;
         Ok(Outcome::Done)
     }
@@ -319,7 +324,7 @@ impl Connection {
 
     /// Begins a change: the rings that it concerns stop first.
     pub(super) fn begin(&mut self, change: Change) -> Outcome {
-        self.begin_stop(change.rings(self.rings.len()));
+        self.begin_stop(change.rings(self.rings.len()), self.stop_kind(&change));
         Outcome::Later(Work::Stop(change))
     }
 

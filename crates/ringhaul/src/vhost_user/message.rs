@@ -59,6 +59,7 @@ pub mod protocol_feature {
     pub const RESET_DEVICE: u64 = 1 << 13;
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
+    pub(crate) const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
 }
 
 /// In flags of a header: the version, which is 1.

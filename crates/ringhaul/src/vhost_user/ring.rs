@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::Remote;
-use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError};
+use device::{Device, Pending, QueueHandle, QueueSetup, Ring, StartError, StopKind};
 use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
 
 use super::message::RingAddresses;
@@ -45,7 +45,7 @@ enum Service {
     Stopped,
     Starting(Pending<Result<QueueHandle, StartError>>),
     Running(QueueHandle),
-    Stopping(Pending<u16>, QueueHandle),
+    Stopping(Pending<u16>, QueueHandle, StopKind),
     /// It was told to stop, and is told to go on, unless it has stopped.
     GoingOn(Pending<()>, Pending<u16>, QueueHandle),
 }
@@ -61,22 +61,32 @@ pub(super) enum Progress {
 }
 
 impl RingState {
-    /// Begins to stop the queue if it runs. All its requests are answered when it has stopped.
-    pub(super) fn begin_stop(&mut self, waker: &Waker) {
+    /// Begins to stop the queue if it runs. All its requests are answered when it has stopped, or
+    /// left in the inflight region.
+    pub(super) fn begin_stop(&mut self, kind: StopKind, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Running(handle) => {
-                let next_avail = handle.begin_stop();
+                let next_avail = handle.begin_stop_as(kind);
                 next_avail.wake(waker);
-                self.service = Service::Stopping(next_avail, handle);
+                self.service = Service::Stopping(next_avail, handle, kind);
             }
             other => self.service = other,
         }
     }
 
+    /// As [`begin_stop`](Self::begin_stop), for good. A queue that pauses may wait for requests for
+    /// ever, so it goes on first.
+    pub(super) fn begin_end(&mut self, waker: &Waker) {
+        if matches!(self.service, Service::Stopping(_, _, StopKind::Pause)) {
+            self.begin_go_on(waker);
+        }
+        self.begin_stop(StopKind::Final, waker);
+    }
+
     /// Has a queue go on that has not stopped yet.
     pub(super) fn begin_go_on(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
-            Service::Stopping(next_avail, handle) => {
+            Service::Stopping(next_avail, handle, _) => {
                 let goes_on = handle.begin_go_on();
                 goes_on.wake(waker);
                 self.service = Service::GoingOn(goes_on, next_avail, handle);
@@ -173,7 +183,7 @@ impl RingState {
                     ended()
                 }
             },
-            Service::Stopping(next_avail, _) => match next_avail.check() {
+            Service::Stopping(next_avail, ..) => match next_avail.check() {
                 Poll::Pending => Progress::Busy,
                 Poll::Ready(Some(next_avail)) => {
                     self.next_avail = next_avail;
@@ -193,7 +203,8 @@ impl RingState {
             Service::GoingOn(goes_on, next_avail, handle) => match goes_on.check() {
                 Poll::Pending => Service::GoingOn(goes_on, next_avail, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
-                Poll::Ready(None) => Service::Stopping(next_avail, handle),
+                // It has stopped.
+                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::Final),
             },
             other => other,
         };
@@ -228,7 +239,7 @@ impl RingState {
             Service::Stopped => (0, true),
             Service::Starting(_) => (0, false),
             Service::Running(handle) => (handle.watch().requests(), true),
-            Service::Stopping(_, handle) | Service::GoingOn(_, _, handle) => {
+            Service::Stopping(_, handle, _) | Service::GoingOn(_, _, handle) => {
                 (handle.watch().requests(), handle.watch().has_heard())
             }
         }

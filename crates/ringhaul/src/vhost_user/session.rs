@@ -146,6 +146,11 @@ impl Session {
         self.is_to_pause = true;
     }
 
+    /// Whether a pause does not have to wait for requests that wait.
+    pub(crate) fn leaves_waiting(&self) -> bool {
+        self.connection.leaves_waiting()
+    }
+
     /// Whether it has paused.
     pub(crate) fn is_paused(&self) -> bool {
         matches!(self.stage, Stage::Paused)

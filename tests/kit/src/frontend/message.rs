@@ -142,6 +142,19 @@ impl Message {
         Self::new(code::REM_MEM_REG, body)
     }
 
+    /// An inflight region of so many bytes for queues of this size.
+    #[must_use]
+    pub fn inflight_region(
+        region: &Arc<OwnedFd>,
+        bytes: u64,
+        queues: u16,
+        queue_size: u16,
+    ) -> Self {
+        let mut area = [bytes, 0].map(u64::to_ne_bytes).concat();
+        area.extend([queues, queue_size, 0, 0].map(u16::to_ne_bytes).concat());
+        Self::new(code::SET_INFLIGHT_FD, area).with_fd(region)
+    }
+
     /// A read of the configuration space, or with `data` a write.
     #[must_use]
     pub fn config(request: u32, offset: u32, data: &[u8]) -> Self {

@@ -1,9 +1,12 @@
 //! Commands that an earlier process had taken, and may have carried out before it was killed.
 
-use virtqueue::{GuestMemory, InflightRegion, LocalMemory, SplitQueue};
+use virtqueue::{GuestMemory, InflightQueue, InflightRegion, LocalMemory, SplitQueue};
 
+use super::sharing::read;
+use super::throttled::{begin_write, limit};
 use super::*;
 use crate::queue_setup::Ring;
+use crate::queue_setup::StopKind;
 use crate::testing::RING;
 
 const PERHAPS_DONE: [u8; 3] = [0xb, 0x00, 0x06];
@@ -15,15 +18,13 @@ impl Initiator {
         let next_avail = self.scene.wait(&stopped);
         let chain = self.put(UNIT.bytes(), cdb, out, 0);
         self.leave(&chain, next_avail);
-        self.queue = Some(self.scene.start_queue_of(&self.device, 2));
+        self.start_queue();
         self.end()
     }
 
     /// Makes a chain available that an earlier process has taken.
     fn leave(&mut self, chain: &[Desc], next_avail: u16) {
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let region = InflightRegion::new(region, 1, RING.size).unwrap();
-        let account = region.queue(0).unwrap();
+        let account = new_account();
         self.scene.offer_silently(chain);
         let memory = LocalMemory::new(Arc::clone(&self.scene.memory));
         let config = Ring { next_avail, ..RING }.config(false, false);
@@ -32,6 +33,24 @@ impl Initiator {
         drop(dying);
         self.scene.inflight = Some(account);
     }
+
+    /// Has commands marked from now on.
+    pub(super) fn mark_commands(&mut self) {
+        let stopped = self.take_queue().begin_stop();
+        self.scene.wait(&stopped);
+        self.scene.inflight = Some(new_account());
+        self.start_queue();
+    }
+
+    /// Starts the queue, which has stopped.
+    pub(super) fn start_queue(&mut self) {
+        self.queue = Some(self.scene.start_queue_of(&self.device, 2));
+    }
+}
+
+fn new_account() -> InflightQueue {
+    let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+    InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap()
 }
 
 #[test]
@@ -83,4 +102,32 @@ fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
     for _ in 0..2 {
         assert_eq!(initiator.run_again(&reserve, &list).status, 0);
     }
+}
+
+/// A command that was left while it waited has perhaps written, as far as the next process knows.
+#[test]
+fn a_compare_and_write_that_was_left_is_in_doubt_when_it_does_not_compare() {
+    let mut initiator = Initiator::new();
+    initiator.mark_commands();
+    let mut compare_and_write = cdb16(0x89, 0, 0, 0);
+    compare_and_write[13] = 1;
+    begin_write(&mut initiator);
+    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    initiator.scene.wait(&stopped);
+    initiator.unit().source.set_limits(&limit(false)).unwrap();
+    initiator.start_queue();
+    assert_eq!(initiator.end().status, 0, "the write was left, too");
+    initiator.unit().source.set_limits(&limit(true)).unwrap();
+    initiator.good(&read(), &[], 512);
+    let pair = [[0; BLOCK], [7; BLOCK]].concat();
+    initiator.begin(UNIT.bytes(), &compare_and_write, &pair, 0);
+    initiator.scene.turn(10);
+    let stopped = initiator.take_queue().begin_stop_as(StopKind::Leave);
+    initiator.scene.wait(&stopped);
+    assert!(!initiator.has_answer(), "it waits");
+    initiator.unit().source.set_limits(&limit(false)).unwrap();
+    initiator.start_queue();
+    let answer = initiator.end();
+    assert_eq!((answer.status, answer.sense), (2, PERHAPS_DONE));
+    assert_eq!(initiator.on_disk(0), [2; BLOCK]);
 }

@@ -11,6 +11,7 @@ use super::sharing::{
 use super::strangers::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::throttled::{begin_write, compare_and_write};
 use super::*;
+use crate::queue_setup::StopKind;
 use crate::scsi::access::Exclusive;
 use crate::scsi::at_disk::AtDisk;
 use crate::scsi::outcome::Task;
@@ -32,7 +33,10 @@ const EACH: [Waits; 3] = [Waits::Begins, Waits::WantsItAlone, Waits::GoesOn];
 
 /// Three initiators of a disk that is held, of which the second has begun a command that waits.
 fn held_up(waits: Waits) -> ([Initiator; 3], Exclusive) {
-    let mut all = three();
+    held_up_of(three(), waits)
+}
+
+fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], Exclusive) {
     if waits == Waits::GoesOn {
         begin_write(&mut all[1]);
     }
@@ -112,6 +116,66 @@ fn a_queue_that_stops_does_not_wait_for_one_that_waits_itself() {
 }
 
 #[test]
+fn a_queue_that_pauses_waits_for_one_that_waits_itself_and_fails_nothing() {
+    for waits in EACH {
+        let (mut all, held) = held_up(waits);
+        held.set_held(true);
+        let stopped = all[1].take_queue().begin_stop_as(StopKind::Pause);
+        all[1].scene.turn(10);
+        assert_eq!(stopped.poll(), None, "{waits:?}");
+        drop(held);
+        turn_until(&mut all, |_| stopped.poll().is_some());
+        let answer = all[1].end();
+        assert_eq!((answer.status, answer.response), (0, OK), "{waits:?}");
+    }
+}
+
+#[test]
+fn commands_that_wait_are_left_in_the_inflight_region() {
+    for waits in EACH {
+        let mut all = three();
+        all[1].mark_commands();
+        let held;
+        (all, held) = held_up_of(all, waits);
+        held.set_held(true);
+        let stopped = all[1].take_queue().begin_stop_as(StopKind::Leave);
+        all[1].scene.wait(&stopped);
+        assert!(!all[1].has_answer(), "{waits:?}");
+        let io = all[1].scene.thread.io();
+        assert_eq!((io.tasks(), io.ops()), (0, 0));
+        all[1].start_queue();
+        all[1].scene.turn(10);
+        assert!(!all[1].has_answer(), "{waits:?}: another has the medium");
+        drop(held);
+        turn_until(&mut all, |all| all[1].has_answer());
+        let answer = all[1].end();
+        assert_eq!((answer.status, answer.response), (0, OK), "{waits:?}");
+    }
+}
+
+/// It is answered as one that was aborted, and not done again.
+#[test]
+fn a_command_that_is_aborted_while_it_waits_is_not_left() {
+    for waits in EACH {
+        let mut all = three();
+        all[1].mark_commands();
+        let held;
+        (all, held) = held_up_of(all, waits);
+        held.set_held(true);
+        let mut control = Control::start(&all[1].device);
+        let scenes = all.each_ref().map(|initiator| &initiator.scene);
+        assert_eq!(control.send(&scenes, ABORT_TASK_SET), OK);
+        let stopped = all[1].take_queue().begin_stop_as(StopKind::Leave);
+        all[1].scene.wait(&stopped);
+        assert_eq!(all[1].end().response, ABORTED);
+        drop(held);
+        all[1].start_queue();
+        all[1].scene.turn(10);
+        assert!(!all[1].has_answer(), "{waits:?}");
+    }
+}
+
+#[test]
 fn a_unit_is_removed_though_commands_wait_for_one_that_waits_itself() {
     let (mut all, held) = held_up(Waits::Begins);
     held.set_held(true);
@@ -181,7 +245,7 @@ fn one_that_has_the_medium_says_that_it_waits() {
     all[1].scene.wait(&stopped);
     assert_eq!(all[1].end().status, BUSY);
     at_disk.ends();
-    assert!(!tasks.has_outside());
+    assert!(tasks.outside() == 0);
 }
 
 /// What was allowed when a command came may not be any more when it is carried out.

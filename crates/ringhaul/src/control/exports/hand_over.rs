@@ -92,7 +92,8 @@ impl Exports {
                     }
                     answer.send(paused);
                 } else if is_late {
-                    answer.send(Err(self.not_done(Export::has_paused)));
+                    let why = self.list.iter().find_map(|export| export.check_disks().err());
+                    answer.send(Err(why.unwrap_or_else(|| self.not_done(Export::has_paused))));
                     self.begin_resume(Pending::new().0);
                 } else {
                     self.hand_over = Some(HandOver::Pausing { since, answer });

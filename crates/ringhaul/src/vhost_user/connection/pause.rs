@@ -3,19 +3,28 @@
 use std::io;
 use std::task::Poll;
 
+use device::StopKind;
+
 use super::Connection;
 use crate::vhost_user::ring::RingState;
 
 impl Connection {
-    /// Begins to stop all rings, to be started again.
+    /// Begins to stop all rings, to be started again. Requests that wait are left in the inflight
+    /// region; without one, rings do not stop before these are done.
     pub(in crate::vhost_user) fn begin_pause(&mut self) {
+        let kind = if self.leaves_waiting() { StopKind::Leave } else { StopKind::Pause };
         self.rings.iter_mut().for_each(RingState::set_paused);
-        self.begin_stop(0..self.rings.len());
+        self.begin_stop(0..self.rings.len(), kind);
+    }
+
+    /// Whether a pause does not have to wait for requests that wait.
+    pub(in crate::vhost_user) fn leaves_waiting(&self) -> bool {
+        self.inflight.is_some()
     }
 
     /// Has all rings go on that have not stopped: a request that hangs keeps none from that.
     pub(in crate::vhost_user) fn begin_resume(&mut self) {
-        self.to_stop = 0..0;
+        self.to_stop.0 = 0..0;
         self.rings.iter_mut().for_each(|ring| ring.begin_go_on(&self.setup.waker));
     }
 

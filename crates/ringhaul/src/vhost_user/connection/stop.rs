@@ -5,23 +5,38 @@
 
 use std::ops::Range;
 
+use device::StopKind;
+
 use super::Connection;
+use crate::vhost_user::message::protocol_feature;
+use crate::vhost_user::outcome::Change;
 use crate::vhost_user::ring::{Progress, note};
 
 impl Connection {
+    /// What becomes of requests that wait when rings stop for a change.
+    pub(super) fn stop_kind(&self, change: &Change) -> StopKind {
+        let negotiated = self.protocol_features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0;
+        match change {
+            Change::GetBase(_) if negotiated && self.inflight.is_some() => StopKind::Leave,
+            // They have their buffers in the memory before, and begin anew in the other.
+            Change::Memory(_) if self.inflight.is_some() => StopKind::Leave,
+            _ => StopKind::Final,
+        }
+    }
+
     /// Begins to stop these rings, the control ring first if it is among them.
-    pub(super) fn begin_stop(&mut self, rings: Range<usize>) {
-        self.to_stop = rings;
+    pub(super) fn begin_stop(&mut self, rings: Range<usize>, kind: StopKind) {
+        self.to_stop = (rings, kind);
         self.continue_stop();
     }
 
     fn continue_stop(&mut self) {
-        let waker = &self.setup.waker;
+        let (waker, (to_stop, kind)) = (&self.setup.waker, &self.to_stop);
         if let Some(control) = self.control_ring
-            && self.to_stop.contains(&control)
+            && to_stop.contains(&control)
             && !self.rings[control].is_stopped()
         {
-            self.rings[control].begin_stop(waker);
+            self.rings[control].begin_stop(*kind, waker);
             return;
         }
         self.stop_at_once();
@@ -31,8 +46,8 @@ impl Connection {
     /// may be served by another process.
     pub(in crate::vhost_user) fn stop_at_once(&mut self) {
         let waker = &self.setup.waker;
-        for ring in std::mem::take(&mut self.to_stop) {
-            self.rings[ring].begin_stop(waker);
+        for ring in std::mem::take(&mut self.to_stop.0) {
+            self.rings[ring].begin_stop(self.to_stop.1, waker);
         }
     }
 
@@ -40,7 +55,7 @@ impl Connection {
     pub(super) fn progress(&mut self) -> bool {
         loop {
             let is_busy = self.hear();
-            if is_busy || self.to_stop.is_empty() {
+            if is_busy || self.to_stop.0.is_empty() {
                 return is_busy;
             }
             self.continue_stop();
@@ -62,7 +77,7 @@ impl Connection {
     /// Stops all rings for good, whatever they are at; all at once if the front-end is gone, since
     /// its guest may be served by another process then. True when that is done.
     pub(in crate::vhost_user) fn end(&mut self, is_gone: bool) -> bool {
-        self.to_stop = 0..0;
+        self.to_stop.0 = 0..0;
         if let Some(control) = self.control_ring
             && !is_gone
             && !self.end_ring(control)
@@ -77,7 +92,7 @@ impl Connection {
         let ring = &mut self.rings[ring];
         // One that was starting is stopped when it has.
         while {
-            ring.begin_stop(&self.setup.waker);
+            ring.begin_end(&self.setup.waker);
             !matches!(ring.progress(), Progress::Busy) && ring.is_running()
         } {}
         ring.is_stopped()

@@ -284,13 +284,14 @@ fn messages_that_are_refused() {
 #[test]
 fn messages_of_features_that_were_not_negotiated() {
     use Request::*;
+    let of_region = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
     for (request, feature) in [
         (GetQueueNum, protocol_feature::MQ),
         (GetConfig(config(0, &[0])), protocol_feature::CONFIG),
         (SetConfig(config(WRITEBACK_OFFSET, &[0])), protocol_feature::CONFIG),
         (ResetDevice, protocol_feature::RESET_DEVICE),
-        (GetInflightFd(inflight_area()), protocol_feature::INFLIGHT_SHMFD),
-        (SetInflightFd(inflight_area()), protocol_feature::INFLIGHT_SHMFD),
+        (GetInflightFd(inflight_area()), of_region),
+        (SetInflightFd(inflight_area()), of_region),
         (SetStatus(1), protocol_feature::STATUS),
         (GetStatus, protocol_feature::STATUS),
         (GetMaxMemSlots, protocol_feature::CONFIGURE_MEM_SLOTS),

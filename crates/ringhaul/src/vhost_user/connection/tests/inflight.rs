@@ -58,6 +58,31 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     scene.end();
 }
 
+#[test]
+fn requests_are_left_only_where_there_can_be_a_region() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let stop = |scene: &Scene| scene.connection.stop_kind(&Change::GetBase(0));
+    assert_eq!(stop(&scene), StopKind::Final, "the front-end has brought none");
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let area = InflightArea::decode(&body).unwrap();
+    let file = scene.brought.take().unwrap();
+    assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![file]), Ended::Done);
+    assert_eq!(stop(&scene), StopKind::Leave);
+    let (region, base) =
+        (protocol_feature::INFLIGHT_SHMFD, protocol_feature::GET_VRING_BASE_INFLIGHT);
+    let negotiate = |scene: &mut Scene, features: u64| {
+        scene.tell(&Request::SetProtocolFeatures(PROTOCOL_FEATURES & !features), vec![])
+    };
+    let refused = negotiate(&mut scene, region);
+    assert!(matches!(refused, Ended::Refused { must_be_heard: true, .. }), "{refused:?}");
+    assert_eq!(negotiate(&mut scene, base), Ended::Done);
+    assert_eq!(stop(&scene), StopKind::Final, "the front-end does not know of it");
+    assert_eq!(negotiate(&mut scene, region | base), Ended::Done);
+    scene.end();
+}
+
 /// What a driver has left in the other rings is to be known by then.
 #[test]
 fn task_management_begins_when_all_other_rings_are_served() {

@@ -1,0 +1,206 @@
+//! Requests that wait while their queues stop: they are left in the inflight region of a front-end
+//! that keeps one, or waited for.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, Scene};
+use ringhaul_kit::frontend::memory::memfd;
+use ringhaul_kit::frontend::message::Message;
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, protocol_feature};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use ringhaul_kit::system::{Tmpfs, may_change};
+use ringhaul_tools::process::retry;
+use serde_json::json;
+
+use super::control::Client;
+use super::throttling::{begin_writes, ctl, end_writes, serve, shown};
+use crate::scene;
+use crate::takeover::{self, TAKEN, taking_over};
+
+const MIB: u64 = 1 << 20;
+const QUEUES: u16 = 2;
+const QUEUE_SIZE: u16 = 64;
+const REGION_BYTES: u64 = 1088 * QUEUES as u64;
+
+/// Attaches a front-end that keeps an inflight region.
+fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
+    let mut setup = Setup::default().queue_size(QUEUE_SIZE);
+    let more = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
+    setup.protocol_features = setup.protocol_features.map(|usual| usual | more);
+    let mut frontend = Frontend::connect(socket, &setup)?;
+    frontend.negotiate()?;
+    frontend.share_memory()?;
+    bring(&mut frontend, region)?;
+    for queue in 0..QUEUES.into() {
+        frontend.start_queue(queue, 0)?;
+        frontend.enable_queue(queue, true)?;
+    }
+    Ok(frontend)
+}
+
+fn bring(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
+    frontend.tell(Message::inflight_region(region, REGION_BYTES, QUEUES, QUEUE_SIZE))
+}
+
+/// A disk on a file system that is full, and a front-end whose four writes are held.
+struct Held {
+    space: Tmpfs,
+    scene: Scene,
+    daemon: Running,
+    client: Client,
+    frontend: Frontend,
+    region: Arc<OwnedFd>,
+}
+
+impl Held {
+    fn new() -> Result<Self> {
+        let (scene, space) = (scene()?, Tmpfs::mount(MIB)?);
+        let disk = space.path().join("disk.img");
+        fs::File::create(&disk)?.set_len(MIB)?;
+        fs::write(space.path().join("filler"), vec![1; 1 << 20]).ok();
+        let vm = scene.socket("vm").display().to_string();
+        let disk = disk.display().to_string();
+        let words = ["--socket-path", &vm, "--name", "vm", "--blk-file", &disk, "--werror", "hold"];
+        let (daemon, client) = serve(&scene, &words)?;
+        let region = Arc::new(memfd(REGION_BYTES)?);
+        let mut frontend = attach(Path::new(&vm), &region)?;
+        begin_writes(&mut frontend, 4)?;
+        let mut this = Self { space, scene, daemon, client, frontend, region };
+        this.wait_until_held()?;
+        Ok(this)
+    }
+
+    fn wait_until_held(&mut self) -> Result<()> {
+        retry(LIMIT, || {
+            let shown = shown(&mut self.client, "vm")?;
+            ensure!(shown["disk-state"] == "held" && shown["disks"][0]["waited"] == 4, "{shown}");
+            Ok(())
+        })
+    }
+
+    fn wait_until(&mut self, state: &str) -> Result<()> {
+        retry(LIMIT, || {
+            let shown = shown(&mut self.client, "vm")?;
+            ensure!(shown["disk-state"] == state, "it is {}", shown["disk-state"]);
+            Ok(())
+        })
+    }
+
+    /// Makes space. All four succeed.
+    fn end(mut self) -> Result<()> {
+        let statuses = [0, 1, 2, 3].map(|slot| self.frontend.status(0, slot));
+        ensure!(statuses == [Some(blk::PENDING); 4], "{statuses:?}");
+        fs::remove_file(self.space.path().join("filler"))?;
+        ctl(&self.scene, &["resume", "vm"])?;
+        end_writes(&mut self.frontend, 0..4)?;
+        self.wait_until("ready")
+    }
+}
+
+#[test]
+fn writes_that_are_held_are_taken_over() -> Result<()> {
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let mut held = Held::new()?;
+    let mut next = Running::start(&mut taking_over(&held.scene)?)?;
+    next.wait_for(TAKEN)?;
+    std::mem::replace(&mut held.daemon, next).finish()?.expect_code(0)?;
+    held.client = Client::new(&held.scene.socket("control"))?;
+    held.wait_until_held()?;
+    held.end()
+}
+
+#[test]
+fn writes_that_are_held_are_left_by_a_takeover_that_fails() -> Result<()> {
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let mut held = Held::new()?;
+    let mut client = takeover::Client::new(&held.scene)?;
+    client.begin()?;
+    let paused = client.ask("takeover.pause", &json!({}))?;
+    ensure!(paused["error"].is_null(), "{paused}");
+    held.wait_until("ready")?;
+    drop(client);
+    held.daemon.wait_for("does not take over")?;
+    held.wait_until("held")?;
+    held.end()
+}
+
+/// As QEMU stops and continues a guest.
+#[test]
+fn writes_that_are_held_are_left_when_the_front_end_stops_the_queue() -> Result<()> {
+    if !may_change("mounts") {
+        return Ok(());
+    }
+    let mut held = Held::new()?;
+    ensure!(held.frontend.stop_queue(0)? == 4);
+    held.wait_until("ready")?;
+    let (frontend, region) = (&mut held.frontend, &held.region);
+    bring(frontend, region)?;
+    frontend.start_queue(0, 0)?;
+    held.wait_until("held")?;
+    // Memory comes and goes: they begin anew in what there is.
+    let region = held.frontend.memory.regions[1].clone();
+    held.frontend.tell(Message::remove_region(&region))?;
+    held.frontend.tell(Message::add_region(&region))?;
+    held.end()
+}
+
+/// An error that comes while queues stop is one for the error policy, as at any other time.
+#[test]
+fn a_read_that_fails_while_a_takeover_begins_is_tried_again() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    for keeps_region in [true, false] {
+        let scene = scene()?;
+        let (vm, file) = (scene.socket("vm"), fuse.file());
+        let words = [&vm, &file].map(|path| path.display().to_string());
+        let words = ["--socket-path", &words[0], "--name", "vm", "--blk-file", &words[1]];
+        let more = ["--read-only", "--lock", "off", "--engine", "threads", "--rerror", "retry"];
+        let (mut daemon, mut client) = serve(&scene, &[&words[..], &more].concat())?;
+        let mut frontend = match keeps_region {
+            true => attach(&vm, &Arc::new(memfd(REGION_BYTES)?))?,
+            false => Frontend::attach(&vm, &Setup::default())?,
+        };
+        fuse.withhold(daemon.pid(), &[opcode::READ]);
+        let (header, status) = frontend.put_header(0, 0, blk::IN, 8)?;
+        let chain =
+            [Desc::readable(header, 16), Desc::writable(DATA, 512), Desc::writable(status, 1)];
+        frontend.rings[0].put_chain(0, &chain);
+        frontend.rings[0].submit(0)?;
+        fuse.wait_for(opcode::READ)?;
+        let fails = (|| {
+            let mut next = takeover::Client::new(&scene)?;
+            next.begin()?;
+            next.send("takeover.pause", &json!({}))?;
+            retry(LIMIT, || {
+                let state = shown(&mut client, "vm")?["front-end"]["queues"][0]["state"].clone();
+                ensure!(state == "stopping", "the queue is {state}");
+                Ok(())
+            })?;
+            fuse.fail();
+            let paused = next.answer()?;
+            if keeps_region {
+                ensure!(paused["error"].is_null(), "{paused}");
+            } else {
+                let why = paused["error"]["message"].as_str().context("it was not refused")?;
+                ensure!(why.contains("keeps no inflight region"), "{why}");
+            }
+            ensure!(frontend.status(0, 0) == Some(blk::PENDING), "the guest was told");
+            drop(next);
+            daemon.wait_for("does not take over")
+        })();
+        // Whatever has come of it: the kernel keeps a process whose reads hang.
+        fuse.release();
+        fails?;
+        let used = frontend.rings[0].wait_used()?;
+        ensure!((used.bytes, frontend.status(0, 0)) == (513, Some(blk::OK)), "{used:?}");
+    }
+    Ok(())
+}
