@@ -23,8 +23,8 @@ const ZEROES_STEP_BYTES: u64 = 4 << 20;
 const PAGE_BYTES: usize = 4096;
 
 /// A read that has failed is tried again in so many steps at most, before the one that fails is
-/// read block by block.
-const SINGLY_MAX: usize = 1024;
+/// read block by block: disks may take long for each that fails, and limits for each.
+const SINGLY_MAX: usize = 64;
 
 /// Where the blocks of a command are, in bytes.
 #[derive(Debug, Clone, Copy)]

@@ -186,3 +186,14 @@ fn commands_that_are_longer_than_what_arrives_are_refused() {
     let answer = run([0x08, 0, 0, 0, 1, 0], 512);
     assert_eq!((answer.status, answer.data.len()), (0, 512));
 }
+
+#[test]
+fn a_disk_without_a_block_has_a_capacity_even_so() {
+    let mut initiator = Initiator::new();
+    initiator.unit().source.cut_off(100);
+    assert_eq!(initiator.good(&cdb10(0x25, 0, 0, 0), &[], 8), [0, 0, 0, 0, 0, 0, 2, 0]);
+    assert_eq!(initiator.good(&cdb16(0x9e, 0x10, 0, 32), &[], 32)[..9], [0; 9]);
+    for cdb in [cdb10(0x28, 0, 0, 1), cdb16(0x9e, 0x12, 0, 24)] {
+        assert_eq!(initiator.sense(&cdb, &[], 512), [5, 0x21, 0], "{cdb:x?}");
+    }
+}
