@@ -344,12 +344,10 @@ pub(super) async fn write_same(
     if !has_none && data.out.bytes() > block {
         return Err(Sense::in_cdb(cdb.blocks_at(), None).into());
     }
-    let pattern = if has_none { vec![0; block] } else { data.list(block)? };
-    let mut left = whole;
     let at_disk = AtDisk::new(local, task);
     let disk = local.disk.asking(&at_disk);
-    if pattern.iter().all(|byte| *byte == 0) {
-        drop(pattern);
+    if has_none || is_zero(&data.out, block) {
+        let mut left = whole;
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
             check_still(&local.disk, step)?;
@@ -358,19 +356,54 @@ pub(super) async fn write_same(
             result.map_err(|error| range_error(&local.disk, step, asked, error))?;
         }
     } else {
-        let failed = |error| disk_error(DiskUse::writes("write", lba), error);
-        let copies = Repeated::of(&pattern, PAGE_BYTES, PAGE_BYTES).map_err(failed)?;
-        drop(pattern);
-        while let Some(step) = left.take(PATTERN_STEP_BYTES, block) {
-            task.check()?;
-            check_still(&local.disk, step)?;
-            let length = iomem::fits(step.bytes, "bytes of a step");
-            let piece = copies.buffers(length, ()).map_err(failed)?;
-            end_write(local, step, disk.write(step.offset, piece, false).await)?;
-        }
+        write_pattern(local, disk, task, whole, &data.out).await?;
     }
     settle(local).await?;
     Ok(Done { moved: if has_none { 0 } else { block }, medium_bytes: bytes })
+}
+
+/// Whether so many bytes are there, and zero.
+fn is_zero(buffers: &Buffers, bytes: usize) -> bool {
+    const AT_ONCE: usize = 512;
+    (0..bytes).step_by(AT_ONCE).all(|at| {
+        let mut some = [0xff; AT_ONCE];
+        buffers.copy_to(at, &mut some);
+        some == [0; AT_ONCE]
+    })
+}
+
+/// Writes a block over and over. One that is larger than a page is written from where it is: each
+/// command would take as much memory.
+async fn write_pattern(
+    local: &LocalUnit,
+    disk: Requests<'_>,
+    task: Task<'_>,
+    mut left: Range,
+    pattern: &Buffers,
+) -> Result<(), Failure> {
+    let lba = left.lba;
+    let failed = |error| disk_error(DiskUse::writes("write", lba), error);
+    let block = pattern.bytes();
+    let is_large = block > PAGE_BYTES;
+    let copies = if is_large {
+        None
+    } else {
+        let mut bytes = [0; PAGE_BYTES];
+        pattern.copy_to(0, &mut bytes[..block]);
+        Some(Repeated::of(&bytes[..block], PAGE_BYTES, PAGE_BYTES).map_err(failed)?)
+    };
+    let step_bytes = if is_large { block as u64 } else { PATTERN_STEP_BYTES };
+    while let Some(step) = left.take(step_bytes, block) {
+        task.check()?;
+        check_still(&local.disk, step)?;
+        let length = iomem::fits(step.bytes, "bytes of a step");
+        let piece = match &copies {
+            Some(copies) => copies.buffers(length, ()).map_err(failed)?,
+            None => pattern.again(),
+        };
+        end_write(local, step, disk.write(step.offset, piece, false).await)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

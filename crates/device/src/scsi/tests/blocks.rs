@@ -140,3 +140,28 @@ fn what_is_verified_is_on_the_medium_first() {
     initiator.good(&cdb10(0x2f, 0, 0, 2), &[], 0);
     assert_eq!(flushes(&initiator), 0, "nothing is in a cache");
 }
+
+#[test]
+fn blocks_of_each_size_are_written_over_and_over() {
+    for block in [512_u32, 4096, 8192] {
+        let disk_options =
+            DiskOptions { logical_block_bytes: Some(block), ..DiskOptions::default() };
+        let mut initiator = Initiator::with(&disk_options);
+        let block: usize = block.try_into().unwrap();
+        let pattern: Vec<u8> = (0..block).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        initiator.good(&cdb10(0x41, 0, 1, 3), &pattern, 0);
+        let zeroes = vec![0; block];
+        let expected = [&zeroes, &pattern, &pattern, &pattern, &zeroes].map(|part| &part[..]);
+        let seen = std::fs::read(initiator.disk.path()).unwrap();
+        assert!(seen[..5 * block] == expected.concat(), "{block}");
+        // What differs in its last byte alone is not zero.
+        let mut last = zeroes.clone();
+        last[block - 1] = 1;
+        initiator.good(&cdb10(0x41, 0, 2, 1), &last, 0);
+        let seen = std::fs::read(initiator.disk.path()).unwrap();
+        assert!(seen[2 * block..3 * block] == last);
+        initiator.good(&cdb10(0x41, 0, 2, 1), &zeroes, 0);
+        let seen = std::fs::read(initiator.disk.path()).unwrap();
+        assert!(seen[2 * block..3 * block] == zeroes);
+    }
+}
