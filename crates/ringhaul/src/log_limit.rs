@@ -41,6 +41,13 @@ impl LogLimit {
         self.permit_at(Instant::now())
     }
 
+    /// Whether a line may be written now.
+    pub(crate) fn has_room(&self) -> bool {
+        let mut state = self.state();
+        state.start_window(Instant::now());
+        state.lines < LINES
+    }
+
     /// How many lines were left out and not reported yet, if that may be logged now. For the end
     /// of a connection, after which there may be no next line for long.
     pub(crate) fn left_out(&self) -> Option<u64> {

@@ -17,6 +17,7 @@ use blockio::disk;
 use crate::command::{Command, CommandError, NewSize};
 use crate::control::WatchedDisk;
 use crate::daemon::Daemon;
+use crate::log_limit::LogLimit;
 use crate::spec::UnitPlace;
 use crate::status::DiskState;
 use crate::subscribers::{ExportEvent, What};
@@ -77,8 +78,14 @@ struct Known {
     /// What the last look has found, and whether the log says so.
     finding: Option<(Finding, bool)>,
     state: DiskState,
-    /// How many requests have waited because it had failed them.
+    /// Why requests wait that it has failed.
+    waiting: Option<DiskState>,
+    /// How many have.
     waited: u64,
+    /// Lines about writes without space, and about others.
+    limits: [LogLimit; 2],
+    /// Requests wait, and nobody was told why.
+    is_untold: bool,
 }
 
 /// The name of an export, and the place of a disk in it.
@@ -106,8 +113,9 @@ impl Looks {
         self.disks.retain(|key, _| keys.contains(key));
         for disk in &watched {
             let known = self.disks.entry(key_of(disk)).or_default();
-            if let Some(message) = known.take_in_state(disk) {
-                let what = What::Error { message, left_out: 0 };
+            let worse = known.take_in_state(disk).map(|message| (message, 0));
+            for (message, left_out) in worse.into_iter().chain(known.take_in_waiting(disk)) {
+                let what = What::Error { message, left_out };
                 let event = ExportEvent { export: disk.export.clone(), what };
                 daemon.subscribers().report(event);
             }
@@ -166,18 +174,39 @@ fn name_of(place: Option<UnitPlace>) -> String {
 }
 
 impl Known {
-    /// What subscribers are told if the disk is doing worse than before, or was between two looks.
-    /// The log has the words of those who have found it.
-    fn take_in_state(&mut self, disk: &WatchedDisk) -> Option<String> {
-        let state = DiskState::from(disk.state);
+    /// What subscribers and the log are told if requests wait that the disk has failed, or have
+    /// waited between two looks, and how often that was left out before. A disk that fails again
+    /// and again is reported a few times a minute.
+    fn take_in_waiting(&mut self, disk: &WatchedDisk) -> Option<(String, u64)> {
+        let waiting = disk.waiting.map(DiskState::from);
         let has_waited = std::mem::replace(&mut self.waited, disk.waited) < disk.waited;
+        let is_worse = std::mem::replace(&mut self.waiting, waiting) < waiting;
+        let limit = &self.limits[usize::from(waiting != Some(DiskState::Held))];
+        let is_news = match waiting {
+            Some(_) => is_worse || (self.is_untold && limit.has_room()),
+            None => has_waited,
+        };
+        if !is_news {
+            return None;
+        }
+        let left_out = limit.permit();
+        self.is_untold = left_out.is_none();
+        Some((trouble(disk, left_out?), left_out?))
+    }
+
+    /// What subscribers are told if the disk is doing worse than before. The log has the words of
+    /// those who have found it.
+    fn take_in_state(&mut self, disk: &WatchedDisk) -> Option<String> {
+        let state = match DiskState::from(disk.state) {
+            DiskState::Retried | DiskState::Held => DiskState::Ready,
+            state => state,
+        };
         if std::mem::replace(&mut self.state, state) >= state {
-            return (has_waited && state == DiskState::Ready).then(|| trouble(disk));
+            return None;
         }
         let what = name_of(disk.place);
         match disk.state {
-            disk::DiskState::Ready => None,
-            disk::DiskState::Retried(_) | disk::DiskState::Held(_) => Some(trouble(disk)),
+            disk::DiskState::Ready | disk::DiskState::Retried(_) | disk::DiskState::Held(_) => None,
             disk::DiskState::Away(since) => Some(format!(
                 "the other end of {what} has not been reached for {} s; its requests wait",
                 since.elapsed().as_secs()
@@ -228,21 +257,19 @@ impl Known {
 }
 
 /// What is said of a disk whose requests wait because it has failed them.
-fn trouble(disk: &WatchedDisk) -> String {
+fn trouble(disk: &WatchedDisk, left_out: u64) -> String {
     let (what, export) = (name_of(disk.place), &disk.export);
     let why = disk.trouble.map(|errno| io::Error::from_raw_os_error(errno).to_string());
     let why = why.unwrap_or_default();
-    let message = match disk.state {
-        disk::DiskState::Ready => {
-            format!("{what} had failed requests, which were tried again ({why})")
-        }
-        disk::DiskState::Held(_) => format!(
+    let message = match disk.waiting {
+        None => format!("{what} had failed requests, which were tried again ({why})"),
+        Some(disk::DiskState::Held(_)) => format!(
             "{what} has no space left, and writes wait for some; make space, or grow what it is on \
              ({why})"
         ),
         _ => format!("{what} fails requests, which are tried again, and the guest waits ({why})"),
     };
-    tracing::warn!(export, "{message}");
+    tracing::warn!(export, left_out, "{message}");
     message
 }
 
@@ -300,31 +327,72 @@ mod tests {
             outside: disk.outside(),
             size_bytes: 512,
             state: disk.state(),
+            waiting: None,
             loss: None,
             waited: 0,
             trouble: None,
         };
-        let (mut known, late) = (Known::default(), disk::DiskState::Late(Instant::now()));
-        let mut told = |state, loss| {
-            (watched.state, watched.loss) = (state, loss);
+        let (late, held) = (disk::DiskState::Late, disk::DiskState::Held);
+        let (now, ready) = (Instant::now(), disk::DiskState::Ready);
+        let mut known = Known::default();
+        let mut told = |state, waiting, loss| {
+            (watched.state, watched.waiting, watched.loss) = (state, waiting, loss);
             watched.trouble = loss;
             watched.waited += u64::from(loss == Some(libc::ENOSPC));
-            known.take_in_state(&watched)
+            let waits = known.take_in_waiting(&watched).map(|(message, _)| message);
+            (known.take_in_state(&watched), waits)
         };
-        let ready = disk::DiskState::Ready;
-        assert_eq!(told(ready, None), None);
-        assert!(told(late, None).unwrap().starts_with("its disk has not answered for"));
-        assert_eq!(told(late, None), None);
-        assert_eq!(told(ready, None), None);
+        let nothing = (None, None);
+        assert_eq!(told(ready, None, None), nothing);
+        let (is_late, waits) = told(late(now), None, None);
+        assert!(is_late.unwrap().starts_with("its disk has not answered for") && waits.is_none());
+        assert_eq!(told(late(now), None, None), nothing);
+        assert_eq!(told(ready, None, None), nothing);
         // As it was between two looks, and at one.
-        let held = disk::DiskState::Held(Instant::now());
-        for state in [ready, held] {
-            assert!(told(state, Some(libc::ENOSPC)).unwrap().contains("os error 28"));
+        for waiting in [None, Some(held(now))] {
+            let (state, waits) = told(waiting.unwrap_or(ready), waiting, Some(libc::ENOSPC));
+            assert!(state.is_none() && waits.unwrap().contains("os error 28"));
         }
-        assert_eq!(told(held, None), None);
-        assert!(told(late, None).is_some());
-        let lost = told(disk::DiskState::Lost, Some(libc::EIO)).unwrap();
+        assert_eq!(told(held(now), Some(held(now)), None), nothing);
+        assert!(told(late(now), Some(held(now)), None).0.is_some());
+        assert_eq!(told(held(now), Some(held(now)), None), nothing);
+        assert_eq!(told(late(now), None, None).1, None);
+        // A disk that is late, or has lost data, can lack space besides.
+        let (state, waits) = told(late(now), Some(held(now)), None);
+        assert!(state.is_none() && waits.unwrap().contains("has no space left"));
+        let (lost, _) = told(disk::DiskState::Lost, None, Some(libc::EIO));
+        let lost = lost.unwrap();
         assert!(lost.contains("lost") && lost.contains("os error 5"), "{lost}");
-        assert_eq!(told(late, None), None);
+        let (state, waits) = told(disk::DiskState::Lost, Some(held(now)), Some(libc::EIO));
+        assert!(state.is_none() && waits.unwrap().contains("has no space left"));
+        assert_eq!(told(late(now), None, None), nothing);
+    }
+
+    #[test]
+    fn a_disk_that_fails_again_and_again_is_reported_a_few_times() {
+        let mut watched = WatchedDisk {
+            export: "vm".into(),
+            place: None,
+            outside: None,
+            size_bytes: 512,
+            state: disk::DiskState::Ready,
+            waiting: None,
+            loss: None,
+            waited: 0,
+            trouble: Some(libc::EIO),
+        };
+        let mut known = Known::default();
+        let mut told = |waiting| {
+            watched.waited += 1;
+            watched.waiting = waiting;
+            known.take_in_waiting(&watched)
+        };
+        let retried = disk::DiskState::Retried(Instant::now());
+        let times = (0..1000).filter_map(|look| told((look % 2 == 0).then_some(retried))).count();
+        assert_eq!(times, 5);
+        // That it lacks space is said even so.
+        let held = disk::DiskState::Held(Instant::now());
+        assert!(told(Some(held)).unwrap().0.contains("has no space left"));
+        assert_eq!(told(Some(held)), None);
     }
 }

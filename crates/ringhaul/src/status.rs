@@ -303,6 +303,9 @@ pub struct DiskDetails {
     /// Since when it is not ready, in seconds, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_seconds: Option<u64>,
+    /// Why requests wait that it has failed, whatever its state is besides: `held` or `retried`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<DiskState>,
     /// What else there is to say about its state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remark: Option<String>,

@@ -74,10 +74,9 @@ impl DiskSource {
             SourceKind::Null => DiskState::Ready,
             SourceKind::Other(source) => source.state(),
         };
-        match (state, self.shared.troubles.now()) {
-            (DiskState::Ready, Some((Why::Held, since))) => DiskState::Held(since),
-            (DiskState::Ready, Some((Why::Retried, since))) => DiskState::Retried(since),
-            (state, _) => state,
+        match state {
+            DiskState::Ready => self.failed_waiting().unwrap_or(state),
+            worse => worse,
         }
     }
 
@@ -88,11 +87,14 @@ impl DiskSource {
         self.shared.troubles.so_far()
     }
 
-    /// Whether requests wait now because the disk has failed them, whatever its
-    /// [state](Self::state) is besides.
+    /// [Held](DiskState::Held) or [retried](DiskState::Retried) if requests wait now because the
+    /// disk has failed them, whatever its [state](Self::state) is besides.
     #[must_use]
-    pub fn has_failed_waiting(&self) -> bool {
-        self.shared.troubles.now().is_some()
+    pub fn failed_waiting(&self) -> Option<DiskState> {
+        Some(match self.shared.troubles.now()? {
+            (Why::Held, since) => DiskState::Held(since),
+            (Why::Retried, since) => DiskState::Retried(since),
+        })
     }
 
     /// What requests may do at most.

@@ -276,9 +276,10 @@ fn requests_that_wait_show_though_the_disk_may_have_lost_data() {
     let mut tries = Tries::new(&source.shared.troubles);
     let no_space = io::Error::from_raw_os_error(libc::ENOSPC);
     assert!(tries.failed(ErrorAction::Hold, &no_space, Instant::now()).is_some());
-    assert_eq!((source.state(), source.has_failed_waiting()), (DiskState::Lost, true));
+    assert_eq!(source.state(), DiskState::Lost);
+    assert!(matches!(source.failed_waiting(), Some(DiskState::Held(_))));
     drop(tries);
-    assert!(!source.has_failed_waiting());
+    assert_eq!(source.failed_waiting(), None);
 }
 
 /// Requests wait for an end that is away; they are neither lost nor failed, until that is wanted.

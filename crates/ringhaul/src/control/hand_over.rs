@@ -102,7 +102,9 @@ impl Export {
                 "the disk of {name} does not answer: its queues would not stop; try again when it \
                  does"
             )
-        } else if !self.leaves_waiting() && self.disks.iter().any(DiskSource::has_failed_waiting) {
+        } else if !self.leaves_waiting()
+            && self.disks.iter().any(|disk| disk.failed_waiting().is_some())
+        {
             format!(
                 "requests of {name} wait because its disk has failed them, and its front-end keeps \
                  no inflight region in which they could be left; try again when the disk takes \

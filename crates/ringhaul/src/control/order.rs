@@ -84,6 +84,8 @@ pub(crate) struct WatchedDisk {
     /// What its drivers know.
     pub(crate) size_bytes: u64,
     pub(crate) state: DiskState,
+    /// Why requests wait that it has failed, whatever its state is besides.
+    pub(crate) waiting: Option<DiskState>,
     /// The errno of the loss of data, if there was one.
     pub(crate) loss: Option<i32>,
     /// How many requests have waited because it had failed them.

@@ -205,6 +205,9 @@ fn disk_state(disk: &Value) -> String {
     if let Some(seconds) = disk["state-seconds"].as_u64() {
         let _ = write!(state, " for {seconds} s");
     }
+    if disk["waiting"].is_string() && disk["waiting"] != disk["state"] {
+        let _ = write!(state, ", {}", text(&disk["waiting"]));
+    }
     if disk["remark"].is_string() {
         let _ = write!(state, " ({})", text(&disk["remark"]));
     }
@@ -322,12 +325,12 @@ b\\u{1b}  scsi    stopping  1 MiB  late   no front-end  0
     fn a_disk_is_shown_with_its_state_and_what_it_is_made_of() {
         let shown = disks(&json!([
             { "size-bytes": 1 << 20, "state": "away", "state-seconds": 7, "remark": "0 of 2",
-              "direct": false, "chain": ["raw all bytes from 512", "file /a"],
+              "waiting": "held", "direct": false, "chain": ["raw all bytes from 512", "file /a"],
               "engine": "aio", "engine-reason": "x" },
         ]));
         let expected = "
-UNIT  SIZE   DISK                   CACHE       MADE OF                              ENGINE
--     1 MiB  away for 7 s (0 of 2)  page cache  raw all bytes from 512 over file /a  aio: x
+UNIT  SIZE   DISK                         CACHE       MADE OF                              ENGINE
+-     1 MiB  away for 7 s, held (0 of 2)  page cache  raw all bytes from 512 over file /a  aio: x
 ";
         assert_eq!(shown, expected);
     }

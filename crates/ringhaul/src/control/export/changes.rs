@@ -243,9 +243,18 @@ impl Export {
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
             let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
-            let (state, loss, (waited, trouble)) = (disk.state(), disk.loss(), disk.troubles());
-            let outside = disk.outside();
-            WatchedDisk { export, place, outside, size_bytes, state, loss, waited, trouble }
+            let (waited, trouble) = disk.troubles();
+            WatchedDisk {
+                export,
+                place,
+                outside: disk.outside(),
+                size_bytes,
+                state: disk.state(),
+                waiting: disk.failed_waiting(),
+                loss: disk.loss(),
+                waited,
+                trouble,
+            }
         };
         self.places().into_iter().zip(&self.disks).map(watched).collect()
     }

@@ -51,6 +51,7 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: DiskRules) -> Di
         read_only: info.read_only,
         state: disk.state().into(),
         state_seconds: disk.state_since().map(|since| since.elapsed().as_secs()),
+        waiting: disk.failed_waiting().map(Into::into),
         remark: disk.remark(),
         waited: disk.troubles().0,
         rules: rules.into(),
