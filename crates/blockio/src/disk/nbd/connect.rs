@@ -2,7 +2,7 @@
 //! threads that may.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc;
@@ -98,21 +98,28 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
             }
         }),
         NbdAddress::Tcp { host, port } => {
-            let mut problem = format!("{host} has no address");
-            for address in find(host, *port, until)? {
-                let left = until.saturating_duration_since(Instant::now());
-                let left = left.max(Duration::from_millis(1));
-                match TcpStream::connect_timeout(&address, left) {
-                    Ok(socket) => return watched(socket),
-                    Err(error) => {
-                        problem =
-                            format!("cannot connect to {address}: {error}; is the server running?");
-                    }
-                }
-            }
-            Err(problem)
+            let addresses = find(host, *port, until)?;
+            reach_one(&addresses, until).unwrap_or_else(|| Err(format!("{host} has no address")))
         }
     }
+}
+
+/// The first address that takes a connection. Each has its share of the time that is left, since
+/// the first of them may be one that nobody answers at.
+fn reach_one(addresses: &[SocketAddr], until: Instant) -> Option<Result<OwnedFd, String>> {
+    let mut problem = None;
+    for (index, address) in addresses.iter().enumerate() {
+        let others = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
+        let left = until.saturating_duration_since(Instant::now()) / others;
+        match TcpStream::connect_timeout(address, left.max(Duration::from_millis(1))) {
+            Ok(socket) => return Some(watched(socket)),
+            Err(error) => {
+                problem =
+                    Some(format!("cannot connect to {address}: {error}; is the server running?"));
+            }
+        }
+    }
+    problem.map(Err)
 }
 
 /// A server that takes no connections is waited for as long as for anything else.
@@ -128,6 +135,9 @@ fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
 
 /// The addresses of a machine, from a resolver that may take long.
 fn find(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, String> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
     let (sender, found) = mpsc::channel();
     let name = host.to_owned();
     let work = move || {
@@ -228,6 +238,24 @@ mod tests {
             assert!(taken.len() < 1000, "the kernel has room for all of them");
         };
         assert!(error.contains("takes no connections"), "{error}");
+    }
+
+    /// A listener whose queue is full says nothing at all.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_address_that_is_silent_leaves_time_for_the_next() {
+        let [silent, good] = [(); 2].map(|()| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+        rustix::net::listen(&silent, 0).unwrap();
+        let addresses = [&silent, &good].map(|listener| listener.local_addr().unwrap());
+        let limit = Duration::from_millis(50);
+        let mut taken = Vec::new();
+        while let Ok(socket) = TcpStream::connect_timeout(&addresses[0], limit) {
+            taken.push(socket);
+        }
+        let reached = reach_one(&addresses, Instant::now() + Duration::from_secs(2)).unwrap();
+        let peer = TcpStream::from(reached.unwrap()).peer_addr().unwrap();
+        assert_eq!(peer, addresses[1]);
+        assert!(reach_one(&[], Instant::now()).is_none());
     }
 
     #[test]

@@ -38,7 +38,7 @@ pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize
 async fn serve_link(pipe: Rc<Pipe>, index: usize) {
     pipe.set_task(index);
     let mut retry = Retry::new();
-    while !pipe.is_ending() {
+    while !pipe.is_unneeded() {
         let connected = match pipe.next_connection().await {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
@@ -57,13 +57,13 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
             None => Ok(()),
         };
         let Some(flow) = lease.flow.take() else { break };
-        if carried.is_ok() && !pipe.is_ending() {
+        if carried.is_ok() && !pipe.shared.is_over() {
             // Another one knows the size that the export has now.
             pipe.link_is_down(index, None);
             continue;
         }
         let ended = end_connection(&pipe, index, flow, carried.err());
-        if pipe.is_ending() {
+        if pipe.is_unneeded() {
             break;
         }
         if ended.was_useful {
@@ -87,7 +87,7 @@ impl Drop for Lease<'_> {
     fn drop(&mut self) {
         let Ok(requests) = self.pipe.requests.try_borrow() else { return };
         let idle = self.flow.take().and_then(|flow| flow.into_idle(&requests));
-        if let Some(connected) = idle.filter(|_| !self.pipe.is_ending()) {
+        if let Some(connected) = idle.filter(|_| !self.pipe.is_unneeded()) {
             self.pipe.shared.put_spare(connected);
         }
     }
@@ -99,7 +99,7 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     let was_useful = flow.has_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
     let unflushed = pipe.shared.has_broken();
-    let deadline = pipe.shared.options.deadline.filter(|_| matches!(broken, Some(Broken::Late(_))));
+    let deadline = pipe.deadline().filter(|_| matches!(broken, Some(Broken::Late(_))));
     let (why, hears) = match broken {
         None => (String::new(), None),
         Some(Broken::Gone(why)) => (why, None),
@@ -139,7 +139,7 @@ async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut hears
         flow.half_close();
     }
     let mut tick: Option<Instant> = None;
-    while !pipe.is_ending() {
+    while !pipe.shared.is_over() {
         let now = pipe.io.recently.get();
         if tick.is_none_or(|tick| tick <= now) {
             flow.may_receive();
@@ -178,9 +178,15 @@ async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut hears
 }
 
 impl Pipe {
-    /// Whether connections are to end.
-    fn is_ending(&self) -> bool {
-        self.shared.is_given_up() || self.shared.is_over()
+    /// Whether no more connections are to be made.
+    fn is_unneeded(&self) -> bool {
+        self.shared.is_unwanted() || self.shared.is_over()
+    }
+
+    /// How long a request may take.
+    fn deadline(&self) -> Option<Duration> {
+        let late = self.shared.is_unwanted().then_some(LATE);
+        self.shared.options.deadline.into_iter().chain(late).min()
     }
 
     /// Waits before the server is tried again.
@@ -188,7 +194,7 @@ impl Pipe {
         let until = clock::now() + retry.wait;
         retry.wait = (retry.wait * 2).min(RETRY_MAX);
         self.io.wake_me_at(until);
-        while clock::now() < until && !self.is_ending() {
+        while clock::now() < until && !self.is_unneeded() {
             self.io.suspend().await;
         }
         self.expire();
@@ -223,7 +229,7 @@ impl Pipe {
             if let Some(made) = inbox.lock().unwrap_or_else(PoisonError::into_inner).take() {
                 return Some(made);
             }
-            if self.is_ending() {
+            if self.is_unneeded() {
                 return None;
             }
             self.io.wake_me_at(clock::now() + TICK);
@@ -268,8 +274,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     let mut room: Option<Watched<'_>> = None;
     let (mut tick, mut is_late, mut has_flushed) = (None, false, false);
     loop {
-        if pipe.shared.is_given_up() {
-            return Ok(());
+        if pipe.shared.is_unwanted() {
+            pipe.fail(libc::EIO, None);
         }
         if incoming.take() {
             flow.may_receive();
@@ -341,7 +347,7 @@ fn retire(
 fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, Broken> {
     let age = |since: Instant| clock::now().saturating_duration_since(since);
     let oldest = pipe.oldest_of(index);
-    if let (Some(since), Some(deadline)) = (oldest, pipe.shared.options.deadline)
+    if let (Some(since), Some(deadline)) = (oldest, pipe.deadline())
         && age(since) >= deadline
     {
         let why = format!("the server has not answered for {} s", age(since).as_secs());

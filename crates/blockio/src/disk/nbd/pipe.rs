@@ -83,8 +83,16 @@ impl Pipe {
 
     fn refuses(&self, request: &Request) -> Option<i32> {
         let promises = request.command == Command::Flush || request.flags & FLAG_FUA != 0;
-        let refuses = self.shared.is_given_up() || (promises && self.shared.is_lost());
+        let refuses = (promises && self.shared.is_lost())
+            || (self.shared.is_unwanted() && self.would_wait(request));
         refuses.then_some(libc::EIO)
+    }
+
+    /// Whether no connection can take a request now.
+    fn would_wait(&self, request: &Request) -> bool {
+        let held = &self.shared.held;
+        request.changed_range().is_some_and(|range| held.has(&range))
+            || !self.requests.borrow().links.iter().any(|link| link.is_up)
     }
 
     fn begin(&self, request: Request, buffers: Buffers, who: Who) -> u32 {

@@ -24,8 +24,8 @@ pub(super) struct Shared {
     pub(super) facts: Facts,
     /// The size that the server has told last.
     size_bytes: AtomicU64,
-    /// All requests fail.
-    given_up: AtomicBool,
+    /// Nobody wants to wait for it any more: only what a server that answers has begun goes on.
+    is_unwanted: AtomicBool,
     /// Nobody has the disk any more.
     is_over: AtomicBool,
     /// What was written may be lost, and flushes fail.
@@ -108,7 +108,7 @@ impl Shared {
             silence,
             facts,
             size_bytes: AtomicU64::new(facts.size_bytes),
-            given_up: AtomicBool::new(false),
+            is_unwanted: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
             held: Held::default(),
@@ -189,11 +189,11 @@ impl Shared {
     }
 
     pub(super) fn give_up(&self) {
-        self.given_up.store(true, Ordering::Release);
+        self.is_unwanted.store(true, Ordering::Release);
     }
 
-    pub(super) fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::Acquire)
+    pub(super) fn is_unwanted(&self) -> bool {
+        self.is_unwanted.load(Ordering::Acquire)
     }
 
     pub(super) fn end(&self) {

@@ -3,6 +3,7 @@
 mod homes;
 mod sizes;
 mod slow;
+mod unwanted;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

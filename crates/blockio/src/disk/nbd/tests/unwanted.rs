@@ -1,0 +1,47 @@
+//! Disks that nobody wants to wait for any more.
+
+use std::rc::Rc;
+
+use super::super::scripted::{Event, Server, WRITE};
+use super::{FLAGS, MIB, Running, new_thread, open, read, wait_for};
+
+/// What a server has begun that answers is not failed: it is done.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_of_a_server_that_answers_go_on() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds = (WRITE, 1));
+    let write = Running::write(&thread, &disk, 0, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    source.give_up();
+    assert_eq!(read(&thread, &disk, 4096), 0, "it answers");
+    server.answer_held();
+    assert_eq!(write.end(&thread), None);
+    // One that breaks the connection, or does not answer, has had its time.
+    server.change(|state| state.holds = (WRITE, 1));
+    let write = Running::write(&thread, &disk, 0, 2);
+    while server.state().events.iter().filter(|seen| **seen == Event::Request(0, WRITE)).count() < 2
+    {
+        super::wait_a_turn(&thread);
+    }
+    server.hang_up();
+    assert_eq!(write.end(&thread), Some(libc::EIO));
+    let later = Running::write(&thread, &disk, 0, 3);
+    assert_eq!(later.end(&thread), Some(libc::EIO), "nobody carries it");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_of_a_server_that_does_not_answer_fail() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds = (WRITE, 1));
+    let write = Running::write(&thread, &disk, 0, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    source.give_up();
+    assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
+    assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), Some(libc::EIO));
+}
