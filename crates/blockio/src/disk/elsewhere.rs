@@ -74,6 +74,8 @@ pub(crate) enum Event {
     Write(u64, Vec<u8>),
     /// All that came before is stable.
     Flush,
+    /// The write before this is.
+    Stable,
 }
 
 impl Elsewhere {
@@ -225,12 +227,13 @@ struct ElsewhereDisk {
 
 impl ElsewhereDisk {
     /// Has the other thread change the content.
-    async fn put(&self, offset: u64, data: Vec<u8>) -> io::Result<()> {
+    async fn put(&self, offset: u64, data: Vec<u8>, fua: bool) -> io::Result<()> {
         let range = range(offset, data.len() as u64);
         self.have(move |state| {
             state.try_to(|state| {
                 state.content[range].copy_from_slice(&data);
                 state.journal.push(Event::Write(offset, data));
+                state.journal.extend(fua.then_some(Event::Stable));
             })
         })
         .await
@@ -247,7 +250,7 @@ impl ElsewhereDisk {
     }
 
     async fn fill(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.put(offset, vec![0; usize::try_from(len).unwrap()]).await
+        self.put(offset, vec![0; usize::try_from(len).unwrap()], false).await
     }
 }
 
@@ -276,9 +279,14 @@ impl OtherDisk for ElsewhereDisk {
         })
     }
 
-    fn write(&self, offset: u64, buffers: Buffers, _: bool) -> Request<'_, Result<(), Unfinished>> {
+    fn write(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+        fua: bool,
+    ) -> Request<'_, Result<(), Unfinished>> {
         Box::pin(async move {
-            let written = self.put(offset, buffers.to_vec()).await;
+            let written = self.put(offset, buffers.to_vec(), fua).await;
             written.map_err(|error| Unfinished::new(error, buffers))
         })
     }

@@ -94,7 +94,8 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         cluster_bytes: header.cluster_bytes.into(),
         has_zero_clusters: header.has_zero_clusters(),
         size_bytes: AtomicU64::new(header.size_bytes),
-        committed: AtomicU64::new(0),
+        // Whoever had it before may have left changes without a flush.
+        committed: AtomicU64::new(1),
         stable: AtomicU64::new(0),
         users: Mutex::default(),
     });

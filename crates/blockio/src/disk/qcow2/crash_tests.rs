@@ -198,21 +198,27 @@ impl World {
     }
 
     /// The file as it may be when the power goes after some events: what the last flush has
-    /// covered is there, and some sectors of what came later.
+    /// covered is there, what was written with FUA, and some sectors of what else came later.
     fn cut(&mut self, journal: &[Event], end: usize, is_kill: bool) -> Vec<u8> {
+        let odds = 1 + self.random.below(4);
+        self.cut_with(journal, end, is_kill, odds)
+    }
+
+    /// The same, where so many of five that came later are there.
+    fn cut_with(&mut self, journal: &[Event], end: usize, is_kill: bool, odds: u64) -> Vec<u8> {
         let is_flush = |event: &Event| matches!(event, Event::Flush);
         let covered = journal[..end].iter().rposition(is_flush).unwrap_or(0);
         let mut content = self.content.clone();
-        let odds = 1 + self.random.below(4);
         for (index, event) in journal[..end].iter().enumerate() {
             let Event::Write(offset, data) = event else { continue };
             let start = usize::try_from(*offset).unwrap();
             content.resize(content.len().max(start + data.len()), 0);
             let is_all_there = self.random.below(2) == 0;
             let is_there = self.random.below(5) < odds;
+            let with_fua = matches!(journal[..end].get(index + 1), Some(Event::Stable));
             for (at, sector) in (start..).step_by(SECTOR).zip(data.chunks(SECTOR)) {
                 let is_there = if is_all_there { is_there } else { self.random.below(5) < odds };
-                if index < covered || is_kill || is_there {
+                if index < covered || is_kill || with_fua || is_there {
                     content[at..at + sector.len()].copy_from_slice(sector);
                 }
             }
@@ -358,6 +364,35 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
             let what = format!("{}, cut {end} of {}, kill: {is_kill}", kind.options, journal.len());
             world.check(&content, end, &what);
         }
+    }
+}
+
+/// Whoever had the image before has not flushed where its data is.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_with_fua_survives_in_a_cluster_of_an_earlier_process() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    for kind in &KINDS {
+        let mut world = World::new(kind);
+        for fua in [false, true] {
+            world.image = open(&world.folder, &world.file, world.below);
+            let disk = world.image.attach(world.thread.io());
+            // From now on it is known where the data is.
+            let read = disk.read(9 * SECTOR as u64, Buffers::aligned(SECTOR, 4096));
+            world.thread.block_on(read).unwrap().unwrap();
+            world.last += 1;
+            let data = Buffers::from_vec(filled(world.last, 3));
+            world.thread.block_on(disk.write(9 * SECTOR as u64, data, fua)).unwrap().unwrap();
+            world.now.set(&(9..12), world.last);
+        }
+        let journal = world.file.journal();
+        let (events, flushed) = (journal.len(), world.now.clone());
+        world.moments.push(Moment { events, flushed });
+        let content = world.cut_with(&journal, events, false, 0);
+        world.check(&content, events, kind.options);
     }
 }
 
