@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, run};
 use ringhaul_kit::daemon::pattern;
-use ringhaul_kit::frontend::blk;
+use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -127,17 +127,23 @@ pub(super) fn lock_is_left(scene: &mut Scene) -> Result<()> {
 /// What was written is in the cluster before another process serves, though nothing else has librbd
 /// write what its cache has. While that is not possible, the old process goes on.
 pub(super) fn cache_is_left(scene: &mut Scene) -> Result<()> {
-    let image = "rbd/cached";
-    scene
-        .cluster
-        .tool("rbd", &["create", image, "--size", "16M", "--image-feature", "layering"])?;
-    let conf = scene.sockets.path().join("cached.conf");
+    leave_cache(scene, "cached", "writeback")?;
+    // The configuration of an image has the last word.
+    leave_cache(scene, "uncached", "none")
+}
+
+fn leave_cache(scene: &Scene, name: &str, cache: &str) -> Result<()> {
+    let create = ["create", name, "--size", "16M", "--image-feature", "layering"];
+    scene.cluster.tool("rbd", &create)?;
+    let image = format!("rbd/{name}");
+    scene.cluster.tool("rbd", &["config", "image", "set", &image, "rbd_cache", "true"])?;
+    let conf = scene.sockets.path().join(format!("{name}.conf"));
     let mut text = std::fs::read_to_string(scene.cluster.conf())?;
     text += "\n[client]\nrbd_cache_policy = writeback\nrbd_cache_max_dirty_age = 600\n\
              rbd_cache_writethrough_until_flush = false\n";
     std::fs::write(&conf, text)?;
-    let disk = format!("rbd:cached,conf={}", conf.display());
-    let mut served = scene.serve("cached", &disk, &["--cache", "writeback"])?;
+    let disk = format!("rbd:{name},conf={}", conf.display());
+    let mut served = scene.serve(name, &disk, &["--cache", cache])?;
     let mut front_end = served.connect()?;
     let [first, second] = [1, 2].map(|seed| pattern(seed, 4096));
     front_end.write(0, 0, &first)?;
@@ -231,11 +237,15 @@ pub(super) fn lock_is_kept(scene: &mut Scene) -> Result<()> {
 }
 
 /// A client that the cluster has locked out gets errors, never silence, and its flushes fail until
-/// it opens the image anew.
+/// it opens the image anew. Its other images are served as before.
 pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
-    let disk = scene.image("fenced")?;
+    let (disk, other) = (scene.image("fenced")?, scene.image("beside")?);
     let mut served = scene.serve("fenced", &disk, &[])?;
     let mut front_end = served.connect()?;
+    let beside = scene.sockets.path().join("beside.sock");
+    served.ctl(&["add", "--disk", &other, "--socket-path", &beside.to_string_lossy()])?;
+    let mut beside = Frontend::attach(&beside, &Setup::default())?;
+    beside.write(0, 0, &pattern(3, 4096))?;
     front_end.write(0, 0, &pattern(1, 4096))?;
     let status = scene.cluster.tool("rbd", &["status", "fenced"])?;
     let address = status.split_once("watcher=").and_then(|(_, rest)| rest.split_once(' '));
@@ -251,6 +261,19 @@ pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {
     let answer = front_end.request(0, blk::FLUSH, 0, &[], 0)?;
     ensure!(answer.status == blk::IOERR, "a flush has ended with {answer:?}");
     ensure!(served.show()?["disk-state"] == "lost", "{:#}", served.show()?);
+    let write_and_flush = |front_end: &mut Frontend| {
+        front_end.write(0, 8, &pattern(4, 4096))?;
+        let answer = front_end.request(0, blk::FLUSH, 0, &[], 0)?;
+        ensure!(answer.status == blk::OK, "a flush has ended with {answer:?}");
+        Ok(())
+    };
+    write_and_flush(&mut beside).context("the image beside it")?;
     drop(front_end);
+    let export = served.socket.to_string_lossy().into_owned();
+    served.ctl(&["remove", &export])?;
+    served.ctl(&["add", "--disk", &disk, "--socket-path", &export])?;
+    let mut front_end = served.connect()?;
+    write_and_flush(&mut front_end).context("the image once more")?;
+    drop((front_end, beside));
     served.end()
 }

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::ceph::export;
-use ringhaul_kit::cli::run;
+use ringhaul_kit::cli::{ringhaul, run};
 use ringhaul_kit::daemon::pattern;
-use ringhaul_kit::frontend::{blk, segment};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, segment};
 use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Vm, VmOptions};
 use rustix::process::Signal;
 
@@ -70,6 +71,61 @@ pub(super) fn given_back(scene: &mut Scene) -> Result<()> {
     served.end()
 }
 
+/// While an image is discarded as a whole, requests to it and to others are answered.
+pub(super) fn given_back_meanwhile(scene: &mut Scene) -> Result<()> {
+    // Each discard has thousands of small objects.
+    let create = ["create", "--size", "64M", "--object-size", "16K"];
+    let plain = ["--image-feature", "layering"];
+    scene.cluster.tool("rbd", &[&create[..], &plain, &["large"]].concat())?;
+    let other = scene.image("small")?;
+    let served = scene.serve("large", "rbd:large", &[])?;
+    let socket = scene.sockets.path().join("small.sock");
+    served.ctl(&["add", "--disk", &other, "--socket-path", &socket.to_string_lossy()])?;
+    let (mut large, mut small) = (served.connect()?, Frontend::attach(&socket, &Setup::default())?);
+    for front_end in [&mut large, &mut small] {
+        front_end.write(1, 0, &pattern(1, 4096))?;
+    }
+    let (header, status) = large.put_header(0, 0, blk::DISCARD, 0)?;
+    large.memory.write(DATA, &segment(8, 64 * 2048 - 8, 0))?;
+    let chain = [Desc::readable(header, 16), Desc::readable(DATA, 16), Desc::writable(status, 1)];
+    large.rings[0].put_chain(0, &chain);
+    large.rings[0].submit(0)?;
+    let mut answered = 0;
+    while large.status(0, 0) == Some(blk::PENDING) {
+        for front_end in [&mut large, &mut small] {
+            ensure!(front_end.read(1, 0, 4096)? == pattern(1, 4096), "it reads otherwise");
+        }
+        answered += 1;
+    }
+    ensure!(large.status(0, 0) == Some(blk::OK), "the discard has failed");
+    ensure!(answered > 2, "{answered} requests were answered meanwhile");
+    large.rings[0].wait_used()?;
+    drop((large, small));
+    served.end()
+}
+
+/// What was opened for reading has its size for ever, and says so.
+pub(super) fn resized_for_readers(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("read")?;
+    let served = scene.serve("read", &disk, &["--read-only"])?;
+    let export = served.socket.to_string_lossy().into_owned();
+    served.ctl(&["resize", &export])?;
+    scene.cluster.tool("rbd", &["resize", "--no-progress", "read", "--size", "96M"])?;
+    let mut resize = ringhaul()?;
+    resize.arg("ctl").arg("--control").arg(&served.control).args(["resize", &export]);
+    let said = run(&mut resize)?;
+    let expected = ["it has 100663296 bytes now", "restart the export"];
+    ensure!(expected.iter().all(|words| said.stderr.contains(words)), "{}", said.stderr);
+    served.ctl(&["remove", &export])?;
+    let add = ["add", "--disk", &disk, "--read-only", "--socket-path", &export];
+    served.ctl(&add)?;
+    let mut front_end = served.connect()?;
+    ensure!(front_end.config(0, 8)? == (96_u64 * 2048).to_le_bytes(), "it has another size");
+    ensure!(front_end.read(0, 95 * 2048, 4096)? == [0; 4096], "what was added");
+    drop(front_end);
+    served.end()
+}
+
 /// An answered flush is durable, although the OSD and the daemon are killed right after it; so is a
 /// write without a write cache.
 pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
@@ -118,6 +174,12 @@ pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     for sector in [end - 4, end, 127 * 2048] {
         let answer = front_end.request(0, blk::OUT, sector, &pattern(3, 4096), 0)?;
         ensure!(answer.status == blk::IOERR, "a write at {sector} has ended with {answer:?}");
+    }
+    // There is nothing to give back, and zeroes are there already.
+    for kind in [blk::DISCARD, blk::WRITE_ZEROES] {
+        let part = segment(end - 8, 2048, 0);
+        let answer = front_end.request(0, kind, 0, &part, 0)?;
+        ensure!(answer.status == blk::OK, "request {kind} has ended with {answer:?}");
     }
     front_end.write(0, end - 8, &pattern(4, 4096))?;
     ensure!(front_end.read(0, end - 8, 4096)? == pattern(4, 4096), "what lies before the end");

@@ -103,12 +103,14 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 21] = [
+    let parts: [(&str, Part); 23] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
+        ("requests during a discard", data::given_back_meanwhile),
         ("what was flushed survives the OSD", data::flushed),
         ("sizes", data::resized),
+        ("sizes of what is only read", data::resized_for_readers),
         ("snapshots and clones", data::snapshots),
         ("an image of a format over one in the cluster", layers::qcow2),
         ("an encrypted disk over an image in the cluster", layers::luks),

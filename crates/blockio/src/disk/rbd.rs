@@ -49,10 +49,17 @@ impl DiskSource {
     /// cannot be opened or used as the options say.
     pub fn rbd(name: &RbdImage, options: &DiskOptions) -> Result<Self, Error> {
         let (image, info, facts) = open::open(name, options)?;
-        let shared = Arc::new(Shared::new(image, name.to_string(), info.size_bytes));
+        let (size_bytes, object_bytes) = (info.size_bytes, facts.object_bytes);
+        let shared = Arc::new(Shared::new(image, name.to_string(), size_bytes, object_bytes));
         let end = watch(&shared).map_err(|error| shared.refused(&error.to_string()))?;
-        let source =
-            RbdSource { shared, facts, has_snapshot: name.snapshot.is_some(), info, _end: end };
+        let source = RbdSource {
+            shared,
+            facts,
+            image: name.clone(),
+            options: options.clone(),
+            info,
+            _end: end,
+        };
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }
 }
@@ -60,7 +67,8 @@ impl DiskSource {
 struct RbdSource {
     shared: Arc<Shared>,
     facts: Facts,
-    has_snapshot: bool,
+    image: RbdImage,
+    options: DiskOptions,
     /// As it was opened.
     info: DiskInfo,
     /// Ends the thread that watches, by going.
@@ -91,7 +99,7 @@ impl OtherSource for RbdSource {
             flush: true,
             discard: true,
             zeroes: true,
-            resize: !self.has_snapshot,
+            resize: !self.has_snapshot(),
             lock: true,
             snapshots: true,
         }
@@ -133,7 +141,8 @@ impl OtherSource for RbdSource {
     /// librbd's cache is this process's. Whoever goes on reads without a lock, and would find what
     /// was there before.
     fn write_back(&self) -> Result<(), Error> {
-        if self.info.read_only || self.info.direct {
+        // Whatever was asked for, the configuration of the image may have switched a cache on.
+        if self.info.read_only {
             return Ok(());
         }
         let was_lost = self.shared.loss().is_err();
@@ -161,7 +170,7 @@ impl OtherSource for RbdSource {
     }
 
     fn outside(&self) -> Option<Arc<Outside>> {
-        if self.has_snapshot {
+        if self.has_snapshot() {
             return None;
         }
         let shared = Arc::downgrade(&self.shared);
@@ -173,6 +182,9 @@ impl OtherSource for RbdSource {
     }
 
     fn find_size(&self) -> Result<u64, Error> {
+        if self.info.read_only && !self.has_snapshot() {
+            return self.look_at_size();
+        }
         let size = self.shared.find_size();
         let size = size.map_err(|error| {
             self.shared.refused(&format!("the cluster does not say how large it is: {error}"))
@@ -183,11 +195,10 @@ impl OtherSource for RbdSource {
     }
 
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
-        let checked = if self.has_snapshot {
+        let checked = if self.has_snapshot() {
             Err("a snapshot keeps its size; resize the image".to_owned())
         } else if self.info.read_only {
-            Err("it is open for reading only; use `rbd resize`, and ask again without a size"
-                .to_owned())
+            Err("it is open for reading only; use `rbd resize`, and restart the export".to_owned())
         } else {
             open::check_size(size_bytes, self.info.logical_block_bytes)
         };
@@ -196,12 +207,39 @@ impl OtherSource for RbdSource {
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
         let resized = self.shared.image.resize(size_bytes);
-        resized.and_then(|()| self.shared.find_size()).map(drop).map_err(|error| {
+        let found = resized.and_then(|()| self.shared.find_size()).map_err(|error| {
             self.shared.refused(&format!("it cannot be given {size_bytes} bytes: {error}"))
-        })
+        })?;
+        if found == size_bytes {
+            return Ok(());
+        }
+        Err(self.shared.refused(&format!(
+            "it was given {size_bytes} bytes, and has {found}: somebody else has resized it, too; \
+             ask again"
+        )))
     }
 
     fn adopt_size(&self, _: u64) {}
+}
+
+impl RbdSource {
+    fn has_snapshot(&self) -> bool {
+        self.image.snapshot.is_some()
+    }
+
+    /// The size, of which librbd learns nothing while the image is open for reading only, and
+    /// beyond which it then reads nothing.
+    fn look_at_size(&self) -> Result<u64, Error> {
+        let (_, now, _) = open::open(&self.image, &self.options)?;
+        if now.size_bytes == self.info.size_bytes {
+            return Ok(now.size_bytes);
+        }
+        Err(self.shared.refused(&format!(
+            "it has {} bytes now, of which nothing is learnt while it is open for reading only; \
+             restart the export",
+            now.size_bytes
+        )))
+    }
 }
 
 /// Starts a thread that tells the log when the cluster does not answer, and gives it up where that

@@ -4,9 +4,18 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// A line of those who go one after the other.
-#[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<Line>);
+/// A line of those who go one after the other, or a few at once.
+#[derive(Debug)]
+pub(super) struct Turns {
+    line: Mutex<Line>,
+    at_once: usize,
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        Self::of(1)
+    }
+}
 
 #[derive(Debug, Default)]
 struct Line {
@@ -29,6 +38,11 @@ pub(super) struct Turn<'a> {
 }
 
 impl Turns {
+    /// A line of which so many go at once.
+    pub(super) fn of(at_once: usize) -> Self {
+        Self { line: Mutex::default(), at_once }
+    }
+
     /// A place at the end.
     pub(super) fn enter(&self) -> Turn<'_> {
         let mut line = self.line();
@@ -39,7 +53,7 @@ impl Turns {
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -47,10 +61,10 @@ impl Turn<'_> {
     /// Ready when it is at the front.
     pub(super) fn poll(&self, cx: &Context<'_>) -> Poll<()> {
         let mut line = self.turns.line();
-        if line.waiting.front().is_some_and(|(first, _)| *first == self.number) {
+        let place = line.place_of(self.number);
+        if place.is_some_and(|place| place < self.turns.at_once) {
             return Poll::Ready(());
         }
-        let place = line.place_of(self.number);
         let own = place.and_then(|place| line.waiting.get_mut(place));
         let replaced = own.and_then(|(_, waker)| waker.replace(cx.waker().clone()));
         drop(line);
@@ -62,10 +76,12 @@ impl Turn<'_> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut line = self.turns.line();
-        let was_first = line.waiting.front().is_some_and(|(first, _)| *first == self.number);
         let place = line.place_of(self.number);
         let left = place.and_then(|place| line.waiting.remove(place));
-        let next = line.waiting.front_mut().filter(|_| was_first);
+        // Whoever has moved up to the front.
+        let last = self.turns.at_once - 1;
+        let has_gone = place.is_some_and(|place| place <= last);
+        let next = line.waiting.get_mut(last).filter(|_| has_gone);
         let next = next.and_then(|(_, waker)| waker.take());
         // Wakers run what they like.
         drop(line);
@@ -129,5 +145,49 @@ impl Drop for Listener<'_> {
         let left = listeners.wakers.remove(&self.number);
         drop(listeners);
         drop(left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::Wake;
+
+    use super::*;
+
+    struct Woken(AtomicU32);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn so_many_go_at_once_and_whoever_moves_up_is_woken() {
+        for at_once in 1..4 {
+            let woken = Arc::new(Woken(AtomicU32::new(0)));
+            let waker = Waker::from(Arc::clone(&woken));
+            let cx = Context::from_waker(&waker);
+            let turns = Turns::of(at_once);
+            let mut line: Vec<_> = (0..8).map(|_| turns.enter()).collect();
+            let ready = |line: &[Turn<'_>]| {
+                line.iter().take_while(|turn| turn.poll(&cx).is_ready()).count()
+            };
+            assert_eq!(ready(&line), at_once);
+            assert!(line[at_once].poll(&cx).is_pending());
+            // One that waits goes away, and nobody moves to the front for that.
+            line.remove(at_once);
+            assert!(line[at_once].poll(&cx).is_pending());
+            assert_eq!(woken.0.load(Ordering::Relaxed), 0);
+            for gone in 1..=2 {
+                line.remove(at_once - 1);
+                assert_eq!(woken.0.load(Ordering::Relaxed), gone);
+                assert!(line[at_once - 1].poll(&cx).is_ready());
+                assert!(line[at_once].poll(&cx).is_pending());
+            }
+            assert_eq!(ready(&line), at_once);
+        }
     }
 }

@@ -79,14 +79,14 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: pools keep their cluster, so none is left.
+        // SAFETY: its pool has it, and goes first.
         unsafe { (self.api.rados_shutdown)(self.handle) };
     }
 }
 
 /// A pool that is open, in one of its namespaces.
 pub(super) struct Pool {
-    cluster: Arc<Cluster>,
+    cluster: Cluster,
     handle: Handle,
 }
 
@@ -96,7 +96,7 @@ unsafe impl Send for Pool {}
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    pub(super) fn open(cluster: Arc<Cluster>, name: &CStr, namespace: &CStr) -> io::Result<Self> {
+    pub(super) fn open(cluster: Cluster, name: &CStr, namespace: &CStr) -> io::Result<Self> {
         let (api, mut handle) = (cluster.api, null_mut());
         // SAFETY: the cluster is connected, the texts end with a zero, and the handle is written
         // to memory of ours.

@@ -2,9 +2,8 @@
 
 use std::ffi::{CStr, CString, OsStr};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -29,6 +28,8 @@ pub(super) struct Facts {
     pub(super) identity: String,
     pub(super) discard_bytes: u32,
     pub(super) optimal_bytes: Option<u32>,
+    /// How many bytes lie together in one object, or in neighbours over which they are spread.
+    pub(super) object_bytes: u64,
 }
 
 /// Opens an image on a thread of its own: where a cluster does not answer, no call of its library
@@ -72,11 +73,14 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
     };
-    let cluster = cluster_of(name, info.direct)?;
+    let cluster = connect(name, info.direct)?;
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
-    let pool = Pool::open(Arc::clone(&cluster), &pool_name?, &namespace?)
-        .map_err(|error| no_pool(name, &error))?;
+    let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
+    let cluster_id = cluster.id().map_err(said)?;
+    let discard_bytes = discard_bytes(&cluster, info.logical_block_bytes);
+    let pool =
+        Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
     let pool_number = pool.number();
     let snapshot = name.snapshot.as_deref().map(text).transpose()?;
     let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
@@ -84,19 +88,19 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     if name.exclusive && !info.read_only {
         image.lock().map_err(|error| no_lock(&error))?;
     }
-    let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
     let size_bytes = image.size_bytes().map_err(said)?;
     check_size(size_bytes, info.logical_block_bytes)?;
     let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(said)?);
     let snapshot = name.snapshot.as_ref().map_or(String::new(), |name| format!("@{name}"));
-    let stripe_bytes = image.stripe_unit().map_err(said)? * image.stripe_count().map_err(said)?;
+    let object_bytes = image.stripe_unit().map_err(said)? * image.stripe_count().map_err(said)?;
     let facts = Facts {
-        identity: format!("Ceph {}, image {id}{snapshot}", cluster.id().map_err(said)?),
-        discard_bytes: discard_bytes(&cluster, info.logical_block_bytes),
+        identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
+        discard_bytes,
         // What has no room there is more than anybody writes at once.
-        optimal_bytes: u32::try_from(stripe_bytes)
+        optimal_bytes: u32::try_from(object_bytes)
             .ok()
             .filter(|bytes| bytes.is_multiple_of(info.physical_block_bytes)),
+        object_bytes,
     };
     Ok((image, DiskInfo { size_bytes, ..info }, facts))
 }
@@ -121,52 +125,9 @@ fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
     if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes }
 }
 
-/// Which handle of a cluster an image can share with others.
-#[derive(PartialEq, Eq, Clone)]
-struct Access {
-    conf: Option<PathBuf>,
-    id: Option<String>,
-    keyring: Option<PathBuf>,
-    /// The cache of librbd is an option of the handle.
-    direct: bool,
-}
-
-/// A handle that is connected, or is being connected by whoever has the lock.
-type Place = Arc<Mutex<Weak<Cluster>>>;
-
-/// All handles: each has a dozen threads and its connections.
-static CLUSTERS: Mutex<Vec<(Access, Place)>> = Mutex::new(Vec::new());
-
-/// A handle of the image's cluster that is connected.
-fn cluster_of(name: &RbdImage, direct: bool) -> Result<Arc<Cluster>, String> {
-    let RbdImage { conf, id, keyring, .. } = name.clone();
-    let access = Access { conf, id, keyring, direct };
-    let place = {
-        let mut clusters = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
-        clusters.retain(|(_, place)| {
-            // One that is in use, or about to be.
-            Arc::strong_count(place) > 1
-                || place.try_lock().is_ok_and(|cluster| cluster.strong_count() > 0)
-        });
-        match clusters.iter().find(|(other, _)| *other == access) {
-            Some((_, place)) => Arc::clone(place),
-            None => {
-                let place = Place::default();
-                clusters.push((access.clone(), Arc::clone(&place)));
-                place
-            }
-        }
-    };
-    let mut cluster = place.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(cluster) = cluster.upgrade() {
-        return Ok(cluster);
-    }
-    let connected = Arc::new(connect(&access)?);
-    *cluster = Arc::downgrade(&connected);
-    Ok(connected)
-}
-
-fn connect(access: &Access) -> Result<Cluster, String> {
+/// A handle of the image's cluster that is connected. It is not shared: the cluster locks out
+/// handles, whole ones, when somebody else takes the lock of an image over.
+fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     let id = access.id.as_deref().unwrap_or("admin");
     let user =
         c_text(&format!("client.{id}")).map_err(|error| format!("the id {id:?}: {error}"))?;
@@ -178,11 +139,15 @@ fn connect(access: &Access) -> Result<Cluster, String> {
         // Operations wait for the cluster. One that was given up could still be carried out, after
         // others that came later.
         (c"rados_osd_op_timeout", c"0".to_owned()),
+        // The thread that begins operations also ends them: it must not wait for room. What a disk
+        // may have at once is bounded by its requests (`requests.rs`).
+        (c"objecter_inflight_ops", c"0".to_owned()),
+        (c"objecter_inflight_op_bytes", c"0".to_owned()),
         // IoThreads do not wait.
         (c"rbd_non_blocking_aio", c"true".to_owned()),
         (c"client_mount_timeout", c_text(MONITORS_PATIENCE).map_err(|error| error.to_string())?),
     ];
-    if access.direct {
+    if direct {
         options.push((c"rbd_cache", c"false".to_owned()));
     }
     if cluster.get(WORKERS).is_ok_and(|count| count == LIBRARY_WORKERS) {
@@ -211,7 +176,7 @@ fn c_path(path: &Path) -> Result<CString, String> {
     CString::new(bytes).map_err(|_| format!("the path {} contains a zero byte", path.display()))
 }
 
-fn no_conf(access: &Access, error: &io::Error) -> String {
+fn no_conf(access: &RbdImage, error: &io::Error) -> String {
     match &access.conf {
         Some(path) => {
             format!("its configuration {} cannot be read: {error}; check conf", path.display())

@@ -4,6 +4,7 @@
 //! still fill memory after the request was answered, because the image was given up. So data goes
 //! through memory of ours, which librbd keeps for as long as it needs it.
 
+use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -17,7 +18,11 @@ use crate::disk::seam::{OtherDisk, Request};
 use crate::foreign_op::ForeignOp;
 use crate::io::Io;
 
-/// The most bytes of one discard: librbd makes an operation for each object at once.
+/// How many objects of an image a piece of a discard has: librbd makes an operation for each at
+/// once, and others would have to wait for all of them.
+const DISCARD_OBJECTS: u64 = 16;
+
+/// The most bytes of such a piece.
 const DISCARD_MAX: u64 = 1 << 30;
 
 /// The most bytes of one read or write. Larger ones would hold up the loop, which copies them.
@@ -125,6 +130,38 @@ impl RbdDisk {
         op.await.result.map(|_| ()).map_err(|error| self.seen(error))
     }
 
+    /// Discards a range, or makes it read as zeroes, in pieces, of which the disk has few at once.
+    /// `begin` begins with one.
+    async fn clear(
+        &self,
+        mut offset: u64,
+        len: u64,
+        begin: impl Fn(u64, u64) -> ForeignOp,
+    ) -> io::Result<()> {
+        let mut end = offset + len;
+        let most = (self.shared.object_bytes.saturating_mul(DISCARD_OBJECTS)).min(DISCARD_MAX);
+        while offset < end {
+            let turn = self.shared.discards.enter();
+            poll_fn(|cx| turn.poll(cx)).await;
+            // Objects that it has as a whole are removed.
+            let bytes = (most - offset % most).min(end - offset);
+            match self.all(begin(offset, bytes)).await {
+                Ok(()) => offset += bytes,
+                Err(error) if is_invalid(&error) => {
+                    // An image that somebody has made smaller ends before it, or within it, and has
+                    // nothing behind that.
+                    let size = self.size().await?;
+                    if size >= offset + bytes {
+                        return Err(error);
+                    }
+                    end = size;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
     async fn flush_all(&self) -> io::Result<()> {
         let image = &self.shared.image;
         let result = self.all(image.flush(&self.io)).await;
@@ -187,30 +224,16 @@ impl OtherDisk for RbdDisk {
     }
 
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
-        Box::pin(async move {
-            let mut done = 0;
-            while done < len {
-                let bytes = (len - done).min(DISCARD_MAX);
-                self.all(self.shared.image.discard(&self.io, offset + done, bytes)).await?;
-                done += bytes;
-            }
-            Ok(())
-        })
+        let begin = move |offset, bytes| self.shared.image.discard(&self.io, offset, bytes);
+        Box::pin(self.clear(offset, len, begin))
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> Request<'_, io::Result<()>> {
-        Box::pin(async move {
-            let mut done = 0;
-            while done < len {
-                let bytes = (len - done).min(DISCARD_MAX);
-                let of_memory = fits(bytes, "a part of a range");
-                let op =
-                    self.shared.image.write_zeroes(&self.io, offset + done, of_memory, may_unmap);
-                self.all(op).await?;
-                done += bytes;
-            }
-            Ok(())
-        })
+        let begin = move |offset, bytes| {
+            let bytes = fits(bytes, "a part of a range");
+            self.shared.image.write_zeroes(&self.io, offset, bytes, may_unmap)
+        };
+        Box::pin(self.clear(offset, len, begin))
     }
 
     fn block_status(&self, _: u64, len: u64) -> Request<'_, io::Result<Extent>> {

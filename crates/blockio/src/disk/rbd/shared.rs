@@ -7,13 +7,21 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use iomem::fits;
 
 use super::image::Image;
+use crate::disk::waiting::Turns;
 use crate::error::Error;
+
+/// How many pieces of discards the cluster has at once for one image.
+const DISCARDS_AT_ONCE: usize = 4;
 
 /// An image, and what is known of it.
 pub(super) struct Shared {
     pub(super) image: Image,
     /// What texts call it.
     pub(super) name: String,
+    /// How many bytes lie together in one object, or in neighbours over which they are spread.
+    pub(super) object_bytes: u64,
+    /// Pieces of discards, which take turns.
+    pub(super) discards: Turns,
     /// An errno after which nobody knows what of the data is in the cluster; 0 for none.
     lost: AtomicI32,
     /// As it was found last, when librbd had told this many changes.
@@ -34,10 +42,12 @@ struct Asking {
 }
 
 impl Shared {
-    pub(super) fn new(image: Image, name: String, size_bytes: u64) -> Self {
+    pub(super) fn new(image: Image, name: String, size_bytes: u64, object_bytes: u64) -> Self {
         Self {
             image,
             name,
+            object_bytes,
+            discards: Turns::of(DISCARDS_AT_ONCE),
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
