@@ -199,6 +199,25 @@ fn a_disk_keeps_what_differs_from_its_backing_files() -> Result<()> {
     images.check_image("disk")
 }
 
+/// What a backing file names lies beside the link that leads to that file, as QEMU has it.
+#[test]
+fn backing_files_are_found_from_links() -> Result<()> {
+    if !has_programs() {
+        return Ok(());
+    }
+    let mut images = Images::new()?;
+    images.content = pattern(7, DISK_BYTES);
+    fs::write(images.path("base.img")?, &images.content)?;
+    fs::create_dir(images.path("store")?)?;
+    images.qemu_img("create -q -f qcow2 -u -b base.img -F raw @store/middle 8M")?;
+    std::os::unix::fs::symlink("store/middle", images.path("link")?)?;
+    images.qemu_img("create -q -f qcow2 -b link -F qcow2 @disk")?;
+    let mut served = images.serve("disk")?;
+    images.check(&mut served)?;
+    served.end()?;
+    images.check_image("disk")
+}
+
 #[test]
 fn a_discard_gives_clusters_and_their_space_back() -> Result<()> {
     if !has_programs() {

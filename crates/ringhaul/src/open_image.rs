@@ -71,8 +71,9 @@ pub(crate) fn open_qcow2(
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
         let what = || format!("cannot open {}, the backing file of {of}", named.name);
         ensure!(layers.len() <= 32, "{of} has too many backing files; is it one of its own?");
-        let path = backing.find(&named.name, image.as_deref()).with_context(what)?;
-        let source = (backing.open)(&path).with_context(what)?;
+        let Found { path, file } =
+            backing.find(&named.name, image.as_deref()).with_context(what)?;
+        let source = (backing.open)(&file).with_context(what)?;
         let layer = match named.format.as_deref() {
             Some("qcow2") => Layer::qcow2(source).with_context(what)?,
             Some("raw" | "file" | "host_device") => Layer::raw(source),
@@ -94,10 +95,20 @@ pub(crate) fn open_qcow2(
     Ok(DiskSource::qcow2(layers, is_deferred)?)
 }
 
+/// A backing file.
+#[cfg(feature = "qcow2")]
+#[derive(Debug)]
+struct Found {
+    /// As the names say that lead to it. What it names itself is found from there, as QEMU does.
+    path: PathBuf,
+    /// Where it is, without links.
+    file: PathBuf,
+}
+
 #[cfg(feature = "qcow2")]
 impl Backing<'_> {
     /// The file that an image at `image` names.
-    fn find(&self, name: &str, image: Option<&Path>) -> Result<PathBuf> {
+    fn find(&self, name: &str, image: Option<&Path>) -> Result<Found> {
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
         ensure!(!is_elsewhere, "only files can be backing files");
@@ -106,33 +117,33 @@ impl Backing<'_> {
             None if name.starts_with('/') => PathBuf::from(name),
             None => bail!("its name is relative, and the image is no file; give an absolute one"),
         };
-        let path = path.canonicalize().with_context(|| {
+        let file = path.canonicalize().with_context(|| {
             format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
         })?;
         if self.allowed == BackingFiles::Anywhere {
-            return Ok(path);
+            return Ok(Found { path, file });
         }
         let folder = self.image.and_then(Path::parent).map(|folder| match folder.as_os_str() {
             folder if folder.is_empty() => Path::new("."),
             _ => folder,
         });
         let folder = folder.map(Path::canonicalize).transpose()?;
-        let is_beside = folder.as_ref().is_some_and(|folder| path.starts_with(folder));
+        let is_beside = folder.as_ref().is_some_and(|folder| file.starts_with(folder));
         ensure!(
             is_beside,
             "{} does not lie in the folder of the image; if the image is to be trusted, allow that \
              with backing=anywhere",
-            path.display()
+            file.display()
         );
         // What lies beside a device are the other disks of the machine.
-        let are_files = path.is_file() && self.image.is_some_and(Path::is_file);
+        let are_files = file.is_file() && self.image.is_some_and(Path::is_file);
         ensure!(
             are_files,
             "{} or the image over it is not a regular file; if the image is to be trusted, allow \
              that with backing=anywhere",
-            path.display()
+            file.display()
         );
-        Ok(path)
+        Ok(Found { path, file })
     }
 }
 
@@ -143,7 +154,8 @@ mod tests {
     fn find(image: Option<&Path>, allowed: BackingFiles, name: &str) -> Result<PathBuf, String> {
         let mut open = |_: &Path| unreachable!("nothing is opened");
         let backing = Backing { image, allowed, open: &mut open };
-        backing.find(name, image).map_err(|error| format!("{error:#}"))
+        let found = backing.find(name, image).map_err(|error| format!("{error:#}"))?;
+        Ok(found.file)
     }
 
     #[test]
