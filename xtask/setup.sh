@@ -11,8 +11,9 @@
 
 set -eu
 
-# For the guests of the tests (QEMU, their tools), and to count system calls.
-QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils"
+# For the guests of the tests (QEMU, their tools), and to count system calls. What is extra is the
+# driver for Ceph, which measurements compare with.
+QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils qemu-block-extra"
 # A Ceph cluster, and the library of its clients.
 CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
 PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs libiscsi-bin mtools"
