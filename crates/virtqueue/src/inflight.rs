@@ -15,6 +15,7 @@
 //! A process that is killed has carried out its stores up to one of them in program order, so the
 //! compiler alone has to keep their order.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence};
 
@@ -250,7 +251,8 @@ impl Inflight {
         let again = again.into_iter().map(|mark| mark.head).collect();
         let last_head = account.load(OFFSET_LAST_HEAD);
         // Only these heads are marked from now on.
-        let account = Account { entries: ring.size, ..account };
+        let place = Place { entries: ring.size, ..account.place };
+        let account = Account { place, ..account };
         Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
@@ -267,10 +269,10 @@ impl Inflight {
     /// Heads are seen in the avail ring, in this order. Nothing of their requests has happened yet.
     #[inline]
     pub(crate) fn seen(&mut self, heads: impl Iterator<Item = u16>) {
-        let mut counter = self.counter;
+        let (mut counter, account) = (self.counter, self.account.place);
         for head in heads {
-            if let Some(entry) = self.account.entry(head) {
-                self.account.mark(entry, counter);
+            if let Some(entry) = account.entry(head) {
+                account.mark(entry, counter);
                 counter = counter.wrapping_add(1);
             }
         }
@@ -313,29 +315,45 @@ impl Inflight {
     #[inline(never)]
     pub(crate) fn publish_one(&mut self, rings: &Rings, index: u16) {
         let (head, end) = (rings.used_head(index), index.wrapping_add(1));
-        let Some(entry) = self.account.entry(head) else { return self.publish(rings, index, end) };
-        self.account.set_next(entry, self.last_head);
+        let account = self.account.place;
+        let Some(entry) = account.entry(head) else { return self.publish(rings, index, end) };
+        account.set_next(entry, self.last_head);
         self.last_head = head;
-        self.account.store(OFFSET_LAST_HEAD, head);
+        account.store(OFFSET_LAST_HEAD, head);
         compiler_fence(Ordering::SeqCst);
         rings.store_used_idx(end);
         compiler_fence(Ordering::SeqCst);
-        self.account.unmark(entry);
+        account.unmark(entry);
         compiler_fence(Ordering::SeqCst);
-        self.account.store(OFFSET_USED_IDX, end);
+        account.store(OFFSET_USED_IDX, end);
     }
 }
 
 /// The account itself, in memory that the front-end shares.
 ///
-/// `start` is aligned to [`ALIGN`] and mapped by `memory` with at least as many entries as
-/// `entries` says. Others may write there at any time: every access is atomic, and what is read
-/// is checked.
+/// Where its place begins is aligned to [`ALIGN`] and mapped by `memory` with at least as many
+/// entries as the place says. Others may write there at any time: every access is atomic, and what
+/// is read is checked.
 #[derive(Debug)]
 struct Account {
     memory: Arc<GuestMemory>,
+    place: Place,
+}
+
+/// Where an account is. In a copy of its own a function knows that what it stores in the account
+/// does not change that, and loads it once.
+#[derive(Debug, Clone, Copy)]
+struct Place {
     start: *mut u8,
     entries: u16,
+}
+
+impl Deref for Account {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.place
+    }
 }
 
 impl Account {
@@ -346,7 +364,7 @@ impl Account {
         if !host.addr().is_multiple_of(align_of::<u64>()) {
             return Err(InflightError::Misaligned);
         }
-        Ok(Self { memory: Arc::clone(memory), start: host, entries })
+        Ok(Self { memory: Arc::clone(memory), place: Place { start: host, entries } })
     }
 
     /// Makes the account hold for a ring. Returns the requests to be done again, in no order. Each
@@ -416,7 +434,9 @@ impl Account {
         let marked = (0..self.entries).filter(|head| self.is_marked(*head));
         marked.map(|head| Mark { counter: self.counter(head), head }).collect()
     }
+}
 
+impl Place {
     /// The entry of a head. None: a driver has written a head that there is not, which is found out
     /// elsewhere.
     #[inline]
