@@ -247,7 +247,8 @@ impl Known {
             Finding::Shrunk(size) => tracing::warn!(
                 export,
                 "{what} has shrunk to {size} bytes, and the guest knows {known}; what it reads \
-                 beyond is zeroes; enlarge it again, or pass the new size on with `ringhaul ctl`"
+                 beyond is zeroes, or fails where an NBD server has the disk; enlarge it again, or \
+                 pass the new size on with `ringhaul ctl`"
             ),
             Finding::Failed(error) => {
                 tracing::warn!(export, "{what} may have another size: {error}");

@@ -169,9 +169,9 @@ impl DiskSource {
     }
 
     /// Has all requests fail that wait for the other end of a disk that is not local, and all that
-    /// come, if it is away, or as soon as it is. What one that answers has begun goes on. Operations
-    /// of the kernel cannot be taken back: those of a file go on. This is the end of the disk, for
-    /// all clones of it; others that have opened it are not affected.
+    /// come, if it is away, or as soon as it is. What one has begun that answers goes on.
+    /// Operations of the kernel cannot be taken back: those of a file go on. This is the end of the
+    /// disk, for all clones of it; others that have opened it are not affected.
     pub fn give_up(&self) {
         if let SourceKind::Other(source) = &self.kind {
             source.give_up();

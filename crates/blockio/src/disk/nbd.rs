@@ -42,6 +42,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use iomem::Buffers;
+
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource};
@@ -50,12 +52,14 @@ use super::{DiskSource, SourceKind};
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
+use crate::pending::Pending;
 use disk::NbdDisk;
 use handshake::{Facts, can};
-use pipe::learn_size;
+use pipe::{Pipe, key_of, learn_size};
 use reach::Handle;
 use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
+use wire::Request;
 
 /// A server whose machine is silent for this long counts as gone.
 const SILENCE: Duration = Duration::from_secs(20);
@@ -81,7 +85,7 @@ impl DiskSource {
                 "{name}: the server cannot flush; what it has answered may be lost with its power"
             );
         }
-        let shared = Arc::new(Shared::new(nbd, silence, connected));
+        let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
         let source = NbdSource { handle: Arc::new(Handle { shared }), name, info };
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }
@@ -208,6 +212,31 @@ impl OtherSource for NbdSource {
     fn give_up(&self) {
         self.shared().give_up();
         self.handle.wake();
+    }
+
+    /// Without multi-conn no flush of whoever goes on covers what was written here.
+    fn write_back(&self) -> Result<(), Error> {
+        let shared = self.shared();
+        if self.info.read_only || shared.is_lost() || !shared.needs_flush_of_its_own() {
+            return Ok(());
+        }
+        let Some(home) = shared.home_remote() else { return Ok(()) };
+        let (answer, pending) = Pending::new();
+        let key = key_of(shared);
+        home.post(move |io| {
+            if let Some(pipe) = io.kept::<Pipe>(key) {
+                let flush = pipe.ticket(Request::FLUSH, Buffers::empty());
+                io.spawn(async move { answer.send(flush.wait().await.0) });
+            }
+        });
+        match pending.wait() {
+            Some(Err(errno)) => {
+                let error = std::io::Error::from_raw_os_error(errno);
+                Err(self.refused(format!("what was written cannot be flushed: {error}")))
+            }
+            // Without a connection there is nothing that could be flushed.
+            Some(Ok(_)) | None => Ok(()),
+        }
     }
 
     fn outside(&self) -> Option<Arc<Outside>> {

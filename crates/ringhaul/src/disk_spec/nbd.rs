@@ -81,6 +81,12 @@ impl NbdSpec {
         if self.host.as_ref().is_some_and(|host| host.contains('@')) {
             bail!("the host of an NBD disk has an @ in it; NBD has no user and no password");
         }
+        // One line of the log is one line, and no name has a zero byte in it.
+        let texts = [Some(&self.export), self.host.as_ref(), self.tls_hostname.as_ref()];
+        let mut paths = self.socket.iter().chain(&self.tls_certificates);
+        let has_control = texts.into_iter().flatten().any(|text| text.contains(char::is_control))
+            || paths.any(|path| path.to_string_lossy().contains(char::is_control));
+        ensure!(!has_control, "a name of an NBD disk has a control character in it");
         if !self.tls && (self.tls_certificates.is_some() || self.tls_hostname.is_some()) {
             bail!("tls-certificates and tls-hostname need TLS: use nbds:// or tls=on");
         }
@@ -145,6 +151,8 @@ impl std::str::FromStr for Unflushed {
 pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
     let parts = uri.split_once("://");
     let (scheme, rest) = parts.context("it is no URI such as nbd://storage:10809/disk1")?;
+    ensure!(!rest.contains('#'), "an NBD URI has no part behind a #; write it as %23 in a name");
+    let scheme = scheme.to_ascii_lowercase();
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
     let mut keys = Vec::new();
@@ -185,7 +193,12 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
 fn host_and_port(authority: &str) -> Result<(String, Option<String>)> {
     ensure!(!authority.contains('@'), "an NBD URI has no user and no password");
     let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        Some((host, rest)) => (host, rest.strip_prefix(':')),
+        Some((host, "")) => (host, None),
+        Some((host, rest)) => {
+            let port =
+                rest.strip_prefix(':').context("a port stands behind a colon: [::1]:10809")?;
+            (host, Some(port))
+        }
         None => match authority.split_once(':') {
             Some((host, port)) => (host, Some(port)),
             None => (authority, None),
@@ -234,6 +247,7 @@ mod tests {
             ("nbd://storage:99/a%2cb/c", "nbd://storage:99/a,b/c"),
             ("nbd://[::1]:99/x", "nbd://[::1]:99/x"),
             ("nbd:///x", "nbd://localhost:10809/x"),
+            ("NBDS://Storage/x%23y", "nbds://Storage:10809/x#y"),
             ("nbd://h/x,connections=4,deadline=30,unflushed=lost", "nbd://h:10809/x"),
             ("nbd+unix:///x?socket=/run/a.sock", "nbd+unix:///x?socket=/run/a.sock"),
             ("nbd+unix://?socket=/a", "nbd+unix:///?socket=/a"),
@@ -267,6 +281,11 @@ mod tests {
             ("nbd,host=u:p@h", "has an @ in it"),
             ("nbd://h:70000/x", "port"),
             ("nbd://h/x%2", "percent sign"),
+            ("nbd://[::1]10809/x", "a port stands behind a colon"),
+            ("nbd://h/x#y", "no part behind a #"),
+            ("nbd://h/x%00", "control character"),
+            ("nbd://h/x%0ay", "control character"),
+            ("nbd+unix:///x?socket=/a%00", "control character"),
             ("nbd://h,socket=/a", "not both"),
             ("nbd,socket=/a,port=1", "port goes with host"),
             ("nbd://h,connections=0", "from 1 to 16"),

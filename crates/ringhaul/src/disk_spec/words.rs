@@ -224,7 +224,11 @@ fn disk(parts: &[String]) -> Result<DiskSpec> {
         words.add("path", first)?;
         find("file")?
     } else if let Some((scheme, _)) = first.split_once(':') {
-        let is_meant = |kind: &&Kind| kind.name == scheme || kind.schemes.contains(&scheme);
+        // Schemes of URIs have no case.
+        let is_uri = first.contains("://");
+        let is_same = |name: &str| name == scheme || (is_uri && name.eq_ignore_ascii_case(scheme));
+        let is_meant =
+            |kind: &&Kind| is_same(kind.name) || kind.schemes.iter().any(|name| is_same(name));
         let kind = KINDS.iter().find(is_meant);
         let kind = kind.with_context(|| unknown_kind(scheme))?;
         (kind.read_short)(first, &mut words)?;

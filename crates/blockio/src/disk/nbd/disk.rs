@@ -209,11 +209,12 @@ impl OtherDisk for NbdDisk {
 
     fn flush(&self) -> Answer<'_, io::Result<()>> {
         if !self.facts.can(can::FLUSH) {
-            return Box::pin(std::future::ready(Ok(())));
+            let is_lost = self.handle.shared.is_lost();
+            let lost = io::Error::from_raw_os_error(libc::EIO);
+            return Box::pin(std::future::ready(if is_lost { Err(lost) } else { Ok(()) }));
         }
         Box::pin(async {
-            let request = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
-            let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
+            let (result, _) = self.start(Request::FLUSH, Buffers::empty()).wait(self).await;
             result.map(|_| ()).map_err(io::Error::from_raw_os_error)
         })
     }

@@ -123,9 +123,9 @@ impl Flow {
         self.transport.socket()
     }
 
-    /// The size of the export, as this connection knows it.
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.facts.size_bytes
+    /// What the server has said about the export on this connection.
+    pub(super) fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     pub(super) fn may_receive(&mut self) {
@@ -262,8 +262,11 @@ impl Flow {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Broken::by("receive from", &error)),
             }
-            self.take_apart(requests, shared).map_err(|Violation(what)| {
-                Broken::Unusable(format!("the server breaks the protocol: {what}"))
+            self.take_apart(requests, shared).map_err(|violation| match violation {
+                SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
+                Violation(what) => {
+                    Broken::Unusable(format!("the server breaks the protocol: {what}"))
+                }
             })?;
         }
         Ok(true)
@@ -384,7 +387,7 @@ impl Flow {
             return Err(Violation("it answered a request that nobody has made"));
         };
         if reply.says == Says::Error(SHUTDOWN) {
-            return Err(Violation("it is shutting down"));
+            return Err(SHUTS_DOWN);
         }
         let (framing, context) = (self.facts.framing, self.facts.context);
         let len = |len: u64| usize::try_from(len).unwrap_or(usize::MAX);
@@ -422,6 +425,9 @@ const CLOSED: &str = "the server has closed the connection";
 
 /// The head of any reply, with the offset of its data.
 const HEADER_BYTES: usize = 40;
+
+/// Requests are to be made again, on another connection.
+const SHUTS_DOWN: Violation = Violation("it is shutting down");
 
 /// The protocol's ESHUTDOWN.
 const SHUTDOWN: u32 = 108;

@@ -58,6 +58,9 @@ pub(super) mod can {
     pub(in super::super) const WRITE_ZEROES: u16 = 1 << 6;
     pub(in super::super) const MULTI_CONN: u16 = 1 << 8;
     pub(in super::super) const FAST_ZERO: u16 = 1 << 11;
+    /// What requests depend on. Other flags say how the server is, or what nobody asks it for.
+    pub(in super::super) const NEEDED: u16 =
+        FLUSH | FUA | TRIM | WRITE_ZEROES | MULTI_CONN | FAST_ZERO;
 }
 
 /// What a handshake has found out.

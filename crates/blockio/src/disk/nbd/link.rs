@@ -50,7 +50,7 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         };
         retry.is_over(&pipe);
         let flow = Flow::new(index, connected);
-        pipe.link_is_up(index, flow.size_bytes());
+        pipe.link_is_up(index, flow.facts());
         let mut lease = Lease { pipe: &pipe, flow: Some(flow) };
         let carried = match &mut lease.flow {
             Some(flow) => carry(&pipe, index, flow).await,
@@ -219,6 +219,13 @@ impl Pipe {
         let (task, remote) = (self.io.this_task(), self.io.remote());
         let work = move || {
             let made = connect(&shared.options).and_then(|made| check(&shared, made));
+            let made = match made {
+                Ok(unneeded) if shared.is_over() => {
+                    Flow::new(0, unneeded).say_goodbye();
+                    return;
+                }
+                made => made,
+            };
             *sent.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
             remote.post(move |io| io.wake(task));
         };
@@ -251,11 +258,14 @@ fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
         );
     }
     // Without MULTI_CONN a flush covers its own connection alone.
-    let unneeded = if then.can(can::READ_ONLY) { can::MULTI_CONN } else { 0 };
-    let needed = then.flags & !(can::READ_ONLY | unneeded);
+    let needed = match shared.read_only {
+        true => can::FLUSH | can::MULTI_CONN,
+        false => can::NEEDED,
+    };
+    let needed = then.flags & needed;
     let is_less = now.flags & needed != needed
         || (now.framing != then.framing && then.framing == Framing::Extended)
-        || (now.can(can::READ_ONLY) && !then.can(can::READ_ONLY))
+        || (now.can(can::READ_ONLY) && !shared.read_only)
         || now.block_bytes_min > then.block_bytes_min
         || now.payload_bytes_max < then.payload_bytes_max;
     if is_less {

@@ -21,6 +21,7 @@ use std::time::Instant;
 use iomem::{Buffers, fits};
 
 use super::answer::Progress;
+use super::handshake::Facts;
 use super::lent::{Lent, encode};
 use super::requests::{Done, Link, Requests, Slot, State, Who};
 use super::shared::{Condition, Shared};
@@ -126,31 +127,32 @@ impl Pipe {
 
     /// Has the connection with the least to do send a request.
     fn assign(&self, slot: u32) {
-        let task = {
-            let requests = &mut *self.requests.borrow_mut();
-            let changed = requests.slots[slot as usize].request.changed_range();
-            if changed.is_some_and(|range| self.shared.held.has(&range)) {
-                requests.slots[slot as usize].state = State::Waiting;
-                requests.waiting.push_back(slot);
+        let mut borrowed = self.requests.borrow_mut();
+        let requests = &mut *borrowed;
+        let request = requests.slots[slot as usize].request;
+        let is_held = request.changed_range().is_some_and(|range| self.shared.held.has(&range));
+        let (end, size) = (request.end(), self.shared.size_bytes());
+        let up = requests.links.iter().enumerate().filter(|(_, link)| link.takes(end, size));
+        let least = up.min_by_key(|(_, link)| link.sending.len() + link.sent);
+        let Some(index) = least.map(|(index, _)| index).filter(|_| !is_held) else {
+            requests.slots[slot as usize].state = State::Waiting;
+            requests.waiting.push_back(slot);
+            if is_held {
                 // They look at what has waited for too long.
                 let tasks = requests.links.iter().filter_map(|link| link.task);
                 tasks.for_each(|task| self.io.wake(task));
-                return;
             }
-            let (end, size) =
-                (requests.slots[slot as usize].request.end(), self.shared.size_bytes());
-            let up = requests.links.iter().enumerate().filter(|(_, link)| link.takes(end, size));
-            let least = up.min_by_key(|(_, link)| link.sending.len() + link.sent);
-            let Some(index) = least.map(|(index, _)| index) else {
-                requests.slots[slot as usize].state = State::Waiting;
-                requests.waiting.push_back(slot);
-                return;
-            };
-            requests.slots[slot as usize].state = State::Queued(index);
-            requests.links[index].sending.push_back(slot);
-            requests.links[index].task
+            return;
         };
-        if let Some(task) = task {
+        let link = &mut requests.links[index];
+        if request.command == Command::BlockStatus && !link.knows_holes {
+            requests.finish(slot, Ok(Extent::data(request.len)), &self.shared);
+            drop(borrowed);
+            return self.settle();
+        }
+        requests.slots[slot as usize].state = State::Queued(index);
+        link.sending.push_back(slot);
+        if let Some(task) = link.task {
             self.io.wake(task);
         }
     }
@@ -175,10 +177,11 @@ impl Pipe {
     }
 
     /// The link has a connection: it takes what waits.
-    pub(super) fn link_is_up(&self, index: usize, size_bytes: u64) {
+    pub(super) fn link_is_up(&self, index: usize, facts: &Facts) {
         {
             let link = &mut self.requests.borrow_mut().links[index];
-            (link.is_up, link.is_retiring, link.size_bytes) = (true, false, size_bytes);
+            (link.is_up, link.is_retiring) = (true, false);
+            (link.size_bytes, link.knows_holes) = (facts.size_bytes, facts.context.is_some());
         }
         self.try_waiting();
         self.tell_condition(None);
@@ -194,8 +197,7 @@ impl Pipe {
 
     /// Has a link flush what it was told to write.
     pub(super) fn flush_link(&self, index: usize) {
-        let request = Request { command: Command::Flush, flags: 0, offset: 0, len: 0 };
-        let slot = self.begin(request, Buffers::empty(), Who::Nobody);
+        let slot = self.begin(Request::FLUSH, Buffers::empty(), Who::Nobody);
         let requests = &mut *self.requests.borrow_mut();
         requests.slots[slot as usize].state = State::Queued(index);
         requests.links[index].sending.push_back(slot);

@@ -3,6 +3,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use super::flow::Flow;
 use super::handshake::can;
 use super::link;
 use super::pipe::{Pipe, key_of};
@@ -30,6 +31,9 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.shared.end();
+        if let Some(unused) = self.shared.take_spare() {
+            Flow::new(0, unused).say_goodbye();
+        }
         self.wake();
     }
 }

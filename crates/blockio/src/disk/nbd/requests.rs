@@ -35,6 +35,8 @@ pub(super) struct Link {
     pub(super) is_retiring: bool,
     /// The size of the export, as its connection knows it.
     pub(super) size_bytes: u64,
+    /// Whether its connection says where holes are.
+    pub(super) knows_holes: bool,
     /// Not sent, or not all of them.
     pub(super) sending: VecDeque<u32>,
     /// Sent, and not answered.

@@ -16,7 +16,7 @@ use super::target::{NbdAddress, NbdOptions};
 pub(super) const READ: u16 = 0;
 pub(super) const WRITE: u16 = 1;
 pub(super) const FLUSH: u16 = 3;
-const STATUS: u16 = 7;
+pub(super) const STATUS: u16 = 7;
 
 /// What the server has seen, in order, of which connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +34,8 @@ pub(super) struct State {
     pub(super) flags: u16,
     /// Extended headers are offered; otherwise replies are simple.
     pub(super) is_extended: bool,
+    /// With these it says where holes are.
+    pub(super) has_context: bool,
     /// So many requests of a command are put aside.
     pub(super) holds: (u16, usize),
     /// Nothing more is read.
@@ -98,6 +100,7 @@ impl Server {
             content: vec![0; bytes],
             flags,
             is_extended: false,
+            has_context: true,
             holds: (0, 0),
             stalls: false,
             lingers: false,
@@ -304,7 +307,9 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 reply(1, &[])?;
             }
             10 if is_extended => {
-                reply(4, b"\0\0\0\x09base:allocation")?;
+                if state.has_context {
+                    reply(4, b"\0\0\0\x09base:allocation")?;
+                }
                 reply(1, &[])?;
             }
             6 | 7 => {

@@ -18,6 +18,8 @@ use crate::remote::Remote;
 /// What all IoThreads know.
 pub(super) struct Shared {
     pub(super) options: NbdOptions,
+    /// Nobody writes.
+    pub(super) read_only: bool,
     /// The server's machine counts as gone when it has been silent for this long.
     pub(super) silence: Duration,
     /// As it was when the disk was opened. Later connections must not offer less.
@@ -93,7 +95,12 @@ pub(super) enum Condition {
 }
 
 impl Shared {
-    pub(super) fn new(options: NbdOptions, silence: Duration, connected: Connected) -> Self {
+    pub(super) fn new(
+        options: NbdOptions,
+        read_only: bool,
+        silence: Duration,
+        connected: Connected,
+    ) -> Self {
         let facts = connected.facts;
         let state = State {
             spare: Some(connected),
@@ -105,6 +112,7 @@ impl Shared {
         };
         Self {
             options,
+            read_only,
             silence,
             facts,
             size_bytes: AtomicU64::new(facts.size_bytes),
@@ -147,6 +155,12 @@ impl Shared {
         let number = state.add_pipe(here);
         state.home = Some(number);
         Home::Here(number)
+    }
+
+    /// The IoThread with the pipe that is for all.
+    pub(super) fn home_remote(&self) -> Option<Remote> {
+        let state = self.state();
+        state.pipes.get(&state.home?).map(|(remote, _)| remote.clone())
     }
 
     /// The size that the server has told last.

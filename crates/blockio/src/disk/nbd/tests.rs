@@ -13,7 +13,7 @@ use std::time::Duration;
 use iomem::{Buffers, Memory, WriteLog};
 
 use super::handshake::can;
-use super::scripted::{Event, FLUSH, READ, Server, WRITE};
+use super::scripted::{Event, FLUSH, READ, STATUS, Server, WRITE};
 use super::target::NbdOptions;
 use crate::clock;
 use crate::config::IoThreadConfig;
@@ -166,6 +166,14 @@ fn a_write_is_sent_again_when_a_connection_of_nonsense_has_ended() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
     for (distrust, expected) in [(false, None), (true, Some(libc::EIO))] {
+        let server = Server::start(MIB, can::HAS_FLAGS);
+        let (thread, source) = (new_thread(), open(NbdOptions { distrust, ..server.options() }));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        server.hang_up();
+        assert_eq!(read(&thread, &disk, 0), 1);
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "it cannot flush");
+
         let server = Server::start(MIB, FLAGS);
         let (thread, source) = (new_thread(), open(NbdOptions { distrust, ..server.options() }));
         let disk = Rc::new(source.attach(thread.io()));
@@ -215,9 +223,10 @@ fn a_break_after_a_takeover_loses_what_was_not_flushed_before() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_server_that_comes_back_with_less_is_not_used() {
     type Change = fn(&mut super::scripted::State);
-    let lesser: [(Change, Change); 3] = [
+    let lesser: [(Change, Change); 4] = [
         (|state| state.flags &= !can::MULTI_CONN, |state| state.flags = FLAGS),
         (|state| state.flags &= !can::FLUSH, |state| state.flags = FLAGS),
+        (|state| state.flags |= can::READ_ONLY, |state| state.flags = FLAGS),
         (|state| state.is_extended = false, |state| state.is_extended = true),
     ];
     for (lessen, restore) in lesser {
@@ -239,6 +248,47 @@ fn a_server_that_comes_back_with_less_is_not_used() {
         server.change(restore);
         assert_eq!((write.end(&thread), flush.end(&thread)), (None, None));
         assert_eq!(read(&thread, &disk, 4096), 2);
+    }
+}
+
+/// What nobody depends on may change.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_comes_back_with_flags_that_nobody_needs_is_used() {
+    const ROTATIONAL: u16 = 1 << 4;
+    let server = Server::start(MIB, FLAGS | can::FUA | ROTATIONAL);
+    let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+    let reader = DiskSource::nbd(server.options(), &options).unwrap();
+    let (thread, writer) = (new_thread(), open(server.options()));
+    let disks = [&reader, &writer].map(|source| source.attach(thread.io()));
+    for flags in [FLAGS | can::FUA, FLAGS | can::READ_ONLY] {
+        let is_writable = flags & can::READ_ONLY == 0;
+        server.change(|state| state.flags = flags);
+        server.hang_up();
+        assert_eq!(read(&thread, &disks[0], 0), 0);
+        if is_writable {
+            assert_eq!(read(&thread, &disks[1], 0), 0);
+        }
+    }
+}
+
+/// Only the connection that has written can flush.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_was_written_is_flushed_before_another_process_goes_on() {
+    for (flags, is_needed) in [(FLAGS, false), (FLAGS & !can::MULTI_CONN, true)] {
+        let server = Server::start(MIB, flags);
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        let leaving = source.clone();
+        let other = std::thread::spawn(move || leaving.write_back().unwrap());
+        while !other.is_finished() {
+            wait_a_turn(&thread);
+        }
+        other.join().unwrap();
+        let has_flushed = server.state().events.contains(&Event::Request(0, FLUSH));
+        assert_eq!((has_flushed, source.is_flushed()), (is_needed, is_needed));
     }
 }
 
@@ -277,6 +327,15 @@ fn holes_that_a_server_knows_are_known() {
         });
         let expected = expected.map(|(bytes, kind)| Extent { bytes: bytes as u64, kind });
         assert_eq!(extents, expected);
+        if is_extended {
+            // It may not be asked what it does not say that it knows.
+            server.change(|state| state.has_context = false);
+            server.hang_up();
+            let asked = disk.block_status(MIB as u64 / 2, 4096);
+            assert_eq!(thread.block_on(asked).unwrap().unwrap(), Extent::data(4096));
+            let is_asked = |seen: &&Event| matches!(seen, Event::Request(_, STATUS));
+            assert_eq!(server.state().events.iter().filter(is_asked).count(), 2);
+        }
     }
 }
 

@@ -84,6 +84,8 @@ pub(super) struct Request {
 }
 
 impl Request {
+    pub(super) const FLUSH: Self = Self { command: Command::Flush, flags: 0, offset: 0, len: 0 };
+
     /// What it changes on the disk.
     pub(super) fn changed_range(&self) -> Option<std::ops::Range<u64>> {
         self.command.changes().then(|| self.offset..self.offset.saturating_add(self.len))
