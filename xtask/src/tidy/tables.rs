@@ -226,8 +226,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (3, &["common", "queue::stop", "queue_task"]),
             // virtio-scsi: data, then what is on an IoThread, then commands, then the device.
             (1, &["scsi::address", "scsi::awaited", "scsi::medium", "scsi::uses"]),
-            (1, &["scsi::fields", "scsi::sense", "scsi::turns"]),
-            (1, &["scsi::persist::own_file"]),
+            (1, &["scsi::fields", "scsi::persist::own_file", "scsi::sense", "scsi::turns"]),
             (2, &["scsi::cdb", "scsi::config", "scsi::persist::registry", "scsi::task_set"]),
             (3, &["scsi::persist::command", "scsi::persist::file"]),
             (4, &["scsi::persist::report", "scsi::persist::rules"]),
