@@ -61,9 +61,12 @@ impl<'a> AtDisk<'a> {
     ///
     /// # Errors
     ///
-    /// When it does not go on: it was aborted, its queue stops, or a reservation is in its way.
-    pub(super) async fn give_way(self) -> Result<(), Failure> {
-        self.check_waiting()?;
+    /// When it does not go on: it was aborted, a reservation is in its way, or its queue stops,
+    /// which waits for one that ends `soon`.
+    pub(super) async fn give_way(self, soon: bool) -> Result<(), Failure> {
+        if !soon {
+            self.check_waiting()?;
+        }
         let unit = &self.local.unit;
         if !unit.access.is_exclusive() {
             return Ok(());

@@ -20,6 +20,8 @@ use super::sense::{DiskUse, Sense};
 const PIECE_BYTES: u64 = 256 << 10;
 /// Others get a turn after so many bytes that were compared, even if the disk waits for nothing.
 const COMPARE_TURN_BYTES: u64 = 4 << 20;
+/// A queue that stops waits until so many bytes are read, and not for more.
+const SOON_BYTES: u64 = 256 << 20;
 /// The most blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_BLOCKS_MAX: u8 = 128;
 
@@ -162,7 +164,7 @@ async fn compare(
             turn_ends = done + COMPARE_TURN_BYTES;
             let_others_run().await;
             if let Some(at_disk) = at_disk {
-                at_disk.give_way().await?;
+                at_disk.give_way(range.bytes - done <= SOON_BYTES).await?;
             }
         }
         task.check()?;

@@ -11,7 +11,8 @@ use crate::testing::HOPELESS;
 
 const BAD: u32 = 133;
 
-/// An NBD server, whose disk has a block that cannot be read. `None`: it is not installed.
+/// An NBD server, whose disk has a block that cannot be read. `None`: it, or its filter for that,
+/// is not installed.
 struct Server(Child);
 
 impl Server {
@@ -25,9 +26,12 @@ impl Server {
         command.args(["--foreground", "--filter=ddrescue", "--unix"]).arg(&socket);
         command.args(["pattern", &(BLOCKS * 512).to_string()]);
         command.arg(format!("ddrescue-mapfile={}", map.display()));
-        let server = Self(command.spawn().ok()?);
+        let mut server = Self(command.spawn().ok()?);
         let start = Instant::now();
         while !socket.exists() {
+            if server.0.try_wait().unwrap().is_some() {
+                return None;
+            }
             assert!(start.elapsed() < HOPELESS, "the server does not start");
             std::thread::yield_now();
         }
