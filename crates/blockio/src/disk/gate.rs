@@ -118,7 +118,7 @@ pub(super) struct Gate {
     io: Rc<Io>,
     shared: Arc<Shared>,
     /// The rules as they were lately.
-    rules: RefCell<(u64, Rc<Rules>)>,
+    rules: RefCell<(u64, Arc<Rules>)>,
     turns: [Turns; 2],
     waits: Cell<Waits>,
 }
@@ -156,7 +156,7 @@ impl Gate {
         Self {
             io: Rc::clone(io),
             shared: Arc::clone(shared),
-            rules: RefCell::new(rules_of(shared)),
+            rules: RefCell::new(shared.rules()),
             turns: Default::default(),
             waits: Cell::default(),
         }
@@ -176,9 +176,9 @@ impl Gate {
         self.waits.get() == Waits::UntilLater
     }
 
-    fn rules(&self) -> (u64, Rc<Rules>) {
+    fn rules(&self) -> (u64, Arc<Rules>) {
         if self.rules.borrow().0 != self.shared.generation() {
-            drop(self.rules.replace(rules_of(&self.shared)));
+            drop(self.rules.replace(self.shared.rules()));
         }
         self.rules.borrow().clone()
     }
@@ -343,9 +343,4 @@ impl Gate {
         })
         .await
     }
-}
-
-fn rules_of(shared: &Shared) -> (u64, Rc<Rules>) {
-    let (generation, rules) = shared.rules();
-    (generation, Rc::new(rules))
 }

@@ -20,7 +20,8 @@ pub(super) struct Shared {
     /// request is compared with this number, and with no other.
     direct_bytes: AtomicU64,
     is_local: bool,
-    rules: Mutex<Rules>,
+    /// Queues have it as well, with nothing of their own.
+    rules: Mutex<Arc<Rules>>,
     /// How often the rules have changed.
     generation: AtomicU64,
     /// How often waiting requests were told to try again.
@@ -84,9 +85,9 @@ impl Shared {
     }
 
     /// The rules, and the generation that they have at least.
-    pub(super) fn rules(&self) -> (u64, Rules) {
+    pub(super) fn rules(&self) -> (u64, Arc<Rules>) {
         let generation = self.generation();
-        (generation, self.lock().clone())
+        (generation, Arc::clone(&self.lock()))
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -122,7 +123,7 @@ impl Shared {
 
     fn change(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = self.lock();
-        change(&mut rules);
+        change(Arc::make_mut(&mut rules));
         self.set_direct(&rules);
         self.generation.fetch_add(1, Ordering::Release);
         drop(rules);
@@ -135,7 +136,7 @@ impl Shared {
         self.direct_bytes.store(direct_bytes, Ordering::Relaxed);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Rules> {
+    fn lock(&self) -> MutexGuard<'_, Arc<Rules>> {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

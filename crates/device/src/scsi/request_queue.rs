@@ -32,11 +32,11 @@ pub(crate) struct RequestQueue {
     pub(crate) tasks: Tasks,
     pub(crate) io: Rc<Io>,
     units: Arc<Units>,
-    /// Sorted by address.
+    /// Those that had a command here, sorted by address.
     local: RefCell<Vec<Rc<LocalUnit>>>,
     /// Where the last request has found its unit.
     found: Cell<usize>,
-    /// That of `units` when `local` was made.
+    /// That of `units` when `local` was compared with them.
     generation: Cell<u64>,
     /// How commands wait.
     waits: Cell<Waits>,
@@ -77,37 +77,44 @@ impl RequestQueue {
         if self.generation.get() != self.units.generation() {
             self.refresh();
         }
-        let local = self.local.borrow();
-        match local.get(self.found.get()) {
-            Some(found) if found.address == address => Some(Rc::clone(found)),
-            _ => self.find(&local, address),
+        match self.local.borrow().get(self.found.get()) {
+            Some(found) if found.address == address => return Some(Rc::clone(found)),
+            _ => {}
         }
+        self.find(address)
     }
 
-    fn find(&self, local: &[Rc<LocalUnit>], address: UnitAddress) -> Option<Rc<LocalUnit>> {
-        let at = local.binary_search_by_key(&address, |local| local.address).ok()?;
+    fn find(&self, address: UnitAddress) -> Option<Rc<LocalUnit>> {
+        let local = &mut *self.local.borrow_mut();
+        let at = local.binary_search_by_key(&address, |local| local.address).or_else(|at| {
+            local.insert(at, self.units.at(address, |unit| self.attach(unit)).ok_or(())?);
+            Ok::<_, ()>(at)
+        });
+        let at = at.ok()?;
         self.found.set(at);
         Some(Rc::clone(&local[at]))
     }
 
+    /// The first command to a unit comes. A queue that has none for it costs no memory. Whoever
+    /// removes the unit has it released here before the disk is closed.
+    #[cold]
+    fn attach(&self, unit: &Arc<Unit>) -> Rc<LocalUnit> {
+        let local = LocalUnit::new(unit, &self.io);
+        local.disk.set_waits(self.waits.get());
+        Rc::new(local)
+    }
+
+    /// Releases units that are there no more.
     #[cold]
     fn refresh(&self) {
         self.generation.set(self.units.generation());
-        let attach = |unit: &Arc<Unit>| {
-            let same = |local: &&Rc<LocalUnit>| Arc::ptr_eq(&local.unit, unit);
-            if let Some(local) = self.local.borrow().iter().find(same) {
-                return Rc::clone(local);
-            }
-            let local = LocalUnit::new(unit, &self.io);
-            local.disk.set_waits(self.waits.get());
-            Rc::new(local)
+        let is_there = |local: &Rc<LocalUnit>| {
+            let is_same = |unit: &Arc<Unit>| Arc::ptr_eq(unit, &local.unit);
+            self.units.at(local.address, is_same) == Some(true)
         };
-        // Whoever removes a unit has it released here before the disk is closed.
-        let local = self.units.look(|all| all.map(attach).collect());
-        let before = self.local.replace(local);
-        let is_gone =
-            |old: &&Rc<LocalUnit>| !self.local.borrow().iter().any(|l| Rc::ptr_eq(l, old));
-        before.iter().filter(is_gone).for_each(|gone| gone.set_waits(Waits::Never));
+        let (there, gone) = self.local.take().into_iter().partition::<Vec<_>, _>(is_there);
+        self.local.replace(there);
+        gone.iter().for_each(|gone| gone.set_waits(Waits::Never));
     }
 
     /// How commands wait from now on, for limits and for a disk that has failed them.
@@ -230,14 +237,23 @@ impl RequestQueues {
 impl RequestQueues {
     /// The most that somebody waits for the tasks of a queue, when all queues have looked.
     pub(crate) fn awaited(&self) -> Arc<AtomicUsize> {
-        let awaited = Arc::<AtomicUsize>::default();
+        self.most(|queue| queue.tasks.awaited())
+    }
+
+    /// The most units that a queue has attached, when all have looked.
+    pub(crate) fn attached(&self) -> Arc<AtomicUsize> {
+        self.most(|queue| queue.local.borrow().len())
+    }
+
+    fn most(&self, count: fn(&RequestQueue) -> usize) -> Arc<AtomicUsize> {
+        let most = Arc::<AtomicUsize>::default();
         self.reach.tell_each(|_| {
-            let awaited = Arc::clone(&awaited);
+            let most = Arc::clone(&most);
             Box::new(move |queue| {
-                let here = queue.map_or(0, |queue| queue.tasks.awaited());
-                awaited.fetch_max(here, Ordering::Relaxed);
+                let here = queue.map_or(0, |queue| count(&queue));
+                most.fetch_max(here, Ordering::Relaxed);
             })
         });
-        awaited
+        most
     }
 }

@@ -117,8 +117,12 @@ impl Units {
         look(All(all.values()))
     }
 
-    /// What `look` says of the unit at an address.
-    pub(crate) fn at<T>(&self, address: UnitAddress, look: impl FnOnce(&Unit) -> T) -> Option<T> {
+    /// What `look` says of the unit at an address, as for [`look`](Self::look).
+    pub(crate) fn at<T>(
+        &self,
+        address: UnitAddress,
+        look: impl FnOnce(&Arc<Unit>) -> T,
+    ) -> Option<T> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         all.get(&address).map(|place| look(&place.unit))
     }
@@ -131,7 +135,7 @@ impl Units {
 
     /// How the driver reaches the unit at an address. This does not keep its disk open.
     pub(crate) fn nexus(&self, address: UnitAddress) -> Option<UnitNexus> {
-        let nexus = |unit: &Unit| (Arc::clone(&unit.access), unit.attached.nexus());
+        let nexus = |unit: &Arc<Unit>| (Arc::clone(&unit.access), unit.attached.nexus());
         let (access, nexus) = self.at(address, nexus)?;
         Some(UnitNexus { access, nexus })
     }

@@ -1,5 +1,7 @@
 //! Features, and the configuration space, two of whose fields drivers write.
 
+use std::sync::atomic::Ordering;
+
 use super::*;
 
 const SENSE_SIZE: usize = 20;
@@ -118,4 +120,36 @@ fn sizes_are_the_drivers_choice_for_as_long_as_it_is_there() {
     let other = Device::scsi(ScsiOptions::default(), initiator.scene.events.clone());
     assert!(!other.take_over(&negotiated).unwrap());
     assert_eq!(sizes_of(&other), [252, 16]);
+}
+
+/// There may be many queues, and units.
+#[test]
+fn a_queue_has_the_units_alone_that_it_had_commands_for() {
+    let mut initiator = Initiator::new();
+    let device = initiator.device.clone();
+    let scsi = Initiator::scsi(&device);
+    let [first, other] = [9, 10].map(|lun| UnitAddress { target: 3, lun });
+    for unit in [first, other] {
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let access = Arc::default();
+        let naa = [0x30, 0, 0, 0, 0, 0, 0, unit.lun.to_le_bytes()[0]];
+        scsi.add_unit(unit, source, UnitOptions { naa, access, ..options() }).unwrap();
+    }
+    let attached = |initiator: &Initiator| {
+        let attached = scsi.queues().attached();
+        initiator.scene.turn(5);
+        attached.load(Ordering::Relaxed)
+    };
+    initiator.good(&[0; 6], &[], 0);
+    assert_eq!(attached(&initiator), 1);
+    // It was added before the other, which has told it of that.
+    for sense in [[6, 0x29, 0], [6, 0x3f, 0x0e], [0; 3]] {
+        assert_eq!(initiator.run_at(first.bytes(), &[0; 6], &[], 0).sense, sense);
+    }
+    assert_eq!(attached(&initiator), 2);
+    initiator.good(&[0; 6], &[], 0);
+    assert!(scsi.remove_unit(first).is_some());
+    assert_eq!(attached(&initiator), 1);
+    assert_eq!(initiator.run_at(first.bytes(), &[0; 6], &[], 0).sense, [5, 0x25, 0]);
+    initiator.good(&[0; 6], &[], 0);
 }
