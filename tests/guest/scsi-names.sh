@@ -21,6 +21,7 @@ for path in /sys/bus/scsi/devices/*/block/*; do
     echo "$address wwn-$(udev ID_WWN_WITH_EXTENSION)"
     echo "$address scsi-$(udev ID_SERIAL)"
     echo "$address scsi-S${vendor}_${model}_$serial"
-    lsblk -d -n -P -o VENDOR,MODEL,REV,SERIAL,WWN,ROTA,LOG-SEC,PHY-SEC,DISC-GRAN,RO \
-        /dev/"$disk" | sed "s/^/$address /; s/ *\"/\"/2g"
+    columns=VENDOR,MODEL,REV,SERIAL,WWN,ROTA,LOG-SEC,PHY-SEC,DISC-GRAN,RO
+    lsblk -d -n -P -o "$columns,MIN-IO,OPT-IO,DISC-MAX" /dev/"$disk" |
+        sed "s/^/$address /; s/ *\"/\"/2g"
 done

@@ -132,14 +132,16 @@ fn scsi_units_come_and_go() -> Result<()> {
         let mut vm = boot(&[&export])?;
         check_shown(&server, &export)?;
         let file = scene.export("scsi-hotplug-more", Engine::IoUring, Cache::None)?.file;
-        let unit = format!("7,blk-file={},discard=on", file.display());
-        for _ in 0..3 {
+        // Linux shows the address of LUN 300 as 16384 more. It adds a unit of a new target only if
+        // that is LUN 0.
+        for (address, shown) in [("7", "0:7"), ("300", "0:16684"), ("255:0", "255:0")] {
             File::options().write(true).open(&file)?.set_len(64 << 20)?;
+            let unit = format!("{address},blk-file={},discard=on", file.display());
             server.ctl("add-lun", &[&unit])?;
-            let disk = appears(&mut vm, "0:7")?;
+            let disk = appears(&mut vm, shown)?;
             has_mebibytes(&mut vm, &disk, 64)?;
             File::options().write(true).open(&file)?.set_len(96 << 20)?;
-            server.ctl("resize", &["7"])?;
+            server.ctl("resize", &[address])?;
             has_mebibytes(&mut vm, &disk, 96)?;
             let data = "dd if=/dev/urandom of=/tmp/data bs=1M count=1 2> /dev/null";
             let end = "bs=1M seek=95 count=1 oflag=direct conv=fsync";
@@ -148,7 +150,7 @@ fn scsi_units_come_and_go() -> Result<()> {
             // A unit that is in use finishes what it has taken.
             let read = format!("cat /dev/{disk} > /dev/null");
             vm.check(&format!("({read}; true) & echo"), LIMIT)?;
-            server.ctl("remove-lun", &["7"])?;
+            server.ctl("remove-lun", &[address])?;
             vm.check(&format!("while [ -e /sys/block/{disk} ]; do sleep 0.1; done"), LIMIT)?;
         }
         assert!(server.ctl("remove-lun", &["7"]).is_err(), "it was removed twice");
