@@ -11,7 +11,9 @@ use std::sync::Arc;
 use iomem::Buffers;
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue};
+use virtqueue::{
+    AnswerPlace, Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue,
+};
 
 /// Two regions that touch, and one apart whose end is not aligned.
 const RANGES: [(u64, u64); 3] = [(0, 0x2000), (0x2000, 0x1000), (0x8000, 0x1001)];
@@ -38,7 +40,8 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(queue) = SplitQueue::new(LocalMemory::new(Arc::clone(&memory)), config) else {
         return;
     };
-    let mut run = Run { queue, memory, config, popped: VecDeque::new() };
+    let place = AnswerPlace::LastByte;
+    let mut run = Run { queue, memory, config, place, popped: VecDeque::new() };
     let mut actions = Input::new(actions);
     while !actions.is_empty() {
         run.step(&mut actions);
@@ -60,12 +63,13 @@ struct Run {
     queue: SplitQueue,
     memory: Arc<GuestMemory>,
     config: QueueConfig,
+    place: AnswerPlace,
     popped: VecDeque<Chain>,
 }
 
 impl Run {
     fn step(&mut self, actions: &mut Input) {
-        match actions.u8() % 11 {
+        match actions.u8() % 12 {
             0..=2 => self.pop(),
             3 => self.push(actions.u8()),
             4 => {
@@ -91,6 +95,11 @@ impl Run {
                 let _ = self.queue.set_memory(LocalMemory::new(Arc::clone(&self.memory)));
             }
             9 => self.queue.force_call(),
+            10 => {
+                let is_front = actions.u8() & 1 == 0;
+                self.place = if is_front { AnswerPlace::Front } else { AnswerPlace::LastByte };
+                self.queue.set_answer_place(self.place);
+            }
             _ => self.use_chain(actions),
         }
     }
@@ -103,7 +112,9 @@ impl Run {
                 assert!(chain.head < self.config.size);
                 check(&chain);
                 if chain.fault.is_some() {
-                    assert!(chain.readable.is_empty() && chain.writable.bytes() <= 1);
+                    assert!(chain.readable.is_empty());
+                    let most = if self.place == AnswerPlace::Front { usize::MAX } else { 1 };
+                    assert!(chain.writable.bytes() <= most);
                 }
                 self.popped.push_back(chain);
             }

@@ -36,6 +36,21 @@ const MEMORY_BYTES: u64 = (DEVICES * QUEUES) as u64 * QUEUE_BYTES;
 const RESPONSE_BYTES: u64 = 108;
 /// Where a slot has what the device writes.
 const WRITABLE: u64 = 0x1000;
+/// Where no memory is.
+const NOWHERE: u64 = 1 << 40;
+
+/// Functions of task management (virtio 1.3, section 5.6.6.2); these two only ask.
+const FUNCTIONS: [u32; 7] = [0, 1, 3, 4, 5, QUERY_TASK, QUERY_TASK_SET];
+const QUERY_TASK: u32 = 6;
+const QUERY_TASK_SET: u32 = 7;
+
+/// Responses.
+const OK: u8 = 0;
+const BAD_TARGET: u8 = 3;
+const FAILURE: u8 = 9;
+const SUCCEEDED: u8 = 10;
+const REJECTED: u8 = 11;
+const INCORRECT_LUN: u8 = 12;
 
 thread_local! {
     static STAGE: OnceCell<Stage> = const { OnceCell::new() };
@@ -80,8 +95,40 @@ struct Queue {
     driver: Driver<Arc<GuestMemory>>,
     ring: Ring,
     handle: Option<QueueHandle>,
-    /// Where what the device writes to a chain is, and how long, by its head.
-    out: HashMap<u32, (u64, u32)>,
+    /// By their heads.
+    out: HashMap<u32, Out>,
+}
+
+/// A chain that is not answered.
+struct Out {
+    sent: Vec<u8>,
+    /// Where what the device writes is, and how long.
+    at: u64,
+    room: u32,
+    has_fault: bool,
+}
+
+/// A fault of a chain.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// What the device is to read is no memory.
+    NoOut,
+    /// What it is to write is no memory, behind the response.
+    NoIn,
+    /// It is to read something after what it is to write.
+    Order,
+}
+
+impl Fault {
+    /// One of a few.
+    fn draw(input: &mut Input) -> Option<Self> {
+        match input.u8() {
+            0xf0..=0xf4 => Some(Self::NoOut),
+            0xf5..=0xfa => Some(Self::NoIn),
+            0xfb..=0xff => Some(Self::Order),
+            _ => None,
+        }
+    }
 }
 
 struct Run<'a> {
@@ -96,6 +143,46 @@ fn scsi(device: &Device) -> &ScsiDevice {
     match device {
         Device::Scsi(scsi) => scsi,
         Device::Blk(_) => unreachable!("they are virtio-scsi"),
+    }
+}
+
+/// An address: any, or mostly that of a unit that may be there.
+fn lun(how: u8, input: &mut Input) -> [u8; 8] {
+    match how & 7 {
+        0 => input.u64().to_le_bytes(),
+        1 => [0xc1, 1, 0, 0, 0, 0, 0, 0],
+        2 => [1, 0, 0x40, input.u8() & 7, 0, 0, 0, 0],
+        _ => [1, 0, 0x40, 0, 0, 0, 0, 0],
+    }
+}
+
+/// Whether the control queue may answer like this.
+fn judge(out: &Out, response: &[u8]) {
+    let word = |at: usize| {
+        out.sent[at..].first_chunk().map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes))
+    };
+    match *response {
+        [] => {}
+        _ if out.has_fault => assert_eq!(response[0], FAILURE),
+        _ if out.sent.len() < 4 => assert_eq!(response, [FAILURE]),
+        [code] if word(0) == 0 && out.sent.len() < 24 => assert_eq!(code, FAILURE),
+        [code] if word(0) == 0 => {
+            let function = word(4);
+            let is_known = FUNCTIONS.contains(&function);
+            let asks = [QUERY_TASK, QUERY_TASK_SET].contains(&function);
+            match code {
+                BAD_TARGET | INCORRECT_LUN => {}
+                OK | FAILURE => assert!(is_known, "function {function} is carried out"),
+                SUCCEEDED => assert!(asks, "function {function} finds tasks"),
+                REJECTED => assert!(!is_known, "function {function} is not carried out"),
+                _ => panic!("response {code}"),
+            }
+        }
+        [0, 0, 0, 0, OK | FAILURE] | [0, 0, 0, 0] | [0, 0, 0] | [0, 0] | [0] => {
+            assert!([1, 2].contains(&word(0)), "a request of type {}", word(0));
+        }
+        [code] => assert_eq!(code, FAILURE),
+        _ => panic!("response {response:?}"),
     }
 }
 
@@ -163,7 +250,9 @@ impl<'a> Run<'a> {
             }
             4 => {
                 let at = WRITABLE;
-                self.offer(device * QUEUES + 1, &[], &[], 16 + u32::from(input.u8() & 1), at);
+                let fault = Fault::draw(input);
+                let room = 16 + u32::from(input.u8() & 1);
+                self.offer(device * QUEUES + 1, &[], &[], room, at, fault);
             }
             5 => {
                 let queue = device * QUEUES + usize::from(input.u8() & 3);
@@ -193,14 +282,13 @@ impl<'a> Run<'a> {
     fn command(&mut self, device: usize, queue: u8, input: &mut Input) {
         let mut request = vec![0; 51];
         let how = input.u8();
-        let lun = match how & 7 {
-            0 => input.u64().to_le_bytes(),
-            1 => [0xc1, 1, 0, 0, 0, 0, 0, 0],
-            2 => [1, 0, 0x40, input.u8() & 7, 0, 0, 0, 0],
-            _ => [1, 0, 0x40, 0, 0, 0, 0, 0],
-        };
-        request[..8].copy_from_slice(&lun);
+        request[..8].copy_from_slice(&lun(how, input));
         request[8] = input.u8() & 3;
+        // Attribute, priority and CRN.
+        if request[8] == 3 {
+            let more = input.bytes(3);
+            request[16..16 + more.len()].copy_from_slice(more);
+        }
         let cdb_bytes = input.u8() & 0x1f;
         let cdb = input.bytes(cdb_bytes.into());
         request[19..19 + cdb.len()].copy_from_slice(cdb);
@@ -223,23 +311,38 @@ impl<'a> Run<'a> {
             _ => u32::from(input.u8()),
         };
         let cuts = [u64::from(input.u8()), u64::from(input.u8())];
-        self.offer(device * QUEUES + 2 + usize::from(queue), &request, &cuts, room, WRITABLE);
+        let (queue, fault) = (device * QUEUES + 2 + usize::from(queue), Fault::draw(input));
+        self.offer(queue, &request, &cuts, room, WRITABLE, fault);
     }
 
     fn task_management(&mut self, device: usize, input: &mut Input) {
         let mut request = vec![0; 24];
-        request[0] = if input.u8() & 7 == 0 { input.u8() & 3 } else { 0 };
-        request[4] = input.u8() % 9;
-        request[8..16].copy_from_slice(&[1, 0, 0x40, input.u8() & 3, 0, 0, 0, 0]);
+        let how = input.u8();
+        match how >> 5 {
+            0 => request[0] = input.u8() & 3,
+            1 => request[..4].copy_from_slice(&input.u32().to_le_bytes()),
+            2 => request[4..8].copy_from_slice(&input.u32().to_le_bytes()),
+            _ => request[4] = input.u8() % 9,
+        }
+        request[8..16].copy_from_slice(&lun(how, input));
         request[16] = input.u8() & 3;
         request.truncate(24 - usize::from(input.u8() >> 4 & 7));
-        self.offer(device * QUEUES, &request, &[], u32::from(input.u8() & 7), WRITABLE);
+        let (room, fault) = (u32::from(input.u8() & 7), Fault::draw(input));
+        self.offer(device * QUEUES, &request, &[], room, WRITABLE, fault);
     }
 
     /// Makes a chain available whose readable part is cut at these places.
-    fn offer(&mut self, index: usize, sent: &[u8], cuts: &[u64], room: u32, at: u64) {
+    fn offer(
+        &mut self,
+        index: usize,
+        sent: &[u8],
+        cuts: &[u64],
+        room: u32,
+        at: u64,
+        fault: Option<Fault>,
+    ) {
         let queue = &mut self.queues[index];
-        if queue.driver.room() < 5 {
+        if queue.driver.room() < 6 {
             return;
         }
         let head = u64::from(queue.driver.next_head().expect("there is room"));
@@ -257,6 +360,9 @@ impl<'a> Run<'a> {
             }
             from = to;
         }
+        if fault == Some(Fault::NoOut) {
+            chain.push(Desc::readable(NOWHERE, 9));
+        }
         let first = room.min(u32::try_from(cuts.first().copied().unwrap_or(7)).expect("a byte"));
         for (from, bytes) in [(0, first), (first, room - first)] {
             if bytes > 0 {
@@ -266,9 +372,17 @@ impl<'a> Run<'a> {
         if chain.is_empty() {
             return;
         }
+        match fault {
+            Some(Fault::NoIn) => chain.push(Desc::writable(NOWHERE, 512)),
+            // Only behind what the device is to write.
+            Some(Fault::Order) => chain.push(Desc::readable(slot, 9)),
+            Some(Fault::NoOut) | None => {}
+        }
         let head = queue.driver.add(&chain, None);
         queue.driver.publish();
-        let before = queue.out.insert(head.into(), (slot + at, room));
+        let has_fault = fault.is_some_and(|fault| fault != Fault::Order || room > 0);
+        let out = Out { sent: sent.to_vec(), at: slot + at, room, has_fault };
+        let before = queue.out.insert(head.into(), out);
         assert!(before.is_none(), "a head is out twice");
     }
 
@@ -276,10 +390,16 @@ impl<'a> Run<'a> {
     fn take_used(&mut self) {
         for (index, queue) in self.queues.iter_mut().enumerate() {
             while let Some(used) = queue.driver.take_used() {
-                let Some((at, room)) = queue.out.remove(&used.head) else {
+                let Some(out) = queue.out.remove(&used.head) else {
                     panic!("chain {} of queue {index} is answered twice", used.head);
                 };
+                let Out { at, room, has_fault, .. } = out;
                 assert!(used.bytes <= room, "{} bytes of {room} are written", used.bytes);
+                if index % QUEUES == 0 {
+                    let mut response = vec![0; used.bytes as usize];
+                    self.memory.read(at, &mut response).expect("it is in memory");
+                    judge(&out, &response);
+                }
                 if index % QUEUES < 2 || u64::from(used.bytes) < RESPONSE_BYTES {
                     continue;
                 }
@@ -290,6 +410,7 @@ impl<'a> Run<'a> {
                 assert!([0, 1, 2, 3, 4, 9].contains(&code), "response {code}");
                 assert!(status == 0 || code == 0, "status {status:#x} with response {code}");
                 assert_eq!(status == 2, response[0] > 0, "sense data without a reason");
+                assert!(!has_fault || code == FAILURE, "a fault, and response {code}");
             }
         }
     }
