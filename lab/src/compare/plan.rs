@@ -51,7 +51,10 @@ impl Serialize for Workload {
 pub(super) fn wanted(target: Target, pattern: &str) -> Vec<Workload> {
     // What is beyond a local disk is driven at the depths alone: each has a server of its own.
     let is_local = Target::ALL.contains(&target);
-    let all = if is_local { WORKLOADS.to_vec() } else { depths() };
+    let mut all = if is_local { WORKLOADS.to_vec() } else { depths() };
+    if target == Target::Rbd {
+        all.push(workload("randwrite", "4k", 64));
+    }
     let matches = |workload: &Workload| format!("{target}/{workload}").contains(pattern);
     all.into_iter().filter(matches).collect()
 }
@@ -74,6 +77,6 @@ mod tests {
         let one = wanted(Target::File, "file/randread-4k-depth-64");
         assert_eq!(one, [workload("randread", "4k", 64)]);
         let depths: Vec<_> = wanted(Target::Rbd, "rbd").iter().map(|one| one.depth).collect();
-        assert_eq!(depths, [1, 8, 64]);
+        assert_eq!(depths, [1, 8, 64, 64]);
     }
 }

@@ -11,7 +11,9 @@ use ringhaul_kit::ceph::Cluster;
 use ringhaul_tools::process::{self, Interrupt, Running};
 use ringhaul_tools::workspace;
 
-use super::targets::{Disk, Prepared, Target, Undo, make_file, prepare_loop, temporary_folder};
+use super::targets::{
+    Disk, Prepared, Target, Undo, make_file, prepare_loop, prepare_zram, temporary_folder,
+};
 
 /// The image that [`prepare_rbd`] makes, in the pool `rbd`.
 pub(crate) const IMAGE: &str = "bench";
@@ -68,8 +70,8 @@ pub(super) fn prepare_nbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
     }))
 }
 
-/// An image that fills a loop device over a tmpfs, or a file in the target directory where there is
-/// none. It is not on zram, for which memory that is not in whole pages is copied.
+/// An image that fills a zram device, or a loop device over a tmpfs, or a file in the target
+/// directory where there is neither. The load is of whole pages, so nothing is copied for zram.
 pub(super) fn prepare_qcow2(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let Some(qemu_img) = workspace::find_program("qemu-img") else {
         return Ok(Prepared::Skipped("qemu-img is missing (`make setup`)".to_owned()));
@@ -81,14 +83,21 @@ pub(super) fn prepare_qcow2(size: u64, interrupt: &Interrupt) -> Result<Prepared
     // The tables of an image take less than a part in a thousand of it.
     let bytes = (size - size / 32) & !0xf_ffff;
     make_file(&data, bytes, interrupt)?;
-    let (mut disk, place) = match prepare_loop(size, interrupt)? {
-        Prepared::Ready(device) => (device, "a loop device over tmpfs"),
-        Prepared::Skipped(_) => {
+    let device = match prepare_zram(size, interrupt)? {
+        Prepared::Ready(device) => Some((device, "zram")),
+        Prepared::Skipped(_) => match prepare_loop(size, interrupt)? {
+            Prepared::Ready(device) => Some((device, "a loop device over tmpfs")),
+            Prepared::Skipped(_) => None,
+        },
+    };
+    let (mut disk, place) = match device {
+        Some(found) => found,
+        None => {
             let own = temporary_folder(&parent)?;
             let path = own.path().join("disk.qcow2");
             let (description, undo) = (String::new(), Undo::Folder(own));
             let disk = Disk { target: Target::Qcow2, path: Some(path), description, undo };
-            (disk, "a file, for there is no loop device")
+            (disk, "a file, for there is neither zram nor a loop device")
         }
     };
     disk.target = Target::Qcow2;

@@ -165,7 +165,7 @@ pub(crate) fn prepare(target: Target, size_mib: u64, interrupt: &Interrupt) -> R
     }
 }
 
-fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
+pub(super) fn prepare_zram(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
     let device = Path::new("/dev").join(ZRAM);
     let used = match zram_attribute("disksize") {
         Ok(disksize) => disksize != "0",
