@@ -202,7 +202,7 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/virtqueue/src",
         modules: &[
-            (0, &["budget", "death", "error", "limits", "mapping"]),
+            (0, &["budget", "death", "error", "inflight::recovery", "limits", "mapping"]),
             (1, &["sigbus"]),
             (2, &["region"]),
             (3, &["memory::map"]),
