@@ -651,6 +651,28 @@ mod tests {
     }
 
     #[test]
+    fn a_queue_that_leaves_what_waits_waits_for_what_the_kernel_has() {
+        let mut scene = Scene::new();
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        let region = InflightRegion::new(region, 1, RING.size).unwrap();
+        scene.inflight = Some(region.queue(0).unwrap());
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(SECTORS * SECTOR_BYTES).unwrap();
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
+        let handle = scene.start_queue_of(&device, 0);
+        scene.memory.write(DATA, &header(VIRTIO_BLK_T_OUT, 0)).unwrap();
+        for _ in 0..10 {
+            scene.offer(&[Desc::readable(DATA, 528), Desc::writable(DATA + 0x1000, 1)]);
+        }
+        while handle.next_avail() < 10 {
+            scene.turn(1);
+        }
+        assert_eq!(scene.wait(&handle.begin_stop_as(StopKind::Leave)), 10);
+        assert_eq!(answered(&mut scene), 10);
+    }
+
+    #[test]
     fn what_waits_for_limits_begins_where_it_cannot_be_left() {
         for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
             let mut scene = Scene::new();
