@@ -13,6 +13,8 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
+use crate::export::Endpoint;
+use crate::group;
 use crate::options::{ServeArgs, one_line};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 
@@ -203,6 +205,9 @@ fn option(key: &str, arg: &Arg, value: toml::Value) -> Result<Option<String>> {
         (toml::Value::Boolean(is_on), false) => if is_on { "on" } else { "off" }.to_owned(),
         (toml::Value::String(text), false) => text,
         (toml::Value::Integer(number), false) => number.to_string(),
+        (toml::Value::Float(number), false) => {
+            return Err(anyhow!("{key} is no number with a fraction; write {number:.0}"));
+        }
         (_, false) => return Err(anyhow!("{key} is one value: a string, a number, true or false")),
     };
     Ok(Some(format!("--{key}={text}")))
@@ -216,6 +221,27 @@ fn place(text: &str, byte: usize) -> (usize, usize) {
 }
 
 impl Config {
+    /// Checks what `serve` would find out when it begins, as far as that opens nothing.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such group, or a path is too long for a socket.
+    pub fn check_here(&self) -> Result<()> {
+        if let Some(group) = &self.args.control_group {
+            group::id_of(group).context("cannot use --control-group")?;
+        }
+        if let Some(path) = &self.args.control {
+            Endpoint::check_length(path, "--control")?;
+        }
+        let exports = self.args.exports()?;
+        for export in exports.iter().chain(&self.exports) {
+            if let EndpointSpec::Path(path) = &export.endpoint {
+                Endpoint::check_length(path, "--socket-path")?;
+            }
+        }
+        Ok(())
+    }
+
     /// What would be served, one line for each export.
     #[must_use]
     pub fn summary(&self) -> String {

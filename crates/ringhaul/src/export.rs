@@ -80,13 +80,7 @@ impl Endpoint {
     /// When a program listens there, something else exists there, or it cannot be created.
     pub fn bind(path: &Path, option: &str) -> Result<Self> {
         let shown = path.display();
-        let bytes = path.as_os_str().len();
-        if bytes > SOCKET_PATH_BYTES {
-            bail!(
-                "cannot listen on {shown}: the path is too long for a socket, {bytes} bytes and \
-                 not at most {SOCKET_PATH_BYTES}; choose another {option}"
-            );
-        }
+        Self::check_length(path, option)?;
         // Two of this process may name one place in two ways. A socket that is bound, and nobody
         // listens on yet, looks like one that was left over.
         let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -102,6 +96,22 @@ impl Endpoint {
         let identity = (metadata.dev(), metadata.ino());
         let path = path.to_owned();
         Ok(Self::Listener(OwnSocket { listener, path, identity, is_lent: false }))
+    }
+
+    /// Checks that a socket can be called that.
+    ///
+    /// # Errors
+    ///
+    /// When the path is too long.
+    pub(crate) fn check_length(path: &Path, option: &str) -> Result<()> {
+        let (shown, bytes) = (path.display(), path.as_os_str().len());
+        if bytes > SOCKET_PATH_BYTES {
+            bail!(
+                "cannot listen on {shown}: the path is too long for a socket, {bytes} bytes and \
+                 not at most {SOCKET_PATH_BYTES}; choose another {option}"
+            );
+        }
+        Ok(())
     }
 
     /// Checks that [`bind`](Self::bind) will find nobody at `path`, and makes way for it.

@@ -96,15 +96,17 @@ fn set_format(format: LogFormat) {
 /// # Errors
 ///
 /// When the kernel has no thread left.
-pub fn start(format: LogFormat, filter: Option<EnvFilter>) -> io::Result<()> {
+pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     queue::start()?;
     set_format(format);
     report_panics();
-    let (filter, ignored) = match filter {
-        Some(filter) => (filter, None),
+    // As it was written: the filter itself has its parts in another order.
+    let given = filter.and_then(|text| Some((parse_filter(text).ok()?, text.to_owned())));
+    let (filter, text, ignored) = match given {
+        Some((filter, text)) => (filter, text, None),
         None => filter_of_environment(),
     };
-    let text = Mutex::new(filter.to_string());
+    let text = Mutex::new(text);
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(|| Lines)
@@ -139,15 +141,16 @@ fn report_panics() {
 }
 
 /// What `RUST_LOG` asks for, and why it is ignored if it is.
-fn filter_of_environment() -> (EnvFilter, Option<String>) {
-    let default = EnvFilter::new(DEFAULT_FILTER);
-    match std::env::var(EnvFilter::DEFAULT_ENV) {
+fn filter_of_environment() -> (EnvFilter, String, Option<String>) {
+    let default = || (EnvFilter::new(DEFAULT_FILTER), DEFAULT_FILTER.to_owned());
+    let (filter, ignored) = match std::env::var(EnvFilter::DEFAULT_ENV) {
         Ok(text) if !text.is_empty() => match parse_filter(&text) {
-            Ok(filter) => (filter, None),
-            Err(error) => (default, Some(error)),
+            Ok(filter) => ((filter, text), None),
+            Err(error) => (default(), Some(error)),
         },
-        _ => (default, None),
-    }
+        _ => (default(), None),
+    };
+    (filter.0, filter.1, ignored)
 }
 
 /// Understands a filter.

@@ -5,8 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
-use clap::error::ErrorKind;
+use anyhow::{Context, Result, anyhow};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use ringhaul::config::{Config, ConfigFile};
@@ -19,6 +19,9 @@ use ringhaul_bench::{BenchError, DiskBenchArgs};
 
 /// The daemon cannot start, or the command line makes no sense.
 const EXIT_USAGE: u8 = 2;
+
+/// What to do instead of giving a negative size.
+const SMALLER: &str = "to make a disk smaller, give the size that it is to have, and --shrink";
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
@@ -50,6 +53,9 @@ enum Command {
     Check {
         /// The file.
         file: PathBuf,
+        /// The options that `serve` has beside it, if it has any.
+        #[arg(value_name = "OPTIONS", trailing_var_arg = true, allow_hyphen_values = true)]
+        options: Vec<OsString>,
     },
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
@@ -101,13 +107,12 @@ fn main() -> ExitCode {
         },
         Err(error) if is_answer(&error) => error.exit(),
         Err(error) => {
-            eprintln!("ringhaul: {}; see --help", without_secrets(&one_line(&error)));
+            let advice = if is_negative(&error) { SMALLER } else { "see --help" };
+            eprintln!("ringhaul: {}; {advice}", without_secrets(&one_line(&error)));
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    // The filter was understood once, with the other options.
-    let filter = cli.log.as_deref().and_then(|text| log::parse_filter(text).ok());
-    if let Err(error) = log::start(cli.log_format, filter) {
+    if let Err(error) = log::start(cli.log_format, cli.log.as_deref()) {
         eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
         return ExitCode::from(EXIT_USAGE);
     }
@@ -115,7 +120,7 @@ fn main() -> ExitCode {
     let survives = ringhaul::file_limit::survive().context("cannot ignore SIGXFSZ");
     let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args, config),
-        Command::Check { file } => check(&file),
+        Command::Check { file, options } => check(&file, options),
         Command::Bench(args) => ringhaul_bench::run(&args),
         Command::Ctl(args) => ringhaul::ctl::run(&args),
         Command::Disk(DiskCommand::Info(args)) => disk_command::info(&args),
@@ -160,9 +165,13 @@ fn print_completions(shell: Shell) -> Result<ExitCode> {
 }
 
 /// Reads a configuration file as `serve --config` does, and prints what would be served.
-fn check(path: &Path) -> Result<ExitCode> {
+fn check(path: &Path, options: Vec<OsString>) -> Result<ExitCode> {
     let arguments = ["ringhaul".into(), "serve".into(), "--config".into(), path.into()];
-    let config = ConfigFile::new(path, Cli::command(), arguments.to_vec(), 2).read()?;
+    let arguments: Vec<OsString> = arguments.into_iter().chain(options).collect();
+    let given = Cli::try_parse_from(&arguments);
+    given.map_err(|error| anyhow!("{}; see serve --help", one_line(&error)))?;
+    let config = ConfigFile::new(path, Cli::command(), arguments, 2).read()?;
+    config.check_here()?;
     let printed = std::io::stdout().write_all(config.summary().as_bytes());
     printed.context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
@@ -190,6 +199,14 @@ fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
 /// Whether this is help or a version that was asked for, or help in place of a command.
 fn is_answer(error: &clap::Error) -> bool {
     !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+}
+
+/// Whether a number that is negative was taken for an option.
+fn is_negative(error: &clap::Error) -> bool {
+    let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
+        return false;
+    };
+    option.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
 fn print_capabilities(device: DeviceKind) -> ExitCode {

@@ -1,7 +1,7 @@
 //! The options of `ringhaul serve`.
 
 mod disk;
-mod export;
+pub(crate) mod export;
 pub mod switches;
 pub(crate) mod unit;
 

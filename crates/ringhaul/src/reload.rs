@@ -15,6 +15,7 @@ use anyhow::{Context, Result};
 use crate::command::{Command, CommandError, Removal, Reply};
 use crate::config::{Config, ConfigFile};
 use crate::daemon::Daemon;
+use crate::options::export::OF_EXPORTS;
 use crate::settings::SettingsChange;
 use crate::spec::{DeviceSpec, ExportSpec};
 use crate::succession::{Changing, PassedOn, Succession};
@@ -204,7 +205,9 @@ impl Reloader {
         let apart = keys.into_iter().filter(|key| differs(key) || has_changed(key)).cloned();
         let (now, later): (Vec<String>, Vec<String>) =
             apart.partition(|key| may_change(key, config));
-        for key in later.iter().filter(|key| has_changed(key)) {
+        // What exports have is changed with them, or cannot change, which is said of each.
+        let later = later.iter().filter(|key| !OF_EXPORTS.contains(&key.as_str()));
+        for key in later.filter(|key| has_changed(key)) {
             tracing::warn!("{key} has changed; that takes effect when the daemon is started again");
         }
         let has = |key: &str| now.iter().any(|changed| changed == key);
@@ -407,16 +410,71 @@ mod tests {
 
         for (before, after, expected) in [
             (BLK, BLK.replace(null, file), "its disk"),
-            (&two, two.replace("/x", "/y"), "the disk of a logical unit"),
+            (&two, two.replace("/x", "/y"), "the disk of unit 0:0"),
             (BLK, BLK.replace(r#""device""#, r#""read-only": true, "device""#), "how it is served"),
             (BLK, BLK.replace(r#""device""#, r#""name": "vm", "device""#), "its name"),
             (BLK, scsi("").replace("/b", "/a"), "its device"),
             (&two, two.replace(r#""lun": 1"#, r#""lun": 1, "settings": {"read-only": true}"#), {
-                "a logical unit"
+                "how unit 0:1 is shown"
             }),
         ] {
-            assert_eq!(only(before, &after), Change::Keep(expected));
+            assert_eq!(only(before, &after), Change::Keep(expected.to_owned()));
         }
+    }
+
+    #[test]
+    fn what_cannot_change_keeps_nothing_else_from_changing() {
+        let changes = |before: &str, after: &str| {
+            let changes = differences(&exports(&[before]), &exports(&[after]));
+            let kept = changes.iter().filter_map(|(_, change)| match change {
+                Change::Keep(what) => Some(what.clone()),
+                _ => None,
+            });
+            let made = changes.iter().filter_map(|(_, change)| match change {
+                Change::Alter(commands, export) => Some((commands.clone(), export.clone())),
+                _ => None,
+            });
+            (kept.collect::<Vec<_>>(), made.collect::<Vec<_>>())
+        };
+        let limited = |text: &str| text.replacen('{', r#"{"limits": {"iops-total": 7}, "#, 1);
+        let (null, file) = (r#"{"null": {"size-bytes": 512}}"#, r#"{"file": "/x"}"#);
+        let (kept, made) = changes(BLK, &limited(&BLK.replace(null, file)));
+        assert_eq!(kept, ["its disk"]);
+        let [(commands, export)] = &made[..] else { panic!("{made:?}") };
+        assert!(matches!(&commands[..], [Command::SetDisk(_, None, _)]));
+        assert_eq!(by_socket(std::slice::from_ref(export)), exports(&[&limited(BLK)]));
+
+        let scsi = |units: &str| {
+            format!(r#"{{"endpoint": {{"path": "/b"}}, "device": {{"scsi": [{units}]}}}}"#)
+        };
+        let unit = |lun: u16, disk: &str, settings: &str| {
+            format!(r#"{{"lun": {lun}, "disk": {disk}, "settings": {{{settings}}}}}"#)
+        };
+        let rules = r#""limits": {"iops-total": 7}"#;
+        let before = [unit(0, null, ""), unit(1, null, ""), unit(2, null, "")].join(",");
+        let after = [
+            unit(0, file, rules),
+            unit(1, &null.replace("512", "1024"), r#""read-only": true"#),
+            unit(3, null, ""),
+        ];
+        let (kept, made) = changes(&scsi(&before), &scsi(&after.join(",")));
+        assert_eq!(kept, ["the disk of unit 0:0", "how unit 0:1 is shown"]);
+        let [(commands, export)] = &made[..] else { panic!("{made:?}") };
+        assert!(
+            matches!(
+                &commands[..],
+                [
+                    Command::RemoveUnit(_, UnitPlace { lun: 2, .. }),
+                    Command::SetDisk(_, Some(UnitPlace { lun: 0, .. }), _),
+                    Command::Resize(_, Some(UnitPlace { lun: 1, .. }), _),
+                    Command::AddUnit(_, added),
+                ] if added.lun == 3
+            ),
+            "{commands:?}"
+        );
+        let aim = [unit(0, null, rules), unit(1, &null.replace("512", "1024"), "")];
+        let aim = scsi(&[&aim[..], &after[2..]].concat().join(","));
+        assert_eq!(by_socket(std::slice::from_ref(export)), exports(&[&aim]));
     }
 
     /// A daemon with the exports of a file, and what reads that file again.

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::address::LUN_MAX;
@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::disk_rules::{DiskRules, LimitSpec, OnError, RulesChange};
 pub use crate::disk_spec::DiskSpec;
+use crate::options::switches::RUN_MAX;
 
 /// The longest name of an export.
 const NAME_CHARACTERS: usize = 100;
@@ -139,7 +140,7 @@ pub(crate) struct WrittenExport {
     notify_batch: Option<bool>,
     /// The same: then the processor fetches requests when they are looked at.
     prefetch: Option<bool>,
-    /// For measurement: the most chains that a queue takes in one go.
+    /// For measurement: the most chains that a queue takes in one go, 1 to 1024.
     run_max: Option<NonZeroU16>,
     /// Register the guest's memory with io_uring.
     fixed_buffers: Option<bool>,
@@ -262,7 +263,7 @@ impl UnitSpec {
     /// # Errors
     ///
     /// When its number or a text is out of its range.
-    fn check(&self, usual: &ExportSettings) -> Result<()> {
+    pub(crate) fn check(&self, usual: &ExportSettings) -> Result<()> {
         let place = self.place();
         let rules = self.settings.rules(&usual.rules);
         rules.check().with_context(|| format!("unit {place}"))?;
@@ -415,10 +416,10 @@ impl ExportSettings {
         if let Some(serial) = &self.serial {
             check_text(serial, SERIAL_BYTES).context("the serial number")?;
         }
-        if self.num_queues.is_some_and(|number| !(1..=QUEUES_MAX).contains(&number)) {
-            bail!("the number of queues must be 1 to {QUEUES_MAX}");
-        }
+        let (queues, most) = (self.num_queues.unwrap_or(1), QUEUES_MAX);
+        ensure!((1..=most).contains(&queues), "the number of queues must be 1 to {most}");
         check_queue_size(self.queue_size).context("the queue size")?;
+        ensure!(self.run_max.is_none_or(|max| max <= RUN_MAX), "run-max must be 1 to {RUN_MAX}");
         self.rules.check()?;
         match self.iothread {
             Some(iothread) if iothread >= iothreads => bail!(

@@ -29,6 +29,35 @@ fn check(file: &Path) -> Result<Command> {
     Ok(command)
 }
 
+/// What `serve` would say at once is found beforehand, with the options that it has.
+#[test]
+fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
+    let scene = scene()?;
+    let export = |socket: &str| {
+        format!("[[export]]\nendpoint.path = \"{socket}\"\ndevice.blk = \"null:1M\"\n")
+    };
+    let grouped = format!("control-group = \"root\"\n{}", export("/a"));
+    let file = write(&scene, &grouped)?;
+    run(&mut check(&file)?)?.expect_refusal(&["--control"])?;
+    run(check(&file)?.args(["--control", "/c"]))?.expect_code(0)?;
+    run(check(&file)?.args(["--control", "/a"]))?.expect_refusal(&["is the control socket"])?;
+    run(check(&file)?.arg("--iothread"))?.expect_refusal(&["--iothread"])?;
+    let threads = format!("{}iothread = 1\n", export("/a"));
+    let file = write(&scene, &threads)?;
+    run(&mut check(&file)?)?.expect_refusal(&["IoThread 1 does not exist"])?;
+    run(check(&file)?.args(["--iothreads", "2"]))?.expect_code(0)?;
+    for (text, words) in [
+        (export(&format!("/{}", "x".repeat(107))), "too long for a socket"),
+        (grouped.replace("root", "no such group"), "cannot use --control-group"),
+        (format!("poll-budget = 50.0\n{}", export("/a")), "write 50"),
+        (format!("{}run-max = 60000\n", export("/a")), "run-max must be 1 to 1024"),
+    ] {
+        let file = write(&scene, &text)?;
+        run(check(&file)?.args(["--control", "/c"]))?.expect_refusal(&[words])?;
+    }
+    Ok(())
+}
+
 fn serve(file: &Path) -> Result<Command> {
     let mut command = ringhaul()?;
     command.arg("serve").arg("--config").arg(file);

@@ -13,6 +13,24 @@ use crate::disk_rules::{DiskRules, RulesChange};
 use crate::disk_spec::{Keys, outline, split_at_commas};
 use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 
+/// Options that exports have where they do not say otherwise.
+pub(crate) const OF_EXPORTS: [&str; 14] = [
+    "cache",
+    "fixed-buffers",
+    "in-order",
+    "limits",
+    "lock",
+    "logical-block-size",
+    "notify-batch",
+    "num-queues",
+    "prefetch",
+    "queue-size",
+    "read-only",
+    "rerror",
+    "run-max",
+    "werror",
+];
+
 impl ServeArgs {
     /// Every export that the options name: at least one, unless a file may name others.
     ///

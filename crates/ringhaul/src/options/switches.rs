@@ -5,6 +5,9 @@ use std::num::NonZeroU16;
 use clap::Args;
 use ringhaul_options::{CompletionRingChoice, OnOff};
 
+/// The most chains that a queue may be told to take in one run.
+pub(crate) const RUN_MAX: NonZeroU16 = NonZeroU16::new(1024).expect("it is not 0");
+
 /// One for each step. The defaults are the faster side.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Options for measurement")]
@@ -36,6 +39,6 @@ fn parse_run_max(text: &str) -> Result<NonZeroU16, String> {
     // What is not a number is out of range too.
     let number = text.parse().unwrap_or(0);
     NonZeroU16::new(number)
-        .filter(|number| number.get() <= 1024)
+        .filter(|number| *number <= RUN_MAX)
         .ok_or_else(|| "it must be a number from 1 to 1024".to_owned())
 }

@@ -20,7 +20,7 @@ pub(super) enum Change {
     /// Its logical units and sizes, one after the other, after which it is this.
     Alter(Vec<Command>, ExportSpec),
     /// It cannot be changed in this.
-    Keep(&'static str),
+    Keep(String),
 }
 
 impl Change {
@@ -134,34 +134,44 @@ pub(super) fn differences(served: &Exports, wanted: &Exports) -> Vec<(String, Ch
 fn difference(export: &str, before: &ExportSpec, wanted: &ExportSpec) -> Vec<Change> {
     let mut changes = Vec::new();
     if before.name() != wanted.name() {
-        changes.push(Change::Keep("its name"));
+        changes.push(Change::Keep("its name".to_owned()));
     }
     if without_rules(&before.settings) != without_rules(&wanted.settings) {
-        changes.push(Change::Keep("how it is served"));
+        changes.push(Change::Keep("how it is served".to_owned()));
     }
-    let commands = match (&before.device, &wanted.device) {
+    let mut kept = Vec::new();
+    let (commands, device) = match (&before.device, &wanted.device) {
         (DeviceSpec::Blk(disk), DeviceSpec::Blk(other)) => {
+            let (resize, device) = match disk_change(export, None, disk, other) {
+                Ok(resize) => (resize, &wanted.device),
+                Err(CannotChange) => {
+                    kept.push("its disk".to_owned());
+                    (None, &before.device)
+                }
+            };
             let rules = [before, wanted].map(|spec| &spec.settings.rules);
             let rules = rules_change(export, None, rules);
-            disk_change(export, None, disk, other)
-                .map(|resize| resize.into_iter().chain(rules).collect())
+            (resize.into_iter().chain(rules).collect(), device.clone())
         }
-        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => unit_changes(export, before, wanted),
-        _ => Err("its device"),
+        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => {
+            unit_changes(export, before, wanted, &mut kept)
+        }
+        _ => {
+            kept.push("its device".to_owned());
+            (Vec::new(), before.device.clone())
+        }
     };
-    match commands {
-        Err(what) => changes.push(Change::Keep(what)),
-        Ok(commands) if commands.is_empty() => {}
-        Ok(commands) => {
-            let rules = wanted.settings.rules.clone();
-            let settings = ExportSettings { rules, ..before.settings.clone() };
-            let device = wanted.device.clone();
-            let export = ExportSpec { device, settings, ..before.clone() };
-            changes.push(Change::Alter(commands, export));
-        }
+    changes.extend(kept.into_iter().map(Change::Keep));
+    if !commands.is_empty() {
+        let rules = wanted.settings.rules.clone();
+        let settings = ExportSettings { rules, ..before.settings.clone() };
+        changes.push(Change::Alter(commands, ExportSpec { device, settings, ..before.clone() }));
     }
     changes
 }
+
+/// It is what it is for as long as it is served.
+struct CannotChange;
 
 /// What is to be done with a disk: that of a null disk may have another size.
 fn disk_change(
@@ -169,14 +179,14 @@ fn disk_change(
     place: Option<UnitPlace>,
     before: &DiskSpec,
     wanted: &DiskSpec,
-) -> Result<Option<Command>, &'static str> {
+) -> Result<Option<Command>, CannotChange> {
     match (before, wanted) {
         _ if before == wanted => Ok(None),
         (DiskSpec::Null { .. }, &DiskSpec::Null { size_bytes }) => {
             let size = NewSize { size_bytes: Some(size_bytes), shrink: true };
             Ok(Some(Command::Resize(name.to_owned(), place, size)))
         }
-        _ => Err("its disk"),
+        _ => Err(CannotChange),
     }
 }
 
@@ -193,43 +203,49 @@ fn rules_change(
     (before != wanted).then(change)
 }
 
-/// What is to be done with logical units: they come, go, and change their size and rules.
+/// What is to be done with logical units: they come, go, and change their size and rules. What else
+/// differs is `kept`. Returns the device that there is then, too.
 fn unit_changes(
     name: &str,
     before: &ExportSpec,
     wanted: &ExportSpec,
-) -> Result<Vec<Command>, &'static str> {
+    kept: &mut Vec<String>,
+) -> (Vec<Command>, DeviceSpec) {
     let (DeviceSpec::Scsi(before_all), DeviceSpec::Scsi(wanted_all)) =
         (&before.device, &wanted.device)
     else {
-        return Ok(Vec::new());
+        return (Vec::new(), before.device.clone());
     };
     let at = |units: &[UnitSpec], place| units.iter().find(|unit| unit.place() == place).cloned();
-    let mut commands = Vec::new();
+    let (mut commands, mut units) = (Vec::new(), Vec::new());
     for unit in before_all.iter().filter(|unit| at(wanted_all, unit.place()).is_none()) {
         commands.push(Command::RemoveUnit(name.to_owned(), unit.place()));
     }
     for unit in wanted_all {
-        let settings = unit_without_rules(&unit.settings);
-        match at(before_all, unit.place()) {
-            None => {
-                let mut unit = unit.clone();
-                // What is usual in the export may be what the file said earlier.
-                unit.settings.set_rules_in_full(&unit.settings.rules(&wanted.settings.rules));
-                commands.push(Command::AddUnit(name.to_owned(), Box::new(unit)));
-            }
-            Some(other) if unit_without_rules(&other.settings) != settings => {
-                return Err("a logical unit");
-            }
-            Some(other) => {
-                let place = Some(unit.place());
-                let change = disk_change(name, place, &other.disk, &unit.disk);
-                commands.extend(change.map_err(|_| "the disk of a logical unit")?);
-                let old = other.settings.rules(&before.settings.rules);
-                let new = unit.settings.rules(&wanted.settings.rules);
-                commands.extend(rules_change(name, place, [&old, &new]));
+        let (place, mut unit) = (unit.place(), unit.clone());
+        let Some(other) = at(before_all, place) else {
+            units.push(unit.clone());
+            // What is usual in the export may be what the file said earlier.
+            unit.settings.set_rules_in_full(&unit.settings.rules(&wanted.settings.rules));
+            commands.push(Command::AddUnit(name.to_owned(), Box::new(unit)));
+            continue;
+        };
+        if unit_without_rules(&other.settings) != unit_without_rules(&unit.settings) {
+            kept.push(format!("how unit {place} is shown"));
+            let UnitSettings { limits, rerror, werror, .. } = unit.settings;
+            unit.settings = UnitSettings { limits, rerror, werror, ..other.settings.clone() };
+        }
+        match disk_change(name, Some(place), &other.disk, &unit.disk) {
+            Ok(resize) => commands.extend(resize),
+            Err(CannotChange) => {
+                kept.push(format!("the disk of unit {place}"));
+                unit.disk = other.disk.clone();
             }
         }
+        let old = other.settings.rules(&before.settings.rules);
+        let new = unit.settings.rules(&wanted.settings.rules);
+        commands.extend(rules_change(name, Some(place), [&old, &new]));
+        units.push(unit);
     }
-    Ok(commands)
+    (commands, DeviceSpec::Scsi(units))
 }
