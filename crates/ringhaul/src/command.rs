@@ -154,7 +154,7 @@ pub enum CommandError {
     #[error("there is no export {0}; an export is called by its name or its socket")]
     Unknown(String),
     /// It is too early, or too late, to end this export.
-    #[error("the export {0} is {1}")]
+    #[error("the export {0} is {1}; wait until that is done, or name another one")]
     Busy(String, ExportState),
     /// The export has not ended by the deadline, for this reason.
     #[error(
@@ -178,7 +178,7 @@ pub enum CommandError {
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),
     /// It was removed while its disk was being opened.
-    #[error("the export {0} was removed before it was served")]
+    #[error("the export {0} was removed before it was served; add it again if it is wanted")]
     Unwanted(String),
     /// The device has no unit at this place.
     #[error("the export {0} has no unit {1}; its units are listed with it")]
@@ -196,8 +196,11 @@ pub enum CommandError {
     #[error("requests were not finished in time ({0}); try again when the disk answers")]
     NotPaused(String),
     /// Exports come and go no longer.
-    #[error("the daemon is ending")]
+    #[error("the daemon is ending; start it again to ask for anything")]
     Ending,
+    /// What was asked for makes no sense, whatever there is.
+    #[error("{0:#}")]
+    Wrong(anyhow::Error),
     /// What was asked for was tried, and failed.
     #[error("{0:#}")]
     Failed(anyhow::Error),
@@ -207,7 +210,7 @@ impl CommandError {
     /// The error with its causes.
     pub(crate) fn into_error(self) -> anyhow::Error {
         match self {
-            Self::Failed(error) => error,
+            Self::Wrong(error) | Self::Failed(error) => error,
             other => other.into(),
         }
     }

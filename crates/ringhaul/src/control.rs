@@ -35,6 +35,9 @@ pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 
+/// What an export waits for that is yet to hear that it is to end.
+const NOT_BEGUN: &str = "another process may be taking over";
+
 /// The thread that controls all exports. When this is dropped, they stop.
 pub struct Control {
     orders: mpsc::Sender<Order>,
@@ -120,10 +123,16 @@ impl Control {
             return ended.ok_or_else(|| self.why_ended())?;
         }
         let shown = self.show()?.into_iter().find(|status| status.spec.is_called(&export));
-        match shown.map(|status| (status.name(), status.waits_for)) {
-            Some((name, Some(waits_for))) => Err(CommandError::NotEnded(name, waits_for)),
+        if let Some(status) = shown {
+            // Another process that is taking over keeps it from beginning to end.
+            let name = status.name();
+            let waits_for = status.waits_for.unwrap_or_else(|| NOT_BEGUN.to_owned());
+            return Err(CommandError::NotEnded(name, waits_for));
+        }
+        match pending.check() {
             // It has ended meanwhile.
-            _ => pending.wait().ok_or_else(|| self.why_ended())?,
+            Poll::Ready(ended) => ended.ok_or_else(|| self.why_ended())?,
+            Poll::Pending => Err(CommandError::Unknown(export)),
         }
     }
 
@@ -283,9 +292,11 @@ impl Control {
     }
 
     /// Gives up what has not ended: logs what that is, removes the sockets and lets the thread end
-    /// while queues run. The process must end then.
-    pub(crate) fn abandon(&self) {
-        self.order(Order::Abandon);
+    /// while queues run. The process must end then. The answer is whether there was anything.
+    pub(crate) fn abandon(&self) -> Pending<bool> {
+        let (answer, pending) = Pending::new();
+        self.order(Order::Abandon(answer));
+        pending
     }
 
     /// Waits until the last export has ended.

@@ -9,6 +9,8 @@ mod connection;
 mod message;
 mod methods;
 mod places;
+mod schema;
+mod strict;
 
 use std::io::{self, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -274,7 +276,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
-            client.connection.send(&answer_line(id, Err(problem)))?;
+            client.connection.send(&answer_line(id.as_deref(), Err(problem)))?;
             return Ok(());
         }
     };
@@ -283,16 +285,14 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     let ends = matches!(call, Ok((entry, _)) if entry.ends);
     let connection = Arc::clone(&client.connection);
     let tell = |result| match &id {
-        Some(id) => connection.send(&answer_line(Some(id.clone()), result)),
+        Some(id) => connection.send(&answer_line(Some(id), result)),
         None => Ok(()),
     };
     if ends {
         tell(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|(entry, call)| {
-        if entry.may_wait {
-            client.place.check_may_wait()?;
-        }
+        let _waiting = entry.may_wait.then(|| client.place.begin_to_wait()).transpose()?;
         call(client)
     });
     if !ends {

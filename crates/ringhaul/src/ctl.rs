@@ -8,7 +8,7 @@ mod words;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::control_socket;
@@ -91,7 +91,14 @@ fn ask(
             Ok(shown) => shown,
             Err(refusal) => return Ok(Err(refusal)),
         };
-        params["size-bytes"] = words::grown(&shown, &params, &more)?;
+        match words::grown(&shown, &params, &more)? {
+            Some(size) => params["size-bytes"] = size,
+            // It says why there is none.
+            None => match daemon.call(method, &params)? {
+                Ok(_) => bail!("the disk was not there a moment ago; try again"),
+                Err(refusal) => return Ok(Err(refusal)),
+            },
+        }
     }
     let answer = match daemon.call(method, &params)? {
         Ok(answer) => answer,

@@ -225,7 +225,7 @@ impl Daemon {
         let mut pool = self.pool();
         let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
         let mut limits = threads.poll_limits();
-        change.apply(&mut limits)?;
+        change.apply(&mut limits).map_err(CommandError::Wrong)?;
         threads.set_poll_limits(limits);
         let settings = Settings::of(limits);
         if *change != SettingsChange::default() {
@@ -243,6 +243,7 @@ impl Daemon {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, .. } = changing;
+        unit.check(&settings).map_err(CommandError::Wrong)?;
         let wanted = unit.disk(&settings);
         let mut disk = OpenDisk::open(&wanted, user(&endpoint, Some(place)))?;
         self.groups.join(&disk.source, &wanted.1.rules)?;
@@ -312,11 +313,11 @@ impl Daemon {
         if !has_changed {
             return Ok(Reply::Resized(size));
         }
-        tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
         turn.tell_resized();
         // Whoever waits for the end of the export may use the disk then.
         drop((device, access));
         drop(turn);
+        tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
         Ok(Reply::Resized(size))
     }
 

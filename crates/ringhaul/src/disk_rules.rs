@@ -138,6 +138,11 @@ impl LimitSpec {
     }
 
     /// Whether it names more than a group.
+    /// The group, unless it has no name, which is none.
+    fn group(&self) -> Option<&str> {
+        self.group.as_deref().filter(|group| !group.is_empty())
+    }
+
     pub(crate) fn has_numbers(&self) -> bool {
         Self { group: None, ..self.clone() } != Self::default()
     }
@@ -145,11 +150,10 @@ impl LimitSpec {
     /// What holds after `change`: what it names is so from then on, and 0 or an empty name is none.
     /// Whoever changes the group begins with no limits.
     pub(crate) fn changed(&self, change: &Self) -> Self {
-        let group = |spec: &Self| spec.group.clone().filter(|group| !group.is_empty());
-        let moves = change.group.is_some() && group(change) != group(self);
+        let moves = change.group.is_some() && change.group() != self.group();
         let mut changed = if moves { Self::default() } else { self.clone() };
         if change.group.is_some() {
-            changed.group = group(change);
+            changed.group = change.group().map(str::to_owned);
         }
         let mut change = change.clone();
         for ((_, now), (_, new)) in changed.numbers().into_iter().zip(change.numbers()) {
@@ -449,8 +453,8 @@ impl LimitGroups {
         rules.check()?;
         let limits = rules.limits.limits()?;
         let mut groups = self.groups();
-        if let Some(name) = &rules.limits.group {
-            let group = groups.entry(name.clone()).or_default();
+        if let Some(name) = rules.limits.group() {
+            let group = groups.entry(name.to_owned()).or_default();
             if names_limits || !group.limits.has_members() {
                 group.limits.set_limits(limits)?;
                 group.numbers = rules.limits.clone();

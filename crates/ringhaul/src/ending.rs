@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -60,7 +61,7 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
     let (mut is_asked, mut is_asked_once) = (false, false);
     let mut leaves_at: Option<Instant> = None;
     let end_of = |outcome, is_asked| {
-        control.abandon();
+        let abandoned = control.abandon();
         // However many signals come meanwhile.
         let until = Instant::now() + LAST_WORDS;
         let left = || until.saturating_duration_since(Instant::now());
@@ -69,6 +70,13 @@ pub(crate) fn wait_for_end(events: &mpsc::Receiver<Event>, control: &Control) ->
                 Ok(Event::HandedOver(heir, left)) => return Ok(leave(&heir, &left, is_asked)),
                 Ok(Event::Asked(_) | Event::ThreadFailed | Event::NotStarted(_))
                     if !left().is_zero() => {}
+                // Both may have come at once, and nothing was left to wait for.
+                Ok(Event::Ended)
+                    if outcome == Outcome::Abandoned
+                        && abandoned.check() != Poll::Ready(Some(true)) =>
+                {
+                    return Ok(Outcome::Clean);
+                }
                 _ => return Ok(outcome),
             }
         }
@@ -164,6 +172,18 @@ mod tests {
             theirs.read_to_string(&mut text).unwrap();
             assert_eq!(text.lines().filter(|line| line.contains("end")).count(), passed_on);
         }
+    }
+
+    /// Whoever asks twice may do so at once, and nothing is left behind then.
+    #[test]
+    fn two_requests_at_once_end_what_is_idle() {
+        let (sender, events) = mpsc::channel();
+        let ended = sender.clone();
+        let control = Control::start(move || drop(ended.send(Event::Ended))).unwrap();
+        for cause in [EndCause::Sigterm, EndCause::Sigint] {
+            sender.send(Event::Asked(cause)).unwrap();
+        }
+        assert_eq!(wait_for_end(&events, &control).unwrap(), Outcome::Clean);
     }
 
     /// What holds them, a lock in a cluster say, may be released late. Who has taken over is not to

@@ -1,6 +1,5 @@
 //! `ringhaul ctl` and completions, as people and scripts use them.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -10,10 +9,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
+use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{DISK_BYTES, scene};
+use super::{DISK_BYTES, scene, schema};
 
 /// Runs `ringhaul ctl` with these words.
 fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
@@ -76,6 +76,11 @@ fn a_daemon_is_told_in_the_words_of_serve() -> Result<()> {
     ensure!(refused.stderr.contains("there is no export vm2"), "{}", refused.stderr);
     ensure!(refused.stdout.is_empty(), "{}", refused.stdout);
     ctl(&control, &["resize", "vm1", "20000"])?.expect_refusal(&["20000", "suffix"])?;
+    ctl(&control, &["resize", "vm1", "-1M"])?.expect_refusal(&["'-1'", "--shrink"])?;
+    let refused = ctl(&control, &["resize", "vm1", "+1M"])?.expect_code(1)?;
+    ensure!(refused.stderr.contains("name one of its logical units"), "{}", refused.stderr);
+    let control_last = ["ctl", "list", "--control", &control.display().to_string()];
+    ensure!(run(ringhaul()?.args(control_last))?.expect_code(0)?.stdout.contains("vm1"), "none");
     ctl(&scene.socket("nobody"), &["list"])?.expect_refusal(&["nobody", "--control"])?;
     done(&["shutdown"])?;
     daemon.finish()?.expect_code(0)?;
@@ -180,18 +185,6 @@ fn people_get_tables() -> Result<()> {
     Ok(())
 }
 
-/// The keys of all objects.
-fn keys(value: &Value, found: &mut BTreeSet<String>) {
-    match value {
-        Value::Object(object) => object.iter().for_each(|(key, value)| {
-            found.insert(key.clone());
-            keys(value, found);
-        }),
-        Value::Array(array) => array.iter().for_each(|value| keys(value, found)),
-        _ => {}
-    }
-}
-
 #[test]
 fn answers_are_as_the_schema_says() -> Result<()> {
     let scene = scene()?;
@@ -199,25 +192,45 @@ fn answers_are_as_the_schema_says() -> Result<()> {
     let printed = run(ringhaul()?.args(["ctl", "schema"]))?.expect_code(0)?.stdout;
     let schema: Value = serde_json::from_str(&printed)?;
     let mut command = ringhaul()?;
-    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--name", "vm1"]);
+    let layers = "1,iops-total=9,disk=raw,size=512,over=raw,over=null:1M";
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--lun", layers]);
+    command.args(["--name", "vm1"]);
     command.arg("--socket-path").arg(scene.socket("vm1.sock")).arg("--control").arg(&control);
     let daemon = Running::serve(&mut command)?;
+    let blk = scene.socket("blk");
+    let words = ["add", "--name", "blk", "--disk", "null:1M", "--socket-path"];
+    ctl(&control, &[&words[..], &[&blk.display().to_string()]].concat())?.expect_code(0)?;
+    let frontend = Frontend::attach(&blk, &Setup::default())?;
     for (words, method) in [
         (&["ping"][..], "ping"),
         (&["list"], "export.list"),
         (&["show", "vm1"], "export.show"),
+        (&["show", "blk"], "export.show"),
         (&["stats"], "stats"),
         (&["set"], "set"),
         (&["resize", "vm1", "0", "2M"], "disk.resize"),
+        (&["set-disk", "vm1", "0"], "disk.set"),
         (&["remove", "vm1"], "export.remove"),
     ] {
         let words = [&["--json"], words].concat();
         let answer = serde_json::from_str(&ctl(&control, &words)?.expect_code(0)?.stdout)?;
-        let (mut told, mut known) = (BTreeSet::new(), BTreeSet::new());
-        keys(&answer, &mut told);
-        keys(&schema["methods"][method]["result"], &mut known);
-        ensure!(!told.is_empty() && told.is_subset(&known), "{method}: {told:?} in {known:?}");
+        schema::check(&schema, &schema["methods"][method]["result"], &answer)
+            .with_context(|| format!("{method}: {answer}"))?;
     }
+    let unit = |disk: Value| json!({ "export": "vm1", "unit": { "lun": 2, "disk": disk } });
+    let over = |disk: Value| json!({ "raw": { "over": disk } });
+    for (disk, is_good) in [
+        (json!("null:1M"), true),
+        (over(over(json!({ "null": { "size-bytes": 512 } }))), true),
+        (over(over(json!("null:1M"))), true),
+        (over(json!({ "raw": { "of": "null:1M" } })), false),
+        (over(json!(7)), false),
+    ] {
+        let checked =
+            schema::check(&schema, &schema["methods"]["lun.add"]["params"], &unit(disk.clone()));
+        ensure!(checked.is_ok() == is_good, "{disk}: {checked:?}");
+    }
+    drop(frontend);
     ctl(&control, &["shutdown"])?.expect_code(0)?;
     daemon.finish()?.expect_code(0)?;
     run(ringhaul()?.args(["ctl", "list"]))?.expect_refusal(&["--control PATH"])

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{EXIT_RUN, Running, Scene, bench, ringhaul_under, run, serve};
+use ringhaul_kit::frontend::{Frontend, Setup};
 use rustix::process::Signal;
 
 use crate::{DISK_BYTES, scene};
@@ -53,6 +54,21 @@ fn signals_end_an_idle_daemon() -> Result<()> {
         ensure!(!socket.exists(), "{name}: the socket is still there");
         ensure!(finished.stdout.is_empty(), "{name}: on stdout:\n{}", finished.stdout);
     }
+    Ok(())
+}
+
+/// Its front-end asks for nothing either, and the second signal finds nothing that is left.
+#[test]
+fn two_signals_at_once_end_an_idle_daemon() -> Result<()> {
+    let scene = scene()?;
+    let socket = scene.socket("disk.sock");
+    let mut daemon = start(&scene, &socket, "auto")?;
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    daemon.signal(Signal::TERM)?;
+    daemon.signal(Signal::INT)?;
+    frontend.channel.wait_closed()?;
+    let finished = daemon.finish()?.expect_code(0)?;
+    ensure!(!finished.stderr.contains("unfinished"), "{}", finished.stderr);
     Ok(())
 }
 

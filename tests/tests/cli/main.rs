@@ -14,6 +14,7 @@ mod locks;
 mod log;
 mod options;
 mod resize;
+mod schema;
 mod secrets;
 mod sockets;
 mod takeover;

@@ -219,8 +219,8 @@ fn what_makes_no_sense_is_refused() -> Result<()> {
     for (params, code, said) in [
         (json!({ "export": "vm" }), 5, "name one of its logical units"),
         (json!({ "export": "vm", "lun": 1 }), 2, "has no unit 0:1"),
-        (json!({ "export": "vm", "lun": 0, "rerror": "hold" }), 1, "only writes lack space"),
-        (json!({ "export": "vm", "lun": 0, "limits": { "iops-read-max": 3 } }), 1, "at least"),
+        (json!({ "export": "vm", "lun": 0, "rerror": "hold" }), -32602, "only writes lack space"),
+        (json!({ "export": "vm", "lun": 0, "limits": { "iops-read-max": 3 } }), -32602, "at least"),
         (json!({ "export": "vm", "lun": 0, "limits": { "iops": 3 } }), -32602, "unknown field"),
     ] {
         let answer = client.call("disk.set", &params)?;

@@ -308,14 +308,9 @@ pub(super) const FLOORS: &[Floors] = &[
             (7, &["reload::difference"]),
             (27, &["daemon::adding", "daemon::hand_over", "reload", "size_watch"]),
             (28, &["takeover::give", "takeover::start", "takeover::take"]),
-            (
-                28,
-                &[
-                    "control_socket::connection",
-                    "control_socket::message",
-                    "control_socket::places",
-                ],
-            ),
+            (28, &["control_socket::connection", "control_socket::schema"]),
+            (28, &["control_socket::message", "control_socket::places"]),
+            (27, &["control_socket::strict"]),
             (29, &["control_socket::client"]),
             (30, &["control_socket::methods"]),
             (31, &["control_socket"]),

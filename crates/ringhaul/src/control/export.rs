@@ -134,10 +134,12 @@ impl Export {
 
     pub(super) fn status(&self) -> ExportStatus {
         let state = self.state();
+        // Null disks may be as large as they like.
+        let sizes = self.disks.iter().map(|disk| disk.info().size_bytes);
         ExportStatus {
             spec: self.spec_now().named(),
             state,
-            size_bytes: self.disks.iter().map(|disk| disk.info().size_bytes).sum(),
+            size_bytes: sizes.fold(0, u64::saturating_add),
             disk_state: self.disk_state(),
             connected: self.session.is_some(),
             sessions: self.sessions,

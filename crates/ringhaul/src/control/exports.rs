@@ -59,11 +59,11 @@ pub(super) struct Exports {
 }
 
 /// Whether the control thread has anything left to do.
-#[derive(PartialEq, Eq)]
 enum Then {
     GoOn,
-    Leave,
-    /// Another process has all of it.
+    /// To leave what has not ended, and answer whether there was anything.
+    Leave(Answer<bool>),
+    /// Nothing is left, or another process has all of it.
     End,
 }
 
@@ -94,13 +94,13 @@ impl Exports {
             while let Some(order) = self.next_order() {
                 match self.carry_out(order, now) {
                     Then::GoOn => {}
-                    Then::Leave => return self.leave(),
+                    Then::Leave(answer) => return answer.send(self.leave()),
                     Then::End => return,
                 }
             }
             self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
             self.continue_hand_over(now);
-            if self.forget_ended(now) == Then::Leave {
+            if self.forget_ended(now) {
                 self.tell_unopened(now);
                 return;
             }
@@ -175,7 +175,7 @@ impl Exports {
                 self.list.iter_mut().for_each(Export::begin_stop);
             }
             Order::Stop => {}
-            Order::Abandon => return Then::Leave,
+            Order::Abandon(answer) => return Then::Leave(answer),
         }
         Then::GoOn
     }
@@ -260,6 +260,13 @@ impl Exports {
 
     fn remove(&mut self, name: &str, force: bool, answer: Answer<Answered<ExportStatus>>) {
         if let Some(opening) = self.opening.iter_mut().find(|it| it.spec.is_called(name)) {
+            if force {
+                let export = opening.spec.name();
+                tracing::info!(
+                    export,
+                    "is removed when its disk is open, or cannot be, by force too"
+                );
+            }
             return opening.remove(answer);
         }
         let mut closing = self.closing.iter_mut();
@@ -317,10 +324,9 @@ impl Exports {
         Ok(ExportDetails { status, front_end: None, disks: Vec::new() })
     }
 
-    /// Has the disks of exports that have ended closed, and forgets those whose disks are. Without
-    /// any, the daemon goes on for as long as it may be given others, which nobody does who has
-    /// not removed the last.
-    fn forget_ended(&mut self, now: Instant) -> Then {
+    /// Has the disks of exports that have ended closed, and forgets those whose disks are. True
+    /// when none is left, and nobody has removed the last, who may add others.
+    fn forget_ended(&mut self, now: Instant) -> bool {
         if self.list.iter().any(Export::has_ended) {
             self.generation += 1;
             let (ended, others) =
@@ -342,10 +348,7 @@ impl Exports {
             false
         });
         let is_empty = self.list.is_empty() && self.closing.is_empty();
-        if is_empty && (is_stopping || ended > removed) {
-            return Then::Leave;
-        }
-        Then::GoOn
+        is_empty && (is_stopping || ended > removed)
     }
 
     /// Sleeps until something happens, and notes for whom.
@@ -438,13 +441,29 @@ impl Exports {
         }
     }
 
-    /// Gives up what has not ended, and logs what that is.
-    fn leave(&mut self) {
-        // The signal may have come between the last request and the close.
+    /// Whether all exports have ended that nothing keeps from it: both signals may have come at
+    /// once, or the second one between the last request and the close.
+    fn have_ended(&mut self) -> bool {
         let until = Instant::now() + CLOSE_MAX;
-        let have_ended = || self.closing.iter().all(|closing| closing.has_ended(true));
-        while !have_ended() && Instant::now() < until {
+        loop {
+            let now = Instant::now();
+            self.list.iter_mut().for_each(Export::woken);
+            self.list.iter_mut().filter(|export| export.is_due(now)).for_each(|e| e.run(now));
+            if self.forget_ended(now) {
+                self.tell_unopened(now);
+                return true;
+            }
+            if now >= until {
+                return false;
+            }
             std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Gives up what has not ended, and logs what that is. False: all have ended.
+    fn leave(&mut self) -> bool {
+        if self.have_ended() {
+            return false;
         }
         let now = Instant::now();
         let unfinished = self.unfinished(now).map(|(export, left)| (export.to_owned(), left));
@@ -457,5 +476,6 @@ impl Exports {
         self.list.iter_mut().for_each(Export::leave);
         // The end of the process closes their disks, whatever that waits for.
         std::mem::forget(std::mem::take(&mut self.list));
+        true
     }
 }

@@ -40,7 +40,7 @@ impl HandOver {
         match (self, order) {
             (_, Order::HandOver(_)) => false,
             (_, order) if order.changes_nothing() => false,
-            (Self::Pausing { .. } | Self::Paused, Order::Stop | Order::Abandon) => false,
+            (Self::Pausing { .. } | Self::Paused, Order::Stop | Order::Abandon(_)) => false,
             (Self::Pausing { .. } | Self::Paused | Self::Theirs, _) => true,
             (Self::Resuming(_), _) => false,
         }

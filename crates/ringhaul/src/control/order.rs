@@ -145,7 +145,8 @@ pub(super) enum Order {
     /// To list the disks of all exports, to be watched.
     Watch(Answer<Vec<WatchedDisk>>),
     Stop,
-    Abandon,
+    /// To end whatever is left. The answer is whether anything was.
+    Abandon(Answer<bool>),
     HandOver(HandOverOrder),
 }
 

@@ -83,7 +83,7 @@ impl Client {
     }
 
     fn daemon(&self) -> Result<Arc<Daemon>, Problem> {
-        let ending = || Problem::new(Code::Ending, "the daemon is ending");
+        let ending = || Problem::from(&CommandError::Ending);
         self.daemon.upgrade().ok_or_else(ending)
     }
 }

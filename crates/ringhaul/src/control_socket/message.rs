@@ -1,7 +1,10 @@
 //! Requests and answers: JSON-RPC 2.0, an object for each line.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
+
+use super::strict;
 
 use crate::command::CommandError;
 use crate::secrets::without_secrets;
@@ -10,8 +13,8 @@ use crate::subscribers::ExportEvent;
 /// What a client asks for.
 #[derive(Debug, PartialEq)]
 pub(super) struct Request {
-    /// `None`: a notification, which has no answer.
-    pub(super) id: Option<Value>,
+    /// As it is written; `None`: a notification, which has no answer.
+    pub(super) id: Option<String>,
     pub(super) method: String,
     pub(super) params: Value,
 }
@@ -128,6 +131,7 @@ impl From<&CommandError> for Problem {
             CommandError::NotEnded(..) => Code::Unfinished,
             CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
             CommandError::Ending | CommandError::HandedOver(_) => Code::Ending,
+            CommandError::Wrong(_) => Code::Params,
             CommandError::Failed(_) => Code::Failed,
         };
         Self::new(code, error.to_string())
@@ -140,15 +144,15 @@ impl Request {
     /// # Errors
     ///
     /// When it is no request; with its id, as far as it has one.
-    pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<Value>, Problem)> {
-        let value: Value = serde_json::from_slice(line)
+    pub(super) fn parse(line: &[u8]) -> Result<Self, (Option<String>, Problem)> {
+        let value = strict::read(line)
             .map_err(|error| (None, Problem::new(Code::NoJson, format!("no JSON: {error}"))))?;
         let Value::Object(mut object) = value else {
             let text = "a request is one object on one line; there are no batches";
             return Err((None, Problem::new(Code::NoRequest, text)));
         };
         let id = object.remove("id");
-        let wrong = |text: String| (id.clone(), Problem::new(Code::NoRequest, text));
+        let wrong = |text: String| (id_of(line), Problem::new(Code::NoRequest, text));
         if id.as_ref().is_some_and(|id| id.is_object() || id.is_array() || id.is_boolean()) {
             let text = "the id must be a string, a number or null";
             return Err((None, Problem::new(Code::NoRequest, text)));
@@ -163,18 +167,28 @@ impl Request {
         if let Some((key, _)) = object.iter().next() {
             return Err(wrong(format!("a request has no member '{key}'")));
         }
-        Ok(Self { id, method, params })
+        Ok(Self { id: id_of(line), method, params })
     }
 }
 
+/// The id of a request as it is written: a number may be larger than any of this program.
+fn id_of(line: &[u8]) -> Option<String> {
+    // Without it this fails.
+    #[derive(Deserialize)]
+    struct Id<'a> {
+        #[serde(borrow)]
+        id: &'a RawValue,
+    }
+    serde_json::from_slice::<Id<'_>>(line).ok().map(|it| it.id.get().to_owned())
+}
+
 /// An answer, with the end of its line.
-pub(super) fn answer_line(id: Option<Value>, result: Result<Value, Problem>) -> String {
-    let id = id.unwrap_or(Value::Null);
-    let answer = match result {
-        Ok(result) => json!({ "jsonrpc": "2.0", "id": id, "result": result }),
-        Err(problem) => json!({ "jsonrpc": "2.0", "id": id, "error": problem }),
-    };
-    format!("{answer}\n")
+pub(super) fn answer_line(id: Option<&str>, result: Result<Value, Problem>) -> String {
+    let (id, version) = (id.unwrap_or("null"), r#""jsonrpc":"2.0""#);
+    match result {
+        Ok(result) => format!("{{{version},\"id\":{id},\"result\":{result}}}\n"),
+        Err(problem) => format!("{{{version},\"id\":{id},\"error\":{}}}\n", json!(problem)),
+    }
 }
 
 /// A notification of an event, with the end of its line.
@@ -190,7 +204,7 @@ mod tests {
     fn requests_are_read_and_others_are_refused() {
         let good = br#"{"jsonrpc": "2.0", "id": 7, "method": "ping", "params": {"a": 1}}"#;
         let request = Request::parse(good).unwrap();
-        assert_eq!((request.id, &*request.method), (Some(json!(7)), "ping"));
+        assert_eq!((request.id.as_deref(), &*request.method), (Some("7"), "ping"));
         assert_eq!(request.params, json!({ "a": 1 }));
         let notification = Request::parse(br#"{"jsonrpc": "2.0", "method": "ping"}"#).unwrap();
         assert_eq!((notification.id, notification.params), (None, json!({})));
@@ -203,17 +217,23 @@ mod tests {
             (br#"{"jsonrpc": "2.0", "id": 1, "method": 3}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": {}, "method": "ping"}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": 1, "method": "ping", "x": 1}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": 1, "id": 2, "method": "ping"}"#, Code::NoJson),
         ] {
             let (_, problem) = Request::parse(bad).unwrap_err();
             assert_eq!(problem.code, code.number(), "{}", String::from_utf8_lossy(bad));
         }
         let (id, _) = Request::parse(br#"{"id": 3, "method": "ping"}"#).unwrap_err();
-        assert_eq!(id, Some(json!(3)), "the client knows which request it was");
+        assert_eq!(id.as_deref(), Some("3"), "the client knows which request it was");
+        for id in ["1234567890123456789012", "-0.10", r#""a\u00e4""#, "null"] {
+            let line = format!(r#"{{"jsonrpc": "2.0", "id": {id}, "method": "ping"}}"#);
+            let request = Request::parse(line.as_bytes()).unwrap();
+            assert_eq!(request.id.as_deref(), Some(id));
+        }
     }
 
     #[test]
     fn answers_are_one_line() {
-        let good = answer_line(Some(json!("a")), Ok(json!({ "text": "one\ntwo" })));
+        let good = answer_line(Some(r#""a""#), Ok(json!({ "text": "one\ntwo" })));
         assert_eq!(good.matches('\n').count(), 1);
         let value: Value = serde_json::from_str(&good).unwrap();
         assert_eq!((&value["id"], &value["result"]["text"]), (&json!("a"), &json!("one\ntwo")));

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use schemars::JsonSchema;
-use schemars::generate::{SchemaGenerator, SchemaSettings};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::client::Client;
 use super::message::{Code, Problem};
+use super::schema::Schemas;
 use crate::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::disk_rules::{LimitSpec, OnError, RulesChange, ShownRules};
 use crate::settings::{Settings, SettingsChange};
@@ -61,12 +61,6 @@ pub(super) struct Entry {
     schema: fn(&mut Schemas) -> Value,
 }
 
-/// What makes schemas of what is read, and of what is written.
-struct Schemas {
-    read: SchemaGenerator,
-    written: SchemaGenerator,
-}
-
 /// A method with its parameters.
 pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, Problem>>;
 
@@ -94,8 +88,13 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
     if !params.is_object() {
         return Err(Problem::new(Code::Params, "the parameters must be an object, by name"));
     }
-    let method: M = serde_json::from_value(params)
-        .map_err(|error| Problem::new(Code::Params, error.to_string()))?;
+    let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
+        let (place, error) = (error.path().to_string(), error.inner());
+        // Some errors are about all of it, and some name their place themselves.
+        let is_known = place == "." || error.to_string().contains(&format!("`{place}`"));
+        let text = if is_known { error.to_string() } else { format!("{place}: {error}") };
+        Problem::new(Code::Params, text)
+    })?;
     Ok(Box::new(|client| {
         let answer = serde_json::to_value(method.carry_out(client)?);
         answer.map_err(|error| {
@@ -105,43 +104,24 @@ fn call<M: Method>(params: Value) -> Result<Call, Problem> {
 }
 
 fn schema_of<M: Method>(schemas: &mut Schemas) -> Value {
-    let params = schemas.read.subschema_for::<M>();
-    json!({ "params": params, "result": schemas.written.subschema_for::<M::Answer>() })
+    json!({ "params": schemas.read::<M>(), "result": schemas.written::<M::Answer>() })
 }
 
 /// All methods with their parameters and answers, events and errors, by JSON Schema.
 pub(crate) fn schema() -> Value {
-    let settings =
-        || SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
-    let (read, written) = (settings().for_deserialize(), settings().for_serialize());
-    let mut schemas = Schemas { read: read.into_generator(), written: written.into_generator() };
+    let mut schemas = Schemas::new();
     let methods = METHODS.iter().map(|entry| (entry.name.to_owned(), (entry.schema)(&mut schemas)));
     let methods: Map<String, Value> = methods.collect();
+    let event = schemas.written::<ExportEvent>();
     let errors = Code::ALL.map(|code| (code.number().to_string(), json!(code.meaning())));
-    let mut schema = json!({
+    json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "version": env!("CARGO_PKG_VERSION"),
         "methods": methods,
-        "events": { "event": { "params": schemas.written.subschema_for::<ExportEvent>() } },
+        "events": { "event": { "params": event } },
         "errors": Map::from_iter(errors),
-    });
-    make_plain(&mut schema);
-    schema
-}
-
-/// Descriptions are those of Rust types, in which `None` is what JSON has as null, and links mean
-/// nothing elsewhere.
-fn make_plain(schema: &mut Value) {
-    match schema {
-        Value::Object(object) => {
-            if let Some(Value::String(text)) = object.get_mut("description") {
-                *text = text.replace("`None`", "null").replace("[`", "`").replace("`]", "`");
-            }
-            object.values_mut().for_each(make_plain);
-        }
-        Value::Array(array) => array.iter_mut().for_each(make_plain),
-        _ => {}
-    }
+        "$defs": schemas.definitions(),
+    })
 }
 
 /// Has the daemon carry out a command, each of which has its own kind of reply.
@@ -583,6 +563,45 @@ mod tests {
         let problem = problem_of("lun.new", json!({})).unwrap();
         assert_eq!(problem, Problem::new(Code::NoMethod, message_of(&problem)));
         assert!(message_of(&problem).contains("lun.add, lun.remove"));
+    }
+
+    #[test]
+    fn a_parameter_that_is_wrong_is_named() {
+        let unit = json!({ "lun": 3, "disk": { "null": { "size-bytes": "big" } } });
+        let export = |key: &str, value: Value| {
+            let mut export = json!({ "endpoint": { "path": "/a" }, "device": { "scsi": [] } });
+            export[key] = value;
+            export
+        };
+        for (method, params, place) in [
+            ("export.remove", json!({ "export": "/a", "deadline-ms": -1 }), "deadline-ms: "),
+            ("lun.add", json!({ "export": "/a", "unit": unit }), "unit.disk"),
+            ("export.add", export("queue-size", json!("x")), "queue-size: "),
+            ("export.add", export("limits", json!({ "iops-total": "x" })), "limits.iops-total: "),
+            ("export.add", export("queue", json!(1)), "unknown field `queue`"),
+            ("set", json!({ "poll-max-us": 70_000 }), "poll-max-us: "),
+            ("export.show", json!({}), "missing field `export`"),
+        ] {
+            let problem = problem_of(method, params).unwrap();
+            assert!(message_of(&problem).starts_with(place), "{}", message_of(&problem));
+        }
+    }
+
+    /// What each reference of a schema points to is there.
+    #[test]
+    fn references_lead_somewhere() {
+        let schema = schema();
+        let (mut left, mut count) = (vec![&schema], 0);
+        while let Some(value) = left.pop() {
+            left.extend(value.as_object().into_iter().flat_map(Map::values));
+            left.extend(value.as_array().into_iter().flatten());
+            if let Some(target) = value.get("$ref").and_then(Value::as_str) {
+                let pointer = target.strip_prefix('#').unwrap();
+                assert!(schema.pointer(pointer).is_some(), "{target} is nowhere");
+                count += 1;
+            }
+        }
+        assert!(count > 0, "a disk lies over another one");
     }
 
     fn message_of(problem: &Problem) -> String {

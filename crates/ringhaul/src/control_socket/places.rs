@@ -7,10 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::message::{Code, Problem};
 
-/// Clients of a kind at a time. Requests of clients that have gone may hang, so those that come
-/// next may ask for what does not wait.
-const CLIENTS_MAX: usize = 16;
-const HURRIED_MAX: usize = 16;
+/// Clients of a kind at a time.
+const CLIENTS_MAX: usize = 32;
+/// How many of their requests may wait for a disk or a guest. Requests of clients that have gone
+/// may hang, and others may still ask for what does not wait.
+const WAITING_MAX: usize = 16;
 /// How many of them may have subscribed: a subscriber stays, and asks for nothing.
 const SUBSCRIBERS_MAX: usize = 8;
 
@@ -21,6 +22,7 @@ pub(super) struct Places(Arc<Mutex<[Taken; 2]>>);
 #[derive(Clone, Copy, Default)]
 struct Taken {
     clients: usize,
+    waiting: usize,
     subscribers: usize,
 }
 
@@ -29,9 +31,13 @@ pub(super) struct Place {
     places: Places,
     /// The client is root, or the user of the daemon.
     pub(super) is_owner: bool,
-    /// It may ask for what waits for a disk or a guest.
-    pub(super) may_wait: bool,
     has_subscribed: bool,
+}
+
+/// A request that may wait for a disk or a guest, until this is dropped.
+pub(super) struct Waiting {
+    places: Places,
+    is_owner: bool,
 }
 
 impl Places {
@@ -41,14 +47,16 @@ impl Places {
     ///
     /// When all are taken.
     pub(super) fn take(&self, is_owner: bool) -> Result<Place, Problem> {
-        let clients = self.change(is_owner, |taken| {
-            let is_free = taken.clients < CLIENTS_MAX + HURRIED_MAX;
+        let is_free = self.change(is_owner, |taken| {
+            let is_free = taken.clients < CLIENTS_MAX;
             taken.clients += usize::from(is_free);
-            is_free.then_some(taken.clients)
+            is_free
         });
-        let clients = clients.ok_or_else(too_many)?;
-        let may_wait = clients <= CLIENTS_MAX;
-        Ok(Place { places: self.clone(), is_owner, may_wait, has_subscribed: false })
+        if !is_free {
+            let text = format!("{CLIENTS_MAX} clients are connected; close one of them");
+            return Err(Problem::new(Code::Refused, text));
+        }
+        Ok(Place { places: self.clone(), is_owner, has_subscribed: false })
     }
 
     fn change<T>(&self, is_owner: bool, change: impl FnOnce(&mut Taken) -> T) -> T {
@@ -58,13 +66,24 @@ impl Places {
 }
 
 impl Place {
-    /// Checks that the client may ask for what waits.
+    /// Begins a request that may wait.
     ///
     /// # Errors
     ///
-    /// When too many came before it.
-    pub(super) fn check_may_wait(&self) -> Result<(), Problem> {
-        if self.may_wait { Ok(()) } else { Err(too_many()) }
+    /// When too many others wait.
+    pub(super) fn begin_to_wait(&self) -> Result<Waiting, Problem> {
+        let is_free = self.places.change(self.is_owner, |taken| {
+            let is_free = taken.waiting < WAITING_MAX;
+            taken.waiting += usize::from(is_free);
+            is_free
+        });
+        if !is_free {
+            let text = format!(
+                "{WAITING_MAX} other requests wait, or hang; try again when one of them is answered"
+            );
+            return Err(Problem::new(Code::Busy, text));
+        }
+        Ok(Waiting { places: self.places.clone(), is_owner: self.is_owner })
     }
 
     /// The client stays to hear of events.
@@ -100,10 +119,10 @@ impl Drop for Place {
     }
 }
 
-fn too_many() -> Problem {
-    let text =
-        format!("{CLIENTS_MAX} clients are connected, or their requests hang; close one of them");
-    Problem::new(Code::Refused, text)
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.places.change(self.is_owner, |taken| taken.waiting -= 1);
+    }
 }
 
 #[cfg(test)]
@@ -116,8 +135,7 @@ mod tests {
         let take_all = |is_owner| {
             let taken: Vec<Place> =
                 std::iter::from_fn(|| places.take(is_owner).ok()).take(1000).collect();
-            assert_eq!(taken.iter().filter(|place| place.may_wait).count(), CLIENTS_MAX);
-            assert_eq!(taken.len(), CLIENTS_MAX + HURRIED_MAX);
+            assert_eq!(taken.len(), CLIENTS_MAX);
             taken
         };
         let mut members = take_all(false);
@@ -125,7 +143,20 @@ mod tests {
         members.pop();
         members.push(places.take(false).unwrap());
         assert!(places.take(false).is_err());
-        assert!(members.pop().unwrap().check_may_wait().is_err());
+    }
+
+    /// However many have come before: what counts is who waits now.
+    #[test]
+    fn requests_that_hang_leave_room_for_others() {
+        let places = Places::default();
+        let taken: Vec<Place> = std::iter::from_fn(|| places.take(false).ok()).collect();
+        let mut waiting: Vec<Waiting> =
+            taken[..WAITING_MAX].iter().map(|place| place.begin_to_wait().unwrap()).collect();
+        let last = taken.last().unwrap();
+        assert!(last.begin_to_wait().is_err());
+        assert!(places.take(true).unwrap().begin_to_wait().is_ok());
+        waiting.pop();
+        assert!(last.begin_to_wait().is_ok());
     }
 
     #[test]

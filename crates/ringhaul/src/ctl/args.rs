@@ -18,7 +18,7 @@ const STATUS: &str = concat!(
 #[command(after_help = STATUS)]
 pub struct CtlArgs {
     /// The control socket of the daemon, as its own option of this name has it.
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", global = true)]
     pub control: Option<PathBuf>,
     /// Print the daemon's answer as JSON. Otherwise it is tables on a terminal, and lines for
     /// scripts elsewhere.

@@ -51,6 +51,9 @@ pub(super) fn event(event: &Value, form: Form) -> String {
             let _ = write!(line, ": {}", text(&event[key]));
         }
     }
+    if let Some(left_out @ 1..) = event["left-out"].as_u64() {
+        let _ = write!(line, " ({left_out} others left out)");
+    }
     line + "\n"
 }
 
@@ -184,18 +187,37 @@ fn export(export: &Value) -> String {
 
 fn disks(disks: &Value) -> String {
     let row = |disk: &Value| {
-        let place = match disk["lun"].as_u64() {
-            Some(lun) => format!("{}:{lun}", disk["target"]),
-            None => "-".to_owned(),
-        };
         let direct = if disk["direct"] == true { "direct" } else { "page cache" };
         let engine = [text(&disk["engine"]), text(&disk["engine-reason"])].join(": ");
         let made_of: Vec<String> = list(&disk["chain"]).iter().map(text).collect();
         let (size, made_of) = (size(&disk["size-bytes"]), made_of.join(" over "));
-        vec![place, size, disk_state(disk), direct.to_owned(), made_of, engine]
+        vec![place_of(disk), size, disk_state(disk), direct.to_owned(), made_of, engine]
     };
     let head = ["UNIT", "SIZE", "DISK", "CACHE", "MADE OF", "ENGINE"];
-    format!("\n{}", table(&head, list(disks).iter().map(row).collect()))
+    let shown = table(&head, list(disks).iter().map(row).collect());
+    format!("\n{shown}\n{}", rules(disks))
+}
+
+/// Where a disk is in a virtio-scsi device.
+fn place_of(disk: &Value) -> String {
+    match disk["lun"].as_u64() {
+        Some(lun) => format!("{}:{lun}", disk["target"]),
+        None => "-".to_owned(),
+    }
+}
+
+/// What disks may do, what becomes of requests that they fail, and how many have waited for that.
+fn rules(disks: &Value) -> String {
+    let row = |disk: &Value| {
+        let limits = disk["limits"].as_object().into_iter().flatten();
+        let limits: Vec<String> =
+            limits.map(|(key, value)| format!("{key}={}", text(value))).collect();
+        let limits = if limits.is_empty() { "none".to_owned() } else { limits.join(" ") };
+        let [rerror, werror, waited] = ["rerror", "werror", "waited"].map(|key| text(&disk[key]));
+        vec![place_of(disk), rerror, werror, waited, limits]
+    };
+    let head = ["UNIT", "RERROR", "WERROR", "WAITED", "LIMITS"];
+    table(&head, list(disks).iter().map(row).collect())
 }
 
 /// How a disk is doing, since when, and what else it says about that.
@@ -326,11 +348,15 @@ b\\u{1b}  scsi    stopping  1 MiB  late   no front-end  0
         let shown = disks(&json!([
             { "size-bytes": 1 << 20, "state": "away", "state-seconds": 7, "remark": "0 of 2",
               "waiting": "held", "direct": false, "chain": ["raw all bytes from 512", "file /a"],
-              "engine": "aio", "engine-reason": "x" },
+              "engine": "aio", "engine-reason": "x", "rerror": "report", "werror": "hold",
+              "waited": 4, "limits": { "group": "a", "iops-total": 7 } },
         ]));
         let expected = "
 UNIT  SIZE   DISK                         CACHE       MADE OF                              ENGINE
 -     1 MiB  away for 7 s, held (0 of 2)  page cache  raw all bytes from 512 over file /a  aio: x
+
+UNIT  RERROR  WERROR  WAITED  LIMITS
+-     report  hold    4       group=a iops-total=7
 ";
         assert_eq!(shown, expected);
     }
@@ -350,6 +376,10 @@ UNIT  SIZE   DISK                         CACHE       MADE OF                   
             (
                 json!({ "export": "vm", "event": "error", "message": "a\nb", "left-out": 0 }),
                 "vm error: a\\nb\n",
+            ),
+            (
+                json!({ "export": "vm", "event": "error", "message": "a", "left-out": 3 }),
+                "vm error: a (3 others left out)\n",
             ),
         ] {
             assert_eq!(event(&json, Form::Lines), line);

@@ -136,18 +136,17 @@ fn resize(export: &str, words: &[String], shrink: bool) -> Result<Value> {
 }
 
 /// The size of the disk that `params` name, of an export that was `shown`, and some more.
-pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Value> {
+/// `None`: it has no such disk, which the daemon says better.
+pub(super) fn grown(shown: &Value, params: &Value, more: &Value) -> Result<Option<Value>> {
     let disks = shown["disks"].as_array().context("the daemon lists no disks")?;
     let is_meant = |disk: &&Value| {
         let same = |key: &str| disk.get(key) == params.get(key);
         same("lun") && same("target")
     };
-    let disk = disks.iter().find(is_meant);
-    let disk =
-        disk.context("the export has no such disk; give the unit of a virtio-scsi device")?;
+    let Some(disk) = disks.iter().find(is_meant) else { return Ok(None) };
     let sum = disk["size-bytes"].as_u64().zip(more.as_u64());
     let sum = sum.and_then(|(size, more)| size.checked_add(more));
-    Ok(json!(sum.context("no disk is so large")?))
+    Ok(Some(json!(sum.context("no disk is so large")?)))
 }
 
 /// The parameters that name a disk.
@@ -270,6 +269,8 @@ mod tests {
             "resize vm 20000",
             "resize vm 7 8 9",
             "resize vm 7 +x",
+            "resize vm -1G",
+            "resize vm 7 -1G --shrink",
             "remove vm --deadline x",
             "remove vm --deadline 1.2345",
             "set log",
@@ -315,10 +316,16 @@ mod tests {
         ] });
         let unit = |lun: u16| json!({ "export": "vm", "target": 0, "lun": lun });
         let more = json!(4096);
-        assert_eq!(grown(&blk, &json!({ "export": "vm" }), &more).unwrap(), 4608);
-        assert_eq!(grown(&scsi, &unit(2), &more).unwrap(), 5120);
-        assert!(grown(&scsi, &unit(3), &more).is_err());
-        assert!(grown(&scsi, &json!({ "export": "vm" }), &more).is_err());
+        let of_blk = json!({ "export": "vm" });
+        for (shown, params, size) in [
+            (&blk, &of_blk, Some(json!(4608))),
+            (&scsi, &unit(2), Some(json!(5120))),
+            (&scsi, &unit(3), None),
+            (&scsi, &of_blk, None),
+            (&blk, &unit(1), None),
+        ] {
+            assert_eq!(grown(shown, params, &more).unwrap(), size, "{params}");
+        }
         assert!(grown(&blk, &json!({ "export": "vm" }), &json!(u64::MAX)).is_err());
     }
 }

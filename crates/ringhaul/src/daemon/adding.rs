@@ -217,7 +217,8 @@ impl Daemon {
         specs: &[ExportSpec],
         goes_along: bool,
     ) -> Result<Reservation<'_>, CommandError> {
-        specs.iter().try_for_each(|spec| spec.check(self.args.iothreads))?;
+        let checked = specs.iter().try_for_each(|spec| spec.check(self.args.iothreads));
+        checked.map_err(CommandError::Wrong)?;
         self.control.reserve(specs, goes_along)
     }
 

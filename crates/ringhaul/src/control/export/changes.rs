@@ -129,9 +129,9 @@ impl Export {
         }
         let rules = self.rules(index).changed(change);
         let name = self.spec.name();
-        self.groups
-            .apply_change(&self.disks[index], &rules, change)
-            .with_context(|| format!("cannot change the disk of {name}"))?;
+        let wrong = || format!("cannot change the disk of {name}");
+        rules.check().with_context(wrong).map_err(CommandError::Wrong)?;
+        self.groups.apply_change(&self.disks[index], &rules, change).with_context(wrong)?;
         match &mut self.spec.device {
             DeviceSpec::Blk(_) => self.spec.settings.rules = rules,
             DeviceSpec::Scsi(units) => {

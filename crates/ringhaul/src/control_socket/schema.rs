@@ -1,0 +1,78 @@
+//! JSON Schemas of what is read and of what is written.
+
+use schemars::JsonSchema;
+use schemars::generate::{SchemaGenerator, SchemaSettings};
+use serde_json::{Map, Value};
+
+/// What the names of definitions end in that are written. What is read may take more.
+const WRITTEN: &str = "-written";
+
+/// Makes them. Types that contain themselves get a definition, and all others stand where they are.
+pub(super) struct Schemas {
+    read: SchemaGenerator,
+    written: SchemaGenerator,
+}
+
+impl Schemas {
+    pub(super) fn new() -> Self {
+        let settings =
+            || SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
+        let (read, written) = (settings().for_deserialize(), settings().for_serialize());
+        Self { read: read.into_generator(), written: written.into_generator() }
+    }
+
+    /// That of a type that is read.
+    pub(super) fn read<T: JsonSchema>(&mut self) -> Value {
+        plain(self.read.subschema_for::<T>().to_value())
+    }
+
+    /// That of a type that is written.
+    pub(super) fn written<T: JsonSchema>(&mut self) -> Value {
+        point_to_written(self.written.subschema_for::<T>().to_value())
+    }
+
+    /// What all of them point to.
+    pub(super) fn definitions(mut self) -> Map<String, Value> {
+        let read = self.read.take_definitions(true).into_iter();
+        let written = self.written.take_definitions(true).into_iter();
+        let written = written.map(|(name, schema)| (name + WRITTEN, point_to_written(schema)));
+        read.map(|(name, schema)| (name, plain(schema))).chain(written).collect()
+    }
+}
+
+/// Descriptions are those of Rust types, in which `None` is what JSON has as null, and links mean
+/// nothing elsewhere.
+fn plain(mut schema: Value) -> Value {
+    change_texts(&mut schema, &|key, text| {
+        if key == "description" {
+            *text = text.replace("`None`", "null").replace("[`", "`").replace("`]", "`");
+        }
+    });
+    schema
+}
+
+/// The same, for a schema whose definitions are those of what is written.
+fn point_to_written(mut schema: Value) -> Value {
+    change_texts(&mut schema, &|key, text| {
+        if key == "$ref" {
+            text.push_str(WRITTEN);
+        }
+    });
+    plain(schema)
+}
+
+/// Changes all texts with their keys.
+fn change_texts(schema: &mut Value, change: &impl Fn(&str, &mut String)) {
+    match schema {
+        Value::Object(object) => {
+            for (key, value) in object {
+                match value {
+                    Value::String(text) => change(key, text),
+                    other => change_texts(other, change),
+                }
+            }
+        }
+        Value::Array(array) => array.iter_mut().for_each(|value| change_texts(value, change)),
+        _ => {}
+    }
+}
