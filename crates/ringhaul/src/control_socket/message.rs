@@ -68,14 +68,14 @@ impl Code {
     /// What it means.
     pub(super) fn meaning(self) -> &'static str {
         match self {
-            Self::NoJson => "the line is no JSON",
-            Self::NoRequest => "it is no request",
+            Self::NoJson => "the line is not JSON",
+            Self::NoRequest => "it is not a request",
             Self::NoMethod => "there is no such method",
             Self::Params => "the parameters are not those of the method",
             Self::Failed => "it was tried and failed",
             Self::Unknown => "there is no such export or unit",
             Self::Exists => "there is one already",
-            Self::Busy => "it is too early or too late for that, or somebody else changes it",
+            Self::Busy => "it is too early or too late for that, or somebody else is changing it",
             Self::WrongKind => "the export is of another kind",
             Self::Ending => "the daemon is ending, or another process has taken over from it",
             Self::Refused => "this client is not served",
