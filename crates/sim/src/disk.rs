@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::{Rc, Weak};
 
-use blockio::disk::DiskInfo;
+use blockio::disk::{DiskInfo, Limits, Rate, Rates};
 use blockio::{DiskSource, EngineKind};
 use iomem::fits;
 
@@ -103,6 +103,11 @@ impl Disk {
         let is_block = plan.block_device > 0;
         let source = DiskSource::simulated(file, info, is_block, memory_align, request_align)
             .prefer_engine(engine(plan.engine_of(index)), "the plan says so");
+        if plan.limits > 0 {
+            let total = Some(Rate { per_second: plan.limits, burst: None });
+            let requests = Rates { total, ..Rates::default() };
+            source.set_limits(&Limits { requests, ..Limits::default() }).expect("it is a rate");
+        }
         let content = (0..plan.sectors()).map(|sector| {
             match value_of(&world.content(index, sector), sector) {
                 Some(value) if value == initial(index) => value,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use blockio::{ROUNDS_UNTIL_SERVED, Remote};
 use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
 use device::scsi::RemovedUnit;
-use device::{Device, Pending, QueueHandle, QueueSetup, StartError};
+use device::{Device, Pending, QueueHandle, QueueSetup, StartError, StopKind};
 use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
 use virtqueue::{GuestMemory, InflightRegion};
 
@@ -161,10 +161,11 @@ impl Export {
                 Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
                     self.guest.set_stopped(index);
-                    let (used, _) = self.guest.indexes(index);
-                    if used != next_avail {
+                    let ((used, _), left) = (self.guest.indexes(index), self.guest.left(index));
+                    if used.wrapping_add(left) != next_avail {
                         let text = format!(
-                            "queue {index} has taken {next_avail} chains and answered {used}"
+                            "queue {index} has taken {next_avail} chains, answered {used} and left \
+                             {left}"
                         );
                         return Err(Failure::new("bad stop", text));
                     }
@@ -253,11 +254,23 @@ impl Export {
         self.services[queue] = Service::Starting(Some(started));
     }
 
-    fn stop(&mut self, queue: usize) {
+    /// How a queue stops that is to start again.
+    fn stop_kind(&self, rng: &mut Rng) -> StopKind {
+        match self.region {
+            // What is left there of a command would have to be known.
+            _ if self.plan.scsi > 0 => StopKind::Final,
+            None => rng.pick(&[StopKind::Final, StopKind::Pause]),
+            Some(_) => rng.pick(&[StopKind::Final, StopKind::Pause, StopKind::Leave]),
+        }
+    }
+
+    fn stop(&mut self, queue: usize, kind: StopKind) {
         self.guest.set_running(queue, false);
         let service = &mut self.services[queue];
         *service = match std::mem::replace(service, Service::Stopped(0)) {
-            Service::Running(handle) => Service::Stopping(handle.map(|handle| handle.begin_stop())),
+            Service::Running(handle) => {
+                Service::Stopping(handle.map(|handle| handle.begin_stop_as(kind)))
+            }
             other => other,
         };
     }
@@ -269,7 +282,7 @@ impl Export {
         if let Some(front_end) = &mut self.front_end {
             front_end.close();
         }
-        (0..self.services.len()).for_each(|queue| self.stop(queue));
+        (0..self.services.len()).for_each(|queue| self.stop(queue, StopKind::Final));
     }
 
     fn running(&self) -> Vec<usize> {
@@ -301,7 +314,10 @@ impl Export {
             return Ok(());
         }
         match change {
-            Change::Stop => self.stop(rng.pick(&self.running())),
+            Change::Stop => {
+                let kind = self.stop_kind(rng);
+                self.stop(rng.pick(&self.running()), kind);
+            }
             Change::SetCall => {
                 let queue = rng.pick(&self.running());
                 let call = self.guest.replace_call(queue);
@@ -318,7 +334,11 @@ impl Export {
                 self.note_write_through();
             }
             Change::Remap | Change::Reset => {
-                (0..self.services.len()).for_each(|queue| self.stop(queue));
+                let kind = match change {
+                    Change::Remap => self.stop_kind(rng),
+                    _ => StopKind::Final,
+                };
+                (0..self.services.len()).for_each(|queue| self.stop(queue, kind));
                 self.waiting = Some(change);
             }
             Change::Hotplug => self.plug(rng),

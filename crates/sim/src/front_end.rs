@@ -430,12 +430,14 @@ impl FrontEnd {
                 let Some(next_avail) = next_avail.map(u32::from_ne_bytes) else {
                     return wrong(self);
                 };
-                self.stopped(queue, u16::try_from(next_avail).ok())?;
+                // What waits may be left in the region.
+                let left = if self.has_region { self.guest.left(queue) } else { 0 };
+                self.stopped(queue, u16::try_from(next_avail).ok(), left)?;
             }
             Then::Disabled(queue) => {
                 self.vrings[queue].is_paused = true;
                 let next_avail = self.link.as_ref().and_then(|l| l.session.next_avail(queue));
-                self.stopped(queue, next_avail)?;
+                self.stopped(queue, next_avail, 0)?;
             }
             Then::Mapped if self.is_idle() => self.check_memory()?,
             // The next map may be in place already, or be made.
@@ -475,13 +477,16 @@ impl FrontEnd {
         }
     }
 
-    fn stopped(&mut self, queue: usize, next_avail: Option<u16>) -> Result<(), Failure> {
+    /// A queue has stopped at this avail entry, and has left so many requests.
+    fn stopped(&mut self, queue: usize, next_avail: Option<u16>, left: u16) -> Result<(), Failure> {
         let (used, _) = self.guest.indexes(queue);
-        if next_avail != Some(used) {
-            let text = format!("queue {queue} has taken {next_avail:?} chains and answered {used}");
+        let Some(next_avail) = next_avail.filter(|next| *next == used.wrapping_add(left)) else {
+            let text = format!(
+                "queue {queue} has taken {next_avail:?} chains, answered {used} and left {left}"
+            );
             return Err(self.fail("a queue says that it has stopped", &text));
-        }
-        self.events.push(Event::Stopped(queue, used));
+        };
+        self.events.push(Event::Stopped(queue, next_avail));
         Ok(())
     }
 }

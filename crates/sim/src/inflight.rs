@@ -13,6 +13,9 @@ use virtqueue::{GuestMemory, InflightRegion, MappingRules, RegionConfig, RingLay
 
 use crate::plan::Plan;
 
+/// Bytes of an entry of an account, which begins with the mark, and of what is before the first.
+const ENTRY_BYTES: usize = 16;
+
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
     pub(crate) area: InflightArea,
@@ -53,6 +56,17 @@ impl Region {
         let memory = GuestMemory::new(&[config], &MappingRules::default());
         let memory = Arc::new(memory.expect("the simulation needs memory"));
         InflightRegion::new(memory, queues, queue_size).expect("it was made for these queues")
+    }
+
+    /// How many requests of a queue have a mark.
+    pub(crate) fn marks(&self, queue: usize) -> u16 {
+        let InflightArea { queue_size, .. } = self.area;
+        let of_one = InflightRegion::bytes(RingLayout::Split, 1, queue_size);
+        let account: usize = fits(of_one, "bytes of an account");
+        let content = self.content();
+        let entries = content[queue * account..][..account].chunks_exact(ENTRY_BYTES);
+        let marks = entries.skip(1).take(queue_size.into()).filter(|entry| entry[0] != 0);
+        fits(marks.count(), "a number of marks")
     }
 
     pub(crate) fn content(&self) -> Vec<u8> {

@@ -37,7 +37,8 @@ impl FrontEnd {
 
     /// A front-end whose queues have all stopped may ask for another region next time.
     pub(super) fn may_drop_region(&mut self) {
-        if self.plan.inflight > 0 && self.rng.chance(300) {
+        let has_left = (0..self.vrings.len()).any(|queue| self.guest.left(queue) > 0);
+        if self.plan.inflight > 0 && self.rng.chance(300) && !has_left {
             self.guest.set_region(None);
         }
     }

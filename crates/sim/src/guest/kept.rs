@@ -28,6 +28,11 @@ impl Guest {
         self.state.borrow().kept.region.clone()
     }
 
+    /// Requests of a queue that has stopped which it has left for whoever serves it next.
+    pub(crate) fn left(&self, queue: usize) -> u16 {
+        self.region().map_or(0, |region| region.marks(queue))
+    }
+
     pub(crate) fn set_region(&self, region: Option<Region>) {
         self.state.borrow_mut().kept.region = region;
     }
