@@ -22,7 +22,9 @@ use blockio::{
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
 
-const PART_BYTES: usize = 4096;
+/// Reads of so much are received straight into their memory, smaller ones are copied.
+const PART_BYTES: usize = 32 << 10;
+const SMALL_BYTES: usize = 4096;
 const GUARD: u8 = 0xa5;
 
 /// Where the server listens.
@@ -132,6 +134,7 @@ async fn request(disk: &Disk, memory: &BufferMemory, number: u32) {
         }
         1 => {
             part.advance(2 * PART_BYTES);
+            part.truncate(SMALL_BYTES);
             disk.read(8192, part).await.is_ok()
         }
         2 => {

@@ -148,6 +148,7 @@ fn nbdkit_serves_disks_of_all_sorts() -> Result<()> {
         &[][..],
         &["--no-sr"],
         &["--filter=nozero"],
+        &["--filter=fua"],
         &["--filter=multi-conn", "multi-conn-mode=disable"],
         &["--filter=delay", "wdelay=1ms", "rdelay=1ms"],
         &[

@@ -1,4 +1,5 @@
-//! NBD servers that allow a single connection, and what lies over a disk of theirs.
+//! NBD servers that can less than others, such as serve a single client, and what lies over a disk
+//! of theirs.
 
 use std::path::Path;
 use std::process::Command;
@@ -110,5 +111,19 @@ fn a_disk_that_was_enlarged_on_its_server_is_used_to_its_new_end() -> Result<()>
         run(ctl.arg("resize").arg(&vm))?.expect_code(0)?;
         run(&mut bench(&vm, load)?)?.expect_code(0).context(multi_conn)?;
     }
+    Ok(())
+}
+
+/// The filter takes the flag away, unless it is told otherwise: a flush follows each write.
+#[test]
+fn writes_are_durable_on_a_server_that_knows_no_such_writes() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::nbdkit(&scene, &["--filter=fua", "memory", "64M"])?;
+    let _daemon = serve(&scene, &peer.uri(""), &["--cache", "writethrough"])?;
+    let load = "--rw randrw --verify --number_ios 500";
+    run(&mut bench(&scene.socket("vm.sock"), load)?)?.expect_code(0)?;
     Ok(())
 }

@@ -16,6 +16,8 @@ use super::target::{NbdAddress, NbdOptions};
 pub(super) const READ: u16 = 0;
 pub(super) const WRITE: u16 = 1;
 pub(super) const FLUSH: u16 = 3;
+pub(super) const TRIM: u16 = 4;
+pub(super) const ZEROES: u16 = 6;
 pub(super) const STATUS: u16 = 7;
 
 /// What the server has seen, in order, of which connection.
@@ -42,7 +44,11 @@ pub(super) struct State {
     pub(super) stalls: bool,
     /// Connections that the client has half closed stay, with what was put aside.
     pub(super) lingers: bool,
+    /// Zeroes take as long as data, which is said to who wants them fast.
+    pub(super) is_slow_with_zeroes: bool,
     pub(super) events: Vec<Event>,
+    /// The commands with their flags.
+    pub(super) seen: Vec<(u16, u16)>,
     held: Vec<(usize, Request)>,
     sockets: Vec<(usize, UnixStream)>,
     /// The size that each connection has heard: it has that for good.
@@ -54,6 +60,7 @@ pub(super) struct State {
 #[derive(Clone)]
 struct Request {
     command: u16,
+    flags: u16,
     cookie: [u8; 8],
     offset: u64,
     len: u64,
@@ -104,7 +111,9 @@ impl Server {
             holds: (0, 0),
             stalls: false,
             lingers: false,
+            is_slow_with_zeroes: false,
             events: Vec::new(),
+            seen: Vec::new(),
             held: Vec::new(),
             sockets: Vec::new(),
             sizes: BTreeMap::new(),
@@ -196,7 +205,9 @@ impl State {
         let is_inside = self.sizes.get(&connection).is_some_and(|size| range.end as u64 <= *size);
         let place = self.content.get_mut(range).filter(|_| is_inside);
         match (request.command, place) {
-            (FLUSH, _) => {}
+            (FLUSH | TRIM, _) => {}
+            (ZEROES, _) if self.is_slow_with_zeroes && request.flags & 1 << 4 != 0 => error = 95,
+            (ZEROES, Some(place)) => place.fill(0),
             (READ, Some(place)) => data.extend_from_slice(place),
             // The second half is a hole.
             (STATUS, _) if request.offset < middle => {
@@ -261,6 +272,7 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
         let Some(request) = read_request(&mut stream, is_extended)? else { break };
         let mut state = shared.state.lock().unwrap();
         state.events.push(Event::Request(number, request.command));
+        state.seen.push((request.command, request.flags));
         if state.holds.0 == request.command && state.holds.1 > 0 {
             state.holds.1 -= 1;
             state.held.push((number, request));
@@ -335,7 +347,7 @@ fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<O
     if stream.read(&mut magic)? != 4 {
         return Ok(None);
     }
-    take::<2>(stream)?;
+    let flags = u16::from_be_bytes(take(stream)?);
     let command = u16::from_be_bytes(take(stream)?);
     let (cookie, offset) = (take(stream)?, u64::from_be_bytes(take(stream)?));
     let len = match is_extended {
@@ -351,7 +363,7 @@ fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<O
         data.resize(usize::try_from(len).unwrap(), 0);
         stream.read_exact(&mut data)?;
     }
-    Ok(Some(Request { command, cookie, offset, len, data, is_extended }))
+    Ok(Some(Request { command, flags, cookie, offset, len, data, is_extended }))
 }
 
 fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {

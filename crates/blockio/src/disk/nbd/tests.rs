@@ -1,5 +1,6 @@
 //! Servers that answer late, break off, and come back as others than they were.
 
+mod flags;
 mod homes;
 mod sizes;
 mod slow;
