@@ -54,8 +54,12 @@ impl<'de> Visitor<'de> for TextOrTable {
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DiskSpec, A::Error> {
         let disk = DiskSpec::deserialize(MapAccessDeserializer::new(map));
-        let disk =
-            disk.map_err(|error| A::Error::custom(text::without_texts(&error.to_string())))?;
+        let disk = disk.map_err(|error| {
+            let said = error.to_string();
+            let without = text::without_texts(&said);
+            // An error that repeats nothing knows its place in a file.
+            if without == said { error } else { A::Error::custom(without) }
+        })?;
         words::check_layers(disk.layers()).map_err(A::Error::custom)?;
         disk.check().map_err(A::Error::custom)?;
         Ok(disk)
