@@ -132,9 +132,9 @@ fn scsi_units_come_and_go() -> Result<()> {
         let mut vm = boot(&[&export])?;
         check_shown(&server, &export)?;
         let file = scene.export("scsi-hotplug-more", Engine::IoUring, Cache::None)?.file;
-        // Linux shows the address of LUN 300 as 16384 more. It adds a unit of a new target only if
-        // that is LUN 0.
-        for (address, shown) in [("7", "0:7"), ("300", "0:16684"), ("255:0", "255:0")] {
+        // Linux shows the address of LUN 300 as 16384 more.
+        let units = [("7", "0:7"), ("300", "0:16684"), ("255:0", "255:0"), ("3:300", "3:16684")];
+        for (address, shown) in units {
             File::options().write(true).open(&file)?.set_len(64 << 20)?;
             let unit = format!("{address},blk-file={},discard=on", file.display());
             server.ctl("add-lun", &[&unit])?;

@@ -114,11 +114,14 @@ impl ScsiDevice {
         });
         // Before it has commands: those that exclude others look for it.
         unit.access.introduce(unit.attached.nexus(), peer);
-        self.shared.units.add(unit).map_err(|why| match why {
+        let has_others = self.shared.units.add(unit).map_err(|why| match why {
             NoPlace::Taken => UnitError::Exists(address),
             NoPlace::SameName(other) => UnitError::SameName(other),
         })?;
-        self.tell(|| self.shared.events.rescan(address));
+        // Linux adds no unit of a target that it does not know, and asks such a target for all of
+        // its units when it is told to look at LUN 0.
+        let lun = if has_others { address.lun } else { 0 };
+        self.tell(|| self.shared.events.rescan(UnitAddress { lun, ..address }));
         Ok(())
     }
 

@@ -70,8 +70,9 @@ pub(crate) struct UnitNexus {
 }
 
 impl Units {
-    /// Adds a unit, of which the others of its target tell: REPORT LUNS is for each target.
-    pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<(), NoPlace> {
+    /// Adds a unit, of which the others of its target tell: REPORT LUNS is for each target. False:
+    /// there are no others.
+    pub(crate) fn add(&self, unit: Arc<Unit>) -> Result<bool, NoPlace> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         if all.contains_key(&unit.address) {
             return Err(NoPlace::Taken);
@@ -79,11 +80,13 @@ impl Units {
         if let Some(other) = all.values().find(|other| unit.is_taken_for(&other.unit)) {
             return Err(NoPlace::SameName(other.unit.address));
         }
-        tell(&all, unit.address.target, Sense::UNITS_CHANGED);
+        let target = unit.address.target;
+        let has_others = all.keys().any(|other| other.target == target);
+        tell(&all, target, Sense::UNITS_CHANGED);
         let (borrowed, left) = Waiting::new();
         all.insert(unit.address, Place { unit, borrowed, left });
         self.generation.fetch_add(1, Ordering::Release);
-        Ok(())
+        Ok(has_others)
     }
 
     /// Takes a unit away, of which the others of its target tell. The second is ready when nobody

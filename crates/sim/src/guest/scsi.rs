@@ -118,15 +118,19 @@ impl Guest {
                 attentions.raise(POWER_ON, now);
             }
         }
-        let target = scsi.units[disk].address.target;
+        let address = scsi.units[disk].address;
+        let mut has_others = false;
         for (other, unit) in scsi.units.iter().enumerate() {
-            if other != disk && unit.address.target == target && *unit.present.now() {
+            if other != disk && unit.address.target == address.target && *unit.present.now() {
+                has_others = true;
                 self.disks[other].shared_mut().nexus(self.device).raise(UNITS_CHANGED, now);
             }
         }
         if self.plan.no_events == 0 {
             let what = if is_there { Happening::Added } else { Happening::Removed };
-            scsi.events.tell(what, scsi.units[disk].address);
+            // The first unit of a target is looked for by way of the target.
+            let lun = if is_there && !has_others { 0 } else { address.lun };
+            scsi.events.tell(what, UnitAddress { lun, ..address });
         }
         self.world.tick();
     }
