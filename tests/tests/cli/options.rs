@@ -66,7 +66,7 @@ fn impossible_disks_are_refused() -> Result<()> {
         ("null", ["needs a size", "null,size=64G"]),
         ("null,size=", ["null,size=", "size has no value"]),
         ("null,size=1X", ["unknown size suffix 'X'", "K, M, G, T"]),
-        ("null,size=-1", ["null,size=-1", "not a size"]),
+        ("null,size=-1", ["null,size=***", "'-1' is not a size"]),
         ("null,size=0", ["0 bytes", "not zero"]),
         ("null,size=100", ["100 bytes", "multiple"]),
         ("null,size=99999999999T", ["99999999999T", "not a size"]),

@@ -4,7 +4,7 @@
 //! Such a kind is one file of this folder. It has
 //!
 //! - a way to open it, as `DiskSource::raw` is one: it may take long, for disks are opened by
-//!   threads of their own; it ends with `DiskSource::new`, a [`DiskInfo`](super::DiskInfo) and
+//!   threads of their own; it ends with `DiskSource::new`, a [`DiskInfo`] and
 //!   `SourceKind::Other`;
 //! - an [`OtherSource`], for all threads: what is known about the disk, its size, its state;
 //! - an [`OtherDisk`] for each IoThread: the requests.

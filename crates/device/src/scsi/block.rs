@@ -212,8 +212,13 @@ pub(super) async fn read_singly(
         match requests.read(end - rest.bytes() as u64, next).await {
             Ok(()) => rest.advance(bytes),
             Err(unfinished) => {
-                error = unfinished.into_parts().0;
-                if step == block || !Sense::is_of_some_blocks(&error) {
+                // A disk that has become smaller since does not explain why the read has failed.
+                let later = unfinished.into_parts().0;
+                let is_of_blocks = Sense::is_of_some_blocks(&later);
+                if is_of_blocks {
+                    error = later;
+                }
+                if step == block || !is_of_blocks {
                     break;
                 }
                 step = block;

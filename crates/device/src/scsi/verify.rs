@@ -215,7 +215,9 @@ async fn unreadable(
         if let Err(aborted) = task.check() {
             return aborted;
         }
-        if let Err(error) = requests.read_part(one.offset, one.bytes).await {
+        if let Err(later) = requests.read_part(one.offset, one.bytes).await {
+            // A disk that has become smaller since does not explain why the read has failed.
+            let error = if Sense::is_of_some_blocks(&later) { later } else { error };
             return failure(one, error);
         }
     }
