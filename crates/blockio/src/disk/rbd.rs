@@ -220,6 +220,10 @@ impl OtherSource for RbdSource {
     }
 
     fn adopt_size(&self, _: u64) {}
+
+    fn known_size(&self) -> Result<u64, Error> {
+        Ok(self.shared.last_size())
+    }
 }
 
 impl RbdSource {

@@ -20,19 +20,19 @@ pub(super) enum Kind {
     Adding,
     /// A unit is being closed.
     Removing,
-    /// A disk gets another size. It has this identity.
-    Resizing(String),
+    /// A disk of this identity gets another size.
+    Resizing { identity: String, is_local: bool },
 }
 
 impl Changing {
     /// Whether somebody gives the disk of this identity another size.
     pub(super) fn resizes(&self, identity: &str) -> bool {
-        matches!(&self.kind, Kind::Resizing(other) if other == identity)
+        matches!(&self.kind, Kind::Resizing { identity: other, .. } if other == identity)
     }
 
-    /// Whether the file may change before this ends.
+    /// Whether the file may change before this ends. A cluster that is away may never answer.
     pub(super) fn changes_file(&self) -> bool {
-        matches!(self.kind, Kind::Resizing(_))
+        matches!(self.kind, Kind::Resizing { is_local: true, .. })
     }
 }
 
@@ -41,7 +41,7 @@ impl std::fmt::Display for Changing {
         match (&self.kind, self.place) {
             (Kind::Adding, Some(place)) => write!(f, "unit {place} is being added"),
             (Kind::Removing, Some(place)) => write!(f, "unit {place} is being removed"),
-            (Kind::Resizing(_), Some(place)) => write!(f, "unit {place} is being resized"),
+            (Kind::Resizing { .. }, Some(place)) => write!(f, "unit {place} is being resized"),
             (_, None) => write!(f, "its disk is being resized"),
         }
     }

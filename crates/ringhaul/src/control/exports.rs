@@ -229,7 +229,7 @@ impl Exports {
     fn report_size_to_others(&mut self, id: u64, place: Option<UnitPlace>) {
         let changing = self.changing(id).into_iter().flatten();
         let identity = changing.filter(|it| it.place == place).find_map(|it| match &it.kind {
-            Kind::Resizing(identity) => Some(identity.clone()),
+            Kind::Resizing { identity, .. } => Some(identity.clone()),
             Kind::Adding | Kind::Removing => None,
         });
         if let Some(identity) = identity.filter(|identity| !identity.is_empty()) {

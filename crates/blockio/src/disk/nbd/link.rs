@@ -185,7 +185,7 @@ impl Pipe {
 
     /// How long a request may take.
     fn deadline(&self) -> Option<Duration> {
-        let late = self.shared.is_unwanted().then_some(LATE);
+        let late = self.is_unneeded().then_some(LATE);
         self.shared.options.deadline.into_iter().chain(late).min()
     }
 

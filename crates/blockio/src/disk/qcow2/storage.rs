@@ -212,6 +212,8 @@ impl Store {
         }
         let grow = || match self.look()? {
             size if end <= size => Ok(()),
+            // A server or a cluster may take long to answer, and the loop would wait for that.
+            _ if !self.source.has_engine() => Err(self.is_full()),
             size => {
                 let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
                 // Who cannot make it longer may find that somebody else has.
@@ -224,6 +226,12 @@ impl Store {
             tracing::warn!("an image needs more space: {error}");
             io::Error::from_raw_os_error(libc::ENOSPC)
         })
+    }
+
+    fn is_full(&self) -> Error {
+        let chain: Vec<_> = self.source.chain().iter().map(ToString::to_string).collect();
+        let reason = "it is full; make it larger, then use `ringhaul ctl resize`".to_owned();
+        Error::Disk { disk: chain.join(", "), reason }
     }
 
     async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {

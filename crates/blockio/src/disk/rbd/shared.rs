@@ -99,6 +99,11 @@ impl Shared {
         (changes == self.image.changes()).then_some(size)
     }
 
+    /// The size as it was last found.
+    pub(super) fn last_size(&self) -> u64 {
+        self.size_bytes.load(Ordering::Relaxed)
+    }
+
     /// Has this operation end with the size. Whether the caller is to have a thread
     /// [answer](Self::answer_all): nobody does yet.
     #[must_use]

@@ -84,7 +84,8 @@ impl Export {
             None => return Err(CommandError::DiskBusy(name)),
         }
         let (device, disk) = (self.setup.device.clone(), self.disks[index].clone());
-        let kind = Kind::Resizing(disk.identity().to_owned());
+        let (identity, is_local) = (disk.identity().to_owned(), disk.has_engine());
+        let kind = Kind::Resizing { identity, is_local };
         self.changing.push(Changing { place, kind, keeps_here: true });
         let log_name = self.log.name().to_owned();
         Ok(ResizingDisk { id: self.id, log_name, device, disk })
