@@ -227,7 +227,10 @@ impl Queue {
     /// Halts while there is no room. When a chain of this queue is answered, its task looks again.
     #[cold]
     fn set_halted(&self) -> bool {
-        let has_room = self.lists.has_room();
+        // A queue stops once it has taken what it is to do again, and those that wait do not hear of
+        // it before.
+        let takes_again = self.stop.borrow().is_some() && self.ring.borrow().has_again();
+        let has_room = self.lists.has_room() || takes_again;
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
         self.halted.set(self.broken.get() || !has_room);
         self.halted.get()
@@ -291,12 +294,13 @@ impl Queue {
     /// Plans the next run.
     #[inline]
     pub(crate) fn begin_run(&self) -> Run {
+        let is_halted = self.is_halted();
         let ring = &mut *self.ring.borrow_mut();
         let runs = &mut *self.runs.borrow_mut();
         // The first chain after a call is to be seen when it comes.
         let fresh = runs.awaits_driver();
         // A bad ring is found out by the pop.
-        let available = if self.is_halted() { 0 } else { ring.available(fresh).unwrap_or(1) };
+        let available = if is_halted { 0 } else { ring.available(fresh).unwrap_or(1) };
         if available > 0 {
             // What completes meanwhile is no work of the driver.
             runs.wakes(clock::now);

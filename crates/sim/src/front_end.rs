@@ -437,7 +437,8 @@ impl FrontEnd {
             Then::Disabled(queue) => {
                 self.vrings[queue].is_paused = true;
                 let next_avail = self.link.as_ref().and_then(|l| l.session.next_avail(queue));
-                self.stopped(queue, next_avail, 0)?;
+                let left = if self.has_region { self.guest.left(queue) } else { 0 };
+                self.stopped(queue, next_avail, left)?;
             }
             Then::Mapped if self.is_idle() => self.check_memory()?,
             // The next map may be in place already, or be made.

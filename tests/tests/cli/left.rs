@@ -140,11 +140,13 @@ fn writes_that_are_held_are_left_when_the_front_end_stops_the_queue() -> Result<
         return Ok(());
     }
     let mut held = Held::new()?;
-    ensure!(held.frontend.stop_queue(0)? == 4);
+    held.frontend.enable_queue(0, false)?;
     held.wait_until("ready")?;
+    ensure!(held.frontend.stop_queue(0)? == 4);
     let (frontend, region) = (&mut held.frontend, &held.region);
     bring(frontend, region)?;
     frontend.start_queue(0, 0)?;
+    frontend.enable_queue(0, true)?;
     held.wait_until("held")?;
     // Memory comes and goes: they begin anew in what there is.
     let region = held.frontend.memory.regions[1].clone();

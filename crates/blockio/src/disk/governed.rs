@@ -19,6 +19,12 @@ impl Disk {
         self.gate.set_waits(waits);
     }
 
+    /// Whether their queue stops, however they wait then.
+    #[must_use]
+    pub fn is_stopping(&self) -> bool {
+        self.gate.waits() != Waits::Usual
+    }
+
     /// Whether they do not, since their queue stops.
     #[must_use]
     pub fn is_ending(&self) -> bool {

@@ -65,7 +65,10 @@ impl<'a> AtDisk<'a> {
     /// which waits for one that ends `soon`.
     pub(super) async fn give_way(self, soon: bool) -> Result<(), Failure> {
         if !soon {
-            self.check_waiting()?;
+            self.task.check()?;
+            if self.local.disk.is_stopping() {
+                return Err(Failure::Busy);
+            }
         }
         let unit = &self.local.unit;
         if !unit.access.is_exclusive() {

@@ -320,6 +320,7 @@ fn a_long_verify_holds_up_neither_others_nor_its_queue() {
         let one = Initiator::on(Arc::new(disk), &disk_options, options.clone());
         let other = one.beside(&options);
         let mut all = [one, other];
+        all[1].mark_commands();
         let blocks = u32::try_from(bytes / BLOCK as u64).unwrap();
         all[1].begin(UNIT.bytes(), &cdb16(0x8f, 0, 0, blocks), &[], 0);
         let reads = |all: &[Initiator]| all[1].scene.thread.io().stats().read.ops.get();
@@ -345,9 +346,11 @@ fn a_long_verify_holds_up_neither_others_nor_its_queue() {
     drop(held);
     assert_eq!(all[1].end().status, RESERVATION_CONFLICT);
     for (bytes, status) in [(64 << 20, 0), (1 << 30, BUSY)] {
-        let mut all = begin(bytes);
-        let stopped = all[1].take_queue().begin_stop();
-        all[1].scene.wait(&stopped);
-        assert_eq!(all[1].end().status, status, "of {bytes} bytes");
+        for kind in [StopKind::Final, StopKind::Pause, StopKind::Leave] {
+            let mut all = begin(bytes);
+            let stopped = all[1].take_queue().begin_stop_as(kind);
+            all[1].scene.wait(&stopped);
+            assert_eq!(all[1].end().status, status, "of {bytes} bytes, {kind:?}");
+        }
     }
 }

@@ -17,7 +17,10 @@ impl Connection {
     pub(super) fn stop_kind(&self, change: &Change) -> StopKind {
         let negotiated = self.protocol_features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0;
         match change {
-            Change::GetBase(_) if negotiated && self.inflight.is_some() => StopKind::Leave,
+            // QEMU disables a ring before it asks where that is.
+            Change::GetBase(_) | Change::Disable(_) if negotiated && self.inflight.is_some() => {
+                StopKind::Leave
+            }
             // They have their buffers in the memory before, and begin anew in the other.
             Change::Memory(_) if self.inflight.is_some() => StopKind::Leave,
             _ => StopKind::Final,
