@@ -250,7 +250,7 @@ impl RequestQueues {
         self.reach.tell_each(|_| {
             let most = Arc::clone(&most);
             Box::new(move |queue| {
-                let here = queue.map_or(0, |queue| count(queue));
+                let here = queue.map_or(0, count);
                 most.fetch_max(here, Ordering::Relaxed);
             })
         });
