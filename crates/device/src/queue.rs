@@ -227,8 +227,8 @@ impl Queue {
     /// Halts while there is no room. When a chain of this queue is answered, its task looks again.
     #[cold]
     fn set_halted(&self) -> bool {
-        // A queue stops once it has taken what it is to do again, and those that wait do not hear of
-        // it before.
+        // A queue stops once it has taken what it is to do again. Before that, those that wait do
+        // not hear of it.
         let takes_again = self.stop.borrow().is_some() && self.ring.borrow().has_again();
         let has_room = self.lists.has_room() || takes_again;
         self.shown.is_full.store(!has_room, Ordering::Relaxed);
