@@ -36,6 +36,15 @@ fn held_up(waits: Waits) -> ([Initiator; 3], Exclusive) {
     held_up_of(three(), waits)
 }
 
+/// The same, with commands that are marked. The one that has the medium waits itself.
+fn held_up_and_marked(waits: Waits) -> ([Initiator; 3], Exclusive) {
+    let mut all = three();
+    all[1].mark_commands();
+    let (all, held) = held_up_of(all, waits);
+    held.set_held(true);
+    (all, held)
+}
+
 fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], Exclusive) {
     if waits == Waits::GoesOn {
         begin_write(&mut all[1]);
@@ -133,11 +142,7 @@ fn a_queue_that_pauses_waits_for_one_that_waits_itself_and_fails_nothing() {
 #[test]
 fn commands_that_wait_are_left_in_the_inflight_region() {
     for waits in EACH {
-        let mut all = three();
-        all[1].mark_commands();
-        let held;
-        (all, held) = held_up_of(all, waits);
-        held.set_held(true);
+        let (mut all, held) = held_up_and_marked(waits);
         let stopped = all[1].take_queue().begin_stop_as(StopKind::Leave);
         all[1].scene.wait(&stopped);
         assert!(!all[1].has_answer(), "{waits:?}");
@@ -157,11 +162,7 @@ fn commands_that_wait_are_left_in_the_inflight_region() {
 #[test]
 fn a_command_that_is_aborted_while_it_waits_is_not_left() {
     for waits in EACH {
-        let mut all = three();
-        all[1].mark_commands();
-        let held;
-        (all, held) = held_up_of(all, waits);
-        held.set_held(true);
+        let (mut all, held) = held_up_and_marked(waits);
         let mut control = Control::start(&all[1].device);
         let scenes = all.each_ref().map(|initiator| &initiator.scene);
         assert_eq!(control.send(&scenes, ABORT_TASK_SET), OK);
