@@ -217,6 +217,10 @@ impl OtherSource for ElsewhereSource {
         Ok(())
     }
 
+    fn sets_size_at_once(&self) -> bool {
+        true
+    }
+
     fn adopt_size(&self, _: u64) {}
 }
 

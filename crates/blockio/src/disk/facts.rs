@@ -311,6 +311,14 @@ impl DiskSource {
         self.local().is_some()
     }
 
+    /// Whether it can be [given a size](Self::set_size) by a thread that must not wait.
+    pub(super) fn sets_size_at_once(&self) -> bool {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => true,
+            SourceKind::Other(source) => source.sets_size_at_once(),
+        }
+    }
+
     /// The engine that it prefers, and why.
     #[must_use]
     pub fn preference(&self) -> Option<(EngineKind, &str)> {

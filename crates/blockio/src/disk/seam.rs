@@ -132,6 +132,12 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// Gives it this size, which was checked. No request is beyond.
     fn set_size(&self, size_bytes: u64) -> Result<(), Error>;
 
+    /// Whether [`set_size`](Self::set_size) is done at once, so that an IoThread may call it: it
+    /// waits for no server and for no cluster.
+    fn sets_size_at_once(&self) -> bool {
+        self.local().is_some()
+    }
+
     /// Its user knows it by this size, as it was in another process.
     fn adopt_size(&self, size_bytes: u64);
 }

@@ -213,7 +213,7 @@ impl Store {
         let grow = || match self.look()? {
             size if end <= size => Ok(()),
             // A server or a cluster may take long to answer, and the loop would wait for that.
-            _ if !self.source.has_engine() => Err(self.is_full()),
+            _ if !self.source.sets_size_at_once() => Err(self.is_full()),
             size => {
                 let larger = end.next_multiple_of(GROWTH_BYTES).max(size);
                 // Who cannot make it longer may find that somebody else has.
