@@ -3,11 +3,16 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::Pid;
 use tempfile::TempDir;
+
+/// How long a thread is looked for, and how often.
+const LIST_LIMIT: Duration = Duration::from_secs(10);
+const LIST_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Whether this test may change the system. Prints a message if not.
 #[must_use]
@@ -213,11 +218,22 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The id of the thread of this name in a process.
+/// The id of the thread of this name in a process. A list of threads can lack some while others
+/// end, so it is read again for a while.
 ///
 /// # Errors
 /// When it has none.
 pub fn thread_id(process: Pid, name: &str) -> Result<Pid> {
+    let deadline = Instant::now() + LIST_LIMIT;
+    loop {
+        match listed_thread_id(process, name) {
+            Err(_) if Instant::now() < deadline => std::thread::sleep(LIST_INTERVAL),
+            result => return result,
+        }
+    }
+}
+
+fn listed_thread_id(process: Pid, name: &str) -> Result<Pid> {
     let path = format!("/proc/{}/task", process.as_raw_nonzero());
     for entry in fs::read_dir(&path).with_context(|| format!("reading {path}"))? {
         let entry = entry?;
