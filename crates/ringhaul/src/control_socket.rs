@@ -239,7 +239,7 @@ fn converse(
             return Ok(());
         }
     };
-    let mut client = Client::new(Weak::clone(daemon), place, Arc::clone(&connection));
+    let mut client = Client::new(Weak::clone(daemon), peer, place, Arc::clone(&connection));
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {

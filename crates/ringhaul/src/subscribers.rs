@@ -3,8 +3,8 @@
 //! Whoever reports an event never waits: each subscriber has a queue with a bound, and one whose
 //! queue is full has no subscription any more.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use schemars::JsonSchema;
@@ -14,7 +14,7 @@ use crate::peer::Peer;
 use crate::spec::UnitPlace;
 
 /// Events that wait for a subscriber, at most.
-const QUEUED_MAX: usize = 256;
+pub(crate) const QUEUED_MAX: usize = 256;
 
 /// Something that has happened to an export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -120,7 +120,20 @@ struct Shared {
 #[derive(Default)]
 struct List {
     next_id: u64,
-    queues: Vec<(u64, SyncSender<Arc<ExportEvent>>)>,
+    queues: Vec<Queue>,
+}
+
+/// Where the events of a subscriber go.
+struct Queue {
+    id: u64,
+    events: SyncSender<Arc<ExportEvent>>,
+    is_full: Arc<AtomicBool>,
+}
+
+/// The events of a subscriber as they come.
+pub(crate) struct Queued {
+    pub(crate) events: Receiver<Arc<ExportEvent>>,
+    is_full: Arc<AtomicBool>,
 }
 
 /// A place among the subscribers, until it is dropped.
@@ -142,20 +155,22 @@ impl Subscribers {
         }
         let event = Arc::new(event);
         self.change(|list| {
-            list.queues.retain(|(_, queue)| queue.try_send(Arc::clone(&event)).is_ok());
+            list.queues.retain(|queue| queue.put(&event));
         });
     }
 
     /// From now on all events come out of the queue. It ends when it was full, or the subscription
     /// is dropped.
-    pub(crate) fn subscribe(&self) -> (Subscription, Receiver<Arc<ExportEvent>>) {
+    pub(crate) fn subscribe(&self) -> (Subscription, Queued) {
         let (sender, receiver) = sync_channel(QUEUED_MAX);
+        let is_full = Arc::<AtomicBool>::default();
+        let queued = Queued { events: receiver, is_full: Arc::clone(&is_full) };
         let id = self.change(|list| {
             list.next_id += 1;
-            list.queues.push((list.next_id, sender));
+            list.queues.push(Queue { id: list.next_id, events: sender, is_full });
             list.next_id
         });
-        (Subscription { id, subscribers: self.clone() }, receiver)
+        (Subscription { id, subscribers: self.clone() }, queued)
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut List) -> T) -> T {
@@ -167,10 +182,30 @@ impl Subscribers {
     }
 }
 
+impl Queue {
+    /// Whether it has taken the event, and takes more.
+    fn put(&self, event: &Arc<ExportEvent>) -> bool {
+        let taken = self.events.try_send(Arc::clone(event));
+        self.is_full.store(matches!(taken, Err(TrySendError::Full(_))), Ordering::Release);
+        taken.is_ok()
+    }
+}
+
+impl Queued {
+    /// The events, until there will be no more.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Arc<ExportEvent>> {
+        self.events.iter()
+    }
+
+    /// Whether there are no more because they were not taken in time.
+    pub(crate) fn is_full(&self) -> bool {
+        self.is_full.load(Ordering::Acquire)
+    }
+}
+
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let id = self.id;
-        self.subscribers.change(|list| list.queues.retain(|(other, _)| *other != id));
+        self.subscribers.change(|list| list.queues.retain(|queue| queue.id != self.id));
     }
 }
 
@@ -190,12 +225,13 @@ mod tests {
         let (fast, read) = subscribers.subscribe();
         for number in 0..2 * QUEUED_MAX {
             subscribers.report(event(&number.to_string(), What::Added));
-            assert_eq!(read.recv().unwrap().export, number.to_string());
+            assert_eq!(read.iter().next().unwrap().export, number.to_string());
         }
         // It reads what was queued, and then the end.
         assert_eq!(queued.iter().count(), QUEUED_MAX);
         drop(fast);
-        assert!(read.recv().is_err() && subscribers.is_empty());
+        assert!(read.iter().next().is_none() && subscribers.is_empty());
+        assert!(queued.is_full() && !read.is_full());
     }
 
     #[test]

@@ -266,9 +266,9 @@ fn it_says_which_of_several_exports_were_added() -> Result<()> {
 #[test]
 fn shells_complete_its_words() -> Result<()> {
     for (shell, words) in [
-        ("bash", &["_ringhaul()", "--control-group", "add-lun"][..]),
-        ("zsh", &["#compdef ringhaul", "--control-group", "add-lun"]),
-        ("fish", &["complete -c ringhaul", "control-group", "add-lun"]),
+        ("bash", &["_ringhaul()", "--control-group", "add-lun", "--binary"][..]),
+        ("zsh", &["#compdef ringhaul", "--control-group", "add-lun", "--binary"]),
+        ("fish", &["complete -c ringhaul", "control-group", "add-lun", "-l binary"]),
     ] {
         let script = run(ringhaul()?.args(["completions", shell]))?.expect_code(0)?.stdout;
         for word in words {

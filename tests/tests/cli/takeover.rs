@@ -449,7 +449,7 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
     ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
     // It knows where the socket is by which it is taken over in turn.
-    let said = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
+    let said = ctl(&["upgrade", "--binary", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
     ensure!(serde_json::from_str::<Value>(&said)?["process"].is_u64(), "{said}");
     // Its log has gone to where that of the first one goes, so it is still open.
     check(&mut frontend, 3)?;

@@ -1,22 +1,24 @@
 //! A client, as methods see it: the daemon that it asks, and the events that it wants to know.
 
+use std::io;
 use std::path::Path;
-use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Weak};
 
 use anyhow::{Context, Result};
 
-use super::connection::Connection;
+use super::connection::{Connection, LIMITS};
 use super::message::{Code, Problem, event_line};
 use super::places::Place;
 use crate::command::{Command, CommandError, Reply};
 use crate::daemon::Daemon;
-use crate::subscribers::{ExportEvent, Kind, Subscription};
+use crate::peer::Peer;
+use crate::subscribers::{ExportEvent, Kind, QUEUED_MAX, Queued, Subscription};
 use crate::takeover;
 
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
+    peer: Peer,
     pub(super) place: Place,
     pub(super) connection: Arc<Connection>,
     /// Events come for as long as it is there.
@@ -27,13 +29,18 @@ pub(super) struct Client {
 
 /// Events as they happen, those of some kinds or all.
 struct Events {
-    queue: Receiver<Arc<ExportEvent>>,
+    queue: Queued,
     kinds: Option<Vec<Kind>>,
 }
 
 impl Client {
-    pub(super) fn new(daemon: Weak<Daemon>, place: Place, connection: Arc<Connection>) -> Self {
-        Self { daemon, place, connection, subscription: None, beginning: None }
+    pub(super) fn new(
+        daemon: Weak<Daemon>,
+        peer: Peer,
+        place: Place,
+        connection: Arc<Connection>,
+    ) -> Self {
+        Self { daemon, peer, place, connection, subscription: None, beginning: None }
     }
 
     /// Has `binary` run as the user of the daemon, to take over from it.
@@ -63,17 +70,16 @@ impl Client {
     /// Begins to send events, if it has subscribed. A thread does it, so that a client which does
     /// not read them slows nobody.
     pub(super) fn begin_events(&mut self) -> Result<()> {
-        let Some(Events { queue, kinds }) = self.beginning.take() else { return Ok(()) };
-        let connection = Arc::clone(&self.connection);
+        let Some(events) = self.beginning.take() else { return Ok(()) };
+        let (connection, peer) = (Arc::clone(&self.connection), self.peer.clone());
         let send = move || {
-            let is_wanted = |event: &Arc<ExportEvent>| {
-                kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.what.kind()))
-            };
-            for event in queue.iter().filter(is_wanted) {
-                if let Err(error) = connection.send(&event_line(&event)) {
-                    tracing::debug!("a subscriber is dropped: {error}");
-                    break;
-                }
+            if let Some(why) = events.send_all(&connection) {
+                let process = peer.pid.map_or_else(|| "not visible".into(), |pid| pid.to_string());
+                tracing::warn!(
+                    "a subscriber to events (process {process}, user {}) is dropped: {why}; it \
+                     must read them as they come",
+                    peer.uid
+                );
             }
             // It has left, or was too slow.
             connection.close();
@@ -85,5 +91,27 @@ impl Client {
     fn daemon(&self) -> Result<Arc<Daemon>, Problem> {
         let ending = || Problem::from(&CommandError::Ending);
         self.daemon.upgrade().ok_or_else(ending)
+    }
+}
+
+impl Events {
+    /// Sends them until there will be no more. Returns in which way the client was too slow, if it
+    /// was that.
+    fn send_all(&self, connection: &Connection) -> Option<String> {
+        let is_wanted = |event: &Arc<ExportEvent>| {
+            self.kinds.as_ref().is_none_or(|kinds| kinds.contains(&event.what.kind()))
+        };
+        for event in self.queue.iter().filter(is_wanted) {
+            match connection.send(&event_line(&event)) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    let seconds = LIMITS.taken_within.as_secs();
+                    return Some(format!("it has not taken an event within {seconds} seconds"));
+                }
+                // It has left.
+                Err(_) => return None,
+            }
+        }
+        self.queue.is_full().then(|| format!("more than {QUEUED_MAX} events wait for it"))
     }
 }

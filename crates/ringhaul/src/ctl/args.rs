@@ -119,7 +119,11 @@ pub enum What {
     /// Have another program take over from the daemon, which ends, while its guests go on.
     Upgrade {
         /// The program: a `ringhaul` of any version that understands this one.
-        binary: PathBuf,
+        #[arg(required_unless_present = "option", conflicts_with = "option")]
+        binary: Option<PathBuf>,
+        /// The program, as an option.
+        #[arg(id = "option", long = "binary", value_name = "PATH")]
+        option: Option<PathBuf>,
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
     /// It asks no daemon.

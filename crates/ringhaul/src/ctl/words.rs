@@ -48,7 +48,8 @@ pub(super) fn calls_of(what: &What) -> Result<Vec<(&str, Value)>> {
         What::Stats => ("stats", json!({})),
         What::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         What::Events { kinds } => ("subscribe", json!({ "events": kinds })),
-        What::Upgrade { binary } => {
+        What::Upgrade { binary, option } => {
+            let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
             check_is_path(binary)?;
             ("upgrade", json!({ "binary": absolute(binary)? }))
         }
@@ -261,6 +262,8 @@ mod tests {
             ("set", "set", json!({})),
             ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
             ("events gone", "subscribe", json!({ "events": ["gone"] })),
+            ("upgrade /bin/it", "upgrade", json!({ "binary": "/bin/it" })),
+            ("upgrade --binary /bin/it", "upgrade", json!({ "binary": "/bin/it" })),
             ("call stats", "stats", json!({})),
         ] {
             assert_eq!(calls(words).unwrap(), [(method.to_owned(), params)], "{words}");
@@ -282,6 +285,9 @@ mod tests {
             "add --socket-path /a",
             "add --blk-file /a",
             "call ping {",
+            "upgrade",
+            "upgrade --binary it",
+            "upgrade /bin/it --binary /bin/it",
         ] {
             assert!(calls(bad).is_err(), "{bad}");
         }

@@ -366,7 +366,8 @@ mod tests {
             let args = serve.get_matches_from(["serve"]);
             let args = ServeArgs::from_arg_matches(&args).unwrap();
             let (daemon, ending) = Daemon::start(args, None).unwrap();
-            let (_subscription, events) = daemon.subscribers().subscribe();
+            let (_subscription, queued) = daemon.subscribers().subscribe();
+            let events = queued.events;
             let folder = tempfile::tempdir().unwrap();
             Self { folder, daemon: Arc::new(daemon), ending, events, _subscription }
         }
