@@ -1,0 +1,408 @@
+//! The control socket, asked by a program that this project has not written: lines of JSON that
+//! `socat` passes on, and that anybody could type.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{READY, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::daemon::SECTOR_BYTES;
+use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::socat::{self, Socat};
+use super::{DISK_BYTES, scene};
+
+/// Codes of errors.
+const NO_JSON: i32 = -32700;
+const NO_REQUEST: i32 = -32600;
+const NO_METHOD: i32 = -32601;
+const PARAMS: i32 = -32602;
+const UNKNOWN: i32 = 2;
+const UNFINISHED: i32 = 8;
+
+/// Enough requests that others are made while they are.
+const VERIFIED: &str = "--rw randrw --iodepth 8 --number_ios 2000 --size 4m --verify";
+
+/// A daemon that serves these, with a control socket.
+fn serve(scene: &Scene, options: &[&str]) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.arg("serve").args(options).arg("--socket-path").arg(scene.socket("vm.sock"));
+    Running::serve(command.arg("--control").arg(scene.socket("control")))
+}
+
+/// Has the daemon end by request.
+fn shut_down(mut client: Socat, daemon: Running) -> Result<String> {
+    ensure!(client.done("shutdown", &json!({}))? == json!({}), "not what the page says");
+    ensure!(client.hear()?.is_none(), "the connection stays");
+    Ok(daemon.finish()?.expect_code(0)?.stderr)
+}
+
+#[test]
+fn an_export_comes_is_used_and_goes() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let daemon = serve(&scene, &["--disk", "null,size=1M", "--name", "vm1"])?;
+    let mut client = Socat::connect(&scene.socket("control"))?;
+    let version = client.done("ping", &json!({}))?;
+    ensure!(version["version"] == env!("CARGO_PKG_VERSION"), "{version}");
+    let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("vm2.sock"));
+    let mut spec = json!({ "name": "vm2", "endpoint": { "path": socket } });
+    spec["device"] = json!({ "blk": { "file": disk } });
+    ensure!(client.done("export.add", &spec)? == json!({}), "not what the page says");
+    let list = client.done("export.list", &json!({}))?;
+    let names = list.as_array().context("no list")?.iter().map(|export| &export["name"]);
+    ensure!(names.eq([&json!("vm1"), &json!("vm2")]), "{list}");
+    run(&mut bench(&socket, VERIFIED)?)?.expect_code(0)?;
+
+    let vm2 = json!({ "export": "vm2" });
+    let mut frontend = Frontend::attach(&socket, &Setup::default())?;
+    frontend.write(0, 0, &[7; SECTOR_BYTES])?;
+    let shown = client.done("export.show", &vm2)?;
+    let features = shown["front-end"]["features"].as_array().context("no features")?;
+    ensure!(features.contains(&json!("version-1")), "{shown}");
+    ensure!(shown["front-end"]["peer"]["pid"] == std::process::id(), "{shown}");
+    ensure!(shown["front-end"]["memory"]["bytes"].as_u64() > Some(0), "{shown}");
+    ensure!(shown["front-end"]["queues"][0]["state"] == "running", "{shown}");
+    let disk_0 = &shown["disks"][0];
+    ensure!(disk_0["engine"].is_string() && disk_0["engine-reason"].is_string(), "{shown}");
+
+    let grown = json!({ "export": "vm2", "size-bytes": 2 * DISK_BYTES });
+    let resized = client.done("disk.resize", &grown)?;
+    ensure!(resized["size-bytes"] == 2 * DISK_BYTES, "{resized}");
+    ensure!(disk.metadata()?.len() == 2 * DISK_BYTES, "the file is as long as before");
+    let capacity = frontend.config(0, 8)?.try_into().ok().map(u64::from_le_bytes);
+    ensure!(capacity == Some(2 * DISK_BYTES / SECTOR_BYTES as u64), "{capacity:?}");
+    frontend.write(0, DISK_BYTES / SECTOR_BYTES as u64, &[8; SECTOR_BYTES])?;
+    let stats = client.done("stats", &json!({}))?;
+    let exports = stats["exports"].as_array().context("no exports")?;
+    let served = exports.iter().find(|export| export["name"] == "vm2").context("no vm2")?;
+    ensure!(served["served"]["writes"]["requests"].as_u64() > Some(2), "{stats}");
+    ensure!(stats["iothreads"][0]["turns"].as_u64() > Some(0), "{stats}");
+
+    let removed = client.done("export.remove", &vm2)?;
+    ensure!(removed["name"] == "vm2" && !socket.exists(), "{removed}");
+    ensure!(frontend.config(0, 8).is_err(), "it is still served");
+    let message = client.refused("export.show", &vm2, UNKNOWN)?;
+    ensure!(message.contains("there is no export vm2"), "{message}");
+    shut_down(client, daemon).map(drop)
+}
+
+#[test]
+fn a_unit_comes_is_used_and_goes() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let options = ["--device", "scsi", "--lun", "0,null=1M", "--name", "vm"];
+    let daemon = serve(&scene, &options)?;
+    let mut client = Socat::connect(&scene.socket("control"))?;
+    let disk = scene.disk("disk.img", DISK_BYTES)?;
+    let place = json!({ "export": "vm", "target": 0, "lun": 3 });
+    let unit = json!({ "target": 0, "lun": 3, "disk": { "file": disk } });
+    let added = client.done("lun.add", &json!({ "export": "vm", "unit": unit }))?;
+    ensure!(added == json!({}), "{added}");
+    let options = format!("--device scsi --lun 3 {VERIFIED}");
+    run(&mut bench(&scene.socket("vm.sock"), &options)?)?.expect_code(0)?;
+    let shown = client.done("export.show", &json!({ "export": "vm" }))?;
+    ensure!(shown["size-bytes"] == DISK_BYTES + (1 << 20), "{shown}");
+    ensure!(client.done("lun.remove", &place)? == json!({}), "not what the page says");
+    let message = client.refused("lun.remove", &place, UNKNOWN)?;
+    ensure!(message.contains("vm has no unit 0:3"), "{message}");
+    run(&mut bench(&scene.socket("vm.sock"), &options)?)?.expect_code(2)?;
+    shut_down(client, daemon).map(drop)
+}
+
+#[test]
+fn settings_change_and_the_log_tells() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let daemon = serve(&scene, &["--disk", "null,size=1M", "--log", "info"])?;
+    let mut client = Socat::connect(&scene.socket("control"))?;
+    let before = client.done("set", &json!({}))?;
+    ensure!(before["log"] == "info" && before["poll-budget"].is_u64(), "{before}");
+    let change = json!({ "poll-max-us": 7, "poll-budget": 3, "log": "ringhaul=info" });
+    let changed = client.done("set", &change)?;
+    ensure!(changed == change, "{changed}");
+    let message = client.refused("set", &json!({ "log": "ringhaul=loud" }), PARAMS)?;
+    ensure!(message.contains("cannot change what is logged: 'ringhaul=loud'"), "{message}");
+    ensure!(client.done("set", &json!({}))? == changed, "what was refused has changed something");
+    let limits = json!({ "export": scene.socket("vm.sock"), "limits": { "iops-total": 500 } });
+    let set = client.done("disk.set", &limits)?;
+    ensure!(set["limits"]["iops-total"] == 500, "{set}");
+    let log = shut_down(client, daemon)?;
+    let line = "settings: poll-max-us 7, poll-budget 3, log ringhaul=info\n";
+    ensure!(log.matches("settings: ").count() == 1 && log.contains(line), "{log}");
+    Ok(())
+}
+
+/// What it waits for is said, and force changes nothing about what the kernel has.
+#[test]
+fn a_removal_says_what_it_waits_for() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let file = fuse.file().display().to_string();
+    let reads = ["--read-only", "--lock", "off", "--engine", "threads", "--name", "vm"];
+    let daemon = serve(&scene, &[&reads[..], &["--blk-file", &file]].concat())?;
+    let control = scene.socket("control");
+    let (mut client, mut events) = (Socat::connect(&control)?, Socat::connect(&control)?);
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let mut load = Running::start(&mut bench(&scene.socket("vm.sock"), "--number_ios 4")?)?;
+    let hangs = (|| {
+        fuse.wait_for(opcode::READ)?;
+        events.done("subscribe", &json!({ "events": ["gone", "removed"] }))?;
+        let remove = json!({ "export": "vm", "deadline-ms": 50 });
+        let message = client.refused("export.remove", &remove, UNFINISHED)?;
+        ensure!(message.contains("vm has not ended: 1 request"), "{message}");
+        // The load waits for its answer and is not disconnected before it is forced to be.
+        ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
+        let force = json!({ "export": "vm", "deadline-ms": 50, "force": true });
+        let message = client.refused("export.remove", &force, UNFINISHED)?;
+        ensure!(message.contains("vm has not ended: 1 request"), "{message}");
+        load.wait_for("it has closed the connection")?;
+        let shown = client.done("export.show", &json!({ "export": "vm" }))?;
+        let waits = shown["waits-for"].as_str().unwrap_or_default();
+        ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+        client.begin("export.remove", &json!({ "export": "vm", "force": true }))
+    })();
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    let removed = client.end(hangs?)?;
+    ensure!(removed["result"]["name"] == "vm", "{removed}");
+    ensure!(events.event("gone")?["export"] == "vm", "another has gone");
+    ensure!(events.event("removed")?["export"] == "vm", "another has gone");
+    load.finish()?.expect_code(1)?;
+    ensure!(client.done("export.list", &json!({}))? == json!([]), "it is still there");
+    shut_down(client, daemon).map(drop)
+}
+
+#[test]
+fn events_come_as_things_happen() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let options = ["--disk", "null,size=1M", "--name", "vm"];
+    let daemon = serve(&scene, &options)?;
+    let control = scene.socket("control");
+    let (mut client, mut events) = (Socat::connect(&control)?, Socat::connect(&control)?);
+    ensure!(events.done("subscribe", &json!({}))? == json!({}), "no subscription");
+    let mut frontend = Frontend::attach(&scene.socket("vm.sock"), &Setup::default())?;
+    let attached = events.event("attached")?;
+    ensure!(attached["peer"]["pid"] == std::process::id(), "{attached}");
+    client.done("disk.resize", &json!({ "export": "vm", "size-bytes": 3 << 20 }))?;
+    let resized = json!({ "export": "vm", "event": "resized", "size-bytes": 3 << 20 });
+    ensure!(events.event("resized")? == resized);
+    // A guest that asks for what there is not.
+    ensure!(frontend.request(0, blk::IN, u64::MAX >> 9, &[], 512)?.status != blk::OK);
+    let error = events.event("error")?;
+    ensure!(error["export"] == "vm" && error["message"].is_string(), "{error}");
+    drop(frontend);
+    ensure!(events.event("gone")?["export"] == "vm", "another has gone");
+    // A front-end that talks nonsense, which is no program of ours either.
+    let mut nonsense = Socat::connect(&scene.socket("vm.sock"))?;
+    nonsense.say(&"nonsense".repeat(8))?;
+    ensure!(events.event("attached")?["peer"]["pid"] != std::process::id(), "it is the old one");
+    let gone = events.event("gone")?;
+    let reason = gone["reason"].as_str().unwrap_or_default();
+    ensure!(reason.starts_with("disconnected: message"), "{gone}");
+    client.done("export.remove", &json!({ "export": "vm" }))?;
+    events.event("removed")?;
+    shut_down(client, daemon)?;
+    ensure!(events.hear()?.is_none(), "more events come");
+    Ok(())
+}
+
+/// It stands still in the middle, and neither requests nor other subscribers do.
+#[test]
+fn a_subscriber_that_stands_still_slows_nobody() -> Result<()> {
+    /// More than its queue and its socket can hold.
+    const EVENTS: u64 = 2048;
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let file = format!("1,blk-file={}", scene.disk("disk.img", DISK_BYTES)?.display());
+    let options = ["--name", "vm", "--device", "scsi", "--lun", "0,null=1M", "--lun", &file];
+    let mut daemon = serve(&scene, &options)?;
+    let control = scene.socket("control");
+    let connect = || Socat::connect(&control);
+    let (mut client, mut stuck, mut events) = (connect()?, connect()?, connect()?);
+    for subscriber in [&mut stuck, &mut events] {
+        subscriber.done("subscribe", &json!({ "events": ["resized"] }))?;
+    }
+    stuck.signal(Signal::STOP)?;
+    let options = format!("--device scsi --lun 1 {VERIFIED}");
+    let load = Running::start(&mut bench(&scene.socket("vm.sock"), &options)?)?;
+    for number in 0..EVENTS {
+        let size = (number % 7 + 2) << 20;
+        let resize = json!({ "export": "vm", "lun": 0, "size-bytes": size, "shrink": true });
+        client.done("disk.resize", &resize)?;
+        let event = events.event("resized")?;
+        ensure!(event["lun"] == 0 && event["size-bytes"] == size, "{number}: {event}");
+    }
+    load.finish()?.expect_code(0)?;
+    let line = daemon.wait_for("is dropped")?;
+    let process = format!("a subscriber to events (process {}, user ", stuck.process());
+    ensure!(line.contains(&process) && line.contains("must read them"), "{line}");
+    run(&mut bench(&scene.socket("vm.sock"), &options)?)?.expect_code(0)?;
+    stuck.signal(Signal::CONT)?;
+    let mut seen = 0;
+    while stuck.hear()?.is_some() {
+        seen += 1;
+    }
+    ensure!(seen < EVENTS, "it has got all of them");
+    let log = shut_down(client, daemon)?;
+    ensure!(log.matches("is dropped").count() == 1, "{log}");
+    Ok(())
+}
+
+#[test]
+fn what_is_refused_says_what_to_do() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let daemon = serve(&scene, &["--disk", "null,size=1M", "--name", "vm"])?;
+    let mut client = Socat::connect(&scene.socket("control"))?;
+    for (method, params, code, words) in [
+        ("export.shew", json!({}), NO_METHOD, &["export.shew", "export.show"][..]),
+        ("export.show", json!({}), PARAMS, &["missing field `export`"]),
+        ("export.show", json!({ "export": 3 }), PARAMS, &["export: ", "expected a string"]),
+        ("export.show", json!([1]), PARAMS, &["object"]),
+        (
+            "export.show",
+            json!({ "export": "nobody" }),
+            UNKNOWN,
+            &["nobody", "by its name or its socket"],
+        ),
+        (
+            "export.remove",
+            json!({ "export": "vm", "deadline": 3 }),
+            PARAMS,
+            &["unknown field `deadline`", "`deadline-ms`"],
+        ),
+        (
+            "disk.resize",
+            json!({ "export": "vm", "size-bytes": "3M" }),
+            PARAMS,
+            &["size-bytes: ", "expected u64"],
+        ),
+        ("disk.resize", json!({ "export": "vm", "size-bytes": 512 }), 1, &["shrink"]),
+    ] {
+        let message = client.refused(method, &params, code)?;
+        for word in words {
+            ensure!(message.contains(word), "no {word:?}: {method} {params}: {message}");
+        }
+    }
+    let shown = client.done("export.show", &json!({ "export": "vm" }))?;
+    ensure!(shown["size-bytes"] == 1 << 20 && shown["state"] == "serving", "{shown}");
+    shut_down(client, daemon).map(drop)
+}
+
+/// As JSON-RPC has it, but for batches, which are refused.
+#[test]
+fn lines_are_requests_however_they_are_cut() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let daemon = serve(&scene, &["--disk", "null,size=1M"])?;
+    let control = scene.socket("control");
+    let mut client = Socat::connect(&control)?;
+    let ping = |id: &str| format!(r#"{{"jsonrpc":"2.0","id":{id},"method":"ping"}}"#);
+    let hear = |client: &Socat| client.hear()?.context("the daemon has hung up");
+    client.say(&format!("{}\n{}\n", ping("1"), ping(r#""two""#)))?;
+    for id in [json!(1), json!("two")] {
+        let answer = hear(&client)?;
+        ensure!(answer["id"] == id && answer["result"].is_object(), "{answer}");
+    }
+    let cut = ping("3");
+    let (first, second) = cut.split_at(cut.len() / 2);
+    client.say_apart(first)?;
+    // Others are answered meanwhile.
+    Socat::connect(&control)?.done("ping", &json!({}))?;
+    client.say_apart(second)?;
+    client.say("\n")?;
+    ensure!(hear(&client)?["id"] == 3, "a request that was cut");
+    for (line, code) in [
+        (format!("[{},{}]", ping("4"), ping("5")), NO_REQUEST),
+        ("[]".into(), NO_REQUEST),
+        (ping("6").replace(r#""jsonrpc":"2.0","#, ""), NO_REQUEST),
+        (ping("[7]"), NO_REQUEST),
+        (first.into(), NO_JSON),
+    ] {
+        client.say(&format!("{line}\n"))?;
+        let answer = hear(&client)?;
+        let error = &answer["error"];
+        ensure!(error["code"] == code && error["message"].is_string(), "{line}: {answer}");
+        ensure!(answer["jsonrpc"] == "2.0" && answer.get("id").is_some(), "{line}: {answer}");
+    }
+    // Nobody waits for answers to notifications, which are carried out.
+    client.say("{\"jsonrpc\":\"2.0\",\"method\":\"set\",\"params\":{\"poll-max-us\":9}}\n")?;
+    client.say("{\"jsonrpc\":\"2.0\",\"method\":\"no such method\"}\n")?;
+    ensure!(client.done("set", &json!({}))?["poll-max-us"] == 9, "it was not carried out");
+    shut_down(client, daemon).map(drop)
+}
+
+#[test]
+fn what_a_reload_has_changed_can_be_asked() -> Result<()> {
+    if !socat::is_installed() {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let export = |name: &str, more: &str| {
+        let path = scene.socket(name);
+        format!(
+            "[[export]]\nname = \"{name}\"\nendpoint.path = \"{}\"\ndevice.blk = \"null:1M\"\n{more}",
+            path.display()
+        )
+    };
+    let control = scene.socket("control");
+    let options = |us: u32| format!("control = \"{}\"\npoll-max-us = {us}\n", control.display());
+    let file = scene.path("ringhaul.toml");
+    let [stays, goes, comes] = ["stays", "goes", "comes"].map(|name| export(name, ""));
+    fs::write(&file, [&options(5), &*stays, &goes].concat())?;
+    let mut command = ringhaul()?;
+    let mut daemon = Running::serve(command.arg("serve").arg("--config").arg(&file))?;
+    daemon.wait_for(READY)?;
+    let mut client = Socat::connect(&control)?;
+    let mut events = Socat::connect(&control)?;
+    events.done("subscribe", &json!({ "events": ["added", "removed"] }))?;
+    let mut names = || -> Result<Value> {
+        let list = client.done("export.list", &json!({}))?;
+        let mut list = list.as_array().context("no list")?.clone();
+        list.sort_by_key(|export| export["name"].to_string());
+        Ok(list.iter().map(|export| export["name"].clone()).collect())
+    };
+    let mut frontend = Frontend::attach(&scene.socket("stays"), &Setup::default())?;
+    ensure!(names()? == json!(["goes", "stays"]));
+    // One that makes no sense changes nothing.
+    fs::write(&file, [&options(6), &*comes, "serial = 3\n"].concat())?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("the configuration is not changed")?;
+    ensure!(names()? == json!(["goes", "stays"]));
+    fs::write(&file, [&options(7), &*stays, &comes].concat())?;
+    daemon.signal(Signal::HUP)?;
+    daemon.wait_for("is applied, as far as it can be")?;
+    ensure!(names()? == json!(["comes", "stays"]));
+    let mut told = [events.hear()?, events.hear()?].map(|event| {
+        let event = &event.unwrap_or_default()["params"];
+        format!("{} {}", event["event"], event["export"])
+    });
+    told.sort();
+    ensure!(told == [r#""added" "comes""#, r#""removed" "goes""#], "{told:?}");
+    ensure!(client.done("set", &json!({}))?["poll-max-us"] == 7, "another setting");
+    // Whoever was connected is.
+    frontend.write(0, 0, &[1; SECTOR_BYTES])?;
+    run(&mut bench(&scene.socket("comes"), "--number_ios 4")?)?.expect_code(0)?;
+    shut_down(client, daemon).map(drop)
+}

@@ -1,0 +1,145 @@
+//! A client of sockets that this project has not written: `socat`, with lines of JSON.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+
+use anyhow::{Context, Result, bail, ensure};
+use ringhaul_kit::cli::LIMIT;
+use ringhaul_kit::system;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+/// Whether there is one. Prints a message if not.
+pub(super) fn is_installed() -> bool {
+    system::is_installed("socat")
+}
+
+/// One that is connected until it is dropped.
+pub(super) struct Socat {
+    child: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+    /// What it says of the data that it passes on.
+    reports: Receiver<String>,
+    asked: u64,
+}
+
+impl Socat {
+    /// Connects to the socket at `path`.
+    pub(super) fn connect(path: &Path) -> Result<Self> {
+        let mut command = Command::new("setpriv");
+        // What is started does not outlive the test, however that ends.
+        command.args(["--pdeathsig", "KILL", "socat", "-v", "-"]);
+        command.arg(format!("UNIX-CONNECT:{}", path.display()));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().context("starting socat")?;
+        let stdin = child.stdin.take().context("it has no stdin")?;
+        let answers = lines(child.stdout.take().context("it has no stdout")?);
+        let reports = lines(child.stderr.take().context("it has no stderr")?);
+        Ok(Self { child, stdin, answers, reports, asked: 0 })
+    }
+
+    /// Has it send this, as it is.
+    pub(super) fn say(&mut self, text: &str) -> Result<()> {
+        self.stdin.write_all(text.as_bytes()).context("writing to socat")
+    }
+
+    /// The same, and waits until it has taken that for a piece of its own.
+    pub(super) fn say_apart(&mut self, text: &str) -> Result<()> {
+        self.say(text)?;
+        while let Some(line) = next(&self.reports)? {
+            if line.starts_with("> ") {
+                return Ok(());
+            }
+        }
+        bail!("socat has ended")
+    }
+
+    /// The next line that has come. None: the daemon has hung up.
+    pub(super) fn hear(&self) -> Result<Option<Value>> {
+        let Some(line) = next(&self.answers)? else { return Ok(None) };
+        let answer = serde_json::from_str(&line).with_context(|| format!("no JSON: {line}"))?;
+        Ok(Some(answer))
+    }
+
+    /// Has it send a request, which is not waited for. Returns its id.
+    pub(super) fn begin(&mut self, method: &str, params: &Value) -> Result<u64> {
+        self.asked += 1;
+        let id = self.asked;
+        let request = json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params });
+        self.say(&format!("{request}\n"))?;
+        Ok(id)
+    }
+
+    /// The answer to request `id`, which is the next line that comes.
+    pub(super) fn end(&self, id: u64) -> Result<Value> {
+        let answer = self.hear()?.context("the daemon has hung up")?;
+        ensure!(answer["jsonrpc"] == "2.0" && answer["id"] == id, "not the answer: {answer}");
+        Ok(answer)
+    }
+
+    /// What a method answers.
+    pub(super) fn done(&mut self, method: &str, params: &Value) -> Result<Value> {
+        let id = self.begin(method, params)?;
+        let mut answer = self.end(id)?;
+        ensure!(answer.get("error").is_none(), "{method} {params}: {answer}");
+        Ok(answer["result"].take())
+    }
+
+    /// What the daemon says to something that it refuses with this code.
+    pub(super) fn refused(&mut self, method: &str, params: &Value, code: i32) -> Result<String> {
+        let id = self.begin(method, params)?;
+        let answer = self.end(id)?;
+        let error = &answer["error"];
+        ensure!(answer.get("result").is_none() && error["code"] == code, "{method}: {answer}");
+        Ok(error["message"].as_str().context("there is no message")?.to_owned())
+    }
+
+    /// The next event, which must be of this kind.
+    pub(super) fn event(&self, kind: &str) -> Result<Value> {
+        let mut line = self.hear()?.context("the subscriber was dropped")?;
+        let is_event = line["method"] == "event" && line.get("id").is_none();
+        ensure!(is_event && line["params"]["event"] == kind, "not {kind}: {line}");
+        Ok(line["params"].take())
+    }
+
+    /// Its process.
+    pub(super) fn process(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal.
+    pub(super) fn signal(&self, signal: Signal) -> Result<()> {
+        kill_process(Pid::from_child(&self.child), signal).context("sending socat a signal")
+    }
+}
+
+impl Drop for Socat {
+    fn drop(&mut self) {
+        // These fail only if it has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Lines as they come, until the end.
+fn lines(from: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        // The receiver goes only when nobody reads any more.
+        for line in BufReader::new(from).lines().map_while(Result::ok) {
+            let _ = sender.send(line);
+        }
+    });
+    lines
+}
+
+fn next(lines: &Receiver<String>) -> Result<Option<String>> {
+    match lines.recv_timeout(LIMIT) {
+        Ok(line) => Ok(Some(line)),
+        Err(RecvTimeoutError::Disconnected) => Ok(None),
+        Err(RecvTimeoutError::Timeout) => bail!("nothing comes from socat"),
+    }
+}
