@@ -359,17 +359,15 @@ fn what_a_reload_has_changed_can_be_asked() -> Result<()> {
         return Ok(());
     }
     let scene = scene()?;
-    let export = |name: &str, more: &str| {
+    let export = |name: &str| {
         let path = scene.socket(name);
-        format!(
-            "[[export]]\nname = \"{name}\"\nendpoint.path = \"{}\"\ndevice.blk = \"null:1M\"\n{more}",
-            path.display()
-        )
+        let head = format!("[[export]]\nname = \"{name}\"\nendpoint.path = \"{}\"", path.display());
+        format!("{head}\ndevice.blk = \"null:1M\"\n")
     };
     let control = scene.socket("control");
     let options = |us: u32| format!("control = \"{}\"\npoll-max-us = {us}\n", control.display());
     let file = scene.path("ringhaul.toml");
-    let [stays, goes, comes] = ["stays", "goes", "comes"].map(|name| export(name, ""));
+    let [stays, goes, comes] = ["stays", "goes", "comes"].map(export);
     fs::write(&file, [&options(5), &*stays, &goes].concat())?;
     let mut command = ringhaul()?;
     let mut daemon = Running::serve(command.arg("serve").arg("--config").arg(&file))?;

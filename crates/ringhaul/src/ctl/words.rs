@@ -262,8 +262,6 @@ mod tests {
             ("set", "set", json!({})),
             ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
             ("events gone", "subscribe", json!({ "events": ["gone"] })),
-            ("upgrade /bin/it", "upgrade", json!({ "binary": "/bin/it" })),
-            ("upgrade --binary /bin/it", "upgrade", json!({ "binary": "/bin/it" })),
             ("call stats", "stats", json!({})),
         ] {
             assert_eq!(calls(words).unwrap(), [(method.to_owned(), params)], "{words}");
@@ -285,10 +283,18 @@ mod tests {
             "add --socket-path /a",
             "add --blk-file /a",
             "call ping {",
-            "upgrade",
-            "upgrade --binary it",
-            "upgrade /bin/it --binary /bin/it",
         ] {
+            assert!(calls(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_program_is_named_in_two_ways() {
+        let call = [("upgrade".to_owned(), json!({ "binary": "/bin/it" }))];
+        for words in ["upgrade /bin/it", "upgrade --binary /bin/it"] {
+            assert_eq!(calls(words).unwrap(), call, "{words}");
+        }
+        for bad in ["upgrade", "upgrade --binary it", "upgrade /bin/it --binary /bin/it"] {
             assert!(calls(bad).is_err(), "{bad}");
         }
     }
