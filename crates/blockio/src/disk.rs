@@ -43,9 +43,12 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use iomem::Buffers;
+
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
+use crate::op::OpKind;
 use file::FileDisk;
 use gate::Gate;
 pub use gate::{Requester, Waits};
@@ -57,7 +60,7 @@ pub use limits::{Burst, Direction, Limits, Rate, Rates};
 pub use outside::Outside;
 #[cfg(feature = "rbd")]
 pub use rbd::name::RbdImage;
-use seam::{AttachedOther, OtherSource};
+use seam::{AttachedOther, InFile, OtherSource, Way};
 pub use shared::LimitGroup;
 use shared::Shared;
 use source::FileSource;
@@ -126,8 +129,7 @@ impl DiskSource {
     }
 
     fn new(info: DiskInfo, kind: SourceKind) -> Self {
-        let is_local = !matches!(kind, SourceKind::Other(_));
-        Self { info, shared: Arc::new(Shared::new(info.size_bytes, is_local)), kind, engine: None }
+        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
     }
 
     /// The disk for whoever looks at what it has before it has requests. Of what that reads,
@@ -345,11 +347,39 @@ impl Disk {
         matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())
     }
 
-    /// Whether a request goes to the file as it is: it lies on the disk, in whole blocks, and
-    /// nothing else is to be looked at.
+    /// Whether a request may go to a file as it is: it lies on the disk, in whole blocks, and no
+    /// limits are to be looked at.
     #[inline(always)]
     fn is_direct(&self, offset: u64, end: u64) -> bool {
         offset <= end && end <= self.shared.direct_bytes() && (offset | end) & self.block_mask == 0
+    }
+
+    /// Where a transfer that is direct goes: the bytes of `buffers` from `offset` on.
+    #[inline(always)]
+    fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
+        match &self.kind {
+            Kind::File(file) => Way::File(file, offset),
+            Kind::Null => Way::Nowhere,
+            Kind::Other(other) => other.way(kind, offset, buffers),
+        }
+    }
+
+    /// As [`OtherDisk::straight`](seam::OtherDisk::straight), for a layer over this disk.
+    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
+        let end = offset.wrapping_add(buffers.bytes() as u64);
+        match self.is_direct(offset, end).then(|| self.way(kind, offset, buffers)) {
+            Some(Way::File(file, offset)) => Some((file, offset)),
+            _ => None,
+        }
+    }
+
+    /// Whether data that was written may be lost, so that no flush succeeds any more.
+    fn may_have_lost(&self) -> bool {
+        match &self.kind {
+            Kind::File(file) => file.may_have_lost(),
+            Kind::Null => false,
+            Kind::Other(other) => other.may_have_lost(),
+        }
     }
 
     fn has(&self, (offset, len): (u64, u64)) -> bool {

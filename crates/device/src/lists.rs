@@ -62,7 +62,7 @@ impl Lists {
         lists.bytes_most.set(lists.bytes_most.get().max(lists.bytes.get()));
         let (own, stats) = (Rc::clone(&self.own), Arc::clone(&self.stats));
         let counted = Rc::new(Counted { bytes, own, stats });
-        chain.readable.keep(Rc::clone(&counted));
+        chain.readable.keep(counted.clone());
         chain.writable.keep(counted);
         if !self.has_room() {
             lists.waits.add(1);

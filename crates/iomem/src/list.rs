@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
+use std::rc::Rc;
 
 use libc::iovec;
 
@@ -329,9 +330,12 @@ impl Buffers {
         self.wrote_at(offset, len);
     }
 
-    /// Keeps `kept` until the list is dropped, and all that are made of it.
-    pub fn keep(&mut self, kept: impl Any) {
-        self.0.memory = Some(self.memory().keeping(kept));
+    /// Keeps `kept` until the list is dropped, and all lists that are made of it.
+    pub fn keep(&mut self, kept: Rc<dyn Any>) {
+        self.0.kept = Some(match self.0.kept.take() {
+            Some(earlier) => Rc::new((earlier, kept)),
+            None => kept,
+        });
     }
 
     /// Another list of the same memory.
@@ -340,7 +344,9 @@ impl Buffers {
         let mut ranges = self.memory().storage();
         self.iovecs().iter().for_each(|&range| ranges.push(range));
         // SAFETY: whoever made this list has vouched for its ranges and its memory.
-        unsafe { Self::from_raw_parts(ranges, self.memory().clone()) }
+        let mut again = unsafe { Self::from_raw_parts(ranges, self.memory().clone()) };
+        again.0.kept.clone_from(&self.0.kept);
+        again
     }
 
     /// Another list of the same memory, if there is a log of writes to it.

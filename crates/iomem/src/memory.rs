@@ -56,13 +56,6 @@ impl Memory {
         Self(Rc::new(Shared { spare: RefCell::default(), log: Some(log), _owner: Box::new(owner) }))
     }
 
-    /// The same memory, whose lists also keep `kept`.
-    pub(crate) fn keeping(&self, kept: impl Any) -> Self {
-        let owner: Box<dyn Any> = Box::new((self.clone(), kept));
-        let log = self.0.log.clone();
-        Self(Rc::new(Shared { spare: RefCell::default(), log, _owner: owner }))
-    }
-
     /// Memory for lists without ranges.
     pub(crate) fn none() -> Self {
         thread_local! {
@@ -84,6 +77,7 @@ impl Memory {
     /// Takes storage back for later lists; drops it when enough is kept already.
     #[inline]
     pub(crate) fn recycle(&self, mut storage: Box<Parts>) {
+        storage.kept = None;
         let iovecs = counts_as(&storage);
         let mut spare = self.0.spare.borrow_mut();
         if spare.iovecs + iovecs <= MAX_SPARE_IOVECS {
@@ -116,6 +110,8 @@ pub(crate) struct Parts {
     pub(crate) bytes: usize,
     /// `None` while it is not of a list.
     pub(crate) memory: Option<Memory>,
+    /// What else stays while there is a list like this one.
+    pub(crate) kept: Option<Rc<dyn Any>>,
 }
 
 /// Ranges that become a list: see [`Buffers::from_raw_parts`](crate::Buffers::from_raw_parts).

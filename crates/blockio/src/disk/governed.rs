@@ -74,17 +74,8 @@ impl<'a> Requests<'a> {
                     done => done,
                 },
                 Kind::Other(other) => {
-                    // Whatever has written to the memory, a library, a server or a thread, has not
-                    // told the log of it.
-                    let logged = buffers.again_if_logged();
-                    let read = |buffers| other.disk.read(offset, buffers);
-                    let result =
-                        self.until_done(Direction::Read, offset, buffers, || false, read).await;
-                    // Of one that has failed, a part may have been read.
-                    if let Some(logged) = logged {
-                        logged.wrote(logged.bytes());
-                    }
-                    result
+                    let read = |buffers| other.read(offset, buffers);
+                    self.until_done(Direction::Read, offset, buffers, || false, read).await
                 }
             }
         })
@@ -115,14 +106,14 @@ impl<'a> Requests<'a> {
                 },
                 Kind::Other(other) => {
                     let write = |buffers| other.disk.write(offset, buffers, fua);
-                    let is_vain = || fua && other.may_have_lost();
+                    let is_vain = || fua && self.disk.may_have_lost();
                     self.until_done(Direction::Write, offset, buffers, is_vain, write).await
                 }
             }
         })
     }
 
-    /// Reads what a read of a file that was to end at byte `end` has left, if it is tried again.
+    /// Reads what a read that was to end at byte `end` has left, if it is tried again.
     #[cold]
     #[inline(never)]
     pub(super) fn read_again(
@@ -132,14 +123,19 @@ impl<'a> Requests<'a> {
     ) -> Request<'a, Result<(), Unfinished>> {
         Box::pin(async move {
             let mut tries = Tries::new(&self.disk.shared.troubles);
-            while let Kind::File(disk) = &self.disk.kind {
+            loop {
                 let rest = self.what_is_tried(&mut tries, Direction::Read, end, unfinished).await?;
-                match disk.read(end - rest.bytes() as u64, rest).await {
+                let offset = end - rest.bytes() as u64;
+                let result = match &self.disk.kind {
+                    Kind::File(disk) => disk.read(offset, rest).await,
+                    Kind::Null => unreachable!("a null disk reads nothing that could fail"),
+                    Kind::Other(other) => other.read(offset, rest).await,
+                };
+                match result {
                     Err(again) => unfinished = again,
                     done => return done,
                 }
             }
-            Err(unfinished)
         })
     }
 
@@ -154,13 +150,17 @@ impl<'a> Requests<'a> {
     ) -> Request<'a, Result<(), Unfinished>> {
         Box::pin(async move {
             let mut tries = Tries::new(&self.disk.shared.troubles);
-            while let Kind::File(disk) = &self.disk.kind
-                && !unfinished.rest().is_empty()
-                && !(fua && disk.may_have_lost())
-            {
+            let is_vain = || fua && self.disk.may_have_lost();
+            while !unfinished.rest().is_empty() && !is_vain() {
                 let rest =
                     self.what_is_tried(&mut tries, Direction::Write, end, unfinished).await?;
-                match disk.write(end - rest.bytes() as u64, rest, fua).await {
+                let offset = end - rest.bytes() as u64;
+                let result = match &self.disk.kind {
+                    Kind::File(disk) => disk.write(offset, rest, fua).await,
+                    Kind::Null => unreachable!("a null disk writes nothing that could fail"),
+                    Kind::Other(other) => other.disk.write(offset, rest, fua).await,
+                };
+                match result {
                     Err(again) => unfinished = again,
                     done => return done,
                 }

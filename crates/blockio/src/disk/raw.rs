@@ -8,12 +8,13 @@ use iomem::Buffers;
 
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
-use super::seam::{Opened, OtherDisk, OtherSource, Request};
+use super::seam::{InFile, Opened, OtherDisk, OtherSource, Request};
 use super::source::FileSource;
 use super::{Disk, DiskSource, SourceKind};
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
+use crate::op::OpKind;
 
 impl DiskSource {
     /// The part of a disk that begins at a byte and has so many, or all that follow: then it grows
@@ -243,6 +244,10 @@ struct RawDisk {
 
 /// Offsets do not overflow: [`Disk`] has checked that they lie on this disk, which lies on another.
 impl OtherDisk for RawDisk {
+    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
+        self.below.straight(kind, self.offset_bytes + offset, buffers)
+    }
+
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
         Box::pin(self.below.read(self.offset_bytes + offset, buffers))
     }

@@ -8,7 +8,9 @@ use iomem::Buffers;
 use super::gate::{Anybody, Requester};
 use super::info::Unfinished;
 use super::limits::Direction;
+use super::seam::Way;
 use super::{Disk, Kind, Requests, null};
+use crate::op::OpKind;
 
 /// The most of a part that counts for limits: what a part has at most, unless it is configured.
 const PART_BYTES: u64 = 256 << 10;
@@ -105,20 +107,22 @@ impl<'a> Requests<'a> {
         buffers: Buffers,
     ) -> impl Future<Output = Result<(), Unfinished>> + use<'a> {
         async move {
+            let mut buffers = buffers;
             let end = offset.wrapping_add(buffers.bytes() as u64);
-            if !self.disk.is_direct(offset, end) {
-                return self.read_otherwise(offset, buffers).await;
-            }
-            let result = match &self.disk.kind {
-                Kind::File(disk) => disk.read(offset, buffers).await,
-                Kind::Null | Kind::Other(_) => {
+            let way = match self.disk.is_direct(offset, end) {
+                true => self.disk.way(OpKind::Read, offset, &mut buffers),
+                false => Way::Otherwise,
+            };
+            match way {
+                Way::Otherwise => self.read_otherwise(offset, buffers).await,
+                Way::Nowhere => {
                     buffers.wrote(buffers.bytes());
                     Ok(())
                 }
-            };
-            match result {
-                Err(unfinished) => self.read_again(end, unfinished).await,
-                done => done,
+                Way::File(file, offset) => match file.read(offset, buffers).await {
+                    Err(unfinished) => self.read_again(end, unfinished).await,
+                    done => done,
+                },
             }
         }
     }
@@ -157,18 +161,24 @@ impl<'a> Requests<'a> {
     /// with the part of `buffers` that was not written, or not wholly. With `fua` also the error of
     /// an earlier [`flush`](Disk::flush), and of one after the write: then nothing is left of
     /// `buffers`, and any of it may be lost.
-    pub async fn write(self, offset: u64, buffers: Buffers, fua: bool) -> Result<(), Unfinished> {
+    pub async fn write(
+        self,
+        offset: u64,
+        mut buffers: Buffers,
+        fua: bool,
+    ) -> Result<(), Unfinished> {
         let end = offset.wrapping_add(buffers.bytes() as u64);
-        if self.disk.info.read_only || !self.disk.is_direct(offset, end) {
-            return self.write_otherwise(offset, buffers, fua).await;
-        }
-        let result = match &self.disk.kind {
-            Kind::File(disk) => disk.write(offset, buffers, fua).await,
-            Kind::Null | Kind::Other(_) => Ok(()),
+        let way = match !self.disk.info.read_only && self.disk.is_direct(offset, end) {
+            true => self.disk.way(OpKind::Write { fua }, offset, &mut buffers),
+            false => Way::Otherwise,
         };
-        match result {
-            Err(unfinished) => self.write_again(end, fua, unfinished).await,
-            done => done,
+        match way {
+            Way::Otherwise => self.write_otherwise(offset, buffers, fua).await,
+            Way::Nowhere => Ok(()),
+            Way::File(file, offset) => match file.write(offset, buffers, fua).await {
+                Err(unfinished) => self.write_again(end, fua, unfinished).await,
+                done => done,
+            },
         }
     }
 

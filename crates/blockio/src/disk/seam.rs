@@ -15,8 +15,9 @@
 //! optional, behind a feature of this crate with the name of the kind, and so is its module.
 //!
 //! Files and null disks do not come this way: [`Disk`](super::Disk) knows them by name, and nothing
-//! is virtual there. A request to a disk of another kind costs one allocation, for its future, and
-//! one virtual call.
+//! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
+//! virtual calls; one that the kind knows to be [straight](OtherDisk::straight) goes to the file
+//! below as if it were the file's, after one virtual call.
 //!
 //! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
 //! that is read-only. Memory is aligned as its owner likes. What another library or thread does
@@ -31,6 +32,7 @@ use std::{fmt, io};
 
 use iomem::Buffers;
 
+use super::file::FileDisk;
 use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Place, Unfinished};
 use super::outside::Outside;
 use super::source::FileSource;
@@ -38,6 +40,7 @@ use crate::bounce::BounceShare;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
+use crate::op::OpKind;
 
 /// A request to a disk of another kind.
 pub(super) type Request<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
@@ -142,8 +145,29 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     fn adopt_size(&self, size_bytes: u64);
 }
 
+/// A file, and where in it a transfer begins.
+pub(super) type InFile<'a> = (&'a FileDisk, u64);
+
+/// Where a transfer goes that needs no look at limits.
+pub(super) enum Way<'a> {
+    /// To this file, from this byte on.
+    File(&'a FileDisk, u64),
+    /// It is done.
+    Nowhere,
+    /// Through the methods of [`OtherDisk`].
+    Otherwise,
+}
+
 /// A disk of another kind on one IoThread. See [`Disk`](super::Disk) for what its methods promise.
 pub(super) trait OtherDisk {
+    /// Where the transfer of `buffers` goes, if all of it goes to one file and nothing is left to
+    /// do here. What must last until the memory is not used any more is
+    /// [kept](Buffers::keep) with it. The caller begins the transfer at once: another request may
+    /// move what is there.
+    fn straight(&self, _: OpKind, _offset: u64, _: &mut Buffers) -> Option<InFile<'_>> {
+        None
+    }
+
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>>;
 
     fn write(
@@ -182,6 +206,31 @@ impl AttachedOther {
         let share = io.bounce_budget.share(source);
         let source = Arc::clone(source);
         Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
+    }
+
+    /// Reads, and tells the log of the memory about it: whatever writes there, a library, a server
+    /// or a thread, does not. Of a read that has failed, a part may have been made.
+    pub(super) fn read(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+    ) -> Request<'_, Result<(), Unfinished>> {
+        let Some(logged) = buffers.again_if_logged() else {
+            return self.disk.read(offset, buffers);
+        };
+        Box::pin(async move {
+            let result = self.disk.read(offset, buffers).await;
+            logged.wrote(logged.bytes());
+            result
+        })
+    }
+
+    /// As [`Disk::way`](super::Disk::way).
+    pub(super) fn way(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Way<'_> {
+        match self.disk.straight(kind, offset, buffers) {
+            Some((file, offset)) => Way::File(file, offset),
+            None => Way::Otherwise,
+        }
     }
 
     /// Whether data may be lost, so that no flush succeeds any more.

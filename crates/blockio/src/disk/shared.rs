@@ -16,10 +16,9 @@ use crate::error::Error;
 pub(super) struct Shared {
     size_bytes: AtomicU64,
     /// How many of its bytes requests reach without being looked at: all, or none where there are
-    /// limits, or where the disk is not local. So limits cost a disk nothing that has none: each
-    /// request is compared with this number, and with no other.
+    /// limits. So limits cost a disk nothing that has none: each request is compared with this
+    /// number, and with no other.
     direct_bytes: AtomicU64,
-    is_local: bool,
     /// Queues have it as well, with nothing of their own.
     rules: Mutex<Arc<Rules>>,
     /// How often the rules have changed.
@@ -44,12 +43,11 @@ pub(super) struct Rules {
 }
 
 impl Shared {
-    /// For a disk of this size. Requests to one that is not local are always looked at.
-    pub(super) fn new(size_bytes: u64, is_local: bool) -> Self {
+    /// For a disk of this size.
+    pub(super) fn new(size_bytes: u64) -> Self {
         Self {
             size_bytes: AtomicU64::new(size_bytes),
-            direct_bytes: AtomicU64::new(if is_local { size_bytes } else { 0 }),
-            is_local,
+            direct_bytes: AtomicU64::new(size_bytes),
             rules: Mutex::default(),
             generation: AtomicU64::new(0),
             resumed: AtomicU64::new(0),
@@ -131,7 +129,7 @@ impl Shared {
     }
 
     fn set_direct(&self, rules: &Rules) {
-        let is_direct = self.is_local && rules.own.is_none() && rules.shared.is_none();
+        let is_direct = rules.own.is_none() && rules.shared.is_none();
         let direct_bytes = if is_direct { self.size_bytes() } else { 0 };
         self.direct_bytes.store(direct_bytes, Ordering::Relaxed);
     }

@@ -1,9 +1,10 @@
 //! An image on one IoThread: requests go to its files where the table says where, and else to the
 //! owner.
 
+use std::cell::RefCell;
 use std::io;
 use std::ops::Range;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,8 +17,9 @@ use crate::bounce::BounceShare;
 use crate::config::EngineKind;
 use crate::disk::Disk;
 use crate::disk::info::{Extent, ExtentKind, Unfinished};
-use crate::disk::seam::{OtherDisk, Request};
+use crate::disk::seam::{InFile, OtherDisk, Request};
 use crate::io::Io;
+use crate::op::OpKind;
 
 /// The most that moves through the owner at once, for one request.
 const PIECE_BYTES: usize = 256 << 10;
@@ -28,6 +30,7 @@ pub(super) struct Qcow2Disk {
     /// From the top.
     layers: Vec<Disk>,
     uses: Arc<Uses>,
+    last_use: RefCell<Weak<Use>>,
     /// What moves through the owner is memory of this budget.
     share: Rc<BounceShare>,
 }
@@ -39,7 +42,14 @@ impl Qcow2Disk {
         let sources = image.core.layers.iter();
         let layers = sources.map(|layer| layer.source.attach_with(io, engine)).collect();
         let share = io.bounce_budget.share(image);
-        Self { image: Arc::clone(image), io: Rc::clone(io), layers, uses, share }
+        Self {
+            image: Arc::clone(image),
+            io: Rc::clone(io),
+            layers,
+            uses,
+            last_use: RefCell::default(),
+            share,
+        }
     }
 
     fn run(&self, offset: u64, len: u64) -> Run {
@@ -56,12 +66,17 @@ impl Qcow2Disk {
         Ok(std::mem::take(&mut *data))
     }
 
-    /// Memory that says when it is not used any more.
-    fn used(&self, mut buffers: Buffers) -> Buffers {
+    /// Has it known until when what the table says now is in use. Requests that are in progress at
+    /// the same time share that.
+    fn keep_use(&self, buffers: &mut Buffers) {
         if self.image.core.is_writable() {
-            buffers.keep(Use::begin(&self.uses));
+            let last = self.last_use.borrow().upgrade().filter(|last| last.is_of_this_round());
+            buffers.keep(last.unwrap_or_else(|| {
+                let in_use = Rc::new(Use::begin(&self.uses));
+                self.last_use.replace(Rc::downgrade(&in_use));
+                in_use
+            }));
         }
-        buffers
     }
 
     async fn read_parts(&self, mut offset: u64, mut rest: Buffers) -> Result<(), Unfinished> {
@@ -89,7 +104,8 @@ impl Qcow2Disk {
                 return Ok(0);
             }
             Place::Data { layer, offset, .. } => {
-                self.layers[layer].read(offset, self.used(part)).await?;
+                self.keep_use(&mut part);
+                self.layers[layer].read(offset, part).await?;
             }
             Place::Zero => part.zero_from(0),
             Place::Owner => {
@@ -135,7 +151,8 @@ impl Qcow2Disk {
             Place::Data { layer, offset, writable: true } => {
                 let mut part = rest.again();
                 part.truncate(bytes);
-                self.layers[layer].write(offset, self.used(part), false).await?;
+                self.keep_use(&mut part);
+                self.layers[layer].write(offset, part, false).await?;
                 Ok(bytes)
             }
             _ => {
@@ -186,12 +203,31 @@ fn range(offset: u64, bytes: usize) -> Range<u64> {
 }
 
 impl OtherDisk for Qcow2Disk {
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
+    fn straight(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Option<InFile<'_>> {
+        let len = buffers.bytes() as u64;
+        let Run { place: Place::Data { layer, offset, writable }, bytes } = self.run(offset, len)
+        else {
+            return None;
+        };
+        let is_possible = match kind {
+            OpKind::Write { fua } => writable && (!fua || self.is_stable()),
+            _ => true,
+        };
+        if bytes < len || !is_possible {
+            return None;
+        }
+        let in_file = self.layers[layer].straight(kind, offset, buffers)?;
+        self.keep_use(buffers);
+        Some(in_file)
+    }
+
+    fn read(&self, offset: u64, mut buffers: Buffers) -> Request<'_, Result<(), Unfinished>> {
         let len = buffers.bytes() as u64;
         if let Run { place: Place::Data { layer, offset, .. }, bytes } = self.run(offset, len)
             && bytes == len
         {
-            return Box::pin(self.layers[layer].read(offset, self.used(buffers)));
+            self.keep_use(&mut buffers);
+            return Box::pin(self.layers[layer].read(offset, buffers));
         }
         Box::pin(self.read_parts(offset, buffers))
     }
@@ -199,7 +235,7 @@ impl OtherDisk for Qcow2Disk {
     fn write(
         &self,
         offset: u64,
-        buffers: Buffers,
+        mut buffers: Buffers,
         fua: bool,
     ) -> Request<'_, Result<(), Unfinished>> {
         let len = buffers.bytes() as u64;
@@ -208,7 +244,8 @@ impl OtherDisk for Qcow2Disk {
             && bytes == len
             && (!fua || self.is_stable())
         {
-            return Box::pin(self.layers[layer].write(offset, self.used(buffers), fua));
+            self.keep_use(&mut buffers);
+            return Box::pin(self.layers[layer].write(offset, buffers, fua));
         }
         Box::pin(self.write_parts(offset, buffers, fua))
     }

@@ -85,8 +85,8 @@ impl Table {
     /// Where the bytes from `offset` on are, and how many of `len` are there.
     #[inline]
     pub(super) fn run(&self, offset: u64, len: u64) -> Run {
-        let mut unit = offset / self.unit_bytes;
-        let within = offset % self.unit_bytes;
+        let mut unit = offset >> self.unit_bytes.trailing_zeros();
+        let within = offset & (self.unit_bytes - 1);
         let first = self.load(unit);
         let mut bytes = (self.unit_bytes - within).min(len);
         while bytes < len {

@@ -34,6 +34,11 @@ impl Use {
         uses.add(round, 1);
         Self { uses: Arc::clone(uses), round }
     }
+
+    /// Whether nobody has [begun to wait](Uses::wait) for it.
+    pub(super) fn is_of_this_round(&self) -> bool {
+        self.round == self.uses.round.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for Use {
