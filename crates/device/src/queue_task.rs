@@ -57,11 +57,8 @@ pub(crate) async fn serve<H: Handler>(io: Rc<Io>, queue: Rc<Queue>, handler: Rc<
             handler.broken();
         }
         if queue.is_to_stop() {
-            let kind = queue.stop_kind();
             queue.set_stopping(true);
-            handler.stop(&queue, kind);
-            let left = || if kind == StopKind::Leave { handler.resting(&queue) } else { 0 };
-            if finish(&io, &queue, &source, &mut requests, left).await {
+            if finish(&io, &queue, &source, &mut requests, &*handler).await {
                 break;
             }
             queue.set_stopping(false);
@@ -173,16 +170,22 @@ impl Looks {
     }
 }
 
-/// Waits until the requests that were popped are answered, but for as many as are `left`, and their
-/// answers are visible. False: the queue is not to stop any more.
+/// Waits until the requests that were popped are answered, but for those that may be left, and
+/// their answers are visible. False: the queue is not to stop any more.
 async fn finish<F: Future<Output = ()>>(
     io: &Io,
     queue: &Queue,
     source: &Registration,
     requests: &mut TaskSet<F>,
-    left: impl Fn() -> usize,
+    handler: &impl Handler,
 ) -> bool {
-    loop {
+    let mut told = None;
+    let left = loop {
+        // It may have been told to go on, and then to stop in another way, since the last look.
+        let kind = queue.stop_kind();
+        if told.replace(kind) != Some(kind) {
+            handler.stop(queue, kind);
+        }
         poll_fn(|cx| {
             requests.run_woken(cx);
             queue.show(requests.len());
@@ -192,16 +195,17 @@ async fn finish<F: Future<Output = ()>>(
         if !queue.is_to_stop() {
             return false;
         }
-        if requests.len() == left() {
-            break;
+        let left = if kind == StopKind::Leave { handler.resting(queue) } else { 0 };
+        if requests.len() == left {
+            break left;
         }
         if queue.has_to_notify() {
             io.notify_at_end(source.id);
         }
         io.suspend().await;
-    }
+    };
     let not_done = usize::from(queue.not_done());
-    assert!(not_done == left(), "invariant 3: a queue stops without an answer to what it popped");
+    assert!(not_done == left, "invariant 3: a queue stops without an answer to what it popped");
     queue.end();
     true
 }
@@ -295,6 +299,24 @@ mod tests {
             for chain in self.0.take() {
                 queue.push(chain.head, 0);
             }
+        }
+    }
+
+    /// All of its requests rest, and it keeps how it was to stop.
+    struct Resting(Gated, Rc<RefCell<Vec<StopKind>>>);
+
+    impl Handler for Resting {
+        async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
+            Rc::new(Gated(Rc::clone(&self.0.0))).serve(queue, chain).await;
+        }
+
+        fn stop(&self, _: &Queue, kind: StopKind) {
+            self.1.borrow_mut().push(kind);
+        }
+
+        fn resting(&self, queue: &Queue) -> usize {
+            // The last one is at the disk.
+            usize::from(queue.not_done()).saturating_sub(1)
         }
     }
 
@@ -395,6 +417,32 @@ mod tests {
             assert_eq!(scene.driver.take_used().map(|used| used.bytes), Some(7));
         }
         assert_eq!((scene.thread.io().tasks(), scene.thread.io().ops()), (0, 0));
+    }
+
+    /// What it was to leave has nobody who would find it.
+    #[test]
+    fn a_queue_that_is_told_again_how_to_stop_does_that() {
+        let mut scene = Scene::new();
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        let region = InflightRegion::new(region, 1, RING.size).unwrap();
+        scene.inflight = Some(region.queue(0).unwrap());
+        let (gate, kinds) = (Rc::new(Gate::default()), Rc::default());
+        let handle = scene.start(Resting(Gated(Rc::clone(&gate)), Rc::clone(&kinds)));
+        for _ in 0..3 {
+            scene.offer(&buffer());
+        }
+        scene.turn(10);
+        let to_leave = handle.begin_stop_as(StopKind::Leave);
+        scene.turn(10);
+        let (_goes_on, stopped) = (handle.begin_go_on(), handle.begin_stop());
+        scene.turn(10);
+        assert_eq!(*kinds.borrow(), [StopKind::Leave, StopKind::Final]);
+        assert_eq!(to_leave.check(), Poll::Ready(None));
+        gate.open();
+        assert_eq!(scene.wait(&stopped), 3);
+        for _ in 0..3 {
+            assert_eq!(scene.driver.take_used().map(|used| used.bytes), Some(7));
+        }
     }
 
     #[test]
