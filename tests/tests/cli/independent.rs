@@ -176,7 +176,9 @@ fn a_removal_says_what_it_waits_for() -> Result<()> {
     // Whatever has come of it: the kernel keeps a process whose reads hang.
     fuse.release();
     let removed = client.end(hangs?)?;
-    ensure!(removed["result"]["name"] == "vm", "{removed}");
+    // The read may end before the daemon has read that line, and the export with it.
+    let has_gone = removed["error"]["code"] == UNKNOWN;
+    ensure!(has_gone || removed["result"]["name"] == "vm", "{removed}");
     ensure!(events.event("gone")?["export"] == "vm", "another has gone");
     ensure!(events.event("removed")?["export"] == "vm", "another has gone");
     load.finish()?.expect_code(1)?;
