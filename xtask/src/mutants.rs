@@ -168,7 +168,7 @@ impl Copy {
         for name in ["Cargo.toml", "Cargo.lock", "clippy.toml", "rustfmt.toml"] {
             copy_if_changed(&workspace::root().join(name), &self.tree.join(name))?;
         }
-        for name in ["contrib", "crates", "tests", "tools", "xtask"] {
+        for name in ["contrib", "crates", "docs", "tests", "tools", "xtask"] {
             copy_folder(&workspace::root().join(name), &self.tree.join(name))?;
         }
         Ok(())
@@ -190,7 +190,11 @@ impl Copy {
                 }
                 false => self.cargo(&words, interrupt)?,
             };
-            ensure!(passes, "the suite `{suite}` fails as it is");
+            let tree = self.tree.display();
+            ensure!(
+                passes,
+                "the suite `{suite}` fails as it is, or does not build; run it in {tree} to see why"
+            );
             ensure!(self.has_tests(&words)?, "the suite `{suite}` names no test");
         }
         Ok(())
