@@ -1,15 +1,15 @@
-//! How much address space the heap takes.
+//! The heap of the program, and of the libraries that it loads.
 
-/// Two arenas for all threads. By default the C library gives each thread one of 64 MiB of address
-/// space, up to eight for each CPU: where that is limited (`ulimit -v`), the pool threads that a
-/// slow disk makes necessary would find no room to start, which ends the process. Requests
-/// to files allocate nothing, and those to disks of other kinds little, so threads hardly wait for
-/// each other here.
-pub(crate) fn limit_arenas() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: the call takes two numbers and changes nothing but what it is for. If it is refused,
-    // the default stays.
-    unsafe {
-        libc::mallopt(libc::M_ARENA_MAX, 2);
-    }
-}
+use tikv_jemallocator::Jemalloc;
+
+/// Requests to files allocate nothing. Those to images in a Ceph cluster pass through three threads
+/// of librbd and librados, which free what the others have allocated.
+#[global_allocator]
+static HEAP: Jemalloc = Jemalloc;
+
+/// Two arenas for all threads. By default there are four for each CPU: where address space is
+/// limited (`ulimit -v`), the pool threads that a slow disk makes necessary would find less room.
+// SAFETY: jemalloc has a weak symbol of this name, a `const char *`, and reads the text up to its
+// zero before `main`.
+#[unsafe(export_name = "malloc_conf")]
+static OPTIONS: &[u8; 10] = b"narenas:2\0";

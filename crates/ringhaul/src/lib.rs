@@ -23,7 +23,6 @@ mod export_log;
 pub mod file_limit;
 mod group;
 mod handed_fds;
-mod heap;
 mod inherit;
 pub mod io_threads;
 pub mod log;

@@ -1,5 +1,8 @@
 //! The program `ringhaul`.
 
+#[cfg(feature = "jemalloc")]
+mod heap;
+
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};

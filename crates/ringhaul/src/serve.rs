@@ -118,7 +118,6 @@ fn go_on(mut predecessor: Predecessor) -> Result<ExitCode> {
 /// Sets up what a process has once.
 fn set_up_process(args: &ServeArgs) -> Result<()> {
     // Before any front-end shares memory, which it may take away again.
-    crate::heap::limit_arenas();
     virtqueue::install_sigbus_handler().context("cannot take over SIGBUS")?;
     args.check()
 }

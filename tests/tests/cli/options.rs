@@ -353,3 +353,13 @@ fn an_option_without_effect_is_named() -> Result<()> {
     ensure!(text.contains("--iopoll: without effect, only io_uring has that"), "{text}");
     Ok(())
 }
+
+/// The heap reads its options before there is a program, and takes none that the linker left out.
+#[test]
+fn the_heap_has_two_arenas() -> Result<()> {
+    let mut command = ringhaul()?;
+    let told = run(command.arg("--version").env("MALLOC_CONF", "confirm_conf:true"))?;
+    let told = told.expect_code(0)?.stderr;
+    ensure!(told.contains("Set conf value: narenas:2"), "{told}");
+    Ok(())
+}

@@ -64,7 +64,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/device/src/eventfd.rs", "system calls of Linux AIO, which adds to an eventfd"),
     ("crates/ringhaul/src/file_limit.rs", "ignores a signal"),
     ("crates/ringhaul/src/group.rs", "asks the C library, which knows where groups are listed"),
-    ("crates/ringhaul/src/heap.rs", "an option of the C library"),
+    ("crates/ringhaul/src/heap.rs", "an option of the heap, by the name that it looks for"),
     ("crates/ringhaul/src/inherit.rs", "takes over a descriptor by its number"),
     ("crates/ringhaul/src/peer.rs", "asks for options of sockets that rustix has no room for"),
     (
