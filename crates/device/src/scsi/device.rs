@@ -295,7 +295,12 @@ impl Peer for UnitPeer {
 
     fn cover(&self, how: How, except: Option<TaskId>) -> Option<Waiting> {
         let unit = self.number;
-        let which = except.map_or(Which::Unit(unit), |task| Which::Others(unit, task));
+        let which = match (how, except) {
+            // What nobody has popped is at the address, whichever unit is there by then.
+            (How::Abort(_), None) => Which::At(self.address),
+            (_, None) => Which::Unit(unit),
+            (_, Some(task)) => Which::Others(unit, task),
+        };
         Some(self.queues.upgrade()?.cover(which, how))
     }
 

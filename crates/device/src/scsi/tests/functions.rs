@@ -99,6 +99,31 @@ fn a_function_is_not_about_what_comes_before_its_queue_hears_of_it() {
     assert_eq!([0, 0x1000].map(|apart| all[0].response(apart)), [ABORTED, OK]);
 }
 
+/// The driver knows of one unit there, and takes what came before the function to have ended.
+#[test]
+fn a_function_is_about_what_came_before_it_though_another_unit_is_there_when_that_is_popped() {
+    for (function, ended) in [(CLEAR_TASK_SET, ABORTED), (UNIT_RESET, RESET)] {
+        let mut initiator = Initiator::new();
+        let mut control = Control::start(&initiator.device);
+        // The queue sleeps, and looks for tasks before it pops one.
+        initiator.scene.turn(10);
+        let chain = initiator.put(UNIT.bytes(), &read(), &[], 512);
+        initiator.scene.offer_silently(&chain);
+        control.begin(function);
+        for _ in 0..10 {
+            assert_eq!(control.turn(&[]), None, "nobody has popped the command");
+        }
+        let scsi = Initiator::scsi(&initiator.device);
+        let removed = scsi.remove_unit(UNIT).unwrap();
+        let disk_options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let source = DiskSource::file(initiator.disk.path(), &disk_options).unwrap();
+        scsi.add_unit(UNIT, source, options()).unwrap();
+        assert_eq!(control.end(&[&initiator.scene]), OK);
+        assert_eq!(initiator.end().response, ended, "{function}");
+        drop(removed);
+    }
+}
+
 #[test]
 fn however_many_functions_there_are_few_wait_for_the_tasks_of_others() {
     let (mut all, held) = held_up();
