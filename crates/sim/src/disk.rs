@@ -288,6 +288,21 @@ impl Disk {
         blame::check(&self.world.injected(self.index), failed)
     }
 
+    /// The command that began then was left while it waited, and is carried out later: all of it,
+    /// whatever was done before. A read may have failed so that its blocks were to be read one by
+    /// one, and blocks may have been given back.
+    pub(crate) fn left(&self, begin: u64, now: u64) {
+        self.shared.borrow_mut().leave(begin);
+        let State { history, open, failed, .. } = &mut *self.state.borrow_mut();
+        let Some(Open { touch, writes }) = open.get(&begin) else { return };
+        if touch.is_optional {
+            writes.iter().for_each(|write| history.died(*write, now));
+        }
+        let Touch { classes, ranges, .. } = touch.clone();
+        let (end, answered, is_gone) = (now, false, false);
+        failed.push(Failed { classes, begin, end, ranges, answered, is_gone });
+    }
+
     /// The daemon died then, and has not answered the requests that began at `unanswered`:
     /// another one carries them out, again if they were, whatever has become of their ops.
     pub(crate) fn died(&self, unanswered: &[u64], now: u64) -> Result<(), Failure> {

@@ -161,6 +161,7 @@ impl Export {
                 Service::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
                     self.guest.set_stopped(index);
+                    self.guest.leave(index);
                     let ((used, _), left) = (self.guest.indexes(index), self.guest.left(index));
                     if used.wrapping_add(left) != next_avail {
                         let text = format!(
@@ -257,8 +258,6 @@ impl Export {
     /// How a queue stops that is to start again.
     fn stop_kind(&self, rng: &mut Rng) -> StopKind {
         match self.region {
-            // What is left there of a command would have to be known.
-            _ if self.plan.scsi > 0 => StopKind::Final,
             None => rng.pick(&[StopKind::Final, StopKind::Pause]),
             Some(_) => rng.pick(&[StopKind::Final, StopKind::Pause, StopKind::Leave]),
         }

@@ -58,15 +58,15 @@ impl Region {
         InflightRegion::new(memory, queues, queue_size).expect("it was made for these queues")
     }
 
-    /// How many requests of a queue have a mark.
-    pub(crate) fn marks(&self, queue: usize) -> u16 {
+    /// The heads of the requests of a queue that have a mark.
+    pub(crate) fn marked(&self, queue: usize) -> Vec<usize> {
         let InflightArea { queue_size, .. } = self.area;
         let of_one = InflightRegion::bytes(RingLayout::Split, 1, queue_size);
         let account: usize = fits(of_one, "bytes of an account");
         let content = self.content();
         let entries = content[queue * account..][..account].chunks_exact(ENTRY_BYTES);
-        let marks = entries.skip(1).take(queue_size.into()).filter(|entry| entry[0] != 0);
-        fits(marks.count(), "a number of marks")
+        let entries = entries.skip(1).take(queue_size.into()).enumerate();
+        entries.filter(|(_, entry)| entry[0] != 0).map(|(head, _)| head).collect()
     }
 
     pub(crate) fn content(&self) -> Vec<u8> {

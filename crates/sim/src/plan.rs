@@ -249,7 +249,7 @@ knobs! {
     kills: 0,
     /// Queues have an inflight region.
     inflight: 0,
-    /// Requests in a second that a disk of virtio-blk may do; 0 is any number.
+    /// Requests in a second that a disk may do; 0 is any number.
     limits: 0,
     /// Requests of virtio-blk are answered in order, where there is no region.
     in_order: 0,
@@ -274,7 +274,7 @@ impl Plan {
         plan.draw_mix(&mut Rng::new(seed, 8));
         plan.draw_scsi(&mut Rng::new(seed, 9));
         plan.draw_deaths(&mut Rng::new(seed, 10));
-        plan.limits = some(&mut Rng::new(seed, 11), 200, &[50, 200, 1000]);
+        plan.draw_limits(&mut Rng::new(seed, 11));
         plan.tidied()
     }
 
@@ -335,7 +335,7 @@ impl Plan {
             self.inflight = 0;
         }
         if self.scsi > 0 {
-            (self.in_order, self.limits) = (0, 0);
+            self.in_order = 0;
         }
         if self.rush > 0 || self.troubled > 0 || self.requests > 1000 {
             // These are about disks that are fast enough.

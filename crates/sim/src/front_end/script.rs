@@ -226,10 +226,15 @@ impl FrontEnd {
         self.vrings[queue].runs = false;
         let index = number(queue);
         if self.has_protocol() && self.rng.chance(400) {
-            self.push(Request::SetVringEnable { index, value: 0 }, Then::Disabled(queue));
-        } else {
-            self.push(Request::GetVringBase { index }, Then::Base(queue));
+            let disable = Request::SetVringEnable { index, value: 0 };
+            if self.rng.chance(500) {
+                self.push(disable, Then::Disabled(queue));
+                return;
+            }
+            // As QEMU does it, which asks then where the queue has stopped.
+            self.push(disable, Then::Nothing);
         }
+        self.push(Request::GetVringBase { index }, Then::Base(queue));
     }
 
     /// Exchanges an eventfd of a queue that runs.

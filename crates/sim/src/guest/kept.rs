@@ -4,8 +4,10 @@
 use std::os::fd::AsFd;
 
 use blockio::engine::kernel::sim::is_readable;
+use iomem::fits;
 
 use super::Guest;
+use crate::asked::Asked;
 use crate::inflight::Region;
 
 #[derive(Default)]
@@ -30,7 +32,22 @@ impl Guest {
 
     /// Requests of a queue that has stopped which it has left for whoever serves it next.
     pub(crate) fn left(&self, queue: usize) -> u16 {
-        self.region().map_or(0, |region| region.marks(queue))
+        let marked = self.region().map_or(0, |region| region.marked(queue).len());
+        fits(marked, "a number of marks")
+    }
+
+    /// A queue has stopped. The commands that it has left are carried out when it starts again.
+    pub(crate) fn leave(&self, queue: usize) {
+        let Some(region) = self.region() else { return };
+        let now = self.world.tick();
+        let state = self.state.borrow();
+        let outstanding = &state.queues[queue].outstanding;
+        for out in region.marked(queue).into_iter().filter_map(|head| outstanding[head].as_ref()) {
+            if let Asked::Command(command) = &out.asked {
+                self.trace(|| format!("queue {queue} leaves {}", out.asked));
+                self.disks[command.unit].left(out.begin, now);
+            }
+        }
     }
 
     pub(crate) fn set_region(&self, region: Option<Region>) {

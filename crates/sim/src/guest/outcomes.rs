@@ -26,7 +26,7 @@ const INCORRECT_LUN: u8 = 12;
 
 const NO_UNIT: Outcome = Outcome::Check(5, [0x25, 0]);
 const NO_TARGET: Outcome = Outcome::Response(BAD_TARGET);
-/// A daemon that has died may have carried it out.
+/// It was taken before, by a queue that has left it or a daemon that has died.
 const PERHAPS_DONE: Outcome = Outcome::Check(11, [0, 6]);
 
 /// When something was: its begin and its end.
@@ -102,7 +102,8 @@ impl Guest {
             let mut shared = disk.shared_mut();
             shared.end(command, None, (begin, end))?;
             let is_one = matches!(command.kind, Kind::CompareAndWrite | Kind::Reserve(_));
-            let is_right = is_one && shared.has_died((begin, end));
+            let is_again = shared.was_left(begin) || shared.has_died((begin, end));
+            let is_right = is_one && is_again;
             return if is_right { Ok(Ending::Aborted) } else { wrong() };
         }
         if matches!(outcome, Outcome::Response(_)) && command.kind == Kind::Bad(outcome) {

@@ -158,6 +158,19 @@ impl Plan {
         }
     }
 
+    /// Requests that wait for limits.
+    pub(super) fn draw_limits(&mut self, rng: &mut Rng) {
+        self.limits = some(rng, 200, &[50, 200, 1000]);
+        if self.limits > 0 && self.scsi > 0 {
+            // So that some command waits at most stops, which are to leave it where they can.
+            self.limits = rng.pick(&[10, 20, 50]);
+            self.stops = rng.pick(&[10, 40]);
+            self.inflight = flag(rng, 700);
+            // Time leaps while they wait, so that EAGAIN twice would be EAGAIN for seconds.
+            (self.eagain, self.eintr, self.stuck) = (0, 0, 0);
+        }
+    }
+
     /// virtio-scsi devices in place of virtio-blk ones.
     pub(super) fn draw_scsi(&mut self, rng: &mut Rng) {
         self.scsi = flag(rng, 300);

@@ -1,6 +1,6 @@
 //! What all nexuses of a disk share.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use device::scsi::access::DiskAccess;
@@ -26,6 +26,8 @@ pub(crate) struct Shared {
     pub(crate) reservations: Reservations,
     /// When daemons have died.
     deaths: Vec<u64>,
+    /// When the commands began that queues have left which stopped.
+    left: BTreeSet<u64>,
     /// By the number of the device.
     nexuses: BTreeMap<usize, Attentions>,
     /// Sectors.
@@ -48,6 +50,7 @@ impl Shared {
             access: Arc::default(),
             reservations: Reservations::default(),
             deaths: Vec::new(),
+            left: BTreeSet::new(),
             nexuses: BTreeMap::new(),
             size: Timeline::new(sectors),
             sweeps: Vec::new(),
@@ -139,6 +142,16 @@ impl Shared {
     /// Whether a daemon has died meanwhile.
     pub(crate) fn has_died(&self, (begin, end): (u64, u64)) -> bool {
         self.deaths.iter().any(|death| (begin..=end).contains(death))
+    }
+
+    /// The queue of the command that began then has stopped, and has left it.
+    pub(crate) fn leave(&mut self, begin: u64) {
+        self.left.insert(begin);
+    }
+
+    /// Whether that has happened to the command that began then.
+    pub(crate) fn was_left(&self, begin: u64) -> bool {
+        self.left.contains(&begin)
     }
 
     /// The daemon is dead, and with it all that it has kept in memory. What was in progress begins
