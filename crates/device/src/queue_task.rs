@@ -247,7 +247,7 @@ mod tests {
     use std::task::Waker;
 
     use virtqueue::driver::{Desc, Used};
-    use virtqueue::{GuestMemory, InflightRegion, LocalMemory, SplitQueue};
+    use virtqueue::{LocalMemory, SplitQueue};
 
     use super::*;
     use crate::queue::QueueHandle;
@@ -423,9 +423,7 @@ mod tests {
     #[test]
     fn a_queue_that_is_told_again_how_to_stop_does_that() {
         let mut scene = Scene::new();
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let region = InflightRegion::new(region, 1, RING.size).unwrap();
-        scene.inflight = Some(region.queue(0).unwrap());
+        scene.mark_requests();
         let (gate, kinds) = (Rc::new(Gate::default()), Rc::default());
         let handle = scene.start(Resting(Gated(Rc::clone(&gate)), Rc::clone(&kinds)));
         for _ in 0..3 {
@@ -465,22 +463,43 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_stop()), 2);
     }
 
-    /// Whoever serves the ring next finds nothing of it in the avail ring.
-    #[test]
-    fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
-        let mut scene = Scene::new();
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let region = InflightRegion::new(region, 1, RING.size).unwrap();
-        let account = region.queue(0).unwrap();
-        let heads: Vec<u32> = (0..30).map(|_| scene.offer_silently(&buffer()).into()).collect();
+    /// An earlier process has taken the chains that are available, and was killed.
+    fn take_elsewhere(scene: &mut Scene) {
+        let account = scene.mark_requests();
         let memory = LocalMemory::new(Arc::clone(&scene.memory));
         let config = RING.config(false, false);
         let mut dying = SplitQueue::with_inflight(memory, config, &account).unwrap().0;
         assert!(dying.pop().unwrap().is_some(), "it has seen all of them");
-        drop(dying);
+    }
+
+    /// What it has taken may wait for as long as it likes, and is left where it can be.
+    #[test]
+    fn a_queue_that_is_to_stop_takes_what_an_earlier_process_had_though_its_lists_are_full() {
+        let mut scene = Scene::new();
+        for _ in 0..3 {
+            scene.offer_silently(&[Desc::writable(DATA, 8); 20]);
+        }
+        take_elsewhere(&mut scene);
+        scene.long_lists_bytes = 1;
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 1);
+        let stopped = handle.begin_stop();
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 3, "it waits for the request that it has");
+        gate.open();
+        assert_eq!(scene.wait(&stopped), 3);
+    }
+
+    /// Whoever serves the ring next finds nothing of it in the avail ring.
+    #[test]
+    fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
+        let mut scene = Scene::new();
+        let heads: Vec<u32> = (0..30).map(|_| scene.offer_silently(&buffer()).into()).collect();
+        take_elsewhere(&mut scene);
         let later = scene.offer_silently(&buffer());
 
-        scene.inflight = Some(account);
         scene.run_max = NonZeroU16::new(1);
         let gate = Rc::new(Gate::default());
         gate.open();

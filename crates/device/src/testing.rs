@@ -14,7 +14,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{
-    AnswerPlace, GuestMemory, InflightQueue, MappingRules, QueueConfig, Recovery, RegionConfig,
+    AnswerPlace, GuestMemory, InflightQueue, InflightRegion, MappingRules, QueueConfig, Recovery,
+    RegionConfig,
 };
 
 use crate::call_watch::CallTrust;
@@ -94,6 +95,7 @@ pub(crate) struct Scene {
     pub(crate) next_avail: u16,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
+    pub(crate) long_lists_bytes: u64,
 }
 
 impl Scene {
@@ -137,7 +139,15 @@ impl Scene {
             next_avail: 0,
             run_max: None,
             in_order: false,
+            long_lists_bytes: LONG_LISTS_BYTES,
         }
+    }
+
+    /// Has requests marked in an inflight region by queues that start from now on.
+    pub(crate) fn mark_requests(&mut self) -> InflightQueue {
+        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
+        let account = InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap();
+        self.inflight.insert(account).clone()
     }
 
     fn setup(&self) -> QueueSetup {
@@ -163,7 +173,7 @@ impl Scene {
             prefetch: true,
             in_order: self.in_order,
             run_max: self.run_max,
-            long_lists_bytes: LONG_LISTS_BYTES,
+            long_lists_bytes: self.long_lists_bytes,
             answer_place: AnswerPlace::LastByte,
             events: Arc::<Heard>::clone(&self.events),
             trust: Arc::new(CallTrust::new(Arc::<Heard>::clone(&self.events))),

@@ -458,7 +458,6 @@ async fn settle(blk: &Blk) -> Result<(), RequestError> {
 mod tests {
     use std::cell::{Cell, RefCell};
     use std::future::poll_fn;
-    use std::sync::Arc;
     use std::task::{Poll, Waker};
 
     use blockio::disk::{Limits, Rate, Rates};
@@ -466,14 +465,13 @@ mod tests {
     use iomem::BufferMemory;
     use proptest::prelude::*;
     use virtqueue::driver::Desc;
-    use virtqueue::{GuestMemory, InflightRegion};
 
     use super::super::config::{BlkOptions, F_FLUSH, F_VERSION_1};
     use super::*;
     use crate::device::Device;
     use crate::queue::QueueHandle;
     use crate::stats::RequestCounts;
-    use crate::testing::{DATA, RING, Scene};
+    use crate::testing::{DATA, Scene};
 
     const SECTORS: u64 = 2048;
 
@@ -620,9 +618,7 @@ mod tests {
     #[test]
     fn what_waits_is_left_in_the_inflight_region_and_done_by_whoever_comes_next() {
         let mut scene = Scene::new();
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let region = InflightRegion::new(region, 1, RING.size).unwrap();
-        scene.inflight = Some(region.queue(0).unwrap());
+        scene.mark_requests();
         let source = slow_null();
         let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
         let mut handle = begin_ten(&mut scene, &device);
@@ -653,9 +649,7 @@ mod tests {
     #[test]
     fn a_queue_that_leaves_what_waits_waits_for_what_the_kernel_has() {
         let mut scene = Scene::new();
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let region = InflightRegion::new(region, 1, RING.size).unwrap();
-        scene.inflight = Some(region.queue(0).unwrap());
+        scene.mark_requests();
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(SECTORS * SECTOR_BYTES).unwrap();
         let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
@@ -687,9 +681,9 @@ mod tests {
     fn a_queue_that_was_to_leave_what_waits_can_be_told_to_go_on() {
         for is_marked in [false, true] {
             let mut scene = Scene::new();
-            let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-            let region = InflightRegion::new(region, 1, RING.size).unwrap();
-            scene.inflight = is_marked.then(|| region.queue(0).unwrap());
+            if is_marked {
+                scene.mark_requests();
+            }
             let source = slow_null();
             let device = Device::blk(source.clone(), BlkOptions::default(), scene.events.clone());
             let handle = begin_ten(&mut scene, &device);

@@ -1,6 +1,6 @@
 //! Commands that an earlier process had taken, and may have carried out before it was killed.
 
-use virtqueue::{GuestMemory, InflightQueue, InflightRegion, LocalMemory, SplitQueue};
+use virtqueue::{LocalMemory, SplitQueue};
 
 use super::sharing::read;
 use super::throttled::{begin_write, limit};
@@ -24,21 +24,19 @@ impl Initiator {
 
     /// Makes a chain available that an earlier process has taken.
     fn leave(&mut self, chain: &[Desc], next_avail: u16) {
-        let account = new_account();
+        let account = self.scene.mark_requests();
         self.scene.offer_silently(chain);
         let memory = LocalMemory::new(Arc::clone(&self.scene.memory));
         let config = Ring { next_avail, ..RING }.config(false, false);
         let mut dying = SplitQueue::with_inflight(memory, config, &account).unwrap().0;
         assert!(dying.pop().unwrap().is_some());
-        drop(dying);
-        self.scene.inflight = Some(account);
     }
 
     /// Has commands marked from now on.
     pub(super) fn mark_commands(&mut self) {
         let stopped = self.take_queue().begin_stop();
         self.scene.wait(&stopped);
-        self.scene.inflight = Some(new_account());
+        self.scene.mark_requests();
         self.start_queue();
     }
 
@@ -46,11 +44,6 @@ impl Initiator {
     pub(super) fn start_queue(&mut self) {
         self.queue = Some(self.scene.start_queue_of(&self.device, 2));
     }
-}
-
-fn new_account() -> InflightQueue {
-    let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-    InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap()
 }
 
 #[test]
