@@ -22,7 +22,7 @@ use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
-use super::ring::{RingState, invalid, note, ring_size};
+use super::ring::{RingState, invalid, is_of_ring, note, ring_size};
 use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
 use super::undo::Undo;
@@ -441,6 +441,11 @@ impl Connection {
         match (result, start) {
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(undo, error.into()))
+            }
+            // To go on without the queue would hang the guest. Where it is the ring that does not
+            // fit, the memory may still change.
+            (Err(error), Start { undo: None, .. }) if !is_of_ring(&error) => {
+                Outcome::End(error.to_string())
             }
             (_, Start { unmapped: Some(unmapped), .. }) => Outcome::Later(Work::Unmap(unmapped)),
             (_, Start { answer: Ok(Some(answer)), .. }) => Outcome::Answer(answer),

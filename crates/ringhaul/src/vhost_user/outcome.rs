@@ -25,6 +25,8 @@ pub(super) enum Outcome {
     Refuse(Refusal),
     /// It will be.
     Later(Work),
+    /// It was, and for this reason a queue that should run cannot: the connection ends.
+    End(String),
 }
 
 impl Outcome {

@@ -407,6 +407,10 @@ impl Session {
                     return Progress::Handled;
                 }
                 Outcome::Refuse(refusal) => break refusal,
+                Outcome::End(why) => {
+                    self.end(End::Dropped(why));
+                    return self.progress(now);
+                }
             }
         };
         let Refusal { text, must_be_heard } = refusal;

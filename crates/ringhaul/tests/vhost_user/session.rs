@@ -7,7 +7,6 @@ use blockio::Wait;
 use ringhaul::vhost_user::message::{Config, Header, Region, Request, RingAddresses, code};
 use ringhaul::vhost_user::{End, PROTOCOL_FEATURES, Progress};
 use rustix::event::PollFlags;
-use virtqueue::MappingBudget;
 
 use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
 
@@ -454,37 +453,4 @@ fn a_base_that_is_refused_is_not_kept() {
     assert_eq!(scene.ask(&mut session, &mut frontend, &base(7), &[]), NACK);
     let answer = scene.ask(&mut session, &mut frontend, &get_base(1), &[]);
     assert_eq!(number(&answer) >> 32, 3);
-}
-
-/// Memory is unmapped on another thread, and counts until then; the front-end waits for that, and
-/// so does the next one.
-#[test]
-fn memory_that_goes_makes_room_for_what_comes_next() {
-    const BYTES: u64 = 1 << 30;
-    let mut scene = Scene::new();
-    let budget = MappingBudget::new("test", BYTES + (1 << 20));
-    scene.rules.budget = budget.clone();
-    let memory = rustix::fs::memfd_create("large", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&memory, BYTES).unwrap();
-    let large = Region { guest_addr: 1 << 40, user_addr: 1 << 40, size: BYTES, file_offset: 0 };
-    for _ in 0..8 {
-        let (mut session, mut frontend) = scene.attach();
-        scene.set_up(&mut session, &mut frontend);
-        for _ in 0..8 {
-            scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
-            frontend.send(&Request::RemMemReg(large), true, &[]);
-            let mut answer = None;
-            wait_until(|| {
-                assert_eq!(scene.drive_all(&mut session), None);
-                answer = frontend.receive();
-                answer.is_some()
-            });
-            assert_eq!(answer.map(|(_, body)| body), Some(ACK.to_vec()), "{:?}", scene.refused);
-            assert_eq!(budget.mapped_bytes(), 1 << 20);
-        }
-        scene.tell(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
-        drop(frontend);
-        wait_until(|| scene.drive_all(&mut session).is_some());
-        assert_eq!(budget.mapped_bytes(), 0);
-    }
 }

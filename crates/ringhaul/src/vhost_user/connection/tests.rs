@@ -42,7 +42,12 @@ struct Scene {
 enum Ended {
     Answer(Vec<u8>),
     Done,
-    Refused { text: String, must_be_heard: bool },
+    Refused {
+        text: String,
+        must_be_heard: bool,
+    },
+    /// With it the connection ends.
+    Over(String),
 }
 
 impl Scene {
@@ -92,6 +97,7 @@ impl Scene {
                 Outcome::Refuse(Refusal { text, must_be_heard }) => {
                     return Ended::Refused { text, must_be_heard };
                 }
+                Outcome::End(why) => return Ended::Over(why),
                 Outcome::Later(Work::Stop(change)) => {
                     self.settle().unwrap();
                     self.connection.apply(change)

@@ -58,6 +58,28 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     scene.end();
 }
 
+/// Its queue would not run, and its guest would wait for ever.
+#[test]
+fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let area = InflightArea::decode(&body).unwrap();
+    let file = scene.brought.take().unwrap();
+    let brought = file.try_clone().unwrap();
+    assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
+    scene.start();
+    // A map without the rings is one of several in a row.
+    assert_eq!(scene.tell(&Request::RemMemReg(region()), vec![]), Ended::Done);
+    // The version of the second queue's account.
+    rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
+    let memory = scene.memory();
+    let ended = scene.tell(&Request::AddMemReg(region()), memory);
+    assert!(matches!(&ended, Ended::Over(why) if why.contains("version 77")), "{ended:?}");
+    scene.end();
+}
+
 #[test]
 fn requests_are_left_only_where_there_can_be_a_region() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
