@@ -2,13 +2,13 @@
 
 mod impossible;
 mod rules;
+mod values;
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::ValueEnum;
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::address::LUN_MAX;
 use device::scsi::config::REQUEST_QUEUES_MAX;
@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::disk_rules::{DiskRules, LimitSpec, OnError, RulesChange};
 pub use crate::disk_spec::DiskSpec;
 use crate::options::switches::RUN_MAX;
+pub use values::{CacheMode, Wwn};
 
 /// The longest name of an export.
 const NAME_CHARACTERS: usize = 100;
@@ -325,31 +326,6 @@ pub struct UnitSettings {
     pub werror: Option<OnError>,
 }
 
-/// An NAA identifier of 8 bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(try_from = "String", into = "String")]
-pub struct Wwn(pub [u8; 8]);
-
-impl TryFrom<String> for Wwn {
-    type Error = anyhow::Error;
-
-    fn try_from(text: String) -> Result<Self> {
-        let digits = text.strip_prefix("0x").unwrap_or(&text);
-        let number = (digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok()).flatten();
-        match number {
-            // IEEE Extended, locally assigned, IEEE Registered (SPC-5, section 7.7.6.6).
-            Some(number) if matches!(number >> 60, 2 | 3 | 5) => Ok(Self(number.to_be_bytes())),
-            _ => bail!("'{text}' is no WWN: it needs 16 hexadecimal digits, the first 2, 3 or 5"),
-        }
-    }
-}
-
-impl From<Wwn> for String {
-    fn from(wwn: Wwn) -> Self {
-        format!("{:016x}", u64::from_be_bytes(wwn.0))
-    }
-}
-
 /// How a disk is exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -462,40 +438,6 @@ pub(crate) fn check_queue_size(size: u16) -> Result<()> {
         bail!("it must be a power of two from 4 to 1024");
     }
     Ok(())
-}
-
-/// What stands between the guest and the disk, in QEMU's words.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum CacheMode {
-    /// Direct I/O; the guest flushes the disk's own write cache.
-    None,
-    /// Direct I/O; every write is on stable storage when it is answered.
-    Directsync,
-    /// The page cache; the guest flushes it.
-    Writeback,
-    /// The page cache; every write is on stable storage when it is answered.
-    Writethrough,
-}
-
-impl CacheMode {
-    /// Its name among the values of `--cache`.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Directsync => "directsync",
-            Self::Writeback => "writeback",
-            Self::Writethrough => "writethrough",
-        }
-    }
-
-    pub(crate) fn is_direct(self) -> bool {
-        matches!(self, Self::None | Self::Directsync)
-    }
-
-    pub(crate) fn has_write_cache(self) -> bool {
-        matches!(self, Self::None | Self::Writeback)
-    }
 }
 
 #[cfg(test)]
