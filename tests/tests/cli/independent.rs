@@ -16,7 +16,7 @@ use super::{DISK_BYTES, scene};
 
 /// Codes of errors.
 const NO_JSON: i32 = -32700;
-const NO_REQUEST: i32 = -32600;
+pub(super) const NO_REQUEST: i32 = -32600;
 const NO_METHOD: i32 = -32601;
 const PARAMS: i32 = -32602;
 const UNKNOWN: i32 = 2;
@@ -32,8 +32,19 @@ fn serve(scene: &Scene, options: &[&str]) -> Result<Running> {
     Running::serve(command.arg("--control").arg(scene.socket("control")))
 }
 
+/// The same, and a client of it. None: there is no socat.
+pub(super) fn begin(options: &[&str]) -> Result<Option<(Scene, Running, Socat)>> {
+    if !socat::is_installed() {
+        return Ok(None);
+    }
+    let scene = scene()?;
+    let daemon = serve(&scene, options)?;
+    let client = Socat::connect(&scene.socket("control"))?;
+    Ok(Some((scene, daemon, client)))
+}
+
 /// Has the daemon end by request.
-fn shut_down(mut client: Socat, daemon: Running) -> Result<String> {
+pub(super) fn shut_down(mut client: Socat, daemon: Running) -> Result<String> {
     ensure!(client.done("shutdown", &json!({}))? == json!({}), "not what the page says");
     ensure!(client.hear()?.is_none(), "the connection stays");
     Ok(daemon.finish()?.expect_code(0)?.stderr)
@@ -41,12 +52,10 @@ fn shut_down(mut client: Socat, daemon: Running) -> Result<String> {
 
 #[test]
 fn an_export_comes_is_used_and_goes() -> Result<()> {
-    if !socat::is_installed() {
+    let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M", "--name", "vm1"])?
+    else {
         return Ok(());
-    }
-    let scene = scene()?;
-    let daemon = serve(&scene, &["--disk", "null,size=1M", "--name", "vm1"])?;
-    let mut client = Socat::connect(&scene.socket("control"))?;
+    };
     let version = client.done("ping", &json!({}))?;
     ensure!(version["version"] == env!("CARGO_PKG_VERSION"), "{version}");
     let (disk, socket) = (scene.disk("disk.img", DISK_BYTES)?, scene.socket("vm2.sock"));
@@ -93,13 +102,8 @@ fn an_export_comes_is_used_and_goes() -> Result<()> {
 
 #[test]
 fn a_unit_comes_is_used_and_goes() -> Result<()> {
-    if !socat::is_installed() {
-        return Ok(());
-    }
-    let scene = scene()?;
     let options = ["--device", "scsi", "--lun", "0,null=1M", "--name", "vm"];
-    let daemon = serve(&scene, &options)?;
-    let mut client = Socat::connect(&scene.socket("control"))?;
+    let Some((scene, daemon, mut client)) = begin(&options)? else { return Ok(()) };
     let disk = scene.disk("disk.img", DISK_BYTES)?;
     let place = json!({ "export": "vm", "target": 0, "lun": 3 });
     let unit = json!({ "target": 0, "lun": 3, "disk": { "file": disk } });
@@ -118,12 +122,10 @@ fn a_unit_comes_is_used_and_goes() -> Result<()> {
 
 #[test]
 fn settings_change_and_the_log_tells() -> Result<()> {
-    if !socat::is_installed() {
+    let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M", "--log", "info"])?
+    else {
         return Ok(());
-    }
-    let scene = scene()?;
-    let daemon = serve(&scene, &["--disk", "null,size=1M", "--log", "info"])?;
-    let mut client = Socat::connect(&scene.socket("control"))?;
+    };
     let before = client.done("set", &json!({}))?;
     ensure!(before["log"] == "info" && before["poll-budget"].is_u64(), "{before}");
     let change = json!({ "poll-max-us": 7, "poll-budget": 3, "log": "ringhaul=info" });
@@ -168,6 +170,8 @@ fn a_removal_says_what_it_waits_for() -> Result<()> {
         let message = client.refused("export.remove", &force, UNFINISHED)?;
         ensure!(message.contains("vm has not ended: 1 request"), "{message}");
         load.wait_for("it has closed the connection")?;
+        // It has not gone as long as one of its requests has not ended.
+        ensure!(events.done("ping", &json!({}))?.is_object(), "an event has come");
         let shown = client.done("export.show", &json!({ "export": "vm" }))?;
         let waits = shown["waits-for"].as_str().unwrap_or_default();
         ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
@@ -269,12 +273,10 @@ fn a_subscriber_that_stands_still_slows_nobody() -> Result<()> {
 
 #[test]
 fn what_is_refused_says_what_to_do() -> Result<()> {
-    if !socat::is_installed() {
+    let Some((_scene, daemon, mut client)) = begin(&["--disk", "null,size=1M", "--name", "vm"])?
+    else {
         return Ok(());
-    }
-    let scene = scene()?;
-    let daemon = serve(&scene, &["--disk", "null,size=1M", "--name", "vm"])?;
-    let mut client = Socat::connect(&scene.socket("control"))?;
+    };
     for (method, params, code, words) in [
         ("export.shew", json!({}), NO_METHOD, &["export.shew", "export.show"][..]),
         ("export.show", json!({}), PARAMS, &["missing field `export`"]),
@@ -313,13 +315,10 @@ fn what_is_refused_says_what_to_do() -> Result<()> {
 /// As JSON-RPC has it, but for batches, which are refused.
 #[test]
 fn lines_are_requests_however_they_are_cut() -> Result<()> {
-    if !socat::is_installed() {
+    let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M"])? else {
         return Ok(());
-    }
-    let scene = scene()?;
-    let daemon = serve(&scene, &["--disk", "null,size=1M"])?;
+    };
     let control = scene.socket("control");
-    let mut client = Socat::connect(&control)?;
     let ping = |id: &str| format!(r#"{{"jsonrpc":"2.0","id":{id},"method":"ping"}}"#);
     let hear = |client: &Socat| client.hear()?.context("the daemon has hung up");
     client.say(&format!("{}\n{}\n", ping("1"), ping(r#""two""#)))?;
