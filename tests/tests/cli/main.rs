@@ -10,6 +10,7 @@ mod ctl;
 mod disks;
 mod ends;
 mod independent;
+mod independent_limits;
 mod left;
 mod locks;
 mod log;

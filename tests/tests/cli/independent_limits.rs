@@ -1,0 +1,109 @@
+//! The end of the daemon and the limits of its control socket, as `socat` sees them.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, bench};
+use ringhaul_kit::fuse::{Fuse, opcode};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::independent::{NO_REQUEST, begin, shut_down};
+use super::socat::Socat;
+
+/// The daemon ended at once, because it was told twice.
+const EXIT_ABANDONED: i32 = 3;
+/// Clients that root and the user of the daemon may have.
+const CLIENTS_MAX: usize = 32;
+/// Bytes of a line.
+const LINE_MAX: usize = 1 << 20;
+/// The code for clients that are not served.
+const REFUSED: i32 = 7;
+
+/// Clients may still ask after the first signal, and the log has it after the second.
+#[test]
+fn a_daemon_that_is_told_twice_says_what_it_leaves_unfinished() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let file = fuse.file().display().to_string();
+    let reads = ["--read-only", "--lock", "off", "--engine", "threads", "--name", "vm"];
+    let begun = begin(&[&reads[..], &["--blk-file", &file]].concat())?;
+    let Some((scene, mut daemon, mut client)) = begun else { return Ok(()) };
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let load = Running::start(&mut bench(&scene.socket("vm.sock"), "--number_ios 4")?)?;
+    let ends = (|| {
+        fuse.wait_for(opcode::READ)?;
+        daemon.signal(Signal::TERM)?;
+        daemon.wait_for("finishing requests, then ending")?;
+        let shown = client.done("export.show", &json!({ "export": "vm" }))?;
+        let waits = shown["waits-for"].as_str().unwrap_or_default();
+        ensure!(shown["state"] == "stopping" && waits.starts_with("1 request"), "{shown}");
+        daemon.signal(Signal::TERM)?;
+        daemon.wait_for("unfinished: ")
+    })();
+    // Whatever has come of it: the kernel keeps a process whose reads hang.
+    fuse.release();
+    let line = ends?;
+    ensure!(line.contains("unfinished: vm: 1 request is not finished"), "{line}");
+    daemon.finish()?.expect_code(EXIT_ABANDONED)?;
+    ensure!(client.hear()?.is_none(), "there is more to hear");
+    load.finish()?.expect_code(1)?;
+    Ok(())
+}
+
+#[test]
+fn a_line_that_is_too_long_is_refused() -> Result<()> {
+    let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M"])? else {
+        return Ok(());
+    };
+    // Blanks may stand behind a request.
+    let ping = r#"{"jsonrpc":"2.0","id":1,"method":"ping"}"#;
+    let blanks = " ".repeat(LINE_MAX - ping.len());
+    client.say(&format!("{ping}{blanks}\n"))?;
+    ensure!(client.end(1)?["result"].is_object(), "as much as there may be is too long");
+    let mut long = Socat::connect(&scene.socket("control"))?;
+    long.say(&"x".repeat(LINE_MAX + 1))?;
+    let refused = long.hear()?.unwrap_or_default();
+    ensure!(is_refused(&refused, NO_REQUEST, "at most 1048576 bytes"), "{refused}");
+    ensure!(long.hear()?.is_none(), "the connection stays");
+    shut_down(client, daemon).map(drop)
+}
+
+#[test]
+fn clients_that_are_too_many_are_refused() -> Result<()> {
+    let Some((scene, daemon, mut client)) = begin(&["--disk", "null,size=1M"])? else {
+        return Ok(());
+    };
+    let connect = || Socat::connect(&scene.socket("control"));
+    client.done("ping", &json!({}))?;
+    let mut others = Vec::new();
+    for _ in 1..CLIENTS_MAX {
+        let mut other = connect()?;
+        other.done("ping", &json!({}))?;
+        others.push(other);
+    }
+    let words = "32 clients are connected; close one of them";
+    let one_more = connect()?;
+    let refused = one_more.hear()?.unwrap_or_default();
+    ensure!(is_refused(&refused, REFUSED, words), "{refused}");
+    ensure!(one_more.hear()?.is_none(), "the connection stays");
+    // Those who are connected are answered, and whoever leaves makes room.
+    client.done("ping", &json!({}))?;
+    drop(others.pop());
+    let start = Instant::now();
+    loop {
+        let mut other = connect()?;
+        // One that is refused has that line for an answer, or is closed before it has asked.
+        if other.done("ping", &json!({})).is_ok() {
+            break;
+        }
+        ensure!(start.elapsed() < LIMIT, "no place becomes free");
+    }
+    shut_down(client, daemon).map(drop)
+}
+
+/// Whether this is the answer to something that has no id.
+fn is_refused(answer: &Value, code: i32, words: &str) -> bool {
+    let error = &answer["error"];
+    let says = error["message"].as_str().is_some_and(|message| message.contains(words));
+    answer["id"].is_null() && error["code"] == code && says
+}
