@@ -55,6 +55,7 @@ use crate::io::Io;
 use crate::pending::Pending;
 use disk::NbdDisk;
 use handshake::{Facts, can};
+use link::refuse_less;
 use pipe::{Pipe, key_of, learn_size};
 use reach::Handle;
 use shared::Shared;
@@ -250,7 +251,8 @@ impl OtherSource for NbdSource {
     fn find_size(&self) -> Result<u64, Error> {
         let shared = self.shared();
         let facts = connect::ask(&shared.options).map_err(|reason| self.refused(reason))?;
-        let checked = check_size(facts.size_bytes, self.info.logical_block_bytes);
+        let checked = refuse_less(shared, &facts)
+            .and_then(|()| check_size(facts.size_bytes, self.info.logical_block_bytes));
         checked.map_err(|reason| self.refused(reason))?;
         learn_size(shared, facts.size_bytes);
         Ok(facts.size_bytes)

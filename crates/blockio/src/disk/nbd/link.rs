@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::connect::{Connected, connect};
 use super::flow::{Broken, Flow};
-use super::handshake::can;
+use super::handshake::{Facts, can};
 use super::pipe::{Pipe, learn_size};
 use super::remains::Remains;
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry};
@@ -246,9 +246,10 @@ impl Pipe {
     }
 }
 
-/// Refuses a connection that offers less than the disk was opened with.
+/// Refuses a connection that offers less than the disk was opened with, and takes its size over.
 fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
     let (then, now) = (&shared.facts, &made.facts);
+    refuse_less(shared, now)?;
     let known = learn_size(shared, now.size_bytes);
     if now.size_bytes < then.size_bytes && now.size_bytes != known {
         tracing::warn!(
@@ -257,6 +258,13 @@ fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
             now.size_bytes
         );
     }
+    Ok(made)
+}
+
+/// Refuses what is less than the disk was opened with. It may be another export altogether, so
+/// nothing that it says counts.
+pub(super) fn refuse_less(shared: &Shared, now: &Facts) -> Result<(), String> {
+    let then = &shared.facts;
     // Without MULTI_CONN a flush covers its own connection alone.
     let needed = match shared.read_only {
         true => can::FLUSH | can::MULTI_CONN,
@@ -273,7 +281,7 @@ fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
                     export of this disk"
             .to_owned());
     }
-    Ok(made)
+    Ok(())
 }
 
 /// Carries requests until the connection breaks, or nobody needs it any more.

@@ -98,6 +98,11 @@ fn read(thread: &IoThread, disk: &Disk, offset: u64) -> u8 {
     view.to_vec()[4095]
 }
 
+/// The size that the server has told last.
+fn told_size(source: &DiskSource) -> u64 {
+    source.outside().unwrap().size_bytes().unwrap().unwrap()
+}
+
 /// Has the IoThread work until the server has seen an event.
 fn wait_for(thread: &IoThread, server: &Server, event: Event) {
     while !server.state().events.contains(&event) {
@@ -237,6 +242,7 @@ fn a_server_that_comes_back_with_less_is_not_used() {
         let disk = Rc::new(source.attach(thread.io()));
         assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
         server.change(lessen);
+        server.change(|state| state.content.resize(2 * MIB, 0));
         server.hang_up();
         let write = Running::write(&thread, &disk, 4096, 2);
         let flush = Running::flush(&thread, &disk);
@@ -246,9 +252,13 @@ fn a_server_that_comes_back_with_less_is_not_used() {
             wait_a_turn(&thread);
         }
         assert!(matches!(source.state(), DiskState::Away(_)));
+        let refused = source.refresh().unwrap_err().to_string();
+        assert!(refused.contains("offers less than before"), "{refused}");
+        assert_eq!(told_size(&source), MIB as u64, "the size of one that is refused counts");
         server.change(restore);
         assert_eq!((write.end(&thread), flush.end(&thread)), (None, None));
         assert_eq!(read(&thread, &disk, 4096), 2);
+        assert_eq!(told_size(&source), 2 * MIB as u64);
     }
 }
 
