@@ -79,7 +79,7 @@ impl DiskSource {
     fn nbd_with(nbd: NbdOptions, options: &DiskOptions, silence: Duration) -> Result<Self, Error> {
         let name = nbd.to_string();
         let refused = |reason| Error::Disk { disk: name.clone(), reason };
-        let connected = connect::connect(&nbd).map_err(refused)?;
+        let (connected, _) = connect::connect(&nbd).map_err(refused)?;
         let info = info(&connected.facts, options).map_err(refused)?;
         if !info.read_only && !connected.facts.can(can::FLUSH) {
             tracing::warn!(
@@ -250,12 +250,16 @@ impl OtherSource for NbdSource {
 
     fn find_size(&self) -> Result<u64, Error> {
         let shared = self.shared();
-        let facts = connect::ask(&shared.options).map_err(|reason| self.refused(reason))?;
-        let checked = refuse_less(shared, &facts)
-            .and_then(|()| check_size(facts.size_bytes, self.info.logical_block_bytes));
+        let asked = connect::ask(&shared.options);
+        let (facts, asked) = asked.map_err(|reason| self.refused(reason))?;
+        let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);
+        let checked = refuse_less(shared, &facts).and_then(|()| check(facts.size_bytes));
         checked.map_err(|reason| self.refused(reason))?;
-        learn_size(shared, facts.size_bytes);
-        Ok(facts.size_bytes)
+        learn_size(shared, facts.size_bytes, asked);
+        // Another answer may be newer.
+        let size_bytes = shared.size_bytes();
+        check(size_bytes).map_err(|reason| self.refused(reason))?;
+        Ok(size_bytes)
     }
 
     fn known_size(&self) -> Result<u64, Error> {

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,16 +39,24 @@ pub(super) struct Connected {
     pub(super) facts: Facts,
 }
 
+/// How many times servers were asked what they have.
+static ASKED: AtomicU64 = AtomicU64::new(0);
+
+/// Numbers what servers have said in the order in which they were asked: an answer may be on its
+/// way for long, and the size in it is then older than that in others.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Asked(u64);
+
 /// Connects, and has the server begin to serve.
 ///
 /// # Errors
 ///
 /// Why there is no connection, and what to do about it.
-pub(super) fn connect(options: &NbdOptions) -> Result<Connected, String> {
-    let (socket, tls, facts) = shake_hands(options, Purpose::Serve)?;
+pub(super) fn connect(options: &NbdOptions) -> Result<(Connected, Asked), String> {
+    let (socket, tls, facts, asked) = shake_hands(options, Purpose::Serve)?;
     let transport = Transport::new(socket, tls);
     let transport = transport.map_err(|error| format!("cannot set up its socket: {error}"))?;
-    Ok(Connected { transport, facts })
+    Ok((Connected { transport, facts }, asked))
 }
 
 /// What the server says of the export now, asked on a connection of its own.
@@ -55,17 +64,18 @@ pub(super) fn connect(options: &NbdOptions) -> Result<Connected, String> {
 /// # Errors
 ///
 /// As [`connect`].
-pub(super) fn ask(options: &NbdOptions) -> Result<Facts, String> {
-    shake_hands(options, Purpose::Ask).map(|(_, _, facts)| facts)
+pub(super) fn ask(options: &NbdOptions) -> Result<(Facts, Asked), String> {
+    shake_hands(options, Purpose::Ask).map(|(_, _, facts, asked)| (facts, asked))
 }
 
-type Hand = (OwnedFd, Option<ClientConnection>, Facts);
+type Hand = (OwnedFd, Option<ClientConnection>, Facts, Asked);
 
 fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
     let until = Instant::now() + PATIENCE;
     let socket = reach(&options.address, until)?;
     let mut stream = Patient { socket, until };
     let greeted = greet(&mut stream)?;
+    let asked = Asked(1 + ASKED.fetch_add(1, Ordering::Relaxed));
     let export = &options.export;
     let (tls, facts) = match &options.tls {
         None => (None, negotiate(&mut stream, greeted, export, purpose)?),
@@ -82,7 +92,7 @@ fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
     let set_up = sockopt::set_socket_timeout(&stream.socket, Timeout::Recv, None)
         .and_then(|()| sockopt::set_socket_timeout(&stream.socket, Timeout::Send, None));
     set_up.map_err(|error| format!("cannot set up its socket: {error}"))?;
-    Ok((stream.socket, tls, facts))
+    Ok((stream.socket, tls, facts, asked))
 }
 
 fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::connect::{Connected, connect};
+use super::connect::{Asked, Connected, connect};
 use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
 use super::pipe::{Pipe, learn_size};
@@ -218,7 +218,8 @@ impl Pipe {
         let (sent, shared) = (Arc::clone(&inbox), Arc::clone(&self.shared));
         let (task, remote) = (self.io.this_task(), self.io.remote());
         let work = move || {
-            let made = connect(&shared.options).and_then(|made| check(&shared, made));
+            let made = connect(&shared.options);
+            let made = made.and_then(|(made, asked)| check(&shared, made, asked));
             let made = match made {
                 Ok(unneeded) if shared.is_over() => {
                     Flow::new(0, unneeded).say_goodbye();
@@ -247,11 +248,11 @@ impl Pipe {
 }
 
 /// Refuses a connection that offers less than the disk was opened with, and takes its size over.
-fn check(shared: &Arc<Shared>, made: Connected) -> Result<Connected, String> {
+fn check(shared: &Arc<Shared>, made: Connected, asked: Asked) -> Result<Connected, String> {
     let (then, now) = (&shared.facts, &made.facts);
     refuse_less(shared, now)?;
-    let known = learn_size(shared, now.size_bytes);
-    if now.size_bytes < then.size_bytes && now.size_bytes != known {
+    let known = learn_size(shared, now.size_bytes, asked);
+    if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
         tracing::warn!(
             "{}: the export has shrunk to {} bytes; what lies beyond cannot be reached",
             shared.options,

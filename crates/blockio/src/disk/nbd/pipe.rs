@@ -21,6 +21,7 @@ use std::time::Instant;
 use iomem::{Buffers, fits};
 
 use super::answer::Progress;
+use super::connect::Asked;
 use super::handshake::Facts;
 use super::lent::{Lent, encode};
 use super::requests::{Done, Link, Requests, Slot, State, Who};
@@ -312,9 +313,10 @@ impl Pipe {
 }
 
 /// The server has told the size of the export. Connections that know a smaller one are replaced:
-/// the size is that of each connection. Returns what it was before.
-pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64) -> u64 {
-    let before = shared.swap_size(size_bytes);
+/// the size is that of each connection. Returns what it was before, or `None` if it has told another
+/// size since, which counts.
+pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) -> Option<u64> {
+    let before = shared.swap_size(size_bytes, asked)?;
     if before < size_bytes {
         let key = key_of(shared);
         shared.on_pipes(move |io| {
@@ -323,7 +325,7 @@ pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64) -> u64 {
             }
         });
     }
-    before
+    Some(before)
 }
 
 impl Drop for Pipe {

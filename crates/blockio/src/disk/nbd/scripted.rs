@@ -28,6 +28,8 @@ pub(super) enum Event {
     HalfClosed(usize),
     /// All requests of the connection have ended, and so has it.
     Ended(usize),
+    /// What it is to hear about the export is settled, and kept back.
+    KeptBack(usize),
 }
 
 /// What the server has, and how it behaves.
@@ -42,6 +44,8 @@ pub(super) struct State {
     pub(super) holds: (u16, usize),
     /// Nothing more is read.
     pub(super) stalls: bool,
+    /// This connection does not hear yet what the export is.
+    pub(super) keeps_back: Option<usize>,
     /// Connections that the client has half closed stay, with what was put aside.
     pub(super) lingers: bool,
     /// Zeroes take as long as data, which is said to who wants them fast.
@@ -110,6 +114,7 @@ impl Server {
             has_context: true,
             holds: (0, 0),
             stalls: false,
+            keeps_back: None,
             lingers: false,
             is_slow_with_zeroes: false,
             events: Vec::new(),
@@ -185,6 +190,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.change(|state| {
             (state.is_over, state.lingers, state.stalls) = (true, false, false);
+            state.keeps_back = None;
         });
         self.hang_up();
         // The thread that accepts looks up.
@@ -327,6 +333,11 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
             6 | 7 => {
                 let size = state.content.len() as u64;
                 let flags = state.flags.to_be_bytes();
+                if state.keeps_back == Some(number) {
+                    state.events.push(Event::KeptBack(number));
+                    let is_kept = |state: &mut State| state.keeps_back == Some(number);
+                    state = shared.changed.wait_while(state, is_kept).unwrap();
+                }
                 reply(3, &[&[0, 0][..], &size.to_be_bytes(), &flags].concat())?;
                 reply(1, &[])?;
                 if option == 6 {

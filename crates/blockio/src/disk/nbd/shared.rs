@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::connect::Connected;
+use super::connect::{Asked, Connected};
 use super::handshake::{Facts, can};
 use super::held::Held;
 use super::target::NbdOptions;
@@ -41,6 +41,8 @@ pub(super) struct Shared {
 }
 
 struct State {
+    /// When the server was asked that has told the size.
+    asked: Asked,
     /// It serves nobody: one was made when the disk was opened, for the first who needs one.
     spare: Option<Connected>,
     /// What the connections of each IoThread are like.
@@ -103,6 +105,8 @@ impl Shared {
     ) -> Self {
         let facts = connected.facts;
         let state = State {
+            // Whoever asks does that later.
+            asked: Asked::default(),
             spare: Some(connected),
             pipes: BTreeMap::new(),
             home: None,
@@ -168,9 +172,15 @@ impl Shared {
         self.size_bytes.load(Ordering::Relaxed)
     }
 
-    /// The server has told a size. Returns the one that it had told before.
-    pub(super) fn swap_size(&self, size_bytes: u64) -> u64 {
-        self.size_bytes.swap(size_bytes, Ordering::Relaxed)
+    /// The server has told a size. Returns the one that it had told before. `None`: it has told
+    /// another one since.
+    pub(super) fn swap_size(&self, size_bytes: u64, asked: Asked) -> Option<u64> {
+        let mut state = self.state();
+        if asked < state.asked {
+            return None;
+        }
+        state.asked = asked;
+        Some(self.size_bytes.swap(size_bytes, Ordering::Relaxed))
     }
 
     /// Whether a flush on one connection is needed before it ends: no other would cover what was

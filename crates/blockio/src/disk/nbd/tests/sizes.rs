@@ -5,7 +5,7 @@ use std::rc::Rc;
 use super::super::handshake::can;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
 use super::super::target::NbdOptions;
-use super::{FLAGS, MIB, Running, new_thread, open, read, wait_a_turn, wait_for};
+use super::{FLAGS, MIB, Running, new_thread, open, read, told_size, wait_a_turn, wait_for};
 use crate::disk::DiskState;
 
 #[test]
@@ -37,4 +37,24 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
         assert_eq!(source.state(), DiskState::Ready);
     }
+}
+
+/// An answer may be on its way for long.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_older_answer_does_not_replace_a_newer_one() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    server.change(|state| state.keeps_back = Some(1));
+    let asking = source.clone();
+    let older = std::thread::spawn(move || asking.refresh().unwrap());
+    wait_for(&thread, &server, Event::KeptBack(1));
+    server.change(|state| state.content.resize(2 * MIB, 0));
+    assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
+    server.change(|state| state.keeps_back = None);
+    assert_eq!(older.join().unwrap(), 2 * MIB as u64);
+    assert_eq!((told_size(&source), source.refresh().unwrap()), (2 * MIB as u64, 2 * MIB as u64));
+    // A later one may be smaller.
+    server.change(|state| state.content.truncate(MIB));
+    assert_eq!((source.refresh().unwrap(), told_size(&source)), (MIB as u64, MIB as u64));
 }
