@@ -58,6 +58,7 @@ use handshake::{Facts, can};
 use link::refuse_less;
 use pipe::{Pipe, key_of, learn_size};
 use reach::Handle;
+use requests::Made;
 use shared::Shared;
 pub use target::{NbdAddress, NbdOptions, NbdTls};
 use wire::Request;
@@ -226,7 +227,7 @@ impl OtherSource for NbdSource {
         let key = key_of(shared);
         home.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
-                let flush = pipe.ticket(Request::FLUSH, Buffers::empty());
+                let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
                 io.spawn(async move { answer.send(flush.wait().await.0) });
             }
         });

@@ -11,6 +11,7 @@ use super::handshake::{Facts, can};
 use super::lent::{Lent, decode};
 use super::pipe::{Pipe, Ticket, key_of};
 use super::reach::{Handle, Reach};
+use super::requests::Made;
 use super::wire::{
     Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
 };
@@ -25,6 +26,28 @@ const RANGE_BYTES_MAX: u64 = 1 << 31;
 /// Zeroes that are written at once where the server knows no other way.
 const ZEROES_BYTES: u64 = 1 << 20;
 
+/// How data moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Way {
+    command: Command,
+    flags: u16,
+    /// See [`Made`].
+    is_provisional: bool,
+}
+
+impl Way {
+    const READ: Self = Self { command: Command::Read, flags: 0, is_provisional: false };
+    const WRITE: Self = Self { command: Command::Write, flags: 0, is_provisional: false };
+    const DURABLE: Self = Self { flags: FLAG_FUA, ..Self::WRITE };
+    const PROVISIONAL: Self = Self { is_provisional: true, ..Self::WRITE };
+
+    fn part(self, io: &Io, offset: u64, bytes: usize) -> Made {
+        let Self { command, flags, is_provisional } = self;
+        let request = Request { command, flags, offset, len: bytes as u64 };
+        Made { is_provisional, ..Made::now(io, request) }
+    }
+}
+
 /// An export on one IoThread.
 pub(super) struct NbdDisk {
     handle: Arc<Handle>,
@@ -38,7 +61,7 @@ enum Started {
     Here(Ticket),
     There(ForeignOp),
     /// The IoThread whose pipe has this number has ended before it was asked.
-    Missed(ForeignOp, u64, Request),
+    Missed(ForeignOp, u64, Made),
 }
 
 impl Started {
@@ -50,10 +73,10 @@ impl Started {
                     let completion = op.await;
                     return (decode(completion.result), completion.buffers);
                 }
-                Self::Missed(op, number, request) => {
+                Self::Missed(op, number, made) => {
                     let buffers = op.await.buffers;
                     disk.look_elsewhere(number);
-                    disk.start(request, buffers)
+                    disk.start_made(made, buffers)
                 }
             };
         }
@@ -69,19 +92,23 @@ impl NbdDisk {
     }
 
     fn start(&self, request: Request, buffers: Buffers) -> Started {
+        self.start_made(Made::now(&self.io, request), buffers)
+    }
+
+    fn start_made(&self, made: Made, buffers: Buffers) -> Started {
         let reach = self.reach.borrow();
         let (number, remote) = match &*reach {
-            Reach::Here(pipe) => return Started::Here(pipe.ticket(request, buffers)),
+            Reach::Here(pipe) => return Started::Here(pipe.ticket(made, buffers)),
             Reach::There(number, remote) => (*number, remote),
         };
         let (lent, key) = (Lent::new(&buffers), key_of(&self.handle.shared));
         let (op, completer) = self.io.foreign_op(buffers);
         let is_posted = remote.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
-                pipe.start_for(request, lent, completer);
+                pipe.start_for(made, lent, completer);
             }
         });
-        if is_posted { Started::There(op) } else { Started::Missed(op, number, request) }
+        if is_posted { Started::There(op) } else { Started::Missed(op, number, made) }
     }
 
     /// The IoThread whose pipe has this number has ended.
@@ -97,15 +124,14 @@ impl NbdDisk {
     /// Moves data, in as many requests as it takes.
     async fn transfer(
         &self,
-        command: Command,
-        flags: u16,
+        way: Way,
         offset: u64,
         mut buffers: Buffers,
     ) -> Result<(), Unfinished> {
         let most = self.facts.payload_bytes_max as usize;
         if buffers.bytes() <= most {
-            let request = Request { command, flags, offset, len: buffers.bytes() as u64 };
-            let (result, rest) = self.start(request, buffers).wait(self).await;
+            let made = way.part(&self.io, offset, buffers.bytes());
+            let (result, rest) = self.start_made(made, buffers).wait(self).await;
             return unfinished(result, rest);
         }
         let (mut left, mut at) = (buffers.again(), offset);
@@ -114,9 +140,9 @@ impl NbdDisk {
             let mut part = left.again();
             part.truncate(most);
             left.advance(most);
-            let len = part.bytes() as u64;
-            started.push(self.start(Request { command, flags, offset: at, len }, part));
-            at += len;
+            let bytes = part.bytes();
+            started.push(self.start_made(way.part(&self.io, at, bytes), part));
+            at += bytes as u64;
         }
         // All of them have to end: the memory of those behind one that fails is in use, too.
         let mut failed = Ok(());
@@ -131,6 +157,24 @@ impl NbdDisk {
             drop(memory);
         }
         failed.map_err(|errno| Unfinished::new(io::Error::from_raw_os_error(errno), buffers))
+    }
+
+    /// Writes durably to a server without FUA. If a connection breaks before the flush, only this
+    /// knows that nobody relies on the write yet, so it makes both again.
+    async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
+        let shared = &self.handle.shared;
+        let way = if self.facts.can(can::FLUSH) { Way::PROVISIONAL } else { Way::WRITE };
+        loop {
+            let endings = shared.endings();
+            if !buffers.is_empty() {
+                self.transfer(way, offset, buffers.again()).await?;
+            }
+            let flushed = self.flush().await;
+            flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))?;
+            if way != Way::PROVISIONAL || buffers.is_empty() || endings == shared.endings() {
+                return Ok(());
+            }
+        }
     }
 
     /// Has ranges of the disk treated, in as many requests as it takes.
@@ -160,7 +204,7 @@ impl NbdDisk {
             let part = len.min(ZEROES_BYTES);
             let bytes = usize::try_from(part).unwrap_or(usize::MAX);
             let zeroes = self.io.bounce_budget.zeroes(bytes, ())?;
-            self.transfer(Command::Write, 0, offset, zeroes).await?;
+            self.transfer(Way::WRITE, offset, zeroes).await?;
             (offset, len) = (offset + part, len - part);
         }
         Ok(())
@@ -179,7 +223,7 @@ impl OtherDisk for NbdDisk {
         if buffers.is_empty() {
             return Box::pin(std::future::ready(Ok(())));
         }
-        Box::pin(self.transfer(Command::Read, 0, offset, buffers))
+        Box::pin(self.transfer(Way::READ, offset, buffers))
     }
 
     fn write(
@@ -191,20 +235,13 @@ impl OtherDisk for NbdDisk {
         if buffers.is_empty() && !fua {
             return Box::pin(std::future::ready(Ok(())));
         }
-        let has_fua = self.facts.can(can::FUA);
-        Box::pin(async move {
-            if !buffers.is_empty() {
-                let flags = if fua && has_fua { FLAG_FUA } else { 0 };
-                self.transfer(Command::Write, flags, offset, buffers).await?;
+        match fua {
+            false => Box::pin(self.transfer(Way::WRITE, offset, buffers)),
+            true if self.facts.can(can::FUA) && !buffers.is_empty() => {
+                Box::pin(self.transfer(Way::DURABLE, offset, buffers))
             }
-            match fua && !has_fua {
-                true => {
-                    let flushed = self.flush().await;
-                    flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))
-                }
-                false => Ok(()),
-            }
-        })
+            true => Box::pin(self.write_and_flush(offset, buffers)),
+        }
     }
 
     fn flush(&self) -> Answer<'_, io::Result<()>> {

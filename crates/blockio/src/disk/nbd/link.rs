@@ -358,6 +358,9 @@ fn retire(
         pipe.flush_link(index);
         return Ok(false);
     }
+    if !pipe.shared.facts.can(can::MULTI_CONN) {
+        pipe.shared.has_ended();
+    }
     flow.say_goodbye();
     Ok(true)
 }

@@ -24,7 +24,7 @@ use super::answer::Progress;
 use super::connect::Asked;
 use super::handshake::Facts;
 use super::lent::{Lent, encode};
-use super::requests::{Done, Link, Requests, Slot, State, Who};
+use super::requests::{Done, Link, Made, Requests, Slot, State, Who};
 use super::shared::{Condition, Shared};
 use super::wire::{Command, FLAG_FUA, Request};
 use crate::disk::info::Extent;
@@ -58,12 +58,12 @@ impl Pipe {
     }
 
     /// Starts a request of another IoThread, which waits for it.
-    pub(super) fn start_for(&self, request: Request, lent: Lent, who: ForeignCompleter) {
+    pub(super) fn start_for(&self, made: Made, lent: Lent, who: ForeignCompleter) {
         // SAFETY: the list is dropped by `finish`, before the completer is used; lists made of it
         // last no longer than a call of this module.
         let buffers = unsafe { lent.into_buffers() };
-        let slot = self.begin(request, buffers, Who::There(who));
-        if let Some(errno) = self.refuses(&request) {
+        let slot = self.begin(made, buffers, Who::There(who));
+        if let Some(errno) = self.refuses(&made.request) {
             self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
         } else {
             self.assign(slot);
@@ -72,9 +72,9 @@ impl Pipe {
     }
 
     /// Starts a request at once; the ticket waits for its end.
-    pub(super) fn ticket(self: &Rc<Self>, request: Request, buffers: Buffers) -> Ticket {
-        let slot = self.begin(request, buffers, Who::Here(Owner::default()));
-        if let Some(errno) = self.refuses(&request) {
+    pub(super) fn ticket(self: &Rc<Self>, made: Made, buffers: Buffers) -> Ticket {
+        let slot = self.begin(made, buffers, Who::Here(Owner::default()));
+        if let Some(errno) = self.refuses(&made.request) {
             self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
             self.settle();
         } else {
@@ -97,7 +97,8 @@ impl Pipe {
             || !self.requests.borrow().links.iter().any(|link| link.is_up)
     }
 
-    fn begin(&self, request: Request, buffers: Buffers, who: Who) -> u32 {
+    fn begin(&self, made: Made, buffers: Buffers, who: Who) -> u32 {
+        let Made { request, since, is_provisional } = made;
         let mut requests = self.requests.borrow_mut();
         let slot = Slot {
             serial: requests.next_serial(),
@@ -106,7 +107,8 @@ impl Pipe {
             buffers,
             progress: Progress::default(),
             covers: if request.command == Command::Flush { self.shared.changes() } else { 0 },
-            since: self.io.recently.get(),
+            since,
+            is_provisional,
             who,
         };
         if let Some(index) = requests.free.pop() {
@@ -198,7 +200,7 @@ impl Pipe {
 
     /// Has a link flush what it was told to write.
     pub(super) fn flush_link(&self, index: usize) {
-        let slot = self.begin(Request::FLUSH, Buffers::empty(), Who::Nobody);
+        let slot = self.begin(Made::now(&self.io, Request::FLUSH), Buffers::empty(), Who::Nobody);
         let requests = &mut *self.requests.borrow_mut();
         requests.slots[slot as usize].state = State::Queued(index);
         requests.links[index].sending.push_back(slot);

@@ -11,8 +11,24 @@ use super::shared::Shared;
 use super::wire::{Command, FLAG_FUA, Request};
 use crate::disk::info::Extent;
 use crate::foreign_op::ForeignCompleter;
-use crate::io::TaskRef;
+use crate::io::{Io, TaskRef};
 use crate::task::Owner;
+
+/// A request as it was made.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Made {
+    pub(super) request: Request,
+    pub(super) since: Instant,
+    /// Whoever made this change answers for it only after a flush, and makes both again if a
+    /// connection [ends](Shared::endings) before that: until then it is no change that was answered.
+    pub(super) is_provisional: bool,
+}
+
+impl Made {
+    pub(super) fn now(io: &Io, request: Request) -> Self {
+        Self { request, since: io.recently.get(), is_provisional: false }
+    }
+}
 
 #[derive(Default)]
 pub(super) struct Requests {
@@ -56,6 +72,7 @@ pub(super) struct Slot {
     /// Changes that a flush covers.
     pub(super) covers: u64,
     pub(super) since: Instant,
+    pub(super) is_provisional: bool,
     pub(super) who: Who,
 }
 
@@ -106,6 +123,7 @@ impl Requests {
                 },
                 covers: 0,
                 since: slot.since,
+                is_provisional: slot.is_provisional,
                 who: Who::Nobody,
             });
         }
@@ -149,7 +167,11 @@ impl Requests {
         if result.is_ok() {
             match slot.request.command {
                 Command::Flush => shared.has_flushed(slot.covers),
-                command if command.changes() && slot.request.flags & FLAG_FUA == 0 => {
+                command
+                    if command.changes()
+                        && slot.request.flags & FLAG_FUA == 0
+                        && !slot.is_provisional =>
+                {
                     shared.has_changed();
                 }
                 _ => {}

@@ -62,6 +62,14 @@ impl Running {
         })
     }
 
+    fn write_durably(thread: &IoThread, disk: &Rc<Disk>, offset: u64, byte: u8) -> Self {
+        let disk = Rc::clone(disk);
+        Self::start(thread.io(), async move {
+            let written = disk.write(offset, filled(byte, 4096), true).await;
+            written.map_err(|unfinished| unfinished.error().raw_os_error())
+        })
+    }
+
     /// A read or a write of the first bytes.
     fn start_one(thread: &IoThread, disk: &Rc<Disk>, command: u16) -> Self {
         if command == WRITE {
@@ -191,6 +199,33 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
         assert_eq!(flush.end(&thread), expected);
         assert_eq!(source.state() == DiskState::Lost, distrust);
         assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
+    }
+}
+
+/// Nobody relies on the write yet: it is made again, with its flush.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_that_a_break_interrupts_is_made_again() {
+    for (flags, distrust) in [(FLAGS, true), (FLAGS, false), (FLAGS & !can::MULTI_CONN, true)] {
+        let server = Server::start(MIB, flags);
+        let (thread, source) = (new_thread(), open(NbdOptions { distrust, ..server.options() }));
+        let disk = Rc::new(source.attach(thread.io()));
+        server.change(|state| state.holds = (FLUSH, 1));
+        let write = Running::write_durably(&thread, &disk, 0, 1);
+        wait_for(&thread, &server, Event::Request(0, FLUSH));
+        // As if its machine had restarted.
+        server.change(|state| state.content[0] = 0);
+        server.hang_up();
+        assert_eq!(write.end(&thread), None);
+        let (byte, seen) = {
+            let state = server.state();
+            (state.content[0], state.seen.clone())
+        };
+        assert_eq!(byte, 1, "it was answered, and is lost");
+        assert_eq!(seen, [WRITE, FLUSH, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
+        assert_eq!(source.state(), DiskState::Ready);
+        assert!(source.is_flushed());
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
     }
 }
 

@@ -39,6 +39,25 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
     }
 }
 
+/// The connection that was to flush has ended between the two.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_is_made_again_when_its_connection_was_replaced() {
+    let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds = (WRITE, 1));
+    let write = Running::write_durably(&thread, &disk, 0, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    server.change(|state| state.content.resize(2 * MIB, 0));
+    assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
+    server.answer_held();
+    assert_eq!(write.end(&thread), None);
+    let events = server.state().events.clone();
+    let last = [WRITE, FLUSH].map(|command| Event::Request(2, command));
+    assert!(events.ends_with(&last), "its flush does not cover it: {events:?}");
+}
+
 /// An answer may be on its way for long.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
