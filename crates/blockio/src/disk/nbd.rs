@@ -3,8 +3,8 @@
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
 //! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `remains.rs` has the
-//!   requests that it leaves behind;
+//! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` sees one
+//!   off that was given up, and `remains.rs` has the requests that it leaves behind;
 //! - `pipe.rs` has the requests of an IoThread, `requests.rs` what has become of each, and
 //!   `shared.rs` what all IoThreads know;
 //! - `reach.rs` finds the connections of an IoThread, and `disk.rs` makes requests of what a disk
@@ -19,6 +19,7 @@ mod disk;
 mod flow;
 mod handshake;
 mod held;
+mod leaving;
 mod lent;
 mod link;
 mod pipe;

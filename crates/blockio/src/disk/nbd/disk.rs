@@ -8,7 +8,7 @@ use std::sync::Arc;
 use iomem::Buffers;
 
 use super::handshake::{Facts, can};
-use super::lent::{Lent, decode};
+use super::lent::{Borrower, Lent, decode};
 use super::pipe::{Pipe, Ticket, key_of};
 use super::reach::{Handle, Reach};
 use super::requests::Made;
@@ -59,9 +59,8 @@ pub(super) struct NbdDisk {
 /// A request that was started.
 enum Started {
     Here(Ticket),
-    There(ForeignOp),
-    /// The IoThread whose pipe has this number has ended before it was asked.
-    Missed(ForeignOp, u64, Made),
+    /// By the IoThread whose pipe has this number.
+    There(ForeignOp, u64, Made),
 }
 
 impl Started {
@@ -69,14 +68,13 @@ impl Started {
         loop {
             self = match self {
                 Self::Here(ticket) => return ticket.wait().await,
-                Self::There(op) => {
+                Self::There(op, number, made) => {
                     let completion = op.await;
-                    return (decode(completion.result), completion.buffers);
-                }
-                Self::Missed(op, number, made) => {
-                    let buffers = op.await.buffers;
+                    if let Some(result) = decode(completion.result) {
+                        return (result, completion.buffers);
+                    }
                     disk.look_elsewhere(number);
-                    disk.start_made(made, buffers)
+                    disk.start_made(made, completion.buffers)
                 }
             };
         }
@@ -103,12 +101,14 @@ impl NbdDisk {
         };
         let (lent, key) = (Lent::new(&buffers), key_of(&self.handle.shared));
         let (op, completer) = self.io.foreign_op(buffers);
-        let is_posted = remote.post(move |io| {
+        let who = Borrower::new(completer);
+        // If that IoThread has ended, the call is dropped, and what it has with it.
+        remote.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
-                pipe.start_for(made, lent, completer);
+                pipe.start_for(made, lent, who);
             }
         });
-        if is_posted { Started::There(op) } else { Started::Missed(op, number, made) }
+        Started::There(op, number, made)
     }
 
     /// The IoThread whose pipe has this number has ended.

@@ -110,13 +110,17 @@ impl Flow {
         }
     }
 
-    /// The connection, if nothing is on its way in either direction.
-    pub(super) fn into_idle(self, requests: &Requests) -> Option<Connected> {
-        let is_idle = !self.is_busy(requests)
+    /// Whether nothing is on its way in either direction.
+    pub(super) fn is_idle(&self, requests: &Requests) -> bool {
+        !self.is_busy(requests)
             && !self.transport.has_unsent()
             && self.start == self.end
-            && self.data.is_none();
-        is_idle.then_some(Connected { transport: self.transport, facts: self.facts })
+            && self.data.is_none()
+    }
+
+    /// The connection, without what is on its way.
+    pub(super) fn into_connected(self) -> Connected {
+        Connected { transport: self.transport, facts: self.facts }
     }
 
     pub(super) fn socket(&self) -> BorrowedFd<'_> {

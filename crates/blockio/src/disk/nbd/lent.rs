@@ -6,6 +6,7 @@ use iomem::{Buffers, Memory};
 use libc::iovec;
 
 use crate::disk::info::{Extent, ExtentKind};
+use crate::foreign_op::ForeignCompleter;
 
 /// The memory of a foreign op, for another thread. It is good until the op is completed.
 pub(super) struct Lent {
@@ -34,8 +35,36 @@ impl Lent {
     }
 }
 
+/// Whoever waits on another IoThread for a request. One that is dropped is told to make the request
+/// elsewhere: nobody here carries it out any more.
+pub(super) struct Borrower(Option<ForeignCompleter>);
+
+/// No result has these as its lowest bits.
+const ELSEWHERE: usize = 3;
+
+impl Borrower {
+    pub(super) fn new(completer: ForeignCompleter) -> Self {
+        Self(Some(completer))
+    }
+
+    /// From now on the memory of the request may go.
+    pub(super) fn complete(mut self, result: Result<Extent, i32>) {
+        if let Some(completer) = self.0.take() {
+            completer.complete(encode(result));
+        }
+    }
+}
+
+impl Drop for Borrower {
+    fn drop(&mut self) {
+        if let Some(completer) = self.0.take() {
+            completer.complete(Ok(ELSEWHERE));
+        }
+    }
+}
+
 /// A result as an op of something else has it.
-pub(super) fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
+fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
     let extent = result.map_err(io::Error::from_raw_os_error)?;
     let kind = match extent.kind {
         ExtentKind::Data => 0,
@@ -46,13 +75,17 @@ pub(super) fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
     Ok(bytes << 2 | kind)
 }
 
-/// What [`encode`] has made of it.
-pub(super) fn decode(result: io::Result<usize>) -> Result<Extent, i32> {
-    let code = result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+/// What a [`Borrower`] was told. `None`: the request is to be made elsewhere.
+pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, i32>> {
+    let code = match result {
+        Ok(code) => code,
+        Err(error) => return Some(Err(error.raw_os_error().unwrap_or(libc::EIO))),
+    };
     let kind = match code & 3 {
         0 => ExtentKind::Data,
         1 => ExtentKind::Zero,
-        _ => ExtentKind::Hole,
+        2 => ExtentKind::Hole,
+        _ => return None,
     };
-    Ok(Extent { bytes: (code >> 2) as u64, kind })
+    Some(Ok(Extent { bytes: (code >> 2) as u64, kind }))
 }

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use super::connect::{Asked, Connected, connect};
 use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
+use super::leaving::{Hears, TICK, adopt, pass_on, see_off};
 use super::pipe::{Pipe, learn_size};
-use super::remains::Remains;
-use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry};
+use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, tell_unflushed};
 use super::shared::{Condition, Shared};
 use super::transport::Pulse;
 use super::watched::Watched;
@@ -19,9 +19,6 @@ use crate::clock;
 use crate::interest::Interest;
 use crate::io::Io;
 
-/// How often requests are looked at that have no answer.
-const TICK: Duration = Duration::from_secs(1);
-
 /// A server that has not answered for this long is late.
 const LATE: Duration = Duration::from_secs(5);
 
@@ -29,13 +26,26 @@ const LATE: Duration = Duration::from_secs(5);
 pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Pipe> {
     let pipe = Pipe::new(io, shared, number, links);
     for index in 0..links {
-        io.spawn(serve_link(Rc::clone(&pipe), index));
+        io.spawn(serve_link(Service { pipe: Rc::clone(&pipe) }, index));
     }
+    adopt(&pipe);
     pipe
 }
 
+/// The task of a connection, which may end with its loop.
+struct Service {
+    pipe: Rc<Pipe>,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.pipe.has_left();
+    }
+}
+
 /// Serves requests over one connection after the other, until nobody has the disk any more.
-async fn serve_link(pipe: Rc<Pipe>, index: usize) {
+async fn serve_link(service: Service, index: usize) {
+    let pipe = Rc::clone(&service.pipe);
     pipe.set_task(index);
     let mut retry = Retry::new();
     while !pipe.is_unneeded() {
@@ -51,7 +61,7 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
         retry.is_over(&pipe);
         let flow = Flow::new(index, connected);
         pipe.link_is_up(index, flow.facts());
-        let mut lease = Lease { pipe: &pipe, flow: Some(flow) };
+        let mut lease = Lease { pipe: &pipe, index, flow: Some(flow) };
         let carried = match &mut lease.flow {
             Some(flow) => carry(&pipe, index, flow).await,
             None => Ok(()),
@@ -77,18 +87,27 @@ async fn serve_link(pipe: Rc<Pipe>, index: usize) {
 }
 
 /// A connection in use. If its loop ends before the disk has gone, whoever comes next has it: the
-/// server may allow no other.
+/// server may allow no other. One that has requests is given up.
 struct Lease<'a> {
     pipe: &'a Pipe,
+    index: usize,
     flow: Option<Flow>,
 }
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        let Ok(requests) = self.pipe.requests.try_borrow() else { return };
-        let idle = self.flow.take().and_then(|flow| flow.into_idle(&requests));
-        if let Some(connected) = idle.filter(|_| !self.pipe.is_unneeded()) {
-            self.pipe.shared.put_spare(connected);
+        let Some(flow) = self.flow.take() else { return };
+        let (pipe, shared) = (self.pipe, &self.pipe.shared);
+        let Ok(is_idle) = pipe.requests.try_borrow().map(|requests| flow.is_idle(&requests)) else {
+            return;
+        };
+        if !is_idle && !shared.is_over() {
+            tell_unflushed(&shared.options, shared.has_broken(), true);
+            if let Some(remains) = pipe.leave_behind(self.index) {
+                pass_on(pipe, flow, remains, Hears::End);
+            }
+        } else if !pipe.is_unneeded() {
+            shared.put_spare(flow.into_connected());
         }
     }
 }
@@ -110,79 +129,14 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     let left = hears.and_then(|hears| Some((hears, pipe.leave_behind(index)?)));
     let held = left.as_ref().map_or(0, |(_, remains)| remains.changes());
     if let Some((hears, remains)) = left {
-        pipe.io.spawn(see_off(Rc::clone(pipe), flow, remains, hears));
+        see_off(pipe, flow, remains, hears);
     }
     let overdue = deadline.and_then(|deadline| clock::now().checked_sub(deadline));
     let again = pipe.link_is_down(index, overdue);
     Ended { why, was_useful, unflushed, again, held }
 }
 
-/// What can still be heard on a connection that was given up.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Hears {
-    /// Answers, and the end.
-    Answers,
-    /// Only that the server has ended it.
-    End,
-    /// Nothing: nobody will ever know what the server has done.
-    Nothing,
-}
-
-/// Waits until the server has answered the changes that a connection has, which was given up, or
-/// has closed it. If its answers cannot be read, only that says that it has ended them.
-async fn see_off(pipe: Rc<Pipe>, mut flow: Flow, mut remains: Remains, mut hears: Hears) {
-    let task = pipe.io.this_task();
-    pipe.leaving.borrow_mut().push(task);
-    // Without that it is looked at now and then.
-    let incoming = Watched::new(&pipe.io, &flow, Interest::Readable).ok();
-    if hears == Hears::End {
-        flow.half_close();
-    }
-    let mut tick: Option<Instant> = None;
-    while !pipe.shared.is_over() {
-        let now = pipe.io.recently.get();
-        if tick.is_none_or(|tick| tick <= now) {
-            flow.may_receive();
-            flow.may_send();
-            pipe.expire();
-            tick = Some(now + TICK);
-            pipe.io.wake_me_at(now + TICK);
-        }
-        if incoming.as_ref().is_some_and(Watched::take) {
-            flow.may_receive();
-        }
-        let requests = &mut remains.requests;
-        let went_on = match hears {
-            Hears::Answers => {
-                flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
-            }
-            Hears::End => flow.discard(),
-            Hears::Nothing => Ok(false),
-        };
-        match went_on {
-            Ok(_) if pipe.release_answered(&mut remains) => break,
-            Ok(true) => pipe.io.wake_me(),
-            Ok(false) => {}
-            Err(Broken::Gone(_)) => break,
-            Err(Broken::Cut(_)) => hears = Hears::Nothing,
-            Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
-                hears = Hears::End;
-                flow.half_close();
-                pipe.io.wake_me();
-            }
-        }
-        pipe.io.suspend().await;
-    }
-    pipe.release_all(&mut remains);
-    pipe.leaving.borrow_mut().retain(|other| *other != task);
-}
-
 impl Pipe {
-    /// Whether no more connections are to be made.
-    fn is_unneeded(&self) -> bool {
-        self.shared.is_unwanted() || self.shared.is_over()
-    }
-
     /// How long a request may take.
     fn deadline(&self) -> Option<Duration> {
         let late = self.is_unneeded().then_some(LATE);
@@ -198,15 +152,6 @@ impl Pipe {
             self.io.suspend().await;
         }
         self.expire();
-    }
-
-    /// Fails what has waited for too long without a connection.
-    fn expire(&self) {
-        if let Some(deadline) = self.shared.options.deadline
-            && let Some(before) = clock::now().checked_sub(deadline)
-        {
-            self.fail(libc::ETIMEDOUT, Some(before));
-        }
     }
 
     /// A connection, made by a thread. `None`: it is not needed any more.

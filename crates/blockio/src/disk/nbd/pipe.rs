@@ -11,7 +11,7 @@
 //! A flush that is sent again, or comes after a connection broke, is a promise about changes that
 //! were answered on that connection. See [`NbdOptions::distrust`](super::NbdOptions).
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ use iomem::{Buffers, fits};
 use super::answer::Progress;
 use super::connect::Asked;
 use super::handshake::Facts;
-use super::lent::{Lent, encode};
+use super::lent::{Borrower, Lent};
 use super::requests::{Done, Link, Made, Requests, Slot, State, Who};
 use super::shared::{Condition, Shared};
 use super::wire::{Command, FLAG_FUA, Request};
+use crate::clock;
 use crate::disk::info::Extent;
-use crate::foreign_op::ForeignCompleter;
 use crate::io::{Io, TaskRef};
 use crate::task::Owner;
 
@@ -38,6 +38,8 @@ pub(super) struct Pipe {
     pub(super) shared: Arc<Shared>,
     pub(super) number: u64,
     pub(super) requests: RefCell<Requests>,
+    /// The tasks of its connections that have not ended.
+    serving: Cell<usize>,
     /// The tasks of connections that were given up and have not ended.
     pub(super) leaving: RefCell<Vec<TaskRef>>,
 }
@@ -50,6 +52,7 @@ impl Pipe {
             shared: Arc::clone(shared),
             number,
             requests: RefCell::default(),
+            serving: Cell::new(links),
             leaving: RefCell::default(),
         });
         pipe.requests.borrow_mut().links.resize_with(links, Link::default);
@@ -58,9 +61,10 @@ impl Pipe {
     }
 
     /// Starts a request of another IoThread, which waits for it.
-    pub(super) fn start_for(&self, made: Made, lent: Lent, who: ForeignCompleter) {
-        // SAFETY: the list is dropped by `finish`, before the completer is used; lists made of it
-        // last no longer than a call of this module.
+    pub(super) fn start_for(&self, made: Made, lent: Lent, who: Borrower) {
+        // SAFETY: the list is dropped by `finish`, before the borrower is told, or with its slot,
+        // of which it is dropped before the borrower; lists made of it last no longer than a call
+        // of this module.
         let buffers = unsafe { lent.into_buffers() };
         let slot = self.begin(made, buffers, Who::There(who));
         if let Some(errno) = self.refuses(&made.request) {
@@ -158,6 +162,20 @@ impl Pipe {
         if let Some(task) = link.task {
             self.io.wake(task);
         }
+    }
+
+    /// The task of a connection has ended, perhaps because its loop has. After the last one other
+    /// IoThreads make their requests elsewhere.
+    pub(super) fn has_left(&self) {
+        self.serving.set(self.serving.get() - 1);
+        if self.serving.get() > 0 {
+            return;
+        }
+        if !self.shared.is_unwanted() {
+            self.shared.remove_pipe(self.number);
+        }
+        let borrowed = self.requests.try_borrow_mut().map(|mut requests| requests.take_borrowed());
+        drop(borrowed);
     }
 
     pub(super) fn links(&self) -> usize {
@@ -261,6 +279,20 @@ impl Pipe {
         }
     }
 
+    /// Whether no more connections are to be made.
+    pub(super) fn is_unneeded(&self) -> bool {
+        self.shared.is_unwanted() || self.shared.is_over()
+    }
+
+    /// Fails what has waited for too long without a connection.
+    pub(super) fn expire(&self) {
+        if let Some(deadline) = self.shared.options.deadline
+            && let Some(before) = clock::now().checked_sub(deadline)
+        {
+            self.fail(libc::ETIMEDOUT, Some(before));
+        }
+    }
+
     /// Fails all requests, or those that began before a moment and are with no connection.
     pub(super) fn fail(&self, errno: i32, before: Option<Instant>) {
         {
@@ -300,9 +332,7 @@ impl Pipe {
         for done in done.drain(..) {
             match done {
                 Done::Wake(owner) => self.io.running.wake(owner),
-                Done::Complete(completer, result) => {
-                    completer.complete(encode(result));
-                }
+                Done::Complete(borrower, result) => borrower.complete(result),
                 Done::Drop(buffers) => drop(buffers),
             }
         }

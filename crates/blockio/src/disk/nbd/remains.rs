@@ -3,8 +3,10 @@
 
 use std::ops::Range;
 
+use super::connect::Connected;
 use super::pipe::{Pipe, key_of};
 use super::requests::Requests;
+use super::shared::Orphan;
 
 /// The requests of a connection that was given up.
 pub(super) struct Remains {
@@ -27,6 +29,17 @@ impl Remains {
     /// How many changes the server may still make.
     pub(super) fn changes(&self) -> usize {
         self.changes
+    }
+
+    /// What is left of them for another IoThread, which understands no answers.
+    pub(super) fn orphan(self, connected: Connected, is_heard: bool) -> Orphan {
+        Orphan { connected, is_heard, holder: self.holder }
+    }
+
+    /// All of them are held until the connection has ended.
+    pub(super) fn adopt(orphan: Orphan) -> (Self, Connected) {
+        let Orphan { connected, holder, .. } = orphan;
+        (Self { requests: Requests::default(), changes: 1, holder, holds_all: false }, connected)
     }
 }
 

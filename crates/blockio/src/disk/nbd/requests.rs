@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use iomem::Buffers;
+use iomem::{Buffers, fits};
 
 use super::answer::Progress;
+use super::lent::Borrower;
 use super::shared::Shared;
 use super::wire::{Command, FLAG_FUA, Request};
 use crate::disk::info::Extent;
-use crate::foreign_op::ForeignCompleter;
 use crate::io::{Io, TaskRef};
 use crate::task::Owner;
 
@@ -92,12 +92,12 @@ pub(super) enum Who {
     Nobody,
     Here(Owner),
     /// A request of another IoThread.
-    There(ForeignCompleter),
+    There(Borrower),
 }
 
 pub(super) enum Done {
     Wake(Owner),
-    Complete(ForeignCompleter, Result<Extent, i32>),
+    Complete(Borrower, Result<Extent, i32>),
     Drop(Buffers),
 }
 
@@ -186,11 +186,25 @@ impl Requests {
                 // The list is dropped before whoever owns its memory is told.
                 let buffers = self.release(number);
                 self.done.push(Done::Drop(buffers));
-                if let Who::There(completer) = who {
-                    self.done.push(Done::Complete(completer, result));
+                if let Who::There(borrower) = who {
+                    self.done.push(Done::Complete(borrower, result));
                 }
             }
         }
+    }
+
+    /// Whoever has requests carried out from another IoThread, with their memory, which is to go
+    /// first.
+    pub(super) fn take_borrowed(&mut self) -> Vec<(Buffers, Who)> {
+        let mut taken = Vec::new();
+        for number in 0..self.slots.len() {
+            let slot = &mut self.slots[number];
+            if matches!(slot.who, Who::There(_)) {
+                let who = std::mem::replace(&mut slot.who, Who::Nobody);
+                taken.push((self.release(fits(number, "the requests of a disk")), who));
+            }
+        }
+        taken
     }
 
     pub(super) fn release(&mut self, number: u32) -> Buffers {

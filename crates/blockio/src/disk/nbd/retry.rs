@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::pipe::Pipe;
 use super::shared::Unflushed;
+use super::target::NbdOptions;
 use crate::clock;
 
 /// How long to wait before the server is tried again; it doubles from the first to the second.
@@ -72,17 +73,7 @@ impl Retry {
                 );
             }
         }
-        match ended.unflushed {
-            Unflushed::Lost => tracing::error!(
-                "{name}: what was written and not flushed may be lost, so all further flushes \
-                 fail; check the disk, then restart the export"
-            ),
-            Unflushed::Trusted if self.is_told => tracing::warn!(
-                "{name}: what was written and not flushed is lost if the server's machine has \
-                 restarted"
-            ),
-            Unflushed::Trusted | Unflushed::Nothing => {}
-        }
+        tell_unflushed(name, ended.unflushed, self.is_told);
     }
 
     pub(super) fn is_over(&mut self, pipe: &Pipe) {
@@ -92,5 +83,20 @@ impl Retry {
             let seconds = since.elapsed().as_secs();
             tracing::info!("{} is back after {seconds} s", pipe.shared.options);
         }
+    }
+}
+
+/// Says what becomes of what was not flushed; a loss in any case.
+pub(super) fn tell_unflushed(name: &NbdOptions, unflushed: Unflushed, is_told: bool) {
+    match unflushed {
+        Unflushed::Lost => tracing::error!(
+            "{name}: what was written and not flushed may be lost, so all further flushes \
+             fail; check the disk, then restart the export"
+        ),
+        Unflushed::Trusted if is_told => tracing::warn!(
+            "{name}: what was written and not flushed is lost if the server's machine has \
+             restarted"
+        ),
+        Unflushed::Trusted | Unflushed::Nothing => {}
     }
 }

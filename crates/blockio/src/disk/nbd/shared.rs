@@ -47,6 +47,8 @@ struct State {
     asked: Asked,
     /// It serves nobody: one was made when the disk was opened, for the first who needs one.
     spare: Option<Connected>,
+    /// Connections that nobody sees off since their IoThread has ended.
+    orphans: Vec<Orphan>,
     /// What the connections of each IoThread are like.
     pipes: BTreeMap<u64, (Remote, Condition)>,
     /// Whose pipe is that of all IoThreads, where there may be one connection only.
@@ -80,6 +82,15 @@ pub(super) enum Unflushed {
     Lost,
 }
 
+/// A connection that was given up, for an IoThread that sees it off.
+pub(super) struct Orphan {
+    pub(super) connected: Connected,
+    /// Whether the server can still say that it has ended it.
+    pub(super) is_heard: bool,
+    /// Who holds what the server may still change.
+    pub(super) holder: u64,
+}
+
 /// Where the pipe of all IoThreads is.
 pub(super) enum Home {
     /// It is to be made here, with this number.
@@ -110,6 +121,7 @@ impl Shared {
             // Whoever asks does that later.
             asked: Asked::default(),
             spare: Some(connected),
+            orphans: Vec::new(),
             pipes: BTreeMap::new(),
             home: None,
             next_pipe: 0,
@@ -144,6 +156,14 @@ impl Shared {
 
     pub(super) fn take_spare(&self) -> Option<Connected> {
         self.state().spare.take()
+    }
+
+    pub(super) fn put_orphan(&self, orphan: Orphan) {
+        self.state().orphans.push(orphan);
+    }
+
+    pub(super) fn take_orphans(&self) -> Vec<Orphan> {
+        std::mem::take(&mut self.state().orphans)
     }
 
     /// Adds the connections of an IoThread. Returns their number.

@@ -4,8 +4,11 @@ use std::rc::Rc;
 use std::sync::mpsc::{self, TryRecvError};
 
 use super::super::handshake::can;
-use super::super::scripted::{Event, READ, Server};
-use super::{MIB, Running, new_thread, open, read, wait_a_turn};
+use super::super::scripted::{Event, READ, Server, WRITE};
+use super::super::target::NbdOptions;
+use super::{FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
+use crate::disk::DiskState;
+use crate::io_thread::IoThread;
 
 const ONE: u16 = can::HAS_FLAGS | can::FLUSH;
 
@@ -58,4 +61,95 @@ fn iothreads_find_a_new_home_when_theirs_has_ended() {
     };
     assert_eq!(byte, 1);
     other.join().unwrap();
+}
+
+/// Has two IoThreads work until the server has seen an event.
+fn wait_for(threads: [&IoThread; 2], server: &Server, event: Event) {
+    while !server.state().events.contains(&event) {
+        threads.into_iter().for_each(wait_a_turn);
+    }
+}
+
+/// That the home of a request ends is no error of the disk. What the server has of it is waited
+/// for, so that it does not land after something newer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_request_whose_home_ends_goes_to_another() {
+    for (is_sent, outlives) in [(false, true), (true, true), (true, false)] {
+        let server = Server::start(MIB, ONE);
+        let source = open(server.options());
+        let home = new_thread();
+        let gone = source.attach(home.io());
+        assert_eq!(read(&home, &gone, 0), 0);
+        let thread = new_thread();
+        let disk = Rc::new(source.attach(thread.io()));
+        server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), is_sent));
+        let write = Running::write(&thread, &disk, 0, 1);
+        if is_sent {
+            wait_for([&home, &thread], &server, Event::Request(0, WRITE));
+        } else {
+            server.change(|state| state.holds = (WRITE, 0));
+            wait_a_turn(&thread);
+        }
+        let _outlives = outlives.then_some(gone);
+        drop(home);
+        assert_eq!(read(&thread, &disk, 8192), 0);
+        if is_sent {
+            super::wait_for(&thread, &server, Event::HalfClosed(0));
+            assert_eq!(read(&thread, &disk, 8192), 0);
+            assert!(write.0.get().is_none() && source.may_still_change(), "it does not wait");
+            server.change(|state| (state.holds, state.lingers) = ((WRITE, 0), false));
+        }
+        assert_eq!(write.end(&thread), None);
+        assert_eq!(read(&thread, &disk, 0), 1);
+        let events = server.state().events.clone();
+        let at = |event| events.iter().position(|seen| *seen == event);
+        assert!(at(Event::Ended(0)) < at(Event::Request(1, WRITE)) || !is_sent, "{events:?}");
+        assert!(!source.may_still_change());
+    }
+}
+
+/// The last one to see a connection off may end before the server has.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
+    let server = Server::start(MIB, FLAGS);
+    let source = open(server.options());
+    server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
+    let first = new_thread();
+    let disk = Rc::new(source.attach(first.io()));
+    let older = Running::write(&first, &disk, 0, 1);
+    super::wait_for(&first, &server, Event::Request(0, WRITE));
+    drop((first, disk));
+    assert!(older.0.get().is_none() && source.may_still_change());
+    let second = new_thread();
+    let disk = Rc::new(source.attach(second.io()));
+    super::wait_for(&second, &server, Event::HalfClosed(0));
+    let thread = new_thread();
+    let disks = (disk, Rc::new(source.attach(thread.io())));
+    assert_eq!(read(&thread, &disks.1, 0), 0);
+    drop((second, disks.0));
+    let newer = Running::write(&thread, &disks.1, 0, 2);
+    assert_eq!(read(&thread, &disks.1, 0), 0);
+    assert!(newer.0.get().is_none(), "it does not wait");
+    server.change(|state| state.lingers = false);
+    assert_eq!(newer.end(&thread), None);
+    assert_eq!(read(&thread, &disks.1, 0), 2, "the old write came last");
+}
+
+/// Without multi-conn nobody else can flush what was written on a connection that has ended.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
+    let server = Server::start(MIB, ONE);
+    let source = open(NbdOptions { distrust: true, ..server.options() });
+    let home = new_thread();
+    let disk = Rc::new(source.attach(home.io()));
+    assert_eq!(Running::write(&home, &disk, 0, 1).end(&home), None);
+    server.change(|state| state.holds = (READ, 1));
+    let read = Running::start_one(&home, &disk, READ);
+    super::wait_for(&home, &server, Event::Request(0, READ));
+    drop((home, disk));
+    assert!(read.0.get().is_none());
+    assert_eq!(source.state(), DiskState::Lost);
 }

@@ -1,0 +1,132 @@
+//! Connections that were given up, until the server has ended what it was told to change.
+
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::flow::{Broken, Flow};
+use super::pipe::{Pipe, key_of};
+use super::remains::Remains;
+use super::watched::Watched;
+use crate::interest::Interest;
+
+/// How often requests are looked at that have no answer.
+pub(super) const TICK: Duration = Duration::from_secs(1);
+
+/// What can still be heard on a connection that was given up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Hears {
+    /// Answers, and the end.
+    Answers,
+    /// Only that the server has ended it.
+    End,
+    /// Nothing: nobody will ever know what the server has done.
+    Nothing,
+}
+
+/// Has a task wait until the server has answered the changes that a connection has, which was given
+/// up, or has closed it. If its answers cannot be read, only that says that it has ended them.
+pub(super) fn see_off(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, hears: Hears) {
+    let left = Some(Left { flow, remains, hears });
+    pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
+}
+
+/// Has another IoThread do that: the loop of this one ends.
+pub(super) fn pass_on(pipe: &Pipe, flow: Flow, remains: Remains, hears: Hears) {
+    let is_heard = hears != Hears::Nothing;
+    pipe.shared.put_orphan(remains.orphan(flow.into_connected(), is_heard));
+    let key = key_of(&pipe.shared);
+    pipe.shared.on_pipes(move |io| {
+        if let Some(pipe) = io.kept::<Pipe>(key) {
+            adopt(&pipe);
+        }
+    });
+}
+
+/// Sees off what others were to see off whose loops have ended.
+pub(super) fn adopt(pipe: &Rc<Pipe>) {
+    for orphan in pipe.shared.take_orphans() {
+        let hears = if orphan.is_heard { Hears::End } else { Hears::Nothing };
+        let (remains, connected) = Remains::adopt(orphan);
+        see_off(pipe, Flow::new(0, connected), remains, hears);
+    }
+}
+
+struct Left {
+    flow: Flow,
+    remains: Remains,
+    hears: Hears,
+}
+
+struct Leaving {
+    pipe: Rc<Pipe>,
+    /// `None` when it has ended.
+    left: Option<Left>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        if let Some(Left { flow, remains, hears }) = self.left.take() {
+            pass_on(&self.pipe, flow, remains, hears);
+        }
+    }
+}
+
+async fn wait(mut leaving: Leaving) {
+    let pipe = Rc::clone(&leaving.pipe);
+    let task = pipe.io.this_task();
+    pipe.leaving.borrow_mut().push(task);
+    if let Some(left) = &mut leaving.left {
+        left.wait(&pipe).await;
+    }
+    if let Some(mut left) = leaving.left.take() {
+        pipe.release_all(&mut left.remains);
+    }
+    pipe.leaving.borrow_mut().retain(|other| *other != task);
+}
+
+impl Left {
+    /// Waits for its end, or that of the disk.
+    async fn wait(&mut self, pipe: &Pipe) {
+        let Self { flow, remains, hears } = self;
+        // Without that it is looked at now and then.
+        let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
+        if *hears == Hears::End {
+            flow.half_close();
+        }
+        let mut tick: Option<Instant> = None;
+        while !pipe.shared.is_over() {
+            let now = pipe.io.recently.get();
+            if tick.is_none_or(|tick| tick <= now) {
+                flow.may_receive();
+                flow.may_send();
+                pipe.expire();
+                tick = Some(now + TICK);
+                pipe.io.wake_me_at(now + TICK);
+            }
+            if incoming.as_ref().is_some_and(Watched::take) {
+                flow.may_receive();
+            }
+            let requests = &mut remains.requests;
+            let went_on = match *hears {
+                Hears::Answers => {
+                    flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
+                }
+                Hears::End => flow.discard(),
+                Hears::Nothing => Ok(false),
+            };
+            match went_on {
+                Ok(_) if *hears == Hears::Answers && pipe.release_answered(remains) => break,
+                Ok(true) => pipe.io.wake_me(),
+                Ok(false) => {}
+                Err(Broken::Gone(_)) => break,
+                Err(Broken::Cut(_)) => *hears = Hears::Nothing,
+                Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
+                    *hears = Hears::End;
+                    flow.half_close();
+                    pipe.io.wake_me();
+                }
+            }
+            pipe.io.suspend().await;
+        }
+    }
+}
