@@ -229,7 +229,8 @@ impl OtherSource for NbdSource {
         home.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
                 let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
-                io.spawn(async move { answer.send(flush.wait().await.0) });
+                let nowhere = Err(libc::EIO);
+                io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
             }
         });
         match pending.wait() {

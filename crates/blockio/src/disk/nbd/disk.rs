@@ -58,7 +58,7 @@ pub(super) struct NbdDisk {
 
 /// A request that was started.
 enum Started {
-    Here(Ticket),
+    Here(Ticket, Made),
     /// By the IoThread whose pipe has this number.
     There(ForeignOp, u64, Made),
 }
@@ -67,7 +67,10 @@ impl Started {
     async fn wait(mut self, disk: &NbdDisk) -> (Result<Extent, i32>, Buffers) {
         loop {
             self = match self {
-                Self::Here(ticket) => return ticket.wait().await,
+                Self::Here(ticket, made) => match ticket.wait().await {
+                    (Some(result), buffers) => return (result, buffers),
+                    (None, buffers) => disk.start_made(made, buffers),
+                },
                 Self::There(op, number, made) => {
                     let completion = op.await;
                     if let Some(result) = decode(completion.result) {
@@ -94,12 +97,19 @@ impl NbdDisk {
     }
 
     fn start_made(&self, made: Made, buffers: Buffers) -> Started {
-        let reach = self.reach.borrow();
+        let (reach, shared) = (self.reach.borrow(), &self.handle.shared);
+        let other;
         let (number, remote) = match &*reach {
-            Reach::Here(pipe) => return Started::Here(pipe.ticket(made, buffers)),
+            Reach::Here(pipe) => {
+                other = if pipe.is_up() { None } else { shared.other(pipe.number) };
+                match &other {
+                    Some((number, remote)) => (*number, remote),
+                    None => return Started::Here(pipe.ticket(made, buffers), made),
+                }
+            }
             Reach::There(number, remote) => (*number, remote),
         };
-        let (lent, key) = (Lent::new(&buffers), key_of(&self.handle.shared));
+        let (lent, key) = (Lent::new(&buffers), key_of(shared));
         let (op, completer) = self.io.foreign_op(buffers);
         let who = Borrower::new(completer);
         // If that IoThread has ended, the call is dropped, and what it has with it.

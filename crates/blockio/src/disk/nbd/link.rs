@@ -53,6 +53,7 @@ async fn serve_link(service: Service, index: usize) {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
                 retry.note(&pipe, &why);
+                pipe.use_others();
                 pipe.pause(&mut retry).await;
                 continue;
             }
@@ -152,6 +153,7 @@ impl Pipe {
             self.io.suspend().await;
         }
         self.expire();
+        self.use_others();
     }
 
     /// A connection, made by a thread. `None`: it is not needed any more.
@@ -188,6 +190,7 @@ impl Pipe {
             self.io.wake_me_at(clock::now() + TICK);
             self.io.suspend().await;
             self.expire();
+            self.use_others();
         }
     }
 }

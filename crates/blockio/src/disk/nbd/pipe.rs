@@ -97,8 +97,7 @@ impl Pipe {
     /// Whether no connection can take a request now.
     fn would_wait(&self, request: &Request) -> bool {
         let held = &self.shared.held;
-        request.changed_range().is_some_and(|range| held.has(&range))
-            || !self.requests.borrow().links.iter().any(|link| link.is_up)
+        request.changed_range().is_some_and(|range| held.has(&range)) || !self.is_up()
     }
 
     fn begin(&self, made: Made, buffers: Buffers, who: Who) -> u32 {
@@ -176,6 +175,19 @@ impl Pipe {
         }
         let borrowed = self.requests.try_borrow_mut().map(|mut requests| requests.take_borrowed());
         drop(borrowed);
+    }
+
+    /// Whether any connection is there.
+    pub(super) fn is_up(&self) -> bool {
+        self.requests.borrow().links.iter().any(|link| link.is_up)
+    }
+
+    /// Has requests that wait for a connection made by an IoThread that has one.
+    pub(super) fn use_others(&self) {
+        if !self.is_up() && self.shared.other(self.number).is_some() {
+            self.requests.borrow_mut().turn_away();
+            self.settle();
+        }
     }
 
     pub(super) fn links(&self) -> usize {
@@ -333,6 +345,7 @@ impl Pipe {
             match done {
                 Done::Wake(owner) => self.io.running.wake(owner),
                 Done::Complete(borrower, result) => borrower.complete(result),
+                Done::TurnAway(borrower) => drop(borrower),
                 Done::Drop(buffers) => drop(buffers),
             }
         }
@@ -379,15 +392,20 @@ pub(super) struct Ticket {
 }
 
 impl Ticket {
-    /// The result, with the memory of the request.
-    pub(super) async fn wait(mut self) -> (Result<Extent, i32>, Buffers) {
+    /// The result, with the memory of the request. `None`: it is to be made elsewhere.
+    pub(super) async fn wait(mut self) -> (Option<Result<Extent, i32>>, Buffers) {
         poll_fn(|cx| {
             let Some(number) = self.slot else { return Poll::Pending };
             let owner = self.pipe.io.running.owner(cx);
             let (before, result) = {
                 let mut requests = self.pipe.requests.borrow_mut();
                 let slot = &mut requests.slots[number as usize];
-                if let State::Done(result) = slot.state {
+                let ended = match slot.state {
+                    State::Done(result) => Some(Some(result)),
+                    State::TurnedAway => Some(None),
+                    _ => None,
+                };
+                if let Some(result) = ended {
                     self.slot = None;
                     (None, Some((result, requests.release(number))))
                 } else {
@@ -408,7 +426,7 @@ impl Drop for Ticket {
             let mut requests = self.pipe.requests.borrow_mut();
             let slot = &mut requests.slots[number as usize];
             let who = std::mem::replace(&mut slot.who, Who::Nobody);
-            let is_done = matches!(slot.state, State::Done(_));
+            let is_done = matches!(slot.state, State::Done(_) | State::TurnedAway);
             (who, is_done.then(|| requests.release(number)))
         };
         drop(left);

@@ -85,6 +85,8 @@ pub(super) enum State {
     /// Sent by this link.
     Sent(usize),
     Done(Result<Extent, i32>),
+    /// Whoever waits for it is to make it elsewhere.
+    TurnedAway,
 }
 
 /// Who waits for a request.
@@ -98,6 +100,7 @@ pub(super) enum Who {
 pub(super) enum Done {
     Wake(Owner),
     Complete(Borrower, Result<Extent, i32>),
+    TurnAway(Borrower),
     Drop(Buffers),
 }
 
@@ -188,6 +191,24 @@ impl Requests {
                 self.done.push(Done::Drop(buffers));
                 if let Who::There(borrower) = who {
                     self.done.push(Done::Complete(borrower, result));
+                }
+            }
+        }
+    }
+
+    /// Has those that wait made elsewhere.
+    pub(super) fn turn_away(&mut self) {
+        for number in std::mem::take(&mut self.waiting) {
+            let slot = &mut self.slots[number as usize];
+            match std::mem::replace(&mut slot.who, Who::Nobody) {
+                Who::Nobody => self.waiting.push_back(number),
+                Who::Here(owner) => {
+                    slot.state = State::TurnedAway;
+                    self.done.push(Done::Wake(owner));
+                }
+                Who::There(borrower) => {
+                    let buffers = self.release(number);
+                    self.done.extend([Done::Drop(buffers), Done::TurnAway(borrower)]);
                 }
             }
         }

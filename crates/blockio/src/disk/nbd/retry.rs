@@ -48,7 +48,17 @@ impl Retry {
             why.clone_into(&mut self.told);
             self.is_told = true;
             let name = &pipe.shared.options;
-            tracing::warn!(left_out, "{name} is away: {why}; requests wait, and it is tried again");
+            match pipe.shared.other(pipe.number) {
+                Some(_) => tracing::warn!(
+                    left_out,
+                    "{name} lets an IoThread have no connection: {why}; its requests go by those \
+                     of others, and it is tried again"
+                ),
+                None => tracing::warn!(
+                    left_out,
+                    "{name} is away: {why}; requests wait, and it is tried again"
+                ),
+            }
         }
     }
 

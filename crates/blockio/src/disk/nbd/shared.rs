@@ -184,6 +184,19 @@ impl Shared {
         Home::Here(number)
     }
 
+    /// An IoThread that has connections, and the number of its pipe, for the requests of the one
+    /// with this pipe, which has none.
+    pub(super) fn other(&self, pipe: u64) -> Option<(u64, Remote)> {
+        if !self.facts.can(can::MULTI_CONN) {
+            return None;
+        }
+        let state = self.state();
+        let mut others = state.pipes.iter().filter(|(number, _)| **number != pipe);
+        let is_up = |condition: &Condition| matches!(condition, Condition::Up(1..));
+        let (number, (remote, _)) = others.find(|(_, (_, condition))| is_up(condition))?;
+        Some((*number, remote.clone()))
+    }
+
     /// The IoThread with the pipe that is for all.
     pub(super) fn home_remote(&self) -> Option<Remote> {
         let state = self.state();
@@ -318,16 +331,20 @@ impl Shared {
         if self.is_lost() {
             return DiskState::Lost;
         }
-        let (mut late, mut away) = (None, None);
+        let (mut late, mut away, mut is_up) = (None, None, false);
         for (_, condition) in self.state().pipes.values() {
             let (known, since) = match condition {
-                Condition::Up(_) => continue,
+                Condition::Up(links) => {
+                    is_up |= *links > 0;
+                    continue;
+                }
                 Condition::Late(since) => (&mut late, *since),
                 Condition::Away(since, _) => (&mut away, *since),
             };
             *known = Some(known.map_or(since, |other: Instant| other.min(since)));
         }
-        match (late, away) {
+        // An IoThread without a connection uses those of others.
+        match (late, away.filter(|_| !is_up)) {
             (_, Some(since)) => DiskState::Away(since),
             (Some(since), None) => DiskState::Late(since),
             (None, None) => DiskState::Ready,
@@ -344,6 +361,9 @@ impl Shared {
             }
         }
         match problem {
+            Some(why) if connections > 0 => {
+                format!("{connections} connections; not all IoThreads have one: {why}")
+            }
             Some(why) => why,
             None => format!("{connections} connections"),
         }

@@ -2,6 +2,7 @@
 
 mod flags;
 mod homes;
+mod others;
 mod sizes;
 mod slow;
 mod unwanted;
