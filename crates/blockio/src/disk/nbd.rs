@@ -2,6 +2,7 @@
 //!
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
 //! - `connect.rs` makes a connection, with TLS by `tls.rs`, which takes a thread for that long;
+//!   `names.rs` finds the addresses of servers;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
 //! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` sees one
 //!   off that was given up, and `remains.rs` has the requests that it leaves behind;
@@ -22,6 +23,7 @@ mod held;
 mod leaving;
 mod lent;
 mod link;
+mod names;
 mod pipe;
 mod reach;
 mod remains;

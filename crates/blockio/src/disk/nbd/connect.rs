@@ -2,12 +2,10 @@
 //! threads that may.
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{self, Timeout};
@@ -15,6 +13,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use rustls::ClientConnection;
 
 use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
+use super::names::NAMES;
 use super::target::{NbdAddress, NbdOptions};
 use super::tls::client;
 use super::transport::Transport;
@@ -108,7 +107,7 @@ fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
             }
         }),
         NbdAddress::Tcp { host, port } => {
-            let addresses = find(host, *port, until)?;
+            let addresses = NAMES.find(host, *port, until)?;
             reach_one(&addresses, until).unwrap_or_else(|| Err(format!("{host} has no address")))
         }
     }
@@ -141,30 +140,6 @@ fn reach_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     patient.wait_at_most(Timeout::Send)?;
     rustix::net::connect(&patient.socket, &address)?;
     Ok(patient.socket)
-}
-
-/// The addresses of a machine, from a resolver that may take long.
-fn find(host: &str, port: u16, until: Instant) -> Result<Vec<SocketAddr>, String> {
-    if let Ok(address) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let (sender, found) = mpsc::channel();
-    let name = host.to_owned();
-    let work = move || {
-        let addresses = (name.as_str(), port).to_socket_addrs();
-        // Nobody may wait for it any more.
-        let _ = sender.send(addresses.map(Iterator::collect));
-    };
-    let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
-    started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
-    let left = until.saturating_duration_since(Instant::now());
-    match found.recv_timeout(left) {
-        Ok(addresses) => addresses
-            .map_err(|error| format!("cannot find {host}: {error}; check the name of the server")),
-        Err(_) => Err(format!(
-            "cannot find {host}: no name server answers; use its address, or mend the resolver"
-        )),
-    }
 }
 
 /// Small requests leave at once, and a machine that has gone can be noticed.
@@ -266,14 +241,5 @@ mod tests {
         let peer = TcpStream::from(reached.unwrap()).peer_addr().unwrap();
         assert_eq!(peer, addresses[1]);
         assert!(reach_one(&[], Instant::now()).is_none());
-    }
-
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_name_without_an_address_is_said() {
-        let found = find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
-        assert_eq!(found, ["127.0.0.1:7".parse().unwrap()]);
-        let error = find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
-        assert!(error.contains("cannot find no host"), "{error}");
     }
 }

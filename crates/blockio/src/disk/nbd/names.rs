@@ -1,0 +1,159 @@
+//! The addresses of machines, from a resolver that may take long, or never answer.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+/// What the resolver says of a name.
+type Answer = Result<Vec<SocketAddr>, String>;
+
+/// Asks the resolver, for as long as that takes.
+type Ask = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
+
+/// Names that are being looked for. Nothing ends a thread in the resolver, so each name has one at
+/// most: all who look for it meanwhile wait for its answer.
+pub(super) struct Names {
+    ask: Ask,
+    sought: Mutex<BTreeMap<(String, u16), Arc<Sought>>>,
+}
+
+/// Those of all disks.
+pub(super) static NAMES: Names =
+    Names::new(|host, port| Ok((host, port).to_socket_addrs()?.collect()));
+
+#[derive(Default)]
+struct Sought {
+    answer: Mutex<Option<Answer>>,
+    is_there: Condvar,
+}
+
+impl Names {
+    const fn new(ask: Ask) -> Self {
+        Self { ask, sought: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// The addresses of a machine.
+    ///
+    /// # Errors
+    ///
+    /// Why it is not found, and what to do about it.
+    pub(super) fn find(&'static self, host: &str, port: u16, until: Instant) -> Answer {
+        if let Ok(address) = host.parse::<IpAddr>() {
+            return Ok(vec![SocketAddr::new(address, port)]);
+        }
+        let sought = self.seek(host, port)?;
+        sought.wait(until).unwrap_or_else(|| {
+            Err(format!(
+                "cannot find {host}: no name server answers; use its address, or mend the resolver"
+            ))
+        })
+    }
+
+    fn sought(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Sought>>> {
+        self.sought.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a thread look for a name, unless one does.
+    fn seek(&'static self, host: &str, port: u16) -> Result<Arc<Sought>, String> {
+        let mut all = self.sought();
+        let key = (host.to_owned(), port);
+        if let Some(sought) = all.get(&key) {
+            return Ok(Arc::clone(sought));
+        }
+        let sought = Arc::<Sought>::default();
+        let (found, name) = (Arc::clone(&sought), key.clone());
+        let work = move || {
+            let (host, port) = &name;
+            let answer = (self.ask)(host, *port).map_err(|error| {
+                format!("cannot find {host}: {error}; check the name of the server")
+            });
+            // Whoever comes from now on asks anew.
+            self.sought().remove(&name);
+            found.is_found(answer);
+        };
+        let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
+        started.map_err(|error| format!("cannot start a thread that looks for {host}: {error}"))?;
+        all.insert(key, Arc::clone(&sought));
+        Ok(sought)
+    }
+}
+
+impl Sought {
+    fn answer(&self) -> MutexGuard<'_, Option<Answer>> {
+        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_found(&self, answer: Answer) {
+        *self.answer() = Some(answer);
+        self.is_there.notify_all();
+    }
+
+    /// `None`: there is no answer by then.
+    fn wait(&self, until: Instant) -> Option<Answer> {
+        let left = until.saturating_duration_since(Instant::now());
+        let is_missing = |answer: &mut Option<Answer>| answer.is_none();
+        let waited = self.is_there.wait_timeout_while(self.answer(), left, is_missing);
+        waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_name_without_an_address_is_said() {
+        let found = NAMES.find("127.0.0.1", 7, Instant::now() + PATIENCE).unwrap();
+        assert_eq!(found, ["127.0.0.1:7".parse().unwrap()]);
+        let error = NAMES.find("no host", 7, Instant::now() + PATIENCE).unwrap_err();
+        assert!(error.contains("cannot find no host"), "{error}");
+    }
+
+    static ASKED: AtomicUsize = AtomicUsize::new(0);
+    static ANSWERS: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+
+    /// A resolver that hangs until it is told not to.
+    fn hang(_: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+        ASKED.fetch_add(1, Ordering::Relaxed);
+        let answers = ANSWERS.0.lock().unwrap();
+        drop(ANSWERS.1.wait_while(answers, |answers| !*answers).unwrap());
+        Ok(vec![SocketAddr::new([127, 0, 0, 1].into(), port)])
+    }
+
+    #[test]
+    fn those_who_look_for_a_name_share_a_thread() {
+        static HANGING: Names = Names::new(hang);
+        for _ in 0..3 {
+            let error = HANGING.find("host", 7, Instant::now()).unwrap_err();
+            assert!(error.contains("no name server answers"), "{error}");
+        }
+        let waiting = thread::spawn(|| HANGING.find("host", 7, Instant::now() + PATIENCE));
+        let other = thread::spawn(|| HANGING.find("host", 8, Instant::now() + PATIENCE));
+        // One that waits has a handle, and so do the list and the thread.
+        let handles = || {
+            let sought = HANGING.sought();
+            sought.get(&("host".to_owned(), 7)).map_or(0, Arc::strong_count)
+        };
+        while handles() < 3 || ASKED.load(Ordering::Relaxed) < 2 {
+            thread::yield_now();
+        }
+        *ANSWERS.0.lock().unwrap() = true;
+        ANSWERS.1.notify_all();
+        for (found, port) in [(waiting, 7), (other, 8)] {
+            assert_eq!(found.join().unwrap().unwrap()[0].port(), port);
+        }
+        assert_eq!(ASKED.load(Ordering::Relaxed), 2, "each has asked");
+        // The next one asks anew.
+        HANGING.find("host", 7, Instant::now() + PATIENCE).unwrap();
+        assert_eq!(ASKED.load(Ordering::Relaxed), 3);
+    }
+}
