@@ -358,8 +358,8 @@ impl Pipe {
 }
 
 /// The server has told the size of the export. Connections that know a smaller one are replaced:
-/// the size is that of each connection. Returns what it was before, or `None` if it has told another
-/// size since, which counts.
+/// the size is that of each connection. Returns what it was before, or `None` if it has told
+/// another size since, which counts.
 pub(super) fn learn_size(shared: &Arc<Shared>, size_bytes: u64, asked: Asked) -> Option<u64> {
     let before = shared.swap_size(size_bytes, asked)?;
     if before < size_bytes {

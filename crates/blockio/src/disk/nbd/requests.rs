@@ -20,7 +20,7 @@ pub(super) struct Made {
     pub(super) request: Request,
     pub(super) since: Instant,
     /// Whoever made this change answers for it only after a flush, and makes both again if a
-    /// connection [ends](Shared::endings) before that: until then it is no change that was answered.
+    /// connection [ends](Shared::endings) before that: until then it counts as not answered.
     pub(super) is_provisional: bool,
 }
 
