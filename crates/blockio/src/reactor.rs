@@ -1,5 +1,6 @@
 //! What an IoThread waits for: eventfds, timers, and the sources that it serves.
 
+use std::cell::Cell;
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::rc::Rc;
@@ -229,14 +230,20 @@ impl Reactor {
         }
     }
 
-    /// Calls `expired` for timers that are due.
-    pub(crate) fn expire_timers(&mut self, mut expired: impl FnMut(Owner)) {
+    /// Calls `expired` for timers that are due. By `recently`, which may not have been looked at
+    /// for a while, they are due, too: whoever is woken compares with that.
+    pub(crate) fn expire_timers(
+        &mut self,
+        recently: &Cell<Instant>,
+        mut expired: impl FnMut(Owner),
+    ) {
         if self.timers.is_empty() {
             return;
         }
         let now = clock::now();
         while self.next_timer().is_some_and(|when| when <= now) {
             if let Some(Reverse(timer)) = self.timers.pop() {
+                recently.set(now);
                 expired(timer.owner);
             }
         }

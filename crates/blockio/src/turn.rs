@@ -285,7 +285,7 @@ impl Io {
             self.poll_window.slept(&sleep, now);
             self.recently.set(now);
         }
-        self.reactor.borrow_mut().expire_timers(|owner| self.running.wake(owner));
+        self.reactor.borrow_mut().expire_timers(&self.recently, |owner| self.running.wake(owner));
         for key in woken.drain(..) {
             self.executor.borrow_mut().wake(key);
         }

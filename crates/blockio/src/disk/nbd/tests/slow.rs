@@ -5,10 +5,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::super::handshake::can;
-use super::super::scripted::{Event, Server, WRITE};
-use super::{FLAGS, MIB, Running, filled, new_thread, read, wait_a_turn, wait_for};
+use super::super::scripted::{Event, READ, Server, WRITE};
+use super::super::target::NbdOptions;
+use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use crate::disk::{DiskOptions, DiskSource, DiskState};
 use crate::io_thread::IoThread;
+use crate::turn::Wait;
 
 const SILENCE: Duration = Duration::from_millis(300);
 
@@ -118,4 +120,20 @@ fn a_write_goes_on_when_the_server_has_closed_its_connection() {
     server.hang_up();
     assert_eq!(write.end(&thread), None);
     assert_eq!(server.state().content[0], 1);
+}
+
+/// As programs do that have the loop in their own.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_deadline_comes_to_a_loop_that_never_sleeps() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.holds = (READ, 1));
+    let request = Running::start_one(&thread, &disk, READ);
+    while request.0.get().is_none() {
+        thread.turn(Wait::Never).unwrap();
+    }
+    assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT));
 }
