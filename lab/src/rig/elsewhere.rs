@@ -23,7 +23,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// A cluster with an image; the path of the disk is that of the cluster's configuration.
 pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> {
-    let Some(cluster) = Cluster::start_niced(0)? else {
+    let Some(cluster) = Cluster::start_as_service()? else {
         return Ok(Prepared::Skipped("Ceph is not installed (`make setup`)".to_owned()));
     };
     let data = cluster.path("data");

@@ -32,8 +32,8 @@ const USERS: [(&str, [&str; 3]); 5] = [
 /// A running cluster with an empty pool `rbd`. Dropping it ends its processes and removes its
 /// folder.
 pub struct Cluster {
-    /// How nice its daemons are to others.
-    niceness: u8,
+    /// What starts its daemons.
+    under: &'static [&'static str],
     daemons: Vec<(&'static str, Child)>,
     folder: TempDir,
 }
@@ -44,15 +44,20 @@ impl Cluster {
     /// # Errors
     /// When it is installed, and does not start.
     pub fn start() -> Result<Option<Self>> {
-        Self::start_niced(10)
+        Self::start_under(&["nice", "-n", "10"])
     }
 
-    /// As [`start`](Self::start), with daemons that are so nice to others: measurements have them
-    /// at 0, as much entitled to a CPU as their clients.
+    /// As [`start`](Self::start), with daemons that are as much entitled to a CPU as their clients.
+    /// Like services, they have a session apart from those: the scheduler divides CPUs between
+    /// sessions first.
     ///
     /// # Errors
     /// As there.
-    pub fn start_niced(niceness: u8) -> Result<Option<Self>> {
+    pub fn start_as_service() -> Result<Option<Self>> {
+        Self::start_under(&["setsid"])
+    }
+
+    fn start_under(under: &'static [&'static str]) -> Result<Option<Self>> {
         for program in ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-authtool", "rbd"] {
             if !is_installed(program) {
                 eprintln!("skipped: a Ceph cluster: {program} is not installed (`make setup`)");
@@ -61,7 +66,7 @@ impl Cluster {
         }
         // Where paths are short: there are sockets in it.
         let folder = tempfile::tempdir().context("making a folder for a cluster")?;
-        let mut cluster = Self { niceness, daemons: Vec::new(), folder };
+        let mut cluster = Self { under, daemons: Vec::new(), folder };
         match cluster.bring_up() {
             Ok(()) => Ok(Some(cluster)),
             Err(error) => Err(error.context(cluster.messages())),
@@ -195,8 +200,7 @@ impl Cluster {
         let messages = messages.context("making a file for messages")?;
         // It does not outlive the test, however that ends.
         let mut command = Command::new("setpriv");
-        let niceness = self.niceness.to_string();
-        command.args(["--pdeathsig", "KILL", "nice", "-n", &niceness, program, "-f", "-i", id]);
+        command.args(["--pdeathsig", "KILL"]).args(self.under).args([program, "-f", "-i", id]);
         let child = command
             .env("CEPH_CONF", self.conf())
             .stdin(Stdio::null())
