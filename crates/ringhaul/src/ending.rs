@@ -194,6 +194,8 @@ mod tests {
         let (sender, events) = mpsc::channel();
         let (leaving, left) = mpsc::channel();
         let (ours, theirs) = UnixStream::pair().unwrap();
+        // It is an error if nothing comes, and no hang.
+        theirs.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let succession = Succession::default();
         let asked = || sender.send(Event::Asked(EndCause::Sigterm)).unwrap();
         succession.here_or_there(PassedOn::End, asked);
