@@ -71,6 +71,8 @@ async fn serve_link(service: Service, index: usize) {
         if carried.is_ok() && !pipe.shared.is_over() {
             // Another one knows the size that the export has now.
             pipe.link_is_down(index, None);
+            // Otherwise other IoThreads would send their requests here, and get them back.
+            pipe.tell_condition(None);
             continue;
         }
         let ended = end_connection(&pipe, index, flow, carried.err());
