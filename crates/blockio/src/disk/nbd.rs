@@ -56,6 +56,7 @@ use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
 use crate::pending::Pending;
+use answer::Failure;
 use disk::NbdDisk;
 use handshake::{Facts, can};
 use link::refuse_less;
@@ -231,13 +232,13 @@ impl OtherSource for NbdSource {
         home.post(move |io| {
             if let Some(pipe) = io.kept::<Pipe>(key) {
                 let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
-                let nowhere = Err(libc::EIO);
+                let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
                 io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
             }
         });
         match pending.wait() {
-            Some(Err(errno)) => {
-                let error = std::io::Error::from_raw_os_error(errno);
+            Some(Err(failure)) => {
+                let error = std::io::Error::from(failure);
                 Err(self.refused(format!("what was written cannot be flushed: {error}")))
             }
             // Without a connection there is nothing that could be flushed.

@@ -20,6 +20,15 @@ pub(super) struct Progress {
     extent: Option<Extent>,
 }
 
+/// Why a request has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub(super) errno: i32,
+    /// The server has failed the flush after a write. The next may succeed, and nobody would hear
+    /// of what was lost: this is not to be tried again.
+    pub(super) is_of_flush: bool,
+}
+
 /// What is to be done about a part of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {

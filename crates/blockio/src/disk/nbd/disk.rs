@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use iomem::Buffers;
 
+use super::answer::Failure;
 use super::handshake::{Facts, can};
 use super::lent::{Borrower, Lent, decode};
 use super::pipe::{Pipe, Ticket, key_of};
@@ -32,19 +33,20 @@ struct Way {
     command: Command,
     flags: u16,
     /// See [`Made`].
-    is_provisional: bool,
+    is_flushed: bool,
 }
 
 impl Way {
-    const READ: Self = Self { command: Command::Read, flags: 0, is_provisional: false };
-    const WRITE: Self = Self { command: Command::Write, flags: 0, is_provisional: false };
+    const READ: Self = Self { command: Command::Read, flags: 0, is_flushed: false };
+    const WRITE: Self = Self { command: Command::Write, flags: 0, is_flushed: false };
     const DURABLE: Self = Self { flags: FLAG_FUA, ..Self::WRITE };
-    const PROVISIONAL: Self = Self { is_provisional: true, ..Self::WRITE };
+    /// For a server without FUA.
+    const FLUSHED: Self = Self { is_flushed: true, ..Self::WRITE };
 
     fn part(self, io: &Io, offset: u64, bytes: usize) -> Made {
-        let Self { command, flags, is_provisional } = self;
+        let Self { command, flags, is_flushed } = self;
         let request = Request { command, flags, offset, len: bytes as u64 };
-        Made { is_provisional, ..Made::now(io, request) }
+        Made { is_flushed, ..Made::now(io, request) }
     }
 }
 
@@ -64,7 +66,7 @@ enum Started {
 }
 
 impl Started {
-    async fn wait(mut self, disk: &NbdDisk) -> (Result<Extent, i32>, Buffers) {
+    async fn wait(mut self, disk: &NbdDisk) -> (Result<Extent, Failure>, Buffers) {
         loop {
             self = match self {
                 Self::Here(ticket, made) => match ticket.wait().await {
@@ -158,33 +160,24 @@ impl NbdDisk {
         let mut failed = Ok(());
         for part in started {
             let (result, memory) = part.wait(self).await;
-            if failed.is_ok() {
+            let is_of_flush = matches!(result, Err(Failure { is_of_flush: true, .. }));
+            if failed.is_ok() && result.is_ok() {
+                buffers.advance(most);
+            }
+            if failed.is_ok() || is_of_flush {
                 failed = result.map(|_| ());
-                if failed.is_ok() {
-                    buffers.advance(most);
-                }
             }
             drop(memory);
         }
-        failed.map_err(|errno| Unfinished::new(io::Error::from_raw_os_error(errno), buffers))
+        unfinished(failed, buffers)
     }
 
-    /// Writes durably to a server without FUA. If a connection breaks before the flush, only this
-    /// knows that nobody relies on the write yet, so it makes both again.
+    /// A durable write to a server that cannot flush, or of nothing.
     async fn write_and_flush(&self, offset: u64, buffers: Buffers) -> Result<(), Unfinished> {
-        let shared = &self.handle.shared;
-        let way = if self.facts.can(can::FLUSH) { Way::PROVISIONAL } else { Way::WRITE };
-        loop {
-            let endings = shared.endings();
-            if !buffers.is_empty() {
-                self.transfer(way, offset, buffers.again()).await?;
-            }
-            let flushed = self.flush().await;
-            flushed.map_err(|error| Unfinished::new(error, Buffers::empty()))?;
-            if way != Way::PROVISIONAL || buffers.is_empty() || endings == shared.endings() {
-                return Ok(());
-            }
+        if !buffers.is_empty() {
+            self.transfer(Way::WRITE, offset, buffers).await?;
         }
+        self.flush().await.map_err(|error| Unfinished::new(error, Buffers::empty()))
     }
 
     /// Has ranges of the disk treated, in as many requests as it takes.
@@ -203,7 +196,7 @@ impl NbdDisk {
             let part = len.min(most);
             let request = Request { command, flags, offset, len: part };
             let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
-            result.map_err(io::Error::from_raw_os_error)?;
+            result?;
             (offset, len) = (offset + part, len - part);
         }
         Ok(())
@@ -221,10 +214,19 @@ impl NbdDisk {
     }
 }
 
-fn unfinished(result: Result<Extent, i32>, rest: Buffers) -> Result<(), Unfinished> {
+fn unfinished<T>(result: Result<T, Failure>, rest: Buffers) -> Result<(), Unfinished> {
     match result {
         Ok(_) => Ok(()),
-        Err(errno) => Err(Unfinished::new(io::Error::from_raw_os_error(errno), rest)),
+        Err(failure) if failure.is_of_flush => {
+            Err(Unfinished::new(failure.into(), Buffers::empty()))
+        }
+        Err(failure) => Err(Unfinished::new(failure.into(), rest)),
+    }
+}
+
+impl From<Failure> for io::Error {
+    fn from(failure: Failure) -> Self {
+        Self::from_raw_os_error(failure.errno)
     }
 }
 
@@ -242,16 +244,15 @@ impl OtherDisk for NbdDisk {
         buffers: Buffers,
         fua: bool,
     ) -> Answer<'_, Result<(), Unfinished>> {
-        if buffers.is_empty() && !fua {
-            return Box::pin(std::future::ready(Ok(())));
-        }
-        match fua {
-            false => Box::pin(self.transfer(Way::WRITE, offset, buffers)),
-            true if self.facts.can(can::FUA) && !buffers.is_empty() => {
-                Box::pin(self.transfer(Way::DURABLE, offset, buffers))
-            }
-            true => Box::pin(self.write_and_flush(offset, buffers)),
-        }
+        let (has_fua, has_flush) = (self.facts.can(can::FUA), self.facts.can(can::FLUSH));
+        let way = match (fua, buffers.is_empty()) {
+            (false, true) => return Box::pin(std::future::ready(Ok(()))),
+            (false, false) => Way::WRITE,
+            (true, false) if has_fua => Way::DURABLE,
+            (true, false) if has_flush => Way::FLUSHED,
+            (true, _) => return Box::pin(self.write_and_flush(offset, buffers)),
+        };
+        Box::pin(self.transfer(way, offset, buffers))
     }
 
     fn flush(&self) -> Answer<'_, io::Result<()>> {
@@ -262,7 +263,7 @@ impl OtherDisk for NbdDisk {
         }
         Box::pin(async {
             let (result, _) = self.start(Request::FLUSH, Buffers::empty()).wait(self).await;
-            result.map(|_| ()).map_err(io::Error::from_raw_os_error)
+            Ok(result.map(|_| ())?)
         })
     }
 
@@ -302,7 +303,7 @@ impl OtherDisk for NbdDisk {
         Box::pin(async move {
             let request = Request { command, flags, offset, len };
             let (result, _) = self.start(request, Buffers::empty()).wait(self).await;
-            result.map_err(io::Error::from_raw_os_error)
+            Ok(result?)
         })
     }
 }

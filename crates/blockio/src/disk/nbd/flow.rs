@@ -197,7 +197,7 @@ impl Flow {
         self.headers.clear();
         self.headers.extend(sending.iter().take(SENT_AT_ONCE).map(|&number| {
             let slot = &requests.slots[number as usize];
-            slot.request.encode(cookie(number, slot.serial), framing)
+            slot.request().encode(cookie(number, slot.serial), framing)
         }));
         let storage = std::mem::take(&mut self.storage);
         let mut gathered = Gathered(Ranges::new(storage));
@@ -206,7 +206,7 @@ impl Flow {
             let header = header.as_bytes();
             gathered.push_bytes(header.get(skip..).unwrap_or_default());
             let slot = &requests.slots[number as usize];
-            if slot.request.command == Command::Write {
+            if slot.request().command == Command::Write {
                 gathered.push_memory(&slot.buffers, skip.saturating_sub(header.len()));
             }
             skip = 0;
@@ -227,7 +227,8 @@ impl Flow {
         for header in &self.headers {
             let Some(&number) = link.sending.front() else { break };
             let slot = &mut slots[number as usize];
-            let is_write = slot.request.command == Command::Write;
+            let request = slot.request();
+            let is_write = request.command == Command::Write;
             let data = if is_write { slot.buffers.bytes() } else { 0 };
             let whole = header.as_bytes().len() + data;
             if left < whole {
@@ -237,7 +238,7 @@ impl Flow {
             slot.state = State::Sent(self.index);
             link.sending.pop_front();
             link.sent += 1;
-            link.large_reads += usize::from(is_large_read(&slot.request));
+            link.large_reads += usize::from(is_large_read(&request));
         }
         self.begun = left;
     }
@@ -395,7 +396,7 @@ impl Flow {
         }
         let (framing, context) = (self.facts.framing, self.facts.context);
         let len = |len: u64| usize::try_from(len).unwrap_or(usize::MAX);
-        match slot.progress.take_in(&slot.request, reply, framing, context)? {
+        match slot.progress.take_in(&slot.request(), reply, framing, context)? {
             Action::Receive { at, len: bytes } => {
                 let is_last = reply.is_last;
                 self.data = Some(Data { slot: number, at: len(at), left: len(bytes), is_last });
@@ -418,9 +419,9 @@ impl Flow {
         shared: &Shared,
     ) -> Result<(), Violation> {
         let slot = &requests.slots[number as usize];
-        let result = slot.progress.finish(&slot.request)?;
+        let result = slot.progress.finish(&slot.request())?;
         self.has_answered = true;
-        requests.finish(number, result, shared);
+        requests.was_answered(number, result, shared);
         Ok(())
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use iomem::{Buffers, Memory};
 use libc::iovec;
 
+use super::answer::Failure;
 use crate::disk::info::{Extent, ExtentKind};
 use crate::foreign_op::ForeignCompleter;
 
@@ -39,8 +40,8 @@ impl Lent {
 /// elsewhere: nobody here carries it out any more.
 pub(super) struct Borrower(Option<ForeignCompleter>);
 
-/// No result has these as its lowest bits.
-const ELSEWHERE: usize = 3;
+/// The lowest bits of what is no extent: the errno of a flush that has failed follows, or none.
+const NO_EXTENT: usize = 3;
 
 impl Borrower {
     pub(super) fn new(completer: ForeignCompleter) -> Self {
@@ -48,7 +49,7 @@ impl Borrower {
     }
 
     /// From now on the memory of the request may go.
-    pub(super) fn complete(mut self, result: Result<Extent, i32>) {
+    pub(super) fn complete(mut self, result: Result<Extent, Failure>) {
         if let Some(completer) = self.0.take() {
             completer.complete(encode(result));
         }
@@ -58,14 +59,20 @@ impl Borrower {
 impl Drop for Borrower {
     fn drop(&mut self) {
         if let Some(completer) = self.0.take() {
-            completer.complete(Ok(ELSEWHERE));
+            completer.complete(Ok(NO_EXTENT));
         }
     }
 }
 
 /// A result as an op of something else has it.
-fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
-    let extent = result.map_err(io::Error::from_raw_os_error)?;
+fn encode(result: Result<Extent, Failure>) -> io::Result<usize> {
+    let extent = match result {
+        Ok(extent) => extent,
+        Err(Failure { errno, is_of_flush: true }) => {
+            return Ok(usize::try_from(errno).unwrap_or(0) << 2 | NO_EXTENT);
+        }
+        Err(failure) => return Err(io::Error::from_raw_os_error(failure.errno)),
+    };
     let kind = match extent.kind {
         ExtentKind::Data => 0,
         ExtentKind::Zero => 1,
@@ -76,16 +83,23 @@ fn encode(result: Result<Extent, i32>) -> io::Result<usize> {
 }
 
 /// What a [`Borrower`] was told. `None`: the request is to be made elsewhere.
-pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, i32>> {
+pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, Failure>> {
     let code = match result {
+        Ok(NO_EXTENT) => return None,
         Ok(code) => code,
-        Err(error) => return Some(Err(error.raw_os_error().unwrap_or(libc::EIO))),
+        Err(error) => {
+            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+            return Some(Err(Failure { errno, is_of_flush: false }));
+        }
     };
     let kind = match code & 3 {
         0 => ExtentKind::Data,
         1 => ExtentKind::Zero,
         2 => ExtentKind::Hole,
-        _ => return None,
+        _ => {
+            let errno = i32::try_from(code >> 2).unwrap_or(libc::EIO);
+            return Some(Err(Failure { errno, is_of_flush: true }));
+        }
     };
     Some(Ok(Extent { bytes: (code >> 2) as u64, kind }))
 }

@@ -264,6 +264,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         let (went_on, is_busy) = {
             let requests = &mut *pipe.requests.borrow_mut();
             let went_on = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
+            // What was answered may have let a flush follow.
+            let went_on = went_on.and_then(|has_more| flow.send(requests).map(|()| has_more));
             (went_on, flow.is_busy(requests))
         };
         pipe.settle();
@@ -307,9 +309,6 @@ fn retire(
         }
         pipe.flush_link(index);
         return Ok(false);
-    }
-    if !pipe.shared.facts.can(can::MULTI_CONN) {
-        pipe.shared.has_ended();
     }
     flow.say_goodbye();
     Ok(true)

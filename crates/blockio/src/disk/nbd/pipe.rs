@@ -20,13 +20,13 @@ use std::time::Instant;
 
 use iomem::{Buffers, fits};
 
-use super::answer::Progress;
+use super::answer::{Failure, Progress};
 use super::connect::Asked;
 use super::handshake::Facts;
 use super::lent::{Borrower, Lent};
 use super::requests::{Done, Link, Made, Requests, Slot, State, Who};
 use super::shared::{Condition, Shared};
-use super::wire::{Command, FLAG_FUA, Request};
+use super::wire::{Command, Request};
 use crate::clock;
 use crate::disk::info::Extent;
 use crate::io::{Io, TaskRef};
@@ -67,18 +67,14 @@ impl Pipe {
         // of this module.
         let buffers = unsafe { lent.into_buffers() };
         let slot = self.begin(made, buffers, Who::There(who));
-        if let Some(errno) = self.refuses(&made.request) {
-            self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
-        } else {
-            self.assign(slot);
-        }
+        self.assign_or_refuse(slot);
         self.settle();
     }
 
     /// Starts a request at once; the ticket waits for its end.
     pub(super) fn ticket(self: &Rc<Self>, made: Made, buffers: Buffers) -> Ticket {
         let slot = self.begin(made, buffers, Who::Here(Owner::default()));
-        if let Some(errno) = self.refuses(&made.request) {
+        if let Some(errno) = self.refuses(&made) {
             self.requests.borrow_mut().finish(slot, Err(errno), &self.shared);
             self.settle();
         } else {
@@ -87,10 +83,9 @@ impl Pipe {
         Ticket { pipe: Rc::clone(self), slot: Some(slot) }
     }
 
-    fn refuses(&self, request: &Request) -> Option<i32> {
-        let promises = request.command == Command::Flush || request.flags & FLAG_FUA != 0;
-        let refuses = (promises && self.shared.is_lost())
-            || (self.shared.is_unwanted() && self.would_wait(request));
+    fn refuses(&self, made: &Made) -> Option<i32> {
+        let refuses = (made.promises() && self.shared.is_lost())
+            || (self.shared.is_unwanted() && self.would_wait(&made.request));
         refuses.then_some(libc::EIO)
     }
 
@@ -101,17 +96,15 @@ impl Pipe {
     }
 
     fn begin(&self, made: Made, buffers: Buffers, who: Who) -> u32 {
-        let Made { request, since, is_provisional } = made;
         let mut requests = self.requests.borrow_mut();
         let slot = Slot {
             serial: requests.next_serial(),
             state: State::Waiting,
-            request,
+            made,
+            is_flushing: false,
             buffers,
             progress: Progress::default(),
-            covers: if request.command == Command::Flush { self.shared.changes() } else { 0 },
-            since,
-            is_provisional,
+            covers: if made.request.command == Command::Flush { self.shared.changes() } else { 0 },
             who,
         };
         if let Some(index) = requests.free.pop() {
@@ -124,8 +117,8 @@ impl Pipe {
 
     /// Has a request sent that waits, unless what it promises cannot be kept any more.
     fn assign_or_refuse(&self, slot: u32) {
-        let request = self.requests.borrow().slots[slot as usize].request;
-        match self.refuses(&request) {
+        let made = self.requests.borrow().slots[slot as usize].made;
+        match self.refuses(&made) {
             Some(errno) => self.requests.borrow_mut().finish(slot, Err(errno), &self.shared),
             None => self.assign(slot),
         }
@@ -135,7 +128,7 @@ impl Pipe {
     fn assign(&self, slot: u32) {
         let mut borrowed = self.requests.borrow_mut();
         let requests = &mut *borrowed;
-        let request = requests.slots[slot as usize].request;
+        let request = requests.slots[slot as usize].request();
         let is_held = request.changed_range().is_some_and(|range| self.shared.held.has(&range));
         let (end, size) = (request.end(), self.shared.size_bytes());
         let up = requests.links.iter().enumerate().filter(|(_, link)| link.takes(end, size));
@@ -260,7 +253,8 @@ impl Pipe {
                     let serial = requests.next_serial();
                     let slot = &mut requests.slots[number];
                     let place = fits(number, "the requests of a disk");
-                    let (before, since) = (slot.serial, slot.since);
+                    let (before, since) = (slot.serial, slot.made.since);
+                    slot.is_flushing = false;
                     slot.progress = Progress::default();
                     slot.serial = serial;
                     slot.state = State::Waiting;
@@ -311,7 +305,7 @@ impl Pipe {
             let requests = &mut *self.requests.borrow_mut();
             for number in 0..requests.slots.len() {
                 let slot = &requests.slots[number];
-                let is_due = before.is_none_or(|before| slot.since <= before);
+                let is_due = before.is_none_or(|before| slot.made.since <= before);
                 if slot.state == State::Waiting && is_due {
                     let number = fits(number, "the requests of a disk");
                     requests.waiting.retain(|other| *other != number);
@@ -393,7 +387,7 @@ pub(super) struct Ticket {
 
 impl Ticket {
     /// The result, with the memory of the request. `None`: it is to be made elsewhere.
-    pub(super) async fn wait(mut self) -> (Option<Result<Extent, i32>>, Buffers) {
+    pub(super) async fn wait(mut self) -> (Option<Result<Extent, Failure>>, Buffers) {
         poll_fn(|cx| {
             let Some(number) = self.slot else { return Poll::Pending };
             let owner = self.pipe.io.running.owner(cx);

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use iomem::{Buffers, fits};
 
-use super::answer::Progress;
+use super::answer::{Failure, Progress};
 use super::lent::Borrower;
 use super::shared::Shared;
 use super::wire::{Command, FLAG_FUA, Request};
@@ -19,14 +19,19 @@ use crate::task::Owner;
 pub(super) struct Made {
     pub(super) request: Request,
     pub(super) since: Instant,
-    /// Whoever made this change answers for it only after a flush, and makes both again if a
-    /// connection [ends](Shared::endings) before that: until then it counts as not answered.
-    pub(super) is_provisional: bool,
+    /// A write that has ended only when a flush has, too.
+    pub(super) is_flushed: bool,
 }
 
 impl Made {
     pub(super) fn now(io: &Io, request: Request) -> Self {
-        Self { request, since: io.recently.get(), is_provisional: false }
+        Self { request, since: io.recently.get(), is_flushed: false }
+    }
+
+    /// Whether it promises that something is on stable storage.
+    pub(super) fn promises(&self) -> bool {
+        let Request { command, flags, .. } = self.request;
+        self.is_flushed || command == Command::Flush || flags & FLAG_FUA != 0
     }
 }
 
@@ -66,14 +71,23 @@ pub(super) struct Slot {
     /// Tells the answers to it from those to others before it.
     pub(super) serial: u32,
     pub(super) state: State,
-    pub(super) request: Request,
+    pub(super) made: Made,
+    /// The write was answered, and its flush is on the way. It goes by the connection of the write,
+    /// for another may be to a server that has come back without it: if that one breaks before the
+    /// answer, both are made again. Until then the write counts as not answered.
+    pub(super) is_flushing: bool,
     pub(super) buffers: Buffers,
     pub(super) progress: Progress,
     /// Changes that a flush covers.
     pub(super) covers: u64,
-    pub(super) since: Instant,
-    pub(super) is_provisional: bool,
     pub(super) who: Who,
+}
+
+impl Slot {
+    /// What is sent of it now, or was.
+    pub(super) fn request(&self) -> Request {
+        if self.is_flushing { Request::FLUSH } else { self.made.request }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +98,7 @@ pub(super) enum State {
     Queued(usize),
     /// Sent by this link.
     Sent(usize),
-    Done(Result<Extent, i32>),
+    Done(Result<Extent, Failure>),
     /// Whoever waits for it is to make it elsewhere.
     TurnedAway,
 }
@@ -99,7 +113,7 @@ pub(super) enum Who {
 
 pub(super) enum Done {
     Wake(Owner),
-    Complete(Borrower, Result<Extent, i32>),
+    Complete(Borrower, Result<Extent, Failure>),
     TurnAway(Borrower),
     Drop(Buffers),
 }
@@ -117,7 +131,8 @@ impl Requests {
             left.slots.push(Slot {
                 serial: slot.serial,
                 state: if is_sent { slot.state } else { State::Free },
-                request: slot.request,
+                made: slot.made,
+                is_flushing: slot.is_flushing,
                 buffers: Buffers::empty(),
                 progress: if is_sent {
                     std::mem::take(&mut slot.progress)
@@ -125,8 +140,6 @@ impl Requests {
                     Progress::default()
                 },
                 covers: 0,
-                since: slot.since,
-                is_provisional: slot.is_provisional,
                 who: Who::Nobody,
             });
         }
@@ -138,7 +151,7 @@ impl Requests {
     /// What those that were sent change.
     pub(super) fn changed_ranges(&self) -> Vec<Range<u64>> {
         let sent = self.slots.iter().filter(|slot| matches!(slot.state, State::Sent(_)));
-        sent.filter_map(|slot| slot.request.changed_range()).collect()
+        sent.filter_map(|slot| slot.request().changed_range()).collect()
     }
 
     /// Nobody is to be woken, and nothing to be dropped.
@@ -148,7 +161,7 @@ impl Requests {
 
     pub(super) fn oldest(&self, which: impl Fn(State) -> bool) -> Option<Instant> {
         let slots = self.slots.iter().filter(|slot| which(slot.state));
-        slots.map(|slot| slot.since).min()
+        slots.map(|slot| slot.made.since).min()
     }
 
     pub(super) fn next_serial(&mut self) -> u32 {
@@ -156,30 +169,57 @@ impl Requests {
         self.serial
     }
 
+    /// A link has the answer to a request, which has ended unless somebody waits for a flush after
+    /// it.
+    pub(super) fn was_answered(
+        &mut self,
+        number: u32,
+        result: Result<Extent, i32>,
+        shared: &Shared,
+    ) {
+        let slot = &self.slots[number as usize];
+        let is_written = slot.made.is_flushed && !slot.is_flushing && result.is_ok();
+        match slot.state {
+            State::Sent(index) if is_written && !matches!(slot.who, Who::Nobody) => {
+                self.flush_by(index, number, shared);
+            }
+            _ => self.finish(number, result, shared),
+        }
+    }
+
+    /// Has a link flush what it has written for a request.
+    fn flush_by(&mut self, index: usize, number: u32, shared: &Shared) {
+        let serial = self.next_serial();
+        let (slot, link) = (&mut self.slots[number as usize], &mut self.links[index]);
+        slot.serial = serial;
+        slot.progress = Progress::default();
+        slot.covers = shared.changes();
+        (slot.is_flushing, slot.state) = (true, State::Queued(index));
+        link.sent -= 1;
+        link.sending.push_back(number);
+    }
+
     /// A request has ended.
     pub(super) fn finish(&mut self, number: u32, result: Result<Extent, i32>, shared: &Shared) {
         let slot = &mut self.slots[number as usize];
+        let request = slot.request();
         if let State::Sent(index) = slot.state {
             let link = &mut self.links[index];
             link.sent -= 1;
-            link.large_reads -= usize::from(is_large_read(&slot.request));
+            link.large_reads -= usize::from(is_large_read(&request));
         }
         // Another connection has broken meanwhile, and what this one promises is perhaps lost.
-        let promises = slot.request.command == Command::Flush || slot.request.flags & FLAG_FUA != 0;
-        let result = if promises && shared.is_lost() { Err(libc::EIO) } else { result };
+        let is_broken = slot.made.promises() && shared.is_lost();
+        let result = if is_broken { Err(libc::EIO) } else { result };
         if result.is_ok() {
-            match slot.request.command {
+            match request.command {
                 Command::Flush => shared.has_flushed(slot.covers),
-                command
-                    if command.changes()
-                        && slot.request.flags & FLAG_FUA == 0
-                        && !slot.is_provisional =>
-                {
-                    shared.has_changed();
-                }
+                command if command.changes() && !slot.made.promises() => shared.has_changed(),
                 _ => {}
             }
         }
+        let is_of_flush = slot.is_flushing;
+        let result = result.map_err(|errno| Failure { errno, is_of_flush });
         match std::mem::replace(&mut slot.who, Who::Nobody) {
             Who::Here(owner) => {
                 slot.state = State::Done(result);

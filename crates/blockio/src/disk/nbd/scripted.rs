@@ -42,12 +42,16 @@ pub(super) struct State {
     pub(super) has_context: bool,
     /// So many requests of a command are put aside.
     pub(super) holds: (u16, usize),
+    /// Flushes that come next after a write are put aside.
+    pub(super) holds_first_flushes: bool,
     /// Nothing more is read.
     pub(super) stalls: bool,
     /// This connection does not hear yet what the export is.
     pub(super) keeps_back: Option<usize>,
     /// Connections that the client has half closed stay, with what was put aside.
     pub(super) lingers: bool,
+    /// So many flushes fail.
+    pub(super) failing_flushes: usize,
     /// Zeroes take as long as data, which is said to who wants them fast.
     pub(super) is_slow_with_zeroes: bool,
     pub(super) events: Vec<Event>,
@@ -113,9 +117,11 @@ impl Server {
             is_extended: false,
             has_context: true,
             holds: (0, 0),
+            holds_first_flushes: false,
             stalls: false,
             keeps_back: None,
             lingers: false,
+            failing_flushes: 0,
             is_slow_with_zeroes: false,
             events: Vec::new(),
             seen: Vec::new(),
@@ -211,6 +217,10 @@ impl State {
         let is_inside = self.sizes.get(&connection).is_some_and(|size| range.end as u64 <= *size);
         let place = self.content.get_mut(range).filter(|_| is_inside);
         match (request.command, place) {
+            (FLUSH, _) if self.failing_flushes > 0 => {
+                self.failing_flushes -= 1;
+                error = 5;
+            }
             (FLUSH | TRIM, _) => {}
             (ZEROES, _) if self.is_slow_with_zeroes && request.flags & 1 << 4 != 0 => error = 95,
             (ZEROES, Some(place)) => place.fill(0),
@@ -278,8 +288,12 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
         let Some(request) = read_request(&mut stream, is_extended)? else { break };
         let mut state = shared.state.lock().unwrap();
         state.events.push(Event::Request(number, request.command));
+        let before = state.seen.last().map(|seen| seen.0);
         state.seen.push((request.command, request.flags));
-        if state.holds.0 == request.command && state.holds.1 > 0 {
+        let is_first_flush = (before, request.command) == (Some(WRITE), FLUSH);
+        if state.holds_first_flushes && is_first_flush {
+            state.held.push((number, request));
+        } else if state.holds.0 == request.command && state.holds.1 > 0 {
             state.holds.1 -= 1;
             state.held.push((number, request));
         } else {

@@ -37,8 +37,6 @@ pub(super) struct Shared {
     /// Changes that were answered; and how many of these an answered flush has covered.
     changes: AtomicU64,
     flushed: AtomicU64,
-    /// How many connections have ended of which a flush on others may not cover all changes.
-    endings: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -140,7 +138,6 @@ impl Shared {
             held: Held::default(),
             changes: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
-            endings: AtomicU64::new(0),
             state: Mutex::new(state),
         }
     }
@@ -279,20 +276,8 @@ impl Shared {
         self.flushed.fetch_max(changes, Ordering::Relaxed);
     }
 
-    /// While this is the same, a flush covers the changes that were answered on other connections,
-    /// or on the same one.
-    pub(super) fn endings(&self) -> u64 {
-        self.endings.load(Ordering::Acquire)
-    }
-
-    /// A connection ends that was to flush what it has not.
-    pub(super) fn has_ended(&self) {
-        self.endings.fetch_add(1, Ordering::Release);
-    }
-
     /// A connection broke: what becomes of the changes that were answered before.
     pub(super) fn has_broken(&self) -> Unflushed {
-        self.has_ended();
         match (self.is_flushed(), self.options.distrust) {
             (true, _) => Unflushed::Nothing,
             (false, false) => Unflushed::Trusted,

@@ -1,5 +1,6 @@
 //! Servers that answer late, break off, and come back as others than they were.
 
+mod durable;
 mod flags;
 mod homes;
 mod others;
@@ -223,7 +224,7 @@ fn a_durable_write_that_a_break_interrupts_is_made_again() {
             (state.content[0], state.seen.clone())
         };
         assert_eq!(byte, 1, "it was answered, and is lost");
-        assert_eq!(seen, [WRITE, FLUSH, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
+        assert_eq!(seen, [WRITE, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
         assert_eq!(source.state(), DiskState::Ready);
         assert!(source.is_flushed());
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
