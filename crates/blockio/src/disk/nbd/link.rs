@@ -70,7 +70,7 @@ async fn serve_link(service: Service, index: usize) {
         let Some(flow) = lease.flow.take() else { break };
         if carried.is_ok() && !pipe.shared.is_over() {
             // Another one knows the size that the export has now.
-            pipe.link_is_down(index, None);
+            pipe.link_is_down(index);
             // Otherwise other IoThreads would send their requests here, and get them back.
             pipe.tell_condition(None);
             continue;
@@ -121,7 +121,6 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     let was_useful = flow.has_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
     let unflushed = pipe.shared.has_broken();
-    let deadline = pipe.deadline().filter(|_| matches!(broken, Some(Broken::Late(_))));
     let (why, hears) = match broken {
         None => (String::new(), None),
         Some(Broken::Gone(why)) => (why, None),
@@ -134,14 +133,13 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     if let Some((hears, remains)) = left {
         see_off(pipe, flow, remains, hears);
     }
-    let overdue = deadline.and_then(|deadline| clock::now().checked_sub(deadline));
-    let again = pipe.link_is_down(index, overdue);
+    let again = pipe.link_is_down(index);
     Ended { why, was_useful, unflushed, again, held }
 }
 
 impl Pipe {
     /// How long a request may take.
-    fn deadline(&self) -> Option<Duration> {
+    pub(super) fn deadline(&self) -> Option<Duration> {
         let late = self.is_unneeded().then_some(LATE);
         self.shared.options.deadline.into_iter().chain(late).min()
     }
@@ -316,7 +314,7 @@ fn retire(
 
 /// Notes that the server is late, or is not any more; breaks the connection at the deadline.
 fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, Broken> {
-    let age = |since: Instant| clock::now().saturating_duration_since(since);
+    let age = |since: Instant| pipe.io.recently.get().saturating_duration_since(since);
     let oldest = pipe.oldest_of(index);
     if let (Some(since), Some(deadline)) = (oldest, pipe.deadline())
         && age(since) >= deadline

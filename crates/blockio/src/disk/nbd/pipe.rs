@@ -84,9 +84,18 @@ impl Pipe {
     }
 
     fn refuses(&self, made: &Made) -> Option<i32> {
+        if self.is_overdue(made) {
+            return Some(libc::ETIMEDOUT);
+        }
         let refuses = (made.promises() && self.shared.is_lost())
             || (self.shared.is_unwanted() && self.would_wait(&made.request));
         refuses.then_some(libc::EIO)
+    }
+
+    /// Whether nobody waits for a request any more: it may have begun elsewhere long ago.
+    fn is_overdue(&self, made: &Made) -> bool {
+        let age = self.io.recently.get().saturating_duration_since(made.since);
+        self.deadline().is_some_and(|deadline| age >= deadline)
     }
 
     /// Whether no connection can take a request now.
@@ -115,13 +124,16 @@ impl Pipe {
         fits(requests.slots.len() - 1, "the requests of a disk")
     }
 
-    /// Has a request sent that waits, unless what it promises cannot be kept any more.
-    fn assign_or_refuse(&self, slot: u32) {
+    /// Has a request sent that waits, unless it is overdue, or what it promises cannot be kept any
+    /// more. False: it has failed.
+    fn assign_or_refuse(&self, slot: u32) -> bool {
         let made = self.requests.borrow().slots[slot as usize].made;
-        match self.refuses(&made) {
+        let refused = self.refuses(&made);
+        match refused {
             Some(errno) => self.requests.borrow_mut().finish(slot, Err(errno), &self.shared),
             None => self.assign(slot),
         }
+        refused.is_none()
     }
 
     /// Has the connection with the least to do send a request.
@@ -232,13 +244,14 @@ impl Pipe {
     /// Has those requests sent that wait, as far as they can be.
     pub(super) fn try_waiting(&self) {
         let waiting = std::mem::take(&mut self.requests.borrow_mut().waiting);
-        waiting.into_iter().for_each(|slot| self.assign_or_refuse(slot));
+        for slot in waiting {
+            self.assign_or_refuse(slot);
+        }
         self.settle();
     }
 
     /// The connection of a link has broken. Returns how many of its requests are to be sent again.
-    /// Those that began before `overdue` fail.
-    pub(super) fn link_is_down(&self, index: usize, overdue: Option<Instant>) -> usize {
+    pub(super) fn link_is_down(&self, index: usize) -> usize {
         let mut again: Vec<(u32, u32)> = Vec::new();
         {
             let requests = &mut *self.requests.borrow_mut();
@@ -252,24 +265,17 @@ impl Pipe {
                 if is_of_link {
                     let serial = requests.next_serial();
                     let slot = &mut requests.slots[number];
-                    let place = fits(number, "the requests of a disk");
-                    let (before, since) = (slot.serial, slot.made.since);
+                    again.push((slot.serial, fits(number, "the requests of a disk")));
                     slot.is_flushing = false;
                     slot.progress = Progress::default();
                     slot.serial = serial;
                     slot.state = State::Waiting;
-                    if overdue.is_some_and(|overdue| since <= overdue) {
-                        requests.finish(place, Err(libc::ETIMEDOUT), &self.shared);
-                    } else {
-                        again.push((before, place));
-                    }
                 }
             }
         }
         // In the order in which they came.
         again.sort_unstable();
-        let count = again.len();
-        again.into_iter().for_each(|(_, slot)| self.assign_or_refuse(slot));
+        let count = again.into_iter().filter(|(_, slot)| self.assign_or_refuse(*slot)).count();
         self.settle();
         count
     }

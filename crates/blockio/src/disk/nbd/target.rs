@@ -14,7 +14,8 @@ pub struct NbdOptions {
     /// Connections of each IoThread, at least one. A server that cannot have several connections
     /// agree has one, for all IoThreads.
     pub connections: u32,
-    /// Requests that have no answer after this time fail. `None`: they wait for ever.
+    /// Requests that have no answer after this time fail. `None`: they wait for ever. One that has
+    /// to be made in parts, one after the other, has this time for each of them.
     pub deadline: Option<Duration>,
     /// What was written and not flushed when a connection broke counts as lost: then flushes fail.
     /// Otherwise the server is trusted to have kept it.

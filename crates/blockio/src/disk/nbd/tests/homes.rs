@@ -2,11 +2,12 @@
 
 use std::rc::Rc;
 use std::sync::mpsc::{self, TryRecvError};
+use std::time::Instant;
 
 use super::super::handshake::can;
 use super::super::scripted::{Event, READ, Server, WRITE};
 use super::super::target::NbdOptions;
-use super::{FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
+use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
 use crate::disk::DiskState;
 use crate::io_thread::IoThread;
 
@@ -107,6 +108,26 @@ fn a_request_whose_home_ends_goes_to_another() {
         assert!(at(Event::Ended(0)) < at(Event::Request(1, WRITE)) || !is_sent, "{events:?}");
         assert!(!source.may_still_change());
     }
+}
+
+/// Nobody waits for it any more.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_request_that_is_overdue_when_its_home_ends_is_not_sent() {
+    let server = Server::start(MIB, ONE);
+    let source = open(NbdOptions { deadline: Some(DEADLINE), ..server.options() });
+    let home = new_thread();
+    let gone = source.attach(home.io());
+    let thread = new_thread();
+    let disk = Rc::new(source.attach(thread.io()));
+    let write = Running::write(&thread, &disk, 0, 1);
+    let due = Instant::now() + DEADLINE;
+    while Instant::now() < due {
+        wait_a_turn(&thread);
+    }
+    drop((home, gone));
+    assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
+    assert!(server.state().seen.is_empty(), "it was sent");
 }
 
 /// The last one to see a connection off may end before the server has.
