@@ -212,6 +212,12 @@ impl Reactor {
         self.timers.peek().map(|Reverse(timer)| timer.when)
     }
 
+    /// How many timers there are.
+    #[cfg(all(test, feature = "nbd"))]
+    pub(crate) fn timers(&self) -> usize {
+        self.timers.len()
+    }
+
     /// Takes in what has happened to the eventfds. Appends tasks to wake.
     pub(crate) fn dispatch(&mut self, happened: &mut Vec<u64>, woken: &mut Vec<TaskKey>) {
         for token in happened.drain(..) {

@@ -180,6 +180,7 @@ impl Pipe {
         if let Err(error) = self.io.start_thread("nbd-connect", work) {
             return Some(Err(format!("cannot start a thread that connects: {error}")));
         }
+        let mut tick: Option<Instant> = None;
         loop {
             if let Some(made) = inbox.lock().unwrap_or_else(PoisonError::into_inner).take() {
                 return Some(made);
@@ -187,7 +188,11 @@ impl Pipe {
             if self.is_unneeded() {
                 return None;
             }
-            self.io.wake_me_at(clock::now() + TICK);
+            let now = self.io.recently.get();
+            if tick.is_none_or(|tick| tick <= now) {
+                tick = Some(now + TICK);
+                self.io.wake_me_at(now + TICK);
+            }
             self.io.suspend().await;
             self.expire();
             self.use_others();

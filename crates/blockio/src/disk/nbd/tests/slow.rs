@@ -2,10 +2,15 @@
 
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::super::connect::connect;
+use super::super::disk::NbdDisk;
 use super::super::handshake::can;
+use super::super::reach::Handle;
 use super::super::scripted::{Event, READ, Server, WRITE};
+use super::super::shared::Shared;
 use super::super::target::NbdOptions;
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use crate::disk::{DiskOptions, DiskSource, DiskState};
@@ -120,6 +125,27 @@ fn a_write_goes_on_when_the_server_has_closed_its_connection() {
     server.hang_up();
     assert_eq!(write.end(&thread), None);
     assert_eq!(server.state().content[0], 1);
+}
+
+/// However often others wake the task that waits.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_connection_that_is_waited_for_has_one_timer() {
+    let server = Server::start(MIB, FLAGS);
+    let (connected, _) = connect(&server.options()).unwrap();
+    let shared = Shared::new(server.options(), false, SILENCE, connected);
+    let (thread, handle) = (new_thread(), Arc::new(Handle { shared: Arc::new(shared) }));
+    let _disk = NbdDisk::new(&handle, thread.io());
+    server.change(|state| state.keeps_back = Some(1));
+    server.hang_up();
+    wait_for(&thread, &server, Event::KeptBack(1));
+    for _ in 0..100 {
+        handle.wake();
+        thread.turn(Wait::Never).unwrap();
+    }
+    let timers = thread.io().reactor.borrow().timers();
+    assert!(timers < 10, "there are {timers}");
+    server.change(|state| state.keeps_back = None);
 }
 
 /// As programs do that have the loop in their own.
