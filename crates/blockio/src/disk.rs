@@ -174,9 +174,12 @@ impl DiskSource {
     /// When it cannot be determined, or is none that a disk can have, as when it is opened. The
     /// disk is as it was then.
     pub fn refresh(&self) -> Result<u64, Error> {
+        let look = self.shared.begin_look();
         match &self.kind {
-            SourceKind::File(source) => self.shared.set_size_bytes(source.size_bytes(&self.info)?),
-            SourceKind::Other(source) => self.shared.set_size_bytes(source.find_size()?),
+            SourceKind::File(source) => {
+                self.shared.has_found(look, source.size_bytes(&self.info)?);
+            }
+            SourceKind::Other(source) => self.shared.has_found(look, source.find_size()?),
             SourceKind::Null => {}
         }
         Ok(self.shared.size_bytes())

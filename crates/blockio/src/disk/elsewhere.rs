@@ -51,6 +51,9 @@ struct State {
     /// Zero: no change fails.
     one_fails_in: u64,
     random: u64,
+    /// How often it was asked for its size, and which of these answers is kept back.
+    asked: usize,
+    kept_back: usize,
 }
 
 impl State {
@@ -124,6 +127,15 @@ impl Elsewhere {
 
     pub(crate) fn set_away(&self, is_away: bool) {
         self.change(|state| state.away_since = is_away.then(Instant::now));
+    }
+
+    /// Has the answer wait with which somebody is told the size for the time of this number.
+    pub(crate) fn keep_back(&self, number: usize) {
+        self.change(|state| state.kept_back = number);
+    }
+
+    pub(crate) fn asked(&self) -> usize {
+        self.state().asked
     }
 
     /// The other end has another size, and says so.
@@ -205,7 +217,13 @@ impl OtherSource for ElsewhereSource {
     }
 
     fn find_size(&self) -> Result<u64, Error> {
-        Ok(self.0.0.0.size_bytes.load(Ordering::Relaxed))
+        let end = &*self.0.0.0;
+        let mut state = self.0.state();
+        let size_bytes = end.size_bytes.load(Ordering::Relaxed);
+        state.asked += 1;
+        let number = state.asked;
+        drop(end.changed.wait_while(state, |state| state.kept_back == number).unwrap());
+        Ok(size_bytes)
     }
 
     fn check_new_size(&self, _: u64) -> Result<(), Error> {

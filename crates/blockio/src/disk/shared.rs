@@ -19,6 +19,10 @@ pub(super) struct Shared {
     /// limits. So limits cost a disk nothing that has none: each request is compared with this
     /// number, and with no other.
     direct_bytes: AtomicU64,
+    /// How many looks at the size have begun, and which of them has found it. The latter changes
+    /// with the size, under the lock of the rules.
+    looks: AtomicU64,
+    found_by: AtomicU64,
     /// Queues have it as well, with nothing of their own.
     rules: Mutex<Arc<Rules>>,
     /// How often the rules have changed.
@@ -48,6 +52,8 @@ impl Shared {
         Self {
             size_bytes: AtomicU64::new(size_bytes),
             direct_bytes: AtomicU64::new(size_bytes),
+            looks: AtomicU64::new(0),
+            found_by: AtomicU64::new(0),
             rules: Mutex::default(),
             generation: AtomicU64::new(0),
             resumed: AtomicU64::new(0),
@@ -68,9 +74,23 @@ impl Shared {
     }
 
     pub(super) fn set_size_bytes(&self, size_bytes: u64) {
+        self.has_found(self.begin_look(), size_bytes);
+    }
+
+    /// Somebody looks how large the disk is now, which may take long. Returns the number of that.
+    pub(super) fn begin_look(&self) -> u64 {
+        self.looks.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// A look has found this size. It is that of the disk unless one that began later has found
+    /// one.
+    pub(super) fn has_found(&self, look: u64, size_bytes: u64) {
         let rules = self.lock();
-        self.size_bytes.store(size_bytes, Ordering::Relaxed);
-        self.set_direct(&rules);
+        if look >= self.found_by.load(Ordering::Relaxed) {
+            self.found_by.store(look, Ordering::Relaxed);
+            self.size_bytes.store(size_bytes, Ordering::Relaxed);
+            self.set_direct(&rules);
+        }
     }
 
     /// What a disk is like now that was like this when it was opened.

@@ -4,6 +4,7 @@ use std::os::unix::fs::MetadataExt;
 
 use iomem::Buffers;
 
+use super::elsewhere::Elsewhere;
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::io_thread::IoThread;
@@ -38,6 +39,24 @@ fn the_size_of_a_disk_may_change() {
     null.set_size(MIB + 512, || ()).unwrap();
     assert_eq!(null.refresh().unwrap(), MIB + 512);
     assert_eq!(null.state(), DiskState::Ready);
+}
+
+/// The answer to one who asked before may come later.
+#[test]
+fn the_size_is_that_of_the_look_that_began_last() {
+    let other_end = Elsewhere::new(&[0; 4096]);
+    let source = other_end.clone().source();
+    other_end.keep_back(1);
+    let asking = source.clone();
+    let older = std::thread::spawn(move || asking.refresh().unwrap());
+    while other_end.asked() == 0 {
+        std::thread::yield_now();
+    }
+    other_end.tell_size(8192);
+    assert_eq!(source.refresh().unwrap(), 8192);
+    other_end.keep_back(0);
+    assert_eq!(older.join().unwrap(), 8192);
+    assert_eq!(source.info().size_bytes, 8192);
 }
 
 /// A file follows its disk. It is cut only when no request begins beyond the new end any more.
