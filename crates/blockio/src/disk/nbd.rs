@@ -52,10 +52,12 @@ use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource};
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
-use crate::config::EngineKind;
+use crate::config::{EngineConfig, EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::io::Io;
+use crate::io_thread::IoThread;
 use crate::pending::Pending;
+use crate::remote::Remote;
 use answer::Failure;
 use disk::NbdDisk;
 use handshake::{Facts, can};
@@ -154,6 +156,29 @@ impl NbdSource {
     fn refused(&self, reason: String) -> Error {
         Error::Disk { disk: self.name.clone(), reason }
     }
+
+    /// Has the IoThread flush that has the only connection. `None`: it has ended.
+    fn flush_at(&self, home: &Remote) -> Option<Result<(), i32>> {
+        let (answer, pending) = Pending::new();
+        let key = key_of(self.shared());
+        home.post(move |io| {
+            if let Some(pipe) = io.kept::<Pipe>(key) {
+                let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
+                let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
+                io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
+            }
+        });
+        Some(pending.wait()?.map(|_| ()).map_err(|failure| failure.errno))
+    }
+
+    /// Flushes on the connection that nobody serves, by a loop of this thread.
+    fn flush_spare(&self) -> Result<Result<(), i32>, Error> {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config)?;
+        let disk = NbdDisk::new(&self.handle, thread.io());
+        let flushed = thread.block_on(disk.flush())?;
+        Ok(flushed.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
+    }
 }
 
 impl OtherSource for NbdSource {
@@ -223,27 +248,26 @@ impl OtherSource for NbdSource {
     /// Without multi-conn no flush of whoever goes on covers what was written here.
     fn write_back(&self) -> Result<(), Error> {
         let shared = self.shared();
-        if self.info.read_only || shared.is_lost() || !shared.needs_flush_of_its_own() {
-            return Ok(());
+        while !self.info.read_only && !shared.is_lost() && shared.needs_flush_of_its_own() {
+            let flushed = match shared.home_remote() {
+                Some((number, home)) => match self.flush_at(&home) {
+                    Some(flushed) => flushed,
+                    None => {
+                        // It has left its connection, if that was idle.
+                        shared.remove_pipe(number);
+                        continue;
+                    }
+                },
+                None if shared.has_spare() => self.flush_spare()?,
+                // Without a connection there is nothing that could be flushed.
+                None => return Ok(()),
+            };
+            return flushed.map_err(|errno| {
+                let error = std::io::Error::from_raw_os_error(errno);
+                self.refused(format!("what was written cannot be flushed: {error}"))
+            });
         }
-        let Some(home) = shared.home_remote() else { return Ok(()) };
-        let (answer, pending) = Pending::new();
-        let key = key_of(shared);
-        home.post(move |io| {
-            if let Some(pipe) = io.kept::<Pipe>(key) {
-                let flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
-                let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
-                io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
-            }
-        });
-        match pending.wait() {
-            Some(Err(failure)) => {
-                let error = std::io::Error::from(failure);
-                Err(self.refused(format!("what was written cannot be flushed: {error}")))
-            }
-            // Without a connection there is nothing that could be flushed.
-            Some(Ok(_)) | None => Ok(()),
-        }
+        Ok(())
     }
 
     fn outside(&self) -> Option<Arc<Outside>> {

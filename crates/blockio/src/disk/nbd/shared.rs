@@ -151,6 +151,10 @@ impl Shared {
         self.state().spare = Some(connected);
     }
 
+    pub(super) fn has_spare(&self) -> bool {
+        self.state().spare.is_some()
+    }
+
     pub(super) fn take_spare(&self) -> Option<Connected> {
         self.state().spare.take()
     }
@@ -194,10 +198,11 @@ impl Shared {
         Some((*number, remote.clone()))
     }
 
-    /// The IoThread with the pipe that is for all.
-    pub(super) fn home_remote(&self) -> Option<Remote> {
+    /// The pipe that is for all, and its IoThread.
+    pub(super) fn home_remote(&self) -> Option<(u64, Remote)> {
         let state = self.state();
-        state.pipes.get(&state.home?).map(|(remote, _)| remote.clone())
+        let home = state.home?;
+        state.pipes.get(&home).map(|(remote, _)| (home, remote.clone()))
     }
 
     /// The size that the server has told last.

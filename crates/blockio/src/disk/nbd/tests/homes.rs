@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, TryRecvError};
 use std::time::Instant;
 
 use super::super::handshake::can;
-use super::super::scripted::{Event, READ, Server, WRITE};
+use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
 use super::super::target::NbdOptions;
 use super::{DEADLINE, FLAGS, MIB, Running, new_thread, open, read, wait_a_turn};
 use crate::disk::DiskState;
@@ -156,6 +156,27 @@ fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
     server.change(|state| state.lingers = false);
     assert_eq!(newer.end(&thread), None);
     assert_eq!(read(&thread, &disks.1, 0), 2, "the old write came last");
+}
+
+/// The connection waits for whoever needs it, and nobody else can flush what was written on it.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_was_written_is_flushed_when_its_home_has_ended() {
+    for fails_flushes in [false, true] {
+        let server = Server::start(MIB, ONE);
+        server.change(|state| state.failing_flushes = usize::from(fails_flushes));
+        let (source, home) = (open(server.options()), new_thread());
+        let disk = Rc::new(source.attach(home.io()));
+        assert_eq!(Running::write(&home, &disk, 0, 1).end(&home), None);
+        drop((home, disk));
+        assert_eq!(source.write_back().is_err(), fails_flushes);
+        assert_eq!(source.is_flushed(), !fails_flushes);
+        let thread = new_thread();
+        assert_eq!(read(&thread, &source.attach(thread.io()), 0), 1);
+        let events = server.state().events.clone();
+        let expected = [WRITE, FLUSH, READ].map(|command| Event::Request(0, command));
+        assert_eq!(events, expected, "another connection was made");
+    }
 }
 
 /// Without multi-conn nobody else can flush what was written on a connection that has ended.
