@@ -61,6 +61,7 @@ use crate::remote::Remote;
 use answer::Failure;
 use disk::NbdDisk;
 use handshake::{Facts, can};
+use leaving::look_at_orphans;
 use link::refuse_less;
 use pipe::{Pipe, key_of, learn_size};
 use reach::Handle;
@@ -237,6 +238,7 @@ impl OtherSource for NbdSource {
     }
 
     fn may_still_change(&self) -> bool {
+        look_at_orphans(self.shared());
         self.shared().held.has_any()
     }
 

@@ -1,11 +1,13 @@
 //! Connections that were given up, until the server has ended what it was told to change.
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::flow::{Broken, Flow};
 use super::pipe::{Pipe, key_of};
-use super::remains::Remains;
+use super::remains::{Remains, let_go};
+use super::shared::{Orphan, Shared};
 use super::watched::Watched;
 use crate::interest::Interest;
 
@@ -30,16 +32,40 @@ pub(super) fn see_off(pipe: &Rc<Pipe>, flow: Flow, remains: Remains, hears: Hear
     pipe.io.spawn(wait(Leaving { pipe: Rc::clone(pipe), left }));
 }
 
-/// Has another IoThread do that: the loop of this one ends.
-pub(super) fn pass_on(pipe: &Pipe, flow: Flow, remains: Remains, hears: Hears) {
+/// Has another IoThread do that: the loop of this one ends. If there is none, the server ends the
+/// connection even so.
+pub(super) fn pass_on(pipe: &Pipe, mut flow: Flow, remains: Remains, hears: Hears) {
     let is_heard = hears != Hears::Nothing;
-    pipe.shared.put_orphan(remains.orphan(flow.into_connected(), is_heard));
-    let key = key_of(&pipe.shared);
-    pipe.shared.on_pipes(move |io| {
+    if is_heard {
+        flow.half_close();
+    }
+    offer(&pipe.shared, remains.orphan(flow.into_connected(), is_heard));
+}
+
+fn offer(shared: &Arc<Shared>, orphan: Orphan) {
+    shared.put_orphan(orphan);
+    let key = key_of(shared);
+    shared.on_pipes(move |io| {
         if let Some(pipe) = io.kept::<Pipe>(key) {
             adopt(&pipe);
         }
     });
+}
+
+/// Lets go what connections have held that nobody sees off, if the server has ended them.
+pub(super) fn look_at_orphans(shared: &Arc<Shared>) {
+    for Orphan { connected, is_heard, holder } in shared.take_orphans() {
+        let mut flow = Flow::new(0, connected);
+        let is_heard = match flow.discard() {
+            Err(Broken::Gone(_)) if is_heard => {
+                let_go(shared, holder, Vec::new());
+                continue;
+            }
+            Err(Broken::Cut(_)) => false,
+            _ => is_heard,
+        };
+        offer(shared, Orphan { connected: flow.into_connected(), is_heard, holder });
+    }
 }
 
 /// Sees off what others were to see off whose loops have ended.

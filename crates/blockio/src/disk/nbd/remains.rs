@@ -2,11 +2,12 @@
 //! waits for, and which say what the server does not change any more.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::connect::Connected;
 use super::pipe::{Pipe, key_of};
 use super::requests::Requests;
-use super::shared::Orphan;
+use super::shared::{Orphan, Shared};
 
 /// The requests of a connection that was given up.
 pub(super) struct Remains {
@@ -43,6 +44,17 @@ impl Remains {
     }
 }
 
+/// The holder holds only these from now on: others may be changed.
+pub(super) fn let_go(shared: &Arc<Shared>, holder: u64, left: Vec<Range<u64>>) {
+    shared.held.replace(holder, left);
+    let key = key_of(shared);
+    shared.on_pipes(move |io| {
+        if let Some(pipe) = io.kept::<Pipe>(key) {
+            pipe.try_waiting();
+        }
+    });
+}
+
 impl Pipe {
     /// Holds what the server may still change because of a link that was given up. To be called
     /// before the link is down. `None`: nothing.
@@ -72,13 +84,7 @@ impl Pipe {
         if remains.holds_all && remains.changes > 0 {
             ranges.push(ALL);
         }
-        self.shared.held.replace(remains.holder, ranges);
-        let key = key_of(&self.shared);
-        self.shared.on_pipes(move |io| {
-            if let Some(pipe) = io.kept::<Self>(key) {
-                pipe.try_waiting();
-            }
-        });
+        let_go(&self.shared, remains.holder, ranges);
         remains.changes == 0
     }
 

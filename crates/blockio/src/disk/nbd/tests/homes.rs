@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::mpsc::{self, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::handshake::can;
 use super::super::scripted::{Event, FLUSH, READ, Server, WRITE};
@@ -156,6 +156,34 @@ fn what_a_server_may_still_change_is_waited_for_by_whoever_is_left() {
     server.change(|state| state.lingers = false);
     assert_eq!(newer.end(&thread), None);
     assert_eq!(read(&thread, &disks.1, 0), 2, "the old write came last");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_nobody_sees_off_is_let_go_when_the_server_has_ended_it() {
+    let server = Server::start(MIB, FLAGS);
+    let source = open(server.options());
+    server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
+    let first = new_thread();
+    let disk = Rc::new(source.attach(first.io()));
+    let _older = Running::write(&first, &disk, 0, 1);
+    super::wait_for(&first, &server, Event::Request(0, WRITE));
+    drop((first, disk));
+    let until = Instant::now() + Duration::from_secs(20);
+    while !server.state().events.contains(&Event::HalfClosed(0)) {
+        assert!(Instant::now() < until, "it was not told to end");
+        std::thread::yield_now();
+    }
+    assert!(source.may_still_change(), "the server has not ended it");
+    server.change(|state| state.lingers = false);
+    while source.may_still_change() {
+        assert!(Instant::now() < until, "it is held for ever");
+        std::thread::yield_now();
+    }
+    let thread = new_thread();
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), None);
+    assert_eq!(server.state().content[0], 2, "the old write came last");
 }
 
 /// The connection waits for whoever needs it, and nobody else can flush what was written on it.
