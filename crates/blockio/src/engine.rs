@@ -93,6 +93,11 @@ impl Engine {
         Ok(engine)
     }
 
+    /// Whether the loop is part of another one.
+    pub(crate) fn is_embedded(&self) -> bool {
+        self.config.embedded
+    }
+
     /// Sets up one more engine; one that is there stays as it is. If the waiter becomes another
     /// one, `watch_others` has it watch all that was watched from outside.
     pub(crate) fn add(

@@ -255,9 +255,10 @@ fn open(
 }
 
 fn rbd_image(spec: &RbdSpec) -> RbdImage {
-    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
+    let RbdSpec { exclusive, free_threads, .. } = *spec;
+    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, .. } = spec.clone();
     let namespace = namespace.unwrap_or_default();
-    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive }
+    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive, free_threads }
 }
 
 /// Takes a file that another process has opened.

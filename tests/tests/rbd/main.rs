@@ -103,7 +103,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 23] = [
+    let parts: [(&str, Part); 25] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -116,11 +116,13 @@ fn images_in_a_cluster() -> Result<()> {
         ("an encrypted disk over an image in the cluster", layers::luks),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
+        ("threads of the library and CPUs", clients::threads_are_placed),
         ("two clients pass the lock on", clients::lock_is_passed_on),
         ("the process that takes over has the lock", clients::lock_is_left),
         ("the process that takes over reads what a cache had", clients::cache_is_left),
         ("an end is passed on while a lock is left", clients::end_is_passed_on),
         ("a lock that is kept", clients::lock_is_kept),
+        ("a lock that a dead one has", clients::lock_of_the_dead),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", away::requests_wait),
         ("memory of what was given up", away::is_not_filled),

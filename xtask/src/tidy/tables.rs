@@ -172,7 +172,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (30, &["disk::nbd::disk"]),
             (30, &["disk::nbd"]),
             (0, &["disk::rbd::api", "disk::rbd::name"]),
-            (22, &["disk::rbd::waiting"]),
+            (22, &["disk::rbd::nearby", "disk::rbd::waiting"]),
             (23, &["disk::rbd::image"]),
             (24, &["disk::rbd::open", "disk::rbd::shared"]),
             (26, &["disk::rbd::requests"]),

@@ -7,6 +7,7 @@
 mod api;
 mod image;
 pub(super) mod name;
+mod nearby;
 mod open;
 mod requests;
 mod shared;
@@ -41,7 +42,8 @@ const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
 impl DiskSource {
     /// An image of a Ceph cluster. With [`DiskOptions::direct`] librbd caches nothing, and
-    /// otherwise what the configuration of the cluster says. Waits for the cluster for 30 seconds.
+    /// otherwise what the configuration of the cluster says. Waits for the cluster for 30 seconds,
+    /// and for the exclusive lock for 60 more.
     ///
     /// # Errors
     ///

@@ -77,7 +77,17 @@ const KINDS: &[Kind] = &[
     },
     Kind {
         name: "rbd",
-        keys: &["pool", "namespace", "image", "snapshot", "conf", "id", "keyring", "exclusive"],
+        keys: &[
+            "pool",
+            "namespace",
+            "image",
+            "snapshot",
+            "conf",
+            "id",
+            "keyring",
+            "exclusive",
+            "free-threads",
+        ],
         schemes: &[],
         read_short: |text, words| {
             let spec = RbdSpec::of_image(after_scheme(text))?;
@@ -100,6 +110,7 @@ const KINDS: &[Kind] = &[
                 id: words.take("id"),
                 keyring: words.take("keyring").map(PathBuf::from),
                 exclusive: words.take_switch("exclusive")?,
+                free_threads: words.take_switch("free-threads")?,
             }))
         },
     },

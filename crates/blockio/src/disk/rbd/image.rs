@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use iomem::{Buffers, LentBlock};
+use rustix::process::Pid;
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
 use super::waiting::Waiting;
@@ -126,6 +127,8 @@ pub(super) struct Image {
     waiting: Arc<Waiting>,
     /// How many changes of the image librbd has told.
     changes: Arc<AtomicU64>,
+    /// The threads of its handle that operations pass through, if they are known.
+    threads: Vec<Pid>,
 }
 
 /// What is to be closed.
@@ -173,6 +176,7 @@ impl Image {
         name: &CStr,
         snapshot: Option<&CStr>,
         read_only: bool,
+        threads: Vec<Pid>,
     ) -> io::Result<Self> {
         let (api, mut handle) = (pool.cluster.api, null_mut());
         let function = if read_only { api.rbd_open_read_only } else { api.rbd_open };
@@ -190,7 +194,7 @@ impl Image {
             unsafe { (api.rbd_update_watch)(handle, &raw mut watch, on_change, argument) };
         checked(watched)?;
         open.watch = Some(watch);
-        Ok(Self { open: ManuallyDrop::new(open), waiting, changes })
+        Ok(Self { open: ManuallyDrop::new(open), waiting, changes, threads })
     }
 
     pub(super) fn waiting(&self) -> &Arc<Waiting> {
@@ -202,13 +206,22 @@ impl Image {
         self.changes.load(Ordering::Acquire)
     }
 
+    /// The threads that its operations pass through, if it is known which these are. They are there
+    /// for as long as the image.
+    pub(super) fn threads(&self) -> &[Pid] {
+        &self.threads
+    }
+
     pub(super) fn id(&self) -> io::Result<String> {
         // SAFETY: the handle is ours, the memory has that length.
         text(|memory, len| unsafe { (self.open.api.rbd_get_id)(self.open.handle, memory, len) })
     }
 
+    /// Fails with `EFBIG` where no offset would reach the end.
     pub(super) fn size_bytes(&self) -> io::Result<u64> {
-        self.number(self.open.api.rbd_get_size)
+        let size = self.number(self.open.api.rbd_get_size)?;
+        let is_reached = i64::try_from(size).is_ok();
+        if is_reached { Ok(size) } else { Err(io::Error::from_raw_os_error(libc::EFBIG)) }
     }
 
     pub(super) fn stripe_unit(&self) -> io::Result<u64> {

@@ -23,6 +23,9 @@ pub struct RbdImage {
     /// The exclusive lock is acquired when the image is opened and kept. Otherwise librbd acquires
     /// it with the first write and passes it on to others who want to write.
     pub exclusive: bool,
+    /// The threads of librbd stay where the scheduler puts them. Otherwise, while that is faster,
+    /// they and the thread that uses the image, if there is one only, keep to one CPU.
+    pub free_threads: bool,
 }
 
 impl fmt::Display for RbdImage {

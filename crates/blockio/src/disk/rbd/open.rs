@@ -9,11 +9,16 @@ use std::time::Duration;
 
 use super::image::{Cluster, Image, Pool, c_text};
 use super::name::RbdImage;
+use super::nearby::Census;
 use crate::disk::info::{DiskInfo, DiskOptions, check_logical_block};
 use crate::error::Error;
 
 /// How long a cluster may take. Monitors are tried for less, since what that fails with says more.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How much longer it may take where the exclusive lock is asked for: whoever had it may have been
+/// killed, and counts as alive for 30 seconds (`osd_client_watch_timeout`).
+const LOCK_PATIENCE: Duration = Duration::from_secs(60);
 const MONITORS_PATIENCE: &str = "20";
 
 /// The unit in which OSDs keep data, on all but old ones with rotating disks.
@@ -59,21 +64,25 @@ pub(super) fn open(
     };
     let started = thread::Builder::new().name("ringhaul-rbd".into()).spawn(work);
     started.map_err(|error| refused(format!("there is no thread to open it: {error}")))?;
+    let locks = name.exclusive && !options.read_only;
+    let patience = if locks { PATIENCE + LOCK_PATIENCE } else { PATIENCE };
     let no_answer = |_: RecvTimeoutError| {
-        let seconds = PATIENCE.as_secs();
+        let seconds = patience.as_secs();
         Err(format!(
             "the cluster has not answered for {seconds} s; see whether its OSDs are up \
              (`ceph -s`), and whether another program holds the lock of the image (`rbd lock ls`)"
         ))
     };
-    opening.recv_timeout(PATIENCE).unwrap_or_else(no_answer).map_err(refused)
+    opening.recv_timeout(patience).unwrap_or_else(no_answer).map_err(refused)
 }
 
 fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, Facts), String> {
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
     };
+    let census = Census::begin();
     let cluster = connect(name, info.direct)?;
+    let threads = if name.free_threads { Vec::new() } else { census.end() };
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
     let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");
@@ -83,7 +92,7 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
         Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
     let pool_number = pool.number();
     let snapshot = name.snapshot.as_deref().map(text).transpose()?;
-    let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
+    let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only, threads)
         .map_err(|error| no_image(name, &error))?;
     if name.exclusive && !info.read_only {
         image.lock().map_err(|error| no_lock(&error))?;
@@ -92,7 +101,10 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     check_size(size_bytes, info.logical_block_bytes)?;
     let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(said)?);
     let snapshot = name.snapshot.as_ref().map_or(String::new(), |name| format!("@{name}"));
-    let object_bytes = image.stripe_unit().map_err(said)? * image.stripe_count().map_err(said)?;
+    let (unit, count) = (image.stripe_unit().map_err(said)?, image.stripe_count().map_err(said)?);
+    let object_bytes = unit.checked_mul(count).filter(|bytes| *bytes > 0).ok_or_else(|| {
+        format!("its stripes of {count} times {unit} bytes cannot be; check it (`rbd info`)")
+    })?;
     let facts = Facts {
         identity: format!("Ceph {cluster_id}, image {id}{snapshot}"),
         discard_bytes,

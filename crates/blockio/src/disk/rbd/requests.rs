@@ -4,15 +4,19 @@
 //! still fill memory after the request was answered, because the image was given up. So data goes
 //! through memory of ours, which librbd keeps for as long as it needs it.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use iomem::{Buffers, LentBlock, fits};
 
+use super::nearby::Placement;
 use super::shared::Shared;
 use crate::bounce::BounceShare;
+use crate::clock;
 use crate::disk::info::{Extent, Unfinished};
 use crate::disk::seam::{OtherDisk, Request};
 use crate::foreign_op::ForeignOp;
@@ -33,6 +37,7 @@ pub(super) struct RbdDisk {
     shared: Arc<Shared>,
     share: Rc<BounceShare>,
     io: Rc<Io>,
+    placement: RefCell<Placement>,
 }
 
 /// A part of a transfer, in memory of ours.
@@ -45,7 +50,18 @@ struct Piece {
 impl RbdDisk {
     pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
         let share = io.bounce_budget.share(shared);
-        Self { shared: Arc::clone(shared), share, io: Rc::clone(io) }
+        shared.users.fetch_add(1, Ordering::Relaxed);
+        let placement = RefCell::new(Placement::new(io));
+        Self { shared: Arc::clone(shared), share, io: Rc::clone(io), placement }
+    }
+
+    /// An operation has ended. The threads of librbd can be with one IoThread only.
+    fn has_ended(&self) {
+        let (mut placement, threads) = (self.placement.borrow_mut(), self.shared.image.threads());
+        match self.shared.users.load(Ordering::Relaxed) {
+            1 => placement.advance(threads, clock::now()),
+            _ => placement.release(threads),
+        }
     }
 
     /// Memory for as much of `left` bytes as goes at once.
@@ -64,6 +80,7 @@ impl RbdDisk {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
         let done = self.shared.image.read(&self.io, offset, memory, ours).await;
+        self.has_ended();
         let moved = match done.result {
             Ok(moved) => moved,
             // An image that somebody has made smaller ends before it.
@@ -87,6 +104,7 @@ impl RbdDisk {
         let bytes = ours.bytes();
         ours.copy_from_buffers(buffers, bytes);
         let done = self.shared.image.write(&self.io, offset, memory, ours).await;
+        self.has_ended();
         let is_beyond = done.result.as_ref().is_err_and(is_invalid);
         let result = done.result.map_err(|error| self.seen(error));
         // An image that somebody has made smaller ends before it, or within it: librbd leaves out
@@ -177,6 +195,13 @@ impl RbdDisk {
 /// What librbd says of a range that begins beyond the end, among others.
 fn is_invalid(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EINVAL)
+}
+
+impl Drop for RbdDisk {
+    fn drop(&mut self) {
+        self.shared.users.fetch_sub(1, Ordering::Relaxed);
+        self.placement.get_mut().release(self.shared.image.threads());
+    }
 }
 
 impl OtherDisk for RbdDisk {

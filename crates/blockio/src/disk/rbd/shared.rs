@@ -1,7 +1,7 @@
 //! An image for all threads that use it.
 
 use std::io;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use iomem::fits;
@@ -22,6 +22,8 @@ pub(super) struct Shared {
     pub(super) object_bytes: u64,
     /// Pieces of discards, which take turns.
     pub(super) discards: Turns,
+    /// IoThreads that use it.
+    pub(super) users: AtomicUsize,
     /// An errno after which nobody knows what of the data is in the cluster; 0 for none.
     lost: AtomicI32,
     /// As it was found last, when librbd had told this many changes.
@@ -48,6 +50,7 @@ impl Shared {
             name,
             object_bytes,
             discards: Turns::of(DISCARDS_AT_ONCE),
+            users: AtomicUsize::new(0),
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
