@@ -43,6 +43,7 @@ mod wire;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use iomem::Buffers;
@@ -95,7 +96,8 @@ impl DiskSource {
             );
         }
         let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
-        let source = NbdSource { handle: Arc::new(Handle { shared }), name, info };
+        let (handle, taken) = (Arc::new(Handle { shared }), AtomicU64::new(info.size_bytes));
+        let source = NbdSource { handle, name, info, taken };
         Ok(Self::new(info, SourceKind::Other(Arc::new(source))))
     }
 }
@@ -141,6 +143,8 @@ struct NbdSource {
     handle: Arc<Handle>,
     name: String,
     info: DiskInfo,
+    /// The size that the disk has taken over.
+    taken: AtomicU64,
 }
 
 impl fmt::Debug for NbdSource {
@@ -179,6 +183,13 @@ impl NbdSource {
         let disk = NbdDisk::new(&self.handle, thread.io());
         let flushed = thread.block_on(disk.flush())?;
         Ok(flushed.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)))
+    }
+
+    /// The size that a connection was told, if nobody has taken it over and a disk can have it.
+    fn told_size(&self) -> Option<u64> {
+        let told = self.shared().size_bytes();
+        check_size(told, self.info.logical_block_bytes).ok()?;
+        (self.taken.swap(told, Ordering::Relaxed) != told).then_some(told)
     }
 }
 
@@ -282,8 +293,11 @@ impl OtherSource for NbdSource {
 
     fn find_size(&self) -> Result<u64, Error> {
         let shared = self.shared();
-        let asked = connect::ask(&shared.options);
-        let (facts, asked) = asked.map_err(|reason| self.refused(reason))?;
+        let (facts, asked) = match connect::ask(&shared.options) {
+            Ok(answer) => answer,
+            // A server that lets no other client in has told the one that there is.
+            Err(reason) => return self.told_size().ok_or_else(|| self.refused(reason)),
+        };
         let check = |size_bytes| check_size(size_bytes, self.info.logical_block_bytes);
         let checked = refuse_less(shared, &facts).and_then(|()| check(facts.size_bytes));
         checked.map_err(|reason| self.refused(reason))?;
@@ -291,6 +305,7 @@ impl OtherSource for NbdSource {
         // Another answer may be newer.
         let size_bytes = shared.size_bytes();
         check(size_bytes).map_err(|reason| self.refused(reason))?;
+        self.taken.store(size_bytes, Ordering::Relaxed);
         Ok(size_bytes)
     }
 

@@ -60,6 +60,7 @@ async fn serve_link(service: Service, index: usize) {
             None => break,
         };
         retry.is_over(&pipe);
+        let begun = clock::now();
         let flow = Flow::new(index, connected);
         pipe.link_is_up(index, flow.facts());
         let mut lease = Lease { pipe: &pipe, index, flow: Some(flow) };
@@ -73,6 +74,12 @@ async fn serve_link(service: Service, index: usize) {
             pipe.link_is_down(index);
             // Otherwise other IoThreads would send their requests here, and get them back.
             pipe.tell_condition(None);
+            // While an export grows, each new connection knows more than those before it.
+            if clock::now().saturating_duration_since(begun) < RETRY_MAX {
+                pipe.pause(&mut retry).await;
+            } else {
+                retry.wait = RETRY_MIN;
+            }
             continue;
         }
         let ended = end_connection(&pipe, index, flow, carried.err());

@@ -52,6 +52,10 @@ pub(super) struct State {
     pub(super) lingers: bool,
     /// So many flushes fail.
     pub(super) failing_flushes: usize,
+    /// The export grows by so many bytes with each connection.
+    pub(super) growth: usize,
+    /// No more clients are let in.
+    pub(super) is_full: bool,
     /// Zeroes take as long as data, which is said to who wants them fast.
     pub(super) is_slow_with_zeroes: bool,
     pub(super) events: Vec<Event>,
@@ -122,6 +126,8 @@ impl Server {
             keeps_back: None,
             lingers: false,
             failing_flushes: 0,
+            growth: 0,
+            is_full: false,
             is_slow_with_zeroes: false,
             events: Vec::new(),
             seen: Vec::new(),
@@ -272,8 +278,13 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
         if state.is_over {
             return;
         }
+        if state.is_full {
+            continue;
+        }
         let number = state.connections;
         state.connections += 1;
+        let bytes = state.content.len() + state.growth;
+        state.content.resize(bytes, 0);
         let shared = Arc::clone(shared);
         // An error is the end of the connection.
         std::thread::spawn(move || serve(&shared, number, stream).ok());

@@ -3,9 +3,11 @@
 use std::rc::Rc;
 
 use super::super::handshake::can;
+use super::super::retry::RETRY_MIN;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
 use super::super::target::NbdOptions;
 use super::{FLAGS, MIB, Running, new_thread, open, read, told_size, wait_a_turn, wait_for};
+use crate::clock;
 use crate::disk::DiskState;
 
 #[test]
@@ -37,6 +39,42 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
         assert_eq!(source.state(), DiskState::Ready);
     }
+}
+
+/// Otherwise two connections would replace each other for as long as it grows.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn connections_to_an_export_that_grows_are_replaced_ever_more_slowly() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { connections: 2, ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| state.growth = 4096);
+    source.refresh().unwrap();
+    let begun = clock::now();
+    while server.state().connections < 8 {
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        wait_a_turn(&thread);
+    }
+    // Each of the two has been replaced at least twice, the second time after two pauses.
+    assert!(clock::now() - begun >= 3 * RETRY_MIN, "they were replaced at once");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_a_server_has_told_its_only_client_is_taken_over() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+    server.change(|state| state.growth = MIB);
+    server.hang_up();
+    assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), None);
+    server.change(|state| state.is_full = true);
+    assert_eq!((told_size(&source), source.refresh().unwrap()), (2 * MIB as u64, 2 * MIB as u64));
+    let refused = source.refresh().unwrap_err().to_string();
+    assert!(refused.contains("cannot hear from the server"), "nothing is news: {refused}");
+    assert_eq!(Running::write(&thread, &disk, MIB as u64, 3).end(&thread), None);
 }
 
 /// A flush on the next one would not cover it.
