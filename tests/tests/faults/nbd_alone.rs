@@ -43,13 +43,16 @@ fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
     let scene = scene()?;
     let (file, key) = (scene.disk("image", IMAGE_BYTES)?, scene.path("key"));
     let path = file.to_str().context("a path with an odd name")?;
-    std::fs::write(&key, "secret")?;
+    let (key, inner) = (key.to_str().context("an odd name")?, scene.path("inner"));
+    let inner = inner.to_str().context("an odd name")?;
+    std::fs::write(key, "secret")?;
+    let size = DISK_BYTES.to_string();
+    run_program("qemu-img", &["create", "-q", "-f", "qcow2", inner, &size])?;
     for server in ["qemu-nbd", "nbdkit"] {
-        let size = DISK_BYTES.to_string();
         run_program("qemu-img", &["create", "-q", "-f", "qcow2", path, &size])?;
         std::fs::OpenOptions::new().write(true).open(&file)?.set_len(IMAGE_BYTES)?;
         let peer = start(&scene, server, &file)?;
-        for layer in ["qcow2", "image,format=auto"] {
+        for layer in ["qcow2", "image,format=auto", "qcow2,over=raw"] {
             let disk = format!("{layer},over={}", peer.uri(""));
             let driven = drive(&scene, &disk, "--number_ios 1000");
             driven.with_context(|| format!("{layer} over {server}"))?;
@@ -57,7 +60,6 @@ fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
         peer.kill()?;
         run_program("qemu-img", &["check", "-q", path])?;
 
-        let key = key.to_str().context("a path with an odd name")?;
         let format = ["luksFormat", "--batch-mode", "--type", "luks1", "--key-file", key];
         let quick = ["--pbkdf-force-iterations", "1000", path];
         run_program("cryptsetup", &[&format[..], &quick].concat())?;
@@ -66,6 +68,15 @@ fn images_on_servers_that_have_one_client_are_disks() -> Result<()> {
         let driven = drive(&scene, &disk, "--number_ios 1000");
         driven.with_context(|| format!("luks over {server}"))?;
         run(ringhaul()?.args(["disk", "info", &disk]))?.expect_code(0)?;
+        peer.kill()?;
+
+        let secret = format!("secret,id=key,file={key}");
+        let encrypted = format!("driver=luks,key-secret=key,file.filename={path}");
+        let convert = ["convert", "--object", &secret, "-n", "--target-image-opts", "-f", "raw"];
+        run_program("qemu-img", &[&convert[..], &[inner, &encrypted]].concat())?;
+        let _peer = start(&scene, server, &file)?;
+        let driven = drive(&scene, &format!("qcow2,over={disk}"), "--number_ios 1000");
+        driven.with_context(|| format!("qcow2 over luks over {server}"))?;
     }
     Ok(())
 }

@@ -36,8 +36,10 @@ impl Drop for Handle {
 struct End {
     state: Mutex<State>,
     changed: Condvar,
-    /// What the other end tells about its size.
+    /// The size that the other end has told.
     size_bytes: Arc<AtomicU64>,
+    /// Its size is its own affair.
+    has_own_size: bool,
 }
 
 #[derive(Default)]
@@ -83,9 +85,23 @@ pub(crate) enum Event {
 
 impl Elsewhere {
     pub(crate) fn new(content: &[u8]) -> Self {
+        Self::start(content, false)
+    }
+
+    /// One whose size its users cannot change.
+    pub(crate) fn of_fixed_size(content: &[u8]) -> Self {
+        Self::start(content, true)
+    }
+
+    fn start(content: &[u8], has_own_size: bool) -> Self {
         let state = State { content: content.to_vec(), ..State::default() };
         let size_bytes = Arc::new(AtomicU64::new(content.len() as u64));
-        let end = Arc::new(End { state: Mutex::new(state), changed: Condvar::new(), size_bytes });
+        let end = Arc::new(End {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            size_bytes,
+            has_own_size,
+        });
         let served = Arc::clone(&end);
         std::thread::spawn(move || serve(&served));
         Self(Arc::new(Handle(end)))
@@ -226,8 +242,15 @@ impl OtherSource for ElsewhereSource {
         Ok(size_bytes)
     }
 
+    fn known_size(&self) -> Result<u64, Error> {
+        Ok(self.0.0.0.size_bytes.load(Ordering::Relaxed))
+    }
+
     fn check_new_size(&self, _: u64) -> Result<(), Error> {
-        Ok(())
+        match self.0.0.0.has_own_size {
+            false => Ok(()),
+            true => Err(Error::Options("its size is its own affair".to_owned())),
+        }
     }
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
@@ -236,7 +259,7 @@ impl OtherSource for ElsewhereSource {
     }
 
     fn sets_size_at_once(&self) -> bool {
-        true
+        !self.0.0.0.has_own_size
     }
 
     fn adopt_size(&self, _: u64) {}

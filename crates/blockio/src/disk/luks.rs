@@ -314,6 +314,11 @@ impl OtherSource for LuksSource {
         self.check(size_bytes).map(|()| size_bytes)
     }
 
+    fn known_size(&self) -> Result<u64, Error> {
+        let size_bytes = self.below.covered_bytes()?;
+        Ok(size_bytes - size_bytes % u64::from(self.volume.block))
+    }
+
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         self.check(size_bytes)?;
         self.below.check_new_size(size_bytes)

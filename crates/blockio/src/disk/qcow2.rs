@@ -12,6 +12,8 @@ mod core;
 mod crash_tests;
 #[cfg(test)]
 mod deferred_tests;
+#[cfg(test)]
+mod full_tests;
 mod header;
 #[cfg(test)]
 mod hostile_tests;
@@ -235,6 +237,10 @@ impl OtherSource for Qcow2Source {
     }
 
     fn find_size(&self) -> Result<u64, Error> {
+        Ok(self.image.core.size_bytes.load(Ordering::Relaxed))
+    }
+
+    fn known_size(&self) -> Result<u64, Error> {
         Ok(self.image.core.size_bytes.load(Ordering::Relaxed))
     }
 

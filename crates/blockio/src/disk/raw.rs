@@ -207,6 +207,11 @@ impl OtherSource for RawSource {
         size.map_err(|reason| refused(&self.below, reason))
     }
 
+    fn known_size(&self) -> Result<u64, Error> {
+        let size = self.part.size_within(self.below.covered_bytes()?);
+        size.map_err(|reason| refused(&self.below, reason))
+    }
+
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         if self.part.size_bytes.is_some() {
             let reason = "its size was given when it was opened; open it with another one";

@@ -124,10 +124,8 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// The size that it has now: one that a disk can have.
     fn find_size(&self) -> Result<u64, Error>;
 
-    /// As far as can be known at once, how large it is: at least what requests may reach.
-    fn known_size(&self) -> Result<u64, Error> {
-        self.find_size()
-    }
+    /// How large it is as far as that is known, without waiting for another end: IoThreads ask.
+    fn known_size(&self) -> Result<u64, Error>;
 
     /// Whether it can be given this size.
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error>;

@@ -1,0 +1,61 @@
+//! Images on what has a size of its own, as a server or a cluster gives it.
+
+use std::process::{Command, Stdio};
+
+use iomem::Buffers;
+
+use super::core::Layer;
+use crate::config::IoThreadConfig;
+use crate::disk::elsewhere::Elsewhere;
+use crate::disk::{Disk, DiskSource};
+use crate::io_thread::IoThread;
+
+const MIB: usize = 1 << 20;
+const CLUSTER: u64 = 64 << 10;
+
+/// A new image of a disk of 16 MiB with so many bytes. `None`: there is no qemu-img.
+fn new_image(bytes: usize) -> Option<Elsewhere> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut create = Command::new("qemu-img");
+    let create = create.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("16M");
+    if create.stderr(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return None;
+    }
+    let mut content = std::fs::read(file.path()).unwrap();
+    content.resize(bytes, 0);
+    Some(Elsewhere::of_fixed_size(&content))
+}
+
+/// The disk in an image, with a layer in between.
+fn disk_of(end: &Elsewhere) -> DiskSource {
+    let part = DiskSource::raw(end.clone().source(), 0, None).unwrap();
+    DiskSource::qcow2(vec![Layer::qcow2(part).unwrap()], false).unwrap()
+}
+
+/// Fills clusters until that fails, from one on, and says which one has no space.
+fn fill(thread: &IoThread, disk: &Disk, from: u64) -> u64 {
+    let write = |cluster: &u64| {
+        let data = Buffers::from_vec(vec![7; 512]);
+        thread.block_on(disk.write(cluster * CLUSTER, data, false)).unwrap()
+    };
+    let error = |cluster: u64| write(&cluster).err().map(|error| (cluster, error));
+    let (cluster, error) = (from..256).find_map(error).unwrap();
+    assert_eq!(error.error().raw_os_error(), Some(libc::ENOSPC));
+    cluster
+}
+
+/// The loop of an image serves all its requests, and another end may take long to answer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
+    let Some(end) = new_image(2 * MIB) else { return };
+    let source = disk_of(&end);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    let first = fill(&thread, &disk, 0);
+    assert_eq!(end.asked(), 0);
+    end.tell_size(4 * MIB as u64);
+    assert!(fill(&thread, &disk, first) > first);
+    assert_eq!(end.asked(), 0);
+}
