@@ -175,14 +175,30 @@ impl DiskSource {
     /// disk is as it was then.
     pub fn refresh(&self) -> Result<u64, Error> {
         let look = self.shared.begin_look();
-        match &self.kind {
-            SourceKind::File(source) => {
-                self.shared.has_found(look, source.size_bytes(&self.info)?);
-            }
-            SourceKind::Other(source) => self.shared.has_found(look, source.find_size()?),
-            SourceKind::Null => {}
-        }
+        self.shared.has_found(look, self.find_size()?);
         Ok(self.shared.size_bytes())
+    }
+
+    /// The size that [`refresh`](Self::refresh) takes over.
+    fn find_size(&self) -> Result<u64, Error> {
+        match &self.kind {
+            SourceKind::File(source) => source.size_bytes(&self.info),
+            SourceKind::Other(source) => source.find_size(),
+            SourceKind::Null => Ok(self.shared.size_bytes()),
+        }
+    }
+
+    /// Has a server or a cluster say how much space it has for an image on it. The disk in the
+    /// image keeps its size, and what has waited for space goes on. Waits for the other end.
+    ///
+    /// # Errors
+    ///
+    /// When the other end does not say.
+    pub fn find_space(&self) -> Result<(), Error> {
+        match &self.kind {
+            SourceKind::File(_) | SourceKind::Null => Ok(()),
+            SourceKind::Other(source) => source.find_space(),
+        }
     }
 
     /// The larger of the size that the disk has and that of its file or device, which may have

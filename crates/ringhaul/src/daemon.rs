@@ -432,7 +432,10 @@ fn close_unit(close: impl FnOnce(), turn: &Turn<'_>) {
 /// Gives a disk the size that is wanted, unless that cuts off what was not to be cut off. `cut_off`
 /// has nobody use more than that.
 fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) -> Result<u64> {
-    let Some(size) = wanted.size_bytes else { return Ok(disk.refresh()?) };
+    let Some(size) = wanted.size_bytes else {
+        disk.find_space()?;
+        return Ok(disk.refresh()?);
+    };
     let covered = disk.covered_bytes()?;
     if size < covered && !wanted.shrink {
         bail!(

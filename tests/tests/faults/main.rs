@@ -9,6 +9,7 @@ mod limits;
 mod log_reader;
 mod nbd;
 mod nbd_alone;
+mod nbd_images;
 mod neighbours;
 mod opening;
 mod storage;

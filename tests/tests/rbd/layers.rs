@@ -61,6 +61,27 @@ pub(super) fn qcow2(scene: &mut Scene) -> Result<()> {
     check(scene, &["-f", "qcow2", path], &data)
 }
 
+/// What has held its writes goes on by itself: librbd tells that there is more space.
+pub(super) fn full(scene: &mut Scene) -> Result<()> {
+    import(scene, "full", &["-f", "qcow2"])?;
+    let resize = |to: &str| {
+        let words = ["resize", "--no-progress", "--allow-shrink", "full", "--size", to];
+        scene.cluster.tool("rbd", &words).map(drop)
+    };
+    resize("8M")?;
+    let mut served = scene.serve("full", "qcow2,over=rbd:full", &["--werror", "hold"])?;
+    let load = served.load("--bs 64k --number_ios 1024")?;
+    served.daemon.wait_for("has no space left, and writes wait for some")?;
+    resize("64M")?;
+    let load = load.finish()?.expect_code(0)?;
+    ensure!(load.stdout.contains("0 reads with wrong data"), "{}", load.stdout);
+    served.end()?;
+    let path = scene.cluster.path("exported");
+    export(&scene.cluster, "full", &path)?;
+    let path = path.to_str().context("a path with an odd name")?;
+    scene.cluster.tool("qemu-img", &["check", "-q", "-f", "qcow2", path]).map(drop)
+}
+
 pub(super) fn luks(scene: &mut Scene) -> Result<()> {
     let key = scene.cluster.path("luks-key");
     std::fs::write(&key, "a key of a disk").context("writing a key")?;

@@ -37,9 +37,17 @@ struct End {
     state: Mutex<State>,
     changed: Condvar,
     /// The size that the other end has told.
-    size_bytes: Arc<AtomicU64>,
+    size_bytes: AtomicU64,
     /// Its size is its own affair.
     has_own_size: bool,
+}
+
+impl End {
+    fn tell_size(&self, state: &State) -> u64 {
+        let size_bytes = state.content.len() as u64;
+        self.size_bytes.store(size_bytes, Ordering::Relaxed);
+        size_bytes
+    }
 }
 
 #[derive(Default)]
@@ -95,7 +103,7 @@ impl Elsewhere {
 
     fn start(content: &[u8], has_own_size: bool) -> Self {
         let state = State { content: content.to_vec(), ..State::default() };
-        let size_bytes = Arc::new(AtomicU64::new(content.len() as u64));
+        let size_bytes = AtomicU64::new(content.len() as u64);
         let end = Arc::new(End {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -156,8 +164,13 @@ impl Elsewhere {
 
     /// The other end has another size, and says so.
     pub(crate) fn tell_size(&self, size_bytes: u64) {
+        self.have_size(size_bytes);
+        self.0.0.tell_size(&self.state());
+    }
+
+    /// The other end has another size, which it tells when it is asked.
+    pub(crate) fn have_size(&self, size_bytes: u64) {
         self.change(|state| state.content.resize(usize::try_from(size_bytes).unwrap(), 0));
-        self.0.0.size_bytes.store(size_bytes, Ordering::Relaxed);
     }
 }
 
@@ -227,15 +240,14 @@ impl OtherSource for ElsewhereSource {
     }
 
     fn outside(&self) -> Option<Arc<Outside>> {
-        let size_bytes = Arc::clone(&self.0.0.0.size_bytes);
-        let look = move || Ok(Some(size_bytes.load(Ordering::Relaxed)));
+        let end = Arc::clone(&self.0.0.0);
+        let look = move || Ok(Some(end.tell_size(&end.state.lock().unwrap())));
         Some(Arc::new(Outside::other(look)))
     }
 
     fn find_size(&self) -> Result<u64, Error> {
-        let end = &*self.0.0.0;
-        let mut state = self.0.state();
-        let size_bytes = end.size_bytes.load(Ordering::Relaxed);
+        let (end, mut state) = (&*self.0.0.0, self.0.state());
+        let size_bytes = end.tell_size(&state);
         state.asked += 1;
         let number = state.asked;
         drop(end.changed.wait_while(state, |state| state.kept_back == number).unwrap());

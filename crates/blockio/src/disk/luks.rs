@@ -314,6 +314,10 @@ impl OtherSource for LuksSource {
         self.check(size_bytes).map(|()| size_bytes)
     }
 
+    fn find_space(&self) -> Result<(), Error> {
+        self.below.find_space()
+    }
+
     fn known_size(&self) -> Result<u64, Error> {
         let size_bytes = self.below.covered_bytes()?;
         Ok(size_bytes - size_bytes % u64::from(self.volume.block))

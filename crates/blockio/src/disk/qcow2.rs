@@ -142,6 +142,12 @@ impl Qcow2Source {
     fn below(&self) -> &DiskSource {
         self.image.core.source()
     }
+
+    /// Whether the owner of the image cannot take more space itself when it needs some: a server or
+    /// a cluster gives it, and others have to ask these how much.
+    fn has_given_space(&self) -> bool {
+        !self.below().sets_size_at_once()
+    }
 }
 
 impl OtherSource for Qcow2Source {
@@ -213,7 +219,7 @@ impl OtherSource for Qcow2Source {
 
     fn is_flushed(&self) -> bool {
         // Tables may be written back after this was asked.
-        false
+        !self.below().sets_size_at_once()
     }
 
     fn may_still_change(&self) -> bool {
@@ -232,12 +238,23 @@ impl OtherSource for Qcow2Source {
         self.image.core.layers.iter().for_each(|layer| layer.source.leave());
     }
 
+    /// The disk in it never changes its size by itself; what gives it space does.
     fn outside(&self) -> Option<Arc<Outside>> {
-        None
+        let below = self.below().outside().filter(|_| self.has_given_space())?;
+        Some(Arc::new(Outside::other(move || below.size_bytes().map(|_| None))))
     }
 
     fn find_size(&self) -> Result<u64, Error> {
-        Ok(self.image.core.size_bytes.load(Ordering::Relaxed))
+        self.known_size()
+    }
+
+    fn find_space(&self) -> Result<(), Error> {
+        self.below().find_space()?;
+        if self.has_given_space() {
+            // Its owner takes over what is more. Behind what is less, tables would read as zeroes.
+            self.below().find_size()?;
+        }
+        Ok(())
     }
 
     fn known_size(&self) -> Result<u64, Error> {

@@ -207,6 +207,10 @@ impl OtherSource for RawSource {
         size.map_err(|reason| refused(&self.below, reason))
     }
 
+    fn find_space(&self) -> Result<(), Error> {
+        self.below.find_space()
+    }
+
     fn known_size(&self) -> Result<u64, Error> {
         let size = self.part.size_within(self.below.covered_bytes()?);
         size.map_err(|reason| refused(&self.below, reason))

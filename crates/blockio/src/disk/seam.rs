@@ -121,8 +121,13 @@ pub(super) trait OtherSource: fmt::Debug + Send + Sync {
     /// What notices that it has another size.
     fn outside(&self) -> Option<Arc<Outside>>;
 
-    /// The size that it has now: one that a disk can have.
+    /// The size that it has now: one that a disk can have. It is known from then on.
     fn find_size(&self) -> Result<u64, Error>;
+
+    /// See [`DiskSource::find_space`](super::DiskSource::find_space). A layer passes it on.
+    fn find_space(&self) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// How large it is as far as that is known, without waiting for another end: IoThreads ask.
     fn known_size(&self) -> Result<u64, Error>;

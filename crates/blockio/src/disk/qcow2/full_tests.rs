@@ -27,10 +27,11 @@ fn new_image(bytes: usize) -> Option<Elsewhere> {
     Some(Elsewhere::of_fixed_size(&content))
 }
 
-/// The disk in an image, with a layer in between.
+/// The disk in an image, with a layer below it and one over it.
 fn disk_of(end: &Elsewhere) -> DiskSource {
     let part = DiskSource::raw(end.clone().source(), 0, None).unwrap();
-    DiskSource::qcow2(vec![Layer::qcow2(part).unwrap()], false).unwrap()
+    let image = DiskSource::qcow2(vec![Layer::qcow2(part).unwrap()], false).unwrap();
+    DiskSource::raw(image, 0, None).unwrap()
 }
 
 /// Fills clusters until that fails, from one on, and says which one has no space.
@@ -53,9 +54,32 @@ fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
     let source = disk_of(&end);
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let disk = source.attach(thread.io());
+    source.set_size(24 * MIB as u64, || ()).unwrap();
+    assert_eq!(source.refresh().unwrap(), 24 * MIB as u64);
     let first = fill(&thread, &disk, 0);
     assert_eq!(end.asked(), 0);
     end.tell_size(4 * MIB as u64);
     assert!(fill(&thread, &disk, first) > first);
     assert_eq!(end.asked(), 0);
+}
+
+/// It is asked, or looked at as the daemon does each second. The disk keeps its size.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_has_the_space_that_another_end_has_found_for_it() {
+    let asked = |source: &DiskSource| source.find_space().unwrap();
+    let seen = |source: &DiskSource| {
+        assert_eq!(source.outside().unwrap().size_bytes().unwrap(), None, "the disk is as it was");
+    };
+    for learn in [asked, seen] {
+        let Some(end) = new_image(2 * MIB) else { return };
+        let source = disk_of(&end);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let first = fill(&thread, &disk, 0);
+        end.have_size(4 * MIB as u64);
+        assert_eq!(fill(&thread, &disk, first), first, "nobody has said so");
+        learn(&source);
+        assert!(fill(&thread, &disk, first) > first + 16);
+    }
 }
