@@ -52,6 +52,8 @@ fn set(content: &mut [u8], at: u64, number: u64) {
 const L1: u64 = 40;
 const COUNTS: u64 = 48;
 const PLACE: u64 = (1 << 56) - 512;
+/// The flag of a cluster that is to read as zeroes.
+const ZEROES: u64 = 1;
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
@@ -121,5 +123,52 @@ fn no_data_is_written_over_a_table() {
         assert!(!writes(&source, 0), "{field}");
         drop(source);
         assert!(std::fs::read(file.path()).unwrap() == before, "{field}");
+    }
+}
+
+/// The rest of a cluster is to be zeroes when a part of it is written.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn no_table_is_zeroed() {
+    for field in [L1, COUNTS] {
+        let over = |content: &mut Vec<u8>| {
+            let place = number(content, field);
+            let second = number(content, number(content, L1)) & PLACE;
+            set(content, second, 1 << 63 | place | ZEROES);
+        };
+        let Some(file) = image("refcount_bits=16,cluster_size=4k", over) else { return };
+        let before = std::fs::read(file.path()).unwrap();
+        let source = open(&file).unwrap();
+        assert!(!writes(&source, 4096 - 512), "{field}");
+        drop(source);
+        assert!(std::fs::read(file.path()).unwrap() == before, "{field}");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn no_space_of_a_table_is_given_back() {
+    for field in [L1, COUNTS] {
+        let mut place = 0;
+        let over = |content: &mut Vec<u8>| {
+            place = number(content, field);
+            let second = number(content, number(content, L1)) & PLACE;
+            set(content, second, 1 << 63 | place);
+            let block = number(content, number(content, COUNTS));
+            // Its count falls to one, as that of a table has to be.
+            let count: usize = iomem::fits(block + place / CLUSTER * 2, "a place");
+            content[count..count + 2].copy_from_slice(&2u16.to_be_bytes());
+        };
+        let Some(file) = image("refcount_bits=16", over) else { return };
+        let table = || {
+            let place: usize = iomem::fits(place, "a place");
+            std::fs::read(file.path()).unwrap()[place..place + 512].to_vec()
+        };
+        let before = table();
+        let source = open(&file).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let discarded = thread.block_on(disk.discard(0, CLUSTER)).unwrap();
+        assert!(table() == before, "{field}: {discarded:?}");
     }
 }

@@ -82,9 +82,11 @@ impl Store {
     /// Gives bytes of the file back that nothing is in any more, where that is possible.
     pub(super) async fn give_back(&self, offset: u64, len: u64) {
         let len = len.min(self.bytes().saturating_sub(offset));
-        if let Ok(disk) = self.disk()
-            && let Err(error) = disk.discard(offset, len).await
-        {
+        let give_back = async {
+            self.check_data(offset, len)?;
+            self.disk()?.discard(offset, len).await
+        };
+        if let Err(error) = give_back.await {
             tracing::debug!("{len} bytes at {offset} of {self} stay: {error}");
         }
     }
@@ -255,8 +257,10 @@ impl Store {
         Ok(())
     }
 
+    /// Only data is zeroed: imago does that to what a write leaves of a cluster.
     async fn zero_at(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.check()?;
+        self.check_data(offset, len)?;
         self.reach(offset + len)?;
         self.disk()?.write_zeroes(offset, len, may_unmap).await
     }
