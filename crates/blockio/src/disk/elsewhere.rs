@@ -287,6 +287,9 @@ impl ElsewhereDisk {
     async fn put(&self, offset: u64, data: Vec<u8>, fua: bool) -> io::Result<()> {
         let range = range(offset, data.len() as u64);
         self.have(move |state| {
+            if range.end > state.content.len() {
+                return Err(io::Error::from_raw_os_error(libc::EINVAL));
+            }
             state.try_to(|state| {
                 state.content[range].copy_from_slice(&data);
                 state.journal.push(Event::Write(offset, data));

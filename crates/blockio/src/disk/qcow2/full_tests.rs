@@ -83,3 +83,16 @@ fn an_image_has_the_space_that_another_end_has_found_for_it() {
         assert!(fill(&thread, &disk, first) > first + 16);
     }
 }
+
+/// What is behind the last whole block is no space for a cluster.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_uses_no_more_than_another_end_has() {
+    let Some(end) = new_image(2 * MIB) else { return };
+    let source = disk_of(&end);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    let first = fill(&thread, &disk, 0);
+    end.tell_size(4 * MIB as u64 - 512);
+    assert!(fill(&thread, &disk, first) > first);
+}

@@ -196,13 +196,13 @@ impl Store {
         Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
     }
 
-    /// Learns how long the file is, which another process may have made longer before it handed
-    /// the file over.
+    /// Learns how many whole blocks the file has, which another process may have made longer
+    /// before it handed the file over. Not every disk has something behind them.
     pub(super) fn look(&self) -> Result<u64, Error> {
         let size = self.source.covered_bytes()?;
-        if size > self.bytes() {
-            let block = self.source.info().physical_block_bytes;
-            self.source.adopt_size(size.next_multiple_of(block.into()));
+        let whole = size - size % u64::from(self.source.info().physical_block_bytes);
+        if whole > self.bytes() {
+            self.source.adopt_size(whole);
         }
         Ok(self.bytes())
     }
