@@ -74,15 +74,24 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         );
         return Err(refused(&source, reason));
     }
+    let below = source.info();
+    let blocks = layers.iter().map(|layer| layer.source.info().logical_block_bytes);
+    let block = blocks.max().unwrap_or(below.logical_block_bytes);
+    header.check_size(block).map_err(|reason| refused(&source, reason))?;
     let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
     let unit = headers.map(|header| header.cluster_bytes).min();
-    let table = Table::new(unit.unwrap_or(header.cluster_bytes));
+    // What is known to lie in a layer is made of its blocks.
+    let table = Table::new(unit.unwrap_or(header.cluster_bytes).max(block));
     if header.size_bytes > table.bytes_max() {
         let reason = format!("a disk of {} bytes is too large", header.size_bytes);
         return Err(refused(&source, reason));
     }
-    let below = source.info();
-    let info = DiskInfo { size_bytes: header.size_bytes, ..below };
+    let info = DiskInfo {
+        size_bytes: header.size_bytes,
+        logical_block_bytes: block,
+        physical_block_bytes: below.physical_block_bytes.max(block),
+        ..below
+    };
     let clusters =
         |layer: &Layer| layer.header.as_ref().map_or(0, |header| u64::from(header.cluster_bytes));
     let room = Arc::new(Room::new(layers.iter().map(clusters).collect()));
@@ -93,6 +102,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         order,
         room,
         layers,
+        block_bytes: block,
         cluster_bytes: header.cluster_bytes.into(),
         has_zero_clusters: header.has_zero_clusters(),
         size_bytes: AtomicU64::new(header.size_bytes),
@@ -271,8 +281,8 @@ impl OtherSource for Qcow2Source {
             "an image that is in use can only grow; shrink it with `qemu-img resize --shrink` when \
              it is not"
                 .to_owned()
-        } else if !size_bytes.is_multiple_of(info.logical_block_bytes.into()) {
-            let block = info.logical_block_bytes;
+        } else if !size_bytes.is_multiple_of(core.block_bytes.into()) {
+            let block = core.block_bytes;
             format!("{size_bytes} bytes are not a multiple of the logical block of {block}")
         } else if size_bytes > core.table.bytes_max() {
             format!("a disk of {size_bytes} bytes is too large")
@@ -302,8 +312,12 @@ mod tests {
     use std::path::Path;
     use std::process::Command;
 
+    use iomem::Buffers;
+
+    use crate::config::IoThreadConfig;
     use crate::disk::qcow2::Layer;
     use crate::disk::{DiskOptions, DiskSource};
+    use crate::io_thread::IoThread;
 
     /// How often this process has a file open. Locks do not tell: a child that another test starts
     /// has them too until it runs its program.
@@ -333,6 +347,54 @@ mod tests {
             assert!(opened(file.path()) > 1);
             drop(image);
             assert_eq!(opened(file.path()), 1);
+        }
+    }
+
+    /// Each layer may have a part of a block.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_block_is_that_of_the_layer_with_the_largest() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
+        for cluster in ["512", "64k"] {
+            let mut expected: Vec<u8> = (0..1u32 << 18).flat_map(u32::to_le_bytes).collect();
+            std::fs::write(&base, &expected).unwrap();
+            let mut make = Command::new("qemu-img");
+            let options = format!("cluster_size={cluster}");
+            let make = make.args(["create", "-q", "-f", "qcow2", "-o", &options]);
+            if make.args(["-b", "base", "-F", "raw"]).arg(&top).status().is_err() {
+                eprintln!("skipped: qemu-img is not installed");
+                return;
+            }
+            let mut write = Command::new("qemu-io");
+            let write = write.args(["-f", "qcow2", "-c", "write -q -P 7 6656 1024"]).arg(&top);
+            assert!(write.status().unwrap().success());
+            expected[6656..7680].fill(7);
+            let image = DiskOptions { holds_image: true, ..DiskOptions::default() };
+            let below = DiskOptions {
+                read_only: true,
+                logical_block_bytes: Some(4096),
+                ..DiskOptions::default()
+            };
+            let layers = vec![
+                Layer::qcow2(DiskSource::file(&top, &image).unwrap()).unwrap(),
+                Layer::raw(DiskSource::file(&base, &below).unwrap()),
+            ];
+            let source = DiskSource::qcow2(layers, false).unwrap();
+            let info = source.info();
+            assert_eq!((info.logical_block_bytes, info.physical_block_bytes), (4096, 4096));
+            assert!(source.set_size(expected.len() as u64 + 512, || ()).is_err());
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let disk = source.attach(thread.io());
+            let data = Buffers::from_vec(vec![9; 4096]);
+            thread.block_on(disk.write(40_960, data, false)).unwrap().unwrap();
+            expected[40_960..45_056].fill(9);
+            for round in 0..2 {
+                let all = Buffers::aligned(expected.len(), 4096);
+                let read = all.again();
+                thread.block_on(disk.read(0, all)).unwrap().unwrap();
+                assert!(read.to_vec() == expected, "{cluster}, round {round}");
+            }
         }
     }
 }

@@ -107,6 +107,8 @@ pub(super) struct Core {
     pub(super) order: Arc<Order>,
     pub(super) room: Arc<Room>,
     pub(super) layers: Vec<Layer>,
+    /// The logical block of the disk: the largest of all layers.
+    pub(super) block_bytes: u32,
     pub(super) cluster_bytes: u64,
     pub(super) has_zero_clusters: bool,
     pub(super) size_bytes: AtomicU64,

@@ -168,18 +168,24 @@ impl ImageHeader {
                 self.cluster_bytes
             ));
         }
+        self.check_size(logical_block_bytes)?;
+        let cluster = u64::from(self.cluster_bytes);
+        if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.entries.into() {
+            return Err("its first table (L1) is too small for the disk in it; look at it with \
+                        `qemu-img check`"
+                .into());
+        }
+        Ok(())
+    }
+
+    /// Whether the disk has whole blocks.
+    pub(super) fn check_size(&self, logical_block_bytes: u32) -> Result<(), String> {
         if self.size_bytes == 0 || !self.size_bytes.is_multiple_of(logical_block_bytes.into()) {
             return Err(format!(
                 "the disk in it has {} bytes, which is not a multiple of the logical block of \
                  {logical_block_bytes}; change it with `qemu-img resize`",
                 self.size_bytes
             ));
-        }
-        let cluster = u64::from(self.cluster_bytes);
-        if (self.size_bytes.div_ceil(cluster * (cluster / 8))) > self.entries.into() {
-            return Err("its first table (L1) is too small for the disk in it; look at it with \
-                        `qemu-img check`"
-                .into());
         }
         Ok(())
     }

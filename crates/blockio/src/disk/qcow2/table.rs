@@ -53,7 +53,7 @@ type Slice = Box<[AtomicU64]>;
 
 #[derive(Debug)]
 pub(super) struct Table {
-    /// The unit, a power of two: the smallest cluster of all layers.
+    /// The unit, a power of two: the smallest cluster of all layers, or their largest block.
     unit_bytes: u64,
     segments: [OnceLock<Box<[OnceLock<Slice>]>>; SEGMENTS],
     /// How many slices there may still be.
