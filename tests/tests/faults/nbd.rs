@@ -253,7 +253,7 @@ fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
 }
 
 /// Waits until the daemon has answered some more writes.
-fn wait_for_load(scene: &Scene) -> Result<()> {
+pub(super) fn wait_for_load(scene: &Scene) -> Result<()> {
     let writes = || -> Result<u64> {
         let mut ctl = ringhaul()?;
         ctl.args(["ctl", "--control"]).arg(scene.socket("control"));

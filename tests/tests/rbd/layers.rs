@@ -5,7 +5,8 @@ use std::fs::OpenOptions;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::ceph::export;
 use ringhaul_kit::daemon::pattern;
-use ringhaul_kit::frontend::blk;
+use ringhaul_kit::frontend::{Frontend, blk, segment};
+use rustix::process::Signal;
 
 use super::{IMAGE_BYTES, Scene};
 
@@ -14,15 +15,18 @@ const DISK: &str = "32M";
 /// Over the border of two objects, and of clusters.
 const SECTOR: u64 = 16 * 2048 - 128;
 const DATA_BYTES: usize = 128 << 10;
+const MIB: usize = 1 << 20;
 
-/// Has a file made by `qemu-img` with these words, and an image in the cluster of it.
+/// Has a file made by `qemu-img` with these words, and an image in the cluster of it. Nobody locks
+/// that: the lock of a daemon that was killed is kept for half a minute.
 fn import(scene: &Scene, name: &str, words: &[&str]) -> Result<()> {
     let path = scene.cluster.path(name);
     let path = path.to_str().context("a path with an odd name")?;
     scene.cluster.tool("qemu-img", &[&["create", "-q"], words, &[path, DISK]].concat())?;
     let file = OpenOptions::new().write(true).open(path).context("opening what was made")?;
     file.set_len(IMAGE_BYTES)?;
-    scene.cluster.tool("rbd", &["import", "--no-progress", path, name]).map(drop)
+    let import = ["import", "--no-progress", "--image-feature", "layering", path, name];
+    scene.cluster.tool("rbd", &import).map(drop)
 }
 
 /// Runs a load over a disk, which reads what it has written, and writes data that is flushed.
@@ -59,6 +63,57 @@ pub(super) fn qcow2(scene: &mut Scene) -> Result<()> {
     let path = path.to_str().context("a path with an odd name")?;
     scene.cluster.tool("qemu-img", &["check", "-q", "-f", "qcow2", path])?;
     check(scene, &["-f", "qcow2", path], &data)
+}
+
+/// An image with a backing file of this machine: a discard that the cluster carries out, another
+/// size, and a daemon that is killed.
+pub(super) fn changed(scene: &mut Scene) -> Result<()> {
+    let [base, expected, exported] = ["base", "expected", "exported"].map(|name| {
+        let path = scene.cluster.path(name);
+        path.display().to_string()
+    });
+    let mut content = pattern(7, 16 * MIB);
+    std::fs::write(&base, &content).context("writing a base")?;
+    import(scene, "changed", &["-f", "qcow2", "-b", &base, "-F", "raw"])?;
+    content.resize(48 * MIB, 0);
+    let disk = "qcow2,backing=anywhere,over=rbd:changed";
+    let mut served = scene.serve("changed", disk, &[])?;
+    let mut front_end = served.connect()?;
+    let mut write = |front_end: &mut Frontend, place: usize| {
+        let data = pattern(place as u64, DATA_BYTES);
+        content[place..place + DATA_BYTES].copy_from_slice(&data);
+        front_end.write(0, place as u64 / 512, &data)
+    };
+    for place in (0..16 * MIB).step_by(DATA_BYTES) {
+        write(&mut front_end, place)?;
+    }
+    let used = || scene.cluster.tool("rbd", &["diff", "changed"]).map(|text| text.lines().count());
+    let before = used()?;
+    let discard = segment(0, 14 * 2048, 0);
+    ensure!(front_end.request(0, blk::DISCARD, 0, &discard, 0)?.status == blk::OK, "no discard");
+    let after = used()?;
+    ensure!(after < before, "{after} lines after a discard, {before} before");
+    served.ctl(&["resize", &served.socket.to_string_lossy(), "48M"])?;
+    for place in [15 * MIB + 512, 31 * MIB + 512, 48 * MIB - DATA_BYTES] {
+        write(&mut front_end, place)?;
+    }
+    served.daemon.signal(Signal::KILL)?;
+    served.daemon.finish()?;
+    content[..14 * MIB].fill(0);
+
+    let served = scene.serve("again", disk, &[])?;
+    let mut front_end = served.connect()?;
+    for (sector, data) in (0..).step_by(DATA_BYTES / 512).zip(content.chunks(DATA_BYTES)) {
+        ensure!(front_end.read(1, sector, DATA_BYTES)? == data, "sector {sector} reads otherwise");
+    }
+    drop(front_end);
+    served.end()?;
+    export(&scene.cluster, "changed", exported.as_ref())?;
+    let qemu_img = |words: &[&str]| scene.cluster.tool("qemu-img", words).map(drop);
+    qemu_img(&["check", "-q", "-r", "leaks", "-f", "qcow2", &exported])?;
+    qemu_img(&["check", "-q", "-f", "qcow2", &exported])?;
+    std::fs::write(&expected, &content).context("writing what is expected")?;
+    qemu_img(&["compare", "-q", "-f", "raw", "-F", "qcow2", &expected, &exported])
 }
 
 /// What has held its writes goes on by itself: librbd tells that there is more space.

@@ -103,7 +103,7 @@ fn images_in_a_cluster() -> Result<()> {
     let mut scene = Scene { cluster, sockets };
     let seconds = begun.elapsed().as_secs();
     eprintln!("the cluster is there after {seconds} s");
-    let parts: [(&str, Part); 26] = [
+    let parts: [(&str, Part); 27] = [
         ("an image is described, or refused", described),
         ("what is written is in the cluster", data::written),
         ("discards and zeroes", data::given_back),
@@ -113,6 +113,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("sizes of what is only read", data::resized_for_readers),
         ("snapshots and clones", data::snapshots),
         ("an image of a format over one in the cluster", layers::qcow2),
+        ("an image that is changed, and its daemon killed", layers::changed),
         ("an image that is full", layers::full),
         ("an encrypted disk over an image in the cluster", layers::luks),
         ("namespaces, users and keyrings", clients::users),
