@@ -207,7 +207,9 @@ impl OtherSource for Qcow2Source {
     }
 
     fn discard_bytes(&self) -> Option<u32> {
-        u32::try_from(self.image.core.cluster_bytes).ok()
+        // Clusters may be smaller than the blocks of what is below.
+        let core = &self.image.core;
+        u32::try_from(core.cluster_bytes).ok().map(|bytes| bytes.max(core.block_bytes))
     }
 
     fn local(&self) -> Option<&FileSource> {
@@ -229,7 +231,7 @@ impl OtherSource for Qcow2Source {
 
     fn is_flushed(&self) -> bool {
         // Tables may be written back after this was asked.
-        !self.below().sets_size_at_once()
+        false
     }
 
     fn may_still_change(&self) -> bool {
@@ -383,6 +385,8 @@ mod tests {
             let source = DiskSource::qcow2(layers, false).unwrap();
             let info = source.info();
             assert_eq!((info.logical_block_bytes, info.physical_block_bytes), (4096, 4096));
+            let unit = if cluster == "512" { 4096 } else { 65_536 };
+            assert_eq!(source.discard_bytes(), Some(unit), "it has whole blocks");
             assert!(source.set_size(expected.len() as u64 + 512, || ()).is_err());
             let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
             let disk = source.attach(thread.io());

@@ -95,6 +95,7 @@ fn what_lies_over_an_image_sees_what_is_written_to_it_until_requests_come() {
         let file = Elsewhere::new(&bytes);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let old = image(file.clone().source(), false);
+        assert!(!old.is_flushed(), "tables may be written back at any time");
         let writer = old.attach(thread.io());
         let write = |offset: usize, data: Vec<u8>| {
             let written = writer.write(offset as u64, Buffers::from_vec(data), false);
