@@ -1,8 +1,9 @@
 //! What end-to-end tests are made of: servers under test, and what attaches to them.
 //!
 //! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or another server for a guest,
-//! [`frontend`] is a front-end that can misbehave, [`guest`] boots real guests, and [`fuse`],
-//! [`system`] and [`kernel_trace`] change or watch the machine.
+//! [`frontend`] is a front-end that can misbehave, [`guest`] boots real guests, [`nbd`] and
+//! [`ceph`] are servers of others that have disks, and [`fuse`], [`system`] and [`kernel_trace`]
+//! change or watch the machine.
 
 pub mod ceph;
 pub mod cli;
@@ -11,5 +12,6 @@ pub mod frontend;
 pub mod fuse;
 pub mod guest;
 pub mod kernel_trace;
+pub mod nbd;
 pub mod server;
 pub mod system;

@@ -1,16 +1,17 @@
 //! Disks that NBD servers have: all servers there are, with and without faults.
 
-use std::net::TcpListener;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::nbd::free_port;
 use ringhaul_kit::system::{is_installed, run as run_program};
-use ringhaul_tools::process::{is_listening, retry};
+use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Signal, kill_process};
+
+pub(super) use ringhaul_kit::nbd::Peer;
 
 pub(super) const DISK_BYTES: u64 = 64 << 20;
 
@@ -19,66 +20,6 @@ const VERIFIED: &str = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/2
 
 pub(super) fn scene() -> Result<Scene> {
     Scene::new(env!("CARGO_TARGET_TMPDIR"))
-}
-
-/// An NBD server on a socket in the file system. Dropping it kills it.
-pub(super) struct Peer {
-    child: Child,
-    socket: PathBuf,
-}
-
-impl Peer {
-    pub(super) fn start(socket: &Path, command: &mut Command) -> Result<Self> {
-        let _ = std::fs::remove_file(socket);
-        let child = spawn(command)?;
-        let peer = Self { child, socket: socket.to_owned() };
-        retry(LIMIT, || {
-            ensure!(socket.exists() && is_listening(socket)?, "the server does not listen");
-            Ok(())
-        })?;
-        Ok(peer)
-    }
-
-    pub(super) fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
-        let socket = scene.socket("nbd");
-        let mut command = Command::new("qemu-nbd");
-        command.args(["--persistent", "--shared", "8", "--format", "raw", "--discard", "unmap"]);
-        command.args(["--export-name", "disk", "--socket"]).arg(&socket).arg(file);
-        Self::start(&socket, &mut command)
-    }
-
-    pub(super) fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
-        let socket = scene.socket("nbd");
-        let mut command = Command::new("nbdkit");
-        command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
-        Self::start(&socket, &mut command)
-    }
-
-    pub(super) fn kill(mut self) -> Result<()> {
-        self.child.kill().context("killing the server")?;
-        self.child.wait().context("waiting for the server")?;
-        std::fs::remove_file(&self.socket).context("removing its socket")
-    }
-
-    pub(super) fn uri(&self, export: &str) -> String {
-        format!("nbd+unix:///{export}?socket={}", self.socket.display())
-    }
-}
-
-fn spawn(command: &mut Command) -> Result<Child> {
-    let name = command.get_program().to_owned();
-    let mut bound = Command::new("setpriv");
-    bound.args(["--pdeathsig", "KILL"]).arg(&name).args(command.get_args());
-    bound.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
-    bound.spawn().with_context(|| format!("starting {}", name.display()))
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // These fail only if it has ended and been waited for.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 pub(super) fn serve(scene: &Scene, disk: &str, options: &[&str]) -> Result<Running> {
@@ -188,7 +129,7 @@ fn nbd_server_serves_a_disk_by_tcp() -> Result<()> {
         return Ok(());
     }
     let scene = scene()?;
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let port = free_port()?;
     let (disk, config) = (scene.disk("disk.img", DISK_BYTES)?, scene.path("nbd.conf"));
     let text = format!(
         "[generic]\nport = {port}\nlistenaddr = 127.0.0.1\n[disk]\nexportname = {}\n\
@@ -433,54 +374,4 @@ fn a_disk_is_not_taken_over_while_an_overdue_write_may_land() -> Result<()> {
     run(&mut bench(&socket, "--rw read --number_ios 10")?)?.expect_code(0)?;
     drop(daemon);
     peer.kill()
-}
-
-/// Certificates of an authority, a server and a client, made for this test.
-fn certificates(folder: &Path) -> Result<()> {
-    std::fs::create_dir(folder)?;
-    let openssl = |words: &str| -> Result<()> {
-        let mut command = Command::new("openssl");
-        command.current_dir(folder).args(words.split_whitespace());
-        run(&mut command)?.expect_code(0).map(drop)
-    };
-    let request = "req -newkey rsa:2048 -nodes -keyout";
-    openssl(&format!("{request} ca-key.pem -x509 -days 2 -subj /CN=authority -out ca-cert.pem"))?;
-    for name in ["server", "client"] {
-        std::fs::write(folder.join("extensions"), "subjectAltName=DNS:storage.test\n")?;
-        openssl(&format!("{request} {name}-key.pem -subj /CN={name} -out {name}.csr"))?;
-        openssl(&format!(
-            "x509 -req -days 2 -in {name}.csr -CA ca-cert.pem -CAkey ca-key.pem \
-             -CAcreateserial -extfile extensions -out {name}-cert.pem"
-        ))?;
-    }
-    Ok(())
-}
-
-#[test]
-fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
-    if !is_installed("nbdkit") || !is_installed("openssl") {
-        return Ok(());
-    }
-    let scene = scene()?;
-    let (pki, other) = (scene.path("pki"), scene.path("other"));
-    certificates(&pki)?;
-    certificates(&other)?;
-    let folder = format!("--tls-certificates={}", pki.display());
-    let peer =
-        Peer::nbdkit(&scene, &["--tls=require", "--tls-verify-peer", &folder, "memory", "64M"])?;
-    let socket = peer.socket.display();
-    let uri = |pki: &Path, host: &str| {
-        let pki = pki.display();
-        format!("nbds+unix:///?socket={socket}&tls-certificates={pki}&tls-hostname={host}")
-    };
-    drive(&scene, &uri(&pki, "storage.test"), "--number_ios 3000")?;
-    for (disk, words) in [
-        (peer.uri(""), "it wants TLS; use nbds://"),
-        (uri(&other, "storage.test"), "cannot agree on TLS with the server"),
-        (uri(&pki, "elsewhere.test"), "cannot agree on TLS with the server"),
-        (uri(Path::new("/nowhere"), "storage.test"), "cannot open /nowhere/ca-cert.pem"),
-    ] {
-        run(ringhaul()?.args(["disk", "info", &disk]))?.expect_refusal(&[words])?;
-    }
-    Ok(())
 }

@@ -1,0 +1,98 @@
+//! NBD servers that are not ours, for disks that they have.
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_tools::process::{is_listening, retry};
+
+use crate::cli::{LIMIT, Scene};
+
+/// An NBD server. Dropping it kills it.
+pub struct Peer {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Peer {
+    /// Starts a server that listens on `socket`.
+    ///
+    /// # Errors
+    /// When its program cannot be started, or does not listen in time.
+    pub fn start(socket: &Path, command: &mut Command) -> Result<Self> {
+        let _ = std::fs::remove_file(socket);
+        let peer = Self { child: spawn(command)?, socket: socket.to_owned() };
+        retry(LIMIT, || {
+            ensure!(socket.exists() && is_listening(socket)?, "the server does not listen");
+            Ok(())
+        })?;
+        Ok(peer)
+    }
+
+    /// `qemu-nbd` with a file, which is its export `disk`.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn qemu(scene: &Scene, file: &Path) -> Result<Self> {
+        let socket = scene.socket("nbd");
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--shared", "8", "--format", "raw", "--discard", "unmap"]);
+        command.args(["--export-name", "disk", "--socket"]).arg(&socket).arg(file);
+        Self::start(&socket, &mut command)
+    }
+
+    /// `nbdkit` with filters, a plugin and what they are told.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn nbdkit(scene: &Scene, options: &[&str]) -> Result<Self> {
+        let socket = scene.socket("nbd");
+        let mut command = Command::new("nbdkit");
+        command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
+        Self::start(&socket, &mut command)
+    }
+
+    /// Kills it.
+    ///
+    /// # Errors
+    /// When it had ended before.
+    pub fn kill(mut self) -> Result<()> {
+        self.child.kill().context("killing the server")?;
+        self.child.wait().context("waiting for the server")?;
+        std::fs::remove_file(&self.socket).context("removing its socket")
+    }
+
+    /// The name of a disk that one of its exports is.
+    #[must_use]
+    pub fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.socket.display())
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // These fail only if it has ended and been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A port that nobody uses at the moment.
+///
+/// # Errors
+/// When there is none.
+pub fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0").context("looking for a port")?;
+    Ok(listener.local_addr().context("looking for a port")?.port())
+}
+
+/// Starts a program that does not outlive the test, however that ends.
+fn spawn(command: &mut Command) -> Result<Child> {
+    let name = command.get_program().to_owned();
+    let mut bound = Command::new("setpriv");
+    bound.args(["--pdeathsig", "KILL"]).arg(&name).args(command.get_args());
+    bound.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    bound.spawn().with_context(|| format!("starting {}", name.display()))
+}
