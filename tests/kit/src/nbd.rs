@@ -4,9 +4,10 @@ use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_tools::process::{is_listening, retry};
+use ringhaul_tools::process::{is_listening, retry, wait_child};
 
 use crate::cli::{LIMIT, Scene};
 
@@ -62,6 +63,16 @@ impl Peer {
         self.child.kill().context("killing the server")?;
         self.child.wait().context("waiting for the server")?;
         std::fs::remove_file(&self.socket).context("removing its socket")
+    }
+
+    /// Waits until it has ended by itself.
+    ///
+    /// # Errors
+    /// When it does not in time.
+    pub fn wait_for_end(mut self) -> Result<()> {
+        wait_child(&mut self.child, Instant::now() + LIMIT).context("waiting for the server")?;
+        let _ = std::fs::remove_file(&self.socket);
+        Ok(())
     }
 
     /// The name of a disk that one of its exports is.

@@ -10,6 +10,7 @@ mod log_reader;
 mod nbd;
 mod nbd_alone;
 mod nbd_images;
+mod nbd_ends;
 mod nbd_tls;
 mod neighbours;
 mod opening;

@@ -16,7 +16,8 @@ pub(super) use ringhaul_kit::nbd::Peer;
 pub(super) const DISK_BYTES: u64 = 64 << 20;
 
 /// A load that reads what it has written, with flushes in between.
-const VERIFIED: &str = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
+pub(super) const VERIFIED: &str =
+    "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --fsync 64";
 
 pub(super) fn scene() -> Result<Scene> {
     Scene::new(env!("CARGO_TARGET_TMPDIR"))
