@@ -11,6 +11,7 @@ mod nbd;
 mod nbd_alone;
 mod nbd_images;
 mod nbd_ends;
+mod nbd_errors;
 mod nbd_tls;
 mod neighbours;
 mod opening;

@@ -1,0 +1,157 @@
+//! Requests that an NBD server fails: nbdkit's error filter, with each policy for errors.
+
+use std::fs::{File, remove_file};
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
+use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::system::is_installed;
+use ringhaul_tools::process::retry;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::nbd::{VERIFIED, scene, serve, wait_for_load};
+
+/// A server that fails requests as `errors` say.
+fn failing(scene: &Scene, errors: &[&str]) -> Result<Peer> {
+    Peer::nbdkit(scene, &[&["--filter=error", "memory", "64M"][..], errors].concat())
+}
+
+fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
+    let mut ctl = ringhaul()?;
+    ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
+    Ok(run(&mut ctl)?.expect_code(0)?.stdout)
+}
+
+/// The state of the disk, and how many requests had to wait.
+fn state(scene: &Scene) -> Result<(String, u64)> {
+    let vm = scene.socket("vm.sock").display().to_string();
+    let shown: Value = serde_json::from_str(&ctl(scene, &["--json", "show", &vm])?)?;
+    let state = shown["disk-state"].as_str().context("it has no state")?;
+    let waited = shown["disks"][0]["waited"].as_u64().context("nothing is counted")?;
+    Ok((state.to_owned(), waited))
+}
+
+fn wait_until_held(scene: &Scene) -> Result<()> {
+    retry(LIMIT, || {
+        let (state, waited) = state(scene)?;
+        ensure!(state == "held" && waited > 0, "the disk is {state}, and {waited} waited");
+        Ok(())
+    })
+}
+
+fn end(mut daemon: Running) -> Result<()> {
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// Each tenth request fails, whatever it is, and succeeds in the end.
+#[test]
+fn requests_that_fail_now_and_then_are_tried_again() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = failing(&scene, &["error-rate=10%"])?;
+    let policy = ["--rerror", "retry", "--werror", "retry", "--iothreads", "2"];
+    let daemon = serve(&scene, &peer.uri(""), &policy)?;
+    let vm = scene.socket("vm.sock");
+    let load = run(&mut bench(&vm, &format!("{VERIFIED} --number_ios 2000"))?)?.expect_code(0)?;
+    ensure!(load.stdout.contains("errors: 0; verify: "), "{}", load.stdout);
+    ensure!(load.stdout.contains(" 0 reads with wrong data"), "{}", load.stdout);
+    let (_, waited) = state(&scene)?;
+    ensure!(waited > 100, "only {waited} requests have waited");
+
+    let mut frontend = Frontend::attach(&vm, &Setup::default())?;
+    for number in 0..100 {
+        let sector = number * 256;
+        frontend.write(0, sector, &[7; 8192])?;
+        for (kind, first) in [(blk::DISCARD, sector), (blk::WRITE_ZEROES, sector + 8)] {
+            let part = segment(first, 8, 0);
+            let answer = frontend.request(0, kind, 0, &part, 0)?;
+            ensure!(answer.status == blk::OK, "request {number} of kind {kind}: {answer:?}");
+        }
+        let zeroed = frontend.read(1, sector + 8, 4096)?;
+        ensure!(zeroed == [0; 4096], "what was zeroed is something else");
+    }
+    let (_, waited_then) = state(&scene)?;
+    ensure!(waited_then > waited, "no discard and no zeroing had to wait");
+    drop(frontend);
+    end(daemon)
+}
+
+/// Writes wait for as long as it takes, reads go on meanwhile, and no request of the load fails.
+#[test]
+fn writes_wait_until_a_server_has_space_again() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let full = scene.path("full");
+    let when = format!("error-file={}", full.display());
+    let rates = ["error-pwrite-rate=100%", "error-zero-rate=100%"];
+    let peer = failing(&scene, &[&["error=ENOSPC", &when][..], &rates].concat())?;
+    let mut daemon = serve(&scene, &peer.uri(""), &["--werror", "hold"])?;
+    let vm = scene.socket("vm.sock");
+    let mut load = Running::start(&mut bench(&vm, &format!("{VERIFIED} --runtime 1h"))?)?;
+    daemon.wait_for("a front-end has connected")?;
+    for is_resumed in [false, true] {
+        wait_for_load(&scene)?;
+        File::create(&full)?;
+        wait_until_held(&scene)?;
+        if is_resumed {
+            ctl(&scene, &["resume", &vm.display().to_string()])?;
+            wait_until_held(&scene)?;
+        }
+        remove_file(&full)?;
+        if is_resumed {
+            ctl(&scene, &["resume", &vm.display().to_string()])?;
+        }
+    }
+    wait_for_load(&scene)?;
+    load.signal(Signal::TERM)?;
+    let finished = load.finish()?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+    ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+    ensure!(state(&scene)?.0 == "ready", "{:?}", state(&scene)?);
+    daemon.wait_for("No space left on device")?;
+    end(daemon)
+}
+
+/// What the guest of a logical unit is told, and what the log says.
+#[test]
+fn the_error_of_a_server_is_reported_as_what_it_is() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    for (error, write, read, logged) in [
+        ("EIO", "write error (", "unrecovered read error", "Input/output error"),
+        ("ENOSPC", "space allocation failed", "unrecovered read error", "No space left"),
+        ("EPERM", "write protected", "unrecovered read error", "Operation not permitted"),
+        ("ENOMEM", "ABORTED COMMAND", "ABORTED COMMAND", "Cannot allocate memory"),
+    ] {
+        let scene = scene()?;
+        let rates = ["error-pwrite-rate=100%", "error-pread-rate=100%"];
+        let peer = failing(&scene, &[&[&*format!("error={error}")][..], &rates].concat())?;
+        let vm = scene.socket("vm.sock");
+        let mut daemon = serve_unit(&vm, &peer.uri(""))?;
+        for (pattern, sense) in [("randwrite", write), ("randread", read)] {
+            let load = format!("--device scsi --rw {pattern} --number_ios 1 --iodepth 1");
+            let failed = run(&mut bench(&vm, &load)?)?.expect_code(1)?;
+            ensure!(failed.stderr.contains(sense), "{error}, {pattern}: {}", failed.stderr);
+            let line = daemon.wait_for("a request failed")?;
+            ensure!(line.contains(logged), "{error}, {pattern}: {line}");
+        }
+        end(daemon)?;
+    }
+    Ok(())
+}
+
+/// Serves a disk as a logical unit whose errors are reported.
+fn serve_unit(vm: &Path, disk: &str) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--werror", "report", "--socket-path"]).arg(vm);
+    Running::serve(command.args(["--lun", &format!("0,disk={disk}")]))
+}
