@@ -1,6 +1,6 @@
 //! NBD servers that are not ours, for disks that they have.
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -27,6 +27,19 @@ impl Peer {
         let peer = Self { child: spawn(command)?, socket: socket.to_owned() };
         retry(LIMIT, || {
             ensure!(socket.exists() && is_listening(socket)?, "the server does not listen");
+            Ok(())
+        })?;
+        Ok(peer)
+    }
+
+    /// Starts a server that has no socket but listens on a port of this machine.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn tcp(port: u16, command: &mut Command) -> Result<Self> {
+        let peer = Self { child: spawn(command)?, socket: PathBuf::new() };
+        retry(LIMIT, || {
+            TcpStream::connect(("127.0.0.1", port)).context("the server does not listen")?;
             Ok(())
         })?;
         Ok(peer)

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{ringhaul, run};
-use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::nbd::{Peer, free_port};
 use ringhaul_kit::system::is_installed;
 
-use super::nbd::{drive, scene};
+use super::nbd::{DISK_BYTES, drive, scene};
 
 /// Certificates of an authority, a server and a client, made for this test.
 fn certificates(folder: &Path) -> Result<()> {
@@ -21,7 +21,7 @@ fn certificates(folder: &Path) -> Result<()> {
     let request = "req -newkey rsa:2048 -nodes -keyout";
     openssl(&format!("{request} ca-key.pem -x509 -days 2 -subj /CN=authority -out ca-cert.pem"))?;
     for name in ["server", "client"] {
-        let names = "subjectAltName=DNS:storage.test\n";
+        let names = "subjectAltName=DNS:storage.test,DNS:localhost\n";
         std::fs::write(folder.join("extensions"), names)?;
         openssl(&format!("{request} {name}-key.pem -subj /CN={name} -out {name}.csr"))?;
         openssl(&format!(
@@ -65,4 +65,61 @@ fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
         refused(&disk, words)?;
     }
     Ok(())
+}
+
+/// The name that the certificate has to have is then that of the host.
+#[test]
+fn hosts_are_known_by_their_certificates() -> Result<()> {
+    if !["nbdkit", "qemu-nbd", "openssl"].iter().all(|program| is_installed(program)) {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (pki, disk) = (scene.path("pki"), scene.disk("disk.img", DISK_BYTES)?);
+    certificates(&pki)?;
+    let (folder, ports) = (pki.display(), [free_port()?, free_port()?]);
+    let mut nbdkit = Command::new("nbdkit");
+    nbdkit.args(["--foreground", "--ipaddr", "127.0.0.1", "--port", &ports[0].to_string()]);
+    nbdkit.args(["--tls=require", "--tls-verify-peer"]);
+    nbdkit.arg(format!("--tls-certificates={folder}")).args(["memory", "64M"]);
+    let mut qemu = Command::new("qemu-nbd");
+    qemu.args(["--persistent", "--shared", "8", "--format", "raw", "--tls-creds", "tls"]);
+    qemu.args(["--bind", "127.0.0.1", "--port", &ports[1].to_string(), "--object"]);
+    let credentials = "tls-creds-x509,id=tls,endpoint=server,verify-peer=on";
+    qemu.arg(format!("{credentials},dir={folder}")).arg(&disk);
+    for (port, command) in ports.into_iter().zip([&mut nbdkit, &mut qemu]) {
+        let what = format!("{:?}", command.get_program());
+        let _peer = Peer::tcp(port, command)?;
+        let uri = |host| format!("nbds://{host}:{port}?tls-certificates={folder}");
+        drive(&scene, &uri("localhost"), "--number_ios 2000").context(what.clone())?;
+        let more = format!("{},connections=2", uri("localhost"));
+        drive(&scene, &more, "--number_ios 1000 --numjobs 2").context(what.clone())?;
+        let named = format!("{}&tls-hostname=storage.test", uri("127.0.0.1"));
+        run(ringhaul()?.args(["disk", "info", &named]))?.expect_code(0).context(what)?;
+        refused(&uri("127.0.0.1"), "cannot agree on TLS with the server")?;
+        let authorities_of_the_machine = format!("nbds://localhost:{port}");
+        refused(&authorities_of_the_machine, &authorities_of_the_machine)?;
+        refused(&format!("nbd://localhost:{port}"), "it wants TLS; use nbds://")?;
+    }
+    Ok(())
+}
+
+/// They are not supported, which a server that has nothing else says in a single line.
+#[test]
+fn a_server_with_shared_keys_alone_is_refused() -> Result<()> {
+    if !is_installed("nbdkit") || !is_installed("openssl") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let (pki, keys) = (scene.path("pki"), scene.path("keys"));
+    certificates(&pki)?;
+    std::fs::write(&keys, "vm:000102030405060708090a0b0c0d0e0f\n")?;
+    let keys = format!("--tls-psk={}", keys.display());
+    let _peer = Peer::nbdkit(&scene, &["--tls=require", &keys, "memory", "64M"])?;
+    let (socket, pki) = (scene.socket("nbd"), pki.display());
+    let uri = format!("nbds+unix:///?socket={}&tls-certificates={pki}", socket.display());
+    let named = format!("{uri}&tls-hostname=localhost");
+    refused(&named, "cannot agree on TLS with the server")?;
+    let said = run(ringhaul()?.args(["disk", "info", &format!("{uri}&tls-psk-file=/keys")]))?;
+    ensure!(said.stderr.contains("tls-psk-file"), "{}", said.stderr);
+    said.expect_refusal(&[])
 }
