@@ -12,6 +12,7 @@ mod nbd_alone;
 mod nbd_images;
 mod nbd_ends;
 mod nbd_errors;
+mod nbd_holes;
 mod nbd_tls;
 mod neighbours;
 mod opening;

@@ -1,0 +1,83 @@
+//! What NBD servers say of holes.
+
+use std::fs::{File, write};
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Result, ensure};
+use ringhaul_kit::cli::{Scene, ringhaul, run};
+use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::system::is_installed;
+use serde_json::Value;
+
+use super::nbd::{DISK_BYTES, scene};
+
+const MIB: u64 = 1 << 20;
+
+/// The bytes of holes that are known of a disk; none where nobody can know.
+fn holes(peer: &Peer, export: &str) -> Result<Option<u64>> {
+    let info = run(ringhaul()?.args(["disk", "info", "--json", &peer.uri(export)]))?;
+    let info: Value = serde_json::from_str(&info.expect_code(0)?.stdout)?;
+    ensure!(info["size-bytes"] == DISK_BYTES, "{info}");
+    Ok(info["hole-bytes"].as_u64())
+}
+
+/// Some other server than nbdkit says the same about a file.
+#[test]
+fn holes_of_a_sparse_file_are_known_from_each_server() -> Result<()> {
+    if !is_installed("nbdkit") || !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let path = scene.disk("disk.img", DISK_BYTES)?;
+    let file = File::options().write(true).open(&path)?;
+    let serve = |scene: &Scene, options: &[&str]| {
+        let name = format!("file={}", path.display());
+        Peer::nbdkit(scene, &[options, &["file", &name]].concat())
+    };
+    let mut stored = 0;
+    // At the beginning, across nothing in between, and at the end.
+    for (at, bytes) in [(0, 4096), (3 * MIB, 2 * MIB), (DISK_BYTES - 65536, 65536)] {
+        file.write_all_at(&pattern(at, usize::try_from(bytes)?), at)?;
+        stored += bytes;
+        let expected = Some(DISK_BYTES - stored);
+        for server in ["nbdkit", "qemu-nbd"] {
+            let known = match server {
+                "nbdkit" => holes(&serve(&scene, &[])?, "")?,
+                _ => holes(&Peer::qemu(&scene, &path)?, "disk")?,
+            };
+            ensure!(known == expected, "{server}, {stored} stored: {known:?}, not {expected:?}");
+        }
+    }
+    // Without structured replies nothing is known; a filter may hide what the file has.
+    let known = holes(&serve(&scene, &["--no-sr"])?, "")?;
+    ensure!(known.unwrap_or(0) == 0, "nobody can have said that: {known:?}");
+    let known = holes(&serve(&scene, &["--filter=noextents"])?, "")?;
+    ensure!(known == Some(0), "the filter has said otherwise: {known:?}");
+    Ok(())
+}
+
+/// Extents of all lengths, and answers that are errors.
+#[test]
+fn holes_are_what_a_list_of_extents_says() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let list = scene.path("extents");
+    // Half of what the first MiB has, in pieces of 4 KiB; then one piece that reads as zeroes and
+    // takes space; then one that is a hole, but for the last 512 bytes.
+    let mut text: String = (0..128).map(|number| format!("{} 4096\n", number * 8192)).collect();
+    text += &format!("{MIB} {MIB} zero\n{} 512\n", DISK_BYTES - 512);
+    write(&list, text)?;
+    let list = format!("extentlist={}", list.display());
+    let listed = ["--readonly", "--filter=extentlist", "pattern", "64M", &list];
+    let known = holes(&Peer::nbdkit(&scene, &listed)?, "")?;
+    let expected = 128 * 4096 + DISK_BYTES - 2 * MIB - 512;
+    ensure!(known == Some(expected), "{known:?}, not {expected}");
+
+    let failing = ["--filter=error", "memory", "64M", "error-extents-rate=100%"];
+    let known = holes(&Peer::nbdkit(&scene, &failing)?, "")?;
+    ensure!(known.is_none(), "nobody has said that: {known:?}");
+    Ok(())
+}
