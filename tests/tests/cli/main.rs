@@ -12,6 +12,7 @@ mod disks;
 mod ends;
 mod independent;
 mod independent_limits;
+mod kinds;
 mod left;
 mod locks;
 mod log;

@@ -1,0 +1,134 @@
+//! Disks of kinds beyond files: driven by `ringhaul disk bench`, and named in a configuration file.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{EXIT_RUN, READY, Running, Scene, bench, ringhaul, run};
+use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::system::{is_installed, run as run_program};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::{DISK_BYTES, scene};
+
+fn text(path: &Path) -> Result<&str> {
+    path.to_str().context("a path with an odd name")
+}
+
+/// An encrypted disk whose key is not hard to guess, and how it is named.
+fn luks(scene: &Scene) -> Result<String> {
+    let (image, key) = (scene.disk("encrypted", DISK_BYTES + (16 << 20))?, scene.path("key"));
+    fs::write(&key, "no secret")?;
+    let (image, key) = (text(&image)?, text(&key)?);
+    let format = ["luksFormat", "--batch-mode", "--type", "luks2", "--key-file", key];
+    let quick = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000", image];
+    run_program("cryptsetup", &[&format[..], &quick].concat())?;
+    Ok(format!("luks,key-file={key},over={image}"))
+}
+
+fn qcow2(scene: &Scene) -> Result<String> {
+    let image = scene.path("image");
+    let image = text(&image)?;
+    run_program("qemu-img", &["create", "-q", "-f", "qcow2", image, &DISK_BYTES.to_string()])?;
+    Ok(format!("qcow2:{image}"))
+}
+
+/// Drives a disk with reads and writes, and checks that there were both.
+fn drive(disk: &str) -> Result<()> {
+    let drive = |options: &str| -> Result<_> {
+        let mut command = ringhaul()?;
+        command.args(["disk", "bench", disk]);
+        run(command.args(options.split_whitespace()))
+    };
+    let load = "--rw randrw --iodepth 8 --numjobs 2 --destroy-contents --json --runtime";
+    let mut said = Value::Null;
+    // A busy machine may answer nothing in a short time.
+    for runtime in ["200ms", "2s", "20s"] {
+        let finished = drive(&format!("{load} {runtime}"))?.expect_code(0)?;
+        said = serde_json::from_str(&finished.stdout).context("the result")?;
+        if said["read_ios"] != 0 && said["write_ios"] != 0 {
+            break;
+        }
+    }
+    for figure in ["iops", "read_iops", "write_iops", "bandwidth_bytes_per_s", "latency_mean_us"] {
+        ensure!(said[figure].as_f64() > Some(0.0), "{figure} is {}", said[figure]);
+    }
+    ensure!(said["errors"] == 0 && said["filename"] == disk, "{said}");
+    let said = drive("--rw read --bs 64k --runtime 200ms")?.expect_code(0)?.stdout;
+    let [iops, size] = ["read: IOPS=", "disk of 16.0 MiB"].map(|words| said.contains(words));
+    ensure!(iops && size && said.contains("errors: 0"), "{said}");
+    drive("--rw write")?.expect_refusal(&["--destroy-contents"])
+}
+
+#[test]
+fn a_disk_of_each_kind_can_be_driven() -> Result<()> {
+    let scene = scene()?;
+    if is_installed("nbdkit") {
+        let peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
+        drive(&peer.uri("")).context("nbd")?;
+        drive(&format!("raw,size=16M,over={}", peer.uri(""))).context("raw over nbd")?;
+    }
+    if is_installed("cryptsetup") {
+        drive(&luks(&scene)?).context("luks")?;
+    }
+    if is_installed("qemu-img") {
+        drive(&qcow2(&scene)?).context("qcow2")?;
+    }
+    Ok(())
+}
+
+/// The figures would be those of errors.
+#[test]
+fn a_disk_that_fails_under_a_load_is_told() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::nbdkit(&scene, &["--filter=error", "memory", "16M", "error-pread-rate=100%"])?;
+    let failed = run(ringhaul()?.args(["disk", "bench", &peer.uri(""), "--runtime", "100ms"]))?;
+    let failed = failed.expect_code(EXIT_RUN)?;
+    ensure!(failed.stderr.contains("Input/output error"), "{}", failed.stderr);
+    Ok(())
+}
+
+/// As a table with all keys, as a text, and as a unit.
+#[test]
+fn a_configuration_file_has_disks_of_all_kinds() -> Result<()> {
+    if !["nbdkit", "cryptsetup", "qemu-img"].iter().all(|program| is_installed(program)) {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::nbdkit(&scene, &["memory", "16M"])?;
+    let (luks, qcow2, nbd) = (luks(&scene)?, qcow2(&scene)?, scene.socket("nbd"));
+    let export = |name: &str, device: &str| {
+        let path = scene.socket(name).display().to_string();
+        format!("[[export]]\nendpoint = {{ path = \"{path}\" }}\n{device}\n")
+    };
+    let table = format!("{{ nbd = {{ socket = \"{}\", connections = 2 }} }}", nbd.display());
+    let units = [(0, peer.uri("")), (1, luks), (2, qcow2)]
+        .map(|(lun, disk)| format!("[[export.device.scsi]]\nlun = {lun}\ndisk = \"{disk}\"\n"));
+    let exports = [
+        export("table", &format!("device = {{ blk = {table} }}")),
+        export("units", &units.concat()),
+    ];
+    let file = scene.path("ringhaul.toml");
+    fs::write(&file, exports.concat())?;
+    let mut check = ringhaul()?;
+    let checked = run(check.arg("check").arg(&file))?.expect_code(0)?.stdout;
+    for words in ["virtio-blk, nbd+unix:", "0:0 nbd+unix:", "0:1 LUKS", "0:2 qcow2"] {
+        ensure!(checked.contains(words), "no {words:?}: {checked}");
+    }
+
+    let mut command = ringhaul()?;
+    let mut daemon = Running::serve(command.arg("serve").arg("--config").arg(&file))?;
+    daemon.wait_for(READY)?;
+    let load = "--rw randrw --number_ios 300 --size 4m --verify";
+    for (name, options) in [("table", ""), ("units", "--device scsi --lun all")] {
+        let mut command = bench(&scene.socket(name), &format!("{load} {options}"))?;
+        let said = run(&mut command)?.expect_code(0).context(name)?.stdout;
+        ensure!(said.contains(" 0 reads with wrong data"), "{name}: {said}");
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
