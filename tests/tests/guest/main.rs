@@ -8,6 +8,7 @@ mod encrypted;
 mod held;
 mod images;
 mod kills;
+mod kinds;
 mod nbd;
 mod polling;
 mod resize;

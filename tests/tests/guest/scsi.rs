@@ -31,7 +31,7 @@ fn units(scene: &Scene, engine: Engine) -> Result<Vec<String>> {
 }
 
 /// What the guest calls the unit at an address.
-fn node(vm: &mut Vm, address: &str) -> Result<String> {
+pub(super) fn node(vm: &mut Vm, address: &str) -> Result<String> {
     let path = vm.check(&format!("ls -d /sys/bus/scsi/devices/*:0:{address}/block/*"), LIMIT)?;
     Ok(path.rsplit('/').next().unwrap_or_default().to_owned())
 }
