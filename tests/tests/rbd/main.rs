@@ -7,6 +7,7 @@ mod away;
 mod clients;
 mod data;
 mod layers;
+mod named;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -116,6 +117,8 @@ fn images_in_a_cluster() -> Result<()> {
         ("an image that is changed, and its daemon killed", layers::changed),
         ("an image that is full", layers::full),
         ("an encrypted disk over an image in the cluster", layers::luks),
+        ("images in a configuration file", named::in_a_file),
+        ("an image is driven by `disk bench`", named::driven),
         ("namespaces, users and keyrings", clients::users),
         ("threads of the library", clients::threads),
         ("threads of the library and CPUs", clients::threads_are_placed),

@@ -1,0 +1,64 @@
+//! Images that are named in a configuration file, as logical units, and driven without a guest.
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{READY, Running, run};
+use serde_json::Value;
+
+use super::{Scene, Served};
+
+/// As a table with its own `conf`, beside a text that goes by the environment, and as a unit.
+pub(super) fn in_a_file(scene: &mut Scene) -> Result<()> {
+    for name in ["table", "text", "unit"] {
+        scene.image(name)?;
+    }
+    let socket = |name: &str| scene.sockets.path().join(format!("{name}.sock"));
+    let conf = scene.cluster.conf();
+    let table = format!("{{ rbd = {{ image = \"table\", conf = \"{}\" }} }}", conf.display());
+    let export = |name: &str, device: &str| {
+        let path = socket(name).display().to_string();
+        format!("[[export]]\nname = \"{name}\"\nendpoint.path = \"{path}\"\n{device}\n")
+    };
+    let unit = "[[export.device.scsi]]\nlun = 3\ndisk = \"rbd:rbd/unit\"";
+    let exports = [
+        export("table", &format!("device.blk = {table}")),
+        export("text", "device.blk = \"rbd:text\""),
+        export("unit", unit),
+    ];
+    let (file, control) = (scene.cluster.path("ringhaul.toml"), socket("control"));
+    std::fs::write(&file, exports.concat())?;
+    let mut command = scene.ringhaul(&["serve", "--config"])?;
+    command.arg(&file).arg("--control").arg(&control);
+    let mut daemon = Running::serve(&mut command)?;
+    for _ in 1..exports.len() {
+        daemon.wait_for(READY)?;
+    }
+    let mut served = Served { daemon, socket: socket("table"), control };
+    for (name, options) in [("table", ""), ("text", ""), ("unit", "--device scsi --lun 3")] {
+        served.socket = socket(name);
+        let load = served.load(&format!("--number_ios 300 {options}"))?;
+        let said = load.finish()?.expect_code(0).context(name)?.stdout;
+        ensure!(said.contains(" 0 reads with wrong data"), "{name}: {said}");
+    }
+    served.end()?;
+    // Each load went to its own image, which has nothing otherwise.
+    for name in ["table", "text", "unit"] {
+        let has = scene.cluster.tool("rbd", &["diff", name])?;
+        ensure!(has.lines().count() > 1, "nothing was written to {name}: {has}");
+    }
+    Ok(())
+}
+
+pub(super) fn driven(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("driven")?;
+    let drive = |options: &str| -> Result<_> {
+        let mut command = scene.ringhaul(&["disk", "bench", &disk, "--runtime", "500ms"])?;
+        run(command.args(options.split_whitespace()))
+    };
+    let said = drive("--rw randrw --numjobs 2 --destroy-contents --json")?.expect_code(0)?.stdout;
+    let said: Value = serde_json::from_str(&said).context("reading the result")?;
+    for figure in ["read_iops", "write_iops", "bandwidth_bytes_per_s", "latency_mean_us"] {
+        ensure!(said[figure].as_f64() > Some(0.0), "{figure} is {}", said[figure]);
+    }
+    ensure!(said["errors"] == 0 && said["disk_size_bytes"] == super::IMAGE_BYTES, "{said}");
+    drive("--rw write")?.expect_refusal(&["--destroy-contents"])
+}
