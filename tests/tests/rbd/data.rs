@@ -152,7 +152,8 @@ pub(super) fn flushed(scene: &mut Scene) -> Result<()> {
 
 pub(super) fn resized(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("resized")?;
-    let mut served = scene.serve("resized", &disk, &[])?;
+    // Otherwise each write that finds no room would be held for 20 s.
+    let mut served = scene.serve("resized", &disk, &["--werror", "report"])?;
     let mut front_end = served.connect()?;
     scene.cluster.tool("rbd", &["resize", "--no-progress", "resized", "--size", "96M"])?;
     served.daemon.wait_for("the disk has 100663296 bytes, not 67108864")?;
