@@ -94,6 +94,7 @@ impl Engine {
     }
 
     /// Whether the loop is part of another one.
+    #[cfg(feature = "rbd")]
     pub(crate) fn is_embedded(&self) -> bool {
         self.config.embedded
     }

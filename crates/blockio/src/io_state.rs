@@ -7,7 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
-#[cfg(feature = "nbd")]
+#[cfg(any(feature = "nbd", feature = "rbd"))]
 use std::{any::Any, rc::Weak};
 
 use iomem::Buffers;
@@ -39,7 +39,7 @@ pub struct Io {
     pub(crate) stats: Arc<Stats>,
     pub(crate) bounce_budget: BounceBudget,
     /// What kinds of disks have here, by the address of what they have for all IoThreads.
-    #[cfg(feature = "nbd")]
+    #[cfg(any(feature = "nbd", feature = "rbd"))]
     pub(crate) kept: RefCell<Vec<(usize, Weak<dyn Any>)>>,
     /// The engine of disks without a preference.
     pub(crate) engine_kind: EngineKind,
@@ -154,7 +154,7 @@ impl Io {
             }),
             reactor: RefCell::default(),
             bounce_budget: BounceBudget::new(config.bounce, &running, &stats),
-            #[cfg(feature = "nbd")]
+            #[cfg(any(feature = "nbd", feature = "rbd"))]
             kept: RefCell::default(),
             _known: Known::new(&mailbox, &running),
             running,

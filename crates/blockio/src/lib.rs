@@ -50,6 +50,7 @@ mod rare;
 mod reactor;
 mod remote;
 pub mod stats;
+mod stay;
 mod sync;
 mod task;
 mod task_key;

@@ -112,7 +112,7 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["task_key", "trial"]),
+            (0, &["stay", "task_key", "trial"]),
             (1, &["clock", "pending"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.
@@ -172,9 +172,11 @@ pub(super) const FLOORS: &[Floors] = &[
             (30, &["disk::nbd::disk"]),
             (30, &["disk::nbd"]),
             (0, &["disk::rbd::api", "disk::rbd::name"]),
-            (22, &["disk::rbd::nearby", "disk::rbd::waiting"]),
+            (22, &["disk::rbd::waiting"]),
             (23, &["disk::rbd::image"]),
-            (24, &["disk::rbd::open", "disk::rbd::shared"]),
+            (24, &["disk::rbd::shared"]),
+            (25, &["disk::rbd::nearby"]),
+            (26, &["disk::rbd::open"]),
             (26, &["disk::rbd::requests"]),
             (27, &["disk::rbd"]),
             (0, &["disk::luks::hash", "disk::luks::undumped", "disk::luks::xts"]),

@@ -16,6 +16,7 @@ use crate::lane::pool_threads;
 use crate::mailbox::{Mailbox, OpResult};
 use crate::op::Completer;
 use crate::rare::Rare;
+use crate::stay;
 
 /// A thread makes system calls and nothing else.
 const STACK_BYTES: usize = 128 << 10;
@@ -94,11 +95,15 @@ impl Threads {
         self.handles.retain(|handle| !handle.is_finished());
         for _ in 0..wanted {
             let pool = Arc::clone(&self.pool);
+            let be_anywhere = stay::for_new_thread();
             self.pool.count_thread();
             let thread = std::thread::Builder::new()
                 .name("ringhaul-pool".into())
                 .stack_size(self.stack_bytes)
-                .spawn(move || pool_thread(&pool));
+                .spawn(move || {
+                    be_anywhere();
+                    pool_thread(&pool)
+                });
             match thread {
                 Ok(handle) => self.handles.push(handle),
                 Err(error) => {

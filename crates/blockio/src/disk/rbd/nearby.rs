@@ -7,22 +7,26 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
 use rustix::process::Pid;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
+use super::shared::Shared;
+use crate::clock;
 use crate::io::Io;
+use crate::stay::Stay;
 use crate::trial::{Step, Trial};
 
 /// Operations in each span of a trial: two of those of the trial whether to poll beside threads of
 /// others, so that each of these has as much of either.
 const SPAN_OPS: usize = 512;
 
-/// How many of them the outcome holds for.
+/// How many of them the outcome holds for, and how long at most.
 const PERIOD_OPS: usize = 64 * SPAN_OPS;
+const PERIOD: Duration = Duration::from_secs(2);
 
 /// After so much time without an operation the IoThread and the others may be anywhere again.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -52,20 +56,20 @@ pub(super) struct Census {
 
 impl Census {
     pub(super) fn begin() -> Self {
-        let mut openings = openings();
-        openings.now += 1;
-        openings.begun += 1;
-        let number = (openings.now == 1).then_some(openings.begun);
+        let number = {
+            let mut openings = openings();
+            openings.now += 1;
+            openings.begun += 1;
+            (openings.now == 1).then_some(openings.begun)
+        };
         Self { before: threads().unwrap_or_default().into_iter().collect(), number }
     }
 
     /// The threads of the handle that operations pass through.
     pub(super) fn end(self) -> Vec<Pid> {
-        if self.number != Some(openings().begun) {
-            return Vec::new();
-        }
         let new = threads().unwrap_or_default().into_iter().filter(|id| !self.before.contains(id));
-        new.filter(|id| has_part(*id)).filter_map(Pid::from_raw).collect()
+        let found = new.filter_map(Pid::from_raw).filter(|id| has_part(*id)).collect();
+        if self.number == Some(openings().begun) { found } else { Vec::new() }
     }
 }
 
@@ -81,125 +85,189 @@ fn threads() -> std::io::Result<Vec<i32>> {
     Ok(ids.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect())
 }
 
-/// Whether operations pass through this thread.
-fn has_part(id: i32) -> bool {
-    let name = std::fs::read_to_string(format!("/proc/self/task/{id}/comm")).unwrap_or_default();
+/// Whether this is a thread that operations pass through. One that has ended may have left its
+/// number to another.
+fn has_part(thread: Pid) -> bool {
+    let path = format!("/proc/self/task/{}/comm", thread.as_raw_nonzero());
+    let name = std::fs::read_to_string(path).unwrap_or_default();
     NAMES.iter().any(|known| name.starts_with(known))
 }
 
-thread_local! {
-    static STAYING: RefCell<Staying> = const { RefCell::new(Staying { handles: 0, before: None }) };
+/// Where an IoThread and the threads of its images are. There is one for each IoThread that has
+/// images.
+pub(super) struct Nearby {
+    placement: RefCell<Placement>,
+    images: RefCell<Vec<Weak<Shared>>>,
 }
 
-/// Whether this thread keeps to one CPU.
-struct Staying {
-    /// Handles whose threads are with it.
-    handles: u32,
-    /// Where it may be otherwise.
-    before: Option<CpuSet>,
-}
+impl Nearby {
+    /// That of this IoThread.
+    pub(super) fn of(io: &Io) -> Rc<Self> {
+        let key = (&raw const OPENINGS).addr();
+        io.kept(key).unwrap_or_else(|| {
+            let placement = RefCell::new(Placement::new(io));
+            let nearby = Rc::new(Self { placement, images: RefCell::default() });
+            io.keep(key, &nearby);
+            nearby
+        })
+    }
 
-/// Has this thread stay where it is. Returns that CPU.
-fn stay() -> Result<usize, Errno> {
-    let cpu = sched_getcpu();
-    STAYING.with_borrow_mut(|staying| {
-        if staying.handles == 0 {
-            staying.before = Some(sched_getaffinity(None)?);
-            sched_setaffinity(None, &only(cpu))?;
+    /// This IoThread begins to use an image.
+    pub(super) fn join(&self, image: &Arc<Shared>) {
+        let mut images = self.images.borrow_mut();
+        images.retain(|other| other.strong_count() > 0);
+        if !images.iter().any(|other| std::ptr::eq(other.as_ptr(), Arc::as_ptr(image))) {
+            images.push(Arc::downgrade(image));
         }
-        staying.handles += 1;
-        Ok(cpu)
-    })
-}
+    }
 
-/// Takes a call of [`stay`] back.
-fn leave() {
-    STAYING.with_borrow_mut(|staying| {
-        staying.handles -= 1;
-        if staying.handles == 0
-            && let Some(before) = staying.before.take()
-        {
-            // It fails where none of those CPUs is left, and the kernel has chosen others.
-            let _ = sched_setaffinity(None, &before);
+    /// The threads of an image are let go, before another IoThread may bring them to it.
+    pub(super) fn release(&self) {
+        self.placement.borrow_mut().release();
+    }
+
+    /// An operation of an image has ended.
+    pub(super) fn advance(self: &Rc<Self>, io: &Rc<Io>, image: &Shared) {
+        let has_gathered = {
+            let mut placement = self.placement.borrow_mut();
+            if placement.is_fixed || image.image.threads().is_empty() {
+                return;
+            }
+            if image.is_divided() {
+                // Nobody knows for which of its IoThreads the threads work.
+                placement.release();
+                return;
+            }
+            placement.advance(clock::now(), || self.threads())
+        };
+        if has_gathered {
+            io.spawn(wait_for_pause(Rc::clone(self), Rc::clone(io)));
         }
-    });
+    }
+
+    /// The threads of the images that only this IoThread uses.
+    fn threads(&self) -> Vec<Pid> {
+        let images = self.images.borrow();
+        let images = images.iter().filter_map(Weak::upgrade).filter(|image| !image.is_divided());
+        images.flat_map(|image| image.image.threads().to_vec()).collect()
+    }
 }
 
-fn only(cpu: usize) -> CpuSet {
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    set
+/// Lets the threads go when there are no operations any more.
+async fn wait_for_pause(nearby: Rc<Nearby>, io: Rc<Io>) {
+    let look = || nearby.placement.borrow_mut().release_at(clock::now());
+    while let Some(until) = look() {
+        io.wake_me_at(until);
+        io.suspend().await;
+    }
 }
 
-/// Where the threads of a handle are, as the IoThread decides that uses it.
-pub(super) struct Placement {
+/// Decides whether threads are with the one that made this.
+struct Placement {
     /// Anywhere, and on the CPU of this thread.
     trial: Trial,
-    last: Option<Instant>,
-    /// Where the threads may be otherwise, while they are here.
-    before: Option<CpuSet>,
+    last: Instant,
+    /// Since when the outcome of the trial holds.
+    decided: Option<Instant>,
+    gathered: Option<Gathered>,
+    /// A task waits for a pause.
+    is_watched: bool,
     /// There is but one CPU, or the kernel has refused, or the thread is somebody else's.
     is_fixed: bool,
 }
 
+/// Threads that are on the CPU of this one.
+struct Gathered {
+    stay: Stay,
+    /// With where they may be otherwise.
+    threads: Vec<(Pid, CpuSet)>,
+}
+
+impl Drop for Gathered {
+    fn drop(&mut self) {
+        for (thread, before) in self.threads.iter().filter(|(thread, _)| has_part(*thread)) {
+            self.stay.let_go(Some(*thread), before);
+        }
+    }
+}
+
 impl Placement {
     /// For this thread. An IoThread that is part of another loop leaves alone where that runs.
-    pub(super) fn new(io: &Io) -> Self {
+    fn new(io: &Io) -> Self {
         let cpus = sched_getaffinity(None).map_or(0, |cpus| cpus.count());
-        let is_fixed = io.ops.borrow().engine.is_embedded() || cpus < 2;
-        let trial = Trial::new(SPAN_OPS, PERIOD_OPS);
-        Self { trial, last: None, before: None, is_fixed }
+        Self {
+            trial: Trial::new(SPAN_OPS, PERIOD_OPS),
+            last: clock::now(),
+            decided: None,
+            gathered: None,
+            is_watched: false,
+            is_fixed: io.ops.borrow().engine.is_embedded() || cpus < 2,
+        }
     }
 
-    /// An operation of these threads has ended.
-    pub(super) fn advance(&mut self, threads: &[Pid], now: Instant) {
-        if self.is_fixed || threads.is_empty() {
-            return;
-        }
-        let last = self.last.replace(now).unwrap_or(now);
-        if now.saturating_duration_since(last) > PAUSE {
-            self.trial.begin();
+    /// An operation of `threads` has ended. True: they were brought here, and somebody has to
+    /// watch for a pause.
+    fn advance(&mut self, now: Instant, threads: impl FnOnce() -> Vec<Pid>) -> bool {
+        let last = std::mem::replace(&mut self.last, now);
+        let is_old = |since: Instant| now.saturating_duration_since(since) > PERIOD;
+        if now.saturating_duration_since(last) > PAUSE || self.decided.is_some_and(is_old) {
+            self.begin();
         }
         match self.trial.advance(1, now) {
-            Some(Step::Over) => self.trial.begin(),
+            Some(Step::Over) => self.begin(),
             Some(Step::Decided { percent }) => {
+                self.decided = Some(now);
                 tracing::debug!("on one CPU an operation of librbd takes {percent}% of the time");
             }
             Some(Step::Span) | None => {}
         }
-        match (self.trial.is_second(), self.before.is_some()) {
-            (true, false) => self.gather(threads),
-            (false, true) => self.release(threads),
+        match (self.trial.is_second(), self.gathered.is_some()) {
+            (true, false) => self.gather(&threads()),
+            (false, true) => self.gathered = None,
             _ => {}
         }
+        self.gathered.is_some() && !std::mem::replace(&mut self.is_watched, true)
+    }
+
+    fn begin(&mut self) {
+        self.decided = None;
+        self.trial.begin();
     }
 
     /// Brings the threads here.
     #[cold]
     fn gather(&mut self, threads: &[Pid]) {
-        let mut gather = || {
-            let before = sched_getaffinity(Some(threads[0]))?;
-            let here = only(stay()?);
-            self.before = Some(before);
-            threads.iter().try_for_each(|thread| sched_setaffinity(Some(*thread), &here))
-        };
-        if let Err(error) = gather() {
-            tracing::debug!("threads of librbd cannot be placed: {error}");
-            self.is_fixed = true;
-            self.release(threads);
+        if threads.is_empty() {
+            return;
+        }
+        match Stay::begin() {
+            Ok(stay) => {
+                let threads = threads.iter().filter(|thread| has_part(**thread));
+                let threads = threads.filter_map(|thread| Some((*thread, stay.bring(*thread)?)));
+                self.gathered = Some(Gathered { threads: threads.collect(), stay });
+            }
+            Err(error) => {
+                tracing::debug!("threads of librbd cannot be placed: {error}");
+                self.is_fixed = true;
+            }
         }
     }
 
-    /// Lets the threads go.
-    #[cold]
-    pub(super) fn release(&mut self, threads: &[Pid]) {
-        if let Some(before) = self.before.take() {
-            for thread in threads {
-                // As in `leave`.
-                let _ = sched_setaffinity(Some(*thread), &before);
-            }
-            leave();
+    /// Lets the threads go, and forgets what was found out.
+    fn release(&mut self) {
+        self.gathered = None;
+        self.begin();
+    }
+
+    /// Lets the threads go if there was a pause. Otherwise, if they are here, when it is to be
+    /// looked again.
+    fn release_at(&mut self, now: Instant) -> Option<Instant> {
+        let until = self.last + PAUSE;
+        if now >= until {
+            self.gathered = None;
         }
+        self.is_watched = self.gathered.is_some();
+        self.is_watched.then_some(until)
     }
 }
 
@@ -207,6 +275,8 @@ impl Placement {
 mod tests {
     use std::sync::mpsc;
     use std::thread;
+
+    use rustix::thread::gettid;
 
     use super::*;
     use crate::config::IoThreadConfig;
@@ -229,6 +299,16 @@ mod tests {
         (end, other)
     }
 
+    /// Has so many operations end, which take as many microseconds if the thread is `near`, or
+    /// `far` from here.
+    fn run(placement: &mut Placement, thread: Pid, ops: usize, [near, far]: [u64; 2]) {
+        for _ in 0..ops {
+            let micros = if cpus(thread) == 1 { near } else { far };
+            let now = placement.last + Duration::from_micros(micros);
+            placement.advance(now, || vec![thread]);
+        }
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn threads_are_here_while_that_is_faster() {
@@ -237,9 +317,9 @@ mod tests {
             eprintln!("skipped: threads on one CPU or several: there is one CPU");
             return;
         }
-        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let io_thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let census = Census::begin();
-        let (end, first) = start_other();
+        let (first_end, first) = start_other();
         let overlapping = Census::begin();
         let (second_end, second) = start_other();
         assert!(overlapping.end().is_empty(), "somebody else was opening a handle");
@@ -247,37 +327,33 @@ mod tests {
         let census = Census::begin();
         let (third_end, third) = start_other();
         let threads = census.end();
-        drop(Census::begin());
-        let census = Census::begin();
-        let (last_end, last) = start_other();
-        let other_threads = census.end();
-        assert_eq!([threads.len(), other_threads.len()], [1, 1]);
-        let own = rustix::thread::gettid();
-        let (mut now, mut placement) = (Instant::now(), Placement::new(thread.io()));
-        let mut run = |placement: &mut Placement, ops: usize, near: u64, far: u64| {
-            for _ in 0..ops {
-                let is_near = cpus(threads[0]) == 1;
-                now += Duration::from_micros(if is_near { near } else { far });
-                placement.advance(&threads, now);
-            }
-        };
-        run(&mut placement, SPAN_OPS, 50, 100);
-        assert_eq!([threads[0], own].map(cpus), [1, 1], "one CPU is tried");
-        run(&mut placement, SPAN_OPS, 50, 100);
-        assert_eq!([threads[0], own].map(cpus), [all, all]);
-        run(&mut placement, 4 * SPAN_OPS, 50, 100);
-        assert_eq!([threads[0], own].map(cpus), [1, 1], "it is faster");
-        // Another handle that this IoThread uses.
-        let mut other = Placement::new(thread.io());
-        other.gather(&other_threads);
-        run(&mut placement, 1, 200_000, 0);
-        assert_eq!([threads[0], own].map(cpus), [all, 1], "a pause ends it");
-        other.release(&other_threads);
-        assert_eq!([other_threads[0], own].map(cpus), [all, all]);
-        run(&mut placement, 6 * SPAN_OPS, 100, 50);
-        assert_eq!([threads[0], own].map(cpus), [all, all], "it is slower");
-        drop([end, second_end, third_end, last_end]);
-        for thread in [first, second, third, last] {
+        assert_eq!(threads.len(), 1);
+        let (thread, own) = (threads[0], gettid());
+        let both = || [thread, own].map(cpus);
+        let mut placement = Placement::new(io_thread.io());
+        run(&mut placement, thread, SPAN_OPS, [50, 100]);
+        assert_eq!(both(), [1, 1], "one CPU is tried");
+        // What this thread starts is free.
+        let (told, cpus_of_new) = mpsc::channel();
+        let tell = move || told.send(cpus(gettid())).unwrap();
+        io_thread.io().start_thread("new", tell).unwrap();
+        assert_eq!(cpus_of_new.recv().unwrap(), all);
+        run(&mut placement, thread, SPAN_OPS, [50, 100]);
+        assert_eq!(both(), [all, all]);
+        run(&mut placement, thread, 4 * SPAN_OPS, [50, 100]);
+        assert_eq!(both(), [1, 1], "it is faster");
+        assert_eq!(placement.release_at(placement.last), Some(placement.last + PAUSE));
+        assert_eq!((both(), placement.release_at(placement.last + PAUSE)), ([1, 1], None));
+        assert_eq!(both(), [all, all], "a pause ends it");
+        run(&mut placement, thread, 1, [200_000; 2]);
+        run(&mut placement, thread, 6 * SPAN_OPS, [100, 50]);
+        assert_eq!(both(), [all, all], "it is slower");
+        run(&mut placement, thread, 2 * SPAN_OPS - 1, [100, 20_000]);
+        assert_eq!(both(), [1, 1], "it is tried again, because the outcome is old");
+        placement.release();
+        assert_eq!(both(), [all, all]);
+        drop([first_end, second_end, third_end]);
+        for thread in [first, second, third] {
             thread.join().unwrap();
         }
     }

@@ -82,7 +82,10 @@ fn open_patiently(name: &RbdImage, info: DiskInfo) -> Result<(Image, DiskInfo, F
     };
     let census = Census::begin();
     let cluster = connect(name, info.direct)?;
-    let threads = if name.free_threads { Vec::new() } else { census.end() };
+    let mut threads = census.end();
+    if name.free_threads {
+        threads.clear();
+    }
     let [pool_name, namespace, image_name] =
         [&name.pool, &name.namespace, &name.image].map(|part| text(part));
     let said = |error: io::Error| format!("the cluster does not say what it is like: {error}");

@@ -4,19 +4,16 @@
 //! still fill memory after the request was answered, because the image was given up. So data goes
 //! through memory of ours, which librbd keeps for as long as it needs it.
 
-use std::cell::RefCell;
 use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use iomem::{Buffers, LentBlock, fits};
 
-use super::nearby::Placement;
+use super::nearby::Nearby;
 use super::shared::Shared;
 use crate::bounce::BounceShare;
-use crate::clock;
 use crate::disk::info::{Extent, Unfinished};
 use crate::disk::seam::{OtherDisk, Request};
 use crate::foreign_op::ForeignOp;
@@ -37,7 +34,7 @@ pub(super) struct RbdDisk {
     shared: Arc<Shared>,
     share: Rc<BounceShare>,
     io: Rc<Io>,
-    placement: RefCell<Placement>,
+    nearby: Rc<Nearby>,
 }
 
 /// A part of a transfer, in memory of ours.
@@ -50,18 +47,10 @@ struct Piece {
 impl RbdDisk {
     pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
         let share = io.bounce_budget.share(shared);
-        shared.users.fetch_add(1, Ordering::Relaxed);
-        let placement = RefCell::new(Placement::new(io));
-        Self { shared: Arc::clone(shared), share, io: Rc::clone(io), placement }
-    }
-
-    /// An operation has ended. The threads of librbd can be with one IoThread only.
-    fn has_ended(&self) {
-        let (mut placement, threads) = (self.placement.borrow_mut(), self.shared.image.threads());
-        match self.shared.users.load(Ordering::Relaxed) {
-            1 => placement.advance(threads, clock::now()),
-            _ => placement.release(threads),
-        }
+        let nearby = Nearby::of(io);
+        shared.add_user(io);
+        nearby.join(shared);
+        Self { shared: Arc::clone(shared), share, io: Rc::clone(io), nearby }
     }
 
     /// Memory for as much of `left` bytes as goes at once.
@@ -80,7 +69,7 @@ impl RbdDisk {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
         let done = self.shared.image.read(&self.io, offset, memory, ours).await;
-        self.has_ended();
+        self.nearby.advance(&self.io, &self.shared);
         let moved = match done.result {
             Ok(moved) => moved,
             // An image that somebody has made smaller ends before it.
@@ -104,7 +93,7 @@ impl RbdDisk {
         let bytes = ours.bytes();
         ours.copy_from_buffers(buffers, bytes);
         let done = self.shared.image.write(&self.io, offset, memory, ours).await;
-        self.has_ended();
+        self.nearby.advance(&self.io, &self.shared);
         let is_beyond = done.result.as_ref().is_err_and(is_invalid);
         let result = done.result.map_err(|error| self.seen(error));
         // An image that somebody has made smaller ends before it, or within it: librbd leaves out
@@ -199,8 +188,8 @@ fn is_invalid(error: &io::Error) -> bool {
 
 impl Drop for RbdDisk {
     fn drop(&mut self) {
-        self.shared.users.fetch_sub(1, Ordering::Relaxed);
-        self.placement.get_mut().release(self.shared.image.threads());
+        self.nearby.release();
+        self.shared.remove_user(&self.io);
     }
 }
 

@@ -1,7 +1,8 @@
 //! An image for all threads that use it.
 
 use std::io;
-use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use iomem::fits;
@@ -9,6 +10,7 @@ use iomem::fits;
 use super::image::Image;
 use crate::disk::waiting::Turns;
 use crate::error::Error;
+use crate::io::Io;
 
 /// How many pieces of discards the cluster has at once for one image.
 const DISCARDS_AT_ONCE: usize = 4;
@@ -22,8 +24,10 @@ pub(super) struct Shared {
     pub(super) object_bytes: u64,
     /// Pieces of discards, which take turns.
     pub(super) discards: Turns,
-    /// IoThreads that use it.
-    pub(super) users: AtomicUsize,
+    /// The IoThreads that use it, each as often as it has a disk of it.
+    users: Mutex<Vec<usize>>,
+    /// They are several.
+    is_divided: AtomicBool,
     /// An errno after which nobody knows what of the data is in the cluster; 0 for none.
     lost: AtomicI32,
     /// As it was found last, when librbd had told this many changes.
@@ -50,13 +54,39 @@ impl Shared {
             name,
             object_bytes,
             discards: Turns::of(DISCARDS_AT_ONCE),
-            users: AtomicUsize::new(0),
+            users: Mutex::default(),
+            is_divided: AtomicBool::new(false),
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
             finding: Mutex::new(()),
             asking: Mutex::default(),
         }
+    }
+
+    /// An IoThread begins to use it, once more.
+    pub(super) fn add_user(&self, io: &Rc<Io>) {
+        self.change_users(|users| users.push(Rc::as_ptr(io).addr()));
+    }
+
+    /// Takes an [`add_user`](Self::add_user) back.
+    pub(super) fn remove_user(&self, io: &Rc<Io>) {
+        self.change_users(|users| {
+            let place = users.iter().position(|user| *user == Rc::as_ptr(io).addr());
+            users.swap_remove(place.expect("a disk was added when it was made"));
+        });
+    }
+
+    fn change_users(&self, change: impl FnOnce(&mut Vec<usize>)) {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut users);
+        let is_divided = users.iter().any(|user| *user != users[0]);
+        self.is_divided.store(is_divided, Ordering::Relaxed);
+    }
+
+    /// Whether several IoThreads use it.
+    pub(super) fn is_divided(&self) -> bool {
+        self.is_divided.load(Ordering::Relaxed)
     }
 
     pub(super) fn refused(&self, reason: &str) -> Error {

@@ -15,6 +15,7 @@ pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use ring::Ring;
 
 use crate::engine::pool::Pool;
+use crate::stay;
 
 /// Whether the kernel has taken the jobs of the pool, which then needs no threads: never.
 #[inline]
@@ -35,5 +36,10 @@ pub(in crate::engine) fn sleep(
 
 /// Starts a thread for work that may block.
 pub(crate) fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
+    let be_anywhere = stay::for_new_thread();
+    let work = move || {
+        be_anywhere();
+        work();
+    };
     thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }
