@@ -261,7 +261,7 @@ impl OtherSource for NbdSource {
     /// Without multi-conn no flush of whoever goes on covers what was written here.
     fn write_back(&self) -> Result<(), Error> {
         let shared = self.shared();
-        while !self.info.read_only && !shared.is_lost() && shared.needs_flush_of_its_own() {
+        while !self.info.read_only && shared.needs_flush_of_its_own() {
             let flushed = match shared.home_remote() {
                 Some((number, home)) => match self.flush_at(&home) {
                     Some(flushed) => flushed,

@@ -251,7 +251,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     let incoming = Watched::new(io, flow, Interest::Readable)?;
     // Only while the socket has no room: else each byte that leaves it would be announced.
     let mut room: Option<Watched<'_>> = None;
-    let (mut tick, mut is_late, mut has_flushed) = (None, false, false);
+    let (mut tick, mut is_late) = (None, false);
     loop {
         if pipe.shared.is_unwanted() {
             pipe.fail(libc::EIO, None);
@@ -287,7 +287,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             return Ok(());
         }
         if pipe.is_retiring(index) && !is_busy {
-            if retire(pipe, index, flow, &mut has_flushed)? {
+            if retire(pipe, index, flow) {
                 return Ok(());
             }
             continue;
@@ -306,22 +306,13 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
 
 /// Ends a connection that does not know how large the export is by now, as if it had never been.
 /// False: it has to flush before.
-fn retire(
-    pipe: &Pipe,
-    index: usize,
-    flow: &mut Flow,
-    has_flushed: &mut bool,
-) -> Result<bool, Broken> {
+fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
     if pipe.shared.needs_flush_of_its_own() {
-        if std::mem::replace(has_flushed, true) {
-            let why = "it was to be replaced, and the server has failed a flush";
-            return Err(Broken::Gone(why.to_owned()));
-        }
         pipe.flush_link(index);
-        return Ok(false);
+        return false;
     }
     flow.say_goodbye();
-    Ok(true)
+    true
 }
 
 /// Notes that the server is late, or is not any more; breaks the connection at the deadline.

@@ -178,6 +178,9 @@ impl Requests {
         shared: &Shared,
     ) {
         let slot = &self.slots[number as usize];
+        if let (Command::Flush, Err(errno)) = (slot.request().command, result) {
+            shared.lose(errno);
+        }
         let is_written = slot.made.is_flushed && !slot.is_flushing && result.is_ok();
         match slot.state {
             State::Sent(index) if is_written && !matches!(slot.who, Who::Nobody) => {
@@ -210,7 +213,7 @@ impl Requests {
         }
         // Another connection has broken meanwhile, and what this one promises is perhaps lost.
         let is_broken = slot.made.promises() && shared.is_lost();
-        let result = if is_broken { Err(libc::EIO) } else { result };
+        let result = if is_broken { result.and(Err(libc::EIO)) } else { result };
         if result.is_ok() {
             match request.command {
                 Command::Flush => shared.has_flushed(slot.covers),

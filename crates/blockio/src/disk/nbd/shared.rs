@@ -222,9 +222,10 @@ impl Shared {
     }
 
     /// Whether a flush on one connection is needed before it ends: no other would cover what was
-    /// written on it.
+    /// written on it. Where something is lost, none succeeds.
     pub(super) fn needs_flush_of_its_own(&self) -> bool {
-        !self.facts.can(can::MULTI_CONN) && self.facts.can(can::FLUSH) && !self.is_flushed()
+        let can_flush = self.facts.can(can::FLUSH) && !self.is_lost();
+        !self.facts.can(can::MULTI_CONN) && can_flush && !self.is_flushed()
     }
 
     pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {
@@ -283,11 +284,25 @@ impl Shared {
 
     /// A connection broke: what becomes of the changes that were answered before.
     pub(super) fn has_broken(&self) -> Unflushed {
-        match (self.is_flushed(), self.options.distrust) {
+        match (self.is_flushed() || self.is_lost(), self.options.distrust) {
             (true, _) => Unflushed::Nothing,
             (false, false) => Unflushed::Trusted,
             (false, true) if self.is_lost.swap(true, Ordering::Relaxed) => Unflushed::Nothing,
             (false, true) => Unflushed::Lost,
+        }
+    }
+
+    /// The server has failed a flush, and the next one may succeed without what this one was to
+    /// keep. Any error counts: servers send `EINVAL` for those that the protocol does not have.
+    pub(super) fn lose(&self, errno: i32) {
+        if !self.is_lost.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                "{}: the server has failed a flush: {}; what was written since the last one that \
+                 succeeded may be lost, and all further flushes fail; check the server and the \
+                 disk, then restart the export",
+                self.options,
+                std::io::Error::from_raw_os_error(errno)
+            );
         }
     }
 

@@ -204,6 +204,28 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
     }
 }
 
+/// The server may forget what it could not write, and flush the rest.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_flush_that_the_server_fails_is_a_loss_and_one_that_is_late_is_none() {
+    for (is_answered, expected) in [(false, None), (true, Some(libc::EIO))] {
+        let server = Server::start(MIB, FLAGS);
+        let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        server.change(|state| match is_answered {
+            true => state.failing_flushes = 1,
+            false => state.holds = (FLUSH, 1),
+        });
+        let failed = Running::flush(&thread, &disk).end(&thread);
+        assert_eq!(failed, expected.or(Some(libc::ETIMEDOUT)));
+        assert_eq!(source.loss(), expected);
+        assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
+        assert_eq!(read(&thread, &disk, 0), 1, "reads go on");
+    }
+}
+
 /// Nobody relies on the write yet: it is made again, with its flush.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

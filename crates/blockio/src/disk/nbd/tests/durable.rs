@@ -6,7 +6,7 @@ use super::super::handshake::can;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
 use super::super::target::NbdOptions;
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
-use crate::disk::{Disk, DiskSource, ErrorAction, ErrorPolicy};
+use crate::disk::{Disk, DiskSource, DiskState, ErrorAction, ErrorPolicy};
 use crate::io_thread::IoThread;
 
 /// What is left of a durable write that fails, in bytes, and its errno.
@@ -73,17 +73,23 @@ fn a_durable_write_whose_flush_is_late_is_tried_again() {
 /// The next flush may succeed, and whoever has written something else would not know of the loss.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_durable_write_whose_flush_the_server_fails_is_reported() {
-    let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
-    let (thread, home, source) = (new_thread(), new_thread(), open(server.options()));
-    try_again(&source);
-    let _disk = source.attach(home.io());
-    for by in [&home, &thread] {
+fn a_durable_write_whose_flush_the_server_fails_is_reported_and_a_loss() {
+    for is_home in [true, false] {
+        let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
+        let (thread, home, source) = (new_thread(), new_thread(), open(server.options()));
+        try_again(&source);
+        let disk = Rc::new(source.attach(home.io()));
+        assert_eq!(Running::write(&home, &disk, 4096, 2).end(&home), None);
         server.change(|state| state.failing_flushes = 1);
-        let disk = Rc::new(source.attach(by.io()));
-        assert_eq!(failed([by, &home], &disk), (0, Some(libc::EIO)));
+        let by = if is_home { &home } else { &thread };
+        let writer = Rc::new(source.attach(by.io()));
+        assert_eq!(failed([by, &home], &writer), (0, Some(libc::EIO)));
+        assert_eq!(server.state().seen.len(), 3);
+        assert_eq!((source.state(), source.loss()), (DiskState::Lost, Some(libc::EIO)));
+        assert_eq!(Running::flush(&home, &disk).end(&home), Some(libc::EIO));
+        let later = Running::write_durably(&home, &disk, 0, 1);
+        assert_eq!(later.end(&home), Some(libc::EIO));
     }
-    assert_eq!(server.state().seen.len(), 4);
 }
 
 /// However often it is made again.

@@ -199,8 +199,15 @@ fn what_was_written_is_flushed_when_its_home_has_ended() {
         drop((home, disk));
         assert_eq!(source.write_back().is_err(), fails_flushes);
         assert_eq!(source.is_flushed(), !fails_flushes);
+        assert_eq!(source.loss(), fails_flushes.then_some(libc::EIO));
         let thread = new_thread();
-        assert_eq!(read(&thread, &source.attach(thread.io()), 0), 1);
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(read(&thread, &disk, 0), 1);
+        if fails_flushes {
+            // Whoever tries again takes the loss over.
+            assert!(source.write_back().is_ok());
+            assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
+        }
         let events = server.state().events.clone();
         let expected = [WRITE, FLUSH, READ].map(|command| Event::Request(0, command));
         assert_eq!(events, expected, "another connection was made");

@@ -41,6 +41,26 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
     }
 }
 
+/// The next connection has nothing that a flush could fail for.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn what_a_replaced_connection_could_not_flush_is_lost() {
+    let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+    server.change(|state| {
+        state.failing_flushes = 1;
+        state.content.resize(2 * MIB, 0);
+    });
+    assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
+    assert_eq!(read(&thread, &disk, MIB as u64), 0, "on another connection");
+    let is_flush = |seen: &&Event| matches!(seen, Event::Request(_, FLUSH));
+    assert_eq!(server.state().events.iter().filter(is_flush).count(), 1);
+    assert_eq!((source.state(), source.loss()), (DiskState::Lost, Some(libc::EIO)));
+    assert_eq!(Running::flush(&thread, &disk).end(&thread), Some(libc::EIO));
+}
+
 /// Otherwise two connections would replace each other for as long as it grows.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
