@@ -135,7 +135,9 @@ impl Nearby {
             }
             if image.is_divided() {
                 // Nobody knows for which of its IoThreads the threads work.
-                placement.release();
+                if placement.has_one_of(image.image.threads()) {
+                    placement.release();
+                }
                 return;
             }
             placement.advance(clock::now(), || self.threads())
@@ -253,6 +255,11 @@ impl Placement {
         }
     }
 
+    fn has_one_of(&self, threads: &[Pid]) -> bool {
+        let mut here = self.gathered.iter().flat_map(|gathered| &gathered.threads);
+        here.any(|(thread, _)| threads.contains(thread))
+    }
+
     /// Lets the threads go, and forgets what was found out.
     fn release(&mut self) {
         self.gathered = None;
@@ -342,6 +349,7 @@ mod tests {
         assert_eq!(both(), [all, all]);
         run(&mut placement, thread, 4 * SPAN_OPS, [50, 100]);
         assert_eq!(both(), [1, 1], "it is faster");
+        assert!(placement.has_one_of(&threads) && !placement.has_one_of(&[own]));
         assert_eq!(placement.release_at(placement.last), Some(placement.last + PAUSE));
         assert_eq!((both(), placement.release_at(placement.last + PAUSE)), ([1, 1], None));
         assert_eq!(both(), [all, all], "a pause ends it");
