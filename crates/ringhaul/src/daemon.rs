@@ -436,7 +436,9 @@ fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) ->
         disk.find_space()?;
         return Ok(disk.refresh()?);
     };
-    let covered = disk.covered_bytes()?;
+    // Others may have made it larger a moment ago.
+    let outside = disk.outside().map(|outside| outside.size_bytes()).transpose()?.flatten();
+    let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
     if size < covered && !wanted.shrink {
         bail!(
             "it has {covered} bytes, and what lies beyond {size} would be lost; ask with `shrink` \

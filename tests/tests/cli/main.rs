@@ -7,7 +7,6 @@ mod bench_scsi;
 mod config;
 mod control;
 mod ctl;
-mod disk_bench;
 mod disks;
 mod ends;
 mod independent;

@@ -47,7 +47,7 @@ fn end(mut daemon: Running) -> Result<()> {
     daemon.finish()?.expect_code(0).map(drop)
 }
 
-/// Each tenth request fails, whatever it is, and succeeds in the end.
+/// Each tenth request fails, of any kind but flushes, and succeeds in the end.
 #[test]
 fn requests_that_fail_now_and_then_are_tried_again() -> Result<()> {
     if !is_installed("nbdkit") {

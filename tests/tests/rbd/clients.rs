@@ -72,8 +72,10 @@ pub(super) fn threads_are_placed(scene: &mut Scene) -> Result<()> {
     for (option, is_tried) in [("", cpus > 1), (",free-threads=on", false)] {
         let disk = format!("{disk}{option}");
         let mut served = scene.serve("placed", &disk, &["--log", "info,blockio=debug"])?;
-        // More operations than a trial has.
-        served.load("--size 8M --number_ios 8192")?.finish()?.expect_code(0)?;
+        // More operations than a trial has, several times: a pause begins it anew.
+        for _ in 0..3 {
+            served.load("--size 8M --number_ios 8192")?.finish()?.expect_code(0)?;
+        }
         served.daemon.signal(Signal::TERM)?;
         let messages = served.daemon.finish()?.expect_code(0)?.stderr;
         let was_tried = messages.contains("on one CPU an operation of librbd takes");

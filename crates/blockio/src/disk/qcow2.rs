@@ -231,7 +231,7 @@ impl OtherSource for Qcow2Source {
 
     fn is_flushed(&self) -> bool {
         // Tables may be written back after this was asked.
-        false
+        self.below().info().read_only
     }
 
     fn may_still_change(&self) -> bool {

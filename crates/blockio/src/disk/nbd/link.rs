@@ -22,6 +22,9 @@ use crate::io::Io;
 /// A server that has not answered for this long is late.
 const LATE: Duration = Duration::from_secs(5);
 
+/// How long requests wait at most for a connection that replaces one which was new.
+const REPLACE_MAX: Duration = Duration::from_millis(250);
+
 /// Makes the connections of an IoThread, in tasks.
 pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Pipe> {
     let pipe = Pipe::new(io, shared, number, links);
@@ -76,6 +79,7 @@ async fn serve_link(service: Service, index: usize) {
             pipe.tell_condition(None);
             // While an export grows, each new connection knows more than those before it.
             if clock::now().saturating_duration_since(begun) < RETRY_MAX {
+                retry.wait = retry.wait.min(REPLACE_MAX);
                 pipe.pause(&mut retry).await;
             } else {
                 retry.wait = RETRY_MIN;

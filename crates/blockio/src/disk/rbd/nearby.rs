@@ -8,9 +8,10 @@
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
@@ -34,7 +35,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// What librados calls the threads that an operation passes through.
 const NAMES: [&str; 2] = ["msgr-worker-", "io_context_pool"];
 
+/// How long a handle waits for others that are being opened. Where a cluster is away, they take
+/// longer.
+const TURN: Duration = Duration::from_secs(5);
+
 static OPENINGS: Mutex<Openings> = Mutex::new(Openings { now: 0, begun: 0 });
+static HAS_OPENED: Condvar = Condvar::new();
 
 /// Handles that are being opened.
 struct Openings {
@@ -56,8 +62,14 @@ pub(super) struct Census {
 
 impl Census {
     pub(super) fn begin() -> Self {
+        Self::begin_within(TURN)
+    }
+
+    fn begin_within(turn: Duration) -> Self {
         let number = {
-            let mut openings = openings();
+            let (mut openings, _) = HAS_OPENED
+                .wait_timeout_while(openings(), turn, |openings| openings.now > 0)
+                .unwrap_or_else(PoisonError::into_inner);
             openings.now += 1;
             openings.begun += 1;
             (openings.now == 1).then_some(openings.begun)
@@ -69,13 +81,18 @@ impl Census {
     pub(super) fn end(self) -> Vec<Pid> {
         let new = threads().unwrap_or_default().into_iter().filter(|id| !self.before.contains(id));
         let found = new.filter_map(Pid::from_raw).filter(|id| has_part(*id)).collect();
-        if self.number == Some(openings().begun) { found } else { Vec::new() }
+        if self.number == Some(openings().begun) {
+            return found;
+        }
+        tracing::debug!("whose the threads of librbd are is not known: several images were opened");
+        Vec::new()
     }
 }
 
 impl Drop for Census {
     fn drop(&mut self) {
         openings().now -= 1;
+        HAS_OPENED.notify_one();
     }
 }
 
@@ -112,18 +129,21 @@ impl Nearby {
         })
     }
 
-    /// This IoThread begins to use an image.
-    pub(super) fn join(&self, image: &Arc<Shared>) {
-        let mut images = self.images.borrow_mut();
-        images.retain(|other| other.strong_count() > 0);
-        if !images.iter().any(|other| std::ptr::eq(other.as_ptr(), Arc::as_ptr(image))) {
-            images.push(Arc::downgrade(image));
-        }
+    /// This IoThread has one more disk of an image.
+    pub(super) fn join(&self, io: &Rc<Io>, image: &Arc<Shared>) {
+        image.add_user(io);
+        self.images.borrow_mut().push(Arc::downgrade(image));
     }
 
-    /// The threads of an image are let go, before another IoThread may bring them to it.
-    pub(super) fn release(&self) {
+    /// Takes a [`join`](Self::join) back. The threads are let go, before another IoThread may bring
+    /// them to it.
+    pub(super) fn leave(&self, io: &Rc<Io>, image: &Arc<Shared>) {
         self.placement.borrow_mut().release();
+        let mut images = self.images.borrow_mut();
+        let is_it = |other: &Weak<Shared>| std::ptr::eq(other.as_ptr(), Arc::as_ptr(image));
+        let place = images.iter().position(is_it);
+        images.swap_remove(place.expect("a disk has joined when it was made"));
+        image.remove_user(io);
     }
 
     /// An operation of an image has ended.
@@ -151,7 +171,9 @@ impl Nearby {
     fn threads(&self) -> Vec<Pid> {
         let images = self.images.borrow();
         let images = images.iter().filter_map(Weak::upgrade).filter(|image| !image.is_divided());
-        images.flat_map(|image| image.image.threads().to_vec()).collect()
+        let threads: HashSet<Pid> =
+            images.flat_map(|image| image.image.threads().to_vec()).collect();
+        threads.into_iter().collect()
     }
 }
 
@@ -250,7 +272,8 @@ impl Placement {
             }
             Err(error) => {
                 tracing::debug!("threads of librbd cannot be placed: {error}");
-                self.is_fixed = true;
+                self.is_fixed = matches!(error, Errno::BUSY | Errno::PERM | Errno::ACCESS);
+                self.begin();
             }
         }
     }
@@ -327,7 +350,7 @@ mod tests {
         let io_thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let census = Census::begin();
         let (first_end, first) = start_other();
-        let overlapping = Census::begin();
+        let overlapping = Census::begin_within(Duration::ZERO);
         let (second_end, second) = start_other();
         assert!(overlapping.end().is_empty(), "somebody else was opening a handle");
         assert!(census.end().is_empty(), "somebody else has begun meanwhile");

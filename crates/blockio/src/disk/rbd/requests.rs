@@ -48,8 +48,7 @@ impl RbdDisk {
     pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
         let share = io.bounce_budget.share(shared);
         let nearby = Nearby::of(io);
-        shared.add_user(io);
-        nearby.join(shared);
+        nearby.join(io, shared);
         Self { shared: Arc::clone(shared), share, io: Rc::clone(io), nearby }
     }
 
@@ -188,8 +187,7 @@ fn is_invalid(error: &io::Error) -> bool {
 
 impl Drop for RbdDisk {
     fn drop(&mut self) {
-        self.nearby.release();
-        self.shared.remove_user(&self.io);
+        self.nearby.leave(&self.io, &self.shared);
     }
 }
 
