@@ -441,8 +441,8 @@ fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) ->
     let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
     if size < covered && !wanted.shrink {
         bail!(
-            "it has {covered} bytes, and what lies beyond {size} would be lost; ask with `shrink` \
-             to cut it off"
+            "it has {covered} bytes, and what lies beyond {size} would be lost; ask with \
+             `--shrink` (`shrink` in a request) to cut it off"
         );
     }
     disk.set_size(size, || cut_off(size))?;

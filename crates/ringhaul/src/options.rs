@@ -48,9 +48,13 @@ pub struct ExportArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
     /// Serve this disk: `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for
-    /// measurement); or `raw,offset=SIZE,size=SIZE,over=DISK`, a part of another disk. Short for
-    /// the first two: a PATH that begins with `/` or `./`, `file:PATH` and `null:SIZE`. SIZE takes
-    /// the suffixes K, M, G, T and P (powers of 1024). Write a comma in a value twice.
+    /// measurement); `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
+    /// `nbd,socket=PATH`, with `export=NAME`; or what lies over another disk:
+    /// `raw,offset=SIZE,size=SIZE,over=DISK`, a part of it; `luks,key-file=PATH,over=DISK`;
+    /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. docs/disks.md has all keys. Short forms: a
+    /// PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`, `rbd:POOL/IMAGE`,
+    /// `nbd://HOST/NAME`, `nbd+unix:///NAME?socket=PATH`, `qcow2:PATH`. SIZE takes the suffixes K,
+    /// M, G, T and P (powers of 1024). Write a comma in a value twice.
     #[arg(long, value_name = "KIND,KEY=VALUE,...")]
     pub disk: Option<String>,
     /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its

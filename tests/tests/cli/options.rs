@@ -77,7 +77,7 @@ fn impossible_disks_are_refused() -> Result<()> {
         ("file,path=/nonexistent", ["/nonexistent", "No such file"]),
         ("file,size=1G", ["unknown key 'size' of disk kind file", "expected: path"]),
         ("vhdx,path=x", ["unknown disk kind 'vhdx'", "expected: file, null,"]),
-        ("tape", ["unknown disk kind 'tape'", "beginning with / or ./"]),
+        ("tape", ["unknown disk kind 'tape'", "beginning with /, ./ or ../"]),
     ] {
         let command = ringhaul().map(|mut command| {
             command.arg("serve").arg("--socket-path").arg(&socket).args(["--disk", disk]);

@@ -138,7 +138,7 @@ impl std::str::FromStr for Unflushed {
         match text {
             "kept" => Ok(Self::Kept),
             "lost" => Ok(Self::Lost),
-            _ => bail!("unknown value '{text}' of unflushed (expected: kept, lost)"),
+            _ => bail!("unknown value '{text}' (expected: kept, lost)"),
         }
     }
 }

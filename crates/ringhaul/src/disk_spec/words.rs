@@ -280,7 +280,8 @@ fn find(name: &str) -> Result<&'static Kind> {
 fn unknown_kind(name: &str) -> String {
     let kinds: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
     format!(
-        "unknown disk kind '{name}' (expected: {}; or the path of a file, beginning with / or ./)",
+        "unknown disk kind '{name}' (expected: {}; or the path of a file, beginning with /, ./ or \
+         ../)",
         kinds.join(", ")
     )
 }
