@@ -339,6 +339,22 @@ mod tests {
         }
     }
 
+    /// Images that are opened together wait for each other.
+    fn check_turns() {
+        let first = Census::begin();
+        let (told, ids) = mpsc::channel();
+        let second = thread::spawn(move || {
+            told.send(gettid()).unwrap();
+            Census::begin().number.is_some()
+        });
+        let path = format!("/proc/self/task/{}/stat", ids.recv().unwrap().as_raw_nonzero());
+        while !std::fs::read_to_string(&path).expect("it has not waited").contains(") S ") {
+            thread::yield_now();
+        }
+        drop(first);
+        assert!(second.join().unwrap(), "it was not alone");
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn threads_are_here_while_that_is_faster() {
@@ -347,6 +363,7 @@ mod tests {
             eprintln!("skipped: threads on one CPU or several: there is one CPU");
             return;
         }
+        check_turns();
         let io_thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let census = Census::begin();
         let (first_end, first) = start_other();
