@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Rounds; in each, every server is measured once on every workload
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Seconds of one measurement
+    /// Seconds of one measurement; of an image in a cluster, four times as long
     #[arg(long, default_value_t = 1.0)]
     runtime: f64,
     /// Size of the disks, in MiB

@@ -18,6 +18,10 @@ use crate::rig::{Lab, Program, Times, pinning};
 /// Seconds before measuring.
 pub(super) const RAMP_S: f64 = 0.1;
 
+/// How much longer than other disks an image in a cluster is measured, and how many seconds before
+/// that it is driven: its operations are slow, and a cluster needs a while to get up to speed.
+const CLUSTER: (f64, f64) = (4.0, 0.5);
+
 /// What the load generator says of one run.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Sample {
@@ -74,12 +78,18 @@ impl Bench {
         }
         let seed = ["--randseed".to_owned(), round.to_string()];
         let own = self.bench_options(server, disk.target, workload);
-        let options = own.into_iter().chain(self.times.options());
-        let options: Vec<_> = options.chain(seed).collect();
-        let drive = |_| parse(&self.lab.bench(&options, self.times.limit())?);
+        let times = self.times_on(disk.target);
+        let options: Vec<_> = own.into_iter().chain(times.options()).chain(seed).collect();
+        let drive = |_| parse(&self.lab.bench(&options, times.limit())?);
         let served = self.lab.serve(&self.program(server, disk), drive)?;
         let completions_per_wake = completions_per_wake(&served.messages);
         Ok(Sample { completions_per_wake, ..served.value })
+    }
+
+    /// How long a disk of `target` is driven.
+    fn times_on(&self, target: Target) -> Times {
+        let (longer, ramp) = if target == Target::Rbd { CLUSTER } else { (1.0, RAMP_S) };
+        Times { runtime: self.times.runtime * longer, ramp }
     }
 
     /// Who of those on `target` can be measured under `workload` here.
@@ -117,7 +127,8 @@ impl Bench {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
         let mut command = Command::new(&self.fio);
         command.args(fio_options(ioengine, &path, workload, self.lab.server_cpu));
-        command.args(self.times.options()).arg(format!("--randseed={}", round + 1));
+        let times = self.times_on(disk.target);
+        command.args(times.options()).arg(format!("--randseed={}", round + 1));
         if !workload.rw.contains("write") {
             command.arg("--readonly");
         }
@@ -126,7 +137,7 @@ impl Bench {
         }
         let name = Server::Fio("").program();
         let report =
-            self.lab.report_of(name, command.arg("--output-format=json"), self.times.limit())?;
+            self.lab.report_of(name, command.arg("--output-format=json"), times.limit())?;
         let sample = parse_fio(&report, workload)?;
         // The library's threads are not in fio's figure.
         let is_all = disk.target != Target::Rbd;
@@ -166,7 +177,7 @@ impl Bench {
             let options = server.options(target, "DISK", "SOCKET").join(" ");
             format!("{pinned}{program} {options}")
         });
-        let times = self.times.options().join(" ");
+        let times = self.times_on(target).options().join(" ");
         let cpu = (!target.is_elsewhere()).then_some(cpu);
         let devices = [Device::Blk, Device::Inflight, Device::Scsi].into_iter();
         let is_driven = |device: &Device| Server::on(target).iter().any(|s| s.device() == *device);

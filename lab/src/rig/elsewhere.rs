@@ -36,7 +36,7 @@ pub(super) fn prepare_rbd(size: u64, interrupt: &Interrupt) -> Result<Prepared> 
         path: Some(cluster.conf()),
         description: format!(
             "image of {} MiB, filled with random data, in a Ceph cluster of one OSD on this \
-             machine; nothing is pinned",
+             machine; nothing is pinned, and each run takes four times as long",
             size >> 20
         ),
         undo: Undo::Cluster(Box::new(cluster)),

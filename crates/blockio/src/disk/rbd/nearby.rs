@@ -25,11 +25,13 @@ use crate::trial::{Step, Trial};
 /// others, so that each of these has as much of either.
 const SPAN_OPS: usize = 512;
 
-/// How many of them the outcome holds for, and how long at most.
-const PERIOD_OPS: usize = 64 * SPAN_OPS;
-const PERIOD: Duration = Duration::from_secs(2);
+/// How many of them the outcome holds for, and how long at most. Half of a trial is spent in the
+/// slower way, so trials are a small part of all operations, also where these take 100 us each.
+const PERIOD_OPS: usize = 256 * SPAN_OPS;
+const PERIOD: Duration = Duration::from_secs(10);
 
-/// After so much time without an operation the IoThread and the others may be anywhere again.
+/// After so much time without an operation the IoThread and the others may be anywhere until the
+/// next one. The outcome of a trial holds on; a trial begins anew.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// What librados calls the threads that an operation passes through.
@@ -233,8 +235,12 @@ impl Placement {
     /// watch for a pause.
     fn advance(&mut self, now: Instant, threads: impl FnOnce() -> Vec<Pid>) -> bool {
         let last = std::mem::replace(&mut self.last, now);
-        let is_old = |since: Instant| now.saturating_duration_since(since) > PERIOD;
-        if now.saturating_duration_since(last) > PAUSE || self.decided.is_some_and(is_old) {
+        let since = |then: Instant| now.saturating_duration_since(then);
+        let is_over = match self.decided {
+            Some(decided) => since(decided) > PERIOD,
+            None => since(last) > PAUSE,
+        };
+        if is_over {
             self.begin();
         }
         match self.trial.advance(1, now) {
@@ -394,6 +400,9 @@ mod tests {
         assert_eq!((both(), placement.release_at(placement.last + PAUSE)), ([1, 1], None));
         assert_eq!(both(), [all, all], "a pause ends it");
         run(&mut placement, thread, 1, [200_000; 2]);
+        assert_eq!(both(), [1, 1], "the outcome still holds");
+        run(&mut placement, thread, 6, [2_000_000; 2]);
+        assert_eq!(both(), [all, all], "it is old");
         run(&mut placement, thread, 6 * SPAN_OPS, [100, 50]);
         assert_eq!(both(), [all, all], "it is slower");
         run(&mut placement, thread, 2 * SPAN_OPS - 1, [100, 20_000]);
