@@ -230,3 +230,32 @@ fn a_home_that_ends_with_requests_loses_what_was_not_flushed() {
     assert!(read.0.get().is_none());
     assert_eq!(source.state(), DiskState::Lost);
 }
+
+/// The server has answered and died, and another IoThread has a connection to the new one before
+/// this one looks. What was answered may be lost, and the new server would flush the rest.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_end_that_comes_with_an_answer_is_known_before_others_can_flush() {
+    let server = Server::start(MIB, FLAGS);
+    let source = open(NbdOptions { distrust: true, ..server.options() });
+    let [ours, other] = [(); 2].map(|()| new_thread());
+    let [disk, disk_there] = [&ours, &other].map(|thread| Rc::new(source.attach(thread.io())));
+    let connect_other = |made: usize| {
+        let is_there = || source.remark().as_deref() == Some("2 connections");
+        while server.state().connections < made || !is_there() {
+            wait_a_turn(&other);
+        }
+    };
+    assert_eq!(read(&ours, &disk, 0), 0);
+    connect_other(2);
+    server.change(|state| state.holds = (WRITE, 1));
+    let write = Running::write(&ours, &disk, 0, 1);
+    wait_for([&ours, &ours], &server, Event::Request(0, WRITE));
+    server.answer_held();
+    server.hang_up();
+    connect_other(3);
+    assert_eq!(source.state(), DiskState::Ready, "nothing is known to be lost yet");
+    assert_eq!(write.end(&ours), None);
+    assert_eq!(source.state(), DiskState::Lost);
+    assert_eq!(Running::flush(&other, &disk_there).end(&other), Some(libc::EIO));
+}
