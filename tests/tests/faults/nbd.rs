@@ -266,7 +266,7 @@ fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
     let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
     let mut daemon = serve(&scene, &peer.uri("disk"), &[])?;
     let vm = scene.socket("vm.sock");
-    let load = Running::start(&mut bench(&vm, "--rw randwrite --runtime 30")?)?;
+    let load = Running::start(&mut bench(&vm, "--rw randwrite --runtime 600")?)?;
     daemon.wait_for("a front-end has connected")?;
     wait_for_load(&scene)?;
     peer.kill()?;

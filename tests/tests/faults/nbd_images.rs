@@ -210,7 +210,7 @@ fn an_image_on_a_server_survives_its_daemon() -> Result<()> {
         let checked = Command::new("qemu-img").args(["check", "-q", &image.path]).output()?;
         ensure!(matches!(checked.status.code(), Some(0 | 3)), "round {round}: {checked:?}");
     }
-    let load = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --runtime 30";
+    let load = "--rw randrw --verify --iodepth 16 --bssplit 4k/80:128k/20 --runtime 600";
     let mut daemon = serve(&image.scene, &image.disk, &[])?;
     let load = Running::start(&mut bench(&image.scene.socket("vm.sock"), load)?)?;
     daemon.wait_for("a front-end has connected")?;

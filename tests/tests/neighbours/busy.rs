@@ -15,8 +15,8 @@ for_each_engine! { a_guest_that_is_always_busy }
 
 /// Four queues of 128 requests each, over and over, from a fast program of its own. Whether the
 /// IoThread ever runs out of work is still up to the processors, so that a bound on
-/// starvation is the simulation's to show.
-const LOAD: &str = "--rw randread --bs 64k --iodepth 128 --numjobs 4 --runtime 30 --eta never";
+/// starvation is the simulation's to show. The test ends it long before its time is over.
+const LOAD: &str = "--rw randread --bs 64k --iodepth 128 --numjobs 4 --runtime 600 --eta never";
 
 /// Waits until the IoThread has worked for a while.
 fn wait_busy(scene: &Scene) -> Result<()> {
