@@ -401,7 +401,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         ("zstd", ["compression other than zlib", "qemu-img convert"]),
         ("subclusters", ["extended L2", "qemu-img convert"]),
         ("external", ["external data file", "qemu-img convert"]),
-        ("snapshots", ["1 internal snapshots", "qemu-img snapshot -d"]),
+        ("snapshots", ["internal snapshots (1)", "qemu-img snapshot -d"]),
         ("inner/outside", ["does not lie in the folder", "backing=anywhere"]),
         ("guessed", ["not guessed", "qemu-img rebase -u"]),
         ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),

@@ -83,9 +83,9 @@ impl Figures {
 
 /// What the engine did, with `--filename` only.
 ///
-/// In JSON its fields are keys beside the others: `engine`, `direct`, `iodepth_batch` (`null`:
-/// up to 16), `poll_max_us`, `sqpoll`, `iopoll`, `completion_ring`, `harvest_on_submit`,
-/// `submit_batch`;
+/// In JSON its fields are keys beside the others: `engine` (`null`: the disk uses none), `direct`,
+/// `iodepth_batch` (`null`: up to 16), `poll_max_us`, `sqpoll`, `iopoll`, `completion_ring`,
+/// `harvest_on_submit`, `submit_batch`;
 /// `polled` (completions that were polled for); `harvests` that found anything,
 /// `harvested_at_once_mean` and `harvested_at_once_pN` (completions found at once, at N = 1, 10,
 /// 20 … 90, 99_99 percent of those harvests); `submits`, `ops_per_submit`,
@@ -131,8 +131,8 @@ impl SizeReport {
 /// How an engine was set up.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setup {
-    /// Its name.
-    pub engine: String,
+    /// Its name; `None` if the disk uses no engine.
+    pub engine: Option<String>,
     /// Whether the page cache was bypassed.
     pub direct: bool,
     /// I/Os queued together by a job; `None` for up to 16.
@@ -227,7 +227,7 @@ pub(crate) mod tests {
 
     pub(crate) fn setup() -> Setup {
         Setup {
-            engine: "aio".to_owned(),
+            engine: Some("aio".to_owned()),
             direct: true,
             iodepth_batch: None,
             poll_max_us: 64,

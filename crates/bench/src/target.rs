@@ -89,7 +89,7 @@ impl Target {
     pub(crate) fn setup(&self, args: &BenchArgs) -> Option<Setup> {
         let Self::File(source, engine) = self else { return None };
         Some(Setup {
-            engine: engine.to_string(),
+            engine: source.has_engine().then(|| engine.to_string()),
             direct: source.info().direct,
             iodepth_batch: args.engine.iodepth_batch.map(u32::from),
             poll_max_us: args.engine.poll_max_us,

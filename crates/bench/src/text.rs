@@ -141,13 +141,18 @@ fn write_notifications(out: &mut String, report: &Report) -> std::fmt::Result {
 
 fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
     let setup = &engine.setup;
+    let together =
+        setup.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string());
+    let usual =
+        format!("{together} I/Os queued together, busy-poll up to {} us", setup.poll_max_us);
+    let Some(name) = &setup.engine else {
+        writeln!(out, "  no engine: {usual}")?;
+        return write_system_calls(out, engine);
+    };
     writeln!(
         out,
-        "  engine {}: {}, {} I/Os queued together, busy-poll up to {} us{}{}{}{}",
-        setup.engine,
+        "  engine {name}: {}, {usual}{}{}{}{}",
         if setup.direct { "direct I/O" } else { "page cache" },
-        setup.iodepth_batch.map_or_else(|| "up to 16".to_owned(), |batch| batch.to_string()),
-        setup.poll_max_us,
         if setup.completion_ring == "getevents" { ", completions by io_getevents" } else { "" },
         if setup.sqpoll { ", a submission thread" } else { "" },
         if setup.harvest_on_submit { "" } else { ", no harvest on submit" },
@@ -167,6 +172,10 @@ fn write_engine(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
         let mean = optional(sizes.mean, 1);
         writeln!(out, "    {name:20}{} mean {mean}, {} times", cells.join(""), sizes.count)?;
     }
+    write_system_calls(out, engine)
+}
+
+fn write_system_calls(out: &mut String, engine: &EngineReport) -> std::fmt::Result {
     let calls = engine.system_calls.iter().filter(|(_, count)| *count > 0);
     let calls: Vec<_> = calls.map(|(name, count)| format!("{count} {name}")).collect();
     writeln!(

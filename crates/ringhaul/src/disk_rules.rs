@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::{Burst, ErrorAction, ErrorPolicy, LimitGroup, Limits, Rate, Rates};
 use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ringhaul_options::parse_size;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -267,6 +268,13 @@ impl OnError {
     pub(crate) fn parse(value: &str) -> Result<Self> {
         let parsed = Self::from_str(value, false).map_err(anyhow::Error::msg);
         parsed.context("it must be report, retry, hold or hold-briefly")
+    }
+
+    /// Of an option for reads, which never lack space.
+    pub(crate) fn parser_of_reads() -> impl TypedValueParser<Value = Self> {
+        let names = [Self::Report, Self::Retry].map(|action| action.to_possible_value());
+        PossibleValuesParser::new(names.into_iter().flatten())
+            .try_map(|name| Self::from_str(&name, false))
     }
 
     fn action(self) -> ErrorAction {

@@ -118,7 +118,7 @@ pub struct ExportArgs {
     pub limits: Option<LimitSpec>,
     /// What becomes of reads that a disk fails: `report` tells the guest, `retry` tries them again
     /// until they succeed, while the guest waits. Default: `report`.
-    #[arg(long, value_name = "report|retry")]
+    #[arg(long, value_name = "ACTION", value_parser = OnError::parser_of_reads())]
     pub rerror: Option<OnError>,
     /// What becomes of writes that a disk fails, discards and zeroes included: as `--rerror`, or
     /// `hold` those that lack space until there is some, or `hold-briefly`, for 20 seconds at most.

@@ -63,12 +63,17 @@ impl RbdSpec {
         };
         let parts: Vec<&str> = path.split('/').collect();
         let all = parts.iter().chain(&snapshot);
-        ensure!(all.into_iter().all(|part| !part.is_empty()), "a part of '{text}' is empty");
+        ensure!(
+            all.into_iter().all(|part| !part.is_empty()),
+            "'{text}' has an empty part; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"
+        );
         let (pool, namespace, image) = match parts[..] {
             [image] => (POOL, None, image),
             [pool, image] => (pool, None, image),
             [pool, namespace, image] => (pool, Some(namespace), image),
-            _ => bail!("'{text}' has too many parts; it is POOL/NAMESPACE/IMAGE@SNAPSHOT"),
+            _ => bail!(
+                "'{text}' has too many parts; an image is [POOL/[NAMESPACE/]]IMAGE[@SNAPSHOT]"
+            ),
         };
         Ok(Self {
             pool: pool.to_owned(),

@@ -496,7 +496,7 @@ mod tests {
             ("null,size=x", "size: "),
             ("rbd,pool=p", "an image needs a name"),
             ("rbd:p/n/x/a", "has too many parts"),
-            ("rbd:p/@s", "a part of 'p/@s' is empty"),
+            ("rbd:p/@s", "'p/@s' has an empty part"),
             ("rbd:p/a:id=x:key=secret", "options of an image stand behind commas"),
             ("rbd:a,exclusive=yes", "exclusive is 'yes' (expected: on, off)"),
             ("rbd:a,key=secret", "unknown key 'key' of disk kind rbd"),

@@ -15,7 +15,7 @@ use rustls::ClientConnection;
 use super::handshake::{Facts, Purpose, greet, negotiate, start_tls};
 use super::names::NAMES;
 use super::target::{NbdAddress, NbdOptions};
-use super::tls::client;
+use super::tls::{Unproven, advised, client};
 use super::transport::Transport;
 
 /// How long a server may take until it serves.
@@ -81,9 +81,9 @@ fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
         Some(tls) => {
             start_tls(&mut stream)?;
             let mut tls = client(options, tls)?;
-            let agreed = tls.complete_io(&mut stream);
+            let agreed = tls.complete_io(&mut stream).map_err(advised);
             agreed.map_err(|error| format!("cannot agree on TLS with the server: {error}"))?;
-            let mut inside = rustls::Stream::new(&mut tls, &mut stream);
+            let mut inside = Unproven(rustls::Stream::new(&mut tls, &mut stream));
             let facts = negotiate(&mut inside, greeted, export, purpose)?;
             (Some(tls), facts)
         }

@@ -367,10 +367,10 @@ impl Shared {
         }
         match problem {
             Some(why) if connections > 0 => {
-                format!("{connections} connections; not all IoThreads have one: {why}")
+                format!("connections: {connections}; not all IoThreads have one: {why}")
             }
             Some(why) => why,
-            None => format!("{connections} connections"),
+            None => format!("connections: {connections}"),
         }
     }
 }

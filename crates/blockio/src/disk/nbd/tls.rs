@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
 use super::target::{NbdAddress, NbdOptions, NbdTls};
 
@@ -34,12 +34,13 @@ pub(super) fn client(options: &NbdOptions, tls: &NbdTls) -> Result<ClientConnect
         (Some(name), _) | (None, NbdAddress::Tcp { host: name, .. }) => name,
         (None, NbdAddress::Unix(_)) => {
             return Err("TLS over a socket needs the name in the server's certificate; give it \
-                        with tls-hostname"
+                        with tls-hostname=NAME"
                 .to_owned());
         }
     };
-    let name = ServerName::try_from(name.clone())
-        .map_err(|_| format!("'{name}' is no name that a certificate can have"))?;
+    let name = ServerName::try_from(name.clone()).map_err(|_| {
+        format!("'{name}' is no name that a certificate can have; give one with tls-hostname")
+    })?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -65,15 +66,15 @@ fn authorities(tls: &NbdTls) -> Result<RootCertStore, String> {
         None => {
             let found = SYSTEM_AUTHORITIES.iter().map(PathBuf::from).find(|path| path.exists());
             found.ok_or(
-                "there are no certificates of authorities; give a folder with \
-                         ca-cert.pem with tls-certificates",
+                "this machine has no certificates of authorities; give a folder that has \
+                 ca-cert.pem with tls-certificates=FOLDER",
             )?
         }
     };
     let mut store = RootCertStore::empty();
     let (taken, _) = store.add_parsable_certificates(certificates(&path)?);
     if taken == 0 {
-        return Err(format!("{} has no certificate", path.display()));
+        return Err(no_pem(&path, "certificates"));
     }
     Ok(store)
 }
@@ -88,7 +89,65 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
 }
 
 fn open(path: &Path) -> Result<File, String> {
-    File::open(path).map_err(|error| format!("cannot open {}: {error}", path.display()))
+    File::open(path).map_err(|error| {
+        let path = path.display();
+        format!("cannot open {path}: {error}; tls-certificates must be a folder that has this file")
+    })
+}
+
+/// Says of a failure while TLS is set up what its user can do about it.
+pub(super) fn advised(error: io::Error) -> io::Error {
+    let advice = match error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>()) {
+        Some(rustls::Error::InvalidCertificate(problem)) => match problem {
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+                "tls-hostname must be a name in the certificate"
+            }
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                "the ca-cert.pem in the folder that tls-certificates names must be of the \
+                 authority that signed it"
+            }
+            CertificateError::Expired
+            | CertificateError::ExpiredContext { .. }
+            | CertificateError::NotValidYet
+            | CertificateError::NotValidYetContext { .. } => {
+                "renew the server's certificate, and check the clock of this machine"
+            }
+            _ => return error,
+        },
+        Some(rustls::Error::AlertReceived(_)) => SERVER_REFUSED,
+        Some(_) => return error,
+        None => match error.kind() {
+            ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::UnexpectedEof => {
+                SERVER_REFUSED
+            }
+            _ => return error,
+        },
+    };
+    io::Error::new(error.kind(), format!("{error}; {advice}"))
+}
+
+const SERVER_REFUSED: &str = "the server has refused this client, and its log says why: it may \
+    demand a certificate (client-cert.pem and client-key.pem in the folder that tls-certificates \
+    names), or shared keys, which are not supported";
+
+/// The stream inside TLS while the server may yet refuse this client: with TLS 1.3, it looks at a
+/// client's certificate when the client has finished its part.
+pub(super) struct Unproven<'a, S: Read + Write>(pub(super) rustls::Stream<'a, ClientConnection, S>);
+
+impl<S: Read + Write> Read for Unproven<'_, S> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.0.read(bytes).map_err(advised)
+    }
+}
+
+impl<S: Read + Write> Write for Unproven<'_, S> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).map_err(advised)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().map_err(advised)
+    }
 }
 
 /// A parser's own words may have a line of the file in them, which may be a key.

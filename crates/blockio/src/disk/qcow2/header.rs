@@ -156,8 +156,8 @@ impl ImageHeader {
         self.check_features()?;
         if self.snapshots > 0 && !read_only {
             return Err(format!(
-                "it has {} internal snapshots, and such images can only be read; delete them with \
-                 `qemu-img snapshot -d`, or open it read-only",
+                "it has internal snapshots ({}), and such images can only be read; delete them \
+                 with `qemu-img snapshot -d`, or open it read-only",
                 self.snapshots
             ));
         }
@@ -265,7 +265,7 @@ mod tests {
             (79, 16, "extended L2"),
             (72, 128, "feature bit 63"),
             (35, 2, "encrypted"),
-            (63, 2, "2 internal snapshots"),
+            (63, 2, "internal snapshots (2)"),
             (31, 1, "not a multiple of the logical block"),
             (23, 8, "which qcow2 has not"),
             (39, 1, "L1) is too small"),

@@ -6,6 +6,8 @@ use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
@@ -60,7 +62,13 @@ pub(super) struct Store {
     order: Arc<Order>,
     room: Arc<Room>,
     helper: CommonStorageHelper,
+    /// How long the file was when it last had no space, which is logged once: held writes are tried
+    /// over and over.
+    full_at: AtomicU64,
 }
+
+/// Stands for no length.
+const NEVER: u64 = u64::MAX;
 
 impl Store {
     pub(super) fn new(
@@ -71,7 +79,7 @@ impl Store {
     ) -> Self {
         let order = if layer == 0 { Arc::clone(order) } else { Arc::default() };
         let (room, helper) = (Arc::clone(room), CommonStorageHelper::default());
-        Self { layer, source, order, room, helper }
+        Self { layer, source, order, room, helper, full_at: AtomicU64::new(NEVER) }
     }
 
     /// How long the file is.
@@ -225,14 +233,18 @@ impl Store {
             }
         };
         grow().map_err(|error| {
-            tracing::warn!("an image needs more space: {error}");
+            if self.full_at.swap(self.bytes(), Relaxed) != self.bytes() {
+                tracing::warn!("an image needs more space: {error}");
+            }
             io::Error::from_raw_os_error(libc::ENOSPC)
         })
     }
 
     fn is_full(&self) -> Error {
         let chain: Vec<_> = self.source.chain().iter().map(ToString::to_string).collect();
-        let reason = "it is full; make it larger, then use `ringhaul ctl resize`".to_owned();
+        let reason =
+            "it is full; make it larger, then use `ringhaul ctl resize` (RBD goes on without)"
+                .to_owned();
         Error::Disk { disk: chain.join(", "), reason }
     }
 

@@ -37,7 +37,7 @@ fn the_connection_that_has_written_flushes() {
     let server = Server::start(MIB, FLAGS);
     let (thread, source) = (new_thread(), open(NbdOptions { connections: 2, ..server.options() }));
     let disk = Rc::new(source.attach(thread.io()));
-    while source.remark().is_none_or(|remark| !remark.starts_with("2 ")) {
+    while source.remark().is_none_or(|remark| !remark.ends_with(" 2")) {
         wait_a_turn(&thread);
     }
     // The first connection has one write, and so the second gets the other.

@@ -27,7 +27,7 @@ fn a_connection_outlives_the_iothread_that_has_opened_the_disk() {
         }
         let events = server.state().events.clone();
         assert_eq!(events, [Event::Request(0, READ); 3], "another connection was made");
-        assert_eq!(source.remark().as_deref(), Some("0 connections"));
+        assert_eq!(source.remark().as_deref(), Some("connections: 0"));
     }
 }
 
@@ -241,7 +241,7 @@ fn an_end_that_comes_with_an_answer_is_known_before_others_can_flush() {
     let [ours, other] = [(); 2].map(|()| new_thread());
     let [disk, disk_there] = [&ours, &other].map(|thread| Rc::new(source.attach(thread.io())));
     let connect_other = |made: usize| {
-        let is_there = || source.remark().as_deref() == Some("2 connections");
+        let is_there = || source.remark().as_deref() == Some("connections: 2");
         while server.state().connections < made || !is_there() {
             wait_a_turn(&other);
         }
