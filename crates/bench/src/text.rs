@@ -256,6 +256,16 @@ mod tests {
     }
 
     #[test]
+    fn the_text_of_a_disk_without_an_engine_names_none() {
+        let mut report = engine_sample();
+        report.engine.as_mut().unwrap().setup.engine = None;
+        let text = render(&report);
+        assert!(text.contains("  no engine: up to 16 I/Os queued together"), "{text}");
+        assert!(text.contains("    system calls: "), "{text}");
+        assert!(!text.contains("direct I/O") && !text.contains("harvested"), "{text}");
+    }
+
+    #[test]
     fn the_text_of_an_engine_has_its_batches_and_system_calls() {
         let text = render(&engine_sample());
         for part in [
