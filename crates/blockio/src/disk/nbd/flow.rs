@@ -267,9 +267,6 @@ impl Flow {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Broken::by("receive from", &error)),
             }
-            // A stream that has ended may have taken along what was just answered. It has to be
-            // known before another connection, to a server that is new, can answer a flush.
-            self.is_readable |= shared.options.distrust;
             self.take_apart(requests, shared).map_err(|violation| match violation {
                 SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
                 Violation(what) => {

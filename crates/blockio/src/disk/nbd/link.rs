@@ -282,10 +282,8 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             let went_on = went_on.and_then(|has_more| flow.send(requests).map(|()| has_more));
             (went_on, flow.is_busy(requests))
         };
-        // If the connection has broken, answers are handed out when it is known what is lost.
-        let has_more = went_on?;
         pipe.settle();
-        if has_more {
+        if went_on? {
             io.wake_me();
         }
         if !is_busy && pipe.shared.is_over() {

@@ -4,7 +4,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::flow::Flow;
-use super::handshake::can;
 use super::link;
 use super::pipe::{Pipe, key_of};
 use super::shared::{Home, Shared};
@@ -51,7 +50,7 @@ impl Reach {
         if let Some(pipe) = io.kept::<Pipe>(key_of(shared)) {
             return Self::Here(pipe);
         }
-        let (number, links) = if shared.facts.can(can::MULTI_CONN) {
+        let (number, links) = if shared.flushes_are_common() {
             (shared.add_pipe(&io.remote()), shared.options.connections.max(1) as usize)
         } else {
             match shared.home(&io.remote()) {

@@ -185,10 +185,19 @@ impl Shared {
         Home::Here(number)
     }
 
+    /// Whether a flush on one connection covers what was written on others. Only then are there
+    /// several. A server that is distrusted may have died after its last answers and be back
+    /// before the end of each connection is known here, and would flush by a new connection what
+    /// it does not have.
+    pub(super) fn flushes_are_common(&self) -> bool {
+        let is_trusted = self.read_only || !self.options.distrust;
+        self.facts.can(can::MULTI_CONN) && is_trusted
+    }
+
     /// An IoThread that has connections, and the number of its pipe, for the requests of the one
     /// with this pipe, which has none.
     pub(super) fn other(&self, pipe: u64) -> Option<(u64, Remote)> {
-        if !self.facts.can(can::MULTI_CONN) {
+        if !self.flushes_are_common() {
             return None;
         }
         let state = self.state();
@@ -225,7 +234,7 @@ impl Shared {
     /// written on it. Where something is lost, none succeeds.
     pub(super) fn needs_flush_of_its_own(&self) -> bool {
         let can_flush = self.facts.can(can::FLUSH) && !self.is_lost();
-        !self.facts.can(can::MULTI_CONN) && can_flush && !self.is_flushed()
+        !self.flushes_are_common() && can_flush && !self.is_flushed()
     }
 
     pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {

@@ -12,7 +12,7 @@ pub struct NbdOptions {
     /// The name of the export; the server may have one without a name.
     pub export: String,
     /// Connections of each IoThread, at least one. A server that cannot have several connections
-    /// agree has one, for all IoThreads.
+    /// agree, or that is not trusted, has one, for all IoThreads.
     pub connections: u32,
     /// Requests that have no answer after this time fail. `None`: they wait for ever. One that has
     /// to be made in parts, one after the other, has this time for each of them.

@@ -8,7 +8,7 @@ use crate::disk::DiskState;
 use crate::io_thread::IoThread;
 
 /// The error with which a request ends, while two IoThreads work.
-fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {
+pub(super) fn end(request: &Running, threads: [&IoThread; 2]) -> Option<i32> {
     loop {
         match request.0.get() {
             Some(result) => return result.err().flatten(),

@@ -13,10 +13,13 @@ use crate::disk::DiskState;
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn what_an_export_has_grown_by_is_reached_by_other_connections() {
-    for flags in [FLAGS, FLAGS & !can::MULTI_CONN] {
+    let one = FLAGS & !can::MULTI_CONN;
+    for (flags, distrust, is_needed) in
+        [(FLAGS, false, false), (FLAGS, true, true), (one, true, true)]
+    {
         let server = Server::start(MIB, flags);
         // A connection that is replaced does not lose what was written on it.
-        let options = NbdOptions { distrust: true, ..server.options() };
+        let options = NbdOptions { distrust, ..server.options() };
         let (thread, source) = (new_thread(), open(options));
         let disk = Rc::new(source.attach(thread.io()));
         server.change(|state| state.holds = (WRITE, 1));
@@ -35,7 +38,7 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         let at = |event| events.iter().position(|seen| *seen == event);
         assert!(at(Event::HalfClosed(0)) < at(Event::Request(2, WRITE)), "{events:?}");
         let is_flushed = events.contains(&Event::Request(0, FLUSH));
-        assert_eq!(is_flushed, flags & can::MULTI_CONN == 0, "{events:?}");
+        assert_eq!(is_flushed, is_needed, "{events:?}");
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
         assert_eq!(source.state(), DiskState::Ready);
     }
