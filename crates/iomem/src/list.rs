@@ -330,12 +330,18 @@ impl Buffers {
         self.wrote_at(offset, len);
     }
 
-    /// Keeps `kept` until the list is dropped, and all lists that are made of it.
+    /// Keeps `kept` until the list is dropped, and all lists that are made of it, or
+    /// [let it go](Self::let_go).
     pub fn keep(&mut self, kept: Rc<dyn Any>) {
         self.0.kept = Some(match self.0.kept.take() {
             Some(earlier) => Rc::new((earlier, kept)),
             None => kept,
         });
+    }
+
+    /// Drops what this list [keeps](Self::keep).
+    pub fn let_go(&mut self) {
+        self.0.kept = None;
     }
 
     /// Another list of the same memory.

@@ -3,6 +3,7 @@
 mod devices;
 mod ending;
 mod failing_thread;
+mod image_space;
 mod interrupted;
 mod late;
 mod limits;

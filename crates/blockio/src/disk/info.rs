@@ -176,11 +176,13 @@ impl Extent {
 pub struct Unfinished(Box<(io::Error, Buffers)>);
 
 impl Unfinished {
-    /// A transfer has failed with `error` before `rest` was transferred. An empty `rest`: all of a
-    /// write was, and may be lost.
+    /// A transfer has ended with `error` before `rest` was transferred. An empty `rest`: all of a
+    /// write was, and may be lost. Whatever was [kept](Buffers::keep) for the transfer goes, since
+    /// whoever has the rest may wait for long before another one.
     #[cold]
     #[must_use]
-    pub fn new(error: io::Error, rest: Buffers) -> Self {
+    pub fn new(error: io::Error, mut rest: Buffers) -> Self {
+        rest.let_go();
         Self(Box::new((error, rest)))
     }
 
