@@ -158,6 +158,10 @@ impl Elsewhere {
         self.change(|state| state.kept_back = number);
     }
 
+    pub(crate) fn size_bytes(&self) -> usize {
+        self.state().content.len()
+    }
+
     pub(crate) fn asked(&self) -> usize {
         self.state().asked
     }

@@ -13,8 +13,8 @@ use crate::io_thread::IoThread;
 const MIB: usize = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 
-/// A new image of a disk of 16 MiB with so many bytes. `None`: there is no qemu-img.
-fn new_image(bytes: usize) -> Option<Elsewhere> {
+/// The file of a new image of a disk of 16 MiB, with so many bytes. `None`: there is no qemu-img.
+fn new_file(bytes: usize) -> Option<Vec<u8>> {
     let file = tempfile::NamedTempFile::new().unwrap();
     let mut create = Command::new("qemu-img");
     let create = create.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("16M");
@@ -24,7 +24,12 @@ fn new_image(bytes: usize) -> Option<Elsewhere> {
     }
     let mut content = std::fs::read(file.path()).unwrap();
     content.resize(bytes, 0);
-    Some(Elsewhere::of_fixed_size(&content))
+    Some(content)
+}
+
+/// Such an image where its size is not ours to change.
+fn new_image(bytes: usize) -> Option<Elsewhere> {
+    new_file(bytes).map(|content| Elsewhere::of_fixed_size(&content))
 }
 
 /// The disk in an image, with a layer below it and one over it.
@@ -61,6 +66,29 @@ fn an_image_does_not_wait_for_another_end_to_tell_its_size() {
     end.tell_size(4 * MIB as u64);
     assert!(fill(&thread, &disk, first) > first);
     assert_eq!(end.asked(), 0);
+}
+
+/// As those that are held do.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn writes_that_fail_over_and_over_make_the_image_no_longer() {
+    let Some(content) = new_file(MIB) else { return };
+    let end = Elsewhere::new(&content);
+    let source = disk_of(&end);
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    let cluster = || Buffers::from_vec(vec![7; 64 << 10]);
+    let write = |number| thread.block_on(disk.write(number * CLUSTER, cluster(), false)).unwrap();
+    write(0).unwrap();
+    let before = end.size_bytes();
+    end.have_some_fail(1);
+    for _ in 0..100 {
+        write(1).unwrap_err();
+    }
+    assert_eq!(end.size_bytes(), before);
+    end.have_some_fail(0);
+    write(1).unwrap();
+    assert_eq!(end.size_bytes(), before);
 }
 
 /// It is asked, or looked at as the daemon does each second. The disk keeps its size.

@@ -296,8 +296,18 @@ impl Owner {
     /// Writes what has no space yet, or had none when that was asked.
     async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         let range = offset..offset + data.len() as u64;
-        if !self.write_beside_others(&range, data).await? {
-            self.write_alone(&range, data).await?;
+        let written = async {
+            match self.write_beside_others(&range, data).await? {
+                true => Ok(()),
+                false => self.write_alone(&range, data).await,
+            }
+        };
+        if let Err(error) = written.await {
+            // Only a commit has imago use the space again that was found for this. Without one, a
+            // write that is tried over and over would make the file longer each time.
+            self.changed.set(self.changed.get() + 1);
+            let _ = self.commit().await;
+            return Err(error);
         }
         self.commit().await?;
         self.find(range).await
