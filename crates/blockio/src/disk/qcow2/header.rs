@@ -102,7 +102,19 @@ fn backing_name(front: &[u8]) -> Result<Option<String>, String> {
     let name = name.filter(|name| name.len() <= NAME_BYTES_MAX && !name.contains(&0));
     let name = name.and_then(|name| std::str::from_utf8(name).ok());
     let name = name.ok_or("the name of its backing file is damaged; repair it with qemu-img")?;
-    Ok(Some(name.to_owned()))
+    plain("name", name).map(Some)
+}
+
+/// A text about the backing file that may go into a line of a log, and onto a terminal: anybody may
+/// have made the image.
+fn plain(what: &str, text: &str) -> Result<String, String> {
+    match text.contains(char::is_control) {
+        false => Ok(text.to_owned()),
+        true => Err(format!(
+            "the {what} of its backing file has a control character in it: {text:?}; if the image \
+             is to be trusted, give it another one with `qemu-img rebase -u`"
+        )),
+    }
 }
 
 /// The format of the backing file, if one of the extensions behind the header says it.
@@ -117,7 +129,7 @@ fn backing_format(front: &[u8], header_bytes: u32) -> Result<Option<String>, Str
             0 => return Ok(format),
             EXTENSION_BACKING_FORMAT => {
                 let name = front.get(data.clone()).and_then(|name| std::str::from_utf8(name).ok());
-                format = Some(name.ok_or(TOO_SHORT)?.to_owned());
+                format = Some(plain("format", name.ok_or(TOO_SHORT)?)?);
             }
             // imago fails an assertion at the half of an entry.
             EXTENSION_NAMES if !len.is_multiple_of(NAME_ENTRY_BYTES) => return Err(NAMES.into()),
@@ -276,6 +288,24 @@ mod tests {
         }
         image(|front| front[63] = 2).unwrap().check(true, 512).unwrap();
         assert!(image(|front| front[7] = 4).unwrap_err().contains("version 4"));
+    }
+
+    #[test]
+    fn no_control_character_of_a_header_is_shown() {
+        let (name, format) = (512, 112);
+        for (at, byte, expected) in [
+            (name + 2, b'\n', r#"name of its backing file has a control character in it: "ba\n"#),
+            (name + 2, 0x1b, r#"in it: "ba\u{1b}e.img"; if"#),
+            (format, b'\n', r#"format of its backing file has a control character in it: "\naw""#),
+            (format, 0x1b, r#"in it: "\u{1b}aw"; if"#),
+        ] {
+            let made = image(|front| {
+                with_backing(front);
+                front[at] = byte;
+            });
+            let error = made.unwrap_err();
+            assert!(error.contains(expected) && !error.contains(char::is_control), "{error:?}");
+        }
     }
 
     #[test]
