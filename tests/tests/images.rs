@@ -385,6 +385,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         "-u -b nothing -F raw @absent 8M",
         "-u -b nbd://host/x -F raw @elsewhere 8M",
         "-u -b loop -F qcow2 @loop 8M",
+        "-b base.img -F raw @overlay",
     ] {
         let create = create.replace("data_file=@", &format!("data_file={}/", images.path("")?));
         images.qemu_img(&format!("create -q -f qcow2 {create}"))?;
@@ -415,9 +416,13 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
     }
     let auto = format!("image,format=auto,path={base}");
     check("a raw disk", &auto, &["could make it look like an image", "raw,over"]);
+    let overlay = format!("image,format=auto,path={}", images.path("overlay")?);
+    let words = ["base.img", "could have written that", "as in qcow2,path", "backing=beside"];
+    check("an image that a guest could have made", &overlay, &words);
     refusals.finish()?;
     let outside = format!("{},backing=anywhere", images.name("inner/outside")?);
-    for disk in [outside, images.name("lazy")?, auto, images.name("snapshots")?] {
+    let overlay = format!("{overlay},backing=beside");
+    for disk in [outside, images.name("lazy")?, auto, overlay, images.name("snapshots")?] {
         images.info(&disk)?.expect_code(0)?;
     }
     Ok(())

@@ -120,6 +120,11 @@ mod tests {
                 "image,format=auto,backing=anywhere,over=/a",
             ),
             (
+                DiskSpec::parse("image,format=auto,path=/a").unwrap(),
+                r#"{"image":{"format":"auto","over":{"file":"/a"}}}"#,
+                "image,format=auto,over=/a",
+            ),
+            (
                 raw,
                 r#"{"raw":{"offset-bytes":1048576,"size-bytes":null,"over":{"file":"/a"}}}"#,
                 "raw,offset=1M,over=/a",

@@ -10,7 +10,7 @@ use blockio::disk::RbdImage;
 use blockio::{DiskOptions, DiskSource};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::disk_spec::{ImageFormat, RbdSpec};
+use crate::disk_spec::{BackingFiles, ImageFormat, RbdSpec};
 use crate::open_image::{Backing, is_image, open_qcow2};
 #[cfg(feature = "luks")]
 use crate::open_luks::open_luks;
@@ -233,25 +233,45 @@ fn open(
         }
         #[cfg(not(feature = "luks"))]
         DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
-        DiskSpec::Qcow2 { backing, over } | DiskSpec::Image { backing, over, .. } => {
-            let in_image = &mut |path: &Path, used: FileUse| match used {
-                FileUse::Disk => open_file(path, FileUse::Image),
-                _ => open_file(path, used),
-            };
-            let (below, cache) = open(over, in_image, settings, begin)?;
-            if let DiskSpec::Image { format: ImageFormat::Auto, .. } = disk
-                && !is_image(&below)?
-            {
+        DiskSpec::Qcow2 { backing, over } => {
+            let (below, cache) = open_for_image(over, open_file, settings, begin)?;
+            Ok((open_image(below, over, Some(*backing), open_file, begin)?, cache))
+        }
+        DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
+            let (below, cache) = open_for_image(over, open_file, settings, begin)?;
+            if !is_image(&below)? {
                 return Ok((below, cache));
             }
-            let backing = Backing {
-                image: over.whole_file(),
-                allowed: *backing,
-                open: &mut |path| Ok(open_file(path, FileUse::Backing)?.0),
-            };
-            Ok((open_qcow2(below, backing, begin == Begin::WithRequests)?, cache))
+            Ok((open_image(below, over, *backing, open_file, begin)?, cache))
         }
     }
+}
+
+/// Opens what an image is in.
+fn open_for_image(
+    over: &DiskSpec,
+    open_file: &mut OpenFile<'_>,
+    settings: &ExportSettings,
+    begin: Begin,
+) -> Result<(DiskSource, CacheMode)> {
+    let in_image = &mut |path: &Path, used: FileUse| match used {
+        FileUse::Disk => open_file(path, FileUse::Image),
+        _ => open_file(path, used),
+    };
+    open(over, in_image, settings, begin)
+}
+
+/// The image on `below`, which is `over`. Its backing files may be where that is `allowed`.
+fn open_image(
+    below: DiskSource,
+    over: &DiskSpec,
+    allowed: Option<BackingFiles>,
+    open_file: &mut OpenFile<'_>,
+    begin: Begin,
+) -> Result<DiskSource> {
+    let open = &mut |path: &Path| Ok(open_file(path, FileUse::Backing)?.0);
+    let backing = Backing { image: over.whole_file(), allowed, open };
+    open_qcow2(below, backing, begin == Begin::WithRequests)
 }
 
 fn rbd_image(spec: &RbdSpec) -> RbdImage {

@@ -21,8 +21,8 @@ use crate::disk_spec::BackingFiles;
 pub(crate) struct Backing<'a> {
     /// The file that holds the image, if it does so from its first byte on.
     pub(crate) image: Option<&'a Path>,
-    /// Where they may be.
-    pub(crate) allowed: BackingFiles,
+    /// Where they may be. `None`: there may be none.
+    pub(crate) allowed: Option<BackingFiles>,
     /// Opens one for reading.
     pub(crate) open: &'a mut dyn FnMut(&Path) -> Result<DiskSource>,
 }
@@ -109,6 +109,11 @@ struct Found {
 impl Backing<'_> {
     /// The file that an image at `image` names.
     fn find(&self, name: &str, image: Option<&Path>) -> Result<Found> {
+        let allowed = self.allowed.context(
+            "the format of the image was found out from its content, and the guest of a disk \
+             without a format could have written that to read this file; if it is an image that \
+             is to be trusted, name its format, as in qcow2,path=PATH, or add backing=beside",
+        )?;
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
         ensure!(!is_elsewhere, "only files can be backing files");
@@ -120,7 +125,7 @@ impl Backing<'_> {
         let file = path.canonicalize().with_context(|| {
             format!("there is no {}; correct it with `qemu-img rebase -u`", path.display())
         })?;
-        if self.allowed == BackingFiles::Anywhere {
+        if allowed == BackingFiles::Anywhere {
             return Ok(Found { path, file });
         }
         let folder = self.image.and_then(Path::parent).map(|folder| match folder.as_os_str() {
@@ -153,7 +158,7 @@ mod tests {
 
     fn find(image: Option<&Path>, allowed: BackingFiles, name: &str) -> Result<PathBuf, String> {
         let mut open = |_: &Path| unreachable!("nothing is opened");
-        let backing = Backing { image, allowed, open: &mut open };
+        let backing = Backing { image, allowed: Some(allowed), open: &mut open };
         let found = backing.find(name, image).map_err(|error| format!("{error:#}"))?;
         Ok(found.file)
     }

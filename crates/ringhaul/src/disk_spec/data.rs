@@ -65,9 +65,9 @@ pub enum DiskSpec {
     Image {
         /// The format.
         format: ImageFormat,
-        /// Where its backing files may be.
-        #[serde(default)]
-        backing: BackingFiles,
+        /// Where its backing files may be. `None`: it has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        backing: Option<BackingFiles>,
         /// What the image is in.
         over: Box<DiskSpec>,
     },

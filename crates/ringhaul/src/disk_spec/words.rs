@@ -155,7 +155,7 @@ const KINDS: &[Kind] = &[
         read_short: |text, words| words.add("path", after_scheme(text)),
         make: |mut words| {
             Ok(DiskSpec::Qcow2 {
-                backing: words.take_backing()?,
+                backing: words.take_backing()?.unwrap_or_default(),
                 over: words.take_file_or_over("qcow2,path=disk.qcow2")?,
             })
         },
@@ -335,10 +335,11 @@ impl Words {
         }
     }
 
-    fn take_backing(&mut self) -> Result<BackingFiles> {
+    fn take_backing(&mut self) -> Result<Option<BackingFiles>> {
         match self.take("backing").as_deref() {
-            None | Some("beside") => Ok(BackingFiles::Beside),
-            Some("anywhere") => Ok(BackingFiles::Anywhere),
+            None => Ok(None),
+            Some("beside") => Ok(Some(BackingFiles::Beside)),
+            Some("anywhere") => Ok(Some(BackingFiles::Anywhere)),
             Some(other) => bail!("backing={other} is not known (expected: beside, anywhere)"),
         }
     }
