@@ -416,6 +416,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
     }
     let auto = format!("image,format=auto,path={base}");
     check("a raw disk", &auto, &["could make it look like an image", "raw,over"]);
+    check("a layer", &format!("qcow2,over=raw,over={base}"), &[&base, "no qcow2 image"]);
     let overlay = format!("image,format=auto,path={}", images.path("overlay")?);
     let words = ["base.img", "could have written that", "as in qcow2,path", "backing=beside"];
     check("an image that a guest could have made", &overlay, &words);

@@ -131,8 +131,7 @@ impl DiskAccesses {
             return Ok(new());
         }
         let is_written = !disk.info().read_only;
-        let name: Vec<String> = disk.chain().iter().map(ToString::to_string).collect();
-        let name = name.join(", ");
+        let name = disk.chain_text();
         let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|shared| shared.access.strong_count() > 0);
         for other in all.iter().filter(|other| other.identity != identity) {

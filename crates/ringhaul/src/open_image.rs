@@ -47,13 +47,12 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     if source.image_header()?.is_some() {
         return Ok(true);
     }
-    let chain: Vec<String> = source.chain().iter().map(ToString::to_string).collect();
     ensure!(
         source.info().read_only,
         "{} has no format that is known, and a disk without a format is not written to as long as \
          its format is guessed: its guest could make it look like an image. If it is one without a \
          format, name it so, as in raw,over=PATH",
-        chain.join(", ")
+        source.chain_text()
     );
     Ok(false)
 }

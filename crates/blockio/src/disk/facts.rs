@@ -45,6 +45,21 @@ impl DiskSource {
         }
     }
 
+    /// The same in words.
+    #[must_use]
+    pub fn chain_text(&self) -> String {
+        let links: Vec<String> = self.chain().iter().map(ToString::to_string).collect();
+        links.join(", ")
+    }
+
+    /// Why the disk cannot be used, or what lies on it: `what`, as in "a part of ".
+    pub(super) fn refused(&self, what: &str, reason: &str) -> Error {
+        // It may have texts of a header in it, which is anybody's.
+        let is_shown = |character: &char| !character.is_control();
+        let reason = reason.chars().filter(is_shown).collect();
+        Error::Disk { disk: format!("{what}{}", self.chain_text()), reason }
+    }
+
     /// The format of the disk's content on what it lies on.
     #[must_use]
     pub fn format(&self) -> &'static str {

@@ -79,7 +79,7 @@ impl DiskSource {
         });
         let (cipher, header) = opened.map_err(|reason| refused(on, &reason))?;
         if let Some(remark) = &header.remark {
-            tracing::warn!("{}: {remark}", name(on));
+            tracing::warn!("{}: {remark}", on.chain_text());
         }
         let Payload { offset_bytes, size_bytes, sector_bytes, .. } = header.payload;
         check_there(header.payload, below.info().size_bytes)
@@ -96,16 +96,8 @@ impl DiskSource {
     }
 }
 
-fn name(disk: &DiskSource) -> String {
-    let chain: Vec<String> = disk.chain().iter().map(ToString::to_string).collect();
-    chain.join(", ")
-}
-
-/// The reason may have texts of the header, which is anybody's.
 fn refused(on: &DiskSource, reason: &str) -> Error {
-    let is_shown = |character: &char| !character.is_control();
-    let reason = reason.chars().filter(is_shown).collect();
-    Error::Disk { disk: format!("LUKS on {}", name(on)), reason }
+    on.refused("LUKS on ", reason)
 }
 
 /// Whether a disk of so many bytes has all of the data.

@@ -51,8 +51,7 @@ fn open(below: DiskSource, offset_bytes: u64, size_bytes: Option<u64>) -> Result
 }
 
 fn refused(below: &DiskSource, reason: String) -> Error {
-    let chain: Vec<String> = below.chain().iter().map(ToString::to_string).collect();
-    Error::Disk { disk: format!("a part of {}", chain.join(", ")), reason }
+    below.refused("a part of ", &reason)
 }
 
 /// Where the part is.

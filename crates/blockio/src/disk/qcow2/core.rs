@@ -61,8 +61,7 @@ impl Layer {
 }
 
 pub(super) fn refused(source: &DiskSource, reason: String) -> Error {
-    let disk = source.chain().first().map(ToString::to_string).unwrap_or_default();
-    Error::Disk { disk, reason }
+    source.refused("", &reason)
 }
 
 impl DiskSource {
@@ -139,7 +138,7 @@ impl Core {
     }
 
     pub(super) fn name(&self) -> String {
-        self.source().chain().first().map(ToString::to_string).unwrap_or_default()
+        self.source().chain_text()
     }
 
     pub(super) fn add_user(&self, remote: Remote, uses: &Arc<Uses>) {
