@@ -401,7 +401,13 @@ fn what_cannot_be_opened_is_refused_with_a_reason() -> Result<()> {
     );
     let no_key = format!("luks,key-file={image}.key,over={image}");
     check("no key", &no_key, &["cannot read the key in", "No such file", "; check key-file"]);
-    check("no descriptor", &format!("luks,key-fd=77,over={image}"), &["descriptor 77", "key-file"]);
+    for (fd, words) in [
+        ("77", ["descriptor 77: it is not open", "with 77< KEYFILE, or use key-file"]),
+        ("2", ["descriptor 2: it is not for a key", "choose one above 2"]),
+        ("-1", ["descriptor -1: it is not for a key", "choose one above 2"]),
+    ] {
+        check(fd, &format!("luks,key-fd={fd},over={image}"), &words);
+    }
     check("cipher", &images.name("", &other), &["aes-cbc-essiv:sha256", "aes-xts-plain64 is"]);
     check("plain", &images.name("", &plain), &["there is no LUKS header"]);
     refusals.finish()
@@ -420,5 +426,10 @@ fn a_key_comes_from_a_descriptor() -> Result<()> {
     let words = ["sh", "-c", "exec \"$@\" 9<\"$KEY\"", "sh"];
     let mut command = ringhaul_kit::cli::ringhaul_under(&words)?;
     command.env("KEY", key).args(["disk", "info", &format!("luks,key-fd=9,over={image}")]);
-    run(&mut command)?.expect_code(0).map(drop)
+    run(&mut command)?.expect_code(0)?;
+    // It is open, and not for reading.
+    let words = ["sh", "-c", "exec \"$@\" 9>/dev/null", "sh"];
+    let mut command = ringhaul_kit::cli::ringhaul_under(&words)?;
+    command.args(["disk", "info", &format!("luks,key-fd=9,over={image}")]);
+    run(&mut command)?.expect_refusal(&["descriptor 9: Bad file", "with 9< KEYFILE"])
 }

@@ -4,9 +4,10 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use blockio::disk::luks::{KeyWork, LuksOptions, Passphrase};
 use blockio::{DiskOptions, DiskSource};
+use rustix::io::Errno;
 
 use crate::disk_spec::KeySpec;
 use crate::inherit;
@@ -37,16 +38,26 @@ fn read_key(key: &KeySpec) -> Result<Passphrase> {
             Passphrase::read(File::open(path).map_err(what)?).map_err(what)
         }
         &KeySpec::Fd(fd) => {
-            let what = || {
-                format!(
-                    "cannot read the key from descriptor {fd}, which can be done once; a disk that \
-                     is opened again needs a key-file"
-                )
-            };
-            Passphrase::read(File::from(inherit::take_over(fd).with_context(what)?))
-                .with_context(what)
+            read_inherited(fd).with_context(|| format!("cannot read the key from descriptor {fd}"))
         }
     }
+}
+
+fn read_inherited(fd: i32) -> Result<Passphrase> {
+    ensure!(fd > 2, "it is not for a key; choose one above 2");
+    let file = inherit::take_over(fd).map_err(|error| {
+        let why = match Errno::from_io_error(&error) {
+            Some(Errno::BADF) => "it is not open".to_owned(),
+            _ => error.to_string(),
+        };
+        // One that was read before is closed, or is the program's by now.
+        anyhow!(
+            "{why}; start ringhaul with {fd}< KEYFILE, or use key-file for a disk that is opened \
+             more than once, since a descriptor can only be read once"
+        )
+    })?;
+    Passphrase::read(File::from(file))
+        .map_err(|error| anyhow!("{error}; start ringhaul with {fd}< KEYFILE"))
 }
 
 /// Others may have it in use: it is only read.
