@@ -6,7 +6,7 @@ mod limit_spec;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use blockio::DiskSource;
 use blockio::disk::{ErrorAction, ErrorPolicy, LimitGroup, Limits};
 use clap::ValueEnum;
@@ -14,6 +14,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use limit_spec::LIMIT_KEYS;
 pub use limit_spec::LimitSpec;
 
 /// What becomes of requests that a disk fails.
@@ -44,14 +45,14 @@ impl OnError {
         *self == Self::OF_WRITES
     }
 
-    /// As it is written.
+    /// The value of a key.
     ///
     /// # Errors
     ///
     /// When it is none of these.
-    pub(crate) fn parse(value: &str) -> Result<Self> {
-        let parsed = Self::from_str(value, false).map_err(anyhow::Error::msg);
-        parsed.context("it must be report, retry, hold or hold-briefly")
+    fn parse(key: &str, value: &str, expected: &str) -> Result<Self> {
+        let parsed = Self::from_str(value, false);
+        parsed.map_err(|_| anyhow!("{key} is '{value}' (expected: {expected})"))
     }
 
     /// Of an option for reads, which never lack space.
@@ -148,8 +149,11 @@ impl RulesChange {
     /// When the value makes no sense.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<bool> {
         match key {
-            "rerror" => self.rerror = Some(OnError::parse(value)?),
-            "werror" => self.werror = Some(OnError::parse(value)?),
+            "rerror" => self.rerror = Some(OnError::parse(key, value, "report, retry")?),
+            "werror" => {
+                let expected = "report, retry, hold, hold-briefly";
+                self.werror = Some(OnError::parse(key, value, expected)?);
+            }
             _ => {
                 let mut limits = self.limits.clone().unwrap_or_default();
                 if !limits.set(key, value)? {

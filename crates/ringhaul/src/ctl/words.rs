@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::What;
 use crate::command::check_is_path;
-use crate::disk_rules::RulesChange;
+use crate::disk_rules::{LIMIT_KEYS, RulesChange};
 use crate::disk_spec::Keys;
 use crate::options::ExportArgs;
 use crate::options::unit::{parse_lun, parse_place};
@@ -165,7 +165,10 @@ fn set_disk(export: &str, words: &[String]) -> Result<Value> {
         Some((unit, changes)) if !unit.contains('=') => (Some(&**unit), changes),
         _ => (None, words),
     };
-    let mut params = at(export, unit)?;
+    let mut params = at(export, unit).with_context(|| {
+        let word = unit.unwrap_or_default();
+        format!("'{word}' is no unit; if it is what to change, write it as {word}=VALUE")
+    })?;
     let (mut rules, mut keys) = (RulesChange::default(), Keys::default());
     for change in changes {
         let (key, value) = change
@@ -173,7 +176,7 @@ fn set_disk(export: &str, words: &[String]) -> Result<Value> {
             .with_context(|| format!("'{change}' is not of the form KEY=VALUE"))?;
         keys.check(change)?;
         if !rules.set(key, value)? {
-            bail!("unknown key '{key}' (expected: rerror, werror, and those of serve --limits)");
+            bail!("unknown key '{key}' (expected: rerror, werror, {LIMIT_KEYS})");
         }
     }
     if let (Value::Object(params), Value::Object(rules)) =
@@ -276,15 +279,29 @@ mod tests {
             "remove vm --deadline 1.2345",
             "set log",
             "set log=a log=b",
-            "set-disk vm iops=1",
-            "set-disk vm iops-total=x",
-            "set-disk vm iops-total=1 iops-total=1",
             "remove-lun vm x",
             "add --socket-path /a",
             "add --blk-file /a",
             "call ping {",
         ] {
             assert!(calls(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_of_a_disk_is_refused_with_a_word() {
+        for (words, expected) in [
+            ("iops=1", "unknown key 'iops' (expected: rerror, werror, group, iops-size, and iops"),
+            ("iops-total", "'iops-total' is no unit; if it is what to change, write it as iops-t"),
+            ("7 iops-total", "'iops-total' is not of the form KEY=VALUE"),
+            ("iops-total=x", "iops-total must be a number"),
+            ("iops-total=1 iops-total=1", "iops-total is given twice"),
+            ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
+            ("werror=stop", "werror is 'stop' (expected: report, retry, hold, hold-briefly)"),
+            ("rerror=ignore", "rerror is 'ignore' (expected: report, retry)"),
+        ] {
+            let error = format!("{:#}", calls(&format!("set-disk vm {words}")).unwrap_err());
+            assert!(error.contains(expected), "{words}: {error}");
         }
     }
 

@@ -5,7 +5,7 @@
 
 use std::num::NonZeroU64;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use blockio::disk::{Burst, Limits, Rate, Rates};
 use ringhaul_options::parse_size;
 use schemars::JsonSchema;
@@ -81,6 +81,10 @@ pub struct LimitSpec {
 /// The key of the group on a command line.
 const GROUP: &str = "group";
 
+/// All keys of limits, as an error lists them.
+pub(crate) const LIMIT_KEYS: &str = "group, iops-size, and iops or bps with -total, -read or \
+    -write, and then perhaps -max or -max-length";
+
 impl LimitSpec {
     /// All numbers with their keys.
     fn numbers(&mut self) -> [(&'static str, &mut Option<u64>); 19] {
@@ -122,7 +126,7 @@ impl LimitSpec {
         };
         let is_size = key == "iops-size" || (key.starts_with("bps") && !key.ends_with("length"));
         *number = Some(match is_size {
-            true => parse_size(value).map_err(anyhow::Error::msg)?,
+            true => parse_size(value).map_err(|error| anyhow!("{key}: {error}"))?,
             false => value.parse().with_context(|| format!("{key} must be a number"))?,
         });
         Ok(true)
@@ -256,6 +260,8 @@ pub(super) mod tests {
             ("bps-read=9 bps-read-max-length=9", "give bps-read-max too"),
             ("iops-write=9 iops-write-max=8", "at least the limit"),
             ("iops-size=4K", "needs a limit on requests"),
+            ("bps-total=1.5M", "bps-total: '1.5M' is not a size"),
+            ("bps-total-max=1X", "bps-total-max: '1X' has the unknown size suffix"),
         ] {
             let error = format!("{:#}", limits(bad).unwrap_err());
             assert!(error.contains(expected), "{bad}: {error}");

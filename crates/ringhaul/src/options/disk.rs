@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use ringhaul_options::parse_size;
 
-use crate::disk_rules::LimitSpec;
+use crate::disk_rules::{LIMIT_KEYS, LimitSpec};
 use crate::disk_spec::{DiskSpec, Keys, outline, split_at_commas};
 use crate::spec::CacheMode;
 
@@ -59,10 +59,7 @@ pub(super) fn parse_limits(text: &str) -> Result<LimitSpec> {
             .with_context(|| format!("'{part}' is not of the form KEY=VALUE"))?;
         keys.check(&part)?;
         if !limits.set(key, value)? {
-            bail!(
-                "unknown key '{key}' (expected: group, iops-size, and iops or bps with -total, \
-                 -read or -write, and then perhaps -max or -max-length)"
-            );
+            bail!("unknown key '{key}' (expected: {LIMIT_KEYS})");
         }
     }
     limits.limits()?;
