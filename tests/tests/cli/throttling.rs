@@ -95,7 +95,7 @@ fn limits_change_while_requests_wait_for_them() -> Result<()> {
     ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;
     begin_writes(&mut frontend, 3)?;
     end_writes(&mut frontend, 0..1)?;
-    ctl(&scene, &["set-disk", "vm", "bps-write=0", "iops-write=0", "iops-write-max=0"])?;
+    ctl(&scene, &["set-disk", "vm", "bps-write=0", "iops-write=0"])?;
     end_writes(&mut frontend, 1..3)?;
 
     ctl(&scene, &["set-disk", "vm", "bps-write=1"])?;

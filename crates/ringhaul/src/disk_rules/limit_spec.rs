@@ -147,7 +147,8 @@ impl LimitSpec {
     }
 
     /// What holds after `change`: what it names is so from then on, and 0 or an empty name is none.
-    /// Whoever changes the group begins with no limits.
+    /// A rate that is none has no burst, and a burst that is none has no length. Whoever changes
+    /// the group begins with no limits.
     pub(crate) fn changed(&self, change: &Self) -> Self {
         let moves = change.group.is_some() && change.group() != self.group();
         let mut changed = if moves { Self::default() } else { self.clone() };
@@ -155,8 +156,15 @@ impl LimitSpec {
             changed.group = change.group().map(str::to_owned);
         }
         let mut change = change.clone();
-        for ((_, now), (_, new)) in changed.numbers().into_iter().zip(change.numbers()) {
-            if new.is_some() {
+        let numbers = change.numbers();
+        let gone = numbers.iter().filter(|(_, new)| **new == Some(0)).map(|(key, _)| *key);
+        let gone: Vec<&str> = gone.collect();
+        let goes = |key: &str| {
+            let is_of = |of: &&str| key.strip_prefix(of).is_some_and(|rest| rest.starts_with('-'));
+            gone.iter().any(is_of)
+        };
+        for ((key, now), (_, new)) in changed.numbers().into_iter().zip(numbers) {
+            if new.is_some() || goes(key) {
                 *now = new.filter(|number| *number > 0);
             }
         }
@@ -280,6 +288,16 @@ pub(super) mod tests {
         ] {
             let after = spec(after).unwrap();
             assert_eq!(before.changed(&spec(change).unwrap()), after, "{change}");
+        }
+        let before = spec("iops-read=3 iops-total=2 iops-total-max=9 iops-total-max-length=5");
+        for (change, after) in [
+            ("iops-total=0", "iops-read=3"),
+            ("iops-total-max=0", "iops-read=3 iops-total=2"),
+            ("iops-read=0", "iops-total=2 iops-total-max=9 iops-total-max-length=5"),
+            ("iops-total=0 iops-total-max=8", "iops-read=3 iops-total-max=8"),
+        ] {
+            let changed = before.as_ref().unwrap().changed(&spec(change).unwrap());
+            assert_eq!(changed, spec(after).unwrap(), "{change}");
         }
         let member = spec("group=a iops-total=3").unwrap();
         assert_eq!(member.changed(&spec("group=").unwrap()), LimitSpec::default());
