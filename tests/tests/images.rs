@@ -408,7 +408,7 @@ fn what_cannot_be_served_is_refused_with_a_reason() -> Result<()> {
         ("vmdk", ["format vmdk is not supported", "qemu-img convert"]),
         ("cut", ["cannot be opened", "; look at it with `qemu-img check`"]),
         ("absent", ["nothing", "qemu-img rebase -u"]),
-        ("elsewhere", ["nbd://host/x", "only files can be"]),
+        ("elsewhere", ["nbd://host/x", "only files can be backing files; copy"]),
         ("loop", ["the backing file of", "locked by this daemon"]),
         ("base.img", ["no qcow2 image", "qemu-img create"]),
     ] {

@@ -115,7 +115,11 @@ impl Backing<'_> {
         )?;
         let name = name.strip_prefix("file:").unwrap_or(name);
         let is_elsewhere = name.split_once('/').map_or(name, |(start, _)| start).contains(':');
-        ensure!(!is_elsewhere, "only files can be backing files");
+        ensure!(
+            !is_elsewhere,
+            "only files can be backing files; copy what is there into a file with `qemu-img \
+             convert`, and name that with `qemu-img rebase -u`"
+        );
         let path = match image.and_then(Path::parent) {
             Some(folder) => folder.join(name),
             None if name.starts_with('/') => PathBuf::from(name),
@@ -186,8 +190,8 @@ mod tests {
             assert_eq!(allowed.unwrap(), root.join("secret"));
         }
         for (name, expected) in [
-            ("nbd://host/x", "only files"),
-            ("json:{}", "only files"),
+            ("nbd://host/x", "only files can be backing files; copy what is there into a file"),
+            ("json:{}", "with `qemu-img convert`, and name that with `qemu-img rebase -u`"),
             ("absent", "qemu-img rebase -u"),
         ] {
             assert!(beside(name).unwrap_err().contains(expected), "{name}");
