@@ -104,7 +104,11 @@ impl DiskSource {
 
 fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
     if facts.can(can::READ_ONLY) && !options.read_only {
-        return Err("the export is read-only; open it read-only".to_owned());
+        return Err(
+            "the export is read-only; open it so, with --read-only, or with --rw read for \
+                    `disk bench`"
+                .to_owned(),
+        );
     }
     let least = facts.block_bytes_min.max(512);
     let logical = options.logical_block_bytes.unwrap_or(least);
@@ -129,6 +133,12 @@ fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
 fn check_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), String> {
     if size_bytes == 0 {
         return Err("its size is zero; give it one on the server".to_owned());
+    }
+    if i64::try_from(size_bytes).is_err() {
+        return Err(format!(
+            "its size of {size_bytes} bytes is 2^63 or more, which no disk can have; correct it on \
+             the server"
+        ));
     }
     if !size_bytes.is_multiple_of(logical_block_bytes.into()) {
         return Err(format!(

@@ -90,6 +90,11 @@ impl NbdSpec {
         if !self.tls && (self.tls_certificates.is_some() || self.tls_hostname.is_some()) {
             bail!("tls-certificates and tls-hostname need TLS: use nbds:// or tls=on");
         }
+        ensure!(
+            !self.tls || self.socket.is_none() || self.tls_hostname.is_some(),
+            "TLS over a socket needs the name in the server's certificate; give it with \
+             tls-hostname=NAME"
+        );
         let connections = self.connections.unwrap_or(1);
         ensure!((1..=16).contains(&connections), "connections must be from 1 to 16");
         ensure!(self.deadline_seconds != Some(0), "deadline must be at least one second");
@@ -149,8 +154,7 @@ impl std::str::FromStr for Unflushed {
 ///
 /// When it is none of NBD.
 pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
-    let parts = uri.split_once("://");
-    let (scheme, rest) = parts.context("it is no URI such as nbd://storage:10809/disk1")?;
+    let (scheme, rest) = uri.split_once("://").with_context(|| no_uri(uri))?;
     ensure!(!rest.contains('#'), "an NBD URI has no part behind a #; write it as %23 in a name");
     let scheme = scheme.to_ascii_lowercase();
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -189,15 +193,32 @@ pub(super) fn keys_of_uri(uri: &str) -> Result<Vec<(&'static str, String)>> {
     Ok(keys)
 }
 
+/// Says what to write in place of QEMU's own forms, or what else is no URI.
+fn no_uri(text: &str) -> &'static str {
+    match text.split_once(':') {
+        Some((_, rest)) if rest.starts_with("unix:") => {
+            "it is no URI such as nbd+unix:///disk1?socket=/run/nbd.sock, which is the form to use \
+             instead of nbd:unix:PATH"
+        }
+        _ => {
+            "it is no URI such as nbd://storage:10809/disk1, which is the form to use instead of \
+             nbd:HOST:PORT"
+        }
+    }
+}
+
 /// A host, which may be an IPv6 address in brackets, and a port.
 fn host_and_port(authority: &str) -> Result<(String, Option<String>)> {
     ensure!(!authority.contains('@'), "an NBD URI has no user and no password");
-    let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        Some((host, "")) => (host, None),
-        Some((host, rest)) => {
-            let port =
-                rest.strip_prefix(':').context("a port stands behind a colon: [::1]:10809")?;
-            (host, Some(port))
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            match rest.split_once(']').context("the address in [ ] has no end: [::1]:10809")? {
+                (host, "") => (host, None),
+                (host, rest) => {
+                    let port = rest.strip_prefix(':');
+                    (host, Some(port.context("a port stands behind a colon: [::1]:10809")?))
+                }
+            }
         }
         None => match authority.split_once(':') {
             Some((host, port)) => (host, Some(port)),
@@ -273,7 +294,12 @@ mod tests {
     fn what_names_no_export_is_refused() {
         for (bad, expected) in [
             ("nbd", "needs a server"),
-            ("nbd:storage", "no URI such as"),
+            ("nbd:storage", "no URI such as nbd://"),
+            ("nbd:storage:10809:exportname=x", "instead of nbd:HOST:PORT"),
+            ("nbd:unix:/run/nbd.sock", "no URI such as nbd+unix:///disk1?socket=/run/nbd.sock"),
+            ("nbd://[::1/x", "the address in [ ] has no end: [::1]:10809"),
+            ("nbds+unix:///x?socket=/a", "give it with tls-hostname=NAME"),
+            ("nbd,socket=/a,tls=on,tls-certificates=/pki", "give it with tls-hostname=NAME"),
             ("nbd+unix:///x", "needs a server"),
             ("nbd+unix://h/x?socket=/a", "names no host"),
             ("nbd://h/x?socket=/a", "unknown parameter 'socket'"),

@@ -1,7 +1,8 @@
 //! A connection is made, from the address to the end of the handshake. This waits, and is done by
 //! threads that may.
 
-use std::io::{self, Read, Write};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -96,21 +97,37 @@ fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Hand, String> {
 
 fn reach(address: &NbdAddress, until: Instant) -> Result<OwnedFd, String> {
     match address {
-        NbdAddress::Unix(path) => reach_unix(path, until).map_err(|error| {
-            let path = path.display();
-            match error.kind() {
-                io::ErrorKind::WouldBlock => format!(
-                    "cannot connect to {path}: the server takes no connections, and too many wait \
-                     already; restart it if it hangs"
-                ),
-                _ => format!("cannot connect to {path}: {error}; is the server running?"),
-            }
-        }),
+        NbdAddress::Unix(path) => {
+            reach_unix(path, until).map_err(|error| not_reached(&path.display(), &error))
+        }
         NbdAddress::Tcp { host, port } => {
             let addresses = NAMES.find(host, *port, until)?;
             reach_one(&addresses, until).unwrap_or_else(|| Err(format!("{host} has no address")))
         }
     }
+}
+
+/// Says why there is no connection to an address, and what to do about it.
+fn not_reached(address: &dyn Display, error: &io::Error) -> String {
+    let advice = match error.kind() {
+        ErrorKind::WouldBlock => {
+            return format!(
+                "cannot connect to {address}: the server takes no connections, and too many wait \
+                 already; restart it if it hangs"
+            );
+        }
+        ErrorKind::PermissionDenied => {
+            "check the rights of the socket and of the folders above it, or what a firewall allows"
+        }
+        ErrorKind::InvalidFilename => {
+            "the path of a socket can have 107 bytes; name it by a shorter one, such as a link"
+        }
+        ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => {
+            "check the network, and whether the machine of the server is up"
+        }
+        _ => "is the server running?",
+    };
+    format!("cannot connect to {address}: {error}; {advice}")
 }
 
 /// The first address that takes a connection. Each has its share of the time that is left, since
@@ -122,10 +139,7 @@ fn reach_one(addresses: &[SocketAddr], until: Instant) -> Option<Result<OwnedFd,
         let left = until.saturating_duration_since(Instant::now()) / others;
         match TcpStream::connect_timeout(address, left.max(Duration::from_millis(1))) {
             Ok(socket) => return Some(watched(socket)),
-            Err(error) => {
-                problem =
-                    Some(format!("cannot connect to {address}: {error}; is the server running?"));
-            }
+            Err(error) => problem = Some(not_reached(address, &error)),
         }
     }
     problem.map(Err)
@@ -166,7 +180,7 @@ impl Patient {
     fn wait_at_most(&self, which: Timeout) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
+            return Err(ErrorKind::TimedOut.into());
         }
         sockopt::set_socket_timeout(&self.socket, which, Some(left))?;
         Ok(())
@@ -175,7 +189,7 @@ impl Patient {
 
 fn patiently<T>(result: rustix::io::Result<T>) -> io::Result<T> {
     result.map_err(|errno| match errno {
-        rustix::io::Errno::AGAIN => io::ErrorKind::TimedOut.into(),
+        rustix::io::Errno::AGAIN => ErrorKind::TimedOut.into(),
         errno => errno.into(),
     })
 }
@@ -223,6 +237,34 @@ mod tests {
             assert!(taken.len() < 1000, "the kernel has room for all of them");
         };
         assert!(error.contains("takes no connections"), "{error}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_advice_is_that_for_the_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let left = folder.path().join("left");
+        drop(UnixListener::bind(&left).unwrap());
+        let until = Instant::now() + Duration::from_secs(2);
+        for (path, expected) in [
+            (left, "is the server running?"),
+            (folder.path().join("absent"), "is the server running?"),
+            (folder.path().join("a".repeat(107)), "can have 107 bytes"),
+        ] {
+            let error = reach(&NbdAddress::Unix(path), until).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        // Root may do all, and no test waits for a machine that is away.
+        for (errno, expected) in [
+            (libc::EACCES, "check the rights of the socket"),
+            (libc::EPERM, "check the rights of the socket"),
+            (libc::ETIMEDOUT, "check the network"),
+            (libc::EHOSTUNREACH, "check the network"),
+            (libc::ENETUNREACH, "check the network"),
+        ] {
+            let error = not_reached(&"a", &io::Error::from_raw_os_error(errno));
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     /// A listener whose queue is full says nothing at all.

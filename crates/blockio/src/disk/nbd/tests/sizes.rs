@@ -2,13 +2,15 @@
 
 use std::rc::Rc;
 
-use super::super::handshake::can;
+use super::super::handshake::{Facts, can};
+use super::super::info;
 use super::super::retry::RETRY_MIN;
 use super::super::scripted::{Event, FLUSH, Server, WRITE};
 use super::super::target::NbdOptions;
+use super::super::wire::Framing;
 use super::{FLAGS, MIB, Running, new_thread, open, read, told_size, wait_a_turn, wait_for};
 use crate::clock;
-use crate::disk::DiskState;
+use crate::disk::{DiskOptions, DiskState};
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
@@ -41,6 +43,33 @@ fn what_an_export_has_grown_by_is_reached_by_other_connections() {
         assert_eq!(is_flushed, is_needed, "{events:?}");
         assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
         assert_eq!(source.state(), DiskState::Ready);
+    }
+}
+
+#[test]
+fn what_no_disk_can_be_is_refused() {
+    let usual = DiskOptions::default();
+    let facts = Facts {
+        size_bytes: MIB as u64,
+        flags: FLAGS,
+        framing: Framing::Simple,
+        block_bytes_min: 1,
+        block_bytes_preferred: 4096,
+        payload_bytes_max: 1 << 20,
+        context: None,
+    };
+    let most = Facts { size_bytes: (1 << 63) - 512, ..facts };
+    assert_eq!(info(&most, &usual).unwrap().size_bytes, (1 << 63) - 512);
+    for (facts, expected) in [
+        (Facts { size_bytes: 0, ..facts }, "its size is zero"),
+        (Facts { size_bytes: 1000, ..facts }, "not a multiple of the logical block of 512"),
+        (Facts { size_bytes: 1 << 63, ..facts }, "is 2^63 or more"),
+        (Facts { size_bytes: u64::MAX - 511, ..facts }, "is 2^63 or more"),
+        (Facts { flags: FLAGS | can::READ_ONLY, ..facts }, "with --read-only, or with --rw read"),
+        (Facts { block_bytes_min: 4096, size_bytes: 512, ..facts }, "logical block of 4096"),
+    ] {
+        let error = info(&facts, &usual).unwrap_err();
+        assert!(error.contains(expected), "{error}");
     }
 }
 
