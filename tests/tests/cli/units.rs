@@ -70,6 +70,17 @@ fn impossible_units_are_refused() -> Result<()> {
         Ok(format!("{lun},blk-file={},wwn=5000c5000000abcd", file.display()))
     };
     refuse(&[named(0)?, named(1)?], &["0:1", "unit 0:0 is on another disk", "the same WWN"]);
+    for (option, disk, instead) in [
+        ("--disk", "null:1M", "use --lun 0,disk=DISK"),
+        ("--blk-file", "/a", "use --lun 0,blk-file=PATH"),
+    ] {
+        let command = ringhaul().map(|mut command| {
+            command.args(["serve", "--device", "scsi", option, disk, "--socket-path"]);
+            command.arg(&socket);
+            command
+        });
+        refusals.check(option, command, &["a virtio-scsi device has units", instead]);
+    }
     refusals.finish()
 }
 

@@ -171,6 +171,10 @@ fn described(scene: &mut Scene) -> Result<()> {
     refuse("rbd:nowhere/a", &["its pool nowhere", "`ceph osd pool ls`"]);
     refuse("rbd:described@never", &["it has no snapshot never"]);
     refuse("rbd:a,conf=/nowhere/ceph.conf", &["its configuration /nowhere/ceph.conf", "No such"]);
+    let garbage = scene.sockets.path().join("garbage.conf");
+    std::fs::write(&garbage, "[[[ =\n")?;
+    let disk_of_garbage = format!("rbd:a,conf={}", garbage.display());
+    refuse(&disk_of_garbage, &["garbage.conf is no configuration of Ceph", "with conf"]);
     refuse("rbd:a,keyring=/nowhere/key", &["its keyring /nowhere/key", "No such"]);
     refuse("rbd:a,id=nobody", &["as client.nobody", "check"]);
     // As where Ceph is not installed, or something that is not its library has the name.

@@ -106,10 +106,13 @@ impl ExportArgs {
     fn main_device(&self) -> Result<DeviceSpec> {
         if self.device == DeviceKind::Scsi {
             if self.serial.is_some() {
-                bail!("a serial number is that of one unit; use --lun 0,blk-file=PATH,serial=TEXT");
+                bail!("a serial number is that of one unit; use --lun 0,serial=TEXT,disk=DISK");
             }
-            if self.blk_file.is_some() || self.disk.is_some() {
+            if self.blk_file.is_some() {
                 bail!("a virtio-scsi device has units; use --lun 0,blk-file=PATH");
+            }
+            if self.disk.is_some() {
+                bail!("a virtio-scsi device has units; use --lun 0,disk=DISK");
             }
             return Ok(DeviceSpec::Scsi(parse_all(&self.lun)?));
         }

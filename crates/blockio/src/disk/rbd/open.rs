@@ -192,7 +192,16 @@ fn c_path(path: &Path) -> Result<CString, String> {
 }
 
 fn no_conf(access: &RbdImage, error: &io::Error) -> String {
+    let is_none = error.raw_os_error() == Some(libc::EINVAL);
     match &access.conf {
+        Some(path) if is_none => format!(
+            "{} is no configuration of Ceph: {error}; correct it, or name another one with conf",
+            path.display()
+        ),
+        None if is_none => format!(
+            "what $CEPH_CONF names, or /etc/ceph/ceph.conf, is no configuration of Ceph: {error}; \
+             correct it, or name another one with conf=PATH"
+        ),
         Some(path) => {
             format!("its configuration {} cannot be read: {error}; check conf", path.display())
         }
