@@ -51,8 +51,9 @@ impl Trial {
         Self { span_ops, period_ops, phase, ops: 0, time, last, sums: [0; 2] }
     }
 
-    /// Begins anew.
+    /// Begins anew. The time since the last op is no part of it: there may have been a pause.
     pub(crate) fn begin(&mut self) {
+        self.last = None;
         self.sums = [0; 2];
         self.enter(Phase::Trying { span: 0 });
     }
@@ -103,6 +104,34 @@ impl Trial {
             }
             Phase::Decided { .. } if self.ops >= self.period_ops => Some(Step::Over),
             _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The first op after a pause begins it, and is one of the first way.
+    #[test]
+    fn a_pause_before_a_trial_is_held_against_neither_way() {
+        let mut trial = Trial::new(512, 1 << 20);
+        let (mut now, each) = (Instant::now(), Duration::from_micros(20));
+        for pause in [Duration::ZERO, Duration::from_secs(1)] {
+            now += pause;
+            trial.begin();
+            loop {
+                now += each;
+                match trial.advance(1, now) {
+                    Some(Step::Decided { percent }) => {
+                        assert_eq!(percent, 100, "after {pause:?}");
+                        break;
+                    }
+                    Some(Step::Over) => unreachable!("it has not decided"),
+                    Some(Step::Span) | None => {}
+                }
+            }
+            assert!(!trial.has_chosen_second());
         }
     }
 }
