@@ -241,11 +241,9 @@ impl Store {
     }
 
     fn is_full(&self) -> Error {
-        let chain: Vec<_> = self.source.chain().iter().map(ToString::to_string).collect();
-        let reason =
-            "it is full; make it larger, then use `ringhaul ctl resize` (RBD goes on without)"
-                .to_owned();
-        Error::Disk { disk: chain.join(", "), reason }
+        let reason = "it is full; make it larger, then use `ringhaul ctl resize` (an RBD image \
+                      goes on by itself)";
+        self.source.refused("", reason)
     }
 
     async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
