@@ -174,6 +174,18 @@ pub enum CommandError {
     /// Somebody else changes the unit at this place.
     #[error("the unit {1} of the export {0} is being added, resized or removed; try again later")]
     UnitBusy(String, UnitPlace),
+    /// The unit at this place was being added, and is not wanted any more.
+    #[error(
+        "the unit {1} of the export {0} was being added, and is given up; its place is free when \
+         its disk is closed"
+    )]
+    UnitGivenUp(String, UnitPlace),
+    /// The unit, or its export, was removed while its disk was being opened.
+    #[error(
+        "the unit {1} of the export {0} was not added: it or the export was removed before its \
+         disk was open; add it again if it is wanted"
+    )]
+    UnitUnwanted(String, UnitPlace),
     /// Somebody else changes the disk.
     #[error("the disk of the export {0} is being resized; try again later")]
     DiskBusy(String),

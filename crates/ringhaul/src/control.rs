@@ -28,9 +28,9 @@ use crate::handed_fds::HandedFds;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
 use crate::status::ExportDetails;
+use crate::wanted::Wanted;
 use exports::Exports;
 use handed::{Described, ExportProgress, Paused};
-pub(crate) use opening::Wanted;
 pub use order::ExportSetup;
 use order::{Alarm, Answered, Changed, HandOverOrder, Order};
 pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
@@ -402,7 +402,8 @@ pub(crate) struct Turn<'a> {
 
 impl Turn<'_> {
     /// Keeps every other process from taking over until this ends, which must not take long. To
-    /// open a disk for a new unit kept none from that. False: the export has ended.
+    /// open a disk for a new unit kept none from that. False: the export has ended, or nobody
+    /// wants the unit any more.
     ///
     /// # Errors
     ///

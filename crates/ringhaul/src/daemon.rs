@@ -242,15 +242,20 @@ impl Daemon {
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let place = unit.place();
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
-        let ChangingUnit { name, log_name, device, settings, endpoint, .. } = changing;
+        let ChangingUnit { name, log_name, device, settings, endpoint, wanted, .. } = changing;
         unit.check(&settings).map_err(CommandError::Wrong)?;
-        let wanted = unit.disk(&settings);
-        let mut disk = OpenDisk::open(&wanted, user(&endpoint, Some(place)))?;
-        self.groups.join(&disk.source, &wanted.1.rules)?;
+        let named = unit.disk(&settings);
+        let unless_given_up = |error| match wanted.is_wanted() {
+            true => error,
+            false => CommandError::UnitUnwanted(export.clone(), place),
+        };
+        let opened = OpenDisk::open(&named, user(&endpoint, Some(place)), &wanted);
+        let mut disk = opened.map_err(|error| unless_given_up(error.into()))?;
+        self.groups.join(&disk.source, &named.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
         let choice = choice.expect("one choice for each disk");
         if !turn.claim()? {
-            return Err(CommandError::Unknown(export));
+            return Err(unless_given_up(CommandError::Unknown(export.clone())));
         }
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, &mut disk, choice)?;

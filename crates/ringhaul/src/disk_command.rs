@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::choose::best_engine;
@@ -14,6 +15,10 @@ use serde::Serialize;
 use crate::disk_spec::{DiskSpec, outline};
 use crate::open_disk::OpenDisk;
 use crate::spec::{CacheMode, ExportSettings};
+use crate::wanted::{Wanted, for_at_most};
+
+/// How long a disk may take to open. A cluster that cannot be reached is told after 30 s.
+const OPEN_MAX: Duration = Duration::from_secs(35);
 
 /// A disk of the command line.
 #[derive(Debug, Clone, Args)]
@@ -83,17 +88,23 @@ impl DiskArgs {
     ///
     /// When it is none, or cannot be used.
     pub fn open(&self, read_only: bool) -> Result<DiskSource> {
-        Ok(self.open_with(read_only, false)?.1.source)
+        let open = |wanted: &Wanted| self.open_with(read_only, false, wanted);
+        Ok(for_at_most(OPEN_MAX, open)?.1.source)
     }
 
-    fn open_with(&self, read_only: bool, no_lock: bool) -> Result<(DiskSpec, OpenDisk)> {
+    fn open_with(
+        &self,
+        read_only: bool,
+        no_lock: bool,
+        wanted: &Wanted,
+    ) -> Result<(DiskSpec, OpenDisk)> {
         let disk = DiskSpec::parse(&self.disk)
             .with_context(|| format!("cannot understand the disk {}", outline(&self.disk)))?;
         let settings =
             ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
-        let wanted = (disk, settings);
-        let open = OpenDisk::open(&wanted, None)?;
-        Ok((wanted.0, open))
+        let named = (disk, settings);
+        let open = OpenDisk::open(&named, None, wanted)?;
+        Ok((named.0, open))
     }
 }
 
@@ -103,8 +114,7 @@ impl DiskArgs {
 ///
 /// When it cannot be opened.
 pub fn info(args: &InfoArgs) -> Result<ExitCode> {
-    let (disk, open) = args.disk.open_with(true, true)?;
-    let info = Info::of(disk, &open);
+    let info = for_at_most(OPEN_MAX, |wanted| Info::read(&args.disk, wanted))?;
     let text = match args.json {
         true => serde_json::to_string_pretty(&info).context("cannot write JSON")? + "\n",
         false => info.to_string(),
@@ -115,6 +125,11 @@ pub fn info(args: &InfoArgs) -> Result<ExitCode> {
 }
 
 impl Info {
+    fn read(disk: &DiskArgs, wanted: &Wanted) -> Result<Self> {
+        let (disk, open) = disk.open_with(true, true, wanted)?;
+        wanted.while_reading(&open.source, || Ok(Self::of(disk, &open)))
+    }
+
     fn of(disk: DiskSpec, open: &OpenDisk) -> Self {
         let (source, info) = (&open.source, open.source.info());
         let (engine, engine_reason) = match source.has_engine() {
@@ -215,8 +230,7 @@ mod tests {
 
     fn of(name: &str) -> Result<Info> {
         let args = DiskArgs { disk: name.to_owned(), cache: None };
-        let (disk, open) = args.open_with(true, true)?;
-        Ok(Info::of(disk, &open))
+        Info::read(&args, &Wanted::default())
     }
 
     #[test]

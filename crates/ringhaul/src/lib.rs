@@ -50,5 +50,6 @@ mod succession;
 mod takeover;
 mod thread_watch;
 pub mod vhost_user;
+mod wanted;
 
 pub use export_log::ExportLog;

@@ -229,6 +229,7 @@ mod tests {
     use super::*;
     use crate::export_log::ExportLog;
     use crate::spec::{EndpointSpec, UnitSettings};
+    use crate::wanted::Wanted;
 
     fn make(device: DeviceSpec, accesses: &DiskAccesses) -> Result<Device> {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
@@ -237,7 +238,7 @@ mod tests {
         let disks = spec
             .disks()
             .iter()
-            .map(|disk| OpenDisk::open(disk, None))
+            .map(|disk| OpenDisk::open(disk, None, &Wanted::default()))
             .collect::<Result<Vec<_>>>()?;
         let groups = LimitGroups::default();
         spec.make_device(&disks, Arc::new(ExportLog::new("test")), accesses, &groups)

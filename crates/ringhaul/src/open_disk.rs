@@ -15,6 +15,7 @@ use crate::open_image::{Backing, is_image, open_qcow2};
 #[cfg(feature = "luks")]
 use crate::open_luks::open_luks;
 use crate::spec::{CacheMode, DiskSpec, ExportSettings};
+use crate::wanted::Wanted;
 
 /// A disk that is open.
 pub(crate) struct OpenDisk {
@@ -39,15 +40,15 @@ impl OpenDisk {
     ///
     /// When it cannot be used, or is not wanted any more.
     pub(crate) fn open_when_left(
-        wanted: &(DiskSpec, ExportSettings),
+        disk: &(DiskSpec, ExportSettings),
         user: Option<u64>,
+        wanted: &Wanted,
         waits: &dyn Fn(),
-        is_wanted: &dyn Fn() -> bool,
     ) -> Result<Self> {
         let (mut is_told, mut has_given_way, mut at_once) = (false, false, true);
         let mut again = AGAIN_AT_ONCE;
-        while is_wanted() {
-            let error = match Self::open_as(wanted, Claimant { user, at_once }) {
+        while wanted.is_wanted() {
+            let error = match Self::open_as(disk, Claimant { user, at_once }, wanted) {
                 Err(error) if at_once && again > 0 && is_left_behind(&error) => {
                     again -= 1;
                     pause();
@@ -69,22 +70,31 @@ impl OpenDisk {
                 tracing::warn!("{error:#}; it is waited for");
             }
         }
-        bail!("{} is not wanted any more", wanted.0.name())
+        bail!("{} is not wanted any more", disk.0.name())
     }
 
     /// Opens a disk of an export for a [user](DiskOptions::user).
     ///
     /// # Errors
     ///
-    /// When it cannot be used.
-    pub(crate) fn open(wanted: &(DiskSpec, ExportSettings), user: Option<u64>) -> Result<Self> {
-        Self::open_as(wanted, Claimant { user, at_once: false })
+    /// When it cannot be used, or is not wanted any more and does not answer.
+    pub(crate) fn open(
+        disk: &(DiskSpec, ExportSettings),
+        user: Option<u64>,
+        wanted: &Wanted,
+    ) -> Result<Self> {
+        Self::open_as(disk, Claimant { user, at_once: false }, wanted)
     }
 
-    fn open_as((disk, settings): &(DiskSpec, ExportSettings), by: Claimant) -> Result<Self> {
+    fn open_as(
+        (disk, settings): &(DiskSpec, ExportSettings),
+        by: Claimant,
+        wanted: &Wanted,
+    ) -> Result<Self> {
         let opened = Instant::now();
         let mut open_file = |path: &Path, used: FileUse| open_file(path, used, settings, by);
-        let (source, cache) = open(disk, &mut open_file, settings, Begin::Now)?;
+        let how = How { settings, begin: Begin::Now, wanted };
+        let (source, cache) = open(disk, &mut open_file, how)?;
         Ok(Self::new(disk.name(), source, opened, cache))
     }
 
@@ -105,7 +115,8 @@ impl OpenDisk {
             Some(file) => take_file(file, path, used, settings),
             None => bail!("{} was handed over without a descriptor", path.display()),
         };
-        let (source, cache) = open(disk, &mut take, settings, Begin::WithRequests)?;
+        let how = How { settings, begin: Begin::WithRequests, wanted: &Wanted::default() };
+        let (source, cache) = open(disk, &mut take, how)?;
         if file.is_some() {
             bail!("{disk} came with a descriptor that it has no use for");
         }
@@ -170,6 +181,14 @@ enum Begin {
     WithRequests,
 }
 
+/// How a disk is opened, whatever it is made of.
+#[derive(Clone, Copy)]
+struct How<'a> {
+    settings: &'a ExportSettings,
+    begin: Begin,
+    wanted: &'a Wanted,
+}
+
 fn disk_options(
     settings: &ExportSettings,
     used: FileUse,
@@ -195,9 +214,9 @@ type OpenFile<'a> = dyn FnMut(&Path, FileUse) -> Result<(DiskSource, CacheMode)>
 fn open(
     disk: &DiskSpec,
     open_file: &mut OpenFile<'_>,
-    settings: &ExportSettings,
-    begin: Begin,
+    how: How<'_>,
 ) -> Result<(DiskSource, CacheMode)> {
+    let How { settings, begin, wanted } = how;
     match disk {
         DiskSpec::File(path) => open_file(path, FileUse::Disk),
         DiskSpec::Null { size_bytes } => {
@@ -223,26 +242,27 @@ fn open(
             Ok((DiskSource::rbd(&rbd_image(image), &options)?, cache))
         }
         DiskSpec::Raw { offset_bytes, size_bytes, over } => {
-            let (below, cache) = open(over, open_file, settings, begin)?;
+            let (below, cache) = open(over, open_file, how)?;
             Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
         }
         #[cfg(feature = "luks")]
         DiskSpec::Luks { key, header, discard, over } => {
-            let (below, cache) = open(over, open_file, settings, begin)?;
-            Ok((open_luks(below, key, header.as_deref(), *discard)?, cache))
+            let (below, cache) = open(over, open_file, how)?;
+            let open = || open_luks(below.clone(), key, header.as_deref(), *discard);
+            Ok((wanted.while_reading(&below, open)?, cache))
         }
         #[cfg(not(feature = "luks"))]
         DiskSpec::Luks { .. } => bail!("cannot open {disk}: this program was built without LUKS"),
         DiskSpec::Qcow2 { backing, over } => {
-            let (below, cache) = open_for_image(over, open_file, settings, begin)?;
-            Ok((open_image(below, over, Some(*backing), open_file, begin)?, cache))
+            let (below, cache) = open_for_image(over, open_file, how)?;
+            Ok((open_image(below, over, Some(*backing), open_file, how)?, cache))
         }
         DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
-            let (below, cache) = open_for_image(over, open_file, settings, begin)?;
-            if !is_image(&below)? {
+            let (below, cache) = open_for_image(over, open_file, how)?;
+            if !wanted.while_reading(&below, || is_image(&below))? {
                 return Ok((below, cache));
             }
-            Ok((open_image(below, over, *backing, open_file, begin)?, cache))
+            Ok((open_image(below, over, *backing, open_file, how)?, cache))
         }
     }
 }
@@ -251,14 +271,13 @@ fn open(
 fn open_for_image(
     over: &DiskSpec,
     open_file: &mut OpenFile<'_>,
-    settings: &ExportSettings,
-    begin: Begin,
+    how: How<'_>,
 ) -> Result<(DiskSource, CacheMode)> {
     let in_image = &mut |path: &Path, used: FileUse| match used {
         FileUse::Disk => open_file(path, FileUse::Image),
         _ => open_file(path, used),
     };
-    open(over, in_image, settings, begin)
+    open(over, in_image, how)
 }
 
 /// The image on `below`, which is `over`. Its backing files may be where that is `allowed`.
@@ -267,11 +286,13 @@ fn open_image(
     over: &DiskSpec,
     allowed: Option<BackingFiles>,
     open_file: &mut OpenFile<'_>,
-    begin: Begin,
+    how: How<'_>,
 ) -> Result<DiskSource> {
     let open = &mut |path: &Path| Ok(open_file(path, FileUse::Backing)?.0);
     let backing = Backing { image: over.whole_file(), allowed, open };
-    open_qcow2(below, backing, begin == Begin::WithRequests)
+    let is_deferred = how.begin == Begin::WithRequests;
+    // What it names as its backing files is local.
+    how.wanted.while_reading(&below, || open_qcow2(below.clone(), backing, is_deferred))
 }
 
 fn rbd_image(spec: &RbdSpec) -> RbdImage {

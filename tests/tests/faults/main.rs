@@ -14,6 +14,7 @@ mod nbd_ends;
 mod nbd_errors;
 mod nbd_holes;
 mod nbd_images;
+mod nbd_mute;
 mod nbd_tls;
 mod neighbours;
 mod opening;

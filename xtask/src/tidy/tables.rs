@@ -261,7 +261,7 @@ pub(super) const FLOORS: &[Floors] = &[
             (0, &["io_threads", "log_limit", "log::queue", "memory_limits", "side_by_side"]),
             (0, &["disk_accesses", "disk_names", "options::switches", "peer", "thread_watch"]),
             (0, &["disk_rules::limit_spec", "disk_spec::nbd", "disk_spec::rbd", "notify"]),
-            (0, &["secrets", "spec::values"]),
+            (0, &["secrets", "spec::values", "wanted"]),
             (1, &["disk_rules", "disk_spec::data", "disk_spec::text"]),
             (2, &["disk_spec::words"]),
             (3, &["disk_spec"]),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use blockio::DiskSource;
 use device::{Answer, Device, Pending};
 
-use super::changing::{Changing, Kind};
+use super::changing::Changing;
 use super::order::{Answered, ExportSetup};
 use crate::command::ExportStatus;
 use crate::export_log::ExportLog;
@@ -82,7 +82,7 @@ impl Closing {
 
     /// Whether nobody waits any more. A disk that is being opened keeps no daemon from ending.
     pub(super) fn has_ended(&self, daemon_ends: bool) -> bool {
-        let is_over = |changing: &Changing| daemon_ends && changing.kind == Kind::Adding;
+        let is_over = |changing: &Changing| daemon_ends && changing.adds();
         let is_closed = self.closed.check().is_ready() && self.changing.iter().all(is_over);
         self.was_given_up || is_closed
     }

@@ -175,6 +175,8 @@ impl Export {
             // Its totals are told.
             return;
         }
+        // Units that are not there yet are nobody's.
+        self.changing.iter().for_each(Changing::give_up_adding);
         if let Some(Endpoint::Connection(_)) = self.endpoint {
             // It sees its end as one that is served does.
             self.take_front_end(Instant::now());
@@ -214,6 +216,7 @@ impl Export {
     /// Begins to close the disk of an export that has ended.
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
+        self.changing.iter().for_each(Changing::give_up_adding);
         let Self { id, changing, disks, log, setup, removed, is_forced, .. } = self;
         let mut closing = Closing::new(id, status, log, (disks, setup.device), waker);
         (closing.changing, closing.removed) = (changing, removed);

@@ -146,7 +146,7 @@ impl Exports {
             }
             Order::KeepHere(id, place, keeps_here, answer) => {
                 let export = self.list.iter_mut().find(|export| export.id == id);
-                answer.send(export.map(|export| export.keep_here(place, keeps_here)).is_some());
+                answer.send(export.is_some_and(|export| export.keep_here(place, keeps_here)));
             }
             Order::BeginResize(name, place, answer) => {
                 answer.send(self.begin_resize(&name, place));
@@ -230,7 +230,7 @@ impl Exports {
         let changing = self.changing(id).into_iter().flatten();
         let identity = changing.filter(|it| it.place == place).find_map(|it| match &it.kind {
             Kind::Resizing { identity, .. } => Some(identity.clone()),
-            Kind::Adding | Kind::Removing => None,
+            Kind::Adding(_) | Kind::Removing => None,
         });
         if let Some(identity) = identity.filter(|identity| !identity.is_empty()) {
             self.list.iter().for_each(|other| other.report_size_of(&identity, (id, place)));

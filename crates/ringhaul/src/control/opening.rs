@@ -1,29 +1,15 @@
 //! Exports that are being opened, until they are served.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use device::Answer;
 
 use crate::command::{CommandError, ExportState, ExportStatus};
 use crate::spec::ExportSpec;
+use crate::wanted::Wanted;
 
 /// What the end of an export waits for that is being opened.
 const NOT_OPEN: &str = "its disk is being opened";
-
-/// Whether an export that is being opened is wanted any more, for whoever opens it.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Wanted {
-    is_removed: Arc<AtomicBool>,
-}
-
-impl Wanted {
-    /// False when it is to be removed: nobody needs its disks any more.
-    pub(crate) fn is_wanted(&self) -> bool {
-        !self.is_removed.load(Ordering::Relaxed)
-    }
-}
 
 /// An export that is being opened. Its name is taken.
 pub(super) struct Opening {
@@ -61,7 +47,7 @@ impl Opening {
 
     /// Has whoever opens it give it up.
     pub(super) fn give_up(&self) {
-        self.wanted.is_removed.store(true, Ordering::Relaxed);
+        self.wanted.give_up();
     }
 
     /// As [`give_up`](Self::give_up), and answers when that is done, or, where it is too late for

@@ -11,7 +11,6 @@ use device::{Answer, Device};
 use rustix::fd::OwnedFd;
 
 use super::handed::{Described, ExportProgress, Paused};
-use super::opening::Wanted;
 use crate::command::{CommandError, ExportStatus};
 use crate::disk_rules::{LimitGroups, RulesChange, ShownRules};
 use crate::export::Endpoint;
@@ -21,6 +20,7 @@ use crate::memory_limits::MemoryLimits;
 use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::stats::ExportStats;
 use crate::status::ExportDetails;
+use crate::wanted::Wanted;
 
 /// One device and where its front-ends come from.
 pub struct ExportSetup {
@@ -60,6 +60,8 @@ pub(crate) struct ChangingUnit {
     pub(crate) device: ScsiDevice,
     pub(crate) settings: ExportSettings,
     pub(crate) endpoint: EndpointSpec,
+    /// Whether a unit that is being added is wanted any more.
+    pub(crate) wanted: Wanted,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
 }
@@ -128,7 +130,8 @@ pub(super) enum Order {
     /// To begin to change a unit of an export. Nobody else does with its place until that ends.
     BeginUnit(String, UnitPlace, UnitChange, Answer<Answered<ChangingUnit>>),
     /// Whether other processes take over before what was begun at the place of this export has
-    /// ended: none does if this is so. False: the export has ended.
+    /// ended: none does if this is so. False: the export has ended, or nobody wants any more what
+    /// was begun.
     KeepHere(u64, Option<UnitPlace>, bool, Answer<bool>),
     /// To begin to give a disk another size: that of a unit or, without a place, of virtio-blk.
     BeginResize(String, Option<UnitPlace>, Answer<Answered<ResizingDisk>>),

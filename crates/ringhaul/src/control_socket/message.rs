@@ -123,6 +123,8 @@ impl From<&CommandError> for Problem {
             CommandError::Unknown(_) | CommandError::UnknownUnit(..) => Code::Unknown,
             CommandError::Busy(..)
             | CommandError::UnitBusy(..)
+            | CommandError::UnitGivenUp(..)
+            | CommandError::UnitUnwanted(..)
             | CommandError::DiskBusy(_)
             | CommandError::HandingOver
             | CommandError::Unwanted(_)

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::command::CommandError;
-use crate::control::Wanted;
 use crate::open_disk::OpenDisk;
 use crate::side_by_side::{GiveWay, SideBySide};
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec};
+use crate::wanted::Wanted;
 
 /// How long nothing may be opened before what is left is taken to hang.
 pub(super) const OPEN_MAX: Duration = Duration::from_secs(5);
@@ -45,12 +45,11 @@ impl OpeningExports {
             wanted.extend(disks.map(|(disk, user)| (disk, user, is_wanted.clone())));
         }
         let open = move |(disk, user, wanted): WantedDisk, give_way: GiveWay<'_>| {
-            let is_wanted = || wanted.is_wanted();
             if waits_for_left {
-                OpenDisk::open_when_left(&disk, user, give_way, &is_wanted)
+                OpenDisk::open_when_left(&disk, user, &wanted, give_way)
             } else {
-                anyhow::ensure!(is_wanted(), "it is not wanted any more");
-                OpenDisk::open(&disk, user)
+                anyhow::ensure!(wanted.is_wanted(), "it is not wanted any more");
+                OpenDisk::open(&disk, user, &wanted)
             }
         };
         Self { exports, places, jobs: SideBySide::begin(wanted, open) }

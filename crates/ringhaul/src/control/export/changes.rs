@@ -13,6 +13,7 @@ use crate::control::order::{
 use crate::disk_rules::{DiskRules, RulesChange, ShownRules};
 use crate::spec::{DeviceSpec, UnitPlace};
 use crate::subscribers::What;
+use crate::wanted::Wanted;
 
 impl Export {
     /// Begins to change a logical unit.
@@ -22,7 +23,7 @@ impl Export {
         change: UnitChange,
     ) -> Answered<ChangingUnit> {
         let (name, state) = (self.spec.name(), self.state());
-        let is_busy = self.is_changing(Some(place));
+        let busy = self.changing.iter().find(|other| other.place == Some(place));
         let (Device::Scsi(device), DeviceSpec::Scsi(units)) =
             (&self.setup.device, &mut self.spec.device)
         else {
@@ -31,8 +32,13 @@ impl Export {
         if state != ExportState::Serving {
             return Err(CommandError::Busy(name, state));
         }
-        if is_busy {
-            return Err(CommandError::UnitBusy(name, place));
+        match (busy, change) {
+            (Some(busy), UnitChange::Remove) if busy.adds() => {
+                busy.give_up_adding();
+                return Err(CommandError::UnitGivenUp(name, place));
+            }
+            (Some(_), _) => return Err(CommandError::UnitBusy(name, place)),
+            (None, _) => {}
         }
         let index = units.iter().position(|unit| unit.place() == place);
         let removed = match (change, index) {
@@ -44,8 +50,9 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
+        let wanted = Wanted::default();
         let (kind, keeps_here) = match change {
-            UnitChange::Add => (Kind::Adding, false),
+            UnitChange::Add => (Kind::Adding(wanted.clone()), false),
             UnitChange::Remove => (Kind::Removing, true),
         };
         self.changing.push(Changing { place: Some(place), kind, keeps_here });
@@ -54,14 +61,29 @@ impl Export {
         self.groups.fill(&mut settings.rules.limits);
         let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
         let log_name = self.log.name().to_owned();
-        Ok(ChangingUnit { id: self.id, name, log_name, device, settings, endpoint, removed })
+        Ok(ChangingUnit {
+            id: self.id,
+            name,
+            log_name,
+            device,
+            settings,
+            endpoint,
+            wanted,
+            removed,
+        })
     }
 
-    /// Whether what was begun at this place keeps other processes from taking over.
-    pub(in crate::control) fn keep_here(&mut self, place: Option<UnitPlace>, keeps_here: bool) {
+    /// Whether what was begun at this place keeps other processes from taking over. False: nobody
+    /// wants it any more.
+    pub(in crate::control) fn keep_here(
+        &mut self,
+        place: Option<UnitPlace>,
+        keeps_here: bool,
+    ) -> bool {
         let mut changing = self.changing.iter_mut();
         let changing = changing.find(|other| other.place == place).expect("its place is kept");
         changing.keeps_here = keeps_here;
+        changing.is_wanted()
     }
 
     fn is_changing(&self, place: Option<UnitPlace>) -> bool {

@@ -7,9 +7,10 @@ use device::Answer;
 use super::Exports;
 use crate::command::{CommandError, ExportStatus};
 use crate::control::closing::Closing;
-use crate::control::opening::{Opening, Wanted};
+use crate::control::opening::Opening;
 use crate::control::order::Answered;
 use crate::spec::ExportSpec;
+use crate::wanted::Wanted;
 
 impl Exports {
     pub(super) fn reserve(

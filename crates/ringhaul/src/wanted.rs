@@ -1,0 +1,171 @@
+//! Whether somebody still wants a disk that is being opened. What it has in it is read before it is
+//! served, such as the header of an image, and the server that has it may never answer.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use blockio::DiskSource;
+
+/// Whether what is being opened is wanted any more. Clones are of the same.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Wanted(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    is_given_up: AtomicBool,
+    reading: Mutex<Reading>,
+}
+
+/// The disks of which something is being read.
+#[derive(Debug, Default)]
+struct Reading {
+    disks: Vec<(u64, DiskSource)>,
+    next: u64,
+}
+
+impl Wanted {
+    /// False when it was given up: nobody needs the disk any more.
+    pub(crate) fn is_wanted(&self) -> bool {
+        !self.0.is_given_up.load(Ordering::Relaxed)
+    }
+
+    /// Has whoever opens it give it up, and reads fail that wait for a server which does not
+    /// answer. What a server that answers has begun goes on.
+    pub(crate) fn give_up(&self) {
+        // Whoever begins to read afterwards finds this out.
+        let reading = self.reading();
+        self.0.is_given_up.store(true, Ordering::Relaxed);
+        reading.disks.iter().for_each(|(_, disk)| disk.give_up());
+    }
+
+    /// Calls `read`, which reads from the disk. It fails when the disk is given up and does not
+    /// answer.
+    ///
+    /// # Errors
+    ///
+    /// Those of `read`.
+    pub(crate) fn while_reading<T>(
+        &self,
+        disk: &DiskSource,
+        read: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let _reads = self.begin(disk);
+        read()
+    }
+
+    fn begin(&self, disk: &DiskSource) -> Reads<'_> {
+        let mut reading = self.reading();
+        let number = reading.next;
+        reading.next += 1;
+        reading.disks.push((number, disk.clone()));
+        if !self.is_wanted() {
+            disk.give_up();
+        }
+        Reads { wanted: self, number }
+    }
+
+    fn reading(&self) -> MutexGuard<'_, Reading> {
+        self.0.reading.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A disk of which something is being read, until this is dropped.
+struct Reads<'a> {
+    wanted: &'a Wanted,
+    number: u64,
+}
+
+impl Drop for Reads<'_> {
+    fn drop(&mut self) {
+        let mut reading = self.wanted.reading();
+        let place = reading.disks.iter().position(|(number, _)| *number == self.number);
+        let disk = place.map(|place| reading.disks.swap_remove(place));
+        // To close it may take long, if nobody else has it.
+        drop(reading);
+        drop(disk);
+    }
+}
+
+/// Opens a disk that is given up when that takes longer than `patience`.
+///
+/// # Errors
+///
+/// Those of `open`, or that it has taken too long.
+pub(crate) fn for_at_most<T>(
+    patience: Duration,
+    open: impl FnOnce(&Wanted) -> Result<T>,
+) -> Result<T> {
+    let wanted = Wanted::default();
+    let (is_open, opened) = mpsc::channel::<()>();
+    let watched = wanted.clone();
+    let watch = move || {
+        if opened.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            watched.give_up();
+        }
+    };
+    let thread = std::thread::Builder::new().name("ringhaul-patience".into());
+    let thread = thread.spawn(watch).context("cannot start the thread that watches the disk")?;
+    let result = open(&wanted);
+    drop(is_open);
+    if thread.join().is_err() {
+        bail!("ringhaul has a bug: the thread that watches the disk has panicked");
+    }
+    if wanted.is_wanted() {
+        return result;
+    }
+    let seconds = patience.as_secs();
+    let late = || format!("the disk was not open after {seconds} s; see whether its server is up");
+    match result {
+        Ok(_) => bail!(late()),
+        Err(error) => Err(error.context(late())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::DiskOptions;
+
+    use super::*;
+
+    /// What it does to disks of which something is read is seen in tests with servers that hang.
+    #[test]
+    fn what_takes_too_long_is_given_up() {
+        let hopeless = Duration::from_secs(600);
+        assert!(for_at_most(hopeless, |wanted| Ok(wanted.is_wanted())).unwrap());
+        let error = for_at_most(hopeless, |_| -> Result<()> { bail!("no such disk") });
+        assert_eq!(format!("{:#}", error.unwrap_err()), "no such disk");
+        let error = for_at_most(Duration::ZERO, |wanted| -> Result<()> {
+            while wanted.is_wanted() {
+                std::thread::yield_now();
+            }
+            bail!("cannot read the header")
+        });
+        let text = format!("{:#}", error.unwrap_err());
+        assert!(
+            text.contains("not open after 0 s; see whether its server is up: cannot"),
+            "{text}"
+        );
+        let late = for_at_most(Duration::ZERO, |wanted| {
+            while wanted.is_wanted() {
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+        assert!(late.is_err(), "a disk that was given up was opened");
+    }
+
+    #[test]
+    fn disks_are_forgotten_when_they_are_read() {
+        let wanted = Wanted::default();
+        let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let reading = || wanted.reading().disks.len();
+        let read = wanted.while_reading(&disk, || wanted.while_reading(&disk, || Ok(reading())));
+        assert_eq!(read.unwrap(), 2);
+        assert_eq!(reading(), 0);
+        assert!(wanted.while_reading(&disk, || -> Result<()> { bail!("unreadable") }).is_err());
+        assert_eq!(reading(), 0);
+    }
+}
