@@ -175,14 +175,14 @@ impl Export {
             // Its totals are told.
             return;
         }
-        // Units that are not there yet are nobody's.
-        self.changing.iter().for_each(Changing::give_up_adding);
         if let Some(Endpoint::Connection(_)) = self.endpoint {
             // It sees its end as one that is served does.
             self.take_front_end(Instant::now());
         }
         // A front-end that waits, or comes now, sees the end at once. This removes the socket.
         self.endpoint = None;
+        // Units that are not there yet are nobody's.
+        self.changing.iter().for_each(Changing::give_up_adding);
         if let Some(session) = &mut self.session {
             session.begin_end();
             self.session_is_ready = true;

@@ -25,10 +25,12 @@ use crate::trial::{Step, Trial};
 /// others, so that each of these has as much of either.
 const SPAN_OPS: usize = 512;
 
-/// How many of them the outcome holds for, and how long at most. Half of a trial is spent in the
-/// slower way, so trials are a small part of all operations, also where these take 100 us each.
+/// How many of them the outcome holds for, and how long at most: for `PERIOD` or, where the trial
+/// itself took long because operations do, for `PERIOD_TRIALS` times as long as that. Half of a
+/// trial is spent in the slower way, so trials are a small part of all operations.
 const PERIOD_OPS: usize = 256 * SPAN_OPS;
 const PERIOD: Duration = Duration::from_secs(10);
+const PERIOD_TRIALS: u32 = 16;
 
 /// After so much time without an operation the IoThread and the others may be anywhere until the
 /// next one. The outcome of a trial holds on; a trial begins anew.
@@ -131,8 +133,9 @@ impl Nearby {
         })
     }
 
-    /// This IoThread has one more disk of an image.
+    /// This IoThread has one more disk of an image, whose threads a trial is to include.
     pub(super) fn join(&self, io: &Rc<Io>, image: &Arc<Shared>) {
+        self.placement.borrow_mut().release();
         image.add_user(io);
         self.images.borrow_mut().push(Arc::downgrade(image));
     }
@@ -193,8 +196,10 @@ struct Placement {
     /// Anywhere, and on the CPU of this thread.
     trial: Trial,
     last: Instant,
-    /// Since when the outcome of the trial holds.
-    decided: Option<Instant>,
+    /// When the first operation of the trial ended.
+    began: Option<Instant>,
+    /// Until when the outcome of the trial holds.
+    holds_until: Option<Instant>,
     gathered: Option<Gathered>,
     /// A task waits for a pause.
     is_watched: bool,
@@ -224,7 +229,8 @@ impl Placement {
         Self {
             trial: Trial::new(SPAN_OPS, PERIOD_OPS),
             last: clock::now(),
-            decided: None,
+            began: None,
+            holds_until: None,
             gathered: None,
             is_watched: false,
             is_fixed: io.ops.borrow().engine.is_embedded() || cpus < 2,
@@ -235,24 +241,23 @@ impl Placement {
     /// watch for a pause.
     fn advance(&mut self, now: Instant, threads: impl FnOnce() -> Vec<Pid>) -> bool {
         let last = std::mem::replace(&mut self.last, now);
-        let since = |then: Instant| now.saturating_duration_since(then);
-        let is_over = match self.decided {
-            Some(decided) => since(decided) > PERIOD,
-            None => since(last) > PAUSE,
-        };
-        if is_over {
+        let is_after_pause = now.saturating_duration_since(last) > PAUSE;
+        if self.holds_until.map_or(is_after_pause, |until| now > until) {
             self.begin();
         }
+        let began = *self.began.get_or_insert(now);
         match self.trial.advance(1, now) {
             Some(Step::Over) => self.begin(),
             Some(Step::Decided { percent }) => {
-                self.decided = Some(now);
+                let trial = now.saturating_duration_since(began);
+                self.holds_until = Some(now + PERIOD.max(PERIOD_TRIALS * trial));
                 tracing::debug!("on one CPU an operation of librbd takes {percent}% of the time");
             }
             Some(Step::Span) | None => {}
         }
         match (self.trial.is_second(), self.gathered.is_some()) {
-            (true, false) => self.gather(&threads()),
+            // One that comes alone is not worth it.
+            (true, false) if !is_after_pause => self.gather(&threads()),
             (false, true) => self.gathered = None,
             _ => {}
         }
@@ -260,7 +265,7 @@ impl Placement {
     }
 
     fn begin(&mut self) {
-        self.decided = None;
+        (self.began, self.holds_until) = (None, None);
         self.trial.begin();
     }
 
@@ -399,7 +404,9 @@ mod tests {
         assert_eq!(placement.release_at(placement.last), Some(placement.last + PAUSE));
         assert_eq!((both(), placement.release_at(placement.last + PAUSE)), ([1, 1], None));
         assert_eq!(both(), [all, all], "a pause ends it");
-        run(&mut placement, thread, 1, [200_000; 2]);
+        run(&mut placement, thread, 2, [200_000; 2]);
+        assert_eq!(both(), [all, all], "those that come alone are left where they are");
+        run(&mut placement, thread, 1, [50; 2]);
         assert_eq!(both(), [1, 1], "the outcome still holds");
         run(&mut placement, thread, 6, [2_000_000; 2]);
         assert_eq!(both(), [all, all], "it is old");
@@ -409,6 +416,10 @@ mod tests {
         assert_eq!(both(), [1, 1], "it is tried again, because the outcome is old");
         placement.release();
         assert_eq!(both(), [all, all]);
+        run(&mut placement, thread, 6 * SPAN_OPS + 1, [4_000, 8_000]);
+        let until = placement.holds_until.unwrap();
+        run(&mut placement, thread, 12 * SPAN_OPS, [4_000, 8_000]);
+        assert_eq!(placement.holds_until, Some(until), "half of the time goes into trials");
         drop([first_end, second_end, third_end]);
         for thread in [first, second, third] {
             thread.join().unwrap();
