@@ -40,10 +40,19 @@ impl Drop for Stopped {
     }
 }
 
+/// The image under a configuration that gives up operations after some seconds.
+fn with_time_outs(scene: &Scene, disk: &str) -> Result<String> {
+    let conf = scene.sockets.path().join("time-outs.conf");
+    let time_outs = "[client]\nrados_osd_op_timeout = 3\nrados_mon_op_timeout = 3\n";
+    std::fs::write(&conf, std::fs::read_to_string(scene.cluster.conf())? + time_outs)?;
+    Ok(format!("{disk},conf={}", conf.display()))
+}
+
 /// Requests wait while the OSD is stopped, and while it is dead; all of this shows, and none of
-/// them fails or is lost.
+/// them fails or is lost, whatever the configuration says.
 pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("away")?;
+    let disk = with_time_outs(scene, &disk)?;
     let mut served = scene.serve("away", &disk, &[])?;
     let load = served.load("--runtime 40")?;
     retry(LIMIT, || has_served(&served))?;

@@ -152,8 +152,9 @@ fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
     cluster.read_configuration(conf.as_deref()).map_err(|error| no_conf(access, &error))?;
     let mut options = vec![
         // Operations wait for the cluster. One that was given up could still be carried out, after
-        // others that came later.
+        // others that came later. The monitors are asked by those that take over a lock.
         (c"rados_osd_op_timeout", c"0".to_owned()),
+        (c"rados_mon_op_timeout", c"0".to_owned()),
         // The thread that begins operations also ends them: it must not wait for room. What a disk
         // may have at once is bounded by its requests (`requests.rs`).
         (c"objecter_inflight_ops", c"0".to_owned()),
