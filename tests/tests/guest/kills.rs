@@ -1,16 +1,22 @@
-//! The daemon is killed, or stopped, again and again under verified load, and the guest does not
-//! notice.
+//! The daemon of a raw disk, an image or an encrypted disk is killed, or stopped, again and again
+//! under verified load, and the guest does not notice.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
+use ringhaul_kit::system::{is_installed, run};
 use serde_json::{Value, json};
 
-use super::{LIMIT, Scene, boot, check_clean_exit, scenario, verified};
+use super::{
+    DISK_BYTES, LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, verified,
+};
 
 const KILLS: u64 = 30;
 const STOPS: u64 = 10;
+const KILLS_OF_FORMATS: u64 = 10;
 
 /// How many requests the server has answered since it started.
 fn served(server: &Server) -> Result<u64> {
@@ -41,13 +47,24 @@ fn restarts(end: End, engine: Engine, cache: Cache, is_scsi: bool) -> Result<()>
     let scene = Scene::new()?;
     let export = scene.export(&format!("restarts-{engine}"), engine, cache)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
-    let mut server = scene.serve(&export)?;
-    let mut vm = boot(&[&export])?;
-    let disk = if is_scsi { "sda" } else { "vda" };
-    verified::start(&mut vm, disk)?;
+    let times = if end == End::Kill { KILLS } else { STOPS };
+    let (vm, server) = restarted(&scene, &export, end, times)?;
+    verified::finish(vm, disk_of(&export), server)
+}
+
+fn disk_of(export: &Export) -> &'static str {
+    if export.units.is_some() { "sda" } else { "vda" }
+}
+
+/// A guest whose daemon has ended so often under load, and the one that it has now. The load goes
+/// on.
+fn restarted(scene: &Scene, export: &Export, end: End, times: u64) -> Result<(Vm, Server)> {
+    let mut server = scene.serve(export)?;
+    let mut vm = boot(&[export])?;
+    verified::start(&mut vm, disk_of(export))?;
 
     let mut done_again = 0;
-    for round in 0..if end == End::Kill { KILLS } else { STOPS } {
+    for round in 0..times {
         // At once, and later and later.
         wait_served(&server, round * 7)?;
         match end {
@@ -55,14 +72,72 @@ fn restarts(end: End, engine: Engine, cache: Cache, is_scsi: bool) -> Result<()>
             End::Stop => check_clean_exit(&mut server)?,
         }
         drop(server);
-        server = scene.serve(&export)?;
+        server = scene.serve(export)?;
         wait_served(&server, 1)?;
         done_again += server.messages().matches("are done again").count();
     }
     eprintln!("{done_again} starts did requests again");
     ensure!(end == End::Stop || done_again > 0, "no kill has left a request behind");
+    Ok((vm, server))
+}
 
-    verified::finish(vm, disk, server)
+/// Disks that are not what their file has: QEMU's tools say what is in it.
+#[derive(Clone, Copy)]
+enum Format {
+    Qcow2,
+    Luks,
+}
+
+fn killed_on(format: Format) -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let scene = Scene::new()?;
+    let export = scene.export("image", Engine::IoUring, Cache::None)?;
+    let name = |path: &Path| Some(path.to_str()?.to_owned());
+    let (image, size) = (name(&export.file).context("an odd name")?, DISK_BYTES.to_string());
+    let plain = export.file.with_extension("plain");
+    let raw = name(&plain).context("an odd name")?;
+    let key = format!("{image}.key");
+    std::fs::write(&key, "no secret").context("writing a key")?;
+    let secret = format!("secret,id=key,file={key}");
+    let (disk, make, source) = match format {
+        Format::Qcow2 => (
+            format!("qcow2:{image}"),
+            vec!["-f", "qcow2"],
+            format!("driver=qcow2,file.filename={image}"),
+        ),
+        Format::Luks => (
+            format!("luks,key-file={key},over={image}"),
+            vec!["-f", "luks", "-o", "key-secret=key,iter-time=10"],
+            format!("driver=luks,key-secret=key,file.filename={image}"),
+        ),
+    };
+    let with_key = ["--object", &secret];
+    run("qemu-img", &[&["create", "-q"], &with_key[..], &make, &[&image, &size]].concat())?;
+    let export = Export { disk: Some(disk), ..export };
+
+    let (mut vm, mut server) = restarted(&scene, &export, End::Kill, KILLS_OF_FORMATS)?;
+    verified::stop(&mut vm, "^$")?;
+    let convert = ["convert", "-U", "--image-opts", "-O", "raw", &source, &raw];
+    run("qemu-img", &[&convert[..1], &with_key, &convert[1..]].concat())?;
+    check_same_bytes(&mut vm, disk_of(&export), &plain)?;
+    verified::end(vm, &mut server)?;
+    match format {
+        // One that was killed may leave clusters that nobody uses, and nothing worse.
+        Format::Qcow2 => run("qemu-img", &["check", "-q", "-r", "leaks", &image]).map(drop),
+        Format::Luks => Ok(()),
+    }
+}
+
+#[test]
+fn a_qcow2_image_is_killed_ten_times() -> Result<()> {
+    scenario(|| killed_on(Format::Qcow2))
+}
+
+#[test]
+fn an_encrypted_disk_is_killed_ten_times() -> Result<()> {
+    scenario(|| killed_on(Format::Luks))
 }
 
 #[test]

@@ -22,12 +22,22 @@ pub(super) fn finish(vm: Vm, disk: &str, server: Server) -> Result<()> {
 
 /// The same after something of which the kernel's log has these lines.
 pub(super) fn finish_after(mut vm: Vm, disk: &str, mut server: Server, lines: &str) -> Result<()> {
-    vm.check(STOP, LIMIT)?;
-    check_no_errors(&mut vm, lines)?;
+    stop(&mut vm, lines)?;
     check_same_bytes(&mut vm, disk, &server.export().file)?;
+    end(vm, &mut server)
+}
+
+/// Ends the load alone.
+pub(super) fn stop(vm: &mut Vm, lines: &str) -> Result<()> {
+    vm.check(STOP, LIMIT)?;
+    check_no_errors(vm, lines)
+}
+
+/// Ends the guest and the daemon.
+pub(super) fn end(vm: Vm, server: &mut Server) -> Result<()> {
     vm.power_off(LIMIT)?;
     ensure!(!server.messages().contains("failed"), "{}", server.messages());
-    check_clean_exit(&mut server)
+    check_clean_exit(server)
 }
 
 /// The guest's kernel has reported no error of its disks. That a logical unit was switched on is
