@@ -44,6 +44,15 @@ impl Server {
     /// When it does not, or the old process does not end well.
     pub fn upgrade(&mut self) -> Result<f64> {
         let heir = self.begin_upgrade()?;
+        self.finish_upgrade(heir)
+    }
+
+    /// Waits until this process has taken over. Returns how many milliseconds the queues stood
+    /// still.
+    ///
+    /// # Errors
+    /// As [`upgrade`](Self::upgrade).
+    pub fn finish_upgrade(&mut self, heir: Heir) -> Result<f64> {
         let old = wait_child(&mut self.child, Instant::now() + START_LIMIT);
         let old = old.with_context(|| format!("nothing takes over:\n{}", heir.messages()))?;
         let said = self.messages();

@@ -1,0 +1,168 @@
+//! A driver that keeps its inflight region, or has none and is answered in order, and a daemon that
+//! is killed under it, again and again, or followed by another one.
+//!
+//! Every block is written with contents of its own each time, so that a write that is lost, comes
+//! too late or comes twice is found out by the next read of it, or at the end.
+
+mod images;
+mod takeovers;
+mod world;
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::daemon::LIMIT;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::frontend::message::Channel;
+use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
+use serde_json::json;
+use tempfile::TempDir;
+
+use world::{BLOCK_BYTES, FEW_BLOCKS, QUEUE_SIZE, QUEUES, Version, World, check_file};
+
+for_each_engine! {
+    a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice,
+    a_daemon_that_answers_in_order_needs_no_region,
+}
+
+/// How often the daemon is killed; `cargo xtask crash --rounds N` sets it.
+const ROUNDS: &str = "RINGHAUL_CRASH_ROUNDS";
+const ROUNDS_DEFAULT: u32 = 30;
+/// Every so many rounds it is killed while another process takes over from it, or that one is.
+const TAKEOVER_EVERY: u32 = 5;
+
+/// What says how often, or else so often.
+fn rounds(default: u32) -> Result<u32> {
+    match std::env::var(ROUNDS) {
+        Ok(text) => text.parse().with_context(|| format!("{ROUNDS} is {text:?}, and no number")),
+        Err(_) => Ok(default),
+    }
+}
+
+fn a_daemon_that_is_killed_loses_nothing_and_does_nothing_twice(engine: Engine) -> Result<()> {
+    kill_many_times(engine, true)
+}
+
+fn a_daemon_that_answers_in_order_needs_no_region(engine: Engine) -> Result<()> {
+    kill_many_times(engine, false)
+}
+
+fn kill_many_times(engine: Engine, keeps_region: bool) -> Result<()> {
+    let folders: [TempDir; 2] =
+        [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
+    let disk = folders[0].path().join("disk.img");
+    File::create(&disk)?.set_len(FEW_BLOCKS * BLOCK_BYTES as u64)?;
+    let export = export(&disk, &folders[1].path().join("socket"), engine, keeps_region);
+    let server = Server::start(Program::Ringhaul, &export)?;
+    let world = World::new(&export.socket, FEW_BLOCKS, keeps_region)?;
+    let kills =
+        Kills { rounds: rounds(ROUNDS_DEFAULT)?, takeover_every: TAKEOVER_EVERY, look: &|| Ok(()) };
+    check_file(&disk, &kills.carry_out(server, world)?)
+}
+
+/// How often a daemon is killed and followed by another one.
+struct Kills<'a> {
+    rounds: u32,
+    takeover_every: u32,
+    /// Looks at the disk when nobody serves it.
+    look: &'a dyn Fn() -> Result<()>,
+}
+
+impl Kills<'_> {
+    /// Returns what the disk should have when all is answered. No daemon is left then.
+    fn carry_out(&self, mut server: Server, mut world: World) -> Result<Vec<Version>> {
+        let mut export = server.export().clone();
+        world.attach()?;
+        let (mut left, mut again, mut survived) = (0, 0, 0);
+        for round in 0..self.rounds {
+            world.sleeps = round % 2 == 0;
+            let count = world.below(400);
+            world.run(count, false)?;
+            let is_takeover = round % self.takeover_every == 0;
+            let survives = is_takeover && survives_takeover(&mut server, &mut world)?;
+            survived += u32::from(survives);
+            if !survives {
+                if !is_takeover {
+                    // Anywhere in what it does.
+                    world.run_below(300, false)?;
+                    server.kill()?;
+                }
+                again += u32::from(server.messages().contains("done again"));
+                drop(server);
+                (self.look)().with_context(|| format!("round {round}, after the kill"))?;
+                world.take()?;
+                left += world.unanswered();
+                export.io_threads = 1 + u16::from(round % 4 < 2);
+                server = Server::start(Program::Ringhaul, &export)?;
+                world.frontend.channel = Channel::connect(&export.socket)?;
+                world.attach().with_context(|| format!("round {round}; {}", server.messages()))?;
+            }
+            world.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
+        }
+        world.run(0, true)?;
+        eprintln!(
+            "{}: {} kills, {} in takeovers of which {survived} were survived, {} requests \
+             answered, {left} left by daemons, {again} daemons did some again",
+            export.engine,
+            self.rounds,
+            self.rounds.div_ceil(self.takeover_every),
+            world.answered
+        );
+        let versions = end(server, world)?;
+        (self.look)().context("at the end")?;
+        Ok(versions)
+    }
+}
+
+/// Ends a daemon whose driver has an answer to all. Returns what its disk should have.
+fn end(mut server: Server, world: World) -> Result<Vec<Version>> {
+    let World { frontend, versions, .. } = world;
+    drop(frontend);
+    let status = server.terminate(LIMIT)?;
+    ensure!(status.success(), "{}", server.messages());
+    Ok(versions)
+}
+
+/// Has a new process take over, and kills it or the old one anywhere in that. Returns whether the
+/// other one serves: the old one if the new one has not said that it takes over, the new one if the
+/// old one has heard that and said so.
+fn survives_takeover(server: &mut Server, world: &mut World) -> Result<bool> {
+    let heir = server.begin_upgrade()?;
+    // Most of the time goes by before queues stop.
+    if world.below(4) > 0 {
+        let deadline = Instant::now() + LIMIT;
+        while !heir.messages().contains("ready to take over") {
+            ensure!(Instant::now() < deadline, "nothing takes over:\n{}", heir.messages());
+            world.run_below(100, true)?;
+        }
+        world.run_below(3000, true)?;
+    } else {
+        world.run_below(10_000, true)?;
+    }
+    if world.below(2) == 0 {
+        return server.kill_before(heir);
+    }
+    heir.kill()?;
+    // This waits until it is decided.
+    Ok(server.call("set", &json!({ "poll-max-us": 32 })).is_ok())
+}
+
+fn export(file: &Path, socket: &Path, engine: Engine, keeps_region: bool) -> Export {
+    Export {
+        socket: socket.to_owned(),
+        file: file.to_owned(),
+        disk: None,
+        engine,
+        cache: if engine == Engine::Threads { Cache::Writeback } else { Cache::None },
+        num_queues: QUEUES,
+        queue_size: QUEUE_SIZE,
+        serial: "crash".into(),
+        logical_block_bytes: 512,
+        read_only: false,
+        units: None,
+        in_order: !keeps_region,
+        io_threads: 1,
+    }
+}

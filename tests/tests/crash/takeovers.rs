@@ -1,0 +1,119 @@
+//! Images and encrypted disks that one process after the other takes over, under requests.
+
+use std::fs::OpenOptions;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::daemon::LIMIT;
+use ringhaul_kit::for_each_engine;
+use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::server::{Engine, Server};
+use ringhaul_kit::system::is_installed;
+
+use super::end;
+use super::images::{Format, Image};
+use super::world::{Version, World};
+
+for_each_engine! {
+    an_image_is_taken_over_again_and_again,
+    an_encrypted_disk_is_taken_over_again_and_again,
+    an_encrypted_disk_in_an_image_is_taken_over_again_and_again,
+}
+
+/// How often, in a row.
+const TAKEOVERS: u32 = 6;
+/// Requests that each process answers at least.
+const REQUESTS: u64 = 300;
+/// What an export of a server has, which does not grow.
+const SERVED_BYTES: u64 = 32 << 20;
+
+fn an_image_is_taken_over_again_and_again(engine: Engine) -> Result<()> {
+    take_over_file(Format::Qcow2, engine)
+}
+
+fn an_encrypted_disk_is_taken_over_again_and_again(engine: Engine) -> Result<()> {
+    take_over_file(Format::Luks, engine)
+}
+
+fn an_encrypted_disk_in_an_image_is_taken_over_again_and_again(engine: Engine) -> Result<()> {
+    take_over_file(Format::LuksOnQcow2, engine)
+}
+
+#[test]
+fn disks_on_qemu_nbd_are_taken_over_again_and_again() -> Result<()> {
+    take_over_exports("qemu-nbd", |image| {
+        let peer = Peer::qemu(&image.scene, Path::new(&image.path))?;
+        let below = peer.uri("disk");
+        Ok((peer, below))
+    })
+}
+
+#[test]
+fn disks_on_nbdkit_are_taken_over_again_and_again() -> Result<()> {
+    take_over_exports("nbdkit", |image| {
+        let peer = Peer::nbdkit(&image.scene, &["file", &image.path])?;
+        let below = peer.uri("");
+        Ok((peer, below))
+    })
+}
+
+fn take_over_file(format: Format, engine: Engine) -> Result<()> {
+    let Some(image) = Image::new(format)? else { return Ok(()) };
+    let versions = take_over(&image, &image.path, engine)?;
+    check(&image, &versions)
+}
+
+/// Images on servers of a program.
+fn take_over_exports(
+    program: &str,
+    start: impl Fn(&Image) -> Result<(Peer, String)>,
+) -> Result<()> {
+    if !is_installed(program) {
+        return Ok(());
+    }
+    for format in [Format::Qcow2, Format::Luks] {
+        let Some(image) = Image::new(format)? else { return Ok(()) };
+        OpenOptions::new().write(true).open(&image.path)?.set_len(SERVED_BYTES)?;
+        let (peer, below) = start(&image)?;
+        let taken_over = take_over(&image, &below, Engine::IoUring);
+        let versions = taken_over.with_context(|| format!("{format:?} on {program}"))?;
+        drop(peer);
+        check(&image, &versions).with_context(|| format!("{format:?} on {program}"))?;
+    }
+    Ok(())
+}
+
+/// No process was killed, so none has left anything behind.
+fn check(image: &Image, versions: &[Version]) -> Result<()> {
+    image.check(&[0])?;
+    image.check_content(versions)
+}
+
+/// Returns what the disk should have.
+fn take_over(image: &Image, below: &str, engine: Engine) -> Result<Vec<Version>> {
+    let (mut server, mut world) = image.serve(below, engine)?;
+    world.attach()?;
+    for round in 0..TAKEOVERS {
+        world.sleeps = round % 2 == 0;
+        world.run(REQUESTS, false)?;
+        let next = follow(&mut server, &mut world);
+        next.with_context(|| format!("takeover {round}; {}", server.messages()))?;
+    }
+    world.run(REQUESTS, false)?;
+    world.run(0, true)?;
+    eprintln!("{TAKEOVERS} takeovers, {} requests answered", world.answered);
+    end(server, world)
+}
+
+/// Another process takes over from a daemon, which has new requests all the time.
+fn follow(server: &mut Server, world: &mut World) -> Result<()> {
+    let heir = server.begin_upgrade()?;
+    let deadline = Instant::now() + LIMIT;
+    while !heir.messages().contains("stood still") {
+        ensure!(Instant::now() < deadline, "nothing takes over:\n{}", heir.messages());
+        world.run(1, false)?;
+    }
+    server.finish_upgrade(heir)?;
+    Ok(())
+}
