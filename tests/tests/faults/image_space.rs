@@ -18,6 +18,8 @@ const DISK_BYTES: u64 = 32 * MIB;
 /// What is written first, in a cluster of the file that has no space of its own yet.
 const HELD: u64 = 20 * MIB;
 const BYTES: u32 = 4096;
+/// Room for the data of a slot.
+const PLACE_BYTES: u64 = 64 << 10;
 
 /// An image whose clusters have places and no space, and the file that takes the space away.
 struct Full {
@@ -37,10 +39,7 @@ impl Full {
         let options = ["-f", "qcow2", "-o", "preallocation=metadata", &image];
         let size = DISK_BYTES.to_string();
         run_program("qemu-img", &[&["create", "-q"], &options[..], &[&size]].concat())?;
-        let mut filler = fs::File::create(tmpfs.path().join("filler"))?;
-        let filled = (0..64).find_map(|_| filler.write_all(&vec![1; 256 << 10]).err());
-        let filled = filled.context("a file system is larger than it was made")?;
-        ensure!(filled.kind() == std::io::ErrorKind::StorageFull, "filling it: {filled}");
+        fill(&tmpfs)?;
         Ok(Some(Self { scene, tmpfs, image }))
     }
 
@@ -54,9 +53,24 @@ impl Full {
     }
 }
 
+/// Makes a file that takes all space away: `filler`.
+pub(super) fn fill(tmpfs: &Tmpfs) -> Result<()> {
+    let mut filler = fs::File::create(tmpfs.path().join("filler"))?;
+    let filled = (0..64).find_map(|_| filler.write_all(&vec![1; 256 << 10]).err());
+    let filled = filled.context("a file system is larger than it was made")?;
+    ensure!(filled.kind() == std::io::ErrorKind::StorageFull, "filling it: {filled}");
+    Ok(())
+}
+
 /// Begins a request in the chain of this slot.
-fn begin(frontend: &mut Frontend, slot: u16, kind: u32, byte: u64, data: &[u8]) -> Result<()> {
-    let place = DATA + u64::from(slot) * u64::from(BYTES);
+pub(super) fn begin(
+    frontend: &mut Frontend,
+    slot: u16,
+    kind: u32,
+    byte: u64,
+    data: &[u8],
+) -> Result<()> {
+    let place = DATA + u64::from(slot) * PLACE_BYTES;
     frontend.memory.write(place, data)?;
     let (header, status) = frontend.put_header(0, slot, kind, byte / 512)?;
     let data = Desc::readable(place, u32::try_from(data.len())?);

@@ -1,6 +1,7 @@
 //! Storage and limits that fail the daemon, on real parts.
 
 mod devices;
+mod encrypted_space;
 mod ending;
 mod failing_thread;
 mod image_space;

@@ -19,7 +19,7 @@ fn failing(scene: &Scene, errors: &[&str]) -> Result<Peer> {
     Peer::nbdkit(scene, &[&["--filter=error", "memory", "64M"][..], errors].concat())
 }
 
-fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
+pub(super) fn ctl(scene: &Scene, words: &[&str]) -> Result<String> {
     let mut ctl = ringhaul()?;
     ctl.args(["ctl", "--control"]).arg(scene.socket("control")).args(words);
     Ok(run(&mut ctl)?.expect_code(0)?.stdout)
