@@ -8,6 +8,7 @@ mod config;
 mod control;
 mod ctl;
 mod disks;
+mod documented;
 mod ends;
 mod independent;
 mod independent_limits;

@@ -1,0 +1,324 @@
+//! The page about disks: its examples do what it says, and its keys are those of the program.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Finished, Running, Scene, ringhaul, run};
+use ringhaul_kit::nbd::Peer;
+use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::system::is_installed;
+use rustix::process::Signal;
+
+use super::scene;
+
+const PAGE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disks.md"));
+
+/// How a disk is named in general, which is no name.
+const FORM: &str = "KIND,KEY=VALUE,...";
+
+/// A name that the page warns of.
+const WITH_SECRET: &str = "nbd://user:password@host/x";
+
+/// Programs of others that examples run, beside those that every machine has.
+const TOOLS: [&str; 4] = ["cryptsetup", "qemu-img", "qemu-nbd", "sfdisk"];
+
+/// What examples with a disk on another machine have in them. They are read and not run.
+const ELSEWHERE: [&str; 3] = ["rbd,", "rbd:", "nbds://"];
+
+/// A disk that is there before the examples of a part begin, and how large it is.
+const DISK: (&str, u64) = ("disk.img", 10 << 30);
+
+/// The examples of one part of the page.
+struct Part {
+    title: &'static str,
+    /// The lines of each.
+    examples: Vec<Vec<&'static str>>,
+}
+
+/// All examples: what is indented, and no part of a list.
+fn parts() -> Vec<Part> {
+    let mut parts = vec![Part { title: "the beginning", examples: Vec::new() }];
+    let mut is_inside = false;
+    for line in PAGE.lines() {
+        let code = line.strip_prefix("    ");
+        if let (Some(title), Some(part)) = (line.strip_prefix("## "), parts.last_mut()) {
+            match part.examples.is_empty() {
+                true => part.title = title,
+                false => parts.push(Part { title, examples: Vec::new() }),
+            }
+        } else if let (Some(code), Some(part)) = (code, parts.last_mut()) {
+            match part.examples.last_mut() {
+                Some(example) if is_inside => example.push(code),
+                _ => part.examples.push(vec![code]),
+            }
+        }
+        is_inside = code.is_some();
+    }
+    parts
+}
+
+/// What is between backticks in prose and tables.
+fn spans(text: &str) -> impl Iterator<Item = &str> {
+    text.lines()
+        .filter(|line| !line.starts_with("    "))
+        .flat_map(|line| line.split('`').skip(1).step_by(2))
+}
+
+/// The rows of the table with this head, as cells.
+fn table(head: &str) -> Result<Vec<Vec<&'static str>>> {
+    let (_, rest) = PAGE.split_once(head).with_context(|| format!("there is no table {head}"))?;
+    let rows = rest.lines().skip(2).take_while(|line| line.starts_with('|'));
+    Ok(rows.map(|row| row.split('|').skip(1).map(str::trim).collect()).collect())
+}
+
+/// What stands outside of parentheses.
+fn without_remarks(text: &str) -> String {
+    let parts = text.split('(').enumerate();
+    let outside = |(index, part): (usize, &str)| match index {
+        0 => part.to_owned(),
+        _ => part.split_once(')').map_or(String::new(), |(_, after)| after.to_owned()),
+    };
+    parts.map(outside).collect()
+}
+
+/// What the program says that it expected in the name of a disk.
+fn expected(disk: &str) -> Result<Vec<String>> {
+    let refused = run(ringhaul()?.args(["disk", "info", disk]))?;
+    refused.expect_refusal(&["cannot understand", "(expected: "])?;
+    let list = refused.stderr.split_once("(expected: ").map_or("", |(_, list)| list);
+    let list = list.split([';', ')']).next().unwrap_or_default();
+    Ok(list.split(", ").map(str::to_owned).collect())
+}
+
+fn sorted<T: Ord>(values: impl IntoIterator<Item = T>) -> Vec<T> {
+    let mut values: Vec<T> = values.into_iter().collect();
+    values.sort();
+    values
+}
+
+#[test]
+fn the_documented_keys_of_disks_are_those_of_the_program() -> Result<()> {
+    let rows = table("| kind | what it is | keys | short |")?;
+    let kind_of = |row: &[&str]| row[0].trim_matches('`').to_owned();
+    let kinds = sorted(rows.iter().map(|row| kind_of(row)));
+    let known = sorted(expected("nothing")?);
+    ensure!(kinds == known, "the page has the kinds {kinds:?}, the program {known:?}");
+    for row in &rows {
+        let kind = kind_of(row);
+        let keys = without_remarks(row[2]);
+        let keys = sorted(spans(&keys).map(str::to_owned));
+        let known = sorted(expected(&format!("{kind},nothing=1"))?);
+        ensure!(keys == known, "the page has the keys {keys:?} of {kind}, the program {known:?}");
+    }
+    let known = expected("nbd,nothing=1")?;
+    for row in table("| key | meaning |")? {
+        let key = row[0].trim_matches('`');
+        ensure!(known.iter().any(|known| known == key), "nbd has no key {key}");
+    }
+    Ok(())
+}
+
+#[test]
+fn documented_names_of_disks_are_understood() -> Result<()> {
+    let kinds = expected("nothing")?;
+    let place = Place::new()?;
+    let is_name = |span: &&str| {
+        let scheme = span.split([',', ':']).next().unwrap_or_default();
+        let kind = scheme.trim_end_matches("+unix");
+        let is_kind = kinds.iter().any(|known| [known, "nbds"].contains(&kind));
+        is_kind && *span != scheme && !span.ends_with("://")
+    };
+    let names: Vec<&str> = spans(PAGE).filter(is_name).collect();
+    ensure!(names.len() > 10, "only {names:?}");
+    for name in names {
+        let name = name.replace("PATH", "/disk").replace("SIZE", "1G").replace("PORT", "1");
+        let understood =
+            place.understand(&format!("--disk '{}'", name.replace("DISK", "/disk")))?;
+        if name == WITH_SECRET {
+            understood.expect_refusal(&["***"])?;
+            ensure!(!understood.stderr.contains("user:"), "{}", understood.stderr);
+        } else {
+            understood.expect_code(0).with_context(|| name.clone())?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn documented_examples_of_disks_work() -> Result<()> {
+    ensure!(!PAGE.contains("```"), "this test reads examples that are indented");
+    let mut failures = Vec::new();
+    for part in parts() {
+        let uses = |tool: &&&str| part.examples.iter().flatten().any(|line| line.contains(**tool));
+        if !TOOLS.iter().filter(uses).all(|tool| is_installed(tool)) {
+            continue;
+        }
+        // What one example makes is there for those that follow.
+        let mut place = Place::new()?;
+        place.scene.disk(DISK.0, DISK.1)?;
+        for example in &part.examples {
+            let done = place.try_example(example);
+            failures.extend(done.err().map(|error| format!("{}: {error:#}", part.title)));
+        }
+    }
+    ensure!(failures.is_empty(), "{}", failures.join("\n"));
+    Ok(())
+}
+
+/// Where examples are tried. All of it goes away with this.
+struct Place {
+    scene: Scene,
+    /// Folders with programs, as `PATH` has them.
+    programs: String,
+    /// Servers of others.
+    peers: Vec<Peer>,
+}
+
+impl Place {
+    fn new() -> Result<Self> {
+        let scene = scene()?;
+        let folder = scene.path("bin");
+        fs::create_dir(&folder)?;
+        symlink(fs::canonicalize(ringhaul_binary()?)?, folder.join("ringhaul"))?;
+        let others = std::env::var("PATH").context("there is no PATH")?;
+        let programs = format!("{}:{others}", folder.display());
+        Ok(Self { scene, programs, peers: Vec::new() })
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.scene.path("")
+    }
+
+    /// The text with the folders of this place in place of those of a machine.
+    fn here(&self, text: &str) -> String {
+        let disks = self.folder().display().to_string();
+        let text = text.replace("/srv/", &disks).replace("/etc/", &format!("{disks}etc/"));
+        text.replace("/run/nbd.sock", &self.scene.socket("nbd.sock").display().to_string())
+    }
+
+    /// A line as somebody types it.
+    fn shell(&self, line: &str) -> Command {
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "sh", "-c", line]).stdin(Stdio::null());
+        command.current_dir(self.folder()).env("PATH", &self.programs).env_remove("RUST_LOG");
+        command
+    }
+
+    fn run(&self, line: &str) -> Result<Finished> {
+        run(&mut self.shell(line))?.expect_code(0).with_context(|| line.to_owned())
+    }
+
+    /// Has the program read options of `serve`, and open nothing.
+    fn understand(&self, options: &str) -> Result<Finished> {
+        let file = self.scene.path("nothing.toml");
+        fs::write(&file, "")?;
+        let line = format!("ringhaul check {} --socket-path x.sock {options}", file.display());
+        run(&mut self.shell(&line))
+    }
+
+    fn try_example(&mut self, example: &[&str]) -> Result<()> {
+        match example {
+            [FORM] => Ok(()),
+            [line, output @ ..] if line.starts_with("$ ") => self.try_session(&line[2..], output),
+            lines => lines.iter().try_for_each(|line| self.try_line(line)),
+        }
+    }
+
+    fn try_line(&mut self, line: &str) -> Result<()> {
+        let is_elsewhere = ELSEWHERE.iter().any(|words| line.contains(words));
+        let line = &self.here(line);
+        let options = match line.strip_prefix("ringhaul serve --socket-path vm1.sock ") {
+            Some(options) => Some(options),
+            None => line.starts_with("--").then_some(&**line),
+        };
+        match options {
+            Some(options) if is_elsewhere => {
+                self.understand(options)?.expect_code(0).with_context(|| line.clone()).map(drop)
+            }
+            Some(options) if options.starts_with("--export") => self.serve(options),
+            Some(options) if options.starts_with("--lun") => {
+                self.serve(&format!("--socket-path vm1.sock --device scsi {options}"))
+            }
+            Some(options) => self.serve(&format!("--socket-path vm1.sock {options}")),
+            None if line.starts_with('{') => {
+                let endpoint = "[[export]]\nendpoint.path = \"vm1.sock\"";
+                let export = format!("{endpoint}\ndevice.blk = {line}\n");
+                fs::write(self.scene.path("ringhaul.toml"), export)?;
+                self.serve("--config ringhaul.toml")
+            }
+            // The program of Ceph: it needs a cluster.
+            None if line.starts_with("rbd create ") => Ok(()),
+            None => self.try_command(line),
+        }
+    }
+
+    /// A line that is no option of `serve`.
+    fn try_command(&mut self, line: &str) -> Result<()> {
+        let first = line.split([' ', ',']).next().unwrap_or_default();
+        if let Some(server) = line.strip_suffix(" &") {
+            let (_, socket) =
+                server.split_once("--socket ").context("a server without a socket")?;
+            let socket = socket.split(' ').next().unwrap_or_default();
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("exec {server}")]);
+            let peer = Peer::start(Path::new(socket), &mut command);
+            self.peers.push(peer.with_context(|| line.to_owned())?);
+            Ok(())
+        } else if line.starts_with(&format!("{first},")) {
+            self.run(&format!("ringhaul disk info {line}")).map(drop)
+        } else {
+            self.run(&quick(line)).map(drop)
+        }
+    }
+
+    /// Serves with these options, sees that the daemon serves something, and ends it.
+    fn serve(&self, options: &str) -> Result<()> {
+        let control = self.scene.socket("control").display().to_string();
+        let line = format!("exec ringhaul serve --control {control} {options}");
+        let mut daemon =
+            Running::serve(&mut self.shell(&line)).with_context(|| options.to_owned())?;
+        let list = self.run(&format!("ringhaul ctl --control {control} list"))?.stdout;
+        let is_served = list.lines().count() == 1 && list.contains("serving, ");
+        ensure!(is_served, "{options}: {list}");
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0).with_context(|| options.to_owned()).map(drop)
+    }
+
+    /// A command with what it says.
+    fn try_session(&mut self, command: &str, documented: &[&str]) -> Result<()> {
+        let command = self.here(command);
+        if documented.is_empty() {
+            return self.try_command(&command);
+        }
+        let said = self.run(&command)?.stdout;
+        let documented: Vec<String> = documented.iter().map(|line| self.here(line)).collect();
+        let said: Vec<String> = said.lines().map(str::to_owned).collect();
+        let word = |line: &String| line.split(' ').next().unwrap_or_default().to_owned();
+        ensure!(
+            said.iter().map(word).eq(documented.iter().map(word)),
+            "{command} says {said:?}, the page {documented:?}"
+        );
+        // The others depend on the machine.
+        for row in ["size ", "format ", "made of "] {
+            let of = |lines: &[String]| lines.iter().find(|line| line.starts_with(row)).cloned();
+            let (said, documented) = (of(&said), of(&documented));
+            ensure!(said == documented, "{command} says {said:?}, the page {documented:?}");
+        }
+        Ok(())
+    }
+}
+
+/// The line, so that it takes little time: a short measurement, a key that is not hard to guess.
+fn quick(line: &str) -> String {
+    const FORMAT: &str = "cryptsetup luksFormat ";
+    if line.starts_with("ringhaul disk bench ") {
+        let (before, after) = line.split_once(" --runtime ").unwrap_or((line, ""));
+        let after = after.split_once(' ').map_or("", |(_, after)| after);
+        format!("{before} --runtime 500ms {after}")
+    } else {
+        line.replace(FORMAT, &format!("{FORMAT}--pbkdf pbkdf2 --pbkdf-force-iterations 1000 "))
+    }
+}
