@@ -18,10 +18,11 @@ use anyhow::{Result, ensure};
 use ringhaul_tools::process::{self, Interrupt};
 use ringhaul_tools::workspace;
 
+use crate::rig::Times;
 use crate::rig::machine::{self, Machine};
 use crate::rig::progress::Progress;
 use crate::rig::targets::{self, Disk, Prepared, Target};
-use measure::Bench;
+use measure::{Bench, times_on};
 use plan::Workload;
 use report::{Cell, Comparison, Series};
 use servers::Server;
@@ -76,10 +77,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return base::run(&args, &base);
     }
     let workloads = |target| plan::wanted(target, &args.only);
-    let programs = |target| -> usize {
-        workloads(target).iter().map(|workload| Server::under(target, *workload).len()).sum()
-    };
-    let count: usize = Target::COMPARED.iter().map(|target| programs(*target)).sum();
+    let series = series(&args.only);
+    let count: usize = series.iter().map(|(_, count)| count).sum();
     ensure!(count > 0, "nothing has {:?} in its name; --list shows the names", args.only);
     if args.list {
         for target in Target::COMPARED {
@@ -90,7 +89,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
     let interrupt = Interrupt::install()?;
     let bench = Bench::new(&args, &interrupt)?;
-    let mut progress = Progress::new(count * (args.rounds + 1), args.runtime);
+    let each = seconds_each(&series, args.rounds, args.runtime);
+    let mut progress = Progress::new(count * (args.rounds + 1), each);
     let mut comparison = Comparison::new(describe(&args, &bench)?);
     let result = measure_all(&args, &bench, &interrupt, &mut progress, &mut comparison);
     progress.finish();
@@ -104,11 +104,42 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     result
 }
 
+/// How many programs are measured on each disk, added up over workloads.
+fn series(only: &str) -> Vec<(Target, usize)> {
+    let count = |target| {
+        let workloads = plan::wanted(target, only);
+        workloads.iter().map(|workload| Server::under(target, *workload).len()).sum()
+    };
+    Target::COMPARED.into_iter().map(|target| (target, count(target))).collect()
+}
+
+/// Seconds that a measurement takes on average: that of system calls, which each series ends with,
+/// as long as `runtime`.
+fn seconds_each(series: &[(Target, usize)], rounds: usize, runtime: f64) -> f64 {
+    let number = |count: usize| f64::from(u32::try_from(count).expect("it is a small count"));
+    let seconds_of = |(target, count): &(Target, usize)| {
+        let Times { runtime: measured, ramp } = times_on(*target, runtime);
+        number(*count) * (number(rounds) * (measured + ramp) + runtime)
+    };
+    let count: usize = series.iter().map(|(_, count)| count).sum();
+    series.iter().map(seconds_of).sum::<f64>() / number(count * (rounds + 1))
+}
+
+/// How often and for how long each program is measured under each workload.
+fn rounds(args: &Args) -> String {
+    let cluster = times_on(Target::Rbd, args.runtime).runtime;
+    let usual = format!("{} of {} s for each program and workload", args.rounds, args.runtime);
+    match plan::wanted(Target::Rbd, &args.only).is_empty() {
+        true => usual,
+        false => format!("{usual}, of {cluster} s for images in a cluster"),
+    }
+}
+
 /// What is measured, with what.
 fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
     let mut machine = machine::describe(&bench.lab)?;
     let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
-    let rounds = format!("{} of {} s for each program and workload", args.rounds, args.runtime);
+    let rounds = rounds(args);
     let qsd = qsd.lines().next().unwrap_or_default().to_owned();
     let fio = process::output(Command::new(&bench.fio).arg("--version"))?;
     machine.facts.extend([("qemu-storage-daemon", qsd), ("fio", fio), ("rounds", rounds)]);
@@ -180,4 +211,36 @@ fn measure_cell(
     let cell = Cell { target, workload, series };
     progress.say(&cell.line());
     Ok(cell)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn images_in_a_cluster_are_expected_to_take_as_long_as_they_do() {
+        let each = |series: &[_]| seconds_each(series, 3, 1.0);
+        // Three rounds and the count of system calls.
+        let (usual, cluster) = ((3.0 * 1.1 + 1.0) / 4.0, (3.0 * 4.5 + 1.0) / 4.0);
+        for (series, seconds) in [
+            (&[(Target::Zram, 2)][..], usual),
+            (&[(Target::Rbd, 5), (Target::Zram, 0)], cluster),
+            (&[(Target::Rbd, 1), (Target::Zram, 3)], (cluster + 3.0 * usual) / 4.0),
+        ] {
+            assert!((each(series) - seconds).abs() < 1e-9, "{series:?}: {}", each(series));
+        }
+        let said = |only| {
+            rounds(&Program::parse_from(["compare", "--only", only, "--runtime", "0.5"]).args)
+        };
+        assert_eq!(said("zram"), "5 of 0.5 s for each program and workload");
+        assert!(said("").ends_with("workload, of 2 s for images in a cluster"), "{}", said(""));
+    }
 }

@@ -18,9 +18,11 @@ use crate::rig::{Lab, Program, Times, pinning};
 /// Seconds before measuring.
 pub(super) const RAMP_S: f64 = 0.1;
 
-/// How much longer than other disks an image in a cluster is measured, and how many seconds before
-/// that it is driven: its operations are slow, and a cluster needs a while to get up to speed.
-const CLUSTER: (f64, f64) = (4.0, 0.5);
+/// How much longer than other disks an image in a cluster is measured: its operations are slow.
+const CLUSTER_TIMES: f64 = 4.0;
+
+/// Seconds before measuring it: a cluster needs a while to get up to speed.
+const CLUSTER_RAMP_S: f64 = 0.5;
 
 /// What the load generator says of one run.
 #[derive(Clone, Debug, Serialize)]
@@ -39,12 +41,21 @@ pub(super) struct Sample {
     pub(super) completions_per_wake: Option<f64>,
 }
 
+/// How long a disk of `target` is driven, where most are measured for `runtime` seconds.
+pub(super) fn times_on(target: Target, runtime: f64) -> Times {
+    match target {
+        Target::Rbd => Times { runtime: runtime * CLUSTER_TIMES, ramp: CLUSTER_RAMP_S },
+        _ => Times { runtime, ramp: RAMP_S },
+    }
+}
+
 /// Everything that stays the same over all measurements.
 pub(super) struct Bench {
     pub(super) lab: Lab,
     pub(super) qsd: PathBuf,
     pub(super) fio: PathBuf,
-    times: Times,
+    /// Seconds that most disks are measured.
+    runtime: f64,
     /// Who cannot be measured here, and why.
     lacks: Vec<(Server, String)>,
 }
@@ -61,7 +72,7 @@ impl Bench {
             lacks: lacks(&qsd, &fio)?,
             qsd,
             fio,
-            times: Times { runtime: args.runtime, ramp: RAMP_S },
+            runtime: args.runtime,
         })
     }
 
@@ -78,18 +89,12 @@ impl Bench {
         }
         let seed = ["--randseed".to_owned(), round.to_string()];
         let own = self.bench_options(server, disk.target, workload);
-        let times = self.times_on(disk.target);
+        let times = times_on(disk.target, self.runtime);
         let options: Vec<_> = own.into_iter().chain(times.options()).chain(seed).collect();
         let drive = |_| parse(&self.lab.bench(&options, times.limit())?);
         let served = self.lab.serve(&self.program(server, disk), drive)?;
         let completions_per_wake = completions_per_wake(&served.messages);
         Ok(Sample { completions_per_wake, ..served.value })
-    }
-
-    /// How long a disk of `target` is driven.
-    fn times_on(&self, target: Target) -> Times {
-        let (longer, ramp) = if target == Target::Rbd { CLUSTER } else { (1.0, RAMP_S) };
-        Times { runtime: self.times.runtime * longer, ramp }
     }
 
     /// Who of those on `target` can be measured under `workload` here.
@@ -127,7 +132,7 @@ impl Bench {
         let path = disk.path.as_deref().unwrap_or(Path::new("")).to_string_lossy();
         let mut command = Command::new(&self.fio);
         command.args(fio_options(ioengine, &path, workload, self.lab.server_cpu));
-        let times = self.times_on(disk.target);
+        let times = times_on(disk.target, self.runtime);
         command.args(times.options()).arg(format!("--randseed={}", round + 1));
         if !workload.rw.contains("write") {
             command.arg("--readonly");
@@ -177,7 +182,7 @@ impl Bench {
             let options = server.options(target, "DISK", "SOCKET").join(" ");
             format!("{pinned}{program} {options}")
         });
-        let times = self.times_on(target).options().join(" ");
+        let times = times_on(target, self.runtime).options().join(" ");
         let cpu = (!target.is_elsewhere()).then_some(cpu);
         let devices = [Device::Blk, Device::Inflight, Device::Scsi].into_iter();
         let is_driven = |device: &Device| Server::on(target).iter().any(|s| s.device() == *device);
