@@ -202,7 +202,9 @@ impl Job {
             self.unblock();
             self.live.publish(self.done);
         }
-        if !pass.stopping && self.has_room() {
+        if pass.stopping {
+            self.live.publish_left(fits(self.in_flight(), "a number of requests"));
+        } else if self.has_room() {
             self.refill(queue, pass.now_ns)?;
         }
         if queue.kick_if_needed()? && pass.recording {

@@ -97,6 +97,7 @@ impl Counters {
 pub(crate) struct Live {
     ios: AtomicU64,
     bytes: AtomicU64,
+    in_flight: AtomicU64,
 }
 
 impl Live {
@@ -104,6 +105,16 @@ impl Live {
     pub(crate) fn publish(&self, (ios, bytes): (u64, u64)) {
         self.ios.store(ios, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Sets how many requests are left when none is made any more; only the job does this.
+    pub(crate) fn publish_left(&self, in_flight: u64) {
+        self.in_flight.store(in_flight, Ordering::Relaxed);
+    }
+
+    /// Returns how many requests are left, as far as it is known.
+    pub(crate) fn left(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
     }
 
     /// Returns I/Os and bytes.

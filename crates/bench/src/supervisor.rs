@@ -17,6 +17,9 @@ use crate::worker::{Control, Stage, Window};
 /// How often progress and interrupts are looked at.
 const TICK: Duration = Duration::from_millis(200);
 
+/// How long the last operations of a disk may take before it is said which disk that is.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// What a phase is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
@@ -64,6 +67,7 @@ impl Supervisor<'_> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             stages.advance(self);
+            progress.say(stages.overdue(self).as_slice());
             progress.say(&self.notices.take());
             progress.show(self.done());
         }
@@ -78,6 +82,25 @@ impl Supervisor<'_> {
     fn done(&self) -> (u64, u64) {
         let sums = self.live.iter().map(|live| live.read());
         sums.fold((0, 0), |sum, done| (sum.0 + done.0, sum.1 + done.1))
+    }
+
+    /// Says whose operations do not end. A server that does not answer is noticed by its driver.
+    fn waits(&self) -> Option<String> {
+        let disk = self.plan.args.filename.as_ref()?.display();
+        let count = match self.live.iter().map(|live| live.left()).sum() {
+            // A thread that hangs itself counts nothing.
+            0 => String::new(),
+            1 => "one of the ".to_owned(),
+            count => format!("{count} "),
+        };
+        let interrupts = match self.interrupted.load(Ordering::Relaxed) {
+            true => "one more interrupt (Ctrl-C) ends",
+            false => "two interrupts (Ctrl-C) end",
+        };
+        Some(format!(
+            "waiting for {count}operations of {disk} to end; {interrupts} the program at once, \
+             without a result"
+        ))
     }
 
     fn progress(&self) -> Progress {
@@ -106,13 +129,16 @@ pub(crate) struct Stages {
     next_at: Option<Instant>,
     opened: Option<ServerSample>,
     closed: Option<ServerSample>,
+    /// When it is said what is waited for, after the last stage began.
+    told_at: Option<Instant>,
 }
 
 impl Stages {
     pub(crate) fn new(supervisor: &Supervisor<'_>) -> Self {
         let measured = supervisor.phase == Phase::Measured;
         let next_at = measured.then(|| Instant::now() + supervisor.plan.args.ramp_time);
-        let mut stages = Self { stage: Stage::Warming, next_at, opened: None, closed: None };
+        let mut stages =
+            Self { stage: Stage::Warming, next_at, opened: None, closed: None, told_at: None };
         stages.advance(supervisor);
         stages
     }
@@ -145,8 +171,15 @@ impl Stages {
         if self.stage != Stage::Stopping {
             self.stage = Stage::Stopping;
             supervisor.control.set(self.stage);
+            self.told_at = Some(Instant::now() + PATIENCE);
             self.closed = supervisor.server.sample();
         }
+    }
+
+    /// What is waited for, once, if that takes long.
+    fn overdue(&mut self, supervisor: &Supervisor<'_>) -> Option<String> {
+        self.told_at.take_if(|at| *at <= Instant::now())?;
+        supervisor.waits()
     }
 
     /// Returns what the server spent while the measured window was open.

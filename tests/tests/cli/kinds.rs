@@ -92,6 +92,27 @@ fn a_disk_that_fails_under_a_load_is_told() -> Result<()> {
     Ok(())
 }
 
+/// It cannot be ended in order before its requests are.
+#[test]
+fn a_disk_that_does_not_answer_at_the_end_of_a_load_is_named() -> Result<()> {
+    if !is_installed("nbdkit") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::nbdkit(&scene, &["--filter=delay", "memory", "16M", "delay-read=3600"])?;
+    let disk = peer.uri("");
+    let load = ["--iodepth", "4", "--runtime", "200ms"];
+    let mut driving = Running::start(ringhaul()?.args(["disk", "bench", &disk]).args(load))?;
+    let said = driving.wait_for("waiting for")?;
+    ensure!(said.contains(&format!("waiting for 4 operations of {disk} to end; two interr")));
+    for signal in [Signal::INT, Signal::TERM] {
+        driving.signal(signal)?;
+    }
+    let ended = driving.finish()?.expect_code(EXIT_RUN)?;
+    ensure!(ended.stderr.matches("waiting for").count() == 1, "{}", ended.stderr);
+    Ok(())
+}
+
 /// As a table with all keys, as a text, and as a unit.
 #[test]
 fn a_configuration_file_has_disks_of_all_kinds() -> Result<()> {
