@@ -81,6 +81,9 @@ pub struct LimitSpec {
 /// The key of the group on a command line.
 const GROUP: &str = "group";
 
+/// The keys of rates of requests.
+const REQUESTS: [&str; 3] = ["iops-total", "iops-read", "iops-write"];
+
 /// All keys of limits, as an error lists them.
 pub(crate) const LIMIT_KEYS: &str = "group, iops-size, and iops or bps with -total, -read or \
     -write, and then perhaps -max or -max-length";
@@ -147,8 +150,8 @@ impl LimitSpec {
     }
 
     /// What holds after `change`: what it names is so from then on, and 0 or an empty name is none.
-    /// A rate that is none has no burst, and a burst that is none has no length. Whoever changes
-    /// the group begins with no limits.
+    /// A rate that is none has no burst, and a burst that is none has no length. The last rate of
+    /// requests takes their size with it. Whoever changes the group begins with no limits.
     pub(crate) fn changed(&self, change: &Self) -> Self {
         let moves = change.group.is_some() && change.group() != self.group();
         let mut changed = if moves { Self::default() } else { self.clone() };
@@ -168,7 +171,15 @@ impl LimitSpec {
                 *now = new.filter(|number| *number > 0);
             }
         }
+        if change.iops_size.is_none() && REQUESTS.iter().any(|key| gone.contains(key)) {
+            changed.iops_size = changed.iops_size.filter(|_| changed.limits_requests());
+        }
         changed
+    }
+
+    fn limits_requests(&self) -> bool {
+        let rates = [self.iops_total, self.iops_read, self.iops_write];
+        rates.into_iter().flatten().any(|rate| rate > 0)
     }
 
     /// The change that makes this of others.
@@ -299,6 +310,20 @@ pub(super) mod tests {
             let changed = before.as_ref().unwrap().changed(&spec(change).unwrap());
             assert_eq!(changed, spec(after).unwrap(), "{change}");
         }
+        let sized = spec("iops-size=4K iops-total=2 iops-read=3 bps-read=1M").unwrap();
+        for (change, after) in [
+            ("iops-total=0", "iops-size=4K iops-read=3 bps-read=1M"),
+            ("iops-total=0 iops-read=0", "bps-read=1M"),
+            ("iops-total=0 iops-read=0 iops-write=7", "iops-size=4K iops-write=7 bps-read=1M"),
+            ("bps-read=0", "iops-size=4K iops-total=2 iops-read=3"),
+        ] {
+            let changed = sized.changed(&spec(change).unwrap());
+            assert_eq!(changed, spec(after).unwrap(), "{change}");
+            assert!(changed.limits().is_ok(), "{change}");
+        }
+        let asked = sized.changed(&spec("iops-total=0 iops-read=0 iops-size=8K").unwrap());
+        let error = asked.limits().unwrap_err().to_string();
+        assert!(error.contains("needs a limit on requests"), "{error}");
         let member = spec("group=a iops-total=3").unwrap();
         assert_eq!(member.changed(&spec("group=").unwrap()), LimitSpec::default());
         assert_eq!(member.changed(&spec("group=a").unwrap()), member);
