@@ -15,7 +15,7 @@ mod order;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
@@ -418,9 +418,10 @@ impl Turn<'_> {
         let _ = self.control.ask(|answer| Order::KeepHere(self.id, self.place, false, answer));
     }
 
-    /// Puts in a unit on this disk. Returns false when its export has ended meanwhile.
-    pub(crate) fn put_in(&self, unit: UnitSpec, disk: DiskSource) -> bool {
-        matches!(self.tell(Changed::Unit(Box::new(unit), disk)), Ok(None))
+    /// Puts in a unit on this disk, which was asked for at `asked`. Returns false when its export
+    /// has ended meanwhile.
+    pub(crate) fn put_in(&self, unit: UnitSpec, disk: DiskSource, asked: Instant) -> bool {
+        matches!(self.tell(Changed::Unit(Box::new(unit), disk, asked)), Ok(None))
     }
 
     /// Tells that the disk has another size, which a driver of virtio-blk hears.

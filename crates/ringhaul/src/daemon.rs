@@ -6,7 +6,7 @@ mod opening;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
@@ -240,7 +240,7 @@ impl Daemon {
     }
 
     fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
-        let place = unit.place();
+        let (place, asked) = (unit.place(), Instant::now());
         let (changing, turn) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, wanted, .. } = changing;
         unit.check(&settings).map_err(CommandError::Wrong)?;
@@ -261,7 +261,7 @@ impl Daemon {
         set_up(&self.args, &threads, &mut disk, choice)?;
         unit.add_to(&device, &name, &disk, &self.accesses)?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
-        if !turn.put_in(unit, disk.source) {
+        if !turn.put_in(unit, disk.source, asked) {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }

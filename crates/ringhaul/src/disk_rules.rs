@@ -5,6 +5,7 @@ mod limit_spec;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockio::DiskSource;
@@ -133,12 +134,14 @@ impl RulesChange {
         limits.as_ref().is_none_or(LimitSpec::is_empty) && rerror.is_none() && werror.is_none()
     }
 
-    /// What makes these rules of others.
-    pub(crate) fn to(rules: &DiskRules) -> Self {
+    /// What makes the second rules of the first. It names nothing that is the same in both, which
+    /// others may have changed by now.
+    pub(crate) fn between(before: &DiskRules, after: &DiskRules) -> Self {
+        let (old, new) = (before, after);
         Self {
-            limits: Some(rules.limits.in_full()),
-            rerror: Some(rules.rerror),
-            werror: Some(rules.werror),
+            limits: (old.limits != new.limits).then(|| new.limits.in_full()),
+            rerror: (old.rerror != new.rerror).then_some(new.rerror),
+            werror: (old.werror != new.werror).then_some(new.werror),
         }
     }
 
@@ -202,6 +205,14 @@ pub struct LimitGroups(Mutex<BTreeMap<String, Group>>);
 struct Group {
     limits: LimitGroup,
     numbers: LimitSpec,
+    /// When somebody has asked for them, unless they are those of the first disk.
+    asked: Option<Instant>,
+}
+
+impl Group {
+    fn is_newer(&self, asked: Instant) -> bool {
+        self.asked.is_some_and(|last| last > asked)
+    }
 }
 
 impl LimitGroups {
@@ -216,17 +227,25 @@ impl LimitGroups {
     }
 
     /// Has limits hold for all of the group that they name, which a disk [has joined](Self::join),
-    /// if they name more than that.
-    pub(crate) fn name_limits(&self, limits: &LimitSpec) {
+    /// if they name more than that. They were asked for at `asked`, before the disk was opened:
+    /// whoever has changed those of the group since then has the last word.
+    pub(crate) fn name_limits(&self, limits: &LimitSpec, asked: Instant) {
         if !limits.has_numbers() {
             return;
         }
         // They were checked when the disk joined.
         if let (Some(name), Ok(numbers)) = (&limits.group, limits.limits())
             && let Some(group) = self.groups().get_mut(name)
-            && group.limits.set_limits(numbers).is_ok()
         {
-            group.numbers = limits.clone();
+            if group.is_newer(asked) {
+                tracing::info!(
+                    "the limits of group {name} stay: they have changed since a disk was asked for \
+                     that is served now and names others"
+                );
+            } else if group.limits.set_limits(numbers).is_ok() {
+                group.numbers = limits.clone();
+                group.asked = Some(asked);
+            }
         }
     }
 
@@ -254,6 +273,7 @@ impl LimitGroups {
             if names_limits || !group.limits.has_members() {
                 group.limits.set_limits(limits)?;
                 group.numbers = rules.limits.clone();
+                group.asked = names_limits.then(Instant::now);
             }
             disk.join(Some(&group.limits));
             disk.set_limits(&Limits::default())?;
@@ -269,9 +289,19 @@ impl LimitGroups {
 
     /// Puts in the limits that hold for the group, if there is one.
     pub(crate) fn fill(&self, limits: &mut LimitSpec) {
+        self.fill_if(limits, |_| true);
+    }
+
+    /// The same, if those were asked for after `asked`.
+    pub(crate) fn fill_newer(&self, limits: &mut LimitSpec, asked: Instant) {
+        self.fill_if(limits, |group| group.is_newer(asked));
+    }
+
+    fn fill_if(&self, limits: &mut LimitSpec, is_wanted: impl Fn(&Group) -> bool) {
         if let Some(name) = &limits.group
             && let Some(group) = self.groups().get(name)
             && group.limits.has_members()
+            && is_wanted(group)
         {
             let group_name = limits.group.take();
             *limits = LimitSpec { group: group_name, ..group.numbers.clone() };
@@ -299,8 +329,38 @@ mod tests {
         for (before, after) in all.iter().flat_map(|one| all.iter().map(move |other| (one, other)))
         {
             let (before, after) = (rules(before), rules(after));
-            assert_eq!(before.changed(&RulesChange::to(&after)), after);
+            assert_eq!(before.changed(&RulesChange::between(&before, &after)), after);
         }
+    }
+
+    #[test]
+    fn limits_of_a_group_that_changed_while_a_disk_was_opened_stay() {
+        let groups = LimitGroups::default();
+        let disk = || DiskSource::null(512, &DiskOptions::default()).unwrap();
+        let spec = |words| spec(words).unwrap();
+        let rules = |words| DiskRules { limits: spec(words), ..DiskRules::default() };
+        let (served, late) = (disk(), disk());
+        let (soon, later) = (Instant::now(), Instant::now() + std::time::Duration::from_mins(1));
+        groups.join(&served, &rules("group=a iops-total=7")).unwrap();
+        groups.join(&late, &rules("group=a iops-total=5")).unwrap();
+        let now = || served.group().unwrap().limits().requests.total.unwrap().per_second;
+        let change = RulesChange { limits: Some(spec("iops-total=9")), ..RulesChange::default() };
+        groups.apply_change(&served, &rules("group=a iops-total=9"), &change).unwrap();
+        groups.name_limits(&spec("group=a iops-total=5"), soon);
+        assert_eq!(now(), 9);
+        // For another process, which does not know about the change.
+        let handed = |asked| {
+            let mut limits = spec("group=a iops-total=5");
+            groups.fill_newer(&mut limits, asked);
+            limits
+        };
+        assert_eq!(handed(soon), spec("group=a iops-total=9"));
+        assert_eq!(handed(later), spec("group=a iops-total=5"));
+        groups.name_limits(&spec("group=a iops-total=5"), later);
+        assert_eq!(now(), 5);
+        // One that was asked for earlier comes after it.
+        groups.name_limits(&spec("group=a iops-total=6"), soon);
+        assert_eq!(now(), 5);
     }
 
     #[test]
@@ -317,9 +377,9 @@ mod tests {
         // It may yet not be served.
         groups.join(&other, &rules("group=a iops-total=9")).unwrap();
         assert_eq!((limits(&one), limits(&other)), (rate(7), rate(7)));
-        groups.name_limits(&spec("group=a").unwrap());
+        groups.name_limits(&spec("group=a").unwrap(), Instant::now());
         assert_eq!(limits(&one), rate(7));
-        groups.name_limits(&spec("group=a iops-total=9").unwrap());
+        groups.name_limits(&spec("group=a iops-total=9").unwrap(), Instant::now());
         assert_eq!(limits(&one), rate(9));
         let mut shown = spec("group=a").unwrap();
         groups.fill(&mut shown);

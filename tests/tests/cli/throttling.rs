@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::{Tmpfs, may_change};
 use rustix::process::Signal;
@@ -182,6 +183,36 @@ fn disks_that_come_change_only_what_they_name_of_their_group() -> Result<()> {
     gold(json!({ "group": "gold", "iops-total": 5 }), "another export has come")
 }
 
+/// The disk was asked for before.
+#[test]
+fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = scene()?;
+    let [vm, late] = ["vm", "late"].map(|name| scene.socket(name).display().to_string());
+    let words = ["--engine", "threads", "--limits", "group=gold,iops-total=100"];
+    let export = format!("socket-path={vm},name=vm,device=scsi,lun=0,null=1M");
+    let words = [&words[..], &["--export", &export]].concat();
+    let (daemon, mut client) = serve(&scene, &words)?;
+    let disk = format!("read-only=on,lock=off,iops-total=5,blk-file={}", fuse.file().display());
+    let export = format!("socket-path={late},group=gold,{disk}");
+    let unit = format!("1,{disk}");
+    let comes: [&[&str]; 2] = [&["add", "--export", &export], &["add-lun", "vm", &unit]];
+    for (come, rate) in comes.into_iter().zip([9, 11]) {
+        fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+        let mut command = ringhaul()?;
+        command.arg("ctl").arg("--control").arg(scene.socket("control")).args(come);
+        let coming = Running::start(&mut command)?;
+        let waits = fuse.wait_for(opcode::OPEN);
+        let set = ctl(&scene, &["set-disk", "vm", "0", &format!("iops-total={rate}")]);
+        fuse.release();
+        waits.and(set)?;
+        coming.finish()?.expect_code(0)?;
+        let limits = shown(&mut client, "vm")?["disks"][0]["limits"].clone();
+        ensure!(limits == json!({ "group": "gold", "iops-total": rate }), "{come:?}: {limits}");
+    }
+    Ok(())
+}
+
 /// What a unit leaves out is as in its export, limits one by one.
 #[test]
 fn limits_of_units_are_merged_with_those_of_their_export() -> Result<()> {
@@ -317,6 +348,8 @@ fn a_file_changes_limits_while_the_daemon_runs() -> Result<()> {
     // What others have set stays until the file changes.
     ctl(&scene, &["set-disk", "vm", "iops-total=7"])?;
     check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "retry")?;
+    write("limits = { iops-total = 100, bps-read = 4096 }\nwerror = \"report\"")?;
+    check(&mut daemon, json!({ "iops-total": 7, "bps-read": 4096 }), "report")?;
     write("limits = { iops-write = 3 }")?;
     check(&mut daemon, json!({ "iops-write": 3 }), "hold-briefly")?;
     write("")?;

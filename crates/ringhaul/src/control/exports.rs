@@ -220,7 +220,7 @@ impl Exports {
         }
         match (self.list.iter_mut().find(|export| export.id == id), changed) {
             (Some(export), changed) => export.changed(place, changed),
-            (None, Changed::Unit(_, disk)) => Some(disk),
+            (None, Changed::Unit(_, disk, _)) => Some(disk),
             (None, Changed::Removed | Changed::Size) => None,
         }
     }
@@ -243,9 +243,11 @@ impl Exports {
             return Err(CommandError::Ending);
         }
         for setup in setups {
-            let removed = self.opened(&setup.spec);
+            let opening = self.opened(&setup.spec);
             setup.log.report(|| What::Added);
-            setup.spec.name_limits(&setup.groups);
+            let asked = opening.as_ref().map_or_else(Instant::now, |opening| opening.since);
+            setup.spec.name_limits(&setup.groups, asked);
+            let removed = opening.map_or_else(Vec::new, Opening::into_removed);
             let mut export = Export::new(setup, self.next_id, &self.waker);
             self.next_id += 1;
             if !removed.is_empty() {

@@ -64,8 +64,8 @@ pub(crate) struct ExportProgress {
 /// The exports that there are, as long as `generation` is theirs.
 pub(crate) struct Described {
     pub(crate) exports: Vec<HandedExport>,
-    /// Those that another process opens too.
-    pub(crate) opening: Vec<ExportSpec>,
+    /// Those that another process opens too, and when they were asked for.
+    pub(crate) opening: Vec<(ExportSpec, Instant)>,
     pub(crate) fds: HandedFds,
     pub(crate) generation: u64,
 }

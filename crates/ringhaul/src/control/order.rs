@@ -3,6 +3,7 @@
 use std::io::IoSlice;
 use std::sync::Arc;
 use std::task::Wake;
+use std::time::Instant;
 
 use blockio::disk::{DiskState, Outside};
 use blockio::{DiskSource, Remote};
@@ -98,8 +99,8 @@ pub(crate) struct WatchedDisk {
 
 /// What a change has come to.
 pub(super) enum Changed {
-    /// There is one more unit.
-    Unit(Box<UnitSpec>, DiskSource),
+    /// There is one more unit, which was asked for at this time.
+    Unit(Box<UnitSpec>, DiskSource, Instant),
     /// There is one unit less.
     Removed,
     /// The disk has another size.

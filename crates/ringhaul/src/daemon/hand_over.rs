@@ -98,18 +98,20 @@ impl Daemon {
         self.control.describe()
     }
 
-    /// Exports whose disks are being opened, for another process that opens them too.
+    /// Exports whose disks are being opened, for another process that opens them too, and when they
+    /// were asked for. That process does not know what has changed since then.
     ///
     /// # Errors
     ///
     /// When no descriptor is left.
     pub(crate) fn hand_over_opening(
         &self,
-        specs: Vec<ExportSpec>,
+        specs: Vec<(ExportSpec, Instant)>,
         fds: &mut HandedFds,
     ) -> Result<Vec<HandedOpening>> {
         let inherited = self.inherited();
-        let hand_over = |spec: ExportSpec| {
+        let hand_over = |(mut spec, asked): (ExportSpec, Instant)| {
+            spec.fill_newer_limits(&self.groups, asked);
             let endpoint = match (&spec.endpoint, &*inherited) {
                 (EndpointSpec::Fd(fd), Some((number, socket))) if number == fd => Some(socket),
                 _ => None,

@@ -197,7 +197,7 @@ fn rules_change(
     [before, wanted]: [&DiskRules; 2],
 ) -> Option<Command> {
     let change = || {
-        let change = Box::new(RulesChange::to(wanted));
+        let change = Box::new(RulesChange::between(before, wanted));
         Command::SetDisk(name.to_owned(), place, change)
     };
     (before != wanted).then(change)

@@ -1,32 +1,44 @@
 //! What disks may do, and what becomes of requests that they fail, where it stands in an export.
 
+use std::time::Instant;
+
 use super::{DeviceSpec, ExportSpec, UnitSettings};
 use crate::disk_rules::{DiskRules, LimitGroups, LimitSpec, RulesChange};
 
 impl ExportSpec {
     /// Has its limits hold for all of the groups that its disks have joined. Those that units name
-    /// themselves count more than what is usual.
-    pub(crate) fn name_limits(&self, groups: &LimitGroups) {
+    /// themselves count more than what is usual. The export was asked for at `asked`.
+    pub(crate) fn name_limits(&self, groups: &LimitGroups, asked: Instant) {
         let usual = &self.settings.rules;
         match &self.device {
-            DeviceSpec::Blk(_) => groups.name_limits(&usual.limits),
+            DeviceSpec::Blk(_) => groups.name_limits(&usual.limits, asked),
             DeviceSpec::Scsi(units) => {
                 let mut settings: Vec<_> = units.iter().map(|unit| &unit.settings).collect();
                 settings.sort_by_key(|settings| settings.names_limits());
-                settings.iter().for_each(|own| groups.name_limits(&own.rules(usual).limits));
+                let limits = settings.iter().map(|own| own.rules(usual).limits);
+                limits.for_each(|limits| groups.name_limits(&limits, asked));
             }
         }
     }
 
     /// Puts in the limits that hold for groups.
     pub(crate) fn fill_limits(&mut self, groups: &LimitGroups) {
+        self.fill_limits_by(|limits| groups.fill(limits));
+    }
+
+    /// Puts in the limits of groups that have changed since the export was asked for.
+    pub(crate) fn fill_newer_limits(&mut self, groups: &LimitGroups, asked: Instant) {
+        self.fill_limits_by(|limits| groups.fill_newer(limits, asked));
+    }
+
+    fn fill_limits_by(&mut self, fill: impl Fn(&mut LimitSpec)) {
         let usual = &mut self.settings.rules.limits;
         let before = usual.clone();
-        groups.fill(usual);
+        fill(usual);
         if let DeviceSpec::Scsi(units) = &mut self.device {
             for own in units.iter_mut().filter_map(|unit| unit.settings.limits.as_mut()) {
                 let mut limits = before.changed(own);
-                groups.fill(&mut limits);
+                fill(&mut limits);
                 *own = limits.change_from(usual);
             }
         }

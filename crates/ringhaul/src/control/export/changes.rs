@@ -183,18 +183,18 @@ impl Export {
     ) -> Option<DiskSource> {
         let has_ended = self.has_ended();
         match (changed, &mut self.spec.device) {
-            (Changed::Unit(unit, disk), DeviceSpec::Scsi(units)) if !has_ended => {
+            (Changed::Unit(unit, disk, asked), DeviceSpec::Scsi(units)) if !has_ended => {
                 self.log.report(|| What::LunAdded { unit: unit.place() });
                 if unit.settings.names_limits() {
                     let mut usual = self.spec.settings.rules.clone();
                     self.groups.fill(&mut usual.limits);
-                    self.groups.name_limits(&unit.settings.rules(&usual).limits);
+                    self.groups.name_limits(&unit.settings.rules(&usual).limits, asked);
                 }
                 units.push(*unit);
                 self.disks.push(disk);
                 None
             }
-            (Changed::Unit(_, disk), _) => Some(disk),
+            (Changed::Unit(_, disk, _), _) => Some(disk),
             (Changed::Size, _) => {
                 self.report_size(place);
                 None

@@ -61,7 +61,7 @@ impl Exports {
         let exports = self.list.iter().map(|export| export.describe(&mut fds));
         let exports = exports.collect::<Result<_, _>>()?;
         let opening = self.opening.iter().filter(|it| it.goes_along && it.is_wanted());
-        let opening = opening.map(|opening| opening.spec.clone()).collect();
+        let opening = opening.map(|opening| (opening.spec.clone(), opening.since)).collect();
         // Behind the disks, of which one may be what an earlier hand-over still waits for.
         match self.hand_over {
             Some(HandOver::Resuming(_)) => Err(self.not_done(Export::has_resumed)),

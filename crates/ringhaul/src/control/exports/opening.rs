@@ -2,10 +2,8 @@
 
 use std::time::Instant;
 
-use device::Answer;
-
 use super::Exports;
-use crate::command::{CommandError, ExportStatus};
+use crate::command::CommandError;
 use crate::control::closing::Closing;
 use crate::control::opening::Opening;
 use crate::control::order::Answered;
@@ -50,10 +48,10 @@ impl Exports {
         self.opening.extract_if(.., is_of).for_each(Opening::released);
     }
 
-    /// Those who wait for the end of an export that is served from now on.
-    pub(super) fn opened(&mut self, spec: &ExportSpec) -> Vec<Answer<Answered<ExportStatus>>> {
-        let opening = self.opening.extract_if(.., |opening| opening.spec == *spec);
-        opening.flat_map(Opening::into_removed).collect()
+    /// What was known of an export that is served from now on.
+    pub(super) fn opened(&mut self, spec: &ExportSpec) -> Option<Opening> {
+        let place = self.opening.iter().position(|opening| opening.spec == *spec);
+        place.map(|place| self.opening.remove(place))
     }
 
     pub(super) fn give_up_start(&mut self, names: &[String]) -> bool {
