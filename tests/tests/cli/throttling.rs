@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, Scene, ringhaul, run};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
@@ -52,11 +52,14 @@ pub(super) fn begin_writes(frontend: &mut Frontend, count: u16) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the answers of so many writes, all of which have succeeded.
+/// Waits for the answers of these writes, all of which have succeeded. They may come in any order.
 pub(super) fn end_writes(frontend: &mut Frontend, slots: std::ops::Range<u16>) -> Result<()> {
-    for slot in slots {
+    let mut left: Vec<u16> = slots.collect();
+    while !left.is_empty() {
         let used = frontend.rings[0].wait_used()?;
-        ensure!(used.head == u32::from(4 * slot), "slot {slot} was next, and {used:?} came");
+        let place = left.iter().position(|slot| used.head == u32::from(4 * slot));
+        let place = place.with_context(|| format!("{used:?} came, and slots {left:?} are left"))?;
+        let slot = left.swap_remove(place);
         let status = frontend.status(0, slot);
         ensure!(status == Some(blk::OK), "write {slot} ended with status {status:?}");
     }
