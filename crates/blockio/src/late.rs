@@ -9,13 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::op::{OpKind, OpenFile, Slots};
 use crate::stats::Stats;
+use crate::unanswered::{Line, Unanswered, is_late};
 
-/// An op that the kernel has not answered for so long is late.
-const LATE: Duration = Duration::from_secs(5);
 /// How often the ops are looked at, at most.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often it is told that a disk still does not answer.
-const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The disks of an IoThread that have late ops.
 pub(crate) struct LateOps {
@@ -27,9 +24,7 @@ struct LateDisk {
     file: Arc<OpenFile>,
     /// The oldest of its ops: when it was submitted, and its kind.
     oldest: (Instant, OpKind),
-    /// Since when it has not answered; for the line at the end.
-    since: Instant,
-    told: Option<Instant>,
+    unanswered: Unanswered,
     is_found: bool,
 }
 
@@ -62,10 +57,10 @@ impl LateOps {
         let before = std::mem::replace(&mut self.looked, now);
         self.disks.iter_mut().for_each(|disk| disk.is_found = false);
         for (file, kind, submitted) in slots.submitted() {
-            if now.saturating_duration_since(submitted) < LATE {
+            if !is_late(submitted, now) {
                 continue;
             }
-            if before.saturating_duration_since(submitted) < LATE {
+            if !is_late(submitted, before) {
                 stats.late.add(1);
             }
             self.found(file, kind, submitted);
@@ -90,8 +85,7 @@ impl LateOps {
             None => self.disks.push(LateDisk {
                 file: Arc::clone(file),
                 oldest,
-                since: submitted,
-                told: None,
+                unanswered: Unanswered::default(),
                 is_found: true,
             }),
         }
@@ -100,19 +94,16 @@ impl LateOps {
 
 impl LateDisk {
     fn news(&mut self, now: Instant, slots: &Slots) -> Option<News> {
-        let path = || self.file.path().to_owned();
-        if !self.is_found {
-            let after = now.saturating_duration_since(self.since);
-            return Some(News::Answers { path: path(), after });
-        }
-        if self.told.is_some_and(|told| now.saturating_duration_since(told) < TELL_INTERVAL) {
-            return None;
-        }
-        self.told = Some(now);
         let (submitted, kind) = self.oldest;
-        let age = now.saturating_duration_since(submitted);
-        let waiting = slots.waiting_for(&self.file);
-        Some(News::Late { path: path(), kind: kind.noun(), age, waiting })
+        let line = self.unanswered.look(now, self.is_found.then_some(submitted))?;
+        let path = self.file.path().to_owned();
+        Some(match line {
+            Line::Waits(age) => {
+                let waiting = slots.waiting_for(&self.file);
+                News::Late { path, kind: kind.noun(), age, waiting }
+            }
+            Line::Answers(after) => News::Answers { path, after },
+        })
     }
 }
 

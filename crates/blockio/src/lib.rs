@@ -57,6 +57,7 @@ mod task_key;
 mod task_set;
 mod trial;
 mod turn;
+mod unanswered;
 
 pub use config::{
     BounceConfig, CompletionRing, EngineConfig, EngineKind, EngineOptions, IoThreadConfig,

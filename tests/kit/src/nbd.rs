@@ -8,8 +8,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_tools::process::{is_listening, retry, wait_child};
+use rustix::process::Pid;
 
 use crate::cli::{LIMIT, Scene};
+use crate::system::Stopped;
 
 /// An NBD server. Dropping it kills it.
 pub struct Peer {
@@ -66,6 +68,14 @@ impl Peer {
         let mut command = Command::new("nbdkit");
         command.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket).args(options);
         Self::start(&socket, &mut command)
+    }
+
+    /// Stops it until what this returns is dropped.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn stop(&self) -> Result<Stopped> {
+        Stopped::new(Pid::from_child(&self.child))
     }
 
     /// Kills it.

@@ -6,8 +6,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use ringhaul_tools::process::retry;
 use rustix::fs::{FlockOperation, flock};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// How long a thread is looked for, and how often.
@@ -203,6 +204,35 @@ impl LoopDevice {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+/// A process that is stopped, until this is dropped.
+pub struct Stopped(Pid);
+
+impl Stopped {
+    /// Stops a process, and waits until all of its threads have stopped.
+    ///
+    /// # Errors
+    /// When it has gone, or does not stop in time.
+    pub fn new(process: Pid) -> Result<Self> {
+        kill_process(process, Signal::STOP).context("stopping a process")?;
+        let stopped = Self(process);
+        // They stop one after the other, and work until then.
+        retry(LIST_LIMIT, || {
+            for task in fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()))? {
+                let stat = fs::read_to_string(task?.path().join("stat"))?;
+                ensure!(stat.contains(") T "), "it runs: {stat}");
+            }
+            Ok(())
+        })?;
+        Ok(stopped)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
     }
 }
 

@@ -1,11 +1,15 @@
 //! What the log says of a disk that does not answer, and of an IoThread that waits for one.
 
 use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::blk;
+use ringhaul_kit::system::is_installed;
+use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 
 use crate::ending::Hung;
+use crate::nbd::{DISK_BYTES, Peer, VERIFIED, scene, serve, wait_for_load};
 
 fn a_disk_that_does_not_answer_is_named(engine: &str) -> Result<()> {
     let Some(mut hung) = Hung::new(engine)? else { return Ok(()) };
@@ -67,5 +71,50 @@ fn a_submit_that_waits_is_told_of_and_is_the_last() -> Result<()> {
     let finished = hung.daemon.finish()?.expect_code(0)?;
     ensure!(finished.stderr.matches("stuck in a system call").count() == 1, "{}", finished.stderr);
     ensure!(finished.stderr.matches("a submit waited").count() == 1, "{}", finished.stderr);
+    Ok(())
+}
+
+/// One line is for all connections of both IoThreads.
+#[test]
+fn a_server_that_does_not_answer_is_named_once() -> Result<()> {
+    if !is_installed("qemu-nbd") {
+        return Ok(());
+    }
+    let scene = scene()?;
+    let peer = Peer::qemu(&scene, &scene.disk("disk.img", DISK_BYTES)?)?;
+    let name = peer.uri("disk");
+    let options = ["--iothreads", "2"];
+    let mut daemon = serve(&scene, &format!("{name},connections=2"), &options)?;
+    let vm = scene.socket("vm.sock");
+    let load = format!("{VERIFIED} --numjobs 2 --runtime 10");
+    let load = Running::start(&mut bench(&vm, &load)?)?;
+    daemon.wait_for("a front-end has connected")?;
+    wait_for_load(&scene)?;
+    let stopped = peer.stop()?;
+    let line = daemon.wait_for("has not answered an operation for")?;
+    let words = format!("{name}: the server has not answered an operation for");
+    ensure!(line.contains("WARN") && line.contains(&words), "{line}");
+    ensure!(line.contains("check the server"), "{line}");
+    retry(LIMIT, || {
+        let mut ctl = ringhaul()?;
+        ctl.args(["ctl", "--json", "--control"]).arg(scene.socket("control"));
+        let shown = run(ctl.arg("show").arg(&vm))?.expect_code(0)?.stdout;
+        let shown: serde_json::Value = serde_json::from_str(&shown).context("what is shown")?;
+        let disk = &shown["disks"][0];
+        ensure!(disk["remark"] == "connections: 4, late: 4", "{shown:#}");
+        ensure!(disk["state"] == "late" && shown["disk-state"] == "late", "{shown:#}");
+        Ok(())
+    })?;
+    drop(stopped);
+    let line = daemon.wait_for("answers again")?;
+    ensure!(line.contains(&format!("{name}: the server answers again, after")), "{line}");
+    let finished = load.finish()?.expect_code(0)?;
+    ensure!(finished.stdout.contains("errors: 0; verify: "), "{}", finished.stdout);
+    ensure!(finished.stdout.contains(" 0 reads with wrong data"), "{}", finished.stdout);
+    daemon.signal(Signal::TERM)?;
+    let text = daemon.finish()?.expect_code(0)?.stderr;
+    for once in ["has not answered an operation", "answers again"] {
+        ensure!(text.matches(once).count() == 1, "{text}");
+    }
     Ok(())
 }

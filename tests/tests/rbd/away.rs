@@ -2,43 +2,19 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, ringhaul};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend};
+use ringhaul_kit::system::Stopped;
 use ringhaul_tools::process::retry;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 use super::{Scene, Served};
 
 /// How long the OSD is away.
 const AWAY: Duration = Duration::from_secs(20);
-
-/// A process that is stopped, until this is dropped.
-pub(super) struct Stopped(Pid);
-
-impl Stopped {
-    pub(super) fn new(process: Pid) -> Result<Self> {
-        kill_process(process, Signal::STOP).context("stopping the OSD")?;
-        let stopped = Self(process);
-        // Its threads stop one after the other, and answer until then.
-        retry(LIMIT, || {
-            for task in std::fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()))? {
-                let stat = std::fs::read_to_string(task?.path().join("stat"))?;
-                ensure!(stat.contains(") T "), "it runs: {stat}");
-            }
-            Ok(())
-        })?;
-        Ok(stopped)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::CONT);
-    }
-}
 
 /// The image under a configuration that gives up operations after some seconds.
 fn with_time_outs(scene: &Scene, disk: &str) -> Result<String> {

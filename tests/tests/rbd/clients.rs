@@ -7,12 +7,12 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_kit::system::Stopped;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::Scene;
-use super::away::Stopped;
 
 /// A user with a key in a file of its own, and an image in a namespace. The key is seen nowhere.
 pub(super) fn users(scene: &mut Scene) -> Result<()> {

@@ -112,7 +112,7 @@ pub(super) const FLOORS: &[Floors] = &[
         modules: &[
             // What everybody may use.
             (0, &["clock::linux", "clock::sim", "error", "interest", "op_kind", "rare", "sync"]),
-            (0, &["stay", "task_key", "trial"]),
+            (0, &["stay", "task_key", "trial", "unanswered"]),
             (1, &["clock", "pending"]),
             (1, &["config", "device", "loss", "mailbox", "pacing", "poll_window", "stats"]),
             // Files, tasks.
@@ -165,7 +165,8 @@ pub(super) const FLOORS: &[Floors] = &[
             (23, &["disk::nbd::answer", "disk::nbd::lent", "disk::nbd::shared"]),
             (24, &["disk::nbd::requests"]),
             (25, &["disk::nbd::flow", "disk::nbd::pipe"]),
-            (26, &["disk::nbd::remains", "disk::nbd::retry", "disk::nbd::watched"]),
+            (26, &["disk::nbd::late", "disk::nbd::remains", "disk::nbd::retry"]),
+            (26, &["disk::nbd::watched"]),
             (27, &["disk::nbd::leaving"]),
             (28, &["disk::nbd::link"]),
             (29, &["disk::nbd::reach"]),

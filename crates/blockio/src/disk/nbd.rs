@@ -5,7 +5,8 @@
 //!   `names.rs` finds the addresses of servers;
 //! - `flow.rs` moves bytes over one, `transport.rs` has the system calls;
 //! - `link.rs` is the task of a connection, with `retry.rs` and `watched.rs`; `leaving.rs` sees one
-//!   off that was given up, and `remains.rs` has the requests that it leaves behind;
+//!   off that was given up, and `remains.rs` has the requests that it leaves behind; `late.rs` says
+//!   that the server does not answer;
 //! - `pipe.rs` has the requests of an IoThread, `requests.rs` what has become of each, and
 //!   `shared.rs` what all IoThreads know;
 //! - `reach.rs` finds the connections of an IoThread, and `disk.rs` makes requests of what a disk
@@ -20,6 +21,7 @@ mod disk;
 mod flow;
 mod handshake;
 mod held;
+mod late;
 mod leaving;
 mod lent;
 mod link;

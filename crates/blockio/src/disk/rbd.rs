@@ -17,28 +17,27 @@ use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fmt, thread};
 
 use self::name::RbdImage;
 use self::open::Facts;
 use self::requests::RbdDisk;
 use self::shared::Shared;
-use self::waiting::{Oldest, Waiting};
+use self::waiting::Oldest;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link};
 use super::outside::Outside;
 use super::seam::{OtherDisk, OtherSource};
 use super::source::FileSource;
 use super::{DiskSource, SourceKind};
+use crate::clock;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::io::Io;
+use crate::unanswered::{Line, Unanswered};
 
 /// How often it is looked whether the cluster answers.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How often the log repeats that it does not.
-const TELL_INTERVAL: Duration = Duration::from_secs(60);
 
 impl DiskSource {
     /// An image of a Ceph cluster. With [`DiskOptions::direct`] librbd caches nothing, and
@@ -249,54 +248,38 @@ impl RbdSource {
 }
 
 /// Starts a thread that tells the log when the cluster does not answer, and gives it up where that
-/// is wanted. It ends when nobody has the
-/// image any more, or what this returns is dropped.
+/// is wanted. It ends when nobody has the image any more, or what this returns is dropped.
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.waiting()), shared.name.clone());
     let work = move || {
-        let mut told = Told { since: None, last: None };
+        let mut unanswered = Unanswered::default();
         while ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };
             waiting.look();
-            told.look(&name, &waiting);
+            let away = waiting.away();
+            // Nobody waits for one that was given up.
+            if waiting.was_given_up() {
+                return;
+            }
+            tell(&name, &mut unanswered, away);
         }
     };
     thread::Builder::new().name("ringhaul-rbd".into()).spawn(work)?;
     Ok(end)
 }
 
-/// What the log knows.
-struct Told {
-    /// Since when the cluster has been away.
-    since: Option<Instant>,
-    last: Option<Instant>,
-}
-
-impl Told {
-    fn look(&mut self, name: &str, waiting: &Waiting) {
-        let now = Instant::now();
-        match (waiting.away(), self.since) {
-            // Nobody waits for it any more.
-            _ if waiting.was_given_up() => *self = Self { since: None, last: None },
-            (None, Some(since)) => {
-                let after = now.saturating_duration_since(since).as_secs();
-                tracing::info!("rbd {name}: the cluster answers again, after {after} s");
-                *self = Self { since: None, last: None };
-            }
-            (Some(Oldest { since, ops }), first) => {
-                self.since = first.or(Some(since));
-                let is_due = |last| now.saturating_duration_since(last) >= TELL_INTERVAL;
-                if self.last.is_none_or(is_due) {
-                    self.last = Some(now);
-                    let seconds = now.saturating_duration_since(since).as_secs();
-                    tracing::warn!(
-                        "rbd {name}: the cluster has not answered an operation for {seconds} s; \
-                         {ops} operations wait and go on when it answers; check it (`ceph -s`)"
-                    );
-                }
-            }
-            (None, None) => {}
+fn tell(name: &str, unanswered: &mut Unanswered, away: Option<Oldest>) {
+    match unanswered.look(clock::now(), away.map(|oldest| oldest.since)) {
+        Some(Line::Waits(age)) => tracing::warn!(
+            "rbd {name}: the cluster has not answered an operation for {} s; {} operations wait \
+             and go on when it answers; check it (`ceph -s`)",
+            age.as_secs(),
+            away.map_or(0, |oldest| oldest.ops)
+        ),
+        Some(Line::Answers(after)) => {
+            tracing::info!("rbd {name}: the cluster answers again, after {} s", after.as_secs());
         }
+        None => {}
     }
 }

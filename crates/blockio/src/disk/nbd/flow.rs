@@ -77,6 +77,8 @@ pub(super) struct Flow {
     /// Where the bytes belong that come next.
     data: Option<Data>,
     has_answered: bool,
+    /// Something was answered since that was asked last.
+    is_heard: bool,
     headers: Vec<Header>,
     storage: Vec<iovec>,
 }
@@ -105,6 +107,7 @@ impl Flow {
             end: 0,
             data: None,
             has_answered: false,
+            is_heard: false,
             headers: Vec::new(),
             storage: Vec::new(),
         }
@@ -148,6 +151,11 @@ impl Flow {
     /// Whether any request was answered.
     pub(super) fn has_answered(&self) -> bool {
         self.has_answered
+    }
+
+    /// Whether something was answered since this was asked last.
+    pub(super) fn take_heard(&mut self) -> bool {
+        std::mem::take(&mut self.is_heard)
     }
 
     /// Whether there are requests that have no answer.
@@ -420,7 +428,7 @@ impl Flow {
     ) -> Result<(), Violation> {
         let slot = &requests.slots[number as usize];
         let result = slot.progress.finish(&slot.request())?;
-        self.has_answered = true;
+        (self.has_answered, self.is_heard) = (true, true);
         requests.was_answered(number, result, shared);
         Ok(())
     }

@@ -11,16 +11,14 @@ use super::handshake::{Facts, can};
 use super::leaving::{Hears, TICK, adopt, pass_on, see_off};
 use super::pipe::{Pipe, learn_size};
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, tell_unflushed};
-use super::shared::{Condition, Shared};
+use super::shared::Shared;
 use super::transport::Pulse;
 use super::watched::Watched;
 use super::wire::Framing;
 use crate::clock;
 use crate::interest::Interest;
 use crate::io::Io;
-
-/// A server that has not answered for this long is late.
-const LATE: Duration = Duration::from_secs(5);
+use crate::unanswered::LATE;
 
 /// How long requests wait at most for a connection that replaces one which was new.
 const REPLACE_MAX: Duration = Duration::from_millis(250);
@@ -255,7 +253,7 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
     let incoming = Watched::new(io, flow, Interest::Readable)?;
     // Only while the socket has no room: else each byte that leaves it would be announced.
     let mut room: Option<Watched<'_>> = None;
-    let (mut tick, mut is_late) = (None, false);
+    let (begun, mut tick) = (io.recently.get(), None);
     loop {
         if pipe.shared.is_unwanted() {
             pipe.fail(libc::EIO, None);
@@ -267,11 +265,12 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             flow.may_send();
             room = None;
         }
-        if tick.is_some_and(|tick| tick <= io.recently.get()) {
+        let is_look_due = tick.is_some_and(|tick| tick <= io.recently.get());
+        if is_look_due {
             tick = None;
             // The end of a stream that comes with data is announced only once, with the data.
             flow.may_receive();
-            is_late = look_for_late(pipe, index, is_late)?;
+            look_at_deadline(pipe, index)?;
             look_for_silence(pipe, flow)?;
             pipe.expire();
         }
@@ -285,6 +284,10 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
         pipe.settle();
         if went_on? {
             io.wake_me();
+        }
+        if is_look_due {
+            // What has come while this thread did not run is not late.
+            pipe.look_for_late(index, begun, flow.take_heard());
         }
         if !is_busy && pipe.shared.is_over() {
             flow.say_goodbye();
@@ -319,24 +322,14 @@ fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
     true
 }
 
-/// Notes that the server is late, or is not any more; breaks the connection at the deadline.
-fn look_for_late(pipe: &Pipe, index: usize, was_late: bool) -> Result<bool, Broken> {
-    let age = |since: Instant| pipe.io.recently.get().saturating_duration_since(since);
-    let oldest = pipe.oldest_of(index);
-    if let (Some(since), Some(deadline)) = (oldest, pipe.deadline())
-        && age(since) >= deadline
-    {
-        let why = format!("the server has not answered for {} s", age(since).as_secs());
-        return Err(Broken::Late(why));
+/// Breaks a connection whose oldest request is overdue.
+fn look_at_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
+    let Some((since, deadline)) = pipe.oldest_of(index).zip(pipe.deadline()) else { return Ok(()) };
+    let age = pipe.io.recently.get().saturating_duration_since(since);
+    if age < deadline {
+        return Ok(());
     }
-    let oldest = oldest.into_iter().chain(pipe.oldest_waiting()).min();
-    let late = oldest.filter(|since| age(*since) >= LATE);
-    match late {
-        Some(since) => pipe.shared.set_condition(pipe.number, Condition::Late(since)),
-        None if was_late => pipe.tell_condition(None),
-        None => {}
-    }
-    Ok(late.is_some())
+    Err(Broken::Late(format!("the server has not answered for {} s", age.as_secs())))
 }
 
 /// Breaks a connection whose machine says nothing any more.

@@ -25,7 +25,7 @@ use super::connect::Asked;
 use super::handshake::Facts;
 use super::lent::{Borrower, Lent};
 use super::requests::{Done, Link, Made, Requests, Slot, State, Who};
-use super::shared::{Condition, Shared};
+use super::shared::Shared;
 use super::wire::{Command, Request};
 use crate::clock;
 use crate::disk::info::Extent;
@@ -256,7 +256,7 @@ impl Pipe {
         {
             let requests = &mut *self.requests.borrow_mut();
             let link = &mut requests.links[index];
-            (link.is_up, link.is_retiring) = (false, false);
+            (link.is_up, link.is_retiring, link.late_since) = (false, false, None);
             (link.sent, link.large_reads) = (0, 0);
             link.sending.clear();
             for number in 0..requests.slots.len() {
@@ -278,17 +278,6 @@ impl Pipe {
         let count = again.into_iter().filter(|(_, slot)| self.assign_or_refuse(*slot)).count();
         self.settle();
         count
-    }
-
-    /// Has everybody know how the connections are.
-    pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
-        let up = self.requests.borrow().links.iter().filter(|link| link.is_up).count();
-        match why {
-            Some((since, why)) if up == 0 => {
-                self.shared.set_condition(self.number, Condition::Away(since, why.to_owned()));
-            }
-            _ => self.shared.set_condition(self.number, Condition::Up(up)),
-        }
     }
 
     /// Whether no more connections are to be made.

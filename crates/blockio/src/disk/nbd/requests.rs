@@ -52,6 +52,8 @@ pub(super) struct Requests {
 pub(super) struct Link {
     pub(super) task: Option<TaskRef>,
     pub(super) is_up: bool,
+    /// Since when the server is late with its oldest request, as it was found last.
+    pub(super) late_since: Option<Instant>,
     /// It takes no more requests: its connection ends when it has no answer to wait for.
     pub(super) is_retiring: bool,
     /// The size of the export, as its connection knows it.

@@ -173,6 +173,11 @@ impl Server {
         });
     }
 
+    /// Does that for one connection.
+    pub(super) fn answer_held_of(&self, connection: usize) {
+        self.change(|state| state.answer_held_of(connection));
+    }
+
     /// Ends all connections; what was put aside is never done.
     pub(super) fn hang_up(&self) {
         self.change(|state| {
@@ -214,6 +219,13 @@ impl Drop for Server {
 }
 
 impl State {
+    fn answer_held_of(&mut self, connection: usize) {
+        let held = std::mem::take(&mut self.held).into_iter();
+        let (mine, others) = held.partition::<Vec<_>, _>(|(of, _)| *of == connection);
+        self.held = others;
+        mine.iter().for_each(|(of, request)| self.answer(*of, request));
+    }
+
     fn answer(&mut self, connection: usize, request: &Request) {
         let start = usize::try_from(request.offset).unwrap();
         let range = start..start + usize::try_from(request.len).unwrap();
@@ -316,11 +328,7 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
     state.events.push(Event::HalfClosed(number));
     shared.changed.notify_all();
     let mut state = shared.changed.wait_while(state, |state| state.lingers).unwrap();
-    let (mine, others) =
-        std::mem::take(&mut state.held).into_iter().partition(|(of, _)| *of == number);
-    state.held = others;
-    let mine: Vec<(usize, Request)> = mine;
-    mine.iter().for_each(|(of, request)| state.answer(*of, request));
+    state.answer_held_of(number);
     state.events.push(Event::Ended(number));
     state.sockets.retain(|(of, _)| *of != number);
     shared.changed.notify_all();

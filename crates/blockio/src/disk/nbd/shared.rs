@@ -14,6 +14,7 @@ use crate::disk::info::DiskState;
 use crate::io::Io;
 use crate::rare::Rare;
 use crate::remote::Remote;
+use crate::unanswered::{Line, Unanswered};
 
 /// What all IoThreads know.
 pub(super) struct Shared {
@@ -55,6 +56,8 @@ struct State {
     /// Lines about a server that cannot be used, and about connections that broke.
     log: Rare,
     breaks: Rare,
+    /// And about one that does not answer.
+    unanswered: Unanswered,
 }
 
 /// Connections that break are worth a line each, unless they do it again and again.
@@ -101,8 +104,9 @@ pub(super) enum Home {
 pub(super) enum Condition {
     /// So many connections are there.
     Up(usize),
-    /// The server has not answered since then.
-    Late(Instant),
+    /// The server has not answered since then; so many connections are there, and so many of them
+    /// are late.
+    Late { since: Instant, up: usize, late: usize },
     /// There is no connection since then, and why.
     Away(Instant, String),
 }
@@ -125,6 +129,7 @@ impl Shared {
             next_pipe: 0,
             log: Rare::default(),
             breaks: Rare::few(BREAKS_TOLD),
+            unanswered: Unanswered::default(),
         };
         Self {
             options,
@@ -347,12 +352,10 @@ impl Shared {
         }
         let (mut late, mut away, mut is_up) = (None, None, false);
         for (_, condition) in self.state().pipes.values() {
+            is_up |= matches!(condition, Condition::Up(1..) | Condition::Late { .. });
             let (known, since) = match condition {
-                Condition::Up(links) => {
-                    is_up |= *links > 0;
-                    continue;
-                }
-                Condition::Late(since) => (&mut late, *since),
+                Condition::Up(_) => continue,
+                Condition::Late { since, .. } => (&mut late, *since),
                 Condition::Away(since, _) => (&mut away, *since),
             };
             *known = Some(known.map_or(since, |other: Instant| other.min(since)));
@@ -366,20 +369,40 @@ impl Shared {
     }
 
     pub(super) fn remark(&self) -> String {
-        let (mut connections, mut problem) = (0, None);
+        let (mut connections, mut all_late, mut problem) = (0, 0, None);
         for (_, condition) in self.state().pipes.values() {
             match condition {
                 Condition::Up(links) => connections += links,
-                Condition::Late(_) => {}
+                Condition::Late { up, late, .. } => {
+                    connections += up;
+                    all_late += late;
+                }
                 Condition::Away(_, why) => problem = Some(why.clone()),
             }
         }
+        let late = if all_late > 0 { format!(", late: {all_late}") } else { String::new() };
         match problem {
             Some(why) if connections > 0 => {
-                format!("connections: {connections}; not all IoThreads have one: {why}")
+                format!("connections: {connections}{late}; not all IoThreads have one: {why}")
             }
             Some(why) => why,
-            None => format!("connections: {connections}"),
+            None => format!("connections: {connections}{late}"),
         }
+    }
+
+    /// What the log is to say about a server that does not answer, for all connections of all
+    /// IoThreads together. It answers again when it `has_answered` something: a connection that
+    /// breaks leaves nothing that is late, and shows nothing.
+    pub(super) fn look_for_late(&self, now: Instant, has_answered: bool) -> Option<Line> {
+        let mut state = self.state();
+        let since = |condition: &Condition| match condition {
+            Condition::Late { since, .. } => Some(*since),
+            _ => None,
+        };
+        let late = state.pipes.values().filter_map(|(_, condition)| since(condition)).min();
+        if late.is_none() && !has_answered {
+            return None;
+        }
+        state.unanswered.look(now, late)
     }
 }

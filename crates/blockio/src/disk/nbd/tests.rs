@@ -3,6 +3,7 @@
 mod durable;
 mod flags;
 mod homes;
+mod late;
 mod others;
 mod sizes;
 mod slow;

@@ -2,13 +2,11 @@
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::clock;
 use crate::foreign_op::ForeignCompleter;
-
-/// How long a cluster may take for an operation before it counts as away.
-const AWAY: Duration = Duration::from_secs(5);
+use crate::unanswered::is_late;
 
 /// The operations of one image, of all threads.
 #[derive(Default)]
@@ -117,7 +115,7 @@ impl State {
     fn away(&self) -> Option<Oldest> {
         let since = self.ops.iter().flatten().map(|op| op.since).min()?;
         let ops = self.ops.iter().flatten().count();
-        (clock::now().saturating_duration_since(since) >= AWAY).then_some(Oldest { since, ops })
+        is_late(since, clock::now()).then_some(Oldest { since, ops })
     }
 }
 
@@ -132,6 +130,7 @@ mod tests {
     use crate::config::IoThreadConfig;
     use crate::io_thread::IoThread;
     use crate::turn::{Activity, Wait};
+    use crate::unanswered::LATE;
     use iomem::Buffers;
 
     #[test]
@@ -157,7 +156,7 @@ mod tests {
         assert_eq!(thread.block_on(first).unwrap().result.unwrap(), 512);
         let (last, number) = begin();
         assert_eq!(number, Some(0));
-        let old = clock::now().checked_sub(AWAY).unwrap();
+        let old = clock::now().checked_sub(LATE).unwrap();
         waiting.state().ops[0].as_mut().unwrap().since = old;
         waiting.look();
         for op in [last, third, fourth] {
@@ -182,7 +181,7 @@ mod tests {
             Some(Op { completer, since })
         };
         let now = clock::now();
-        let old = now.checked_sub(AWAY).unwrap();
+        let old = now.checked_sub(LATE).unwrap();
         let waiting = Waiting::default();
         waiting.state().ops.extend([op(now), None, op(old)]);
         assert_eq!(waiting.away(), Some(Oldest { since: old, ops: 2 }));

@@ -1,0 +1,51 @@
+//! A server that does not answer: what the connections of an IoThread find, and what is said of it.
+
+use std::time::Instant;
+
+use super::pipe::Pipe;
+use super::shared::Condition;
+use crate::unanswered::{Line, is_late};
+
+impl Pipe {
+    /// Has everybody know how the connections are.
+    pub(super) fn tell_condition(&self, why: Option<(Instant, &str)>) {
+        let now = self.io.recently.get();
+        let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
+        let (up, late, since) = {
+            let links = &self.requests.borrow().links;
+            let late = || links.iter().filter_map(|link| link.late_since);
+            let up = links.iter().filter(|link| link.is_up).count();
+            (up, late().count(), late().chain(waiting).min())
+        };
+        let condition = match (why, since) {
+            (Some((since, why)), _) if up == 0 => Condition::Away(since, why.to_owned()),
+            (_, Some(since)) if up > 0 => Condition::Late { since, up, late },
+            _ => Condition::Up(up),
+        };
+        self.shared.set_condition(self.number, condition);
+    }
+
+    /// Looks whether the server is late with what a link has, whose connection is there since
+    /// `begun` and has received what had come. Everybody is to know, and the log has a line for all
+    /// connections together. `has_answered`: the link was answered something since the last look.
+    pub(super) fn look_for_late(&self, index: usize, begun: Instant, has_answered: bool) {
+        let now = self.io.recently.get();
+        // What is sent again has waited for a server that was away, and not for an answer.
+        let oldest = self.oldest_of(index).map(|since| since.max(begun));
+        let late_since = oldest.filter(|since| is_late(*since, now));
+        self.requests.borrow_mut().links[index].late_since = late_since;
+        self.tell_condition(None);
+        let name = &self.shared.options;
+        match self.shared.look_for_late(now, has_answered) {
+            Some(Line::Waits(age)) => tracing::warn!(
+                "{name}: the server has not answered an operation for {} s; requests wait for it; \
+                 check the server, its storage and the network",
+                age.as_secs()
+            ),
+            Some(Line::Answers(after)) => {
+                tracing::info!("{name}: the server answers again, after {} s", after.as_secs());
+            }
+            None => {}
+        }
+    }
+}

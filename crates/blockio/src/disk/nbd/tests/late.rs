@@ -1,0 +1,144 @@
+//! Servers that do not answer, as the log and whoever asks hear of them.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use iomem::Buffers;
+
+use super::super::connect::connect;
+use super::super::pipe::Pipe;
+use super::super::requests::Made;
+use super::super::scripted::{READ, Server};
+use super::super::shared::{Condition, Shared};
+use super::super::target::NbdOptions;
+use super::super::wire::Request;
+use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
+use crate::disk::DiskState;
+use crate::disk::info::Extent;
+use crate::io_thread::IoThread;
+use crate::unanswered::Line;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn shared(server: &Server) -> Arc<Shared> {
+    let (connected, _) = connect(&server.options()).unwrap();
+    Arc::new(Shared::new(server.options(), false, 20 * SECOND, connected))
+}
+
+/// The connections of an IoThread, which carry nothing.
+fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
+    let number = shared.add_pipe(&thread.io().remote());
+    let pipe = Pipe::new(thread.io(), shared, number, links);
+    (0..links).for_each(|index| pipe.link_is_up(index, &shared.facts));
+    pipe
+}
+
+/// The whole way, with two connections of each of two IoThreads.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_does_not_answer_is_late_until_each_connection_has_its_answers() {
+    let server = Server::start(MIB, FLAGS);
+    let source = open(NbdOptions { connections: 2, ..server.options() });
+    let threads = [(); 2].map(|()| new_thread());
+    let disks = threads.each_ref().map(|thread| Rc::new(source.attach(thread.io())));
+    let wait_until = |remark: &str, is_late: bool| {
+        while source.remark().as_deref() != Some(remark) {
+            threads.iter().for_each(wait_a_turn);
+            let state = source.state();
+            assert!(!is_late || matches!(state, DiskState::Late(_)), "it looks {state:?}");
+        }
+    };
+    wait_until("connections: 4", false);
+    server.change(|state| state.holds = (READ, 4));
+    let reads: Vec<_> = [0, 0, 1, 1]
+        .into_iter()
+        .map(|which| Running::start_one(&threads[which], &disks[which], READ))
+        .collect();
+    wait_until("connections: 4, late: 4", false);
+    for (connection, remark) in [(0, "connections: 4, late: 3"), (2, "connections: 4, late: 2")] {
+        server.answer_held_of(connection);
+        wait_until(remark, true);
+    }
+    server.answer_held();
+    wait_until("connections: 4", false);
+    assert_eq!(source.state(), DiskState::Ready);
+    for (read, which) in reads.into_iter().zip([0, 0, 1, 1]) {
+        assert_eq!(read.end(&threads[which]), None);
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn one_connection_that_answers_does_not_hide_that_another_is_late() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let (pipe, io) = (pipe_of(&thread, &shared, 2), thread.io());
+    let begun = io.recently.get();
+    let _flushes = [(); 2].map(|()| pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty()));
+    io.recently.set(begun + 5 * SECOND);
+    pipe.look_for_late(0, begun, false);
+    assert_eq!(shared.remark(), "connections: 2, late: 1");
+    pipe.look_for_late(1, begun, false);
+    assert_eq!(shared.remark(), "connections: 2, late: 2");
+    pipe.requests.borrow_mut().finish(0, Ok(Extent::data(0)), &shared);
+    pipe.look_for_late(0, begun, true);
+    assert_eq!(shared.remark(), "connections: 2, late: 1");
+    assert_eq!(shared.disk_state(), DiskState::Late(begun));
+    // Nor does one that breaks, whose requests go to the other.
+    assert_eq!(pipe.link_is_down(0), 0);
+    pipe.tell_condition(Some((begun, "it broke")));
+    assert_eq!(shared.remark(), "connections: 1, late: 1");
+    pipe.requests.borrow_mut().finish(1, Ok(Extent::data(0)), &shared);
+    pipe.look_for_late(1, begun, true);
+    assert_eq!(shared.remark(), "connections: 1");
+    assert_eq!(shared.disk_state(), DiskState::Ready);
+}
+
+/// It was away while the request waited, which the log has said.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_that_is_back_is_not_late_with_what_is_sent_again() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let begun = io.recently.get();
+    let _flush = pipe.ticket(Made::now(io, Request::FLUSH), Buffers::empty());
+    assert_eq!(pipe.link_is_down(0), 1);
+    let back = begun + 60 * SECOND;
+    io.recently.set(back);
+    pipe.link_is_up(0, &shared.facts);
+    for (seconds, state) in [(1, DiskState::Ready), (5, DiskState::Late(back))] {
+        io.recently.set(back + seconds * SECOND);
+        pipe.look_for_late(0, back, false);
+        assert_eq!(shared.disk_state(), state, "after {seconds} s");
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_log_has_one_line_for_all_iothreads() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared, start) = (new_thread(), shared(&server), Instant::now());
+    let [one, two] = [(); 2].map(|()| shared.add_pipe(&thread.io().remote()));
+    let late = |pipe, second| {
+        let since = start + second * SECOND;
+        shared.set_condition(pipe, Condition::Late { since, up: 1, late: 1 });
+    };
+    let look = |second, has_answered| shared.look_for_late(start + second * SECOND, has_answered);
+    late(one, 1);
+    assert_eq!(look(6, false), Some(Line::Waits(5 * SECOND)));
+    late(two, 0);
+    assert_eq!((look(7, false), look(65, true)), (None, None), "it was told");
+    assert_eq!(look(66, false), Some(Line::Waits(66 * SECOND)), "a minute later");
+    // Its connection breaks, and is made again.
+    shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
+    assert_eq!(look(71, true), None, "the other one is late");
+    assert_eq!(shared.disk_state(), DiskState::Late(start));
+    assert_eq!(shared.remark(), "connections: 1, late: 1; not all IoThreads have one: it broke");
+    shared.set_condition(one, Condition::Up(1));
+    shared.set_condition(two, Condition::Up(1));
+    assert_eq!(look(72, false), None, "nothing was answered");
+    assert_eq!(look(75, true), Some(Line::Answers(74 * SECOND)));
+    assert_eq!(look(76, true), None);
+}

@@ -1,0 +1,81 @@
+//! When the log hears that somebody does not answer: a file, a server, a cluster.
+
+use std::time::{Duration, Instant};
+
+/// What was not answered for so long is late.
+pub(crate) const LATE: Duration = Duration::from_secs(5);
+/// How often it is told that there is still no answer.
+const TELL_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Whether what has begun at `since` is late, if it has not ended.
+pub(crate) fn is_late(since: Instant, now: Instant) -> bool {
+    now.saturating_duration_since(since) >= LATE
+}
+
+/// What the log knows of one who is asked.
+#[derive(Debug, Default)]
+pub(crate) struct Unanswered(Option<Told>);
+
+#[derive(Debug)]
+struct Told {
+    /// Since when there was no answer, at first.
+    since: Instant,
+    last: Instant,
+}
+
+/// What the log is to say.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    /// The oldest operation has not been answered for so long.
+    Waits(Duration),
+    /// Nothing is late any more, after so long.
+    Answers(Duration),
+}
+
+impl Unanswered {
+    /// What the log is to say now, if anything: at first, then once a minute, and at the end.
+    /// `late`: since when the oldest operation waits that [is late](is_late).
+    pub(crate) fn look(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
+        let age = |since| now.saturating_duration_since(since);
+        let Some(oldest) = late else {
+            return self.0.take().map(|told| Line::Answers(age(told.since)));
+        };
+        if self.0.as_ref().is_some_and(|told| age(told.last) < TELL_INTERVAL) {
+            return None;
+        }
+        let since = self.0.as_ref().map_or(oldest, |told| told.since);
+        self.0 = Some(Told { since, last: now });
+        Some(Line::Waits(age(oldest)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_due_at_first_then_each_minute_and_at_the_end() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let look = |unanswered: &mut Unanswered, second, since: u64| {
+            let late = Some(at(since)).filter(|since| is_late(*since, at(second)));
+            unanswered.look(at(second), late)
+        };
+        let (waits, answers) = (
+            |seconds| Some(Line::Waits(Duration::from_secs(seconds))),
+            |seconds| Some(Line::Answers(Duration::from_secs(seconds))),
+        );
+        let mut unanswered = Unanswered::default();
+        assert_eq!(look(&mut unanswered, 4, 0), None, "it is not late");
+        assert_eq!(look(&mut unanswered, 5, 0), waits(5));
+        for second in 6..65 {
+            assert_eq!(look(&mut unanswered, second, 0), None, "{second}");
+        }
+        assert_eq!(look(&mut unanswered, 65, 60), waits(5), "a later one, a minute after the line");
+        assert_eq!(look(&mut unanswered, 124, 60), None);
+        assert_eq!(look(&mut unanswered, 125, 60), waits(65));
+        assert_eq!(look(&mut unanswered, 126, 125), answers(126), "since the first");
+        assert_eq!(look(&mut unanswered, 127, 125), None);
+        assert_eq!(look(&mut unanswered, 130, 125), waits(5), "it is another time");
+    }
+}
