@@ -1,4 +1,5 @@
-//! What the log contains about one export, and the limits on what guests and front-ends can cause.
+//! What the log contains about one export, and the limits on what guests, front-ends and disks can
+//! cause.
 
 use std::error::Error;
 use std::fmt::Display;
@@ -13,7 +14,7 @@ use crate::subscribers::{ExportEvent, Subscribers, What};
 /// An export's name and its limits, for all that write lines about it.
 pub struct ExportLog {
     name: String,
-    /// For lines on errors that the guest or the front-end can cause.
+    /// For lines on errors of requests, queues and front-ends.
     errors: LogLimit,
     /// For lines on front-ends that come and go.
     sessions: LogLimit,
@@ -52,7 +53,7 @@ impl ExportLog {
         &self.name
     }
 
-    /// The limit on lines on errors that the guest or the front-end can cause.
+    /// The limit on lines on errors of requests, queues and front-ends.
     pub(crate) fn errors(&self) -> &LogLimit {
         &self.errors
     }

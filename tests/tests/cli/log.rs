@@ -71,8 +71,11 @@ fn json_lines_with_level_message_and_export() -> Result<()> {
         // Each one that was left out is counted once, the last of them at the end.
         let left_out: u64 = lines.iter().filter_map(|line| line["left_out"].as_u64()).sum();
         ensure!(left_out == BAD_REQUESTS - LINES, "{left_out} left out: {lines:#?}");
-        ensure!(of(&name, "guest or front-end errors continue").len() == 1, "{lines:#?}");
-        let total = format!("caused {BAD_REQUESTS} errors");
+        ensure!(
+            of(&name, "errors of requests, queues or front-ends continue").len() == 1,
+            "{lines:#?}"
+        );
+        let total = format!("requests, queues or front-ends had {BAD_REQUESTS} errors");
         ensure!(of(&name, &total).len() == 1, "no {total:?}: {lines:#?}");
     }
     Ok(())
@@ -122,7 +125,8 @@ fn text_has_the_same_counts() -> Result<()> {
     let count = |what: &str| text.matches(&format!("{name}: {what}")).count() as u64;
     ensure!(count("a request failed") == LINES, "{text}");
     ensure!(count("a front-end has connected") == LINES, "{text}");
-    ensure!(count(&format!("guests or front-ends caused {BAD_REQUESTS} errors")) == 1, "{text}");
+    let total = format!("requests, queues or front-ends had {BAD_REQUESTS} errors");
+    ensure!(count(&total) == 1, "{text}");
     let left_out = BAD_REQUESTS / 2 - LINES;
     ensure!(text.contains(&format!("({left_out} more were not logged)")), "{text}");
     ensure!(text.contains(&format!("({} more were not logged)", BAD_REQUESTS / 2)), "{text}");

@@ -399,7 +399,7 @@ impl Export {
             }),
         }
         if let Some(left_out) = self.log.errors().left_out() {
-            tracing::warn!(export, left_out, "guest or front-end errors continue");
+            tracing::warn!(export, left_out, "errors of requests, queues or front-ends continue");
         }
         if self.has_ended() {
             self.tell_totals();
@@ -411,7 +411,8 @@ impl Export {
         let (total, left_out) = self.log.errors().totals();
         if total > 0 {
             let export = self.log.name();
-            tracing::info!(export, left_out, "guests or front-ends caused {total} errors");
+            // Whoever has caused them, be it a guest, a front-end or a disk.
+            tracing::info!(export, left_out, "requests, queues or front-ends had {total} errors");
         }
     }
 
