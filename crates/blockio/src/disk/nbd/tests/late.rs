@@ -43,7 +43,9 @@ fn a_server_that_does_not_answer_is_late_until_each_connection_has_its_answers()
     let threads = [(); 2].map(|()| new_thread());
     let disks = threads.each_ref().map(|thread| Rc::new(source.attach(thread.io())));
     let wait_until = |remark: &str, is_late: bool| {
+        let hopeless = Instant::now() + 60 * SECOND;
         while source.remark().as_deref() != Some(remark) {
+            assert!(Instant::now() < hopeless, "not {remark}, but {:?}", source.remark());
             threads.iter().for_each(wait_a_turn);
             let state = source.state();
             assert!(!is_late || matches!(state, DiskState::Late(_)), "it looks {state:?}");
