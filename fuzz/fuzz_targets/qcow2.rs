@@ -1,7 +1,8 @@
 //! Images of a hostile user: whatever is in a qcow2 file, opening it ends, and so does each request
 //! to the disk in it.
 //!
-//! The input is a list of requests, and the file.
+//! The input is a list of requests, and the file, with other files before it that it has below it:
+//! images, or what is none.
 
 #![no_main]
 
@@ -30,20 +31,24 @@ struct Request {
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
-    let read_only = input.u8() & 1 != 0;
+    let flags = input.u8();
+    let read_only = flags & 1 != 0;
     let count = input.u8() % REQUESTS_MAX;
     let requests: Vec<_> = (0..count)
         .map(|_| Request { kind: input.u8(), place: input.u16(), sectors: input.u8() })
         .collect();
-    let image = input.rest();
-    let mut file = memfd((image.len() as u64).next_multiple_of(SECTOR_BYTES));
-    file.write_all(image).expect("a memfd has room");
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let options =
-        DiskOptions { no_lock: true, holds_image: true, read_only, ..DiskOptions::default() };
-    let Ok(below) = DiskSource::file(Path::new(&path), &options) else { return };
-    let Ok(layer) = Layer::qcow2(below) else { return };
-    let Ok(source) = DiskSource::qcow2(vec![layer], false) else { return };
+    let below: Vec<_> = (0..flags >> 1 & 3).map(|_| sized(&mut input)).collect();
+    let Some(top) = open(input.rest(), read_only).and_then(image) else { return };
+    let mut layers = vec![top];
+    for (number, bytes) in below.iter().enumerate() {
+        let Some(file) = open(bytes, true) else { return };
+        // Only the last one has nothing below it.
+        let is_raw = flags & 8 != 0 && number + 1 == below.len();
+        let layer = if is_raw { Some(Layer::raw(file)) } else { image(file) };
+        let Some(layer) = layer else { return };
+        layers.push(layer);
+    }
+    let Ok(source) = DiskSource::qcow2(layers, false) else { return };
     let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
     let thread = IoThread::new(&config).expect("an IoThread");
     let disk = source.attach(thread.io());
@@ -58,6 +63,26 @@ fuzz_target!(|bytes: &[u8]| {
         thread.block_on(ask(&disk, &request, size)).expect("it ends");
     }
 });
+
+/// The bytes of a file whose length comes before them.
+fn sized<'a>(input: &mut Input<'a>) -> &'a [u8] {
+    let bytes = input.u16();
+    input.bytes(bytes.into())
+}
+
+/// A file with these bytes.
+fn open(bytes: &[u8], read_only: bool) -> Option<DiskSource> {
+    let mut file = memfd((bytes.len() as u64).next_multiple_of(SECTOR_BYTES));
+    file.write_all(bytes).expect("a memfd has room");
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let options =
+        DiskOptions { no_lock: true, holds_image: true, read_only, ..DiskOptions::default() };
+    DiskSource::file(Path::new(&path), &options).ok()
+}
+
+fn image(file: DiskSource) -> Option<Layer> {
+    Layer::qcow2(file).ok()
+}
 
 /// What becomes of it is the image's affair: it may have places for data that no file can have.
 async fn ask(disk: &Disk, request: &Request, size: u64) {
