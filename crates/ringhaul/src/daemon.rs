@@ -265,7 +265,7 @@ impl Daemon {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }
-            return Err(CommandError::Unknown(export));
+            return Err(unless_given_up(CommandError::Unknown(export.clone())));
         }
         drop(device);
         tracing::info!(export = log_name, "{line}");

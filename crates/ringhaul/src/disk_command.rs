@@ -15,9 +15,10 @@ use serde::Serialize;
 use crate::disk_spec::{DiskSpec, outline};
 use crate::open_disk::OpenDisk;
 use crate::spec::{CacheMode, ExportSettings};
-use crate::wanted::{Wanted, for_at_most};
+use crate::wanted::{Wanted, unless_it_hangs};
 
-/// How long a disk may take to open. A cluster that cannot be reached is told after 30 s.
+/// When a disk is given up that does not answer while it is opened. A cluster that cannot be
+/// reached is told after 30 s.
 const OPEN_MAX: Duration = Duration::from_secs(35);
 
 /// A disk of the command line.
@@ -89,7 +90,7 @@ impl DiskArgs {
     /// When it is none, or cannot be used.
     pub fn open(&self, read_only: bool) -> Result<DiskSource> {
         let open = |wanted: &Wanted| self.open_with(read_only, false, wanted);
-        Ok(for_at_most(OPEN_MAX, open)?.1.source)
+        Ok(unless_it_hangs(OPEN_MAX, open)?.1.source)
     }
 
     fn open_with(
@@ -114,7 +115,7 @@ impl DiskArgs {
 ///
 /// When it cannot be opened.
 pub fn info(args: &InfoArgs) -> Result<ExitCode> {
-    let info = for_at_most(OPEN_MAX, |wanted| Info::read(&args.disk, wanted))?;
+    let info = unless_it_hangs(OPEN_MAX, |wanted| Info::read(&args.disk, wanted))?;
     let text = match args.json {
         true => serde_json::to_string_pretty(&info).context("cannot write JSON")? + "\n",
         false => info.to_string(),

@@ -134,8 +134,8 @@ impl RulesChange {
         limits.as_ref().is_none_or(LimitSpec::is_empty) && rerror.is_none() && werror.is_none()
     }
 
-    /// What makes the second rules of the first. It names nothing that is the same in both, which
-    /// others may have changed by now.
+    /// What makes the second rules of the first. Limits, which count as one here, and what becomes
+    /// of errors are left alone where they are the same in both: others may have changed them.
     pub(crate) fn between(before: &DiskRules, after: &DiskRules) -> Self {
         let (old, new) = (before, after);
         Self {

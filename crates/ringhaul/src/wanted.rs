@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
+use blockio::disk::DiskState;
 
 /// Whether what is being opened is wanted any more. Clones are of the same.
 #[derive(Debug, Clone, Default)]
@@ -56,6 +57,12 @@ impl Wanted {
         read()
     }
 
+    /// Whether a disk does not answer of which something is being read.
+    fn hangs(&self) -> bool {
+        let hangs = |disk: &DiskSource| !matches!(disk.state(), DiskState::Ready | DiskState::Lost);
+        self.reading().disks.iter().any(|(_, disk)| hangs(disk))
+    }
+
     fn begin(&self, disk: &DiskSource) -> Reads<'_> {
         let mut reading = self.reading();
         let number = reading.next;
@@ -89,12 +96,16 @@ impl Drop for Reads<'_> {
     }
 }
 
-/// Opens a disk that is given up when that takes longer than `patience`.
+/// How often it is looked whether a disk answers that takes long to open.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Opens a disk that is given up when it does not answer after `patience`. One that answers may
+/// take as long as it likes, for a key or for a lock.
 ///
 /// # Errors
 ///
-/// Those of `open`, or that it has taken too long.
-pub(crate) fn for_at_most<T>(
+/// Those of `open`, or that the disk does not answer.
+pub(crate) fn unless_it_hangs<T>(
     patience: Duration,
     open: impl FnOnce(&Wanted) -> Result<T>,
 ) -> Result<T> {
@@ -102,8 +113,12 @@ pub(crate) fn for_at_most<T>(
     let (is_open, opened) = mpsc::channel::<()>();
     let watched = wanted.clone();
     let watch = move || {
-        if opened.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
-            watched.give_up();
+        let mut wait = patience;
+        while opened.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+            if watched.hangs() {
+                return watched.give_up();
+            }
+            wait = LOOK_INTERVAL;
         }
     };
     let thread = std::thread::Builder::new().name("ringhaul-patience".into());
@@ -116,11 +131,10 @@ pub(crate) fn for_at_most<T>(
     if wanted.is_wanted() {
         return result;
     }
-    let seconds = patience.as_secs();
-    let late = || format!("the disk was not open after {seconds} s; see whether its server is up");
+    let hung = || "the disk does not answer, and is given up; see whether its server is up";
     match result {
-        Ok(_) => bail!(late()),
-        Err(error) => Err(error.context(late())),
+        Ok(_) => bail!(hung()),
+        Err(error) => Err(error.context(hung())),
     }
 }
 
@@ -130,31 +144,28 @@ mod tests {
 
     use super::*;
 
-    /// What it does to disks of which something is read is seen in tests with servers that hang.
+    /// What becomes of disks that hang is seen in tests with servers that do.
     #[test]
-    fn what_takes_too_long_is_given_up() {
-        let hopeless = Duration::from_secs(600);
-        assert!(for_at_most(hopeless, |wanted| Ok(wanted.is_wanted())).unwrap());
-        let error = for_at_most(hopeless, |_| -> Result<()> { bail!("no such disk") });
-        assert_eq!(format!("{:#}", error.unwrap_err()), "no such disk");
-        let error = for_at_most(Duration::ZERO, |wanted| -> Result<()> {
-            while wanted.is_wanted() {
-                std::thread::yield_now();
-            }
-            bail!("cannot read the header")
+    fn what_answers_may_take_long() {
+        let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let read = unless_it_hangs(Duration::ZERO, |wanted| {
+            wanted.while_reading(&disk, || {
+                assert!(!wanted.hangs());
+                Ok(wanted.is_wanted())
+            })
         });
-        let text = format!("{:#}", error.unwrap_err());
-        assert!(
-            text.contains("not open after 0 s; see whether its server is up: cannot"),
-            "{text}"
-        );
-        let late = for_at_most(Duration::ZERO, |wanted| {
-            while wanted.is_wanted() {
-                std::thread::yield_now();
-            }
-            Ok(())
-        });
-        assert!(late.is_err(), "a disk that was given up was opened");
+        assert!(read.unwrap());
+        let error = unless_it_hangs(Duration::ZERO, |_| -> Result<()> { bail!("no such disk") });
+        assert_eq!(error.unwrap_err().to_string(), "no such disk");
+        for is_read in [false, true] {
+            let opened = unless_it_hangs(Duration::ZERO, |wanted| {
+                wanted.give_up();
+                if is_read { Ok(()) } else { bail!("cannot read the header") }
+            });
+            let text = format!("{:#}", opened.unwrap_err());
+            assert!(text.contains("is given up; see whether its server is up"), "{text}");
+            assert_eq!(text.contains(": cannot read the header"), !is_read, "{text}");
+        }
     }
 
     #[test]

@@ -145,6 +145,16 @@ fn a_disk_that_hangs_while_it_is_opened_does_not_hold_up_the_end() -> Result<()>
 
 /// A daemon for an export on a disk that hangs when it is used, and one that does not.
 pub(crate) fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<Running> {
+    serve_limited(scene, fuse, withheld, [""; 2])
+}
+
+/// The same with more that holds for the one and the other.
+pub(crate) fn serve_limited(
+    scene: &Scene,
+    fuse: &Fuse,
+    withheld: u32,
+    [of_hung, of_healthy]: [&str; 2],
+) -> Result<Running> {
     let gate = scene.path("gate");
     mknodat(CWD, &gate, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
     // The process is known before it is the daemon.
@@ -153,8 +163,9 @@ pub(crate) fn serve_beside(scene: &Scene, fuse: &Fuse, withheld: u32) -> Result<
         ringhaul_under(&["sh".as_ref(), "-c".as_ref(), script.as_ref(), gate.as_os_str()])?;
     let (hung, healthy) = (scene.socket("hung"), scene.socket("healthy"));
     let (hung, file) = (hung.display(), fuse.file());
-    let hung = format!("socket-path={hung},blk-file={},read-only=on,lock=off", file.display());
-    let healthy = format!("socket-path={},null=16M", healthy.display());
+    let file = format!("read-only=on,lock=off,blk-file={}", file.display());
+    let hung = format!("socket-path={hung}{of_hung},{file}");
+    let healthy = format!("socket-path={}{of_healthy},null=16M", healthy.display());
     command.args(["serve", "--export", &hung, "--export", &healthy]);
     command.arg("--control").arg(scene.socket("control"));
     let daemon = Running::start(&mut command)?;

@@ -13,7 +13,7 @@ use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::is_installed;
 use rustix::process::Signal;
 
-use crate::ending::serve_beside;
+use crate::ending::{serve_beside, serve_limited};
 use crate::nbd::Peer;
 
 fn ctl(scene: &Scene, words: &[&str]) -> Result<Finished> {
@@ -80,6 +80,33 @@ fn they_go_along_with_a_takeover() -> Result<()> {
     next.finish()?.expect_code(0)?;
     ensure!(!hung.exists() && !healthy.exists(), "a socket is left behind");
     Ok(())
+}
+
+/// The process that takes over serves a disk later that was asked for before its group changed.
+#[test]
+fn limits_that_have_changed_stay_in_a_takeover() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let scene = Scene::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let limits = [",group=gold,iops-total=5", ",group=gold,iops-total=100"];
+    let mut daemon = serve_limited(&scene, &fuse, opcode::OPEN, limits)?;
+    // Dropped first: a process with a call that is stuck cannot be killed.
+    let fuse = fuse;
+    let [hung, healthy] = ["hung", "healthy"].map(|name| scene.socket(name));
+    daemon.wait_for(&serving(&healthy))?;
+    let healthy = healthy.display().to_string();
+    ctl(&scene, &["set-disk", &healthy, "iops-total=9"])?.expect_code(0)?;
+    let mut command = ringhaul()?;
+    let mut next =
+        Running::start(command.args(["serve", "--takeover"]).arg(scene.socket("control")))?;
+    let taken = next.wait_for("took over 1 exports").map(drop);
+    let served = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
+    fuse.release();
+    served?;
+    daemon.finish()?.expect_code(0)?;
+    let limits = ctl(&scene, &["set-disk", &healthy])?.expect_code(0)?.stdout;
+    ensure!(limits.contains("\"iops-total\": 9"), "{limits}");
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0).map(drop)
 }
 
 /// Passes connections on to a server. The first one after `is_gated` waits until there is one at

@@ -454,11 +454,14 @@ mod tests {
     use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
     use device::Device;
     use device::blk::config::BlkOptions;
+    use device::scsi::config::ScsiOptions;
     use rustix::event::{Timespec, poll};
     use virtqueue::MemoryFiles;
 
     use super::*;
-    use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings};
+    use crate::command::CommandError;
+    use crate::control::order::UnitChange;
+    use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
 
     struct Scene {
         _io: IoThread,
@@ -497,6 +500,36 @@ mod tests {
         fn export(&mut self) -> Export {
             Export::new(self.setup.take().unwrap(), 0, Waker::noop())
         }
+    }
+
+    /// A removal gives up a unit whose disk is being opened, and none that is about to be there.
+    #[test]
+    fn a_unit_that_is_being_added_is_given_up_until_its_disk_is_open() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut scene = Scene::new(Endpoint::bind(&folder.path().join("socket"), "").unwrap());
+        let setup = scene.setup.as_mut().unwrap();
+        let events = Arc::<ExportLog>::clone(&setup.log);
+        setup.device = Device::scsi(ScsiOptions::default(), events);
+        (setup.spec.device, setup.disks) = (DeviceSpec::Scsi(Vec::new()), Vec::new());
+        let mut export = scene.export();
+        let place = UnitPlace { target: 0, lun: 1 };
+        let remove = |export: &mut Export| export.begin_unit(place, UnitChange::Remove).err();
+        let is_given_up = |error| matches!(error, Some(CommandError::UnitGivenUp(..)));
+
+        let adding = export.begin_unit(place, UnitChange::Add).unwrap();
+        assert!(export.keep_here(Some(place), true), "its disk is open");
+        assert!(matches!(remove(&mut export), Some(CommandError::UnitBusy(..))));
+        assert!(adding.wanted.is_wanted());
+        export.changing.clear();
+
+        let adding = export.begin_unit(place, UnitChange::Add).unwrap();
+        assert!(is_given_up(remove(&mut export)) && !adding.wanted.is_wanted());
+        assert!(!export.keep_here(Some(place), true), "it is not to be served");
+        export.changing.clear();
+
+        let adding = export.begin_unit(place, UnitChange::Add).unwrap();
+        export.begin_stop();
+        assert!(!adding.wanted.is_wanted(), "its export ends");
     }
 
     /// Runs it for as long as its descriptors are ready.

@@ -33,7 +33,8 @@ impl Export {
             return Err(CommandError::Busy(name, state));
         }
         match (busy, change) {
-            (Some(busy), UnitChange::Remove) if busy.adds() => {
+            // One whose disk is open is about to be there.
+            (Some(busy), UnitChange::Remove) if busy.adds() && !busy.keeps_here => {
                 busy.give_up_adding();
                 return Err(CommandError::UnitGivenUp(name, place));
             }
